@@ -328,8 +328,8 @@ def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
     if missing:
         notice(
             "DPE003",
-            f"{len(missing)} trainable parameters are not in the optimizer, which will not change them: {missing[:3]}. Norms "
-            "and noise include them. Freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
+            f"{len(missing)} trainable parameters are not in the optimizer, which will not change them: {missing[:3]}. "
+            "Norms and noise include them. Freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
             of=optimizer,
         )
 

@@ -150,7 +150,7 @@ class IndependenceCheck:
             if self._replay.reached:
                 self._warn_unknown(
                     "The forward pass returned another output when it was run again",
-                    "Use only the global random generators of torch, Python and NumPy, and keep no state between batches.",
+                    "Use only the random generators of torch, Python and NumPy, and keep no state between batches.",
                 )
             else:
                 self._warn_unknown(

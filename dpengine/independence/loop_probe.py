@@ -66,6 +66,7 @@ class LoopProbe:
         self._mean_loss = mean_loss
         self._earlier: _Sample | None = None
         self._open = 0
+        self._random_mixing: int | None = None  # samples of a batch in which random numbers seemed to mix samples
         self._replay: Replay | None = None  # reports forward passes to the record
 
     def batch_returned(self, probe: Probe, data: Any, samples: int) -> None:
@@ -132,10 +133,20 @@ class LoopProbe:
                 return "running it again gives the model other inputs, so a part of it is not recorded"
             if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
                 return "running it again gives other gradients, so a part of it is not recorded"
-            check.refuse_mixing(whole, reached)
+            if (error := check.mixing(whole, reached, "data", "output")) is not None:
+                raise error
+            if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
+                return self._by_random_numbers(error, record.samples)
         except NotRecordedError as error:
             return str(error)
         return self._compare_with_earlier(check, record, whole)
+
+    def _by_random_numbers(self, error: BatchDependentLossError, samples: int) -> str:
+        """Raises an error that is seen at a second batch size. At one size, the numbers may be those of all samples."""
+        if self._random_mixing not in (None, samples):
+            raise error
+        self._random_mixing = self.wants_other_size = samples
+        return f"the gradient of a sample depends on random numbers, {samples} as samples, which may be those of others"
 
     def _compare_with_earlier(self, check: _LoopCheck, record: LoopRecord, whole: Run) -> str | None:
         earlier, told = self._earlier, None
@@ -170,14 +181,21 @@ class _LoopCheck:
         self._record = record
         self._tolerance = _tolerance(record)
 
-    def refuse_mixing(self, whole: Run, reached: Collection[int]) -> None:
-        """Raises BatchDependentLossError if a kept sample changes with others."""
+    def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
+        """Returns the error if a kept sample changes when tensors of these kinds change for others."""
+        if "random" in kinds and not self._record.draws_for_samples:
+            return None
         for kept, source_B in self.rows.halves():
-            run = self._record.run(lambda tensor, place, source_B=source_B: self.rows.rearranged(tensor, source_B))  # type: ignore[misc]
+
+            def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
+                return self.rows.rearranged(tensor, source_B) if place[0] in kinds else tensor
+
+            run = self._record.run(exchanged)
             if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):
-                raise mixed_inputs()
+                return mixed_inputs()
             if share := self.differ(whole.grads, run.grads, kept):
-                raise mixed_loss(share)
+                return mixed_loss(share)
+        return None
 
     def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Tensor | None = None) -> float:
         """Returns the largest relative change of a sample; 0 within the tolerance."""

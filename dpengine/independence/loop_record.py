@@ -1,7 +1,8 @@
 """Records the torch calls of a training loop from the return of a batch to its backward pass, and runs them again.
 
-The forward pass of the model is one entry of the record. Only tensors of the batch and outputs of the model can be
-replaced when the calls run again. All other tensors are constants, and calls with constants alone are not recorded.
+The forward pass of the model is one entry of the record. Only tensors of the batch, outputs of the model, and random
+tensors with an entry for each sample can be replaced when the calls run again. All other tensors are constants, and
+calls with constants alone are not recorded.
 Python numbers are not recorded, nor are calls inside a ``torch.autograd.Function``, ``torch.func.vmap`` or a scripted
 function, and assignments to attributes of tensors.
 """
@@ -25,19 +26,15 @@ from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in
 
 from .random_states import random_states, restored_random_states, set_random_states
+from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
 
-_OUT_OF_TORCH = frozenset(
-    {"item", "tolist", "numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__complex__"}
-)
-_BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
-_NOT_IN_PLACE = frozenset({"__invert__", "__iter__", "__index__", "__int__"})
-
 _PLAIN = frozenset({Tensor, nn.Parameter})
+_OLDER = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
 
-Place = tuple[str, int, int]  # "data" or "output", index of the model call, index of the tensor
+Place = tuple[str, int, int]  # "data", "output" or "random", index of the call, index of the tensor
 Arrange = Callable[[Tensor, Place], Tensor]
 
 
@@ -109,6 +106,7 @@ class LoopRecord(TorchFunctionMode):
         self._dependent = {id(t) for t in self.data}  # tensors that depend on the batch
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
+        self._older: dict[int, Tensor] = {}  # tensors with the graph of an earlier batch, and what comes from them
         self._leavers: list[tuple[int, str]] = []  # number of calls before, and name
         self._thread = threading.get_ident()
         if not _open and "torch._dynamo" in sys.modules:
@@ -143,7 +141,7 @@ class LoopRecord(TorchFunctionMode):
     def clear(self) -> None:
         """Frees all tensors."""
         self.calls, self.roots, self.data = [], [], []
-        self._before, self._written = {}, {}
+        self._before, self._written, self._older = {}, {}, {}
 
     # Events
 
@@ -156,6 +154,9 @@ class LoopRecord(TorchFunctionMode):
         self._in_model = False
         if self._recording:
             inputs = tensors_in(given)
+            if any(id(t) in self._older for t in inputs):
+                self._give_up(_OLDER)
+                return
             if self._leavers and inputs and not any(id(t) in self._dependent for t in inputs):
                 name = self._leavers[-1][1]
                 self._give_up(f"the input of the model comes from numbers that were read from the batch by {name}")
@@ -185,14 +186,14 @@ class LoopRecord(TorchFunctionMode):
         self.roots = list(zip(roots, grads, strict=True))
         for root in roots:
             if id(root) not in self._made:
-                self._give_up(f"the loss comes from {_origin(root)}, which is not recorded")
+                self._give_up(f"the loss comes from {origin_of(root)}, which is not recorded")
                 return
         made = {id(t): i for i, call in enumerate(self.calls) for t in _results(call)}
         end = max(made[id(root)] for root in roots)
         self.left = next((name for before, name in self._leavers if before <= end), None)
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = _name(function)
+        name = name_of(function)
         if name == "__set__":  # of an attribute; torch may hold a lock of the tensor meanwhile
             return function(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
@@ -200,25 +201,30 @@ class LoopRecord(TorchFunctionMode):
             if any(id(t) in self._dependent for t in tensors):
                 self._give_up("a tensor is of a class of its own")
             return function(*args, **kwargs)
-        if not any(id(t) in self._dependent for t in tensors):
-            result = function(*args, **kwargs)
-            self._constants.update(id(t) for t in tensors_in(result) if not t.is_leaf)
-            return result
-        writes = _writes(name, kwargs)
-        if writes:
+        writes, dependent = writes_to(name, kwargs), any(id(t) in self._dependent for t in tensors)
+        if writes and (dependent or name in DRAW_IN_PLACE):
             self._keep(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
         result = function(*args, **kwargs)
-        if name in _OUT_OF_TORCH:
+        if dependent and name in OUT_OF_TORCH:
             self._leavers.append((len(self.calls), f"Tensor.{name}"))
             return result
-        results = tensors_in(result)
-        if not (results or writes or name in _BRANCHES):
-            return result
-        if (unseen := self._unseen(tensors)) is not None:
-            self._give_up(f"a tensor comes from {_origin(unseen)}, which is not recorded")
-            return result
+        results, unseen = tensors_in(result), self._unseen(tensors)
         drew = not all(map(torch.equal, random, random_states()))
+        if not dependent and not (drew and any(self.drawn_for_samples(name, t) for t in results)):
+            if unseen is not None or any(id(t) in self._older for t in tensors):
+                self._older.update((id(t), t) for t in results)
+            else:
+                self._constants.update(id(t) for t in results if not t.is_leaf)
+            return result
+        if not (results or writes or name in BRANCHES):
+            return result
+        if unseen is not None:
+            self._give_up(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
+            return result
+        if any(id(t) in self._older for t in tensors):
+            self._give_up(_OLDER)
+            return result
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None))
         self._made.update(map(id, results))
         self._dependent.update(map(id, results))
@@ -228,6 +234,16 @@ class LoopRecord(TorchFunctionMode):
         if self._bytes > MOST_BYTES or len(self.calls) > MOST_CALLS:
             self._give_up("the loss has too many intermediate results")
         return result
+
+    @property
+    def draws_for_samples(self) -> bool:
+        """True if a random tensor has an entry for each sample."""
+        draws = [call for call in self.calls if isinstance(call, Call) and call.random is not None]
+        return any(self.drawn_for_samples(name_of(c.function), t) for c in draws for t in tensors_in(c.result))
+
+    def drawn_for_samples(self, name: str, tensor: Tensor) -> bool:
+        """Returns True if a random tensor has a number for each sample, which is not the index of a sample."""
+        return name != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
 
     def _give_up(self, reason: str) -> None:
         self.why_not, self._recording = reason, False
@@ -281,7 +297,7 @@ class LoopRecord(TorchFunctionMode):
                 values[id(leaf)] = self._before[id(leaf)].clone() if id(leaf) in self._before else leaf
             return values[id(leaf)]
 
-        models = 0
+        models = drawn = 0
         with torch.enable_grad(), restored_random_states():
             for call in self.calls:
                 if isinstance(call, ModelCall):
@@ -296,7 +312,10 @@ class LoopRecord(TorchFunctionMode):
                 result = self._again(call, value)
                 then, now = tensors_in(call.result), tensors_in(result)
                 if len(then) != len(now):
-                    raise NotRecordedError(f"{_name(call.function)} returned another number of tensors")
+                    raise NotRecordedError(f"{name_of(call.function)} returned another number of tensors")
+                if call.random is not None:
+                    now = [self._arranged(call, t, arrange, (drawn, k)) for k, t in enumerate(now)]
+                    drawn += 1
                 values.update(zip(map(id, then), now, strict=True))
                 if isinstance(call.result, bool) and bool(result) is not call.result:
                     raise NotRecordedError("the loop takes a branch that depends on the batch")
@@ -309,6 +328,11 @@ class LoopRecord(TorchFunctionMode):
             )
         found = zip(leaves.items(), grads, strict=True)
         return Run(inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found})
+
+    def _arranged(self, call: Call, tensor: Tensor, arrange: Arrange, at: tuple[int, int]) -> Tensor:
+        """Returns a result of a random call, arranged if it has an entry for each sample."""
+        drawn = self.drawn_for_samples(name_of(call.function), tensor)
+        return arrange(tensor, ("random", *at)) if drawn else tensor
 
     @staticmethod
     def _again(call: Call, value: Callable[[Any], Any]) -> Any:
@@ -361,23 +385,8 @@ def _without_records() -> Iterator[None]:
 _PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autograd_backward, _of_autograd))
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", "")
-
-
 def _results(call: Call | ModelCall) -> list[Tensor]:
     return call.outputs if isinstance(call, ModelCall) else tensors_in(call.result)
-
-
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
-    """Returns True if a function writes to its first argument, or to ``out``."""
-    in_place = name.endswith("_") and not name.endswith("__")
-    augmented = name.startswith("__i") and name not in _NOT_IN_PLACE
-    return in_place or augmented or name == "__setitem__" or kwargs.get("out") is not None
-
-
-def _origin(tensor: Tensor) -> str:
-    return "code outside torch" if tensor.grad_fn is None else f"'{tensor.grad_fn.name()}'"
 
 
 def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:

@@ -23,14 +23,14 @@ CLASSES, STEPS = 3, 4
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def trained(loss_of, *, reduction="mean", steps=STEPS, model=None, data=None, step=None):
+def trained(loss_of, *, reduction="mean", steps=STEPS, model=None, data=None, batch_size=16):
     """Trains a few private steps, and returns the engine. ``loss_of`` is called with model, inputs and targets."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     data = data or TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
     model, optimizer, loader = engine.make_private(
-        *(model, optimizer, DataLoader(data, batch_size=16)),
+        *(model, optimizer, DataLoader(data, batch_size=batch_size)),
         noise_multiplier=1.0,
         max_grad_norm=1.0,
         loss_reduction=reduction,
@@ -87,6 +87,13 @@ SOUND = {
     "two losses": lambda o, t: F.cross_entropy(o, t) + F.multi_margin_loss(o, t),
     "accuracy before the loss": logged,
     "noise on outputs": lambda o, t: F.cross_entropy(o + 0.1 * torch.randn_like(o), t),
+    "dropout of outputs": lambda o, t: F.cross_entropy(F.dropout(o), t),
+    "random samples over len": lambda o, t: (each(o, t) * (torch.rand(len(t)) < 0.5)).sum() / len(t),
+    "random weights": lambda o, t: (each(o, t) * torch.empty(len(t)).uniform_()).mean(),
+    "one random number": lambda o, t: each(o, t).mean() * torch.rand(()),
+    "random projection": lambda o, t: F.cross_entropy(
+        o @ torch.eye(CLASSES).add_(0.1 * torch.randn(CLASSES, CLASSES)), t
+    ),
     "teacher": lambda o, t: F.kl_div(
         o.log_softmax(1), torch.softmax(WEIGHTS[t][:, None] * o.detach(), 1), reduction="batchmean"
     ),
@@ -106,6 +113,14 @@ MIXING = {
     "hardest sample": lambda o, t: each(o, t).max(),
     "dice of the batch": lambda o, t: 1 - (o.sigmoid()[:, 0] * t).sum() / (o.sigmoid()[:, 0] + t).sum(),
     "mixed outputs": lambda o, t: F.cross_entropy(0.7 * o + 0.3 * o.flip(0), t),
+}
+
+MASKS = {
+    "rand": lambda t: torch.rand(len(t)) < 0.5,
+    "rand_like": lambda t: torch.rand_like(t.float()) < 0.5,
+    "bernoulli_": lambda t: torch.empty(len(t)).bernoulli_(0.5) > 0,
+    "bernoulli": lambda t: torch.bernoulli(torch.full((len(t),), 0.5)) > 0,
+    "dropout": lambda t: F.dropout(torch.ones(len(t))) > 0,
 }
 
 MIXING_BEFORE = {
@@ -137,6 +152,46 @@ def test_a_loss_that_keeps_samples_apart_is_accepted_without_a_warning(loss):
 def test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass(loss):
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*The loss mixes samples.*per_example\(loss_fn\)"):
         trained(lambda model, x, y: loss(model(x), y), steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*random numbers")
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_of_another_size(mask):
+    def loss_of(model, x, y):
+        kept = mask(y)
+        return (each(model(x), y) * kept).sum() / kept.sum().clamp(min=1)
+
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*random numbers, \d+ as samples"):
+        trained(loss_of, steps=1)
+    with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
+        trained(loss_of)
+
+
+@pytest.mark.filterwarnings("ignore:.*random numbers")
+def test_random_numbers_that_are_as_many_as_the_samples_by_chance_are_accepted_at_another_size():
+    def loss_of(model, x, y):
+        row, column = torch.rand(2) * 0.01  # of all samples
+        return F.cross_entropy(model(x) + row * torch.arange(CLASSES) + column, y)
+
+    data = TensorDataset(torch.randn(12, 4), torch.arange(12) % CLASSES)
+    engine = trained(loss_of, data=data, batch_size=2, steps=12)
+    assert inside.checked_loops(engine) > 0
+
+
+@pytest.mark.parametrize(
+    "use", [lambda out, old: out - old, lambda out, old: out * old.detach().norm()], ids=["x", "y"]
+)
+def test_a_tensor_of_an_earlier_batch_in_the_loop_is_reported(use):
+    last = []
+
+    def loss_of(model, x, y):
+        outputs = model(x)
+        mixed = use(outputs, last[-1].detach()) if last else outputs
+        last[:] = [outputs.mean(0)]
+        return F.cross_entropy(mixed, y)
+
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*graph of an earlier batch, such as a hidden state"):
+        trained(loss_of)
 
 
 @pytest.mark.parametrize("change", MIXING_BEFORE.values(), ids=MIXING_BEFORE)

@@ -198,9 +198,16 @@ GUARDS = [
     Guard(
         "other-optimizer",
         "a step of another optimizer on parameters of a private model",
-        "this is None or not this.batches.waits_for_step:",
-        "True:",
+        "if held and (this.batches.waits_for_step or all(p.grad is None for p in held)):",
+        "if False:",
         "users/test_messages_of_the_loop.py::test_a_step_of_another_optimizer_is_rejected[after]",
+    ),
+    Guard(
+        "other-optimizer-idle",
+        "a step of another optimizer without gradients",
+        "this.batches.waits_for_step or all(p.grad is None for p in held)",
+        "this.batches.waits_for_step",
+        "users/test_messages_of_the_loop.py::test_an_optimizer_that_steps_without_gradients_is_rejected",
     ),
     Guard(
         "shared-memory",
@@ -245,6 +252,29 @@ GUARDS = [
         "        if False:",
         "independence/test_loop_probe.py::test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_"
         "another_size[item]",
+    ),
+    Guard(
+        "loop-random",
+        "a gradient that changes with the random numbers of other samples",
+        "        if self._random_mixing not in (None, samples):",
+        "        if False:",
+        "independence/test_loop_probe.py::test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_"
+        "of_another_size[rand]",
+    ),
+    Guard(
+        "loop-random-twice",
+        "random numbers that are as many as the samples by chance",
+        "if self._random_mixing not in (None, samples):",
+        "if True:",
+        "independence/test_loop_probe.py::test_random_numbers_that_are_as_many_as_the_samples_by_chance_are_accepted_"
+        "at_another_size",
+    ),
+    Guard(
+        "loop-older",
+        "a tensor with the graph of an earlier batch",
+        "            if unseen is not None or any(id(t) in self._older for t in tensors):",
+        "            if False:",
+        "independence/test_loop_probe.py::test_a_tensor_of_an_earlier_batch_in_the_loop_is_reported[y]",
     ),
     Guard(
         "loop-half",

@@ -1,0 +1,40 @@
+"""What a call of a torch function does, by the name of the function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+OUT_OF_TORCH = frozenset(
+    {"item", "tolist", "numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__complex__"}
+)
+"""Functions that turn a tensor into something that torch does not follow."""
+
+BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
+"""Functions whose result may choose a branch of the loop."""
+
+DRAW_IN_PLACE = frozenset(
+    {f"{name}_" for name in ("uniform", "normal", "bernoulli", "random", "exponential", "geometric", "cauchy")}
+)
+"""Methods that fill a tensor with random numbers."""
+
+_NOT_IN_PLACE = frozenset({"__invert__", "__iter__", "__index__", "__int__"})
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a torch function."""
+    return getattr(function, "__name__", "")
+
+
+def writes_to(name: str, kwargs: Mapping[str, Any]) -> bool:
+    """Returns True if a function writes to its first argument, or to ``out``."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    augmented = name.startswith("__i") and name not in _NOT_IN_PLACE
+    return in_place or augmented or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def origin_of(tensor: Tensor) -> str:
+    """Returns a name for the code that computed a tensor."""
+    return "code outside torch" if tensor.grad_fn is None else f"'{tensor.grad_fn.name()}'"
