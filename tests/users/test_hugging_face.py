@@ -1,0 +1,132 @@
+"""Models of the library transformers with padded labels: their own loss, and the loss that its message names."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from loops import SLACK
+from reference import clipped_sum, flat_norms, per_sample_gradients
+from torch.utils.data import DataLoader, Dataset
+
+from dpengine import PrivacyEngine
+from dpengine.errors import BatchDependentLossError
+
+pytestmark = pytest.mark.nightly
+transformers = pytest.importorskip("transformers")
+
+WORDS, LENGTH, EXAMPLES, BATCH = 64, 12, 64, 8
+SMALL = {"vocab_size": WORDS, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def gpt2():
+    zero = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=16, **zero, **SMALL)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=1, max_position_embeddings=16, **SMALL)
+    return transformers.LlamaForCausalLM(config)
+
+
+MODELS = pytest.mark.parametrize("make", [gpt2, llama])
+MAX_NORM = {gpt2: 3.3, llama: 2.0}  # about the median
+
+
+class Texts(Dataset):
+    """Texts with labels, of which the first 4 to 11 count."""
+
+    def __init__(self, *, padded=True):
+        generator = torch.Generator().manual_seed(1)
+        self.words = torch.randint(1, WORDS, (EXAMPLES, LENGTH), generator=generator)
+        self.labels = self.words.clone()
+        if padded:
+            for i in range(EXAMPLES):
+                self.labels[i, 4 + i % 8 :] = -100
+
+    def __len__(self):
+        return EXAMPLES
+
+    def __getitem__(self, i):
+        return {"input_ids": self.words[i], "labels": self.labels[i]}
+
+
+def trained(make, loss_of, *, steps=3, padded=True, noise=1.0):
+    """Trains a few steps; returns the model, its weights before the last step, and the last batch."""
+    torch.manual_seed(0)
+    model = make().train()
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=1.0), PrivacyEngine(seed=1)
+    loader = DataLoader(Texts(padded=padded), batch_size=BATCH)
+    model, optimizer, loader = engine.make_private(
+        model, optimizer, loader, noise_multiplier=noise, max_grad_norm=MAX_NORM[make]
+    )
+    for step, batch in enumerate(loader, 1):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        if step == steps:
+            return model, before, batch
+    raise AssertionError("The loader ended.")
+
+
+def own(model, batch):
+    return model(**batch).loss
+
+
+def own_by_number(model, batch):
+    return model(**batch, num_items_in_batch=(batch["labels"] != -100).sum()).loss
+
+
+def outside(model, batch):
+    logits = model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+@MODELS
+@pytest.mark.parametrize(
+    ("loss_of", "cause"),
+    [
+        (own, "different numbers of labels"),
+        (own_by_number, "num_items_in_batch="),
+        (outside, "The loss mixes samples"),
+    ],
+)
+def test_a_mean_over_the_tokens_of_a_batch_is_rejected(make, loss_of, cause):
+    with pytest.raises(BatchDependentLossError, match=f"DPE010.*{cause}.*per_token_mean"):
+        trained(make, loss_of)
+
+
+@MODELS
+def test_the_loss_that_the_message_names_trains_and_is_exact(make):
+    with pytest.raises(BatchDependentLossError) as seen:
+        trained(make, own)
+    named = re.search(r"outputs\.loss by (dpengine\.losses\.\w+\(.*?\)), after (import [\w.]+)\.", str(seen.value))
+    scope = {}
+    exec(named.group(2), scope)
+
+    def loss_of(model, batch):
+        return eval(named.group(1), scope | {"outputs": model(**batch), "labels": batch["labels"]})
+
+    model, before, batch = trained(make, loss_of, noise=0.0)
+    plain = make()
+    plain.load_state_dict(before, strict=False)
+    rows = per_sample_gradients(
+        plain,
+        lambda outputs, labels: eval(named.group(1), scope | {"outputs": outputs, "labels": labels}),
+        {"input_ids": batch["input_ids"]},
+        batch["labels"],
+    )
+    norms_B = flat_norms(rows)
+    assert norms_B.min() < MAX_NORM[make] < norms_B.max(), norms_B
+    truth = clipped_sum(rows, (1 - SLACK) * MAX_NORM[make])
+    moved = {name: BATCH * (before[name] - p.detach()) for name, p in model.named_parameters()}
+    scale = torch.cat([total.flatten() for total in truth.values()]).norm()
+    assert max(float((moved[name] - truth[name]).norm()) for name in truth) < 1e-5 * scale
+
+
+@MODELS
+def test_the_own_loss_of_texts_of_equal_length_is_accepted(make):
+    trained(make, own, padded=False)
