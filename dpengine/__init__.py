@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from dpengine.grad_samplers.registered import register_norm_sampler as register_norm_sampler
     from dpengine.validation.check_model import check as check
     from dpengine.validation.fix_model import fix as fix
+    from dpengine.validation.loop import check_loop as check_loop
     from dpengine.validation.loss import check_loss as check_loss
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
@@ -63,6 +64,7 @@ else:
             "grad_samplers.registered": ["register_grad_sampler", "register_norm_sampler"],
             "validation.check_model": ["check"],
             "validation.fix_model": ["fix"],
+            "validation.loop": ["check_loop"],
             "validation.loss": ["check_loss"],
         },
     )

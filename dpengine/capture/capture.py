@@ -37,6 +37,7 @@ _peek_transform = _functorch.peek_interpreter_stack  # returns None outside tran
 
 
 _watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules of all models that are attached
+_attached: weakref.WeakSet[Capture] = weakref.WeakSet()
 
 
 class CaptureState(enum.Enum):
@@ -165,6 +166,7 @@ class Capture:
         self.watch_leaks()
         _watched.update(self.model.modules())
         self.state = CaptureState.ATTACHED
+        _attached.add(self)
 
     def registered(self, present: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
         """Returns the optimizer's parameter for the one that a module of a sharded model holds while it runs."""
@@ -219,6 +221,7 @@ class Capture:
             for module in self.model.modules():
                 _watched.discard(module)
         self.state = CaptureState.DETACHED
+        _attached.discard(self)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -379,6 +382,11 @@ class _ReportLock:
 
     def __reduce__(self) -> tuple[type[_ReportLock], tuple[()]]:
         return _ReportLock, ()
+
+
+def attached_captures() -> list[Capture]:
+    """Returns the captures that are attached to a model."""
+    return [capture for capture in list(_attached) if capture.state is not CaptureState.DETACHED]
 
 
 def _forget_compiled_code() -> None:

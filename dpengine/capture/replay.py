@@ -73,7 +73,7 @@ class Pass:
         devices = [name for name, _ in self.random if name != "cpu"]
         with (
             torch.random.fork_rng(devices=devices),
-            _with_host_random(self.host_random),
+            with_host_random(self.host_random),
             torch.enable_grad(),
             _with_state(model, self.state),
         ):
@@ -129,7 +129,7 @@ class Replay:
         kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
         autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
         given = _copies(args), _copies(kwargs)
-        self._current = Pass(self, *given, ModelState.of(model), states, _host_random(), autocast)
+        self._current = Pass(self, *given, ModelState.of(model), states, host_random(), autocast)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Records the outputs of the pass, and returns them with a tap on them."""
@@ -190,13 +190,15 @@ def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
     return [(d, torch.get_rng_state() if d == "cpu" else torch.cuda.get_rng_state(d)) for d in devices]
 
 
-def _host_random() -> tuple[Any, Any]:
+def host_random() -> tuple[Any, Any]:
+    """Returns the states of the random generators of Python and NumPy."""
     return random.getstate(), np.random.get_state()
 
 
 @contextlib.contextmanager
-def _with_host_random(states: tuple[Any, Any]) -> Iterator[None]:
-    current = _host_random()
+def with_host_random(states: tuple[Any, Any]) -> Iterator[None]:
+    """Sets these states in the context, and restores the current ones on exit."""
+    current = host_random()
     random.setstate(states[0])
     np.random.set_state(states[1])
     try:

@@ -15,10 +15,12 @@ import torch
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
+from dpengine.capture.capture import CaptureState
 from dpengine.errors import BudgetExceeded
 from dpengine.grad_modes.materialize import forget_grad_samples
 from dpengine.grad_modes.rows import Units
 from dpengine.independence.loop_probe import LoopProbe
+from dpengine.independence.watch_step import step_inside_check
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.share import add_noise
@@ -268,6 +270,8 @@ class PrivateStep:
 
     def zero_grad(self) -> None:
         """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
+        if self.passes.capture.state is CaptureState.PAUSED:
+            return  # inside check_loop
         self.writer.zero_grad(self.passes.buffer.parameters)
         self._apply(self.batches.cleared())
 
@@ -283,6 +287,8 @@ class PrivateStep:
 
     def gather(self) -> bool:
         """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
+        if self.passes.capture.state is CaptureState.PAUSED:
+            raise step_inside_check("The private optimizer")
         self._settle()
         if self.batches.fetched:
             self._begin(self.batches.next_for_step())
@@ -359,8 +365,7 @@ class PrivateStep:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.drain()
-        for flat in sums.flats.values():
-            self.noise_drawn.add((self.source, flat.device.type))
+        self.noise_drawn.update((self.source, flat.device.type) for flat in sums.flats.values())
         try:
             std, step, scale = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor
             if topology.replicas.size == 1:
@@ -378,9 +383,8 @@ class PrivateStep:
         """Returns values that must be equal on all ranks; an empty tuple in a single process."""
         if self.passes.topology.everyone.size == 1:
             return ()
-        batches = self.batches
-        step = batches.batches[-1].step if batches.batches else None
-        place = (step, batches.chunk, len(batches.batches), batches.released)
+        step = self.batches.batches[-1].step if self.batches.batches else None
+        place = (step, self.batches.chunk, len(self.batches.batches), self.batches.released)
         return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The run

@@ -39,10 +39,10 @@ class Rows(NamedTuple):
         rows = self.of(tensor)
         return tensor if rows is None else self.to_front(rows[source_B.to(rows.device)].flatten(0, 1))
 
-    def first(self, tensors: Mapping[Any, Tensor], at: int = 0, samples: int | None = None) -> dict[Any, Tensor]:
-        """Returns one sample of each tensor that has samples."""
+    def some(self, tensors: Mapping[Any, Tensor], which: slice, samples: int | None = None) -> dict[Any, Tensor]:
+        """Returns some samples of each tensor that has samples."""
         rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
-        return {place: some[at : at + 1].clone() for place, some in rows.items() if some is not None}
+        return {place: found[which].clone() for place, found in rows.items() if found is not None}
 
     def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields the indices of a random half of the samples, then of the others, to keep.
@@ -86,9 +86,10 @@ def mixed_inputs() -> BatchDependentLossError:
 
 def mixed_loss(share: float) -> BatchDependentLossError:
     """Returns the error for a loss that mixes samples, by the relative change of the gradient of a sample."""
+    shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     return BatchDependentLossError(
-        f"The loss mixes samples: the gradient of a sample changed by {100 * share:.2g} % when other samples had other "
-        "data. Typical causes are a mean over the tokens of the batch, class weights, and a loss between samples.",
+        f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had other data. "
+        "Typical causes are a mean over the tokens of the batch, class weights, and a loss between samples.",
         fix="Use dpengine.validation.per_example(loss_fn); for tokens "
         "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
     )
@@ -105,7 +106,7 @@ def refuse_reduction(told: str | None, declared: str) -> None:
 
 
 def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean: float, tolerance: float) -> str | None:
-    """Tells a mean from a sum by the gradients of one sample in two batches.
+    """Tells a mean from a sum by the gradients of the same samples in two batches.
 
     Args:
         now: The gradients in one batch, by place.

@@ -106,7 +106,7 @@ class LoopProbe:
                 notice(
                     "DPE012",
                     f"The loss could not be checked: {reason}. So it is not known whether it keeps the samples of a "
-                    "batch independent. Check it with dpengine.check(model, loss_fn, batch).",
+                    "batch independent. dpengine.check_loop(step, batches) decides, for a step that computes the loss.",
                     key=f"loss: {reason}",
                 )
         finally:
@@ -213,11 +213,11 @@ class _LoopCheck:
         values: dict[Place, Tensor] = {}
 
         def note(tensor: Tensor, place: Place) -> Tensor:
-            values.update(self.rows.first({place: tensor}, at))
+            values.update(self.rows.some({place: tensor}, slice(at, at + 1)))
             return tensor
 
         self._record.run(note)
-        return _Sample(self.rows.samples, values, self.rows.first(whole.grads, at))
+        return _Sample(self.rows.samples, values, self.rows.some(whole.grads, slice(at, at + 1)))
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
@@ -229,7 +229,7 @@ class _LoopCheck:
             return self.rows.to_front(torch.cat([old, rows[1:]]).flatten(0, 1))
 
         try:
-            now = self.rows.first(self._record.run(put).grads)
+            now = self.rows.some(self._record.run(put).grads, slice(1))
         except NotRecordedError:
             return None
         return reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self._tolerance)
@@ -249,8 +249,8 @@ class _LoopCheck:
             grads = self._record.run(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads
         except NotRecordedError:
             return None
-        now = self.rows.first(grads, samples=half)
-        told = reduction_of(now, self.rows.first(whole.grads), size / half, self._tolerance)
+        now, then = self.rows.some(grads, slice(half), samples=half), self.rows.some(whole.grads, slice(half))
+        told = reduction_of(now, then, size / half, self._tolerance)
         return None if told == "neither" else told
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
+
+from dpengine.capture.replay import host_random, with_host_random
 
 
 def random_states() -> list[Tensor]:
@@ -26,14 +26,10 @@ def set_random_states(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def restored_random_states(*, all_generators: bool = False) -> Iterator[None]:
-    """Restores the states of torch's generators on exit; with ``all_generators`` also of Python's and numpy's."""
-    states, numpy = random_states(), sys.modules.get("numpy")
-    others = (random.getstate(), None if numpy is None else numpy.random.get_state()) if all_generators else None
+    """Restores the states of torch's generators on exit; with ``all_generators`` also of Python's and NumPy's."""
+    states = random_states()
     try:
-        yield
+        with with_host_random(host_random()) if all_generators else nullcontext():
+            yield
     finally:
         set_random_states(states)
-        if others is not None:
-            random.setstate(others[0])
-            if numpy is not None:
-                numpy.random.set_state(others[1])

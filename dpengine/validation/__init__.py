@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from .check_model import check as check
     from .fix_model import Change as Change
     from .fix_model import fix as fix
+    from .loop import LoopCheck as LoopCheck
+    from .loop import check_loop as check_loop
     from .loss import check_loss as check_loss
     from .loss import per_example as per_example
 else:
@@ -18,6 +20,7 @@ else:
         {
             "check_model": ["CheckReport", "Finding", "check"],
             "fix_model": ["Change", "fix"],
+            "loop": ["LoopCheck", "check_loop"],
             "loss": ["check_loss", "per_example"],
         },
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,8 +82,14 @@ def check_loss(
 
 
 def loss_was_checked(model: nn.Module) -> bool:
-    """Returns True if the last ``check_loss`` for this model in this process passed."""
+    """Returns True if the last ``check_loss`` or ``check_loop`` for this model in this process passed."""
     return model in _checked
+
+
+def note_checked(models: Iterable[nn.Module], *, passed: bool) -> None:
+    """Stores the result of a check of these models."""
+    for model in models:
+        (_checked.add if passed else _checked.discard)(model)
 
 
 def arranged(

@@ -275,7 +275,7 @@ def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
         assert inside.checked_loops(engine) == 0
     texts = [str(one.message) for one in shown if "could not be checked" in str(one.message)]
     assert len(texts) <= 1
-    assert all("dpengine.check(model, loss_fn, batch)" in text for text in texts)
+    assert all("dpengine.check_loop(step, batches) decides" in text for text in texts)
 
 
 def test_nothing_is_left_behind():

@@ -1,0 +1,202 @@
+"""Watches the calls of models in a training step, and takes the place of its backward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dpengine.capture.capture import attached_captures
+from dpengine.capture.model_state import ModelState
+from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
+from dpengine.errors import BatchStateError
+
+from .random_states import random_states
+
+Place = tuple[str, int, int]  # "input", "output" or "layer", number of the call, index of the tensor
+Replace = Callable[[Place, Tensor], Tensor]
+
+_HALF = {torch.float16, torch.bfloat16}
+
+
+class Seen(NamedTuple):
+    """What one run of a step showed, by place.
+
+    Attributes:
+        inputs: Inputs of the calls of models that have a gradient.
+        outputs: Their outputs that require a gradient.
+        grads: Gradients of these outputs, and of the outputs of layers if a model computes a loss.
+        layers: These outputs of layers.
+        drew: Whether random numbers were drawn outside the models.
+        half: Whether numbers of half precision were computed.
+    """
+
+    inputs: Mapping[Place, Tensor]
+    outputs: Mapping[Place, Tensor]
+    grads: Mapping[Place, Tensor]
+    layers: Mapping[Place, Tensor]
+    drew: bool
+    half: bool
+
+
+class StepWatch:
+    """Notes inputs and outputs of models while a step runs, and computes gradients of outputs instead of parameters.
+
+    A model is an outermost module with parameters that train. The step gets copies of its outputs, with the values that
+    ``replace`` returns.
+
+    Attributes:
+        models: The models that were called.
+        differentiated: True if a backward pass was started.
+    """
+
+    def __init__(self, replace: Replace):
+        self.models: dict[nn.Module, ModelState] = {}
+        self.differentiated = False
+        self._replace = replace
+        self._inside: list[nn.Module] = []  # the running model, and running modules in it
+        self._inputs: list[list[Tensor]] = []
+        self._noted: dict[Place, Tensor] = {}  # outputs of models and layers
+        self._grads: dict[Place, Tensor] = {}
+        self._half = self._drew = False
+        self._random: list[Tensor] = []  # states after the last call of a model
+
+    def seen(self) -> Seen:
+        """Returns what the run showed."""
+        reached = {place[1] for place in self._grads if place[0] == "output"}
+        inputs = {("input", i, k): tensor for i in reached for k, tensor in enumerate(self._inputs[i])}
+        values = {place: tensor.detach() for place, tensor in self._noted.items()}
+        outputs, layers = ({p: t for p, t in values.items() if p[0] == kind} for kind in ("output", "layer"))
+        return Seen(inputs, outputs, self._grads, layers, self._drew, self._half)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watches in the context, in which no optimizer and no engine acts. Restores the models on exit."""
+        with ExitStack() as stack:
+            private = attached_captures()
+            for capture in private:
+                stack.enter_context(capture.paused())
+            states = [ModelState.of(capture.model) for capture in private]  # before the step changes buffers itself
+            stack.enter_context(torch.enable_grad())
+            if "torch._dynamo" in sys.modules:
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            for handle in (
+                register_module_forward_pre_hook(self._started),
+                register_module_forward_hook(self._ended, with_kwargs=True, always_call=True),
+                register_optimizer_step_pre_hook(_refuse_step),
+            ):
+                stack.callback(handle.remove)
+            replaced: tuple[tuple[Any, str, Any], ...] = (
+                (Tensor, "backward", lambda root, gradient=None, *_, **__: self.backward([root], [gradient])),
+                (torch.autograd, "backward", self._autograd_backward),
+                (Optimizer, "zero_grad", _does_nothing),
+                (nn.Module, "zero_grad", _does_nothing),
+            )
+            for owner, name, function in replaced:
+                stack.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, function)
+            self._random = random_states()
+            try:
+                yield
+                self._note_random()
+            finally:
+                for state in (*self.models.values(), *states):
+                    state.restore()
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Adds the gradients of the outputs of models; also those of layers, if a model returned a loss."""
+        self.differentiated = True
+        self._differentiate("output", roots, grads)
+        if any(grad.dim() == 0 and bool(grad != 0) for grad in self._grads.values()):
+            self._differentiate("layer", roots, grads)
+
+    def _differentiate(self, kind: str, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        of = {place: tensor for place, tensor in self._noted.items() if place[0] == kind}
+        if not of:
+            return
+        found = torch.autograd.grad(roots, list(of.values()), grads, retain_graph=True, allow_unused=True)
+        for place, grad in zip(of, found, strict=True):
+            if grad is not None:
+                self._grads[place] = self._grads[place] + grad if place in self._grads else grad.detach()
+
+    def _autograd_backward(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
+        self.backward(roots, grads)
+
+    def _started(self, module: nn.Module, args: Any) -> None:
+        if self._inside or any(parameter.requires_grad for parameter in module.parameters()):
+            if not self._inside:
+                self._note_random()
+                self.models.setdefault(module, ModelState.of(module))
+            self._inside.append(module)
+
+    def _ended(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if not self._inside:
+            return None
+        self._inside.pop()
+        self._random = self._random if self._inside else random_states()
+        if output is None:  # after an exception
+            return None
+        if self._inside:
+            if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
+                self._note("layer", len(self._noted), output)
+            return None
+        number = len(self._inputs)
+        self._inputs.append([tensor.detach().clone() for tensor in tensors_in((args, kwargs))])
+        self._note("layer", len(self._noted), output if module._parameters else ())
+        self._note("output", number, output)
+        self._half |= any(t.dtype in _HALF for t in tensors_in_outputs(output))
+        index = iter(range(len(tensors_in_outputs(output))))
+        return map_outputs(lambda tensor: self._given(("output", number, next(index)), tensor), output)
+
+    def _note_random(self) -> None:
+        self._drew |= not all(map(torch.equal, self._random, random_states()))
+
+    def _note(self, kind: str, number: int, output: Any) -> None:
+        for k, tensor in enumerate(tensors_in_outputs(output)):
+            if tensor.requires_grad:
+                self._noted[kind, number, k] = tensor
+
+    def _given(self, place: Place, output: Tensor) -> Tensor:
+        value = self._replace(place, output) if output.requires_grad else output
+        return _WithValue.apply(output, value)  # type: ignore[no-any-return]
+
+
+class _WithValue(torch.autograd.Function):
+    """A copy of a tensor with other values, and with its gradient."""
+
+    @staticmethod
+    def forward(output: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def _does_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    raise step_inside_check(type(optimizer).__name__)
+
+
+def step_inside_check(name: str) -> BatchStateError:
+    """Returns the error for a step of an optimizer while a loop is checked."""
+    return BatchStateError(
+        f"{name}.step() was called inside check_loop, which must not change the model.",
+        fix="Pass check_loop a function that computes the loss, and leave out optimizer.step().",
+    )

@@ -1,0 +1,230 @@
+"""Check of a training step: runs it with other data in some samples, and compares what the other samples get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpengine.capture.record import turned
+from dpengine.capture.tap import map_outputs, tensors_in_outputs
+from dpengine.errors import BatchDependentLossError, suggests_names
+from dpengine.independence.compare_runs import (
+    EXACT,
+    HALF,
+    Rows,
+    largest_change,
+    mixed_inputs,
+    mixed_loss,
+    reduction_of,
+    refuse_reduction,
+)
+from dpengine.independence.random_states import restored_random_states
+from dpengine.independence.watch_step import Place, Replace, Seen, StepWatch
+from dpengine.sampling.loader import PrivateIteration
+
+from .loss import note_checked
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class LoopCheck:
+    """Result of `check_loop`.
+
+    Attributes:
+        batches: Number of batches on which no mixing of samples was seen.
+        reduction: ``"mean"`` or ``"sum"``, as the loss was found to be; None if it cannot be told.
+        undecided: Reasons why other batches could not be checked.
+    """
+
+    batches: int
+    reduction: str | None
+    undecided: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """True if every batch was checked."""
+        return self.batches > 0 and not self.undecided
+
+
+@suggests_names
+def check_loop(
+    step: Step, batches: Iterable[Any], *, loss_reduction: str = "mean", batch_first: bool = True
+) -> LoopCheck:
+    """Runs a training step on batches in which some samples got other data, and compares the results for the others.
+
+    Unlike the check at run time, which runs recorded calls again, this one calls ``step`` itself, about eight times for
+    each batch. So it also decides about losses that branch on values, use numpy or scripted functions, or are computed
+    in a ``torch.autograd.Function``. In a sample that keeps its data, neither the inputs of the model nor the gradients
+    of its outputs may change, apart from a factor if half of the samples are left out. For a loss that the model
+    computes, the gradients of the outputs of its layers are compared.
+
+    Gradients and buffers of the model, random states, and the engine and ledger of a private model stay as they were.
+    ``backward()`` computes no gradient of parameters, and ``zero_grad()`` does nothing. What else ``step`` changes,
+    such as a counter or a queue, is not restored.
+
+    Example:
+        >>> import torch.nn.functional as F
+        >>> from dpengine import check_loop
+        >>> model = torch.nn.Linear(4, 3)
+        >>> batch = torch.randn(8, 4), torch.arange(8) % 3
+        >>> check_loop(lambda batch: F.cross_entropy(model(batch[0]), batch[1]), [batch])
+        LoopCheck(batches=1, reduction='mean', undecided=())
+
+    Args:
+        step: Called with one batch. Computes the loss, and calls ``backward()`` or returns the loss. It must call the
+            model, which may be private, and not ``optimizer.step()``.
+        batches: Batches of at least two samples each, as a loader of the data set returns them, not a private loader.
+            The first tensor in a batch with an axis tells the number of samples.
+        loss_reduction: Value that is passed to ``make_private``.
+        batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1.
+
+    Returns:
+        The number of batches without mixing, and the reasons why others could not be checked.
+
+    Raises:
+        BatchDependentLossError: If an input of the model or the gradient of an output depends on other samples.
+        ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
+        BatchStateError: If ``step`` calls ``optimizer.step()``.
+        TypeError: If ``step`` is not callable, or a batch holds no tensor.
+        ValueError: If there is no batch, a batch has fewer than two samples, ``batches`` is a private loader,
+            ``loss_reduction`` is not known, or ``step`` calls no model that trains or computes no loss.
+    """  # noqa: DOC502 - raised by called functions
+    if not callable(step):
+        raise TypeError(
+            f"check_loop: step is {torch.typename(step)}, which is not callable. Pass a function of a batch."
+        )
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+    if isinstance(batches, PrivateIteration):
+        raise ValueError("check_loop: batches is a private loader, whose batches are charged. Pass a DataLoader.")
+    checked, undecided, found = 0, dict[str, None](), set[str | None]()
+    models: set[nn.Module] = set()
+    passed = False
+    try:
+        with restored_random_states(all_generators=True):
+            for batch in batches:
+                try:
+                    found.add(_BatchCheck(step, batch, batch_first=batch_first, models=models).run(loss_reduction))
+                    checked += 1
+                except _UndecidedError as error:
+                    undecided[str(error)] = None
+        if not (checked or undecided):
+            raise ValueError("check_loop: batches is empty. Pass at least one batch.")
+        passed = not undecided
+    finally:
+        note_checked(models, passed=passed)
+    found.discard(None)
+    return LoopCheck(checked, found.pop() if len(found) == 1 else None, tuple(undecided))
+
+
+class _UndecidedError(Exception):
+    """A batch cannot be checked; the text is the reason."""
+
+
+class _BatchCheck:
+    """Runs a step with one batch. Collects the models that it calls in ``models``."""
+
+    def __init__(self, step: Step, batch: Any, *, batch_first: bool, models: set[nn.Module]):
+        to_front = (lambda tensor: tensor) if batch_first else turned
+        first = next((t for t in tensors_in_outputs(batch) if t.dim()), None)
+        if first is None:
+            raise TypeError(f"check_loop: a batch ({torch.typename(batch)}) holds no tensor with an axis.")
+        samples = len(to_front(first))
+        if samples < 2:
+            raise ValueError(f"check_loop: a batch has {samples} samples. Pass at least two samples.")
+        self._step, self._batch, self._models = step, batch, models
+        self._rows = Rows(samples, to_front)
+
+    def run(self, declared: str) -> str | None:
+        """Raises if samples are mixed. Returns the reduction that was found."""
+        whole = self._seen(lambda tensor: tensor, lambda place, output: output)
+        tolerance = HALF if whole.half else EXACT
+        again = self._try(lambda tensor: tensor, lambda place, output: whole.outputs.get(place, output))
+        if largest_change(self._rows, whole.inputs, again.inputs, tolerance) or largest_change(
+            self._rows, whole.grads, again.grads, tolerance
+        ):
+            raise _UndecidedError("step gives other gradients when it runs again with the same batch")
+        if not any(self._rows.of(grad) is not None for grad in whole.grads.values()):
+            raise _UndecidedError("no gradient has the batch on its axis, so samples cannot be compared")
+        for kept, source_B in self._rows.halves():
+            others = self._try(*self._arranged(whole, source_B))
+            if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
+                raise mixed_inputs()
+            if share := largest_change(self._rows, *self._comparable(whole, others, kept, tolerance), tolerance, kept):
+                raise mixed_loss(share)
+        told = self._reduction(whole, tolerance)
+        refuse_reduction(told, declared)
+        return told
+
+    def _reduction(self, whole: Seen, tolerance: float) -> str | None:
+        """Returns the reduction, by leaving half of the samples out; None if it cannot be told."""
+        half = self._rows.samples // 2
+        try:
+            part = self._seen(*self._arranged(whole, torch.arange(half)))
+        except Exception:  # for example in a loop for batches of one size
+            return None
+        now = self._rows.some(part.grads, slice(half), samples=half)
+        then = self._rows.some(whole.grads, slice(half))
+        told = reduction_of(now, then, self._rows.samples / half, tolerance)
+        if told == "neither" and not whole.drew:
+            raise BatchDependentLossError(
+                f"The loss depends on the number of samples as neither a mean nor a sum does: with {half} instead of "
+                f"{self._rows.samples} samples, the gradient of a sample changed by another factor.",
+                fix="Divide the sum over the samples by the number of samples only.",
+            )
+        return None if told == "neither" else told
+
+    def _arranged(self, whole: Seen, source_B: Tensor) -> tuple[Callable[[Tensor], Tensor], Replace]:
+        """Returns functions that arrange the samples of a batch, and of the outputs that the model gave for it."""
+
+        def replace(place: Place, output: Tensor) -> Tensor:
+            known = whole.outputs.get(place)
+            return output if known is None else self._rows.rearranged(known, source_B)
+
+        return lambda tensor: self._rows.rearranged(tensor, source_B), replace
+
+    def _comparable(
+        self, whole: Seen, others: Seen, kept: Tensor, tolerance: float
+    ) -> tuple[Mapping[Place, Tensor], Mapping[Place, Tensor]]:
+        """Leaves out layers whose axis 0 is not the batch, because their outputs changed."""
+        usable = {
+            place: grad
+            for place, grad in whole.grads.items()
+            if place not in whole.layers
+            or (
+                place in others.layers
+                and self._rows.of(grad) is not None
+                and not largest_change(
+                    self._rows, {place: whole.layers[place]}, {place: others.layers[place]}, tolerance, kept
+                )
+            )
+        }
+        if not usable:
+            raise _UndecidedError("the model computes the loss, and none of its layers has the batch on axis 0")
+        return usable, others.grads
+
+    def _try(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
+        try:
+            return self._seen(arrange, replace)
+        except Exception as error:
+            shown = str(error).split("\n", maxsplit=1)[0][:100]
+            raise _UndecidedError(f"running step again raised {type(error).__name__}: {shown}") from error
+
+    def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
+        watch = StepWatch(replace)
+        batch = map_outputs(lambda tensor: arrange(tensor.detach()).clone(), self._batch)
+        with restored_random_states(all_generators=True), watch.active():
+            returned = self._step(batch)
+            if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:
+                watch.backward([returned], [None])
+        if not watch.models:
+            raise ValueError("check_loop: step called no model with parameters that train.")
+        if not watch.differentiated:
+            raise ValueError("check_loop: step called no backward(), and returned no loss. Return the loss.")
+        self._models.update(watch.models)
+        return watch.seen()
