@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 _KEEP_ORDER = (
     "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it; "
-    "DataLoader(num_workers=2) prefetches by itself. A trainer that fetches ahead declares it with "
-    "dpengine.engine.fetch_ahead(engine, batches)."
+    "DataLoader(num_workers=2) prefetches by itself. A trainer that fetches one batch ahead, as accelerate does, "
+    "declares it with dpengine.engine.fetch_ahead(engine, 1)."
 )
 
 

@@ -1,4 +1,4 @@
-"""Models of the library transformers with padded labels: their own loss, and the loss that its message names."""
+"""Models of transformers with padded labels, and the loss that the message names. A loop of accelerate."""
 
 import re
 
@@ -9,8 +9,9 @@ from loops import SLACK
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch.utils.data import DataLoader, Dataset
 
-from dpengine import PrivacyEngine
-from dpengine.errors import BatchDependentLossError
+import dpengine
+from dpengine import PrivacyEngine, PrivacyWarning
+from dpengine.errors import BatchDependentLossError, BatchMismatchError
 
 pytestmark = pytest.mark.nightly
 transformers = pytest.importorskip("transformers")
@@ -130,3 +131,39 @@ def test_the_loss_that_the_message_names_trains_and_is_exact(make):
 @MODELS
 def test_the_own_loss_of_texts_of_equal_length_is_accepted(make):
     trained(make, own, padded=False)
+
+
+@pytest.mark.parametrize("when", ["before make_private", "after make_private"])
+def test_the_loader_of_accelerate_trains_by_the_remedy_of_its_message(when):
+    accelerate = pytest.importorskip("accelerate")
+    accelerator, engine = accelerate.Accelerator(cpu=True), PrivacyEngine(seed=1)
+    model = torch.nn.Linear(4, 2)
+    parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.randn(64, 4), batch_size=BATCH)
+    if when == "before make_private":
+        parts = accelerator.prepare(*parts)
+    parts = engine.make_private(*parts, noise_multiplier=1.0, max_grad_norm=1.0)
+    if when == "after make_private":
+        parts = accelerator.prepare(*parts)
+        with pytest.raises(BatchMismatchError, match=r"DPE018.*fetched ahead") as seen, pytest.warns(PrivacyWarning):
+            run(accelerator, *parts)
+        model = torch.nn.Linear(4, 2)
+        parts = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.randn(64, 4), batch_size=BATCH)
+        engine = PrivacyEngine(seed=1)
+        parts = engine.make_private(*parts, noise_multiplier=1.0, max_grad_norm=1.0)
+        exec(
+            re.search(r"dpengine\.engine\.fetch_ahead\(engine, 1\)", str(seen.value)).group(),
+            {"dpengine": dpengine, "engine": engine},
+        )
+        parts = accelerator.prepare(*parts)
+    assert run(accelerator, *parts) == engine.ledger.steps == EXAMPLES // BATCH
+
+
+def run(accelerator, model, optimizer, loader):
+    """Trains an epoch; returns the number of steps."""
+    steps = 0
+    for inputs in loader:
+        optimizer.zero_grad()
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        steps += 1
+    return steps
