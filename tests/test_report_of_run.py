@@ -1,5 +1,7 @@
 """A report says of a run what the parts of the run say of themselves."""
 
+import re
+
 import inside
 import pytest
 import torch
@@ -11,11 +13,12 @@ from two_devices import SECOND, TwoDevices, to_second
 from dpengine import PrivacyEngine, check_loss, checkpoint
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
 from dpengine.accounting.origin import Origin
-from dpengine.errors import AccountingRefusedError, LedgerError
+from dpengine.errors import AccountingRefusedError, LedgerError, PrivacyWarning
 from dpengine.ledger_file.contents import read
 from dpengine.noise.source import NoiseSource
 from dpengine.report import PrivacyReport, RunFacts
 from dpengine.report.all_runs import noise_of_all
+from dpengine.report.assumptions import assumptions
 from dpengine.sampling import ExternalBatches
 
 DATA = {"name": "rows", "source": "here", "licence": "none", "sha256": {"a": "0" * 64}}
@@ -331,6 +334,34 @@ def test_a_report_says_that_the_loss_was_probed_only_if_it_was_in_all_runs(two_r
     second = two_runs({}, {})
     check_loss(second.model, torch.nn.functional.cross_entropy, examples().tensors)
     assert second.engine.report().facts.loss_checked is None
+
+
+def loss_assumption(engine):
+    (item,) = [item for item in assumptions(engine.report().facts) if "loss" in item.name]
+    return item.holds, item.evidence
+
+
+def test_a_report_says_how_often_the_loss_was_probed_or_why_it_was_not():
+    loop = make_loop(noise_multiplier=1.5)
+    assert loss_assumption(loop.engine) == ("not checked", "the loss was not checked (no step was probed)")
+    loop = trained(noise_multiplier=1.5)
+    holds, evidence = loss_assumption(loop.engine)
+    assert holds == "yes"
+    assert re.fullmatch(r"no mixing of samples was seen in [1-9] probed steps?", evidence)
+    check_loss(loop.model, torch.nn.functional.cross_entropy, examples().tensors)
+    assert loss_assumption(loop.engine) == ("yes", f"check_loss or check_loop found no mixing of samples; {evidence}")
+    assert "sound" not in str(loop.engine.report())
+
+
+def test_a_report_says_why_the_loss_could_not_be_checked():
+    loop = make_loop(noise_multiplier=1.5)
+    for inputs, targets in loop.loader:
+        factor = 1.0 if inputs[0].sum() > inputs[1].sum() else 2.0
+        with pytest.warns(PrivacyWarning, match="takes a branch that depends on the batch"):
+            (factor * torch.nn.functional.cross_entropy(loop.model(inputs), targets)).backward()
+        break
+    reason = "the loss was not checked (the loop takes a branch that depends on the batch)"
+    assert loss_assumption(loop.engine) == ("not checked", reason)
 
 
 def test_a_state_keeps_that_the_loss_was_probed():

@@ -75,11 +75,28 @@ def origin_of(run: Run) -> Origin:
         kind=noise["kind"],
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
-        # None: this process did not check it
-        loss_checked=loss_was_checked(run.model) or run.step.loop.checked > 0 or None,
+        loss_checked=_loss_checked(run)[0],
         processes=run.step.passes.topology.everyone.size,
         resumed=run.resumed and not (isinstance(ledger, RunLedger) and ledger.knows_later),
     )
+
+
+def _loss_checked(run: Run) -> tuple[bool | None, str]:
+    """Returns whether the loss of a run was checked in this process (None: it was not), and what was checked."""
+    loop = run.step.loop
+    steps = f"no mixing of samples was seen in {loop.checked} probed step{'s' if loop.checked != 1 else ''}"
+    if loss_was_checked(run.model):
+        by_user = "check_loss or check_loop found no mixing of samples"
+        return True, f"{by_user}; {steps}" if loop.checked else by_user
+    if loop.why_not is not None:
+        return None, f"{steps}, but {loop.why_not}" if loop.checked else loop.why_not
+    return (True, steps) if loop.checked else (None, "no step was probed")
+
+
+def _loss_evidence(run: Run, checked: bool | None) -> str:
+    """Returns what was checked of the loss of the last run; nothing if another run decides."""
+    own, evidence = _loss_checked(run)
+    return evidence if own is checked else ""
 
 
 def noise_of(run: Run) -> dict[str, Any]:
@@ -144,6 +161,7 @@ def report_of_run(
         ),
         noise={"largest_normal": noise_of(run)["largest_normal"], **noise_of_all(origins)},
         loss_checked=loss_checked_of_all(origins),
+        loss_evidence=_loss_evidence(run, loss_checked_of_all(origins)),
         other_samplings=tuple(origin.sampling for origin in origins),
         excludes=(*excludes, *excludes_of_all(origins)),
         utility=utility or {},

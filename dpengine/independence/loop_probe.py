@@ -55,12 +55,14 @@ class LoopProbe:
     Attributes:
         record: The record of the current batch; None on most steps.
         checked: Number of probed steps in which no mixing was seen.
+        why_not: Why the loop of a probed step could not be checked, without numbers of the batch; None if it could.
         wants_other_size: Number of samples of the first record, until a batch of another size told mean from sum.
     """
 
     def __init__(self, capture: Capture, *, mean_loss: bool):
         self.record: LoopRecord | None = None
         self.checked = 0
+        self.why_not: str | None = None
         self.wants_other_size: int | None = None
         self._capture = capture
         self._mean_loss = mean_loss
@@ -103,6 +105,7 @@ class LoopProbe:
             return  # the backward pass is that of another batch
         try:
             if reason := self._reason_or_raise(record):
+                self.why_not = reason.partition(":")[0]  # the message of an error may show data
                 notice(
                     "DPE012",
                     f"The loss could not be checked: {reason}. So it is not known whether it keeps the samples of a "
@@ -125,7 +128,8 @@ class LoopProbe:
         }
         check = _LoopCheck(record, Rows(record.samples, self._capture.batch_to_front))
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
-            return None  # a loss inside the model, or one that the outputs do not reach
+            self.why_not = "the model computes the loss, and its layers alone were probed"
+            return None  # or the outputs do not reach the loss
         try:
             whole = record.run(lambda tensor, place: tensor)
             given = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in _models(record)]

@@ -127,9 +127,15 @@ def _constants(facts: RunFacts) -> Assumption:
 def _independence(facts: RunFacts) -> Assumption:
     name = "The loss of a row depends on that row alone"
     return {
-        True: Assumption(name, "yes", "a probe on a batch of the run found no dependence between rows"),
+        True: Assumption(name, "yes", facts.loss_evidence or "no mixing of samples was seen when it was checked"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
-        None: Assumption(name, "not checked", "the loss was not checked; only layers that mix rows are rejected"),
+        None: Assumption(
+            name,
+            "not checked",
+            f"the loss was not checked ({facts.loss_evidence})"
+            if facts.loss_evidence
+            else "the loss was not checked; only layers that mix rows are rejected",
+        ),
     }[facts.loss_checked]
 
 

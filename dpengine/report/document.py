@@ -91,6 +91,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
         environment=EnvironmentFacts(**{key: run[key] for key in _ENVIRONMENT}),
         noise=rng | ({} if seeded is None else {"insecure_seed": seeded}),
         loss_checked=run["loss_checked"],
+        loss_evidence=run.get("loss_evidence", ""),
         other_samplings=tuple(document["mechanism"].get("other_samplings", ())),
         excludes=tuple(document["coverage"]["excludes_added"]),
         utility=document["utility"],
@@ -152,6 +153,8 @@ def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "dpengine": figures.version,
         "loss_checked": facts.loss_checked,
     }
+    if facts.loss_evidence:
+        run["loss_evidence"] = facts.loss_evidence  # absent in reports of earlier versions
     run |= {key: getattr(facts.environment, key) for key in _ENVIRONMENT}
     return run | {key: getattr(facts.accounting, key) for key in _ACCOUNTING}
 

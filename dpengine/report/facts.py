@@ -128,6 +128,7 @@ class RunFacts:
         noise: ``NoiseSource.describe()``: ``kind``, ``cryptographic``, ``insecure_seed``, ``largest_normal``.
         loss_checked: Result of the independence check of the loss: True (no dependence between samples), False
             (dependence found), None (not checked).
+        loss_evidence: What was checked of the loss, or why nothing was; empty if it is not known.
         other_samplings: Sampling schemes of the history besides that of ``plan``. ``"unknown"`` stands for charges that
             were loaded without the name of their scheme.
         excludes: Sentences on further limits of the guarantee.
@@ -141,6 +142,7 @@ class RunFacts:
     environment: EnvironmentFacts = EnvironmentFacts()
     noise: Mapping[str, Any] = field(default_factory=dict)
     loss_checked: bool | None = None
+    loss_evidence: str = ""
     other_samplings: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     utility: Mapping[str, Any] = field(default_factory=dict)
@@ -155,6 +157,7 @@ class RunFacts:
             object.__setattr__(self, "plan", plan)
         others = set(public_values(self.other_samplings)) - {self.plan.get("sampling")}
         object.__setattr__(self, "other_samplings", tuple(sorted(others)))
+        object.__setattr__(self, "loss_evidence", public_text(self.loss_evidence))
         object.__setattr__(self, "excludes", tuple(public_text(line) for line in self.excludes))
         for name in ("plan", "noise", "utility", "audit"):
             object.__setattr__(self, name, public_values(getattr(self, name)))
@@ -195,8 +198,9 @@ class RunFacts:
         state |= {name: _charges_state(state[name]) for name in ("history", "unamplified")}
         state |= {"relation": self.accounting.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
         state |= {"accountant": name_of(self.accounting.accountant), "other_samplings": list(self.other_samplings)}
-        if not self.other_samplings:
-            del state["other_samplings"]  # earlier versions do not know the field
+        for name in ("other_samplings", "loss_evidence"):
+            if not getattr(self, name):
+                del state[name]  # earlier versions do not know the field
         return state | ({} if self.num_examples_is_public else {"num_examples": None})
 
     @classmethod

@@ -86,6 +86,7 @@ VARIANTS = {
     "external-not-started": {"plan": PLAN | {"sampling": "external", "sample_rate": 1.0}, "history": ()},
     "declared": {"plan": PLAN | {"sampling": "external-poisson"}},
     "declared-before": {"other_samplings": ("external-poisson",)},
+    "probed": {"loss_evidence": "no mixing of samples was seen in 3 probed steps"},
     "loaded": {"other_samplings": ("unknown", "fixed-size")},
     "refused": {"accountant": "gdp"},
     "correlated": {

@@ -23,8 +23,9 @@ KEYS = (
 
 def test_the_state_has_the_flat_keys_of_schema_1(any_facts):
     state = any_facts.state_dict()
-    assert " ".join(sorted(state.keys() - {"other_samplings"})) == KEYS
+    assert " ".join(sorted(state.keys() - {"other_samplings", "loss_evidence"})) == KEYS
     assert ("other_samplings" in state) == bool(any_facts.other_samplings)
+    assert ("loss_evidence" in state) == bool(any_facts.loss_evidence)
     for group in ("accounting", "dataset", "environment", "description"):
         with pytest.raises(ValueError, match=group):
             RunFacts.from_state(state | {group: {}})

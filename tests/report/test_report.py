@@ -108,7 +108,9 @@ def test_every_key_is_present_and_no_other(any_facts):
     report = PrivacyReport(any_facts).to_dict()
     assert set(report) == {*KEYS, "schema_version", "profile", "history", "history_unamplified", "digest"}
     optional = {"other_samplings"} if any_facts.other_samplings else set()  # absent, as in reports of earlier versions
-    assert {name: set(report[name]) for name in KEYS} == KEYS | {"mechanism": KEYS["mechanism"] | optional}
+    evidence = {"loss_evidence"} if any_facts.loss_evidence else set()
+    expected = KEYS | {"mechanism": KEYS["mechanism"] | optional, "run": KEYS["run"] | evidence}
+    assert {name: set(report[name]) for name in KEYS} == expected
     for item in report["accounting"]["assumptions"]:
         assert set(item) == {"name", "holds", "evidence"}
 
