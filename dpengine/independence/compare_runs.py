@@ -16,6 +16,13 @@ from dpengine.errors import BatchDependentLossError, ReductionError
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
 
 
+class Kept(NamedTuple):
+    """Samples that are kept: their indices in the first run, and in the second."""
+
+    then: Tensor
+    now: Tensor
+
+
 class Rows(NamedTuple):
     """Finds the entries of samples in tensors.
 
@@ -44,18 +51,20 @@ class Rows(NamedTuple):
         rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
         return {place: found[which].clone() for place, found in rows.items() if found is not None}
 
-    def halves(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the indices of a random half of the samples, then of the others, to keep.
+    def halves(self, *, moves: bool) -> Iterator[tuple[Kept, Tensor]]:
+        """Yields a random half of the samples, then the others, to keep.
 
-        Each comes with indices ``(B,)`` that put the first kept sample in the place of all others.
+        Each comes with indices ``(B,)`` that put the first kept sample in the place of all others. If it ``moves``, the
+        second half is kept one place further on.
         """
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.samples))
-        for kept in order.tensor_split(2):
-            yield kept, torch.full((self.samples,), int(kept[0])).index_copy(0, kept, kept)
+        for kept, step in zip(order.tensor_split(2), (0, int(moves)), strict=True):
+            source_B = torch.full((self.samples,), int(kept[0])).index_copy(0, kept, kept)
+            yield Kept(kept, (kept + step) % self.samples), source_B.roll(step)
 
 
 def largest_change(
-    rows: Rows, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], tolerance: float, kept: Tensor | None = None
+    rows: Rows, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], tolerance: float, kept: Kept | None = None
 ) -> float:
     """Returns the largest relative change of a kept sample; 0 within the tolerance. ``kept`` is None for all."""
     worst = 0.0
@@ -67,7 +76,7 @@ def largest_change(
         if a is None or b is None:
             a, b = one.reshape(1, -1), other.reshape(1, -1)
         elif kept is not None:
-            a, b = a[kept.to(a.device)], b[kept.to(b.device)]
+            a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
         a, b = (tensor.flatten(1).double().nan_to_num(0, 0, 0) for tensor in (a, b))
         size_B, moved_B = a.norm(dim=1), (a - b).norm(dim=1)
         if moved_B.max() > 1e-12 * max(1.0, float(size_B.max())):

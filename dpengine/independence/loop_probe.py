@@ -3,8 +3,9 @@
 On a probed step the loop is recorded and run again, without the model (see `loop_record`):
 
 1. unchanged, which must give the gradients of the outputs that the backward pass gave;
-2. twice with half of the samples kept, and the data and outputs of the others replaced by those of a kept one. In a
-   kept sample neither the input of the model nor the gradient of an output may change;
+2. twice with half of the samples kept, the second half in other places, and the data and outputs of the others
+   replaced by those of a kept one. In a kept sample neither the input of the model nor the gradient of an output may
+   change;
 3. with one sample of an earlier batch of another size in place of the first one. The ratio of its gradients tells a
    mean over the samples from a sum, also where the loop computes with ``len(batch)`` or ``.item()``.
 
@@ -28,6 +29,7 @@ from dpengine.errors import BatchDependentLossError, notice
 from .compare_runs import (
     EXACT,
     HALF,
+    Kept,
     Rows,
     largest_change,
     mixed_inputs,
@@ -38,7 +40,7 @@ from .compare_runs import (
 from .loop_record import LoopRecord, ModelCall, NotRecordedError, Place, Run
 from .probe import Probe
 
-_MOST_OPEN = 4  # probed steps after which a loop that numbers leave is reported as not checked
+_MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
 
 
 class _Sample(NamedTuple):
@@ -110,7 +112,8 @@ class LoopProbe:
                     "DPE012",
                     f"The loss could not be checked: {reason}. So it is not known whether it keeps the samples of a "
                     "batch independent. dpengine.check_loop(step, batches) decides, for a step that computes the loss.",
-                    key=f"loss: {reason}",
+                    key="loss",
+                    of=self._capture.model,
                 )
         finally:
             self.close()
@@ -153,13 +156,13 @@ class LoopProbe:
         return f"the gradient of a sample depends on random numbers, {samples} as samples, which may be those of others"
 
     def _compare_with_earlier(self, check: _LoopCheck, record: LoopRecord, whole: Run) -> str | None:
-        earlier, told = self._earlier, None
+        earlier, told, compared = self._earlier, None, False
         if earlier is None:
             self._earlier = check.one_sample(whole)
             self.wants_other_size = None if self._earlier is None else record.samples
             told = check.reduction_of_half(whole)
         elif earlier.samples != record.samples:
-            told = check.reduction(earlier)
+            told, compared = check.reduction(earlier), True
             self.wants_other_size = None
         refuse_reduction(told, "mean" if self._mean_loss else "sum")
         if told == "neither" and record.left:
@@ -168,13 +171,14 @@ class LoopProbe:
                 f"({record.left}): between two batches it was scaled by neither their sizes nor 1.",
                 fix="Divide by the number of samples only, or use dpengine.validation.per_example(loss_fn).",
             )
+        if told == "neither" and not record.drew:
+            return "the gradient of a sample in batches of two sizes differs by more than their sizes explain"
         if record.left is None or told in ("mean", "sum"):
             self.checked += 1
             return None
         self._open += 1
-        return (
-            f"a number leaves torch by {record.left} before the loss is computed" if self._open == _MOST_OPEN else None
-        )
+        left_open = compared or self._open == _MOST_OPEN
+        return f"a number leaves torch by {record.left} before the loss is computed" if left_open else None
 
 
 class _LoopCheck:
@@ -189,7 +193,7 @@ class _LoopCheck:
         """Returns the error if a kept sample changes when tensors of these kinds change for others."""
         if "random" in kinds and not self._record.draws_for_samples:
             return None
-        for kept, source_B in self.rows.halves():
+        for kept, source_B in self.rows.halves(moves=not self._record.has_order):
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
                 return self.rows.rearranged(tensor, source_B) if place[0] in kinds else tensor
@@ -201,7 +205,7 @@ class _LoopCheck:
                 return mixed_loss(share)
         return None
 
-    def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Tensor | None = None) -> float:
+    def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Kept | None = None) -> float:
         """Returns the largest relative change of a sample; 0 within the tolerance."""
         return largest_change(self.rows, then, now, self._tolerance, kept)
 
@@ -225,10 +229,13 @@ class _LoopCheck:
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
+        comparable = not self._record.drew
 
         def put(tensor: Tensor, place: Place) -> Tensor:
+            nonlocal comparable
             rows, old = self.rows.of(tensor), earlier.values.get(place)
             if rows is None or old is None or old.shape[1:] != rows.shape[1:]:
+                comparable &= rows is None
                 return tensor
             return self.rows.to_front(torch.cat([old, rows[1:]]).flatten(0, 1))
 
@@ -236,7 +243,8 @@ class _LoopCheck:
             now = self.rows.some(self._record.run(put).grads, slice(1))
         except NotRecordedError:
             return None
-        return reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self._tolerance)
+        told = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self._tolerance)
+        return told or ("neither" if comparable and not self._record.left else None)
 
     def reduction_of_half(self, whole: Run) -> str | None:
         """The same by leaving half of the samples out; None if a number of the loop may follow from the batch size."""

@@ -88,6 +88,7 @@ class LoopRecord(TorchFunctionMode):
         calls: The calls so far.
         roots: The tensors from which backward started, with the gradients that it was given.
         left: Name of the first call by which a number of the batch left torch before the loss was computed, if any.
+        drew: Whether random numbers were drawn outside the model.
         why_not: Why the loop cannot be run again, if so.
     """
 
@@ -99,7 +100,7 @@ class LoopRecord(TorchFunctionMode):
         self.roots: list[tuple[Tensor, Tensor | None]] = []
         self.left: str | None = None
         self.why_not: str | None = None
-        self._recording, self._in_model = True, False
+        self._recording, self._in_model, self.drew = True, False, False
         self._bytes = 0
         self._before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
         self._written = {id(t): t for t in self.data}  # keeps the tensors of `_before` alive
@@ -210,7 +211,7 @@ class LoopRecord(TorchFunctionMode):
             self._leavers.append((len(self.calls), f"Tensor.{name}"))
             return result
         results, unseen = tensors_in(result), self._unseen(tensors)
-        drew = not all(map(torch.equal, random, random_states()))
+        self.drew |= (drew := not all(map(torch.equal, random, random_states())))
         if not dependent and not (drew and any(self.drawn_for_samples(name, t) for t in results)):
             if unseen is not None or any(id(t) in self._older for t in tensors):
                 self._older.update((id(t), t) for t in results)
@@ -240,6 +241,12 @@ class LoopRecord(TorchFunctionMode):
         """True if a random tensor has an entry for each sample."""
         draws = [call for call in self.calls if isinstance(call, Call) and call.random is not None]
         return any(self.drawn_for_samples(name_of(c.function), t) for c in draws for t in tensors_in(c.result))
+
+    @property
+    def has_order(self) -> bool:
+        """True if numbers may belong to places in the batch: random ones, those of a constant, and those read."""
+        constants = (t for t in tensors_in(self.calls) if id(t) not in self._dependent)
+        return bool(self.left or self.drew) or any(self.samples in t.shape[:2] for t in constants)
 
     def drawn_for_samples(self, name: str, tensor: Tensor) -> bool:
         """Returns True if a random tensor has a number for each sample, which is not the index of a sample."""

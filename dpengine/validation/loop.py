@@ -15,6 +15,7 @@ from dpengine.errors import BatchDependentLossError, suggests_names
 from dpengine.independence.compare_runs import (
     EXACT,
     HALF,
+    Kept,
     Rows,
     largest_change,
     mixed_inputs,
@@ -151,7 +152,7 @@ class _BatchCheck:
             raise _UndecidedError("step gives other gradients when it runs again with the same batch")
         if not any(self._rows.of(grad) is not None for grad in whole.grads.values()):
             raise _UndecidedError("no gradient has the batch on its axis, so samples cannot be compared")
-        for kept, source_B in self._rows.halves():
+        for kept, source_B in self._rows.halves(moves=not whole.drew):
             others = self._try(*self._arranged(whole, source_B))
             if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
                 raise mixed_inputs()
@@ -189,7 +190,7 @@ class _BatchCheck:
         return lambda tensor: self._rows.rearranged(tensor, source_B), replace
 
     def _comparable(
-        self, whole: Seen, others: Seen, kept: Tensor, tolerance: float
+        self, whole: Seen, others: Seen, kept: Kept, tolerance: float
     ) -> tuple[Mapping[Place, Tensor], Mapping[Place, Tensor]]:
         """Leaves out layers whose axis 0 is not the batch, because their outputs changed."""
         usable = {

@@ -278,6 +278,12 @@ def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
     assert all("dpengine.check_loop(step, batches) decides" in text for text in texts)
 
 
+def test_a_second_model_gets_its_own_warning():
+    for _ in range(2):
+        with pytest.warns(PrivacyWarning, match="The loss could not be checked"):
+            trained(UNDECIDED["own function"], steps=1)
+
+
 def test_nothing_is_left_behind():
     seen, own = [], []
 

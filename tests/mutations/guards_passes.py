@@ -332,4 +332,35 @@ GUARDS = [
         "            pass",
         "validation/test_check_loop.py::test_a_private_run_stays_as_it_was",
     ),
+    Guard(
+        "loop-order",
+        "a gradient that changes with the place of a sample in the batch",
+        "        for kept, source_B in self.rows.halves(moves=not self._record.has_order):",
+        "        for kept, source_B in self.rows.halves(moves=False):",
+        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "[cumulative-zero-out]",
+    ),
+    Guard(
+        "loop-once-per-model",
+        "a loop that cannot be checked gives a warning for each model",
+        '                    key="loss",\n                    of=self._capture.model,',
+        '                    key="loss",',
+        "independence/test_loop_probe.py::test_a_second_model_gets_its_own_warning",
+    ),
+    Guard(
+        "loop-compared",
+        "a number that leaves torch is reported at the second batch size",
+        "        left_open = compared or self._open == _MOST_OPEN",
+        "        left_open = False",
+        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "[float_of_max-zero-out]",
+    ),
+    Guard(
+        "loop-size",
+        "a loss that changes with the number of samples by a number of Python",
+        '        if told == "neither" and not record.drew:',
+        "        if False:",
+        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "[temperature_of_size-zero-out]",
+    ),
 ]
