@@ -172,7 +172,10 @@ class LoopProbe:
                 fix="Divide by the number of samples only, or use dpengine.validation.per_example(loss_fn).",
             )
         if told == "neither" and not record.drew:
-            return "the gradient of a sample in batches of two sizes differs by more than their sizes explain"
+            return (
+                "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
+                "weight of the loss followed the step or the number of samples"
+            )
         if record.left is None or told in ("mean", "sum"):
             self.checked += 1
             return None
