@@ -94,6 +94,7 @@ class Capture:
             default, detached views.
         replay: Records forward passes that will run again; None if none will.
         topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
+        error_note: Note for an exception of the next forward pass; empty if there is nothing to say.
     """
 
     model: nn.Module
@@ -105,6 +106,7 @@ class Capture:
     swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE
+    error_note: str = field(default="", init=False)
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass
     inputs: tuple[Any, Any] | None = field(default=None, init=False)  # of the running forward pass of the model

@@ -7,6 +7,7 @@ the output reports the layer call in the backward pass.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,8 @@ class RootHook:
         capture.inputs = None
         if output is None:  # perhaps after an exception, which an exception from here would hide
             self.buffers.put_back()
+            if capture.error_note and (error := sys.exception()) is not None:
+                error.add_note(capture.error_note)
             return None
         self.buffers.refuse_written()
         if not capture.recording:

@@ -36,6 +36,7 @@ from .grad_writer import GradWriter
 from .pass_clipper import PassClipper, RecordedPass
 from .shared_dataset_check import SharedDatasetCheck
 from .step_checks import (
+    PLACEHOLDER_NOTE,
     check_backward,
     check_stale,
     check_step,
@@ -110,8 +111,7 @@ class PrivateStep:
         self.unused_parameters = unused_parameters
         self.unit_reduction = unit_reduction
         self.grad_scaler = grad_scaler
-        self.statistics = ClipStatistics()
-        self.dropped_rows = 0
+        self.statistics, self.dropped_rows = ClipStatistics(), 0
         self.run: Any = None  # set by the run: kept alive as long as the model
 
     # Called by the loader
@@ -131,10 +131,10 @@ class PrivateStep:
             return
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
-        samples = batch.rows[chunk]
-        other_size = self.loop.wants_other_size not in (None, samples)
+        self.passes.capture.error_note = PLACEHOLDER_NOTE if batch.placeholder and not batch.rows[chunk] else ""
+        other_size = self.loop.wants_other_size not in (None, batch.rows[chunk])
         if (self.passes.probe.armed or other_size or self.loop.record is not None) and not self.batches.fetched:
-            self.loop.batch_returned(self.passes.probe, data, samples)
+            self.loop.batch_returned(self.passes.probe, data, batch.rows[chunk])
 
     def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""

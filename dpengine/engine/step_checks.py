@@ -37,6 +37,12 @@ _KEEP_ORDER = (
     "declares it with dpengine.engine.fetch_ahead(engine, 1)."
 )
 
+PLACEHOLDER_NOTE = (
+    "dpengine: No sample was drawn for this batch, and the loader returned a placeholder sample, of zeros unless "
+    "example_input= was given. If the model cannot process zeros, pass example_input= to make_private: a made-up "
+    "example as the data set would return it."
+)
+
 
 class Step(Protocol):
     """The attributes of `dpengine.engine.step.PrivateStep` that the checks read."""

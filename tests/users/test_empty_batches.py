@@ -4,9 +4,9 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import CLASSES, FEATURES, every_mode, examples, gradients_of, make_loop, mlp, state_of
+from loops import CLASSES, FEATURES, ROWS, every_mode, examples, gradients_of, make_loop, mlp, state_of
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dpengine.engine import fetch_ahead
 from dpengine.sampling.collate import placeholder_batch
@@ -50,6 +50,44 @@ def test_nothing_of_a_placeholder_is_released(mode):
     for state, history in runs[1:]:
         assert history == runs[0][1]
         assert all(torch.equal(runs[0][0][name], value) for name, value in state.items())
+
+
+class Lengths(nn.Module):
+    """Takes sequences and their lengths, which must be positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent, self.head = nn.GRU(FEATURES, 4, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, sequences, lengths):
+        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
+        return self.head(self.recurrent(packed)[1][-1])
+
+
+def test_an_error_of_the_model_for_a_placeholder_says_so_and_its_remedy_works():
+    sequences, lengths = torch.randn(20, 5, FEATURES), torch.arange(20) % 5 + 1
+    data = TensorDataset(sequences, lengths, torch.arange(20) % CLASSES)
+
+    def train(**options):
+        loop = make_loop(Lengths(), dataset=data, batch_size=1, noise_multiplier=1.0, **options)
+        for sequences, lengths, targets in loop.loader:
+            loop.optimizer.zero_grad()
+            F.cross_entropy(loop.model(sequences, lengths), targets).backward()
+            loop.optimizer.step()
+        return loop.engine.ledger.steps
+
+    with pytest.raises(RuntimeError, match="greater than 0") as seen:
+        train()
+    assert "No sample was drawn" in seen.value.__notes__[0] and "example_input=" in seen.value.__notes__[0]
+    assert train(example_input=data[0]) == 20
+
+
+def test_an_error_of_the_model_for_samples_has_no_note():
+    loop = make_loop(batch_size=ROWS, sample_rate=1.0, noise_multiplier=1.0)
+    ((inputs, _),) = loop.loader
+    with pytest.raises(RuntimeError) as seen:
+        loop.model(inputs[:, 1:])
+    assert not hasattr(seen.value, "__notes__")
 
 
 def test_an_adaptive_clipping_norm_does_not_see_the_placeholder():
