@@ -136,10 +136,11 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
     if (
         not ratio
         or not 0 < scale < torch.inf
-        or float((a - ratio * b).norm()) > 10 * tolerance * abs(ratio) * scale**0.5
+        or float((a - ratio * b).norm()) > min(10 * tolerance, 0.05) * abs(ratio) * scale**0.5
+        or abs(by_mean - 1) < 3 * tolerance
     ):
-        return None  # the loop is another one, or draws random numbers
+        return None  # the loop is another one, or draws random numbers, or the sizes are too close
     for told, expected in (("mean", by_mean), ("sum", 1.0)):
-        if abs(ratio / expected - 1) < max(10 * tolerance, 1e-3):
+        if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
             return told
     return "neither"
