@@ -181,7 +181,7 @@ class AccountingRefusedError(PrivacyError):
 
 
 class BufferUpdateError(PrivacyError):
-    """A forward pass wrote statistics of the batch into a buffer."""
+    """A forward pass or the loop keeps data of a batch in the model."""
 
     code = "DPE026"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,35 +13,37 @@ from torch import Tensor, nn
 
 _PARTS = frozenset({"_parameters", "_modules", "_buffers"})
 _NOT_SAVED = frozenset({bool, int, float, str, tuple, type(None), OrderedDict})  # an OrderedDict holds hooks
+_CONTAINERS = frozenset({list, dict, set})
 _MOST_ELEMENTS = 2**20  # of a tensor attribute that is copied
+
+Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name of its attribute
 
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
     """Snapshot of the buffers and attributes of all modules, including train or eval mode.
 
-    Contents of attributes are saved for lists, dicts, sets, small tensors and generators.
+    Contents of attributes are saved for lists, dicts, sets, small tensors and generators, also inside each other.
 
     Attributes:
         attributes: The ``__dict__`` of each module, and a copy of it.
-        contents: Mutable values of attributes, and their saved contents.
+        contents: Mutable values of attributes, and their saved contents, by id of the value.
         buffers: The buffers of each module: the dict itself, a copy of it, and copies of the tensors.
     """
 
     attributes: list[tuple[dict[str, Any], dict[str, Any]]]
-    contents: list[tuple[Any, Any]]
+    contents: dict[int, tuple[Any, Any]]
     buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None], dict[str, Tensor]]]
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """Saves the state of a model."""
-        attributes, contents, buffers = [], [], []
+        attributes, buffers = [], []
+        contents: dict[int, tuple[Any, Any]] = {}
         for module in model.modules():
             saved = {name: value for name, value in vars(module).items() if name not in _PARTS}
             attributes.append((vars(module), saved))
-            for value in saved.values():
-                if type(value) not in _NOT_SAVED and (content := _content(value)) is not None:
-                    contents.append((value, content))
+            _save_contents(saved.values(), contents)
             values = {name: buffer.clone() for name, buffer in module._buffers.items() if buffer is not None}
             buffers.append((module._buffers, dict(module._buffers), values))
         return cls(attributes, contents, buffers)
@@ -52,7 +54,7 @@ class ModelState:
             for name in current.keys() - saved.keys() - _PARTS:
                 del current[name]
             current.update(saved)
-        for value, content in self.contents:
+        for value, content in self.contents.values():
             _set_content(value, content)
         for buffers, saved_buffers, values in self.buffers:
             buffers.clear()
@@ -61,6 +63,68 @@ class ModelState:
                 buffer = buffers[name]
                 if buffer is not None and not _equal(buffer, value):
                     buffer.data.copy_(value)
+
+    def changed_since(self, before: ModelState) -> list[Slot]:
+        """Returns the attributes whose value, or its content, may differ from the one before."""
+        found = []
+        for i, ((_, now), (_, then)) in enumerate(zip(self.attributes, before.attributes, strict=True)):
+            for name, value in now.items():
+                old = then.get(name, _MISSING)
+                if value is not old:
+                    if type(value) not in _SIMPLE or type(value) is not type(old) or value != old:
+                        found.append((i, name))
+                elif type(value) not in _NOT_SAVED and self._wrote(before, value):
+                    found.append((i, name))
+        return found
+
+    def _wrote(self, before: ModelState, value: Any) -> bool:
+        if id(value) not in self.contents or id(value) not in before.contents:
+            return False
+        now, then = self.contents[id(value)][1], before.contents[id(value)][1]
+        if isinstance(value, (Tensor, torch.Generator)):
+            return not _equal(now, then)
+        parts, old_parts = _parts(now), _parts(then)
+        same = len(parts) == len(old_parts) and all(map(_is_same, parts, old_parts))
+        return not same or any(self._wrote(before, part) for part in parts)
+
+    def value_of(self, slot: Slot) -> Any:
+        """Returns the saved value of an attribute with its saved content; None if there is no such attribute."""
+        return self._as_saved(self.attributes[slot[0]][1].get(slot[1]))
+
+    def _as_saved(self, value: Any) -> Any:
+        content = self.contents[id(value)][1] if id(value) in self.contents else value
+        if type(value) is tuple or type(value) is list:
+            return type(value)(map(self._as_saved, content))
+        return {k: self._as_saved(v) for k, v in content.items()} if type(value) is dict else content
+
+    def put(self, slots: Iterable[Slot]) -> None:
+        """Restores some attributes, and the content of all that they hold."""
+        for i, name in slots:
+            current, saved = self.attributes[i]
+            if name in saved:
+                current[name] = saved[name]
+                self._put_content(saved[name])
+            else:
+                current.pop(name, None)
+
+    def _put_content(self, value: Any) -> None:
+        if id(value) in self.contents:
+            content = self.contents[id(value)][1]
+            _set_content(value, content)
+            for part in _parts(content):
+                self._put_content(part)
+
+    def detached(self) -> ModelState:
+        """Returns this snapshot without the graphs of tensors, and without buffers, to be kept for longer."""
+        attributes = [
+            (current, {name: _detached(v) for name, v in saved.items()}) for current, saved in self.attributes
+        ]
+        contents = {key: (value, _parts_detached(content)) for key, (value, content) in self.contents.items()}
+        return ModelState(attributes, contents, [])
+
+
+_MISSING = object()
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
 @contextlib.contextmanager
@@ -74,9 +138,43 @@ def preserve_modes(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def _save_contents(values: Iterable[Any], contents: dict[int, tuple[Any, Any]]) -> None:
+    for value in values:
+        if type(value) in _NOT_SAVED or id(value) in contents:
+            continue
+        content = _content(value)
+        if content is not None:
+            contents[id(value)] = value, content
+            if type(value) in _CONTAINERS:
+                _save_contents(_parts(content), contents)
+
+
+def _parts(content: Any) -> list[Any]:
+    """Returns what a list, dict or set holds."""
+    if type(content) in _CONTAINERS:
+        return list(content.values() if type(content) is dict else content)
+    return []
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) in _SIMPLE and type(one) is type(other) and one == other)
+
+
+def _parts_detached(content: Any) -> Any:
+    if type(content) is list:
+        return list(map(_detached, content))
+    return {k: _detached(v) for k, v in content.items()} if type(content) is dict else content
+
+
+def _detached(value: Any) -> Any:
+    if type(value) is Tensor:
+        return value.detach() if value.requires_grad else value
+    return tuple(map(_detached, value)) if type(value) is tuple else value
+
+
 def _content(value: Any) -> Any:
     """Returns a copy of the content of an object that may be modified in place; None for other objects."""
-    if type(value) in {list, dict, set}:
+    if type(value) in _CONTAINERS:
         return value.copy()
     if type(value) is Tensor and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
         return value.clone()

@@ -68,8 +68,17 @@ class Pass:
         Returns:
             The output tensors, detached.
         """
-        given = (self.args, self.kwargs) if args is None else (args, kwargs)
-        args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
+        with self.as_it_began(model):
+            outputs = self.forward(model, args, kwargs)
+            self.random_after = _random_states([name for name, _ in self.random])
+            pairs = zip(outputs, grads_of(outputs), strict=True)
+            roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
+        return [output.detach() for output in outputs]
+
+    @contextlib.contextmanager
+    def as_it_began(self, model: nn.Module) -> Iterator[None]:
+        """Restores the state of the model and of the random generators before the pass, in the context."""
         devices = [name for name, _ in self.random if name != "cpu"]
         with (
             torch.random.fork_rng(devices=devices),
@@ -79,15 +88,16 @@ class Pass:
         ):
             for name, state in self.random:
                 torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
-            with contextlib.ExitStack() as stack:
-                for device_type, enabled, dtype in self.autocast:
-                    stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
-                outputs = tensors_in_outputs(model(*args, **kwargs))
-            self.random_after = _random_states([name for name, _ in self.random])
-            pairs = zip(outputs, grads_of(outputs), strict=True)
-            roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
-            torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
-        return [output.detach() for output in outputs]
+            yield
+
+    def forward(self, model: nn.Module, args: Any = None, kwargs: Any = None) -> list[Tensor]:
+        """Runs the model forward on the inputs of the pass, or on others, and returns the output tensors."""
+        given = (self.args, self.kwargs) if args is None else (args, kwargs)
+        args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
+        with contextlib.ExitStack() as stack:
+            for device_type, enabled, dtype in self.autocast:
+                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+            return tensors_in_outputs(model(*args, **kwargs))
 
 
 class Loop(Protocol):

@@ -38,6 +38,7 @@ from .compare_runs import (
     refuse_reduction,
 )
 from .loop_record import LoopRecord, ModelCall, NotRecordedError, Place, Run
+from .loop_writes import refuse_written
 from .probe import Probe
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
@@ -100,12 +101,14 @@ class LoopProbe:
 
         Raises:
             BatchDependentLossError: If the gradient of a sample depends on other samples.
+            BufferUpdateError: If the loop writes data of the batch to the model.
             ReductionError: If the loss is a sum and was declared as a mean, or vice versa.
         """  # noqa: DOC502 - the comparisons raise
         record = self.record
         if record is None or not (record.roots or record.why_not):
             return  # the backward pass is that of another batch
         try:
+            refuse_written(record, self._capture.model)
             if reason := self._reason_or_raise(record):
                 self.why_not = reason.partition(":")[0]  # the message of an error may show data
                 notice(

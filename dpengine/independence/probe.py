@@ -10,6 +10,7 @@ from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
 
 from .live_probe import IndependenceCheck
+from .memory_probe import MemoryCheck, Remembered
 
 EVERY = 500  # backward passes between checks; the first checks are at passes 1, 8, 64 and 512
 
@@ -19,8 +20,9 @@ class Probe:
 
     The first pass gets a thorough check, and so does the pass after one with more than twice the samples of any checked
     pass. Samples that are not independent raise UnsupportedLayerError, which names the parameter with the largest
-    deviation. Two cases cannot be checked and give a warning once: a model whose forward pass is not repeatable under
-    the same random state, and gradients that do not come through the model's outputs.
+    deviation. A model that remembers data of a checked batch raises BufferUpdateError in the next one. Two cases cannot
+    be checked and give a warning once: a model whose forward pass is not repeatable under the same random state, and
+    gradients that do not come through the model's outputs.
 
     Attributes:
         every: Number of passes between checks; None for no check.
@@ -35,6 +37,9 @@ class Probe:
         self._next = 1  # the pass that is checked next
         self._thorough = True  # because it has more samples than any checked pass
         self._most_samples = 0  # of the passes that were checked, or made the next one be checked
+        self._remembered: list[
+            Remembered
+        ] = []  # by attributes of the model; the next pass decides whether it reads them
         self.armed = False
         self.arm()
 
@@ -45,7 +50,7 @@ class Probe:
 
     def arm(self) -> None:
         """Records the next forward pass if a check is due."""
-        self.armed = self.due
+        self.armed = self.due or bool(self._remembered)
         if self._own is not None:
             if self._own.reached:
                 self._own.clear()
@@ -70,11 +75,15 @@ class Probe:
             sq_norms_B: Returns the squared norms of unscaled gradients.
         """
         self._passes += 1
+        if self._remembered and replay is not None:
+            remembered, self._remembered = self._remembered, []
+            MemoryCheck(self._capture, replay).refuse_read(remembered)
         if self.every is not None and self._passes >= self._next and replay is not None and samples > 1:
             thorough, self._thorough = self._thorough, False
             self._next = min(8 * self._passes, self._passes + self.every)
             self._most_samples = max(self._most_samples, samples)
             IndependenceCheck(self._capture, replay, sq_norms_B(), self._passes, thorough=thorough).run()
+            self._remembered = MemoryCheck(self._capture, replay).remembered(samples)
         elif samples > 2 * self._most_samples > 0:  # a model may mix samples only in large batches
             self._next, self._most_samples, self._thorough = self._passes + 1, samples, True
         self.arm()

@@ -231,6 +231,43 @@ GUARDS = [
         "validation/test_check_forms.py::test_a_token_mean_inside_the_model_is_rejected_and_the_remedy_passes[dict]",
     ),
     Guard(
+        "memory-read",
+        "an attribute with data of a batch that the next one reads",
+        "        if not kept or not self._changes(one, memory, kept):",
+        "        if True:",
+        "independence/test_memory_probe.py::test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named",
+    ),
+    Guard(
+        "memory-reset",
+        "an attribute that the loop resets before the next batch",
+        "[s for s in memory.slots if _agree(one.state.value_of(s), memory.left.value_of(s), EXACT)]",
+        "memory.slots",
+        "independence/test_memory_probe.py::test_a_state_that_the_loop_resets_is_accepted_and_one_that_it_detaches_is_not",
+    ),
+    Guard(
+        "memory-nested",
+        "the content of a list inside a dict",
+        "                _save_contents(_parts(content), contents)",
+        "                pass",
+        "independence/test_memory_probe.py::test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named"
+        "[list_in_a_dict-auto]",
+    ),
+    Guard(
+        "memory-fails",
+        "an attribute that changed in a pass that does not run again",
+        """                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")""",
+        "                    pass",
+        "independence/test_memory_probe.py::test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again",
+        also=(("""            self._warn_unknown("it could not run with other data")""", "            pass"),),
+    ),
+    Guard(
+        "loop-writes",
+        "a buffer that the loop writes from data of the batch",
+        "            if id(tensor) in dependent or _memory_of(tensor) in written:",
+        "            if False:",
+        "independence/test_memory_probe.py::test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named",
+    ),
+    Guard(
         "loop-input",
         "an input of the model that changes with other samples",
         "            if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):",

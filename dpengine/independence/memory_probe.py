@@ -1,0 +1,156 @@
+"""Checks whether a model remembers data of a batch in plain attributes, and reads them in a later batch.
+
+On a probed step the forward passes run again, also with other data for some samples. Attributes that then differ hold
+data of the batch. If one still has its value when the next batch runs, that batch runs again with the values that the
+other data left. The model remembers the batch before if its output changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.capture import Capture
+from dpengine.capture.model_state import ModelState, Slot
+from dpengine.capture.replay import Pass, Replay
+from dpengine.capture.tap import tensors_in_outputs
+from dpengine.errors import BufferUpdateError, notice
+
+from .compare_runs import EXACT, HALF, Rows
+
+
+class Remembered(NamedTuple):
+    """Attributes that hold data of a batch: the state that the batch left, and one that other data would have left."""
+
+    slots: list[Slot]
+    left: ModelState
+    other: ModelState
+
+
+class MemoryCheck:
+    """Checks the recorded passes of a batch."""
+
+    def __init__(self, capture: Capture, replay: Replay):
+        self._capture = capture
+        self._replay = replay
+
+    def remembered(self, samples: int) -> list[Remembered]:
+        """Returns attributes that hold data of the batch."""
+        found: list[Remembered] = []
+        with self._capture.paused():
+            for one in self._replay.reached:
+                try:
+                    found += self._look(one, Rows(samples, self._capture.batch_to_front))
+                except Exception as error:
+                    shown = str(error).split("\n", maxsplit=1)[0][:100]
+                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")
+        return found
+
+    def _look(self, one: Pass, rows: Rows) -> Iterator[Remembered]:
+        left = self._after(one, lambda tensor: tensor)
+        changed = left.changed_since(one.state)
+        if not changed or rows.samples < 2:
+            return
+        left, found = left.detached(), 0
+        for _, source_B in rows.halves(moves=False):
+            try:
+                other = self._after(one, partial(rows.rearranged, source_B=source_B)).detached()
+            except Exception:  # for example if a tensor has the length of the batch by chance
+                continue
+            found += 1
+            slots = [slot for slot in changed if not _agree(left.value_of(slot), other.value_of(slot), 0.0)]
+            if slots:
+                yield Remembered(slots, left, other)
+        if not found:
+            self._warn_unknown("it could not run with other data")
+
+    def _after(self, one: Pass, exchange: Callable[[Tensor], Tensor]) -> ModelState:
+        """Returns the state of the model after the pass, with exchanged data."""
+        args, kwargs = pytree.tree_map_only(Tensor, exchange, (one.args, one.kwargs))
+        with one.as_it_began(self._capture.model):
+            one.forward(self._capture.model, args, kwargs)
+            return ModelState.of(self._capture.model)
+
+    def refuse_read(self, remembered: Sequence[Remembered]) -> None:
+        """Raises BufferUpdateError if a pass reads what an earlier batch left in an attribute."""
+        with self._capture.paused():
+            for one in self._replay.reached:
+                for memory in remembered:
+                    self._decide(one, memory)
+
+    def _decide(self, one: Pass, memory: Remembered) -> None:
+        kept = [s for s in memory.slots if _agree(one.state.value_of(s), memory.left.value_of(s), EXACT)]
+        if not kept or not self._changes(one, memory, kept):
+            return
+        most = next((slot for slot in kept if self._changes(one, memory, [slot])), kept[0])
+        name, module = list(self._capture.model.named_modules())[most[0]]
+        where = f"of layer '{name}' ({type(module).__name__})" if name else f"of the model ({type(module).__name__})"
+        raise BufferUpdateError(
+            f"Attribute '{most[1]}' {where} holds data of a batch, and the forward pass of the next batch read it. So "
+            "a sample changes the gradients of later batches, which clipping does not bound.",
+            fix="Compute it anew in each forward pass, or reset it before the next batch. An average of weights may "
+            "be kept, and is updated after optimizer.step().",
+        )
+
+    def _changes(self, one: Pass, memory: Remembered, slots: Sequence[Slot]) -> bool:
+        """Returns True if the outputs of a pass change when these attributes have the values that other data left."""
+        model, runs = self._capture.model, []
+        for state in (memory.left, memory.other):
+            with one.as_it_began(model):
+                state.put(slots)
+                runs.append([output.detach() for output in one.forward(model)])
+        then, now = ([t for t, g in zip(run, one.grads, strict=False) if g is not None] for run in runs)
+        half = any(on for _, on, _ in one.autocast) or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
+        return not _agree(then, now, HALF if half else EXACT)
+
+    def _warn_unknown(self, reason: str) -> None:
+        notice(
+            "DPE012",
+            f"An attribute of the model changed in a forward pass, and {reason}. So it is not known whether later "
+            "batches read data of this one. Reset the attribute before each batch.",
+            key="memory",
+            of=self._capture.model,
+        )
+
+
+def _agree(one: Any, other: Any, tolerance: float) -> bool:
+    """Returns True if two values hold equal tensors and numbers. Other objects are not compared."""
+    some, others = _leaves(one), _leaves(other)
+    return len(some) == len(others) and all(_close(a, b, tolerance) for a, b in zip(some, others, strict=True))
+
+
+def _leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    for leaf in pytree.tree_leaves(sorted(value, key=repr) if isinstance(value, set) else value):
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            found.append(torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else str(leaf))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            found.append(leaf)
+        elif not isinstance(leaf, nn.Module):
+            found += tensors_in_outputs(leaf)
+    return found
+
+
+def _close(one: Any, other: Any, tolerance: float) -> bool:
+    if isinstance(one, float) and isinstance(other, float):
+        one, other = torch.tensor(one), torch.tensor(other)
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is type(other) and bool(one == other)
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is not torch.strided:
+        one, other = one.to_dense(), other.to_dense()
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    other = other.to(one.device)
+    finite = one.isfinite()
+    size = torch.where(finite, one.abs(), 0)
+    scale = size.max() if size.numel() else 0.0
+    near = (one - other).abs() <= tolerance * (size + scale)
+    return bool((near | ~finite).all()) and torch.equal(finite, other.isfinite())

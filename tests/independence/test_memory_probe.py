@@ -1,0 +1,465 @@
+"""The run-time check for memory: attributes that carry data of a batch to the next one are rejected, others are not."""
+
+import dataclasses
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from faults.neighbours import CLASSES, FEATURES, tensors
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import GradSampleModule, PrivacyEngine
+from dpengine.errors import BufferUpdateError, PrivacyWarning
+
+MODES = ["auto", "ghost"]
+STEPS = 4
+
+
+class Made(nn.Module):
+    """A body, a head, and a forward pass that is given, with a place for memory in the model and in a layer."""
+
+    def __init__(self, run):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.run, self.kept, self.rows = run, None, []
+        self.table = {"seen": []}
+        self.mean = torch.zeros(8)
+        self.calls = 0
+
+    def forward(self, inputs):
+        return self.run(self, inputs)
+
+
+def plain(model, optimizer, inputs, targets):
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+
+
+def trained(model, step=plain, *, mode="auto", steps=STEPS, samples=6):
+    """Trains on batches of different data."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(samples * steps, FEATURES), torch.arange(samples * steps) % CLASSES)
+    engine = PrivacyEngine(seed=0)
+    model, optimizer, loader = engine.make_private(
+        *(model, optimizer, DataLoader(data, batch_size=samples)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        sampling="shuffle",
+        grad_sample_mode=mode,
+    )
+    for inputs, targets in loader:
+        step(model, optimizer, inputs, targets)
+    return engine
+
+
+# Memory that is read
+
+
+def last_batch(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.kept = model.kept, hidden.detach().mean(dim=0)
+    return model.head(hidden if before is None else hidden - before)
+
+
+def with_graph(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.kept = model.kept, hidden
+    return model.head(hidden if before is None else hidden + before.detach()[:1])
+
+
+def one_sample(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.kept = model.kept, hidden[0].detach()
+    return model.head(hidden if before is None else hidden * (1 + before))
+
+
+def running_mean(model, inputs):
+    hidden, before = torch.tanh(model.body(inputs)), model.mean.clone()
+    model.mean.mul_(0.9).add_(hidden.detach().mean(dim=0), alpha=0.1)
+    return model.head(hidden - before)
+
+
+def through_data(model, inputs):
+    hidden, before = torch.tanh(model.body(inputs)), model.mean.clone()
+    model.mean.data.copy_(hidden.detach().mean(dim=0))
+    return model.head(hidden - before)
+
+
+def growing_list(model, inputs):
+    hidden, before = torch.tanh(model.body(inputs)), list(model.rows)
+    model.rows.append(hidden.detach())
+    return model.head(hidden + sum(part.mean(dim=0) for part in before))
+
+
+def list_in_a_dict(model, inputs):
+    hidden, before = torch.tanh(model.body(inputs)), list(model.table["seen"])
+    model.table["seen"].append(hidden.detach().sum(dim=0))
+    return model.head(hidden + sum(before))
+
+
+def tensor_in_a_dict(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.table["last"] = model.table.get("last"), hidden.detach().amax(dim=0)
+    return model.head(hidden if before is None else hidden / (1 + before.abs()))
+
+
+def number(model, inputs):
+    before, model.kept = model.kept, inputs.abs().max().item()
+    return model.head(torch.tanh(model.body(inputs / (before or 1.0))))
+
+
+def array(model, inputs):
+    before, model.kept = model.kept, inputs.mean(dim=0).numpy()
+    shift = torch.zeros(FEATURES) if before is None else torch.from_numpy(before)
+    return model.head(torch.tanh(model.body(inputs - shift)))
+
+
+@dataclasses.dataclass
+class Statistics:
+    mean: torch.Tensor
+
+
+def field_of_an_object(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.kept = model.kept, Statistics(hidden.detach().mean(dim=0))
+    return model.head(hidden if before is None else hidden - before.mean)
+
+
+def of_a_layer(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    before, model.body.last = getattr(model.body, "last", None), hidden.detach().mean(dim=0)
+    return model.head(hidden if before is None else hidden - before)
+
+
+READ = {
+    last_batch: "kept", with_graph: "kept", one_sample: "kept", running_mean: "mean", through_data: "mean",
+    growing_list: "rows", list_in_a_dict: "table", tensor_in_a_dict: "table", number: "kept", array: "kept",
+    field_of_an_object: "kept", of_a_layer: "last",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("run", READ, ids=lambda run: run.__name__)
+def test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named(run, mode):
+    where = r"of layer 'body' \(Linear\)" if run is of_a_layer else r"of the model \(Made\)"
+    with pytest.raises(BufferUpdateError, match=rf"DPE026.*Attribute '{READ[run]}' {where} holds data of a batch"):
+        trained(Made(run), mode=mode)
+
+
+def test_memory_that_begins_late_is_found_at_a_later_check():
+    def late(model, inputs):
+        model.calls += 1
+        return last_batch(model, inputs) if model.calls > 5 else model.head(model.body(inputs))
+
+    trained(Made(late), steps=8)
+    with pytest.raises(BufferUpdateError, match="'kept'"):
+        trained(Made(late), steps=9)
+
+
+def test_memory_of_two_attributes_that_hold_one_object_is_rejected():
+    class Reads(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.rows = rows
+
+        def forward(self, hidden):
+            return hidden + sum(self.rows[:-1])
+
+    def shared(model, inputs):
+        hidden = torch.tanh(model.body(inputs))
+        model.rows.append(hidden.detach().mean(dim=0))
+        return model.head(model.reads(hidden))
+
+    model = Made(shared)
+    model.reads = Reads(model.rows)
+    with pytest.raises(BufferUpdateError, match="'rows'"):
+        trained(model)
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE012.*later one")
+def test_a_wrapped_model_is_checked_too():
+    wrapped = GradSampleModule(Made(last_batch), loss_reduction="sum")
+    with pytest.raises(BufferUpdateError, match="'kept'"):
+        for seed in range(2):
+            torch.manual_seed(seed)
+            wrapped(torch.randn(5, FEATURES)).square().sum().backward()
+
+
+# What must not be mistaken for it
+
+
+def kept_for_inspection(model, inputs):
+    model.kept = torch.tanh(model.body(inputs))
+    return model.head(model.kept)
+
+
+def detached_for_inspection(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    model.rows.append(hidden.detach())
+    model.table["norm"] = hidden.norm(dim=1).mean().item()
+    return model.head(hidden)
+
+
+def written_before_it_is_read(model, inputs):
+    model.kept = inputs * 2
+    return model.head(torch.tanh(model.body(model.kept)))
+
+
+def cleared_at_the_start(model, inputs):
+    model.rows.clear()
+    for part in inputs.split(2, dim=1):
+        model.rows.append(part)
+    return model.head(torch.tanh(model.body(torch.cat(model.rows, dim=1))))
+
+
+def mask_by_shape(model, inputs):
+    if model.kept is None or model.kept.shape != inputs.shape:
+        model.kept = torch.ones(inputs.shape)
+    return model.head(torch.tanh(model.body(inputs * model.kept)))
+
+
+def rotary_table(model, inputs):
+    if inputs.shape[1] not in model.table:
+        model.table[inputs.shape[1]] = torch.arange(inputs.shape[1]).cos()
+    return model.head(torch.tanh(model.body(inputs * model.table[inputs.shape[1]])))
+
+
+def counter(model, inputs):
+    model.calls += 1
+    return model.head(torch.tanh(model.body(inputs)) / model.calls)
+
+
+def counted_rows(model, inputs):
+    model.calls += len(inputs)
+    return model.head(torch.tanh(model.body(inputs)))
+
+
+def generator(model, inputs):
+    if model.kept is None:
+        model.kept = torch.Generator().manual_seed(0)
+    hidden = model.body(inputs)
+    return model.head(hidden + torch.randn(hidden.shape, generator=model.kept))
+
+
+def memoized(model, inputs):
+    """A pure function of the data, whose results are kept."""
+    key = float(inputs[0, 0].detach())
+    model.table[key] = inputs.detach().tanh()
+    return model.head(model.body(model.table[key]))
+
+
+def penalty_of_the_pass(model, inputs):
+    hidden = torch.tanh(model.body(inputs))
+    model.kept = hidden.square().mean(dim=1)
+    return model.head(hidden)
+
+
+def modules_in_a_list(model, inputs):
+    model.rows[:] = [model.body, model.head]
+    return model.rows[1](torch.tanh(model.rows[0](inputs)))
+
+
+def dropped_hidden(model, inputs):
+    hidden = F.dropout(torch.tanh(model.body(inputs)), 0.5, model.training)
+    model.kept = hidden.detach()
+    return model.head(hidden)
+
+
+def weights_of_before(model, inputs):
+    """Keeps weights, which are released."""
+    before, model.kept = model.kept, model.body.weight.detach().clone()
+    shift = 0.0 if before is None else before.mean()
+    return model.head(torch.tanh(model.body(inputs) - shift))
+
+
+SOUND = [
+    kept_for_inspection, detached_for_inspection, written_before_it_is_read, cleared_at_the_start, mask_by_shape,
+    rotary_table, counter, counted_rows, generator, memoized, penalty_of_the_pass, modules_in_a_list, dropped_hidden,
+    weights_of_before,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("run", SOUND, ids=lambda run: run.__name__)
+def test_an_attribute_that_is_not_read_later_or_holds_no_data_is_accepted(run, mode):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*DPE012.*attribute")
+        trained(Made(run), mode=mode)
+
+
+def test_a_state_that_the_loop_resets_is_accepted_and_one_that_it_detaches_is_not():
+    class Steps(nn.Module):
+        """A recurrent model that the loop calls for each time step."""
+
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.cell, self.head, self.state = nn.Linear(1 + 4, 4), nn.Linear(4, CLASSES), None
+
+        def forward(self, inputs):
+            state = torch.zeros(len(inputs), 4) if self.state is None else self.state
+            self.state = torch.tanh(self.cell(torch.cat([inputs, state], dim=1)))
+            return self.head(self.state)
+
+    def over_time(end):
+        def step(model, optimizer, inputs, targets):
+            optimizer.zero_grad()
+            if end == "reset":
+                model.state = None
+            loss = 0.0
+            for t in range(FEATURES):
+                loss = loss + F.cross_entropy(model(inputs[:, t : t + 1]), targets)
+            loss.backward()
+            optimizer.step()
+            model.state = model.state.detach()
+
+        return step
+
+    trained(Steps(), over_time("reset"))
+    with pytest.raises(BufferUpdateError, match="'state'"):
+        trained(Steps(), over_time("detach"))
+
+
+def test_a_momentum_encoder_is_accepted():
+    class Momentum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
+            self.register_buffer("average", self.body.weight.detach().clone())
+            self.also = self.body.weight.detach().clone()
+
+        def forward(self, inputs):
+            return self.head(torch.tanh(self.body(inputs)) + inputs @ self.average.T + inputs @ self.also.T)
+
+    def step(model, optimizer, inputs, targets):
+        plain(model, optimizer, inputs, targets)
+        with torch.no_grad():
+            model.average.mul_(0.9).add_(model.body.weight, alpha=0.1)
+            model.also = 0.9 * model.also + 0.1 * model.body.weight
+
+    trained(Momentum(), step)
+
+
+def test_what_a_check_runs_leaves_no_trace():
+    model = Made(detached_for_inspection)
+    trained(model, steps=3)
+    assert len(model.rows) == 3 and [len(rows) for rows in model.rows] == [6, 6, 6]
+
+
+def test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again():
+    class Fails(nn.Module):
+        def __init__(self, first):
+            super().__init__()
+            self.body, self.kept, self.first = nn.Linear(FEATURES, CLASSES), None, first
+
+        def forward(self, inputs):
+            self.kept = inputs.mean()
+            if not torch.equal(inputs, self.first):
+                raise RuntimeError("other data")
+            return self.body(inputs)
+
+    model = Fails(tensors()[0])
+    with pytest.warns(PrivacyWarning, match=r"DPE012.*attribute of the model changed.*could not run with other data"):
+        GradSampleModule(model, loss_reduction="sum")(model.first.clone()).square().sum().backward()
+
+
+# Buffers that the loop writes
+
+
+class Centered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.register_buffer("center", torch.zeros(CLASSES))
+        self.net[0].register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs):
+        return self.net(inputs * self.net[0].scale) - self.center
+
+
+def in_place(model, inputs, outputs):
+    model.center.mul_(0.9).add_(outputs.detach().mean(dim=0), alpha=0.1)
+
+
+def replaced(model, inputs, outputs):
+    model.center = 0.9 * model.center + 0.1 * outputs.detach().mean(dim=0)
+
+
+def part_of_it(model, inputs, outputs):
+    model.center[1] = outputs[0, 1].detach()
+
+
+def past_the_version(model, inputs, outputs):
+    model.center.data.copy_(outputs.mean(dim=0))
+
+
+def by_the_input(model, inputs, outputs):
+    model.net[0].scale.copy_(1 / inputs.abs().max())
+
+
+def into_out(model, inputs, outputs):
+    torch.mean(outputs.detach(), dim=0, out=model.center)
+
+
+def a_frozen_parameter(model, inputs, outputs):
+    with torch.no_grad():
+        model.net[0].bias.copy_(-inputs.mean().expand(8))
+
+
+def after_model(write):
+    def step(model, optimizer, inputs, targets):
+        optimizer.zero_grad()
+        outputs = model(inputs)
+        loss = F.cross_entropy(outputs, targets)
+        with torch.no_grad():
+            write(model, inputs, outputs)
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+LOOP_WRITES = {
+    in_place: "Buffer 'center'", replaced: "Buffer 'center'", part_of_it: "Buffer 'center'",
+    past_the_version: "Buffer 'center'", by_the_input: "Buffer 'net.0.scale'", into_out: "Buffer 'center'",
+    a_frozen_parameter: "Parameter 'net.0.bias'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", LOOP_WRITES, ids=lambda write: write.__name__)
+def test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named(write):
+    with pytest.raises(BufferUpdateError, match=rf"DPE026.*{LOOP_WRITES[write]} was written by the loop"):
+        trained(Centered(), after_model(write))
+
+
+def a_constant(model, inputs, outputs):
+    model.center.add_(0.1)
+
+
+def a_schedule(model, inputs, outputs):
+    model.center.fill_(float(np.cos(len(inputs))))
+
+
+def noise(model, inputs, outputs):
+    model.center.normal_()
+
+
+def weights(model, inputs, outputs):
+    model.center.mul_(0.9).add_(model.net[2].bias, alpha=0.1)
+
+
+def a_copy_of_its_own(model, inputs, outputs):
+    model.center.clone().add_(outputs.mean(dim=0))
+
+
+@pytest.mark.parametrize("write", [a_constant, a_schedule, noise, weights, a_copy_of_its_own], ids=lambda w: w.__name__)
+def test_a_buffer_that_the_loop_writes_from_anything_else_is_accepted(write):
+    trained(Centered(), after_model(write))
