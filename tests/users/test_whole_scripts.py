@@ -450,7 +450,7 @@ REJECTED = {
     ),
     "masked patches": (
         lambda: mlp(4),
-        lambda: (rows(4), torch.eye(4)[torch.randint(4, (N,))] + torch.eye(4)[0]),
+        lambda: (rows(4), (torch.rand(N, 4) > 0.4).double() + torch.eye(4)[0]),
         masked_patches,
         plain,
         masked_patches_apart,
@@ -528,11 +528,13 @@ def run(make, data, loss_of, loop, *, steps=3, **options):
     assert len(compared) == steps
 
 
+@pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", EXACT)
 def test_a_script_is_exact(name):
     run(*EXACT[name])
 
 
+@pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_script_that_is_rejected_is_exact_with_the_fix(name):
     make, data, loss_of, loop, fix = REJECTED[name]
