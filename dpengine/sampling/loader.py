@@ -14,6 +14,7 @@ from dpengine.errors import SamplingError
 from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
+from .collate_probe import check_collate
 from .scheme import AbstractBatchStrategy, WordStream, whole_number
 from .units import UnitStrategy
 from .whole_tensors import as_read, whole_tensors
@@ -73,6 +74,7 @@ def private_loader(
         share=share,
         placeholder=placeholder,
     )
+    check_collate(loader, batch_first=batch_first)
     template = _template(loader, example_input, batch_first=batch_first, placeholder=placeholder)
     batch_sampler = PrivateBatchSampler(batches)
     settings = {

@@ -105,14 +105,14 @@ def of_another_object(monkeypatch, dataset):
 
 
 def of_tensors(monkeypatch, dataset):
-    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda rows, **_: torch.stack([rows[0]] * len(rows)))
+    monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda rows, **_: torch.stack(rows) + 1)
 
 
 def of_tuples(monkeypatch, dataset):
-    def first(rows, **rest):
-        return default_collate([list(rows[0]) for _ in rows])
+    def turned(rows, **rest):
+        return default_collate([list(row[::-1]) for row in rows])
 
-    monkeypatch.setitem(default_collate_fn_map, tuple, first)
+    monkeypatch.setitem(default_collate_fn_map, tuple, turned)
 
 
 CHANGES = (of_class, rows_of_class, of_object, of_another_object, of_tensors, of_tuples)
