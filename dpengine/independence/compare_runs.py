@@ -36,15 +36,26 @@ class Rows(NamedTuple):
 
     def of(self, tensor: Tensor, samples: int | None = None) -> Tensor | None:
         """Returns a tensor as ``(B, n, ...)``, with n entries for each sample; None if axis 0 is not the batch."""
-        front, samples = self.to_front(tensor), samples or self.samples
+        samples = samples or self.samples
+        front = self._front(tensor, samples)
         if front.dim() == 0 or len(front) == 0 or len(front) % samples:
             return None
         return front.unflatten(0, (samples, -1))
 
+    def _front(self, tensor: Tensor, samples: int) -> Tensor:
+        """Returns the tensor with its batch in front. It is there if axis 0 alone has the number of samples."""
+        front = self.to_front(tensor)
+        return tensor if tensor.shape[:1] == (samples,) != front.shape[:1] else front
+
+    def like(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """Returns ``(B, n, ...)`` with the axes of the tensor from which `of` made it."""
+        front = rows.flatten(0, 1)
+        return front if self._front(tensor, self.samples) is tensor else self.to_front(front)
+
     def rearranged(self, tensor: Tensor, source_B: Tensor) -> Tensor:
         """Returns the tensor with the samples at these indices; as it is if axis 0 is not the batch."""
         rows = self.of(tensor)
-        return tensor if rows is None else self.to_front(rows[source_B.to(rows.device)].flatten(0, 1))
+        return tensor if rows is None else self.like(tensor, rows[source_B.to(rows.device)])
 
     def some(self, tensors: Mapping[Any, Tensor], which: slice, samples: int | None = None) -> dict[Any, Tensor]:
         """Returns some samples of each tensor that has samples."""

@@ -243,7 +243,7 @@ class _LoopCheck:
             if rows is None or old is None or old.shape[1:] != rows.shape[1:]:
                 comparable &= rows is None
                 return tensor
-            return self.rows.to_front(torch.cat([old, rows[1:]]).flatten(0, 1))
+            return self.rows.like(tensor, torch.cat([old, rows[1:]]))
 
         try:
             now = self.rows.some(self._record.run(put).grads, slice(1))

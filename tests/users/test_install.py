@@ -91,7 +91,7 @@ def test_i1_every_public_name_loads_without_the_optional_packages():
     allowed = needs_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
     loaded = modules_loaded(allowed=allowed - HEAVY, then="[getattr(dpengine, name) for name in dpengine.__all__]")
     assert not loaded & HEAVY
-    assert loaded <= {"dpengine"} | allowed
+    assert {name for name in loaded if "cython" not in name} <= {"dpengine"} | allowed  # parts of NumPy
 
 
 def test_i1_importing_leaves_the_root_logger_and_the_warnings_alone():
