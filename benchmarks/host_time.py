@@ -5,15 +5,19 @@
 A GPU waits for this time, and most of the overhead of small models on a CPU is this time. Tensors are tiny (batch of 4,
 width 16), one thread, ledger in memory, noise and optimizer included. Ways are interleaved step by step; steps with an
 independence probe are left out. The loader is measured apart: time per batch over that of ``torch``'s ``DataLoader``.
-So is what the first step of a batch size takes more than later ones. Phases are medians of their own, so they do not
+So is what the first step of a batch size takes more than later ones, and a step whose loss and loop are checked, with
+larger models. Phases are medians of their own, so they do not
 add up to the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import resource
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +39,12 @@ CELLS = {
     "resnet-50": Cell(lambda: models.resnet_50(8), vectors(3, 16, 16), ROWS),
     "lstm": Cell(lambda: models.Recurrent(16), vectors(4, 16), ROWS),
     "mlp-20": Cell(lambda: models.mlp(16, 16, 20), vectors(16), ROWS),
+}
+PROBED = {
+    "mlp": Cell(lambda: models.mlp(784, 512, 2), vectors(784), 128),
+    "cnn": Cell(models.cnn, vectors(1, 28, 28), 128),
+    "words-8000": Cell(lambda: models.TiedDecoder(8000, 64, 1, 4), next_words(8000, 64), 16, loss=TokenLoss),
+    "decoder-6": Cell(lambda: models.TiedDecoder(8000, 256, 6, 8), next_words(8000, 64), 8, loss=TokenLoss),
 }
 WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "dpengine ghost", "opacus hooks")}
 WAYS |= {"compile_backward": Contender(one_graph)}
@@ -139,6 +149,69 @@ def unseen_sizes(sizes: int) -> dict[str, float]:
     return found
 
 
+def probed_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
+    """Median milliseconds, and MiB above those before the step, of steps in turn.
+
+    Returns:
+        ``{kind: {"ms", "MiB"}}`` of an ordinary step, of one in which loss and loop are checked, and of one in which
+        the model is checked, too.
+    """
+    import dpengine
+    from dpengine.sampling.batches import LogicalBatch
+
+    torch.manual_seed(0)
+    model, data, criterion = cell.make(), cell.batch(cell.rows), cell.loss()
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.01), dpengine.PrivacyEngine()
+    loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=cell.rows)
+    engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    private, numbers = engine.runs[-1].step, iter(range(10**9))
+    loop, probe = private.loop, private.passes.probe
+
+    def step(kind: str) -> None:
+        loop.wants_other_size = 0 if kind == "loop checked" else None
+        probe._next = probe._passes + (1 if kind == "all checked" else 10**6)
+        probe.arm()
+        private.batch_returned(LogicalBatch(next(numbers), (cell.rows,)), 0, data)
+        optimizer.zero_grad()
+        criterion(model(data[0]), data[1]).backward()
+        optimizer.step()
+
+    found: dict[str, list[tuple[float, float]]] = {"ordinary": [], "loop checked": [], "all checked": []}
+    for i in range(3 + steps):
+        for kind, past in found.items():
+            with _PeakMemory() as memory:
+                seconds = _seconds(lambda kind=kind: step(kind))  # type: ignore[misc]
+            past += [(1e3 * seconds, memory.mib)][i < 3 :]
+    middle = {kind: [statistics.median(column) for column in zip(*past, strict=True)] for kind, past in found.items()}
+    return {kind: {"ms": ms, "MiB": mib} for kind, (ms, mib) in middle.items()}
+
+
+class _PeakMemory:
+    """Samples the resident memory of the process in a thread. ``mib`` is the largest value above the first."""
+
+    def __enter__(self) -> _PeakMemory:
+        ctypes.CDLL(None).malloc_trim(0)  # or memory that an earlier step freed hides what this one takes
+        self._first = self._most = self._resident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.mib = (self._most - self._first) / 2**20
+
+    def _sample(self) -> None:
+        while not self._ended.wait(2e-3):
+            self._most = max(self._most, self._resident())
+
+    @staticmethod
+    def _resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+
+
 def loader_times(batches: int) -> dict[str, float]:
     """Median microseconds per batch of 64 of 4,096 samples of 20 numbers, of both loaders in turn."""
     import dpengine
@@ -180,6 +253,7 @@ def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--probed", nargs="+", default=list(PROBED), choices=PROBED)
     parser.add_argument("--ways", nargs="+", default=list(WAYS)[1:], choices=WAYS)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", help="a JSON file")
@@ -198,6 +272,12 @@ def main() -> None:
         results["phases"][name] = phase_times(CELLS[name], given.steps)
         for way, phases in results["phases"][name].items():
             print(f"| {name} | {way} | {' | '.join(f'{phases[phase]:.0f}' for phase in PHASES)} |", flush=True)
+    print("\n| model | step | ms | over ordinary | MiB |\n|---|---|---|---|---|")
+    results["probed"] = {name: probed_times(PROBED[name], given.steps // 10) for name in given.probed}
+    for name, kinds in results["probed"].items():
+        for kind, one in kinds.items():
+            ratio = one["ms"] / kinds["ordinary"]["ms"]
+            print(f"| {name} | {kind} | {one['ms']:.1f} | {ratio:.2f} | {one['MiB']:.0f} |", flush=True)
     results["loader"] = loader_times(10 * given.steps)
     shown = ", ".join(f"{name} {value:.3g}" for name, value in results["loader"].items())
     print(f"\nloader, us per batch: {shown}")

@@ -88,11 +88,18 @@ def largest_change(
             a, b = one.reshape(1, -1), other.reshape(1, -1)
         elif kept is not None:
             a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
-        a, b = (tensor.flatten(1).double().nan_to_num(0, 0, 0) for tensor in (a, b))
-        size_B, moved_B = a.norm(dim=1), (a - b).norm(dim=1)
+        a, b = (t.flatten(1) if t.is_floating_point() else t.flatten(1).double() for t in (a, b))
+        size_B, moved_B = _norms(a), _norms(a - b)
+        if not (size_B + moved_B).isfinite().all():
+            a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
+            size_B, moved_B = _norms(a), _norms(a - b)
         if moved_B.max() > 1e-12 * max(1.0, float(size_B.max())):
             worst = max(worst, float((moved_B / (size_B + 1e-3 * size_B.mean() + 1e-30)).max()))
     return worst if worst > tolerance else 0.0
+
+
+def _norms(rows: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
 
 
 def mixed_inputs() -> BatchDependentLossError:
