@@ -14,12 +14,13 @@ import pickle
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import collate as torchs
 from torch.utils.data.dataloader import default_collate, default_convert
@@ -170,7 +171,6 @@ class _Probe:
 
     def _compare_random(self) -> None:
         """Compares the first example of batches, and examples beside others in another order."""
-        settled = False
         for turn in range(_ROUNDS):
             first = turn % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]
@@ -185,11 +185,18 @@ class _Probe:
                 if one[2] != one[3] and self._differing(paths, found, turned, range(len(one)), "") is None:
                     raise _Undecided("it sorts examples and draws random numbers for them")
                 raise self._mixes(str(differ[0]))
-            if not settled:
-                found, turned = self._from(states, _BATCH), self._from(states, (1, 0, *_BATCH[2:]))
-                settled = self._differing(self._common(found, turned), found, turned, (2, 3), "constant") is None
-        if not settled:
-            raise _Undecided("its random numbers for an example depend on the examples before it")
+        for last in range(1, len(self.examples)):
+            if not any(self._keeps_last(last) for _ in range(_ROUNDS)):
+                raise _Undecided("its random numbers for an example depend on the examples before it")
+
+    def _keeps_last(self, last: int) -> bool:
+        """Returns True if the last example has the same row after the same examples in another order."""
+        states = self._states()
+        rest = [i for i in range(1, len(self.examples)) if i != last] or [0]
+        before = (0, rest[0], rest[-1])
+        found, turned = (self._from(states, (*order, last)) for order in (before, (before[2], *before[:2])))
+        paths = self._common(found, turned)
+        return any(self._differing(paths, found, turned, [i], "constant") is None for i in range(len(_BATCH)))
 
     def _from(self, states: list[bytes], numbers: Rows) -> dict[str, Entry]:
         self._set(states)
@@ -247,13 +254,13 @@ class _Probe:
     def _call(self, numbers: Rows) -> Any:
         """Returns the batch of copies of these examples."""
         try:
-            return self.collate([copy.deepcopy(self.examples[number]) for number in self._numbers(numbers)])
+            return self.collate([_copied(self.examples[number]) for number in self._numbers(numbers)])
         except Exception as error:
             raise _Undecided(f"a call with {len(numbers)} examples raised {type(error).__name__}") from error
 
     def _size_of_row(self, example: Any) -> int:
         try:
-            return _size(self.collate([copy.deepcopy(example)]))
+            return _size(self.collate([_copied(example)]))
         except Exception:
             return _size(example)
 
@@ -282,6 +289,12 @@ def _read(dataset: Any) -> list[Any]:
         raise _Undecided(f"examples of {type(dataset).__name__} cannot be read ({type(error).__name__})") from error
 
 
+def _copied(example: Any) -> Any:
+    """Returns a copy of an example. A copy of a view would otherwise copy the whole data set with it."""
+    tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
+    return copy.deepcopy(example, {id(tensor): tensor.clone() for tensor in tensors})
+
+
 def _size(value: Any, depth: int = 4) -> int:
     """Returns the number of values in an example."""
     value = plain(value)
@@ -306,44 +319,50 @@ def _is_one_of(value: Any, sizes: set[int]) -> bool:
 
 
 Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
-_OF_KINDS: dict[type, Callable[[Any], Generator]] = {
-    # As arrays, because equal tensors may differ when they are pickled.
-    torch.Generator: lambda one: (
-        lambda: one.get_state().numpy(),
-        lambda state: one.set_state(torch.from_numpy(state.copy())),
-    ),
-    random.Random: lambda one: (one.getstate, one.setstate),
-    np.random.RandomState: lambda one: (one.get_state, one.set_state),
-    np.random.Generator: lambda one: (
-        lambda: one.bit_generator.state,
-        lambda state: setattr(one.bit_generator, "state", state),
-    ),
-}
+
+
+@functools.cache
+def _of_kinds() -> dict[type, Callable[[Any], Generator]]:
+    """Returns how the states of generators are read and written. Loads NumPy's, which importing it does not."""
+    return {
+        # As arrays, because equal tensors may differ when they are pickled.
+        torch.Generator: lambda one: (
+            lambda: one.get_state().numpy(),
+            lambda state: one.set_state(torch.from_numpy(state.copy())),
+        ),
+        random.Random: lambda one: (one.getstate, one.setstate),
+        np.random.RandomState: lambda one: (one.get_state, one.set_state),
+        np.random.Generator: lambda one: (
+            lambda: one.bit_generator.state,
+            lambda state: setattr(one.bit_generator, "state", state),
+        ),
+    }
 
 
 def _generators(collate: Any) -> list[Generator]:
     """Returns functions that read and write the states of the generators of the process, and of the function's own."""
-    own = {id(value): value for value in _reached(collate, depth=3) if type(value) in _OF_KINDS}
+    kinds, seen = _of_kinds(), {id(torch.default_generator): torch.default_generator}
+    _reach(collate, seen, depth=3)
     return [
-        _OF_KINDS[torch.Generator](torch.default_generator),
         (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
-        *(_OF_KINDS[type(value)](value) for value in own.values()),
+        *(kinds[type(value)](value) for value in seen.values() if type(value) in kinds),
     ]
 
 
-def _reached(function: Any, depth: int) -> Iterator[Any]:
-    """Yields a function and the values that it can use: attributes, arguments, and variables from outside."""
-    yield function
-    if not depth or isinstance(function, (Tensor, str, bytes, type)):
+def _reach(value: Any, seen: dict[int, Any], depth: int) -> None:
+    """Adds a function and the values that it can use: attributes, arguments, and variables from outside."""
+    if id(value) in seen or value is None or inspect.ismodule(value):
         return
-    values = [*getattr(function, "__dict__", {}).values(), getattr(function, "__self__", None)]
-    if isinstance(function, functools.partial):
-        values += [function.func, *function.args, *function.keywords.values()]
-    if inspect.isfunction(function):
+    seen[id(value)] = value
+    if not depth or isinstance(value, (Tensor, str, bytes, type)):
+        return
+    used = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
+    if isinstance(value, functools.partial):
+        used += [value.func, *value.args, *value.keywords.values()]
+    if inspect.isfunction(value):
         with contextlib.suppress(ValueError):  # of a variable that is not set yet
-            outside = inspect.getclosurevars(function)
-            values += [*outside.nonlocals.values(), *outside.globals.values()]
-    for value in values:
-        if not inspect.ismodule(value) and value is not None:
-            yield from _reached(value, depth - 1)
+            outside = inspect.getclosurevars(value)
+            used += [*outside.nonlocals.values(), *outside.globals.values()]
+    for one in used:
+        _reach(one, seen, depth - 1)

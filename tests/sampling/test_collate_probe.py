@@ -433,6 +433,7 @@ MIXED = {  # the data set, the function, and the entry that the message names
     "divided by the size": (VECTORS, lambda b: (stacked(b)[0] / len(b), stacked(b)[1]), "batch[0]"),
     "in a field": (VECTORS, in_a_field, "batch['extra']['context'][0]"),
     "in an object": (VECTORS, lambda b: Batch(*standardized(b)), "batch['x']"),
+    "series summed up": (SERIES, lambda b: padded(b)[0].cumsum(0), "batch"),
     "strings": (TEXTS, strings_joined, "batch['text']"),
     "cut to the shortest": (TOKENS, truncated, "batch[0]"),
     "negatives of the batch": (VECTORS, lambda b: (stacked(b)[0], stacked(b)[0].flip(0)), "batch[1]"),
@@ -457,6 +458,7 @@ def test_functions_that_mix_examples_are_rejected(name):
 
 
 OTHER_NUMBERS = {
+    "one left out": (lambda b: stacked([o for o in b if not o[0].equal(VALUES[9])]), r"3 rows in batch\[0\] for 4"),
     "two views": (lambda b: torch.cat([stacked(b)[0]] * 2), "returned 8 rows in batch for 4 examples"),
     "each twice": (lambda b: stacked([one for one in b for _ in "ab"]), r"8 rows in batch\[0\] for 4"),
     "the first left out": (lambda b: stacked(b[1:]), r"3 rows in batch\[0\] for 4"),
@@ -476,6 +478,12 @@ def needs_four(batch):
     if len(batch) % 2:
         raise ValueError(batch)
     return stacked(batch)
+
+
+def noisy_after_the_one_before(batch):
+    """Adds noise, and to an example of class 1 the one before it."""
+    x, y = noisy(batch)
+    return torch.stack([x[i] + x[i - 1] if i and y[i] == 1 else x[i] for i in range(len(x))]), y
 
 
 def sorted_and_noisy(batch):
@@ -509,6 +517,7 @@ UNDECIDED = {
     "flat nodes": (SERIES, lambda b: {"x": torch.cat([x for x, _ in b]), "y": stacked_labels(b)}, r"batch\['x'\]"),
     "an opaque object": (VECTORS, lambda b: {"x": object()}, "no entry of the batch has a row"),
     "lengths by the longest": (SERIES, lambda b: (padded(b)[0], lengths(b) / lengths(b).max()), "longest example"),
+    "the one before, at random": (VECTORS, noisy_after_the_one_before, "examples before it"),
     "noise for sorted examples": (VECTORS, sorted_and_noisy, "sorts examples and draws"),
     "a data set that cannot be read": (Unreadable(range(9)), stacked, r"Unreadable cannot be read \(OSError\)"),
 }
