@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from dpengine.capture.tap import map_outputs, tensors_in
 from dpengine.errors import BatchDependentLossError, ReductionError
 
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
@@ -72,6 +74,55 @@ class Rows(NamedTuple):
         for kept, step in zip(order.tensor_split(2), (0, int(moves)), strict=True):
             source_B = torch.full((self.samples,), int(kept[0])).index_copy(0, kept, kept)
             yield Kept(kept, (kept + step) % self.samples), source_B.roll(step)
+
+
+def holds_samples(node: Any, samples: int) -> bool:
+    """Returns True for a list with an element of one structure for each sample, such as tensors of different lengths.
+
+    A list of as many tensors, each with an entry for each sample, counts as columns of the batch.
+    """
+    if type(node) not in (list, tuple) or len(node) != samples:
+        return False
+    kinds = {
+        str(pytree.tree_map(lambda leaf: (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf), element))
+        for element in node
+    }
+    tensors = tensors_in(node)
+    return len(kinds) == 1 and bool(tensors) and not all(tensor.shape[:1] == (samples,) for tensor in tensors)
+
+
+def lists_of_samples(batch: Any, samples: int) -> list[Any]:
+    """Returns the lists of a batch that have an element for each sample."""
+    leaves = pytree.tree_leaves(batch, is_leaf=lambda node: holds_samples(node, samples))
+    return [leaf for leaf in leaves if holds_samples(leaf, samples)]
+
+
+def is_ambiguous(batch: Any, samples: int) -> bool:
+    """Returns True if a list in the batch has as many tensors as samples, and each as many entries.
+
+    They may be the samples, or columns of the batch.
+    """
+    found = False
+
+    def visit(node: Any) -> bool:
+        nonlocal found
+        if node is not batch and type(node) in (list, tuple) and len(node) == samples:
+            found |= all(isinstance(one, Tensor) and one.shape[:1] == (samples,) for one in node)
+        return False
+
+    pytree.tree_leaves(batch, is_leaf=visit)
+    return found
+
+
+def arranged_batch(batch: Any, samples: int, arrange: Callable[[Tensor], Tensor]) -> Any:
+    """Returns a batch with other samples: applies ``arrange`` to its tensors, and exchanges elements of lists alike."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if not holds_samples(leaf, samples):
+            return map_outputs(arrange, leaf)
+        return type(leaf)(leaf[i] for i in arrange(torch.arange(samples)).tolist())
+
+    return pytree.tree_map(of_leaf, batch, is_leaf=lambda node: holds_samples(node, samples))
 
 
 def largest_change(

@@ -37,9 +37,10 @@ from .compare_runs import (
     reduction_of,
     refuse_reduction,
 )
-from .loop_record import LoopRecord, ModelCall, NotRecordedError, Place, Run
+from .loop_record import Call, LoopRecord, ModelCall, NotRecordedError, Place, Run
 from .loop_writes import refuse_written
 from .probe import Probe
+from .torch_calls import takes_one
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
 
@@ -71,7 +72,7 @@ class LoopProbe:
         self._mean_loss = mean_loss
         self._earlier: _Sample | None = None
         self._open = 0
-        self._random_mixing: int | None = None  # samples of a batch in which random numbers seemed to mix samples
+        self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
         self._replay: Replay | None = None  # reports forward passes to the record
 
     def batch_returned(self, probe: Probe, data: Any, samples: int) -> None:
@@ -144,19 +145,22 @@ class LoopProbe:
             if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
                 return "running it again gives other gradients, so a part of it is not recorded"
             if (error := check.mixing(whole, reached, "data", "output")) is not None:
-                raise error
+                if not record.ambiguous:
+                    raise error
+                return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
             if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
-                return self._by_random_numbers(error, record.samples)
+                reason = f"the gradient of a sample depends on random numbers, {record.samples} as samples, which may "
+                return self._at_second_size(error, record.samples, reason + "be those of others")
         except NotRecordedError as error:
             return str(error)
         return self._compare_with_earlier(check, record, whole)
 
-    def _by_random_numbers(self, error: BatchDependentLossError, samples: int) -> str:
-        """Raises an error that is seen at a second batch size. At one size, the numbers may be those of all samples."""
-        if self._random_mixing not in (None, samples):
+    def _at_second_size(self, error: BatchDependentLossError, samples: int, reason: str) -> str:
+        """Returns the reason of a doubt about an error, and raises the error if it is seen at a second batch size."""
+        if self._doubtful not in (None, samples):
             raise error
-        self._random_mixing = self.wants_other_size = samples
-        return f"the gradient of a sample depends on random numbers, {samples} as samples, which may be those of others"
+        self._doubtful = self.wants_other_size = samples
+        return reason
 
     def _compare_with_earlier(self, check: _LoopCheck, record: LoopRecord, whole: Run) -> str | None:
         earlier, told, compared = self._earlier, None, False
@@ -197,12 +201,12 @@ class _LoopCheck:
 
     def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
         """Returns the error if a kept sample changes when tensors of these kinds change for others."""
-        if "random" in kinds and not self._record.draws_for_samples:
+        if "random" in kinds and not self._draws_for_samples():
             return None
-        for kept, source_B in self.rows.halves(moves=not self._record.has_order):
+        for kept, source_B in self.rows.halves(moves=not self._has_order()):
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
-                return self.rows.rearranged(tensor, source_B) if place[0] in kinds else tensor
+                return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor
 
             run = self._record.run(exchanged)
             if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):
@@ -214,6 +218,25 @@ class _LoopCheck:
     def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Kept | None = None) -> float:
         """Returns the largest relative change of a sample; 0 within the tolerance."""
         return largest_change(self.rows, then, now, self._tolerance, kept)
+
+    def _draws_for_samples(self) -> bool:
+        """Returns True if a random tensor has an entry for each sample."""
+        draws = [call for call in self._record.calls if isinstance(call, Call) and call.random is not None]
+        return any(self._record.drawn_for_samples(c.function, t) for c in draws for t in tensors_in(c.result))
+
+    def _has_order(self) -> bool:
+        """Returns True if samples may have numbers by their place: random, constant or read ones, or in Python."""
+        record = self._record
+        if record.left or record.drew:
+            return True
+        in_lists = {id(tensor) for tensor in tensors_in(record.lists)}
+        columns = [tensor for tensor in record.data if id(tensor) not in in_lists and tensor.dim()]
+        constants = (tensor for tensor in tensors_in(record.calls) if id(tensor) not in record.dependent)
+        return (
+            any(self.rows.samples not in tensor.shape[:2] for tensor in columns)
+            or any(self.rows.samples in tensor.shape[:2] for tensor in constants)
+            or any(takes_one(call.function, call.args) for call in record.calls if isinstance(call, Call))
+        )
 
     # Mean or sum
 
@@ -227,7 +250,8 @@ class _LoopCheck:
         values: dict[Place, Tensor] = {}
 
         def note(tensor: Tensor, place: Place) -> Tensor:
-            values.update(self.rows.some({place: tensor}, slice(at, at + 1)))
+            if place[0] != "list":
+                values.update(self.rows.some({place: tensor}, slice(at, at + 1)))
             return tensor
 
         self._record.run(note)
@@ -235,6 +259,8 @@ class _LoopCheck:
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
+        if self._record.lists:  # the elements of a list were those of another batch
+            return None
         comparable = not self._record.drew
 
         def put(tensor: Tensor, place: Place) -> Tensor:

@@ -10,6 +10,7 @@ function, and assignments to attributes of tensors.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import threading
 import warnings
@@ -25,6 +26,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in
 
+from .compare_runs import arranged_batch, is_ambiguous, lists_of_samples
 from .random_states import random_states, restored_random_states, set_random_states
 from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
 
@@ -34,7 +36,7 @@ MOST_CALLS = 20_000
 _PLAIN = frozenset({Tensor, nn.Parameter})
 _OLDER = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
 
-Place = tuple[str, int, int]  # "data", "output" or "random", index of the call, index of the tensor
+Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
 Arrange = Callable[[Tensor, Place], Tensor]
 
 
@@ -89,13 +91,17 @@ class LoopRecord(TorchFunctionMode):
         roots: The tensors from which backward started, with the gradients that it was given.
         left: Name of the first call by which a number of the batch left torch before the loss was computed, if any.
         drew: Whether random numbers were drawn outside the model.
+        lists: Lists of the batch with an element for each sample.
+        ambiguous: True if a list of the batch may hold samples or columns.
+        dependent: Ids of the tensors that depend on the batch.
         why_not: Why the loop cannot be run again, if so.
     """
 
     def __init__(self, data: Any, samples: int):
         super().__init__()
         self.samples = samples
-        self.data = tensors_in(data)
+        self.data, self.lists, self._batch = tensors_in(data), lists_of_samples(data, samples), data
+        self.ambiguous = is_ambiguous(data, samples)
         self.calls: list[Call | ModelCall] = []
         self.roots: list[tuple[Tensor, Tensor | None]] = []
         self.left: str | None = None
@@ -104,7 +110,7 @@ class LoopRecord(TorchFunctionMode):
         self._bytes = 0
         self._before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
         self._written = {id(t): t for t in self.data}  # keeps the tensors of `_before` alive
-        self._dependent = {id(t) for t in self.data}  # tensors that depend on the batch
+        self.dependent = {id(t) for t in self.data}
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
         self._older: dict[int, Tensor] = {}  # tensors with the graph of an earlier batch, and what comes from them
@@ -141,7 +147,7 @@ class LoopRecord(TorchFunctionMode):
 
     def clear(self) -> None:
         """Frees all tensors."""
-        self.calls, self.roots, self.data = [], [], []
+        self.calls, self.roots, self.data, self.lists, self._batch = [], [], [], [], None
         self._before, self._written, self._older = {}, {}, {}
 
     # Events
@@ -158,12 +164,12 @@ class LoopRecord(TorchFunctionMode):
             if any(id(t) in self._older for t in inputs):
                 self._give_up(_OLDER)
                 return
-            if self._leavers and inputs and not any(id(t) in self._dependent for t in inputs):
+            if self._leavers and inputs and not any(id(t) in self.dependent for t in inputs):
                 name = self._leavers[-1][1]
                 self._give_up(f"the input of the model comes from numbers that were read from the batch by {name}")
                 return
             self.calls.append(ModelCall(inputs, list(outputs), recorded))
-            self._dependent.update(map(id, outputs))
+            self.dependent.update(map(id, outputs))
             self._made.update(map(id, outputs))
 
     def __torch_function__(
@@ -199,10 +205,10 @@ class LoopRecord(TorchFunctionMode):
             return function(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if any(type(t) not in _PLAIN for t in tensors):
-            if any(id(t) in self._dependent for t in tensors):
+            if any(id(t) in self.dependent for t in tensors):
                 self._give_up("a tensor is of a class of its own")
             return function(*args, **kwargs)
-        writes, dependent = writes_to(name, kwargs), any(id(t) in self._dependent for t in tensors)
+        writes, dependent = writes_to(name, kwargs), any(id(t) in self.dependent for t in tensors)
         if writes and (dependent or name in DRAW_IN_PLACE):
             self._keep(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
@@ -212,7 +218,7 @@ class LoopRecord(TorchFunctionMode):
             return result
         results, unseen = tensors_in(result), self._unseen(tensors)
         self.drew |= (drew := not all(map(torch.equal, random, random_states())))
-        if not dependent and not (drew and any(self.drawn_for_samples(name, t) for t in results)):
+        if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
             if unseen is not None or any(id(t) in self._older for t in tensors):
                 self._older.update((id(t), t) for t in results)
             else:
@@ -228,29 +234,17 @@ class LoopRecord(TorchFunctionMode):
             return result
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None))
         self._made.update(map(id, results))
-        self._dependent.update(map(id, results))
+        self.dependent.update(map(id, results))
         if writes:
-            self._dependent.add(id(tensors[0]))
+            self.dependent.add(id(tensors[0]))
         self._bytes += sum(t.nbytes for t in results if t.layout is torch.strided and not t._is_view())
         if self._bytes > MOST_BYTES or len(self.calls) > MOST_CALLS:
             self._give_up("the loss has too many intermediate results")
         return result
 
-    @property
-    def draws_for_samples(self) -> bool:
-        """True if a random tensor has an entry for each sample."""
-        draws = [call for call in self.calls if isinstance(call, Call) and call.random is not None]
-        return any(self.drawn_for_samples(name_of(c.function), t) for c in draws for t in tensors_in(c.result))
-
-    @property
-    def has_order(self) -> bool:
-        """True if numbers may belong to places in the batch: random ones, those of a constant, and those read."""
-        constants = (t for t in tensors_in(self.calls) if id(t) not in self._dependent)
-        return bool(self.left or self.drew) or any(self.samples in t.shape[:2] for t in constants)
-
-    def drawn_for_samples(self, name: str, tensor: Tensor) -> bool:
+    def drawn_for_samples(self, function: Any, tensor: Tensor) -> bool:
         """Returns True if a random tensor has a number for each sample, which is not the index of a sample."""
-        return name != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
+        return name_of(function) != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
 
     def _give_up(self, reason: str) -> None:
         self.why_not, self._recording = reason, False
@@ -289,9 +283,7 @@ class LoopRecord(TorchFunctionMode):
             raise NotRecordedError(f"running it again raised {type(error).__name__}: {shown}") from error
 
     def _run(self, arrange: Arrange) -> Run:
-        values: dict[int, Any] = {
-            id(tensor): arrange(self._before[id(tensor)].clone(), ("data", 0, i)) for i, tensor in enumerate(self.data)
-        }
+        values: dict[int, Any] = dict(zip(map(id, self.data), self._arranged_data(arrange), strict=True))
         inputs: list[list[Tensor]] = []
         leaves: dict[Place, Tensor] = {}
 
@@ -321,7 +313,8 @@ class LoopRecord(TorchFunctionMode):
                 if len(then) != len(now):
                     raise NotRecordedError(f"{name_of(call.function)} returned another number of tensors")
                 if call.random is not None:
-                    now = [self._arranged(call, t, arrange, (drawn, k)) for k, t in enumerate(now)]
+                    known = [self.drawn_for_samples(call.function, t) for t in now]
+                    now = [arrange(t, ("random", drawn, k)) if known[k] else t for k, t in enumerate(now)]
                     drawn += 1
                 values.update(zip(map(id, then), now, strict=True))
                 if isinstance(call.result, bool) and bool(result) is not call.result:
@@ -336,10 +329,17 @@ class LoopRecord(TorchFunctionMode):
         found = zip(leaves.items(), grads, strict=True)
         return Run(inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found})
 
-    def _arranged(self, call: Call, tensor: Tensor, arrange: Arrange, at: tuple[int, int]) -> Tensor:
-        """Returns a result of a random call, arranged if it has an entry for each sample."""
-        drawn = self.drawn_for_samples(name_of(call.function), tensor)
-        return arrange(tensor, ("random", *at)) if drawn else tensor
+    def _arranged_data(self, arrange: Arrange) -> list[Tensor]:
+        """Returns the tensors of the batch, arranged."""
+        count = itertools.count()
+
+        def of_tensor(tensor: Tensor) -> Tensor:
+            known = self._before.get(id(tensor))
+            kind, value = ("list", tensor) if known is None else ("data", known.clone())
+            return arrange(value, (kind, 0, next(count)))
+
+        found = tensors_in(arranged_batch(self._batch, self.samples, of_tensor))
+        return [self._before[id(t)].clone() if id(t) in self._before else t for t in found]
 
     @staticmethod
     def _again(call: Call, value: Callable[[Any], Any]) -> Any:

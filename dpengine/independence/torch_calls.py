@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,3 +38,12 @@ def writes_to(name: str, kwargs: Mapping[str, Any]) -> bool:
 def origin_of(tensor: Tensor) -> str:
     """Returns a name for the code that computed a tensor."""
     return "code outside torch" if tensor.grad_fn is None else f"'{tensor.grad_fn.name()}'"
+
+
+def takes_one(function: Any, args: Sequence[Any]) -> bool:
+    """Returns True if a call takes single entries of the first axis, as a loop over samples does."""
+    name = name_of(function)
+    if name in ("unbind", "__iter__"):
+        return True
+    index = args[1] if name == "__getitem__" and len(args) > 1 else None
+    return type(index[0] if isinstance(index, tuple) and index else index) is int

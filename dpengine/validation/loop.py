@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import turned
-from dpengine.capture.tap import map_outputs, tensors_in_outputs
+from dpengine.capture.tap import tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, suggests_names
 from dpengine.independence.compare_runs import (
     EXACT,
     HALF,
     Kept,
     Rows,
+    arranged_batch,
+    is_ambiguous,
     largest_change,
     mixed_inputs,
     mixed_loss,
@@ -152,15 +154,23 @@ class _BatchCheck:
             raise _UndecidedError("step gives other gradients when it runs again with the same batch")
         if not any(self._rows.of(grad) is not None for grad in whole.grads.values()):
             raise _UndecidedError("no gradient has the batch on its axis, so samples cannot be compared")
-        for kept, source_B in self._rows.halves(moves=not whole.drew):
-            others = self._try(*self._arranged(whole, source_B))
-            if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
-                raise mixed_inputs()
-            if share := largest_change(self._rows, *self._comparable(whole, others, kept, tolerance), tolerance, kept):
-                raise mixed_loss(share)
+        if (error := self._mixing(whole, tolerance)) is not None:
+            if is_ambiguous(self._batch, self._rows.samples):
+                raise _UndecidedError("a list of the batch may hold samples or columns: pass a batch of another size")
+            raise error
         told = self._reduction(whole, tolerance)
         refuse_reduction(told, declared)
         return told
+
+    def _mixing(self, whole: Seen, tolerance: float) -> BatchDependentLossError | None:
+        """Returns the error if a kept sample changes with others."""
+        for kept, source_B in self._rows.halves(moves=not whole.drew):
+            others = self._try(*self._arranged(whole, source_B))
+            if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
+                return mixed_inputs()
+            if share := largest_change(self._rows, *self._comparable(whole, others, kept, tolerance), tolerance, kept):
+                return mixed_loss(share)
+        return None
 
     def _reduction(self, whole: Seen, tolerance: float) -> str | None:
         """Returns the reduction, by leaving half of the samples out; None if it cannot be told."""
@@ -218,7 +228,7 @@ class _BatchCheck:
 
     def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
         watch = StepWatch(replace)
-        batch = map_outputs(lambda tensor: arrange(tensor.detach()).clone(), self._batch)
+        batch = arranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
         with restored_random_states(all_generators=True), watch.active():
             returned = self._step(batch)
             if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:

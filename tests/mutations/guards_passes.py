@@ -293,7 +293,7 @@ GUARDS = [
     Guard(
         "loop-random",
         "a gradient that changes with the random numbers of other samples",
-        "        if self._random_mixing not in (None, samples):",
+        "        if self._doubtful not in (None, samples):",
         "        if False:",
         "independence/test_loop_probe.py::test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_"
         "of_another_size[rand]",
@@ -301,7 +301,7 @@ GUARDS = [
     Guard(
         "loop-random-twice",
         "random numbers that are as many as the samples by chance",
-        "if self._random_mixing not in (None, samples):",
+        "if self._doubtful not in (None, samples):",
         "if True:",
         "independence/test_loop_probe.py::test_random_numbers_that_are_as_many_as_the_samples_by_chance_are_accepted_"
         "at_another_size",
@@ -372,10 +372,24 @@ GUARDS = [
     Guard(
         "loop-order",
         "a gradient that changes with the place of a sample in the batch",
-        "        for kept, source_B in self.rows.halves(moves=not self._record.has_order):",
+        "        for kept, source_B in self.rows.halves(moves=not self._has_order()):",
         "        for kept, source_B in self.rows.halves(moves=False):",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[cumulative-zero-out]",
+    ),
+    Guard(
+        "loop-lists",
+        "lists with an element for each sample are exchanged with the samples",
+        "        if not holds_samples(leaf, samples):",
+        "        if True:",
+        "independence/test_lists_of_samples.py::test_check_loop_exchanges_the_elements_of_lists[2-boxes]",
+    ),
+    Guard(
+        "loop-ambiguous",
+        "a list of as many tensors as samples may hold columns",
+        "                if not record.ambiguous:",
+        "                if True:",
+        "independence/test_lists_of_samples.py::test_a_list_that_may_hold_columns_is_decided_by_another_size",
     ),
     Guard(
         "loop-once-per-model",
