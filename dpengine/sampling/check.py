@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
@@ -117,9 +118,32 @@ def check_repeats(dataset: Any) -> None:
                 f"Example {found[most]} of {_name(part)} is in the data set {counts[most]} times, and "
                 f"{(counts > 1).sum()} of {len(counts)} examples are repeated. Each copy is sampled and clipped by "
                 "itself, so the privacy loss of an example is larger than stated.",
-                fix="Take each example once, as by Subset(dataset, sorted(set(indices))), or pass privacy_unit= with "
-                "one value for all copies of an example.",
+                fix="Take each example once, as by Subset(dataset, sorted(set(indices))), or pass to make_private: "
+                "privacy_unit=dpengine.sampling.example_numbers(loader.dataset)",
             )
+
+
+def example_numbers(dataset: Any) -> npt.NDArray[np.int64]:
+    """Returns a number for each example, the same for all copies of an example, as ``privacy_unit=`` of make_private.
+
+    Args:
+        dataset: A map-style data set. Copies are those of ``torch.utils.data.Subset`` and ``ConcatDataset``.
+
+    Returns:
+        The numbers, ``(N,)``.
+    """
+    return _numbers(dataset, {})
+
+
+def _numbers(dataset: Any, starts: dict[int, int]) -> npt.NDArray[np.int64]:
+    if type(dataset) is Subset:
+        return _numbers(dataset.dataset, starts)[np.asarray(dataset.indices, dtype=np.int64)]
+    if type(dataset) is ConcatDataset:
+        return np.concatenate([_numbers(part, starts) for part in dataset.datasets])
+    rows = _rows(dataset)
+    start = starts.setdefault(id(dataset), starts.get(0, 0))
+    starts[0] = max(starts.get(0, 0), start + rows)  # 0 is no id
+    return np.arange(start, start + rows)
 
 
 def overlap(some: np.ndarray | None, others: np.ndarray | None) -> bool:

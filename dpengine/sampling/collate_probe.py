@@ -89,6 +89,11 @@ class _Probe:
     def run(self) -> None:
         """Raises BatchDependentLossError, BatchMismatchError or _Undecided."""
         states = self._states()
+        with contextlib.suppress(_Undecided):
+            self._call(_SMALLER)
+        self._set(states)
+        self.generators = _generators(self.collate)  # with those that the first call made
+        states = self._states()
         torch.default_generator.manual_seed(0)  # the same result in all processes
         random.seed(0)
         np.random.seed(0)

@@ -20,10 +20,11 @@ from torch.utils.data import (
     random_split,
 )
 
+import dpengine
 from dpengine import PrivacyEngine
 from dpengine.errors import SamplingError
 from dpengine.sampling import PoissonSampling
-from dpengine.sampling.check import check_loader, check_repeats
+from dpengine.sampling.check import check_loader, check_repeats, example_numbers
 from dpengine.sampling.loader import private_loader
 
 DATA = TensorDataset(torch.zeros(10, 2))
@@ -193,6 +194,28 @@ def test_repeated_examples_are_rejected(name):
     make, says = REPEATED[name]
     with pytest.raises(SamplingError, match=says):
         check_repeats(make())
+
+
+@pytest.mark.parametrize("name", [name for name in REPEATED if "list" not in name and "length" not in name])
+def test_the_fix_for_repeated_examples_can_be_pasted(name):
+    loader = DataLoader(REPEATED[name][0](), batch_size=2)
+    model = nn.Linear(2, 2)
+    objects = model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    with pytest.raises(SamplingError) as raised:
+        PrivacyEngine().make_private(*objects, noise_multiplier=1.0)
+    fix = raised.value.fix.rpartition("pass to make_private: ")[2]
+    assert fix.startswith("privacy_unit=")
+    names = {"loader": loader, "dpengine": dpengine}
+    arguments = eval(f"dict({fix})", names)
+    PrivacyEngine().make_private(*objects, noise_multiplier=1.0, target_delta=1e-6, **arguments)
+    assert len(set(arguments["privacy_unit"].tolist())) < len(loader.dataset)
+
+
+def test_copies_of_an_example_have_one_number():
+    numbers = torch.arange(10.0)
+    data, other = TensorDataset(numbers), TensorDataset(numbers + 10)
+    dataset = Subset(ConcatDataset([data, other, Subset(data, [3, -1]), other]), [0, 9, 10, 20, 21, 22, 3, -1])
+    assert example_numbers(dataset).tolist() == [int(value) for (value,) in dataset]
 
 
 @pytest.mark.parametrize("name", ONCE)

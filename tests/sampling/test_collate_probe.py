@@ -145,6 +145,17 @@ class Collator:
         return x + torch.from_numpy(self.generator.normal(size=x.shape)).float(), y
 
 
+class LateCollator(Collator):
+    """Makes its generator when it is first called."""
+
+    def __init__(self):
+        super().__init__(None)
+
+    def __call__(self, batch):
+        self.generator = self.generator or torch.Generator().manual_seed(1)
+        return super().__call__(batch)
+
+
 def mixed_shapes(batch):
     height, width = (max(x.shape[axis] for x, _ in batch) for axis in (1, 2))
     return [pad(x, (0, width - x.shape[2], 0, height - x.shape[1])) for x, _ in batch]
@@ -301,6 +312,7 @@ ORDINARY = {
     "noise of NumPy": (VECTORS, noisy_numpy),
     "noise of torch's own generator": (VECTORS, Collator(torch.Generator().manual_seed(1))),
     "noise of NumPy's own generator": (VECTORS, Collator(np.random.default_rng(1)).of_numpy),
+    "noise of a generator made late": (VECTORS, LateCollator()),
     "scaled at random": (VECTORS, with_scale),
     "shuffled": (VECTORS, shuffled),
     "masked language modeling": (DICTS, masked),
