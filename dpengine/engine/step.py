@@ -131,10 +131,10 @@ class PrivateStep:
             return
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
-        samples = batch.rows[chunk]
-        other_size = self.loop.wants_other_size not in (None, samples)
-        if (self.passes.probe.armed or other_size or self.loop.record is not None) and not self.batches.fetched:
-            self.loop.batch_returned(self.passes.probe, data, samples)
+        samples, probe = batch.rows[chunk], self.passes.probe
+        due = probe.armed or probe.wants_other_length or self.loop.wants_other_size not in (None, samples)
+        if (due or self.loop.record is not None) and not self.batches.fetched:
+            self.loop.batch_returned(probe, data, samples)
 
     def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""
