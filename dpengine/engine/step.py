@@ -132,9 +132,10 @@ class PrivateStep:
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
         self.passes.capture.error_note = PLACEHOLDER_NOTE if batch.placeholder and not batch.rows[chunk] else ""
-        other_size = self.loop.wants_other_size not in (None, batch.rows[chunk])
-        if (self.passes.probe.armed or other_size or self.loop.record is not None) and not self.batches.fetched:
-            self.loop.batch_returned(self.passes.probe, data, batch.rows[chunk])
+        samples, probe = batch.rows[chunk], self.passes.probe
+        due = probe.armed or probe.wants_other_length or self.loop.wants_other_size not in (None, samples)
+        if (due or self.loop.record is not None) and not self.batches.fetched:
+            self.loop.batch_returned(probe, data, samples)
 
     def _begin(self, physical: tuple[LogicalBatch, int] | None) -> None:
         """Makes a physical batch the current one, if there is one."""
@@ -239,12 +240,10 @@ class PrivateStep:
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
                 check_backward(self, recorded)
+            loss_scale = 1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale())
+            units, fingerprint = self._units(), self._fingerprint()
             self.statistics = self.passes.clip(
-                recorded,
-                samples=samples,
-                loss_scale=1.0 if self.grad_scaler is None else float(self.grad_scaler.get_scale()),
-                units=self._units(),
-                fingerprint=self._fingerprint(),
+                recorded, samples=samples, loss_scale=loss_scale, units=units, fingerprint=fingerprint
             )
             if self.loop.record is not None:
                 self.loop.check()

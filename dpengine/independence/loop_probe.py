@@ -43,6 +43,7 @@ from .probe import Probe
 from .torch_calls import takes_one
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
+_MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
 
 
 class _Sample(NamedTuple):
@@ -73,6 +74,8 @@ class LoopProbe:
         self._earlier: _Sample | None = None
         self._open = 0
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
+        self._shapes: list[torch.Size] = []  # of the samples of the last record
+        self._lengths_left = _MOST_LENGTHS
         self._replay: Replay | None = None  # reports forward passes to the record
 
     def batch_returned(self, probe: Probe, data: Any, samples: int) -> None:
@@ -80,10 +83,14 @@ class LoopProbe:
         self.close()
         if data is None or probe.every is None:
             return
+        shapes = [tensor.shape[1:] for tensor in tensors_in(data)]
         if not probe.armed:
-            if self.wants_other_size in (None, samples):
+            other_length = probe.wants_other_length and shapes != self._shapes and self._lengths_left > 0
+            if not other_length and self.wants_other_size in (None, samples):
                 return
+            self._lengths_left -= other_length
             probe.record_next()
+        self._shapes = shapes
         self._replay = self._capture.replay
         if samples > 1 and self._replay is not None:
             self.record = self._replay.loop = LoopRecord(data, samples)

@@ -11,6 +11,7 @@ from dpengine.capture.replay import Replay
 
 from .live_probe import IndependenceCheck
 from .memory_probe import MemoryCheck, Remembered
+from .padding_probe import PaddingProbe
 
 EVERY = 500  # backward passes between checks; the first checks are at passes 1, 8, 64 and 512
 
@@ -27,6 +28,7 @@ class Probe:
     Attributes:
         every: Number of passes between checks; None for no check.
         armed: True if the next forward pass is recorded.
+        wants_other_length: True if a batch of another length would show that samples depend on padding.
     """
 
     def __init__(self, capture: Capture, every: int | None = EVERY):
@@ -40,6 +42,8 @@ class Probe:
         self._remembered: list[
             Remembered
         ] = []  # by attributes of the model; the next pass decides whether it reads them
+        self._padding = PaddingProbe(capture)
+        self.wants_other_length = False
         self.armed = False
         self.arm()
 
@@ -78,12 +82,16 @@ class Probe:
         if self._remembered and replay is not None:
             remembered, self._remembered = self._remembered, []
             MemoryCheck(self._capture, replay).refuse_read(remembered)
-        if self.every is not None and self._passes >= self._next and replay is not None and samples > 1:
+        due = self.every is not None and self._passes >= self._next and samples > 1
+        if due and replay is not None:
             thorough, self._thorough = self._thorough, False
-            self._next = min(8 * self._passes, self._passes + self.every)
+            self._next = min(8 * self._passes, self._passes + (self.every or EVERY))
             self._most_samples = max(self._most_samples, samples)
             IndependenceCheck(self._capture, replay, sq_norms_B(), self._passes, thorough=thorough).run()
             self._remembered = MemoryCheck(self._capture, replay).remembered(samples)
         elif samples > 2 * self._most_samples > 0:  # a model may mix samples only in large batches
             self._next, self._most_samples, self._thorough = self._passes + 1, samples, True
+        if replay is not None and (due or self.wants_other_length):
+            self._padding.check(replay, samples)
+            self.wants_other_length = self._padding.open
         self.arm()

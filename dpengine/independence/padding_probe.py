@@ -1,0 +1,245 @@
+"""Checks whether the result of an example depends on the length to which its batch is padded.
+
+A collate function pads to the longest example. If the model does not mask the padding, the longest example of a batch
+changes the gradients of all others. The check runs a pass again with its shorter examples alone, at the full length and
+cut to their own longest length, and compares the outputs that the loss uses. Padding that changes them is harmless as
+long as all batches have one length, so the error is raised when it did so in batches of two lengths.
+
+Axes: B samples, T positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.capture import Capture
+from dpengine.capture.replay import Pass, Replay
+from dpengine.capture.tap import tensors_in
+from dpengine.errors import BatchDependentLossError, notice
+
+from .compare_runs import EXACT, HALF, Rows
+from .random_states import random_states
+
+_INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_LEAST_PADDING = 3  # positions of a batch; with fewer, equal last tokens may be chance
+
+
+class _Padding(NamedTuple):
+    """Padding of a batch.
+
+    Attributes:
+        leaf: Index of the first padded tensor among the tensors of the inputs.
+        axis: Its padded axis, with the batch in front.
+        length: Size of that axis.
+        at_end: False if the padding is at the begin.
+        lengths_B: Number of positions of each sample before the padding.
+        padded: Indices of all tensors that are padded on this axis.
+    """
+
+    leaf: int
+    axis: int
+    length: int
+    at_end: bool
+    lengths_B: Tensor
+    padded: list[int]
+
+
+class PaddingProbe:
+    """Checks the probed passes of one model."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+        # Lengths of batches whose padding changed results, or could not be checked, by tensor and axis.
+        self._found: dict[tuple[int, int], set[int]] = {}
+        self._unknown: dict[tuple[int, int], set[int]] = {}
+
+    @property
+    def open(self) -> bool:
+        """True if a batch of another length may show an error."""
+        return bool(self._found)
+
+    def check(self, replay: Replay, samples: int) -> None:
+        """Raises BatchDependentLossError if padding changed results in batches of two lengths."""
+        rows = Rows(samples, self._capture.batch_to_front)
+        for one in replay.reached:
+            with self._capture.paused():
+                self._look(one, rows)
+        for which in (self._found, self._unknown):
+            if any(len(lengths) > 1 for lengths in which.values()):
+                self._report(found=which is self._found)
+
+    def _report(self, *, found: bool) -> None:
+        if found:
+            raise BatchDependentLossError(
+                "The result of a sample depends on padding: it changed when its batch was padded to another length, "
+                "and batches have different lengths. So the longest sample changes the gradients of all others.",
+                fix="Give the model a mask and use it, also in means over positions (attention_mask, "
+                'src_key_padding_mask, pack_padded_sequence), or pad all batches to one length (padding="max_length").',
+            )
+        notice(
+            "DPE012",
+            "Batches are padded to different lengths, and a batch could not be compared at two lengths. So it is not "
+            "known whether padding changes the result of a sample. Pad all batches to one length.",
+            key="padding",
+            of=self._capture.model,
+        )
+        self._unknown = {}
+
+    def _look(self, one: Pass, rows: Rows) -> None:
+        for padding in _paddings([rows.to_front(t) for t in tensors_in((one.args, one.kwargs))], rows.samples):
+            place, found = (padding.leaf, padding.axis), None
+            for length in _shorter(padding):
+                found = _Comparison(self._capture, one, rows, padding, length).depends()
+                if found is not None:
+                    break
+            if found is not False:
+                (self._found if found else self._unknown).setdefault(place, set()).add(padding.length)
+
+
+class _Comparison:
+    """One pass with its samples of a shorter length, at two lengths."""
+
+    def __init__(self, capture: Capture, one: Pass, rows: Rows, padding: _Padding, length: int):
+        self._capture, self._one, self._rows, self._padding, self._length = capture, one, rows, padding, length
+        kept_B = padding.lengths_B <= length
+        first = int(kept_B.nonzero()[0])
+        self._source_B = torch.where(kept_B, torch.arange(len(kept_B)), first)
+        self._kept_B = kept_B
+        # A loss that the model computes is compared for equal samples; other outputs for the kept ones.
+        self._of_whole = any(g is not None and g.dim() == 0 for g in one.grads)
+        self._drew = not one.random_after or not all(
+            torch.equal(then, now) for (_, then), (_, now) in zip(one.random, one.random_after, strict=True)
+        )
+
+    def depends(self) -> bool | None:
+        """Returns whether outputs that the loss uses differ; None if they cannot be compared."""
+        try:
+            as_recorded = not (self._of_whole or self._drew)
+            full = list(self._one.outputs) if as_recorded else self._run(cut=False)
+            cut = self._run(cut=True)
+        except Exception:  # perhaps the model takes one length only
+            return None
+        if full is None or cut is None or len(full) != len(cut) or len(full) != len(self._one.grads):
+            return None
+        return any(
+            self._differ(a, b, grad)
+            for a, b, grad in zip(full, cut, self._one.grads, strict=True)
+            if grad is not None and grad.shape == a.shape
+        )
+
+    def _run(self, *, cut: bool) -> list[Tensor] | None:
+        """Returns the outputs, without dropout if it was drawn; None if random numbers are drawn even so."""
+        one, index = self._one, iter(range(len(tensors_in((self._one.args, self._one.kwargs)))))
+        args, kwargs = pytree.tree_map_only(
+            Tensor, lambda t: self._given(t, next(index), cut=cut), (one.args, one.kwargs)
+        )
+        model = self._capture.model
+        with one.as_it_began(model):
+            if self._drew:
+                model.eval()
+            before = random_states()
+            outputs = [output.detach() for output in one.forward(model, args, kwargs)]
+            return outputs if all(map(torch.equal, before, random_states())) else None
+
+    def _given(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
+        rows, padding = self._rows, self._padding
+        front = rows.to_front(tensor)
+        batched = front.dim() > 0 and len(front) == rows.samples
+        if batched and (cut or self._of_whole):
+            front = front[self._source_B.to(front.device)]
+        if not cut:
+            return rows.to_front(front)
+        if index in padding.padded:
+            axes: Sequence[int] = (padding.axis,)
+        else:
+            axes = [a for a in range(int(batched), front.dim()) if front.shape[a] == padding.length]
+        for axis in axes:
+            front = _narrowed(front, axis, self._length, padding.at_end)
+        return rows.to_front(front)
+
+    def _differ(self, full: Tensor, cut: Tensor, grad: Tensor) -> bool:
+        """Returns True if used entries differ, or entries that were cut off are used."""
+        parts = [part for part in map(self._by_sample, (full, cut, grad)) if part is not None]
+        if len(parts) < 3:
+            return False
+        full, cut, grad = (part[self._kept_B.to(part.device)] if part.dim() else part for part in parts)
+        if full.dim() != cut.dim() or any(n < m for n, m in zip(full.shape, cut.shape, strict=True)):
+            return False  # for example a number of steps that follows from other inputs
+        used, total = grad, grad.count_nonzero()
+        for axis, size in enumerate(cut.shape):
+            full = _narrowed(full, axis, size, self._padding.at_end)
+            used = _narrowed(used, axis, size, self._padding.at_end)
+        if used.count_nonzero() != total:
+            return True
+        half = full.dtype in (torch.float16, torch.bfloat16) or any(on for _, on, _ in self._one.autocast)
+        finite = full.isfinite()
+        sizes = torch.where(finite, full.abs(), 0)
+        far = (full - cut).abs() > (HALF if half else EXACT) * (sizes + (sizes.max() if sizes.numel() else 0.0))
+        return bool((far & finite & (used != 0)).any())
+
+    def _by_sample(self, tensor: Tensor) -> Tensor | None:
+        """Returns an output as ``(B, n, ...)``; a scalar as it is; None if no axis is the batch."""
+        if tensor.dim() > 1 and tensor.shape[0] != self._rows.samples == tensor.shape[1]:
+            return tensor.transpose(0, 1)[:, None]
+        return tensor if tensor.dim() == 0 else self._rows.of(tensor)
+
+
+def _narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
+    return tensor.narrow(axis, 0 if at_end else tensor.shape[axis] - length, length)
+
+
+def _shorter(padding: _Padding) -> Iterator[int]:
+    """Yields lengths to which the batch is cut: the median of those below the longest, and the longest of them."""
+    below = padding.lengths_B[(padding.lengths_B < padding.length) & (padding.lengths_B > 0)]
+    if len(below):
+        yield from dict.fromkeys((int(below.median()), int(below.max())))
+
+
+def _paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[_Padding]:
+    """Finds tensors that end, or begin, with constant padding of different lengths for different samples."""
+    known: set[tuple[int, int]] = set()
+    may_pad = [i for i, t in enumerate(fronts) if t.dim() > 1 and len(t) == samples and _may_be_padded(t)]
+    for at_end, leaf in itertools.product((True, False), may_pad):
+        for axis in dict.fromkeys((1, fronts[leaf].dim() - 1)):
+            length = fronts[leaf].shape[axis]
+            if (length, axis) in known or (found := _lengths(fronts[leaf], axis, at_end)) is None:
+                continue
+            padded = [leaf]
+            for other in may_pad:
+                if other != leaf and fronts[other].dim() > axis and fronts[other].shape[axis] == length:
+                    more = _lengths(fronts[other], axis, at_end)
+                    if more is not None:
+                        found, padded = torch.maximum(found, more), [*padded, other]
+            square = any(t.shape[:2] == (length, length) for i, t in enumerate(fronts) if i not in padded)
+            known.add((length, axis))
+            if not (square and length == samples):  # else it is not known which axis of the square is the batch
+                yield _Padding(leaf, axis, length, at_end, found, padded)
+
+
+def _may_be_padded(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return plain and (tensor.is_floating_point() or tensor.dtype in _INTEGERS)
+
+
+def _lengths(front: Tensor, axis: int, at_end: bool) -> Tensor | None:
+    """Returns the number of positions of each sample before its padding; None if the tensor is not padded."""
+    values_BTR = front.detach().movedim(axis, 1).flatten(2) if front.dim() > 2 else front.detach()[:, :, None]
+    if not at_end:
+        values_BTR = values_BTR.flip(1)
+    exact = not front.is_floating_point()
+    if values_BTR.numel() == 0:
+        return None
+    value = values_BTR[:, -1].flatten().mode().values if exact else values_BTR.new_zeros(())
+    is_pad_BT = (values_BTR == value).all(dim=2)
+    tail_BT = is_pad_BT.flip(1).cumprod(dim=1)
+    padding_B = tail_BT.sum(dim=1)
+    inside = int(is_pad_BT.sum()) - int(padding_B.sum())
+    if (exact and inside) or int(padding_B.sum()) < _LEAST_PADDING or int(padding_B.max()) < 2:
+        return None
+    return None if bool((padding_B == padding_B[0]).all()) else (front.shape[axis] - padding_B).cpu()
