@@ -5,7 +5,7 @@ Tensors are compared by place, such as the input or output of a call of the mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +63,10 @@ class Rows(NamedTuple):
         """Returns some samples of each tensor that has samples."""
         rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
         return {place: found[which].clone() for place, found in rows.items() if found is not None}
+
+    def can_move(self, data: Sequence[Tensor]) -> bool:
+        """Returns True if every tensor of a batch has the samples on axis 0, so that all of them move together."""
+        return bool(data) and all(self.to_front(t) is t and self.of(t) is not None for t in data)
 
     def halves(self, *, moves: bool) -> Iterator[tuple[Kept, Tensor]]:
         """Yields a random half of the samples, then the others, to keep.

@@ -210,7 +210,8 @@ class _LoopCheck:
         """Returns the error if a kept sample changes when tensors of these kinds change for others."""
         if "random" in kinds and not self._draws_for_samples():
             return None
-        for kept, source_B in self.rows.halves(moves=not self._has_order()):
+        moves = not self._has_order() and self.rows.can_move(self._record.data)
+        for kept, source_B in self.rows.halves(moves=moves):
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
                 return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor

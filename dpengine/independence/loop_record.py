@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.replay import Pass
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
 from .compare_runs import arranged_batch, is_ambiguous, lists_of_samples
 from .random_states import random_states, restored_random_states, set_random_states
@@ -100,7 +100,7 @@ class LoopRecord(TorchFunctionMode):
     def __init__(self, data: Any, samples: int):
         super().__init__()
         self.samples = samples
-        self.data, self.lists, self._batch = tensors_in(data), lists_of_samples(data, samples), data
+        self.data, self.lists, self._batch = tensors_in_outputs(data), lists_of_samples(data, samples), data
         self.ambiguous = is_ambiguous(data, samples)
         self.calls: list[Call | ModelCall] = []
         self.roots: list[tuple[Tensor, Tensor | None]] = []
@@ -338,7 +338,7 @@ class LoopRecord(TorchFunctionMode):
             kind, value = ("list", tensor) if known is None else ("data", known.clone())
             return arrange(value, (kind, 0, next(count)))
 
-        found = tensors_in(arranged_batch(self._batch, self.samples, of_tensor))
+        found = tensors_in_outputs(arranged_batch(self._batch, self.samples, of_tensor))
         return [self._before[id(t)].clone() if id(t) in self._before else t for t in found]
 
     @staticmethod

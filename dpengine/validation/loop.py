@@ -164,7 +164,8 @@ class _BatchCheck:
 
     def _mixing(self, whole: Seen, tolerance: float) -> BatchDependentLossError | None:
         """Returns the error if a kept sample changes with others."""
-        for kept, source_B in self._rows.halves(moves=not whole.drew):
+        moves = not whole.drew and self._rows.can_move(tensors_in_outputs(self._batch))
+        for kept, source_B in self._rows.halves(moves=moves):
             others = self._try(*self._arranged(whole, source_B))
             if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
                 return mixed_inputs()

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import warnings
 import weakref
+from collections import UserDict
 
 import inside
 import pytest
@@ -276,6 +277,34 @@ def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
     texts = [str(one.message) for one in shown if "could not be checked" in str(one.message)]
     assert len(texts) <= 1
     assert all("dpengine.check_loop(step, batches) decides" in text for text in texts)
+
+
+def test_a_batch_in_an_object_is_checked():
+    def collated(rows):
+        inputs, targets = zip(*rows, strict=True)
+        return UserDict(x=torch.stack(inputs), y=torch.stack(targets))  # as a BatchEncoding of transformers
+
+    model = nn.Linear(4, CLASSES)
+    data = TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
+    loader, optimizer = (
+        DataLoader(data, batch_size=16, collate_fn=collated),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
+    loader = dpengine.PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)[2]
+    with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
+        for batch in loader:
+            each(model(batch["x"]), batch["y"]).mul(WEIGHTS[batch["y"]]).sum().div(WEIGHTS[batch["y"]].sum()).backward()
+
+
+def test_data_that_do_not_move_with_the_samples_are_accepted():
+    ids = torch.randint(9, (80, 7))
+    model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
+    data, optimizer = DataLoader(TensorDataset(ids), batch_size=16), torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_first": False}
+    for (batch,) in dpengine.PrivacyEngine().make_private(model, optimizer, data, **settings)[2]:
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch.T).flatten(0, 1), batch.T.flatten()).backward()
+        optimizer.step()
 
 
 def test_a_second_model_gets_its_own_warning():
