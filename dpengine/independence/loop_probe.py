@@ -237,13 +237,9 @@ class _LoopCheck:
         record = self._record
         if record.left or record.drew:
             return True
-        in_lists = {id(tensor) for tensor in tensors_in(record.lists)}
-        columns = [tensor for tensor in record.data if id(tensor) not in in_lists and tensor.dim()]
         constants = (tensor for tensor in tensors_in(record.calls) if id(tensor) not in record.dependent)
-        return (
-            any(self.rows.samples not in tensor.shape[:2] for tensor in columns)
-            or any(self.rows.samples in tensor.shape[:2] for tensor in constants)
-            or any(takes_one(call.function, call.args) for call in record.calls if isinstance(call, Call))
+        return any(self.rows.samples in tensor.shape[:2] for tensor in constants) or any(
+            takes_one(call.function, call.args) for call in record.calls if isinstance(call, Call)
         )
 
     # Mean or sum
