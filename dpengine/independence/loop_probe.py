@@ -39,6 +39,7 @@ from .compare_runs import (
 )
 from .loop_record import Call, LoopRecord, ModelCall, NotRecordedError, Place, Run
 from .loop_writes import refuse_written
+from .padding_loop import LoopPadding
 from .probe import Probe
 from .torch_calls import takes_one
 
@@ -74,6 +75,8 @@ class LoopProbe:
         self._earlier: _Sample | None = None
         self._open = 0
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
+        self._padding = LoopPadding()
+        self._probe: Probe | None = None
         self._shapes: list[torch.Size] = []  # of the samples of the last record
         self._lengths_left = _MOST_LENGTHS
         self._replay: Replay | None = None  # reports forward passes to the record
@@ -90,7 +93,7 @@ class LoopProbe:
                 return
             self._lengths_left -= other_length
             probe.record_next()
-        self._shapes = shapes
+        self._shapes, self._probe = shapes, probe
         self._replay = self._capture.replay
         if samples > 1 and self._replay is not None:
             self.record = self._replay.loop = LoopRecord(data, samples)
@@ -160,6 +163,9 @@ class LoopProbe:
                 return self._at_second_size(error, record.samples, reason + "be those of others")
         except NotRecordedError as error:
             return str(error)
+        tolerance = _tolerance(record)
+        if self._padding.check(record, whole, check.rows, tolerance) and self._probe is not None:
+            self._probe.wants_other_length = True
         return self._compare_with_earlier(check, record, whole)
 
     def _at_second_size(self, error: BatchDependentLossError, samples: int, reason: str) -> str:

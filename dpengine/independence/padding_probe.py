@@ -30,7 +30,7 @@ _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.
 _LEAST_PADDING = 3  # positions of a batch; with fewer, equal last tokens may be chance
 
 
-class _Padding(NamedTuple):
+class Padding(NamedTuple):
     """Padding of a batch.
 
     Attributes:
@@ -48,6 +48,16 @@ class _Padding(NamedTuple):
     at_end: bool
     lengths_B: Tensor
     padded: list[int]
+
+
+def depends_on_padding() -> BatchDependentLossError:
+    """Returns the error for samples whose gradient depends on the longest sample of the batch."""
+    return BatchDependentLossError(
+        "The result of a sample depends on padding: it changed when its batch was padded to another length, and "
+        "batches have different lengths. So the longest sample changes the gradients of all others.",
+        fix="Give the model a mask and use it, also in means over positions (attention_mask, src_key_padding_mask, "
+        'pack_padded_sequence), or pad all batches to one length (padding="max_length").',
+    )
 
 
 class PaddingProbe:
@@ -76,12 +86,7 @@ class PaddingProbe:
 
     def _report(self, *, found: bool) -> None:
         if found:
-            raise BatchDependentLossError(
-                "The result of a sample depends on padding: it changed when its batch was padded to another length, "
-                "and batches have different lengths. So the longest sample changes the gradients of all others.",
-                fix="Give the model a mask and use it, also in means over positions (attention_mask, "
-                'src_key_padding_mask, pack_padded_sequence), or pad all batches to one length (padding="max_length").',
-            )
+            raise depends_on_padding()
         notice(
             "DPE012",
             "Batches are padded to different lengths, and a batch could not be compared at two lengths. So it is not "
@@ -92,9 +97,9 @@ class PaddingProbe:
         self._unknown = {}
 
     def _look(self, one: Pass, rows: Rows) -> None:
-        for padding in _paddings([rows.to_front(t) for t in tensors_in((one.args, one.kwargs))], rows.samples):
+        for padding in paddings([rows.to_front(t) for t in tensors_in((one.args, one.kwargs))], rows.samples):
             place, found = (padding.leaf, padding.axis), None
-            for length in _shorter(padding):
+            for length in shorter(padding):
                 found = _Comparison(self._capture, one, rows, padding, length).depends()
                 if found is not None:
                     break
@@ -105,7 +110,7 @@ class PaddingProbe:
 class _Comparison:
     """One pass with its samples of a shorter length, at two lengths."""
 
-    def __init__(self, capture: Capture, one: Pass, rows: Rows, padding: _Padding, length: int):
+    def __init__(self, capture: Capture, one: Pass, rows: Rows, padding: Padding, length: int):
         self._capture, self._one, self._rows, self._padding, self._length = capture, one, rows, padding, length
         kept_B = padding.lengths_B <= length
         first = int(kept_B.nonzero()[0])
@@ -160,7 +165,7 @@ class _Comparison:
         else:
             axes = [a for a in range(int(batched), front.dim()) if front.shape[a] == padding.length]
         for axis in axes:
-            front = _narrowed(front, axis, self._length, padding.at_end)
+            front = narrowed(front, axis, self._length, padding.at_end)
         return rows.to_front(front)
 
     def _differ(self, full: Tensor, cut: Tensor, grad: Tensor) -> bool:
@@ -173,8 +178,8 @@ class _Comparison:
             return False  # for example a number of steps that follows from other inputs
         used, total = grad, grad.count_nonzero()
         for axis, size in enumerate(cut.shape):
-            full = _narrowed(full, axis, size, self._padding.at_end)
-            used = _narrowed(used, axis, size, self._padding.at_end)
+            full = narrowed(full, axis, size, self._padding.at_end)
+            used = narrowed(used, axis, size, self._padding.at_end)
         if used.count_nonzero() != total:
             return True
         half = full.dtype in (torch.float16, torch.bfloat16) or any(on for _, on, _ in self._one.autocast)
@@ -190,18 +195,19 @@ class _Comparison:
         return tensor if tensor.dim() == 0 else self._rows.of(tensor)
 
 
-def _narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
+def narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
+    """Returns the first positions of an axis, or the last ones."""
     return tensor.narrow(axis, 0 if at_end else tensor.shape[axis] - length, length)
 
 
-def _shorter(padding: _Padding) -> Iterator[int]:
+def shorter(padding: Padding) -> Iterator[int]:
     """Yields lengths to which the batch is cut: the median of those below the longest, and the longest of them."""
     below = padding.lengths_B[(padding.lengths_B < padding.length) & (padding.lengths_B > 0)]
     if len(below):
         yield from dict.fromkeys((int(below.median()), int(below.max())))
 
 
-def _paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[_Padding]:
+def paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[Padding]:
     """Finds tensors that end, or begin, with constant padding of different lengths for different samples."""
     known: set[tuple[int, int]] = set()
     may_pad = [i for i, t in enumerate(fronts) if t.dim() > 1 and len(t) == samples and _may_be_padded(t)]
@@ -219,7 +225,7 @@ def _paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[_Padding]:
             square = any(t.shape[:2] == (length, length) for i, t in enumerate(fronts) if i not in padded)
             known.add((length, axis))
             if not (square and length == samples):  # else it is not known which axis of the square is the batch
-                yield _Padding(leaf, axis, length, at_end, found, padded)
+                yield Padding(leaf, axis, length, at_end, found, padded)
 
 
 def _may_be_padded(tensor: Tensor) -> bool:

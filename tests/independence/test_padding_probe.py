@@ -343,7 +343,8 @@ class Tagger(nn.Module):
 
 
 def tokens(model, ids, mask, *, ignored):
-    labels = ids.roll(-1, 1).masked_fill(~mask, -100 if ignored else 0)
+    following, real = F.pad(ids[:, 1:], (0, 1)), F.pad(mask[:, 1:], (0, 1))
+    labels = following.masked_fill(~real, -100 if ignored else 0)
     loss_BT = F.cross_entropy(model(ids).transpose(1, 2), labels, reduction="none")
     return loss_BT, labels
 
@@ -373,10 +374,21 @@ def test_a_causal_model_whose_loss_leaves_padding_out_is_accepted(loss_of):
     assert len(quietly(Tagger(), loss_of)) > 1
 
 
-def test_a_loss_that_counts_padding_is_rejected():
+def divides_by_the_padded_length(model, ids, mask, size, targets):
+    loss_BT, _ = tokens(model, ids, mask, ignored=True)
+    return loss_BT.mean(dim=1).mean()
+
+
+def mean_of_masked(model, ids, mask, size, targets):
+    loss_BT, _ = tokens(model, ids, mask, ignored=False)
+    return (loss_BT * mask).mean(dim=1).mean()
+
+
+@pytest.mark.parametrize("loss_of", [padding_counts, divides_by_the_padded_length, mean_of_masked])
+def test_a_loss_that_counts_padding_is_rejected(loss_of):
     with pytest.raises(BatchDependentLossError, match=REFUSED):
-        trained(Tagger(), padding_counts)
-    assert quietly(Tagger(), padding_counts, collate=padded(length=LONGEST)) == {LONGEST}
+        trained(Tagger(), loss_of)
+    assert quietly(Tagger(), loss_of, collate=padded(length=LONGEST)) == {LONGEST}
 
 
 # What is no padding, what cannot be decided, and where there is no loader
