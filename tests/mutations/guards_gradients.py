@@ -279,7 +279,7 @@ GUARDS = [
         "a second backward pass over one call of a hooked layer",
         "        if inputs is None or self.grad is not None:\n",
         "        if False:\n",
-        "capture/test_capture.py::test_f_c6_a_second_backward_over_one_forward_is_refused[auto]",
+        "capture/test_capture.py::test_f_c6_a_second_backward_over_one_forward_is_refused[Net-auto]",
     ),
     Guard(
         "layer-input-changed",
