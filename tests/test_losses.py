@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.errors import BatchDependentLossError
-from dpengine.losses import per_token_mean
+from dpengine.losses import causal_lm_loss, per_token_mean
 
 B, T, V = 5, 6, 7
 
@@ -104,14 +104,34 @@ class LanguageModel(nn.Module):
         return self.kind(loss, logits)
 
 
+class Replaceable(LanguageModel):
+    """Has a loss that can be replaced, as models of newer versions of that library."""
+
+    @property
+    def loss_function(self):
+        return vars(self).get("own_loss")
+
+    @loss_function.setter
+    def loss_function(self, loss):
+        self.own_loss = loss
+
+    def forward(self, input_ids, labels=None, num_items_in_batch=None):
+        if self.loss_function is None:
+            return super().forward(input_ids, labels, num_items_in_batch)
+        logits = self.head(self.words(input_ids))
+        return self.kind(
+            self.loss_function(logits, labels, vocab_size=V, num_items_in_batch=num_items_in_batch), logits
+        )
+
+
 @pytest.fixture
 def step(monkeypatch):
     """Returns a function that runs one private step with given labels."""
-    for kind in (CausalLMOutput, MaskedLMOutput, LanguageModel):
+    for kind in (CausalLMOutput, MaskedLMOutput, LanguageModel, Replaceable):
         monkeypatch.setattr(kind, "__module__", "transformers.modeling")
 
-    def run(labels, loss_of, kind=CausalLMOutput, wrap=lambda model: model):
-        model, ids = wrap(LanguageModel(kind)), torch.randint(V, (B, T))
+    def run(labels, loss_of, kind=CausalLMOutput, wrap=lambda model: model, of=LanguageModel):
+        model, ids = wrap(of(kind)), torch.randint(V, (B, T))
         objects = model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(ids, labels), B)
         model, optimizer, loader = PrivacyEngine().make_private(*objects, noise_multiplier=1.0, max_grad_norm=1.0)
         optimizer.zero_grad()
@@ -183,3 +203,33 @@ def test_a_loss_that_is_not_used_is_not_rejected(step):
         return per_token_mean(model(ids, labels=labels).logits, labels, shift=True)
 
     step(tokens()[1], loss_of)
+
+
+def install(model):
+    model.loss_function = causal_lm_loss
+    return model
+
+
+def counted(model, ids, labels):
+    return model(ids, labels=labels, num_items_in_batch=labels.numel()).loss
+
+
+@pytest.mark.parametrize("loss_of", [own, counted])
+def test_the_loss_that_the_message_names_can_be_installed(loss_of, step):
+    with pytest.raises(BatchDependentLossError, match=r"model\.loss_function = dpengine\.losses\.causal_lm_loss\."):
+        step(tokens()[1], loss_of, of=Replaceable)
+    step(tokens()[1], loss_of, of=Replaceable, wrap=install)
+
+
+def test_a_model_without_a_place_for_a_loss_names_none(step):
+    with pytest.raises(BatchDependentLossError) as seen:
+        step(tokens()[1], own)
+    assert "loss_function" not in str(seen.value)
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_the_loss_of_a_causal_model_is_the_shifted_mean(shifted):
+    logits, labels = tokens()
+    given = {"shift_labels": F.pad(labels, (0, 1), value=-100)[:, 1:]} if shifted else {}
+    found = causal_lm_loss(logits, labels, vocab_size=V, num_items_in_batch=3, **given)
+    torch.testing.assert_close(found, per_token_mean(logits, labels, shift=True))

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dpengine.errors import BatchDependentLossError
+from dpengine.losses.token_mean import causal_lm_loss
 
 from .hooks import Hook
 
@@ -17,6 +18,8 @@ _FIX = (
     "Replace outputs.loss by dpengine.losses.per_token_mean(outputs.logits, labels{}), after import dpengine.losses. "
     "It is a mean over the tokens of each sample, and then over the samples."
 )
+
+_INSTALL = " Or let the model return it: model.loss_function = dpengine.losses.causal_lm_loss."
 
 
 def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[Any]:
@@ -47,6 +50,8 @@ class _LossHook(Hook):
 
 
 def _refuse(module: nn.Module, given: Mapping[str, Any], output: Any) -> None:
+    if getattr(module, "loss_function", None) is causal_lm_loss:
+        return
     labels = given.get("labels")
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     logits = output[1] if isinstance(output, tuple) and len(output) > 1 else getattr(output, "logits", None)
@@ -68,10 +73,15 @@ def _refuse(module: nn.Module, given: Mapping[str, Any], output: Any) -> None:
             return
         raise BatchDependentLossError(
             f"The model's own loss mixes samples: {why}. One sample would change the weight of all others.",
-            fix=_FIX.format(", shift=True" if shifted else ""),
+            fix=_FIX.format(", shift=True" if shifted else "") + (_INSTALL if shifted and _has_slot(module) else ""),
         )
 
     loss.grad_fn.register_prehook(raise_if_used)
+
+
+def _has_slot(module: nn.Module) -> bool:
+    """Returns True if the loss of a model can be replaced."""
+    return isinstance(getattr(type(module), "loss_function", None), property)
 
 
 def _have_equal_counts(labels: Any, shifted: bool) -> bool:

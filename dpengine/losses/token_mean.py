@@ -5,6 +5,8 @@ Axes: B samples, T tokens, V classes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -48,3 +50,30 @@ def per_token_mean(
     if reduction == "none":
         return loss_B
     return loss_B.sum() / max(1, len(loss_B)) if reduction == "mean" else loss_B.sum()
+
+
+def causal_lm_loss(
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, shift_labels: Tensor | None = None, **unused: Any
+) -> Tensor:
+    """Computes `per_token_mean` in a causal language model of Hugging Face, as the loss that the model returns.
+
+    Install it with ``model.loss_function = causal_lm_loss``. Then ``model(**batch).loss`` is a mean over the tokens of
+    each sample, and then over the samples.
+
+    Args:
+        logits: ``(B, T, V)``.
+        labels: ``(B, T)``, class indices. The label at token ``t + 1`` belongs to the logits at ``t``.
+        ignore_index: Label of tokens that do not count.
+        shift_labels: ``(B, T)``, labels that are shifted already. Takes the place of ``labels``.
+        unused: Other arguments that models pass: ``vocab_size``, and ``num_items_in_batch``, which would divide the
+            loss of each sample by a number that follows from all samples.
+
+    Returns:
+        The loss, a scalar.
+
+    Raises:
+        ValueError: If the shapes do not fit.
+    """  # noqa: DOC502 - raised by per_token_mean
+    if shift_labels is not None:
+        return per_token_mean(logits, shift_labels, ignore_index=ignore_index)
+    return per_token_mean(logits, labels, shift=True, ignore_index=ignore_index)

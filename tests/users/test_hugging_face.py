@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import dpengine
 from dpengine import PrivacyEngine, PrivacyWarning
 from dpengine.errors import BatchDependentLossError, BatchMismatchError
+from dpengine.losses import per_token_mean
 
 pytestmark = pytest.mark.nightly
 transformers = pytest.importorskip("transformers")
@@ -54,14 +55,14 @@ class Texts(Dataset):
         return {"input_ids": self.words[i], "labels": self.labels[i]}
 
 
-def trained(make, loss_of, *, steps=3, padded=True, noise=1.0):
+def trained(make, loss_of, *, steps=3, padded=True, noise=1.0, max_norm=1.0):
     """Trains a few steps; returns the model, its weights before the last step, and the last batch."""
     torch.manual_seed(0)
     model = make().train()
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=1.0), PrivacyEngine(seed=1)
     loader = DataLoader(Texts(padded=padded), batch_size=BATCH)
     model, optimizer, loader = engine.make_private(
-        model, optimizer, loader, noise_multiplier=noise, max_grad_norm=MAX_NORM[make]
+        model, optimizer, loader, noise_multiplier=noise, max_grad_norm=max_norm
     )
     for step, batch in enumerate(loader, 1):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -111,21 +112,42 @@ def test_the_loss_that_the_message_names_trains_and_is_exact(make):
     def loss_of(model, batch):
         return eval(named.group(1), scope | {"outputs": model(**batch), "labels": batch["labels"]})
 
-    model, before, batch = trained(make, loss_of, noise=0.0)
+    model, before, batch = trained(make, loss_of, noise=0.0, max_norm=MAX_NORM[make])
+    assert_exact(make, model, before, batch, MAX_NORM[make])
+
+
+def assert_exact(make, model, before, batch, max_norm):
+    """Asserts that the last step moved the weights by the clipped sum of a loop over samples."""
     plain = make()
     plain.load_state_dict(before, strict=False)
     rows = per_sample_gradients(
         plain,
-        lambda outputs, labels: eval(named.group(1), scope | {"outputs": outputs, "labels": labels}),
+        lambda outputs, labels: per_token_mean(outputs.logits, labels, shift=True),
         {"input_ids": batch["input_ids"]},
         batch["labels"],
     )
     norms_B = flat_norms(rows)
-    assert norms_B.min() < MAX_NORM[make] < norms_B.max(), norms_B
-    truth = clipped_sum(rows, (1 - SLACK) * MAX_NORM[make])
+    assert norms_B.min() < max_norm < norms_B.max(), norms_B
+    truth = clipped_sum(rows, (1 - SLACK) * max_norm)
     moved = {name: BATCH * (before[name] - p.detach()) for name, p in model.named_parameters()}
     scale = torch.cat([total.flatten() for total in truth.values()]).norm()
     assert max(float((moved[name] - truth[name]).norm()) for name in truth) < 1e-5 * scale
+
+
+@MODELS
+@pytest.mark.parametrize("loss_of", [own, own_by_number])
+def test_the_loss_that_the_message_names_can_be_installed_and_is_exact(make, loss_of):
+    with pytest.raises(BatchDependentLossError, match="causal_lm_loss") as seen:
+        trained(make, loss_of)
+    line = re.search(r"model\.loss_function = [\w.]+\w", str(seen.value)).group()
+
+    def installed():
+        model = make()
+        exec(line, {"model": model, "dpengine": dpengine})
+        return model
+
+    model, before, batch = trained(installed, loss_of, noise=0.0, max_norm=MAX_NORM[make])
+    assert_exact(make, model, before, batch, MAX_NORM[make])
 
 
 @MODELS
