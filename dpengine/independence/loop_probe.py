@@ -48,11 +48,12 @@ _MOST_LENGTHS = 4  # batches that are recorded because their data have other sha
 
 
 class _Sample(NamedTuple):
-    """A sample of an earlier batch: size of the batch, data and outputs by place, gradients of outputs."""
+    """A sample of an earlier batch: its size, data and outputs by place, gradients of outputs, inputs of the model."""
 
     samples: int
     values: Mapping[Place, Tensor]
     grads: Mapping[Place, Tensor]
+    inputs: Mapping[tuple[int, int], Tensor]
 
 
 class LoopProbe:
@@ -96,7 +97,7 @@ class LoopProbe:
         self._shapes, self._probe = shapes, probe
         self._replay = self._capture.replay
         if samples > 1 and self._replay is not None:
-            self.record = self._replay.loop = LoopRecord(data, samples)
+            self.record = self._replay.loop = LoopRecord(data, samples, self._capture.model)
 
     def close(self) -> None:
         """Ends the record of a batch that is not checked."""
@@ -223,6 +224,8 @@ class _LoopCheck:
                 return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor
 
             run = self._record.run(exchanged)
+            if self._record.lists and _shapes(run) != _shapes(whole):
+                raise NotRecordedError("lists of the batch hold samples of different lengths")
             if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):
                 return mixed_inputs()
             if share := self.differ(whole.grads, run.grads, kept):
@@ -243,10 +246,13 @@ class _LoopCheck:
         record = self._record
         if record.left or record.drew:
             return True
-        constants = (tensor for tensor in tensors_in(record.calls) if id(tensor) not in record.dependent)
-        return any(self.rows.samples in tensor.shape[:2] for tensor in constants) or any(
-            takes_one(call.function, call.args) for call in record.calls if isinstance(call, Call)
-        )
+        calls = [call for call in record.calls if isinstance(call, Call)]
+        return self._has_constants() or any(takes_one(call.function, call.args) for call in calls)
+
+    def _has_constants(self) -> bool:
+        """Returns True if a constant of the loop has an entry for each sample."""
+        constants = (t for t in tensors_in(self._record.calls) if id(t) not in self._record.dependent)
+        return any(self.rows.samples in tensor.shape[:2] for tensor in constants)
 
     # Mean or sum
 
@@ -265,11 +271,13 @@ class _LoopCheck:
             return tensor
 
         self._record.run(note)
-        return _Sample(self.rows.samples, values, self.rows.some(whole.grads, slice(at, at + 1)))
+        grads, inputs = (self.rows.some(some, slice(at, at + 1)) for some in (whole.grads, _all_inputs(whole)))
+        return _Sample(self.rows.samples, values, grads, inputs)
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
-        if self._record.lists:  # the elements of a list were those of another batch
+        # Elements of a list, and constants with an entry for each sample, were those of another batch.
+        if self._record.lists or self._has_constants():
             return None
         comparable = not self._record.drew
 
@@ -282,9 +290,14 @@ class _LoopCheck:
             return self.rows.like(tensor, torch.cat([old, rows[1:]]))
 
         try:
-            now = self.rows.some(self._record.run(put).grads, slice(1))
+            run = self._record.run(put)
         except NotRecordedError:
             return None
+        now, inputs = (self.rows.some(some, slice(1)) for some in (run.grads, _all_inputs(run)))
+        if self._record.left and comparable:
+            alike = {p: one for p, one in earlier.inputs.items() if p in inputs and inputs[p].shape == one.shape}
+            if largest_change(Rows(1, lambda tensor: tensor), alike, inputs, self._tolerance):
+                raise mixed_inputs()
         told = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self._tolerance)
         return told or ("neither" if comparable and not self._record.left else None)
 
@@ -311,6 +324,14 @@ class _LoopCheck:
 def _of_calls(inputs: Sequence[Sequence[Tensor]], reached: Collection[int]) -> dict[tuple[int, int], Tensor]:
     """Returns the inputs of the calls of the model that the backward pass reached."""
     return {(i, k): tensor for i in reached for k, tensor in enumerate(inputs[i])}
+
+
+def _all_inputs(run: Run) -> dict[tuple[int, int], Tensor]:
+    return _of_calls(run.inputs, range(len(run.inputs)))
+
+
+def _shapes(run: Run) -> list[torch.Size]:
+    return [tensor.shape for inputs in run.inputs for tensor in inputs]
 
 
 def _models(record: LoopRecord) -> list[ModelCall]:

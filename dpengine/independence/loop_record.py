@@ -27,6 +27,7 @@ from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
 from .compare_runs import arranged_batch, is_ambiguous, lists_of_samples
+from .model_inputs import OLDER, attribute_of_batch, unseen_input
 from .random_states import random_states, restored_random_states, set_random_states
 from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
 
@@ -34,7 +35,6 @@ MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not check
 MOST_CALLS = 20_000
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-_OLDER = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
 
 Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
 Arrange = Callable[[Tensor, Place], Tensor]
@@ -94,11 +94,14 @@ class LoopRecord(TorchFunctionMode):
         lists: Lists of the batch with an element for each sample.
         ambiguous: True if a list of the batch may hold samples or columns.
         dependent: Ids of the tensors that depend on the batch.
+        older: Tensors with the graph of an earlier batch, and what comes from them, by id.
+        leavers: Calls by which numbers left torch: number of recorded calls before, and name.
         why_not: Why the loop cannot be run again, if so.
     """
 
-    def __init__(self, data: Any, samples: int):
+    def __init__(self, data: Any, samples: int, model: nn.Module):
         super().__init__()
+        self._model = model
         self.samples = samples
         self.data, self.lists, self._batch = tensors_in_outputs(data), lists_of_samples(data, samples), data
         self.ambiguous = is_ambiguous(data, samples)
@@ -113,8 +116,8 @@ class LoopRecord(TorchFunctionMode):
         self.dependent = {id(t) for t in self.data}
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
-        self._older: dict[int, Tensor] = {}  # tensors with the graph of an earlier batch, and what comes from them
-        self._leavers: list[tuple[int, str]] = []  # number of calls before, and name
+        self.older: dict[int, Tensor] = {}
+        self.leavers: list[tuple[int, str]] = []
         self._thread = threading.get_ident()
         if not _open and "torch._dynamo" in sys.modules:
             _stances.append(torch.compiler.set_stance("force_eager"))
@@ -148,27 +151,24 @@ class LoopRecord(TorchFunctionMode):
     def clear(self) -> None:
         """Frees all tensors."""
         self.calls, self.roots, self.data, self.lists, self._batch = [], [], [], [], None
-        self._before, self._written, self._older = {}, {}, {}
+        self._before, self._written, self.older = {}, {}, {}
 
     # Events
 
     def model_started(self) -> None:
         """Pauses the record while the model runs."""
         self._in_model = True
+        if self._recording and (name := attribute_of_batch(self, self._model)) is not None:
+            self._give_up(f"the loop set {name} from data of the batch, and the model may read it")
 
     def model_ended(self, given: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
         """Adds a forward pass of the model."""
         self._in_model = False
         if self._recording:
-            inputs = tensors_in(given)
-            if any(id(t) in self._older for t in inputs):
-                self._give_up(_OLDER)
+            if (reason := unseen_input(self, given)) is not None:
+                self._give_up(reason)
                 return
-            if self._leavers and inputs and not any(id(t) in self.dependent for t in inputs):
-                name = self._leavers[-1][1]
-                self._give_up(f"the input of the model comes from numbers that were read from the batch by {name}")
-                return
-            self.calls.append(ModelCall(inputs, list(outputs), recorded))
+            self.calls.append(ModelCall(tensors_in(given), list(outputs), recorded))
             self.dependent.update(map(id, outputs))
             self._made.update(map(id, outputs))
 
@@ -197,7 +197,7 @@ class LoopRecord(TorchFunctionMode):
                 return
         made = {id(t): i for i, call in enumerate(self.calls) for t in _results(call)}
         end = max(made[id(root)] for root in roots)
-        self.left = next((name for before, name in self._leavers if before <= end), None)
+        self.left = next((name for before, name in self.leavers if before <= end), None)
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = name_of(function)
@@ -214,13 +214,13 @@ class LoopRecord(TorchFunctionMode):
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
         result = function(*args, **kwargs)
         if dependent and name in OUT_OF_TORCH:
-            self._leavers.append((len(self.calls), f"Tensor.{name}"))
+            self.leavers.append((len(self.calls), f"Tensor.{name}"))
             return result
         results, unseen = tensors_in(result), self._unseen(tensors)
         self.drew |= (drew := not all(map(torch.equal, random, random_states())))
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
-            if unseen is not None or any(id(t) in self._older for t in tensors):
-                self._older.update((id(t), t) for t in results)
+            if unseen is not None or any(id(t) in self.older for t in tensors):
+                self.older.update((id(t), t) for t in results)
             else:
                 self._constants.update(id(t) for t in results if not t.is_leaf)
             return result
@@ -229,8 +229,8 @@ class LoopRecord(TorchFunctionMode):
         if unseen is not None:
             self._give_up(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
             return result
-        if any(id(t) in self._older for t in tensors):
-            self._give_up(_OLDER)
+        if any(id(t) in self.older for t in tensors):
+            self._give_up(OLDER)
             return result
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None))
         self._made.update(map(id, results))

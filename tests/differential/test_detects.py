@@ -29,7 +29,7 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
     "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
     "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
     "another error code": ('code = "«DPE018»"', "DPE017"),
-    "units are ignored": ("                «units=self._units(),»\n", ""),
+    "units are ignored": ("loss_scale=loss_scale, «units=units, »fingerprint=fingerprint", ""),
     "a resumed run keeps its incarnation": ("« if is_seeded(state) else secrets.randbits(_NONCE_BITS)»", ""),
     "zero_grad keeps a clipped batch": (
         "        elif self.stage is Stage.CLIPPED:\n            «return self.discard()»", "pass"
