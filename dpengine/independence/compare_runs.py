@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -81,24 +82,37 @@ class Rows(NamedTuple):
 
 
 def holds_samples(node: Any, samples: int) -> bool:
-    """Returns True for a list with an element of one structure for each sample, such as tensors of different lengths.
+    """Returns True for a list with an element of one kind for each sample, such as tensors of different lengths.
 
-    A list of as many tensors, each with an entry for each sample, counts as columns of the batch.
+    A list of as many columns, each with an entry for each sample, holds no samples.
     """
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
-    kinds = {
-        str(pytree.tree_map(lambda leaf: (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf), element))
-        for element in node
-    }
-    tensors = tensors_in(node)
-    return len(kinds) == 1 and bool(tensors) and not all(tensor.shape[:1] == (samples,) for tensor in tensors)
+    kind = _structure if tensors_in(node) else _kind
+    return len({kind(element) for element in node}) == 1 and not all(_length(one) == samples for one in node)
+
+
+def _structure(element: Any) -> str:
+    of_leaf = lambda leaf: (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)  # noqa: E731
+    return str(pytree.tree_map(of_leaf, element))
+
+
+def _kind(element: Any) -> str:
+    if isinstance(element, (list, tuple)):
+        return f"{type(element)} of {_kind(element[0]) if element else ''}"
+    return str((type(element), getattr(element, "ndim", 0), getattr(element, "dtype", None)))
+
+
+def _length(element: Any) -> int | None:
+    if isinstance(element, (Tensor, np.ndarray)):
+        return element.shape[0] if element.ndim else None
+    return len(element) if isinstance(element, (list, tuple)) else None
 
 
 def lists_of_samples(batch: Any, samples: int) -> list[Any]:
-    """Returns the lists of a batch that have an element for each sample."""
+    """Returns the lists of a batch that have an element with tensors for each sample."""
     leaves = pytree.tree_leaves(batch, is_leaf=lambda node: holds_samples(node, samples))
-    return [leaf for leaf in leaves if holds_samples(leaf, samples)]
+    return [leaf for leaf in leaves if holds_samples(leaf, samples) and tensors_in(leaf)]
 
 
 def is_ambiguous(batch: Any, samples: int) -> bool:
@@ -122,9 +136,11 @@ def arranged_batch(batch: Any, samples: int, arrange: Callable[[Tensor], Tensor]
     """Returns a batch with other samples: applies ``arrange`` to its tensors, and exchanges elements of lists alike."""
 
     def of_leaf(leaf: Any) -> Any:
-        if not holds_samples(leaf, samples):
+        is_array = isinstance(leaf, np.ndarray) and _length(leaf) == samples
+        if not (is_array or holds_samples(leaf, samples)):
             return map_outputs(arrange, leaf)
-        return type(leaf)(leaf[i] for i in arrange(torch.arange(samples)).tolist())
+        order = arrange(torch.arange(samples)).tolist()
+        return leaf[order] if is_array else type(leaf)(leaf[i] for i in order)
 
     return pytree.tree_map(of_leaf, batch, is_leaf=lambda node: holds_samples(node, samples))
 
@@ -163,6 +179,15 @@ def mixed_inputs() -> BatchDependentLossError:
         "The input of the model for a sample changed when other samples of the batch had other data: the loop repeats, "
         "mixes or reorders samples, or normalizes over the batch, before the model.",
         fix="Give the model the batch as the loader returned it. Augment single samples in the data set.",
+    )
+
+
+def mixed_outputs() -> BatchDependentLossError:
+    """Returns the error for a model whose output for a sample changes with others, though its input does not."""
+    return BatchDependentLossError(
+        "The output of the model for a sample changed when other samples of the batch had other data: a layer mixes "
+        "samples, or the loop gave the model a number or an attribute that follows from several samples.",
+        fix="Find layers that mix samples with dpengine.check(model), and give the model nothing but the batch.",
     )
 
 

@@ -32,6 +32,7 @@ class Seen(NamedTuple):
     Attributes:
         inputs: Inputs of the calls of models that have a gradient.
         outputs: Their outputs that require a gradient.
+        own: All outputs of the models, before they are replaced. Empty if a model drew random numbers.
         grads: Gradients of these outputs, and of the outputs of layers if a model computes a loss.
         layers: These outputs of layers.
         drew: Whether random numbers were drawn outside the models.
@@ -40,6 +41,7 @@ class Seen(NamedTuple):
 
     inputs: Mapping[Place, Tensor]
     outputs: Mapping[Place, Tensor]
+    own: Mapping[Place, Tensor]
     grads: Mapping[Place, Tensor]
     layers: Mapping[Place, Tensor]
     drew: bool
@@ -65,7 +67,9 @@ class StepWatch:
         self._inputs: list[list[Tensor]] = []
         self._noted: dict[Place, Tensor] = {}  # outputs of models and layers
         self._grads: dict[Place, Tensor] = {}
-        self._half = self._drew = False
+        self._own: dict[Place, Tensor] = {}  # outputs of models before they are replaced
+        self._half = self._drew = self._model_drew = False
+        self._before: list[Tensor] = []  # random states before the running call of a model
         self._random: list[Tensor] = []  # states after the last call of a model
 
     def seen(self) -> Seen:
@@ -74,7 +78,8 @@ class StepWatch:
         inputs = {("input", i, k): tensor for i in reached for k, tensor in enumerate(self._inputs[i])}
         values = {place: tensor.detach() for place, tensor in self._noted.items()}
         outputs, layers = ({p: t for p, t in values.items() if p[0] == kind} for kind in ("output", "layer"))
-        return Seen(inputs, outputs, self._grads, layers, self._drew, self._half)
+        own = {} if self._model_drew else {place: tensor for place, tensor in self._own.items() if place[1] in reached}
+        return Seen(inputs, outputs, own, self._grads, layers, self._drew, self._half)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -135,6 +140,7 @@ class StepWatch:
         if self._inside or any(parameter.requires_grad for parameter in module.parameters()):
             if not self._inside:
                 self._note_random()
+                self._before = random_states()
                 self.models.setdefault(module, ModelState.of(module))
             self._inside.append(module)
 
@@ -142,7 +148,9 @@ class StepWatch:
         if not self._inside:
             return None
         self._inside.pop()
-        self._random = self._random if self._inside else random_states()
+        if not self._inside:
+            before, self._random = self._before, random_states()
+            self._model_drew |= not all(map(torch.equal, before, self._random))
         if output is None:  # after an exception
             return None
         if self._inside:
@@ -152,10 +160,12 @@ class StepWatch:
         number = len(self._inputs)
         self._inputs.append([tensor.detach().clone() for tensor in tensors_in((args, kwargs))])
         self._note("layer", len(self._noted), output if module._parameters else ())
-        self._note("output", number, output)
+        self._own.update({("output", number, k): t.detach() for k, t in enumerate(tensors_in_outputs(output))})
         self._half |= any(t.dtype in _HALF for t in tensors_in_outputs(output))
         index = iter(range(len(tensors_in_outputs(output))))
-        return map_outputs(lambda tensor: self._given(("output", number, next(index)), tensor), output)
+        given = map_outputs(lambda tensor: self._given(("output", number, next(index)), tensor), output)
+        self._note("output", number, given)  # an output may come from another one inside the model
+        return given
 
     def _note_random(self) -> None:
         self._drew |= not all(map(torch.equal, self._random, random_states()))

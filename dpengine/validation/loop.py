@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import turned
 from dpengine.capture.tap import tensors_in_outputs
@@ -22,6 +23,7 @@ from dpengine.independence.compare_runs import (
     largest_change,
     mixed_inputs,
     mixed_loss,
+    mixed_outputs,
     reduction_of,
     refuse_reduction,
 )
@@ -164,11 +166,15 @@ class _BatchCheck:
 
     def _mixing(self, whole: Seen, tolerance: float) -> BatchDependentLossError | None:
         """Returns the error if a kept sample changes with others."""
-        moves = not whole.drew and self._rows.can_move(tensors_in_outputs(self._batch))
+        only_tensors = all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self._batch))
+        moves = not whole.drew and only_tensors and self._rows.can_move(tensors_in_outputs(self._batch))
         for kept, source_B in self._rows.halves(moves=moves):
             others = self._try(*self._arranged(whole, source_B))
             if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
                 return mixed_inputs()
+            batched = {place: one for place, one in whole.own.items() if self._rows.of(one) is not None}
+            if largest_change(self._rows, batched, others.own, tolerance, kept):
+                return mixed_outputs()
             if share := largest_change(self._rows, *self._comparable(whole, others, kept, tolerance), tolerance, kept):
                 return mixed_loss(share)
         return None

@@ -309,7 +309,7 @@ GUARDS = [
     Guard(
         "loop-older",
         "a tensor with the graph of an earlier batch",
-        "            if unseen is not None or any(id(t) in self._older for t in tensors):",
+        "            if unseen is not None or any(id(t) in self.older for t in tensors):",
         "            if False:",
         "independence/test_loop_probe.py::test_a_tensor_of_an_earlier_batch_in_the_loop_is_reported[y]",
     ),
@@ -378,9 +378,38 @@ GUARDS = [
         "[cumulative-zero-out]",
     ),
     Guard(
+        "loop-attribute",
+        "an attribute of the model that the loop sets from the batch",
+        "if self._recording and (name := attribute_of_batch(self, self._model)) is not None:",
+        "if name := None:",
+        "independence/test_unseen_data.py::test_data_that_reach_the_model_unseen_are_named[sets_an_attribute--]",
+    ),
+    Guard(
+        "loop-unseen-input",
+        "an input of the model that does not come from the record",
+        "    elif inputs and not record.drew and not",
+        "    elif False and not",
+        "independence/test_unseen_data.py::test_data_that_reach_the_model_unseen_are_named[maps_columns--]",
+    ),
+    Guard(
+        "loop-number-in-input",
+        "a number of the batch in the input of the model",
+        "        if self._record.left and comparable:",
+        "        if False:",
+        "independence/test_unseen_data.py::test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_"
+        "size[divided_by_a_number]",
+    ),
+    Guard(
+        "check-loop-outputs",
+        "an output of the model that changes with other samples",
+        "            if largest_change(self._rows, batched, others.own, tolerance, kept):",
+        "            if False:",
+        "independence/test_unseen_data.py::test_check_loop_rejects_them[gives_a_number-None]",
+    ),
+    Guard(
         "loop-lists",
         "lists with an element for each sample are exchanged with the samples",
-        "        if not holds_samples(leaf, samples):",
+        "        if not (is_array or holds_samples(leaf, samples)):",
         "        if True:",
         "independence/test_lists_of_samples.py::test_check_loop_exchanges_the_elements_of_lists[2-boxes]",
     ),

@@ -1,0 +1,227 @@
+"""Data of a batch that reach the model, or come back from it, by ways that a record of torch calls does not follow."""
+
+import functools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import PrivacyEngine, check_loop
+from dpengine.errors import BatchDependentLossError, PrivacyWarning, forget_notices
+
+FEATURES, CLASSES, EXAMPLES, STEPS = 6, 3, 120, 12
+X = torch.randn(EXAMPLES, FEATURES, generator=torch.Generator().manual_seed(0))
+Y = torch.arange(EXAMPLES) % CLASSES
+WEIGHTS = (torch.rand(EXAMPLES, generator=torch.Generator().manual_seed(1)) + 0.2).tolist()
+
+
+class Net(nn.Module):
+    """Reads an attribute and a number besides its input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+        self.center, self.box = torch.zeros(FEATURES), {}
+
+    def forward(self, x, divisor=1.0):
+        return self.layers((x - self.center - self.box.get("center", 0.0)) / divisor)
+
+
+def stacked(examples):
+    return {"x": np.stack([one[0].numpy() for one in examples]), "y": torch.stack([one[1] for one in examples])}
+
+
+def listed(examples):
+    return {"x": [one[0].tolist() for one in examples], "y": [int(one[1]) for one in examples]}
+
+
+def trained(loss_of, collate=None):
+    """Trains a few steps; returns the warnings that name the loss."""
+    forget_notices()
+    model = Net()
+    optimizer, dataset = torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(X, Y, torch.arange(EXAMPLES))
+    model, optimizer, loader = PrivacyEngine(seed=1).make_private(
+        *(model, optimizer, DataLoader(dataset, batch_size=12, collate_fn=collate)),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+    )
+    steps = 0
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always", PrivacyWarning)
+        while steps < STEPS:
+            for batch in loader:
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                steps += 1
+    return [str(one.message) for one in shown if "loss could not be checked" in str(one.message)]
+
+
+def weighted_by_a_list(model, batch):
+    weights = torch.tensor([WEIGHTS[i] for i in batch[2].tolist()])
+    return (F.cross_entropy(model(batch[0]), batch[1], reduction="none") * weights).mean()
+
+
+def labels_by_a_list(model, batch):
+    labels = torch.tensor([float(label == 1) for label in batch[1].tolist()])
+    return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], labels)
+
+
+def labels_by_numpy(model, batch):
+    labels = torch.from_numpy((batch[1].numpy() == 1).astype(np.float32))
+    return F.binary_cross_entropy_with_logits(model(batch[0])[:, 0], labels)
+
+
+@pytest.mark.parametrize("loss_of", [weighted_by_a_list, labels_by_a_list, labels_by_numpy])
+def test_numbers_of_single_samples_that_leave_torch_and_come_back_are_not_rejected(loss_of):
+    assert len(trained(loss_of)) == 1
+
+
+def divided_by_a_number(model, batch):
+    return F.cross_entropy(model(batch[0] / float(batch[0].abs().max())), batch[1])
+
+
+def standardized_by_numbers(model, batch):
+    x = batch[0]
+    return F.cross_entropy(model((x - x.mean().item()) / x.std().item()), batch[1])
+
+
+@pytest.mark.parametrize("loss_of", [divided_by_a_number, standardized_by_numbers])
+def test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_size(loss_of):
+    with pytest.raises(BatchDependentLossError, match="input of the model for a sample changed"):
+        trained(loss_of)
+
+
+def sets_an_attribute(model, batch):
+    model.center = batch[0].mean(0)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def sets_an_entry(model, batch):
+    model.box["center"] = batch[0].mean(0)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def gives_a_number(model, batch):
+    return F.cross_entropy(model(batch[0], divisor=batch[0].abs().max().item()), batch[1])
+
+
+@torch.jit.script
+def scripted(x):
+    return (x - x.mean(0)) / x.std(0)
+
+
+def calls_a_script(model, batch):
+    return F.cross_entropy(model(scripted(batch[0])), batch[1])
+
+
+def maps_columns(model, batch):
+    centered = torch.vmap(lambda column: column - column.mean(), in_dims=1, out_dims=1)(batch[0])
+    return F.cross_entropy(model(centered), batch[1])
+
+
+def arrays(model, batch):
+    x = (batch["x"] - batch["x"].mean(0)) / batch["x"].std(0)
+    return F.cross_entropy(model(torch.from_numpy(x)), batch["y"])
+
+
+def lists(model, batch):
+    x = torch.tensor(batch["x"])
+    return F.cross_entropy(model((x - x.mean(0)) / x.std(0)), torch.tensor(batch["y"]))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "collate", "says"),
+    [
+        (sets_an_attribute, None, "the loop set attribute 'center' of the model"),
+        (sets_an_entry, None, "the loop set attribute 'box' of the model"),
+        (gives_a_number, None, "the model gets a number"),
+        (calls_a_script, None, "does not come from tensors of the batch"),
+        (maps_columns, None, "does not come from tensors of the batch"),
+        (arrays, stacked, "does not come from tensors of the batch"),
+        (lists, listed, "does not come from tensors of the batch"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_data_that_reach_the_model_unseen_are_named(loss_of, collate, says):
+    (shown,) = trained(loss_of, collate)
+    assert says in shown
+
+
+def on_two_batches(loss_of, collate):
+    model = Net()
+    examples = [(X[i], Y[i]) for i in range(29)]
+    made = collate or (lambda some: (torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])))
+    return check_loop(functools.partial(loss_of, model), [made(examples[:12]), made(examples[12:])])
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "collate"),
+    [
+        (sets_an_attribute, None),
+        (sets_an_entry, None),
+        (gives_a_number, None),
+        (calls_a_script, None),
+        (arrays, stacked),
+    ],
+)
+def test_check_loop_rejects_them(loss_of, collate):
+    with pytest.raises(BatchDependentLossError):
+        on_two_batches(loss_of, collate)
+
+
+def labels_in_a_list(model, batch):
+    return F.cross_entropy(model(batch[0]), torch.tensor(batch[1]))
+
+
+def labels_in_an_array(model, batch):
+    return F.cross_entropy(model(batch[0]), torch.from_numpy(batch[1]))
+
+
+def labels_as_texts(model, batch):
+    return F.cross_entropy(model(batch[0]), torch.tensor([int(text[1:]) for text in batch[1]]))
+
+
+def collated(labels_of):
+    return lambda some: (torch.stack([x for x, _ in some]), labels_of([int(y) for _, y in some]))
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "collate"),
+    [
+        (labels_in_a_list, collated(list)),
+        (labels_in_an_array, collated(np.array)),
+        (labels_as_texts, collated(lambda labels: [f"c{label}" for label in labels])),
+    ],
+)
+def test_check_loop_exchanges_labels_that_are_no_tensors(loss_of, collate):
+    assert on_two_batches(loss_of, collate).ok
+
+
+class Coder(nn.Module):
+    """Draws random numbers, and returns what it decoded beside what it encoded."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(FEATURES, 4), nn.Linear(2, FEATURES)
+
+    def forward(self, x):
+        mean, log_variance = self.encoder(x).chunk(2, dim=1)
+        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        return self.decoder(code), mean, log_variance
+
+
+def test_check_loop_accepts_outputs_that_come_from_one_another():
+    model = Coder()
+
+    def step(x):
+        decoded, mean, log_variance = model(x)
+        divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp()).sum(dim=1)
+        return ((decoded - x).square().sum(dim=1) + divergence).mean()
+
+    assert check_loop(step, [X[:12], X[12:29]]).ok
