@@ -351,7 +351,7 @@ def test_a_loop_that_is_left_closes_its_record():
 
 def test_records_that_end_in_any_order_leave_the_compiler_as_it_was():
     compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: lambda *args: (args[0] - 1,))
-    first, second = (loop_record.LoopRecord(torch.zeros(2), 2) for _ in range(2))
+    first, second = (loop_record.LoopRecord(torch.zeros(2), 2, nn.Linear(1, 1)) for _ in range(2))
     assert float(compiled(torch.zeros(1))) == 1
     first.close()
     second.close()
