@@ -161,7 +161,7 @@ class CallsMixed(nn.Module):
         return self.head(torch.tanh(out * extra["gate"] + again)), None
 
 
-@pytest.mark.filterwarnings("error:.*it is not known:dpengine.PrivacyWarning")
+@pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
 @through_some(LAYER_DOORS)
 def test_rank_41_layers_take_tuples_keywords_and_none_and_return_several(door):
     generator = torch.Generator().manual_seed(3)
