@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BASELINE = os.environ.get("DPENGINE_BASELINE", "d9f68c0")
+BASELINE = os.environ.get("DPENGINE_BASELINE", "4629c32")
 TESTS = Path(__file__).resolve().parents[1]
 CURRENT = TESTS.parent
 
