@@ -6,8 +6,7 @@ A GPU waits for this time, and most of the overhead of small models on a CPU is 
 width 16), one thread, ledger in memory, noise and optimizer included. Ways are interleaved step by step; steps with an
 independence probe are left out. The loader is measured apart: time per batch over that of ``torch``'s ``DataLoader``.
 So is what the first step of a batch size takes more than later ones, and a step whose loss and loop are checked, with
-larger models. Phases are medians of their own, so they do not
-add up to the step.
+larger models. Phases are medians of their own, so they do not add up to the step.
 """
 
 from __future__ import annotations

@@ -160,8 +160,10 @@ class LoopProbe:
                     raise error
                 return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
             if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
-                reason = f"the gradient of a sample depends on random numbers, {record.samples} as samples, which may "
-                return self._at_second_size(error, record.samples, reason + "be those of others")
+                reason = (
+                    "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
+                )
+                return self._at_second_size(error, record.samples, reason)
         except NotRecordedError as error:
             return str(error)
         tolerance = _tolerance(record)

@@ -39,9 +39,7 @@ class Probe:
         self._next = 1  # the pass that is checked next
         self._thorough = True  # because it has more samples than any checked pass
         self._most_samples = 0  # of the passes that were checked, or made the next one be checked
-        self._remembered: list[
-            Remembered
-        ] = []  # by attributes of the model; the next pass decides whether it reads them
+        self._remembered: list[Remembered] = []  # attributes; the next pass decides whether it reads them
         self._padding = PaddingProbe(capture)
         self.wants_other_length = False
         self.armed = False

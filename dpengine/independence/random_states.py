@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-from dpengine.capture.replay import host_random, with_host_random
 
 
 def random_states() -> list[Tensor]:
@@ -25,11 +23,10 @@ def set_random_states(states: Sequence[Tensor]) -> None:
 
 
 @contextmanager
-def restored_random_states(*, all_generators: bool = False) -> Iterator[None]:
-    """Restores the states of torch's generators on exit; with ``all_generators`` also of Python's and NumPy's."""
+def restored_random_states() -> Iterator[None]:
+    """Restores the states of torch's generators on exit."""
     states = random_states()
     try:
-        with with_host_random(host_random()) if all_generators else nullcontext():
-            yield
+        yield
     finally:
         set_random_states(states)

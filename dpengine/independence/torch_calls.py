@@ -1,4 +1,4 @@
-"""What a call of a torch function does, by the name of the function."""
+"""Effects of torch functions, by name."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class Seen(NamedTuple):
-    """What one run of a step showed, by place.
+    """Tensors of one run of a step, by place.
 
     Attributes:
         inputs: Inputs of the calls of models that have a gradient.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
-from torch.utils.data._utils import collate as torchs
+from torch.utils.data._utils import collate as torch_collate
 from torch.utils.data.dataloader import default_collate, default_convert
 
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, PrivacyError, notice
@@ -49,7 +49,7 @@ Rows = tuple[int, ...]
 
 
 class _Undecided(Exception):
-    """Why it is not known whether examples are mixed."""
+    """It is not known whether examples are mixed; the text is the reason."""
 
 
 def check_collate(loader: DataLoader[Any], *, batch_first: bool = True) -> None:
@@ -58,7 +58,7 @@ def check_collate(loader: DataLoader[Any], *, batch_first: bool = True) -> None:
     Reads at most 7 examples of the data set and restores the random generators. If it cannot decide, it shows one
     notice.
     """
-    if _is_torchs(loader.collate_fn) or len(loader.dataset) < 2:  # type: ignore[arg-type]
+    if _is_of_torch(loader.collate_fn) or len(loader.dataset) < 2:  # type: ignore[arg-type]
         return
     with restored_generators(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # shown in training
@@ -270,12 +270,12 @@ class _Probe:
             return _size(example)
 
 
-def _is_torchs(collate: Any) -> bool:
+def _is_of_torch(collate: Any) -> bool:
     """Returns True for the functions of torch, unless the user registered functions for classes of their own."""
     if collate is default_convert:
         return True
-    ours = torchs.default_collate_fn_map.values()
-    return collate is default_collate and all(function.__module__ == torchs.__name__ for function in ours)
+    ours = torch_collate.default_collate_fn_map.values()
+    return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in ours)
 
 
 def _name(collate: Any) -> str:

@@ -29,6 +29,7 @@ from dpengine.independence.compare_runs import (
 )
 from dpengine.independence.random_states import restored_random_states
 from dpengine.independence.watch_step import Place, Replace, Seen, StepWatch
+from dpengine.sampling.collate import restored_generators
 from dpengine.sampling.loader import PrivateIteration
 
 from .loss import note_checked
@@ -111,7 +112,7 @@ def check_loop(
     models: set[nn.Module] = set()
     passed = False
     try:
-        with restored_random_states(all_generators=True):
+        with restored_generators(), restored_random_states():
             for batch in batches:
                 try:
                     found.add(_BatchCheck(step, batch, batch_first=batch_first, models=models).run(loss_reduction))
@@ -236,7 +237,7 @@ class _BatchCheck:
     def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
         watch = StepWatch(replace)
         batch = arranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
-        with restored_random_states(all_generators=True), watch.active():
+        with restored_generators(), restored_random_states(), watch.active():
             returned = self._step(batch)
             if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:
                 watch.backward([returned], [None])

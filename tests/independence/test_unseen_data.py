@@ -107,6 +107,11 @@ def sets_an_entry(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def sets_a_number(model, batch):
+    model.box["center"] = batch[0].abs().max().item()
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
 def gives_a_number(model, batch):
     return F.cross_entropy(model(batch[0], divisor=batch[0].abs().max().item()), batch[1])
 
@@ -165,6 +170,7 @@ def on_two_batches(loss_of, collate):
     [
         (sets_an_attribute, None),
         (sets_an_entry, None),
+        (sets_a_number, None),
         (gives_a_number, None),
         (calls_a_script, None),
         (arrays, stacked),
