@@ -16,6 +16,7 @@ from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionEr
 SAMPLES, BATCH = 90, 15
 UNDECIDED = {  # as a number leaves torch, or code outside torch computes a gradient
     *("float_of_max", "numpy_temperature", "comprehension", "masked_by_nonzero", "numpy_shuffle"),
+    "python_list",  # looks as weights of single samples do
     *("normalized_gradient", "gradient_reversal", "branch_on_loss"),
     *("root_of_size", "temperature_of_size", "penalty_over_size"),
 }
