@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import dpengine
 from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling
+from dpengine.sampling.poisson import PoissonDraws
 
 
 class Counter(torch.utils.data.Dataset):
@@ -42,7 +42,7 @@ class Counter(torch.utils.data.Dataset):
 
 def drawing(examples: int, batch: int) -> Callable[[int], int]:
     """A call that draws one logical batch and returns its size."""
-    strategy = PoissonSampling(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
+    strategy = PoissonDraws(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
     words = functools.partial(NoiseSource.fresh().words, domain="benchmark")
     return lambda step: len(strategy.draw(step, words))
 

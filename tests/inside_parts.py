@@ -17,6 +17,7 @@ import dpengine.engine.optimizer
 import dpengine.engine.privacy_engine
 import dpengine.engine.run
 import dpengine.engine.watch_model
+from dpengine.accounting.run_events import accounted_sample_rate
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.compiled.one_pass import OnePass
@@ -31,7 +32,7 @@ from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
-from dpengine.plan.run_plan import RunPlan, accounted_sample_rate
+from dpengine.plan.run_plan import RunPlan
 
 REJECTED_OPTIMIZERS = frozenset(REFUSED)
 """Names of the optimizers of torch that ``make_private`` rejects."""

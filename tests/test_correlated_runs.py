@@ -16,7 +16,7 @@ from dpengine.errors import BatchStateError, BudgetExceeded, InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.noise.optimize import optimize_scheduled, scheduled_loss
 from dpengine.plan import BandedInverseConfig, BLTConfig
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
+from dpengine.sampling.cyclic import CyclicDraws, Partition
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 BANDS, STEPS, DELTA = 3, 10, 1e-3
@@ -41,7 +41,7 @@ def test_a_run_draws_in_turn_noises_and_ends_with_its_plan():
     loop = banded_loop()
     before = state_of(loop.model)
     scheme = inside.sampling(loop.engine)
-    assert isinstance(scheme, CyclicPoissonStrategy) and scheme.partition is Partition.EQUAL_SPLIT
+    assert isinstance(scheme, CyclicDraws) and scheme.partition is Partition.EQUAL_SPLIT
     assert scheme.sample_rate == pytest.approx(BANDS * BATCH / ROWS)
     assert scheme.expected_batch_size == BATCH and inside.state(loop.engine).relation is Relation.ZERO_OUT
     assert train(loop, epochs=5) == STEPS

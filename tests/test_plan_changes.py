@@ -7,18 +7,22 @@ from inside_parts import Plan
 from loops import make_loop
 
 from dpengine.accounting import Relation, UnclaimedEvent
+from dpengine.accounting.run_events import EpochParticipation
 from dpengine.clipping import AbstractClip, Adaptive, Automatic, Flat, Groups, PerLayer
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling, ShuffleSampling
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.shuffle import ShuffleDraws
 
 
-class Claimed(ShuffleSampling):
-    claims_epsilon = True
+class Claimed(ShuffleDraws):
+    @property
+    def participation(self):
+        return EpochParticipation(self.steps_per_epoch, claimed=True)
 
 
 def passes(spe=4, *, claims=True, **changed):
-    sampling = (Claimed if claims else ShuffleSampling)(4 * spe, 4)
+    sampling = (Claimed if claims else ShuffleDraws)(4 * spe, 4)
     return Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **{"run": "r"} | changed)
 
 
@@ -35,7 +39,7 @@ def test_a_pass_costs_one_release_of_everybody():
 def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
     assert passes().why_not_merged([4, 5, 7]) == ""
     assert "two passes" in passes().why_not_merged([3, 4])
-    assert Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_merged([3, 4]) == ""
+    assert Plan(PoissonDraws(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_merged([3, 4]) == ""
 
 
 def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
@@ -58,13 +62,13 @@ def test_shuffled_batches_claim_nothing_and_know_what_a_pass_costs():
     assert isinstance(event, UnclaimedEvent)
     assert event.unamplified == passes().event()
     assert passes(claims=False).event(2).unamplified is None  # they may be of two passes
-    sampling = ShuffleSampling(16, 4)
+    sampling = ShuffleDraws(16, 4)
     private_size = Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ADD_OR_REMOVE_ONE)
     assert private_size.event().unamplified is None  # an example less changes all batches
 
 
 def test_only_plans_of_passes_are_renamed():
-    plan = Plan(PoissonSampling(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
+    plan = Plan(PoissonDraws(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
     assert plan.changed(3, noise_multiplier=2.0).run == "r"
 
 

@@ -15,8 +15,8 @@ from dpengine import PrivacyEngine
 from dpengine.errors import InvalidBudgetError, SamplingError, UnsupportedLayerError
 from dpengine.noise import BandMF
 from dpengine.plan import BandMFConfig
-from dpengine.sampling import PoissonSampling
-from dpengine.sampling.units import UnitStrategy, unit_numbers
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.units import UnitDraws, unit_numbers
 
 ROWS, CLASSES, BOUND = 60, 4, 0.1
 
@@ -329,7 +329,7 @@ def test_nobody_may_be_drawn(settings):
 def test_chunks_end_where_users_do(size):
     ids = unit_numbers(user_ids(), range(ROWS))
     users = int(ids.max()) + 1
-    strategy = UnitStrategy(PoissonSampling(users, 0.5, 4, 10.0), ids)
+    strategy = UnitDraws(PoissonDraws(users, 0.5, 4, 10.0), ids)
     for step in range(30):
         drawn = strategy.draw(step, lambda count, step, block: np.random.default_rng((step, block)).integers(
             0, 2**64, count, dtype=np.uint64))  # fmt: skip

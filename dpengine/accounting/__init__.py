@@ -46,6 +46,12 @@ if TYPE_CHECKING:
     from .noise_calibration import calibration as calibration
     from .own_accountant import Accountant as Accountant
     from .rounding import round_up as round_up
+    from .run_events import EpochParticipation as EpochParticipation
+    from .run_events import FixedSizeParticipation as FixedSizeParticipation
+    from .run_events import PoissonParticipation as PoissonParticipation
+    from .run_events import SeparatedParticipation as SeparatedParticipation
+    from .run_events import TruncatedParticipation as TruncatedParticipation
+    from .run_events import UnknownParticipation as UnknownParticipation
     from .sampled_matrix import SampledMatrixEvent as SampledMatrixEvent
     from .trade_off_curve import trade_off as trade_off
     from .tuning import RepeatAndSelectEvent as RepeatAndSelectEvent
@@ -85,6 +91,14 @@ else:
             "noise_calibration": ["Calibration", "calibration"],
             "own_accountant": ["Accountant"],
             "rounding": ["round_up"],
+            "run_events": [
+                "EpochParticipation",
+                "FixedSizeParticipation",
+                "PoissonParticipation",
+                "SeparatedParticipation",
+                "TruncatedParticipation",
+                "UnknownParticipation",
+            ],
             "sampled_matrix": ["SampledMatrixEvent"],
             "trade_off_curve": ["trade_off"],
             "tuning": ["RepeatAndSelectEvent"],

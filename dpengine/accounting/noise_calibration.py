@@ -10,7 +10,15 @@ from dpengine.errors import CalibrationError, InvalidBudgetError, suggests_names
 from . import arguments, gdp, rdp
 from .accountant import accountant_used, epsilon_of
 from .composition import compose
-from .events import Event, Relation, release_event
+from .events import (
+    CyclicGaussianEvent,
+    Event,
+    GaussianEvent,
+    MatrixGaussianEvent,
+    PoissonGaussianEvent,
+    Relation,
+    release_event,
+)
 from .ledger import Charge, checked_history
 from .monte_carlo import estimate as monte_carlo
 from .own_accountant import Accountant
@@ -117,12 +125,13 @@ def least_noise(
     steps: int,
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
+    spent: Sequence[Charge] = (),
     tol: float = 1e-5,
 ) -> float:
     """Calibrates the noise of a run whose steps have any event.
 
     Args:
-        event_of: Returns the event of a step for a noise multiplier.
+        event_of: Returns the event of a step for a noise multiplier; of one type for all positive ones.
         target_epsilon: As for `calibration`.
         target_delta: As for `calibration`.
         steps: Number of steps in the run.
@@ -130,6 +139,7 @@ def least_noise(
             a dozen of a grid whose neighbors are 1 % apart. ``target_delta`` covers the chance that any of these
             simulations is wrong. Report the targets, not a lower epsilon at this noise, and calibrate a run once.
         relation: As for `calibration`.
+        spent: As for `calibration`.
         tol: As for `calibration`.
 
     Returns:
@@ -141,18 +151,35 @@ def least_noise(
     """  # noqa: DOC502 - the checks raise on our behalf
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
-    if accountant == "monte_carlo" and isinstance(event_of(1.0), SampledMatrixEvent):
+    one = event_of(1.0)
+    if accountant == "monte_carlo" and isinstance(one, SampledMatrixEvent):
         return _least_noise_by_simulation(event_of, target, delta, steps, Relation(relation))
 
     def history(sigma: float) -> tuple[Charge, ...]:
-        return (Charge(event_of(sigma), steps),)
+        return (*spent, Charge(event_of(sigma), steps))
 
     def reported(sigma: float) -> float:
         return epsilon_of(history(sigma), delta, accountant, relation)
 
     search = _Search(target, tol)
+    shortcut = _AS_SAMPLED.get(type(one)) if isinstance(accountant, str) else None
+    if shortcut is not None:
+        rate, count, factor = shortcut(one, steps)
+        known = calibration(
+            target_epsilon=target,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=count,
+            accountant=accountant,
+            relation=relation,
+            spent=spent,
+            tol=tol,
+        )
+        if factor == 1:
+            return known.noise_multiplier
+        return search.settle(reported, known.noise_multiplier * factor).noise_multiplier
     try:
-        if not isinstance(accountant, str):  # "pld" may not support these events
+        if not isinstance(accountant, str) or spent:  # "pld" may not support these events
             return search.solve(reported, 1.0).noise_multiplier
         return _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0).noise_multiplier
     except _UnreachableError as error:
@@ -216,6 +243,15 @@ def _least_noise_by_simulation(
             fix="Use fewer steps, a smaller batch or a larger delta.",
         )
     return found
+
+
+_AS_SAMPLED: dict[type, Callable[[Any, int], tuple[float, int, float]]] = {
+    # Events of noise multiplier 1 as Poisson-sampled Gaussians: sampling rate, number, and factor of their noise.
+    GaussianEvent: lambda event, steps: (1.0, steps, 1.0),
+    PoissonGaussianEvent: lambda event, steps: (event.sample_rate, steps, 1.0),
+    CyclicGaussianEvent: lambda event, steps: (event.sample_rate, event.cycles(steps), 1.0),
+    MatrixGaussianEvent: lambda event, steps: (1.0, 1, math.sqrt(event.precision(steps))),
+}
 
 
 class _UnreachableError(Exception):

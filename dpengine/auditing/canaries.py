@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_modes.flat_buffer import Sums, wide
 from dpengine.grad_modes.strategy import AbstractGradients
+from dpengine.noise import strategy
 from dpengine.noise.correlated import Recurrence
 
 Indices = npt.NDArray[np.int64]
@@ -221,17 +222,7 @@ def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
     """S ``(T, T)`` of the noise that a run really draws; None where it is independent, or the run is too long."""
     if noise is None or steps > LONGEST:
         return None
-    from scipy.linalg import solve_triangular
-
-    noising_TT = torch.zeros(steps, steps, dtype=torch.float64)
-    state_KD = torch.zeros(noise.kept, steps, dtype=torch.float64)
-
-    def fresh(out: Tensor, weight: float, step: int) -> None:
-        out[step] += weight  # the normals of a step, as coordinates
-
-    for step in range(steps):
-        noise.row(step, fresh, state_KD, noising_TT[step])
-    found: Floats = solve_triangular(noising_TT.numpy(), np.eye(steps), lower=True) / noise.column_norm
+    found: Floats = strategy.strategy_of(noise, steps)
     return found
 
 

@@ -61,7 +61,7 @@ def noise_law(make: Maker, *, coords: int = 200_000, seed: int = 0) -> AuditFind
     _law(evidence, "zero gradients", _whitened(evidence, trial, zero))
     small = max(20_000, coords // 10)
     example = made(make).loader.dataset[0]
-    if trial.plan.noise is None and made(make).options.get("privacy_unit") is None and trial.plan.claim is None:
+    if trial.plan.noise is None and made(make).options.get("privacy_unit") is None and not trial.plan.of_config:
         empty, other = _noise_of(make, small, seed, _empty(make, example), dataset=Listed([]))
         _law(evidence, "empty batches", _whitened(evidence, other, empty))
     _lives(evidence, make, seed)

@@ -20,9 +20,9 @@ from dpengine.checkpoint.loading import load
 from dpengine.checkpoint.saving import save
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.noise.source import NoiseSource
-from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.cyclic import CyclicDraws
 from dpengine.sampling.loader import private_loader
-from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.poisson import PoissonDraws
 
 from .bounds import binomial, chi_square, two_sided
 from .finding import AuditFinding, Evidence
@@ -161,7 +161,7 @@ def _of_ranks(evidence: Evidence, rate: float, seed: int) -> None:
     for rank in range(_RANKS):
         loader = private_loader(
             DataLoader(torch.arange(_EXAMPLES), batch_size=6),  # type: ignore[arg-type]
-            strategy=PoissonSampling(_EXAMPLES, rate, _OF_RANKS, 6.0),
+            strategy=PoissonDraws(_EXAMPLES, rate, _OF_RANKS, 6.0),
             words=lambda count, *, step, block: source.words(count, domain="audit", step=step, block=block << 32),
             on_return=lambda batch, chunk, data: None,
             may_draw=lambda step: True,
@@ -183,7 +183,7 @@ def _in_turn(evidence: Evidence, make: Maker, seed: int) -> None:
 
     trial = begun()
     strategy = trial.plan.sampling
-    if not isinstance(strategy, CyclicPoissonStrategy):
+    if not isinstance(strategy, CyclicDraws):
         evidence.unknown(f"the law {strategy.law!r} is not looked at")
         return
     turns, rate = strategy.cycle_length, strategy.sample_rate

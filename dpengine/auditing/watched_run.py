@@ -15,9 +15,8 @@ from torch.optim import Optimizer
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import UnknownParameterError
-from dpengine.sampling.cyclic import CyclicPoissonStrategy
-from dpengine.sampling.scheme import AbstractBatchStrategy
-from dpengine.sampling.subset import TruncatedStrategy
+from dpengine.sampling.cyclic import CyclicDraws
+from dpengine.sampling.scheme import Draws
 
 from .canaries import Canaries, Directions, Indices, PlantedGradients, Trace, strategy_of
 
@@ -155,10 +154,10 @@ class WatchedRun:
         rate, strategy_TT = plan.sampling.sample_rate, strategy_of(plan.noise, steps)
         return Trace(releases_TM, drawn_TM, sigma, rate, turns_M, cycle, strategy_TT)
 
-    def _turns(self, strategy: AbstractBatchStrategy) -> tuple[Indices | None, int]:
+    def _turns(self, strategy: Draws) -> tuple[Indices | None, int]:
         """The group of each canary, where groups take turns."""
-        inner = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
-        if not isinstance(inner, CyclicPoissonStrategy):
+        inner = getattr(strategy, "drawn", strategy)
+        if not isinstance(inner, CyclicDraws):
             return None, 1
         row_M = np.zeros(self._canaries.count, dtype=np.int64)
         rows = np.flatnonzero(self._canaries.at >= 0)

@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dpengine.accounting.events import CyclicGaussianEvent, MatrixGaussianEvent
 from dpengine.accounting.ledger import Charge
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.grad_sample_module import model_inside
@@ -142,7 +141,7 @@ def resumption(
             fix="Call make_private, then load, then train.",
         )
     _check_fingerprint(run, state)
-    plan = _with_noise_multiplier(run.step.plan, state["noise_multiplier"])
+    plan = dataclasses.replace(run.step.plan, noise_multiplier=state["noise_multiplier"])
     try:
         source = NoiseSource.from_secret_state(state["source"], nonce=nonce)
     except ValueError as error:
@@ -165,10 +164,7 @@ def resumption(
         )
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
-    claim = plan.claim
-    if isinstance(claim, (CyclicGaussianEvent, MatrixGaussianEvent)):
-        claim = dataclasses.replace(claim, run=state["run"])
-    plan = dataclasses.replace(plan, run=state["run"], claim=claim)
+    plan = dataclasses.replace(plan, run=state["run"])
     return Resumption(state, plan, source, noise, state["first_life"])
 
 
@@ -205,8 +201,19 @@ def fingerprint(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as read from a file
 
 
+_FORMER_NAMES = {  # of sampling schemes in earlier checkpoints
+    "PoissonSampling": "PoissonDraws",
+    "CyclicPoissonStrategy": "CyclicDraws",
+    "TruncatedStrategy": "TruncatedDraws",
+    "FixedSizeStrategy": "FixedSizeDraws",
+    "ShuffleSampling": "ShuffleDraws",
+}
+
+
 def _check_fingerprint(run: Run, state: Mapping[str, Any]) -> None:
-    now, then = fingerprint(run), state["fingerprint"]
+    now, then = fingerprint(run), dict(state["fingerprint"])
+    for former, name in _FORMER_NAMES.items():
+        then["sampling"] = str(then.get("sampling")).replace(f"{former}(", f"{name}(")
     differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     if differing:
         name = differing[0]
@@ -229,15 +236,6 @@ def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> 
             "different, or at another index.",
             fix="Load with the same data set, in the same order; for another data set, begin a new run.",
         )
-
-
-def _with_noise_multiplier(plan: RunPlan, sigma: float) -> RunPlan:
-    if sigma == plan.noise_multiplier:
-        return plan
-    claim = plan.claim
-    if isinstance(claim, (CyclicGaussianEvent, MatrixGaussianEvent)):
-        claim = dataclasses.replace(claim, noise_multiplier=sigma)
-    return dataclasses.replace(plan, noise_multiplier=sigma, claim=claim)
 
 
 def _name_of(kind: type) -> str:

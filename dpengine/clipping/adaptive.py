@@ -44,6 +44,8 @@ class Adaptive(AbstractClip):
         InvalidBudgetError: If an argument is out of its range.
     """
 
+    has_constant_bounds = False
+
     def __init__(
         self,
         initial_norm: float = 1.0,

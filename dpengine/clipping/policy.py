@@ -9,7 +9,7 @@ import abc
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ class AbstractClip(abc.ABC):
     Trainable parameters fall into groups, each with its own threshold; a sample's gradient is scaled group by group.
     A sample with a norm that is not finite in any group gets factor 0 in every group.
     """
+
+    has_constant_bounds: ClassVar[bool] = True
+    """Whether the bounds stay the same in a run, as correlated noise needs."""
+
+    @property
+    def name(self) -> str:
+        """Name of the policy in errors."""
+        return type(self).__name__
 
     @property
     @abc.abstractmethod
@@ -91,7 +99,7 @@ class AbstractClip(abc.ABC):
             InvalidBudgetError: From a policy that does not know how.
         """
         raise InvalidBudgetError(
-            f"{type(self).__name__} has no resized(), so its threshold cannot change in the middle of a run.",
+            f"{self.name} has no resized(), so its threshold cannot change in the middle of a run.",
             fix="Give it resized(max_grad_norm), which returns the same policy with that norm.",
         )
 
@@ -168,7 +176,7 @@ def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> 
 
     Returns the factors, with 0 for samples that are dropped because their norm is not finite.
     """
-    name, bounds, shape = type(policy).__name__, tuple(map(float, policy.bounds)), tuple(norms_BK.shape)
+    name, bounds, shape = policy.name, tuple(map(float, policy.bounds)), tuple(norms_BK.shape)
     if not bounds or not all(0 < bound < math.inf for bound in bounds) or len(bounds) not in (1, shape[1]):
         raise ExtensionError(
             f"{name}.bounds is {bounds}; expected one positive number, or one for each of the {shape[1]} groups.",

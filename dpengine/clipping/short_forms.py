@@ -10,6 +10,7 @@ from dpengine.errors import InvalidBudgetError
 from .adaptive import Adaptive
 from .flat import Automatic, Flat
 from .groups import Groups
+from .own_policy import OwnPolicy
 from .per_layer import PerLayer
 from .policy import AbstractClip
 
@@ -24,16 +25,17 @@ BUILTIN = frozenset({Flat, PerLayer, Automatic, Adaptive, Groups})
 """Policies whose factors need no check against their bounds."""
 
 
-def clipping_from(value: str | AbstractClip, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
-    """The policy that a user meant."""
-    if isinstance(value, AbstractClip):
+def clipping_from(value: Any, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
+    """Returns the policy of a short form, a policy, or an object that fulfills the contract of one."""
+    if not isinstance(value, str):
+        value = value if isinstance(value, AbstractClip) else OwnPolicy(value)
         if max_grad_norm is None or _same(value, max_grad_norm):
             return value
         raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} and clipping={value.describe()!r} say different things. Leave out "
-            "max_grad_norm: the policy holds the threshold."
+            f"max_grad_norm={max_grad_norm!r} and clipping={value.describe()!r} contradict each other. Leave out "
+            "max_grad_norm: the policy has the clipping norm."
         )
-    if not isinstance(value, str) or value not in SHORT_FORMS:
+    if value not in SHORT_FORMS:
         raise ValueError(f"clipping={value!r} is not known. Pass a policy, or one of: {', '.join(SHORT_FORMS)}.")
     if max_grad_norm is None:
         raise InvalidBudgetError(f"clipping={value!r} needs a threshold.", fix="Pass max_grad_norm=1.0.")

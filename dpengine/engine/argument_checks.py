@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-import math
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,10 +15,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from dpengine.accounting.constants import check_delta, suggested_delta
-from dpengine.accounting.events import Relation
-from dpengine.accounting.ledger import Charge
-from dpengine.accounting.noise_calibration import calibration
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.distributed.topology import Topology
@@ -33,13 +28,9 @@ from dpengine.errors import (
     notice,
 )
 from dpengine.grad_modes.modes import MODES
-from dpengine.noise.band_mf import BandMF
-from dpengine.noise.correlated import Recurrence
-from dpengine.plan.run_plan import RunPlan, accounted_sample_rate
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
+from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.external import ExternalBatches
-from dpengine.sampling.poisson import PoissonSampling
-from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.scheme import checked_scheme
 from dpengine.sampling.units import UnitIds, check_order_kept, unit_numbers
 from dpengine.validation.check_model import check
 
@@ -153,86 +144,6 @@ def planned_steps(epochs: int | None, steps: int | None, steps_per_epoch: int) -
     return steps if epochs is None else epochs * steps_per_epoch
 
 
-def noise_for(
-    sigma: float | None,
-    target: float | None,
-    delta: float,
-    strategy: AbstractBatchStrategy,
-    planned: int | None,
-    accountant: str | Accountant,
-    spent: Sequence[Charge],
-    *,
-    sq_sensitivity: float | None = None,
-) -> float:
-    """Returns the given noise multiplier, or calibrates it so that all prior and planned charges meet the target."""
-    if (sigma is None) == (target is None):
-        given = "both were given" if sigma is not None else "neither was given"
-        raise InvalidBudgetError(
-            f"Exactly one of noise_multiplier and target_epsilon is required; {given}.",
-            fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
-        )
-    if target is None:
-        return sigma  # type: ignore[return-value]
-    if not strategy.claims_epsilon:
-        raise InvalidBudgetError(
-            f"target_epsilon={target!r} does not support sampling={strategy.law!r}, for which no epsilon is claimed.",
-            fix='Pass sampling="poisson", or noise_multiplier=1.1.',
-        )
-    if planned is None:
-        raise InvalidBudgetError("target_epsilon needs the length of training.", fix="Pass epochs= or steps=.")
-    if sq_sensitivity is not None:  # no amplification: the run is one Gaussian mechanism with this sensitivity
-        one = calibration(
-            target_epsilon=target, target_delta=delta, sample_rate=1.0, steps=1, accountant=accountant, spent=spent
-        ).noise_multiplier
-        return one * math.sqrt(sq_sensitivity) * (1 + 1e-12)
-    cycle = strategy.cycle_length if isinstance(strategy, CyclicPoissonStrategy) else 1
-    return calibration(
-        target_epsilon=target,
-        target_delta=delta,
-        sample_rate=accounted_sample_rate(strategy.sample_rate),
-        steps=-(-planned // cycle),
-        accountant=accountant,
-        spent=spent,
-    ).noise_multiplier
-
-
-def sampling_and_noise(
-    strategy: AbstractBatchStrategy, noise: Any, planned: int | None, relation: Relation
-) -> tuple[AbstractBatchStrategy, Recurrence | None]:
-    """Returns the sampling scheme for banded noise, with the same batch size, and the noise of the planned steps."""
-    if noise is None:
-        return strategy, None
-    if not isinstance(noise, BandMF):
-        choices = "BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4)"
-        raise TypeError(f"noise is a {type(noise).__name__}; pass noise={choices}.")
-    if planned is None:
-        raise InvalidBudgetError("noise=BandMF(...) needs the length of training.", fix="Pass epochs= or steps=.")
-    if not isinstance(strategy, PoissonSampling):
-        raise InvalidBudgetError(
-            f"noise=BandMF(...) does not support sampling={strategy.law!r}.", fix='Pass sampling="poisson".'
-        )
-    bands, rate = noise.num_bands, strategy.sample_rate
-    if bands * rate > 1 + 1e-12:
-        raise InvalidBudgetError(
-            f"{bands} bands need batches of at most 1/{bands} of the data set; this batch is 1/{1 / rate:.4g} of it.",
-            fix=f"Pass BandMF(num_bands={max(1, int(1 / rate))}), or a smaller batch size.",
-        )
-    if bands > planned:
-        raise InvalidBudgetError(
-            f"noise=BandMF(num_bands={bands}) has more bands than the {planned:,} planned steps.",
-            fix=f"Pass BandMF(num_bands={planned}) at most, or plan for more steps.",
-        )
-    sampling = CyclicPoissonStrategy(
-        strategy.num_examples,
-        min(1.0, bands * rate),
-        bands,
-        strategy.steps_per_epoch,
-        strategy.expected_batch_size,
-        Partition.INDEPENDENT if relation is Relation.ADD_OR_REMOVE_ONE else Partition.EQUAL_SPLIT,
-    )
-    return sampling, noise.recurrence(planned)
-
-
 def clipping_for(module: nn.Module, value: str | AbstractClip, max_grad_norm: Any) -> AbstractClip:
     """Returns the clipping policy as a copy, because a policy may have state. Raises if it does not fit the model."""
     if max_grad_norm is None and isinstance(value, str):
@@ -338,7 +249,7 @@ def warn_if_not_private(plan: RunPlan, module: nn.Module) -> None:
     """Warns if the run is not private, or if no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise", of=module)
-    if not plan.sampling.claims_epsilon and plan.claim is None:
+    elif not plan.claims_epsilon:
         notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling", of=module)
 
 
@@ -360,7 +271,8 @@ def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps
     if isinstance(sampling, str):
         return False
     if not isinstance(sampling, ExternalBatches):
-        raise TypeError(f"sampling={sampling!r}; pass 'poisson', 'shuffle' or dpengine.sampling.ExternalBatches(...).")
+        checked_scheme("sampling", sampling)
+        return False
     given = [name for name, value in of_loader.items() if value is not None]
     given += ["accumulation_steps"] if accumulation_steps != 1 else []
     given += ["several processes"] if topology.everyone.size > 1 else []

@@ -6,37 +6,37 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpengine.accounting.events import MatrixGaussianEvent, Relation, UnclaimedEvent
+from dpengine.accounting.events import Event, UnclaimedEvent
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.own_accountant import Accountant
-from dpengine.batch_selection.fixed_size import FixedSizeStrategy
+from dpengine.accounting.run_events import INDEPENDENT, Release, event_of_step, relation_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise.band_mf import BandMF
+from dpengine.noise.correlated import CorrelatedRows
 from dpengine.noise.short_forms import BLT, BandedInverse
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
-from dpengine.plan.long_noise import BandedInverseConfig, BLTConfig
+from dpengine.plan.noise_of_run import BATCH_SIZE_TOLERANCE, NoiseTarget, with_correlation
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.choose_scheme import strategy_for
-from dpengine.sampling.cyclic import CyclicPoissonStrategy
+from dpengine.sampling.check import check_loader
+from dpengine.sampling.choose_scheme import scheme_from, strategy_for
 from dpengine.sampling.external import ExternalBatches
-from dpengine.sampling.poisson import PoissonSampling
-from dpengine.sampling.scheme import AbstractBatchStrategy
-from dpengine.sampling.subset import TruncatedStrategy
+from dpengine.sampling.scheme import Draws, SamplingScheme
 
-from .argument_checks import clipping_for, delta_for, noise_for, planned_steps, sampling_and_noise
+from .argument_checks import clipping_for, delta_for, planned_steps
 from .budget import Budget
 
-_PlannedScheme = CyclicPoissonStrategy | TruncatedStrategy | FixedSizeStrategy
-_BATCH_SIZE_TOLERANCE = 0.02  # relative difference of the batch sizes of the plan and the loader
+Noise = BandMF | BLT | BandedInverse | CorrelatedRows
+Sampling = str | SamplingScheme | ExternalBatches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BudgetConfig:
 class SamplingConfig:
     """Arguments of ``make_private`` for the sampling of batches."""
 
-    sampling: str | ExternalBatches
+    sampling: Sampling
     sample_rate: float | None
     expected_batch_size: float | None
     num_units: int | None
@@ -78,7 +78,7 @@ class PlanRequest:
     """
 
     noise_multiplier: float | None
-    noise: BandMF | BLT | BandedInverse | None
+    noise: Noise | None
     plan: Any
     clipping: str | AbstractClip
     max_grad_norm: Any
@@ -113,116 +113,67 @@ def source_for(topology: Topology, kind: str, seed: int | None, *, run: int) -> 
 
 def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
     budget_config, sampling_config = request.budget_config, request.sampling_config
-    strategy: AbstractBatchStrategy
-    if isinstance(sampling_config.sampling, str):
-        strategy = strategy_for(
-            loader,
-            sampling=sampling_config.sampling,
-            sample_rate=sampling_config.sample_rate,
-            expected_batch_size=sampling_config.expected_batch_size,
-            num_units=sampling_config.num_units,
-        )
-    else:
-        strategy = sampling_config.sampling
+    draws = _draws(loader, sampling_config)
     policy = clipping_for(module, request.clipping, request.max_grad_norm)
-    delta = delta_for(budget_config.target_delta, strategy.num_examples, budget_config.allow_large_delta)
-    if isinstance(request.noise, (BLT, BandedInverse)):
-        strategy = _split_into_groups(strategy, request)
-    planned = planned_steps(budget_config.epochs, budget_config.steps, strategy.steps_per_epoch)
-    constants = None not in (
-        sampling_config.sample_rate,
-        sampling_config.expected_batch_size,
-        budget_config.target_delta,
-    )
-    relation = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
-    if isinstance(request.noise, (BLT, BandedInverse)):
-        plan = _cyclic_plan(request, request.noise, strategy, policy, delta, planned, relation)
-        return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
-    strategy, recurrence = sampling_and_noise(strategy, request.noise, planned, relation)
-    sigma = noise_for(
+    delta = delta_for(budget_config.target_delta, draws.num_examples, budget_config.allow_large_delta)
+    constants = (sampling_config.sample_rate, sampling_config.expected_batch_size, budget_config.target_delta)
+    relation = relation_of(draws.participation, public_size=None in constants)
+    planned = partial(planned_steps, budget_config.epochs, budget_config.steps)
+    noise, size = None, sampling_config.expected_batch_size
+    if request.noise is not None:
+        own = _checked_for_noise(request.noise, sampling_config.sampling)
+        draws, noise = with_correlation(request.noise, draws, planned, relation, keep_draws=own, divisor=size)
+    steps = planned(draws.steps_per_epoch)
+    target = NoiseTarget(
         request.noise_multiplier,
         budget_config.target_epsilon,
         delta,
-        strategy,
-        planned,
         budget_config.accountant,
         budget_config.prior_charges,
     )
-    plan = RunPlan(strategy, policy, sigma, strategy.expected_batch_size, relation, recurrence, run=request.run)
-    return plan, _budget(budget_config, budget_config.target_epsilon, delta, planned)
+
+    def event_of(sigma: float) -> Event:
+        release = Release(sigma, draws.num_examples, relation, request.run)
+        return event_of_step(draws.participation, INDEPENDENT if noise is None else noise.correlation, release)
+
+    sigma = target.solve(event_of, draws.law, steps, relation)
+    last = getattr(sampling_config.sampling, "iterations", None) if noise is None else noise.size
+    plan = RunPlan(draws, policy, sigma, draws.expected_batch_size, relation, noise, last, run=request.run)
+    return plan, _budget(budget_config, budget_config.target_epsilon, delta, steps)
+
+
+def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
+    """Returns the batches of a run over the data set of a loader, or over its privacy units."""
+    constants = {"sample_rate": config.sample_rate, "expected_batch_size": config.expected_batch_size}
+    if isinstance(config.sampling, str):
+        return strategy_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
+    if isinstance(config.sampling, ExternalBatches):  # the loop draws them, so the loader may be anything
+        return config.sampling
+    given = [name for name, value in constants.items() if value is not None]
+    if given:
+        raise InvalidBudgetError(
+            f"{given[0]} cannot be combined with sampling={type(config.sampling).__name__}(...), which determines it.",
+            fix="Leave it out.",
+        )
+    check_loader(loader)
+    rows = len(loader.dataset) if config.num_units is None else config.num_units  # type: ignore[arg-type]
+    return scheme_from(config.sampling).over(rows)
+
+
+def _checked_for_noise(noise: Any, sampling: Any) -> bool:
+    """Returns True for a scheme that the user chose. Raises for one that does not support correlated noise."""
+    law = sampling if isinstance(sampling, str) else getattr(sampling, "law", "")
+    if sampling == "shuffle" or isinstance(sampling, ExternalBatches):
+        raise InvalidBudgetError(
+            f"noise={type(noise).__name__}(...) does not support sampling={law!r}.", fix='Pass sampling="poisson".'
+        )
+    return not isinstance(sampling, str)
 
 
 def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
     # A custom accountant may rate the events of the run differently from those of the calibration: check every step.
     fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
     return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
-
-
-def _split_into_groups(strategy: AbstractBatchStrategy, request: PlanRequest) -> AbstractBatchStrategy:
-    """Returns the scheme with one step per epoch for each group of examples.
-
-    Raises InvalidBudgetError if groups of about one batch each do not divide the data set.
-    """
-    if not isinstance(strategy, PoissonSampling):
-        raise InvalidBudgetError(
-            f"noise={type(request.noise).__name__}(...) does not support sampling={strategy.law!r}.",
-            fix='Pass sampling="poisson".',
-        )
-    rows, rate = strategy.num_examples, strategy.sample_rate
-    groups = max(1, round(1 / rate))
-    if abs(rows / groups - rate * rows) > max(1.0, _BATCH_SIZE_TOLERANCE * rate * rows):
-        raise InvalidBudgetError(
-            f"noise={type(request.noise).__name__}(...) splits the {rows:,} examples into groups of one batch each. "
-            f"Batches of {rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
-            fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
-        )
-    return dataclasses.replace(strategy, steps_per_epoch=groups)
-
-
-def _cyclic_plan(
-    request: PlanRequest,
-    noise: BLT | BandedInverse,
-    strategy: AbstractBatchStrategy,
-    policy: AbstractClip,
-    delta: float,
-    planned: int | None,
-    relation: Relation,
-) -> RunPlan:
-    """Returns the plan of a run with cyclic batches and noise correlated across all steps."""
-    name, budget_config = type(noise).__name__, request.budget_config
-    if planned is None:
-        raise InvalidBudgetError(f"noise={name}(...) needs the length of training.", fix="Pass epochs= or steps=.")
-    public = relation is not Relation.ADD_OR_REMOVE_ONE
-    shared: dict[str, Any] = {
-        "iterations": planned,
-        "cycle_length": strategy.steps_per_epoch,
-        "num_examples": strategy.num_examples if public else None,
-    }
-    config: AbstractPlanConfig
-    if isinstance(noise, BLT):
-        config = BLTConfig.default(num_buffers=noise.num_buffers, **shared)
-    else:
-        config = BandedInverseConfig.default(num_bands=noise.num_bands, **shared)
-    cyclic = config.selection.over(strategy.num_examples)
-    assert isinstance(cyclic, CyclicPoissonStrategy)
-    if request.sampling_config.expected_batch_size is not None:  # keep the declared constant
-        cyclic = dataclasses.replace(cyclic, expected_batch_size=strategy.expected_batch_size)
-    cyclic = dataclasses.replace(cyclic, steps_per_epoch=strategy.steps_per_epoch)
-    whole_run = config.claim(1.0)
-    assert isinstance(whole_run, MatrixGaussianEvent)
-    sigma = noise_for(
-        request.noise_multiplier,
-        budget_config.target_epsilon,
-        delta,
-        cyclic,
-        planned,
-        budget_config.accountant,
-        budget_config.prior_charges,
-        sq_sensitivity=whole_run.sq_sensitivities[-1],
-    )
-    run = request.run
-    divisor, claim = cyclic.expected_batch_size, config.claim(sigma, run)
-    return RunPlan(cyclic, policy, sigma, divisor, relation, config.recurrence, planned, claim, run=run)
 
 
 def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanRequest) -> tuple[RunPlan, Budget]:
@@ -232,28 +183,24 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
-    config.make()  # raises if it has no noise multiplier yet
-    sigma = config.noise_multiplier
-    assert sigma is not None
-    run = request.run
-    claim = config.claim(sigma, run)
-    if isinstance(claim, UnclaimedEvent) or not isinstance(strategy, _PlannedScheme):
+    sigma = config.known_noise_multiplier()
+    claim = config.claim(sigma, request.run)
+    if isinstance(claim, UnclaimedEvent):
         raise InvalidBudgetError(
-            f"The ledger has no privacy event for this plan: {getattr(claim, 'reason', selection.accounting)}.",
+            f"The ledger has no privacy event for this plan: {claim.reason}",
             fix="Use a plan with plain or cyclic Poisson batches, or use the parts of this plan in your own loop.",
         )
     _check_fit(config, strategy, loader, request)
     public = config.num_examples is not None
-    if public:  # otherwise the length of an epoch would reveal the number of examples
-        passes = math.ceil(rows / strategy.expected_batch_size)
-        strategy = _with_steps_per_epoch(strategy, min(config.iterations, max(1, passes)))
-    elif request.budget_config.target_delta is None:
+    if not public:  # the length of an epoch would reveal the number of examples
+        strategy = strategy.with_epochs_of(config.iterations)
+    if not public and request.budget_config.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of examples private, and the default delta would reveal it.",
             fix="Pass target_delta=, or num_examples= to the plan if that number is public.",
         )
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
-    policy = clipping_for(module, "flat", config.l2_clip_norm)
+    policy = clipping_for(module, *config.clipping_policy())
     budget_config = request.budget_config
     left = config.iterations - budget_config.steps_taken
     if left <= 0:
@@ -263,23 +210,15 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
             fix="Report now, or make a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
-    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, claim, divides_always=True, run=run)
+    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, of_config=True, run=request.run)
     delta = delta_for(budget_config.target_delta, rows, budget_config.allow_large_delta)
     return plan, _budget(budget_config, None, delta, config.iterations)
 
 
-def _with_steps_per_epoch(strategy: _PlannedScheme, steps: int) -> _PlannedScheme:
-    """Returns the scheme with another number of batches per epoch of the loader."""
-    if isinstance(strategy, TruncatedStrategy):
-        assert isinstance(strategy.drawn, CyclicPoissonStrategy)
-        return dataclasses.replace(strategy, drawn=dataclasses.replace(strategy.drawn, steps_per_epoch=steps))
-    return dataclasses.replace(strategy, steps_per_epoch=steps)
-
-
-def _num_groups(strategy: _PlannedScheme) -> int:
+def _num_groups(strategy: Draws) -> int:
     """Number of groups of examples that are used cyclically."""
-    drawn = strategy.drawn if isinstance(strategy, TruncatedStrategy) else strategy
-    return drawn.cycle_length if isinstance(drawn, CyclicPoissonStrategy) else 1
+    participation = strategy.participation
+    return getattr(getattr(participation, "drawn", participation), "cycle_length", 1)
 
 
 def _config_of(plan: Any) -> AbstractPlanConfig:
@@ -309,9 +248,7 @@ def _check_conflicts(request: PlanRequest) -> None:
         )
 
 
-def _check_fit(
-    config: AbstractPlanConfig, strategy: _PlannedScheme, loader: DataLoader[Any], request: PlanRequest
-) -> None:
+def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[Any], request: PlanRequest) -> None:
     """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
     rows = strategy.num_examples
     default = strategy_for(loader, num_units=rows)
@@ -321,7 +258,7 @@ def _check_fit(
             f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,} examples.",
             fix=f"Make the plan with num_examples={rows}.",
         )
-    if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, _BATCH_SIZE_TOLERANCE * loader_batch_size):
+    if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, BATCH_SIZE_TOLERANCE * loader_batch_size):
         sampling_prob = min(1.0, loader_batch_size * _num_groups(strategy) / max(rows, 1))
         raise InvalidBudgetError(
             f"The plan has an expected batch size of {strategy.expected_batch_size:.4g} (sampling_prob="

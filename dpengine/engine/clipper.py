@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from dpengine.clipping.policy import AbstractClip
+from dpengine.clipping.short_forms import clipping_from
 from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
 
 from .add_clipped import ClipStatistics
@@ -49,7 +52,7 @@ class PerSampleGradientClipper:
         *,
         grad_sample_mode: str = "auto",
     ):
-        _check_arguments(module, norm_clipper)
+        norm_clipper = _checked_policy(module, norm_clipper)
         self.module = module
         self.norm_clipper = norm_clipper
         self.loss_reduction = loss_reduction
@@ -131,17 +134,17 @@ class PerSampleGradientClipper:
         self._clipper.detach()
 
 
-def _check_arguments(module: nn.Module, policy: AbstractClip) -> None:
-    """Raises if an argument has the wrong type, or if the policy does not fit the module."""
+def _checked_policy(module: nn.Module, policy: Any) -> AbstractClip:
+    """Returns the policy. Raises if an argument has the wrong type, or if the policy does not fit the module."""
     if not isinstance(module, nn.Module):
         raise TypeError(
             f"PerSampleGradientClipper: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
         )
-    if not isinstance(policy, AbstractClip):
+    if isinstance(policy, str):
         raise TypeError(
-            f"PerSampleGradientClipper: norm_clipper={policy!r} is not a clipping policy. Pass a policy, such as "
-            "dpengine.Flat(1.0)."
+            f"PerSampleGradientClipper: norm_clipper={policy!r}; pass a policy, such as dpengine.Flat(1.0)."
         )
+    policy = clipping_from(policy)
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
     if not trainable:
         raise UnsupportedLayerError(
@@ -149,3 +152,4 @@ def _check_arguments(module: nn.Module, policy: AbstractClip) -> None:
             fix="Unfreeze the parameters to train: module.requires_grad_(True).",
         )
     policy.group_of(trainable)  # raises if the policy does not fit
+    return policy

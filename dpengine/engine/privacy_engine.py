@@ -20,18 +20,15 @@ from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.explain import explain
 from dpengine.ledger_file.engine_ledger import EngineLedger, run_settings
-from dpengine.noise.band_mf import BandMF
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
-from dpengine.noise.short_forms import BLT, BandedInverse
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.report.report import PrivacyReport
-from dpengine.sampling.external import ExternalBatches
 
 from . import argument_checks
 from .batch_state import BatchState
-from .build_plan import BudgetConfig, PlanRequest, SamplingConfig, build_plan, name_for, source_for
+from .build_plan import BudgetConfig, Noise, PlanRequest, Sampling, SamplingConfig, build_plan, name_for, source_for
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
 from .progress import progress
@@ -110,9 +107,9 @@ class PrivacyEngine(argument_checks.NotCopyable):
         steps: int | None = None,
         max_grad_norm: float | list[float] | None = None,
         clipping: str | AbstractClip = "flat",
-        noise: BandMF | BLT | BandedInverse | None = None,
+        noise: Noise | None = None,
         plan: DPExecutionPlan | AbstractPlanConfig | None = None,
-        sampling: str | ExternalBatches = "poisson",
+        sampling: Sampling = "poisson",
         sample_rate: float | None = None,
         expected_batch_size: float | None = None,
         physical_batch_size: int | None = None,
@@ -150,12 +147,13 @@ class PrivacyEngine(argument_checks.NotCopyable):
             max_grad_norm: Clipping norm: upper limit of the L2 norm of each per-sample gradient; a list for
                 ``"per_layer"``. None selects 1.0, or the norm of the policy.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
-            noise: ``BandMF(num_bands=16)``, ``BLT()`` or ``BandedInverse(num_bands=4)`` of `dpengine.noise`: less
-                error at the same privacy cost over the planned ``epochs`` or ``steps``.
+            noise: ``BandMF(num_bands=16)``, ``BLT()``, ``BandedInverse(num_bands=4)``, or `CorrelatedRows` of your own:
+                less error at the same privacy cost over the planned ``epochs`` or ``steps``.
             plan: Replaces all arguments for noise, clipping and sampling; see `dpengine.plan`. ``p.grad`` is then the
                 noised sum of the plan divided by its ``normalize_by``. The run ends after the plan's iterations.
-            sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)`` if the
-                loop draws its own batches. ``data_loader`` is then returned unchanged and may be any iterable.
+            sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; a scheme, which then determines the
+                batch size; or ``ExternalBatches(...)`` if the loop draws its own batches. ``data_loader`` is then
+                returned unchanged and may be any iterable.
             sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
                 examples public. Add-or-remove is claimed if rate, batch size and ``target_delta`` are constants.
             expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.

@@ -24,7 +24,7 @@ from dpengine.kernels.memory import keep_freed_memory
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.report.facts import DEFAULT_UNIT
 from dpengine.sampling.loader import private_loader
-from dpengine.sampling.units import UnitIds, UnitStrategy
+from dpengine.sampling.units import UnitDraws, UnitIds
 
 from . import amp_and_lr_schedulers
 from . import optimizer as private_optimizer
@@ -108,7 +108,7 @@ class Run:
         strategy = self.step.plan.sampling
         loader = private_loader(
             data_loader,
-            strategy=strategy if self.units is None else UnitStrategy(strategy, self.units),
+            strategy=strategy if self.units is None else UnitDraws(strategy, self.units),
             words=self.step.selection_words,
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,

@@ -143,7 +143,7 @@ def report_of_run(
             relation=relation,
             accountant=budget.accountant,
             unit=run.unit,
-            unamplified=_unamplified(ledger.history) if plan.sampling.once_per_pass else (),
+            unamplified=_unamplified(ledger.history) if plan.counts_passes else (),
             # make_private states add-or-remove only for a run whose constants were all given.
             constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
             target_epsilon=budget.target_epsilon,

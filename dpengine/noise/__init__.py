@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .buffered import blt_column as blt_column
     from .buffered import optimize_blt as optimize_blt
     from .correlated import CorrelatedNoise as CorrelatedNoise
+    from .correlated import CorrelatedRows as CorrelatedRows
     from .correlated import Recurrence as Recurrence
     from .discrete import add_discrete_normal_ as add_discrete_normal_
     from .mechanism import AbstractNoise as AbstractNoise
@@ -35,7 +36,7 @@ else:
         {
             "band_mf": ["BandMF"],
             "buffered": ["blt_column", "optimize_blt"],
-            "correlated": ["CorrelatedNoise", "Recurrence"],
+            "correlated": ["CorrelatedNoise", "CorrelatedRows", "Recurrence"],
             "discrete": ["add_discrete_normal_"],
             "mechanism": ["AbstractNoise", "GaussianNoise"],
             "optimize": ["optimize_banded", "optimize_banded_inverse"],

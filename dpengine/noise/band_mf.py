@@ -103,10 +103,15 @@ class BandMF:
             return scheduled_loss(column, rates=np.array(self.learning_rates), momentum=self.momentum)
         return banded_loss(column, momentum_workload(iterations, self.momentum), self.loss)
 
-    def recurrence(self, iterations: int) -> Recurrence:
+    @property
+    def bands(self) -> int:
+        """Number of bands of the strategy."""
+        return self.num_bands
+
+    def recurrence(self, iterations: int, cycle_length: int = 1) -> Recurrence:
         """Returns the noise of a run with this number of steps."""
         column = self.column(iterations)
-        recurrence = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
+        noise = banded_toeplitz(column, column_normalized_steps=iterations if self.column_normalize else None)
         gain = self._loss([1.0], iterations) / self._loss(column, iterations)
         description = {
             "noise": "banded-toeplitz",
@@ -116,4 +121,4 @@ class BandMF:
             "strategy": [float(value) for value in column],
             "error_of_independent_noise_over_this": float(np.sqrt(gain)),
         }
-        return dataclasses.replace(recurrence, size=iterations, description=description)
+        return dataclasses.replace(noise, size=iterations, description=description)

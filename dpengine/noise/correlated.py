@@ -1,50 +1,103 @@
 """Noise correlated across steps: step t gets row t of ``S^-1 Z``, where Z has a fresh normal row for each step.
 
-A `Recurrence` computes a row from fresh rows and its state. This file stores the state, addresses the rows, and raises
-if the guarantee does not hold. A discarded step has a row too: otherwise the steps of one example would be closer
-together than the guarantee allows.
+A `Recurrence` gives the weights from which a row is computed. This file draws, addresses and stores the rows, and
+raises if the guarantee does not hold. A discarded step has a row too: otherwise the steps of one example would be
+closer together than the guarantee allows.
 
-Axes: K rows of state, D elements of the noised slice.
+Axes: K kept rows, D elements of the noised slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from dpengine.accounting.run_events import Correlation
 from dpengine.distributed.local_shards import Places
 from dpengine.errors import PrivacyError
 
 from .mechanism import AbstractNoise, GaussianNoise, check_release, end_of
 from .source import NoiseSource
 
+Weights = Sequence[float] | np.ndarray
 Fresh = Callable[[Tensor, float, int], None]
 """``fresh(out, weight, step)`` adds ``weight`` times that step's fresh row to ``out`` ``(D,)``."""
 
 
+class CorrelatedRows(Protocol):
+    """Contract of correlated noise, for ``make_private(noise=...)``: the weights of each row, which are public.
+
+    Row t of the noise is ``x_t = sum_j fresh[j] z_(t-j) + sum_k weights[k] m_k``, with independent normal rows z and K
+    kept rows m, which are zero before the first step. Then ``m_k`` becomes ``factors[k] m_k + gains[k] x_t``. The
+    engine draws the rows, keeps their state, and computes the sensitivity of the strategy from the weights.
+    """
+
+    @property
+    def size(self) -> int | None:
+        """Number of steps; None for no limit."""
+
+    def row(self, step: int) -> tuple[Weights, Weights]:
+        """Returns ``fresh``, of which the first number is positive, and ``weights`` ``(K,)``."""
+
+    def kept(self, step: int) -> tuple[Weights, Weights]:
+        """Returns ``factors`` and ``gains``, ``(K,)`` each."""
+
+
+UNKNOWN = Correlation(bands=None)
+
+
 @dataclass(frozen=True)
 class Recurrence:
-    """Computes the noise of a step from fresh normals.
+    """Noise that fulfills `CorrelatedRows`, with its analysis.
 
     Attributes:
         name: Name in reports and checkpoints.
-        row: ``row(t, fresh, state_KD, out)`` adds row t of ``S^-1 Z`` to ``out`` ``(D,)``, which is zero, and updates
-            the state. Rows are computed in order.
-        kept: Number of rows of state, K.
+        row: See `CorrelatedRows`.
+        kept: See `CorrelatedRows`.
         size: Number of rows; None for no limit.
         column_norm: Largest column norm of S: the sensitivity to one participation, which multiplies the noise.
+        correlation: What the privacy analysis needs of S.
         description: Public description for reports.
     """
 
     name: str
-    row: Callable[[int, Fresh, Tensor, Tensor], None]
-    kept: int = 0
+    row: Callable[[int], tuple[Weights, Weights]]
+    kept: Callable[[int], tuple[Weights, Weights]] = lambda step: ((), ())
     size: int | None = None
     column_norm: float = 1.0
+    correlation: Correlation = UNKNOWN
     description: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_kept(self) -> int:
+        """Number of kept rows, K."""
+        return len(self.row(0)[1])
+
+
+def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Tensor) -> None:
+    """Adds row ``step`` to ``out`` ``(D,)``, which is zero, and updates the kept rows. Rows are computed in order."""
+    of_fresh, weights = noise.row(step)
+    for lag, weight in enumerate(of_fresh[: step + 1]):
+        if weight:
+            fresh(out, float(weight), step - lag)
+    if not len(kept_KD):
+        return
+    out.addmv_(kept_KD.t(), torch.as_tensor(weights, dtype=out.dtype, device=out.device))
+    factors, gains = (np.asarray(values, dtype=np.float64) for values in noise.kept(step))
+    changed = np.flatnonzero((factors != 1) | (gains != 0))
+    if len(changed) == len(kept_KD):
+        factors_K, gains_K = (
+            torch.as_tensor(values, dtype=out.dtype, device=out.device) for values in (factors, gains)
+        )
+        kept_KD.mul_(factors_K.unsqueeze(1)).addr_(gains_K, out)
+        return
+    for place in changed:
+        kept_KD[place].mul_(float(factors[place])).add_(out, alpha=float(gains[place]))
 
 
 @final
@@ -120,7 +173,7 @@ class CorrelatedNoise(AbstractNoise):
         noise = sums.new_empty(sums.shape)
         while part.rows <= last:  # rows of discarded steps only update the state
             noise.zero_()
-            self._recurrence.row(part.rows, fresh, part.state_KD, noise)
+            add_row(self._recurrence, part.rows, fresh, part.state_KD, noise)
             part.rows += 1
         sums.add_(noise, alpha=std).mul_(scale)
 
@@ -150,7 +203,9 @@ class CorrelatedNoise(AbstractNoise):
         rows_drawn = max((other.rows for other in self._slices.values()), default=0)
         if part is None and rows_drawn in (0, step - self._first + 1):  # the first step, whose slices come one by one
             if not self._slices or all(other.first == step for other in self._slices.values()):
-                part = self._slices[places] = _Slice(sums.new_zeros(self._recurrence.kept, sums.numel()), first=step)
+                part = self._slices[places] = _Slice(
+                    sums.new_zeros(self._recurrence.num_kept, sums.numel()), first=step
+                )
         if part is None:
             raise PrivacyError(
                 f"{where}: the slices of the vector differ from those of earlier steps (index {places.start}, "

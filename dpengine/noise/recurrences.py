@@ -1,18 +1,20 @@
-"""Recurrences: the matrices of correlated noise.
-
-Axes: K rows of state, D elements of the noised slice.
-"""
+"""Recurrences: the weights of correlated noise, from the numbers of a strategy. K is the number of kept rows."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import hashlib
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from .correlated import Fresh, Recurrence
-from .toeplitz import Coefficients, column_norms
+from dpengine.accounting.run_events import Correlation
+
+from .buffered import blt_column
+from .correlated import Recurrence, Weights
+from .sensitivity import cycle_sq_sensitivities
+from .toeplitz import Coefficients, column_norms, toeplitz_inverse
 
 
 def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | None = None) -> Recurrence:
@@ -36,20 +38,20 @@ def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | No
     if size is not None:
         c = c / np.linalg.norm(c)
         scales = column_norms(c, size)
-    kept = len(c) - 1
     ring = _ring_weights(c)
+    num_kept = len(c) - 1
 
-    def row(t: int, fresh: Fresh, state_KD: Tensor, out: Tensor) -> None:
-        fresh(out, 1 / float(c[0]), t)
-        if kept:
-            weights_K = torch.as_tensor(ring[t % kept], dtype=out.dtype, device=out.device)
-            out.addmv_(state_KD.t(), weights_K)
-            state_KD[t % kept] = out
-        if size is not None:
-            out.mul_(float(scales[t]))
+    def row(t: int) -> tuple[Weights, Weights]:
+        scale = 1.0 if size is None else float(scales[t])
+        return (scale / float(c[0]),), scale * ring[t % num_kept] if num_kept else ()
+
+    def kept(t: int) -> tuple[Weights, Weights]:
+        places = np.arange(num_kept) == t % max(num_kept, 1)  # the oldest row is replaced
+        return 1.0 - places, places / (1.0 if size is None else float(scales[t]))
 
     description = {"strategy": [float(value) for value in c], "bands": len(c), "column_normalized": size is not None}
-    return Recurrence(f"banded-toeplitz-{_digest(c)}-{size}", row, kept=kept, size=size, description=description)
+    name = f"banded-toeplitz-{_digest(c)}-{size}"
+    return Recurrence(name, row, kept, size, correlation=Correlation(len(c)), description=description)
 
 
 def _ring_weights(c: np.ndarray) -> list[np.ndarray]:
@@ -81,12 +83,8 @@ def banded_inverse(coefficients: Coefficients) -> Recurrence:
     """  # noqa: DOC502 - the checks raise on our behalf
     d = checked_column("coefficients", coefficients)
 
-    def row(t: int, fresh: Fresh, state_KD: Tensor, out: Tensor) -> None:
-        for j, weight in enumerate(d[: t + 1]):
-            fresh(out, float(weight), t - j)
-
     description = {"inverse_coefficients": [float(value) for value in d]}
-    return Recurrence(f"banded-inverse-{_digest(d)}", row, description=description)
+    return Recurrence(f"banded-inverse-{_digest(d)}", lambda t: (d, ()), description=description)
 
 
 def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
@@ -110,14 +108,10 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
             f"noise.blt: decays must be in [0, 1], with as many finite scales; got {decays!r}, {scales!r}."
         )
 
-    def row(t: int, fresh: Fresh, state_KD: Tensor, out: Tensor) -> None:
-        fresh(out, 1.0, t)
-        if len(theta):
-            out.addmv_(state_KD.t(), torch.as_tensor(-omega, dtype=out.dtype, device=out.device))
-            state_KD.mul_(torch.as_tensor(theta, dtype=out.dtype, device=out.device).unsqueeze(1)).add_(out)
-
+    ones = np.ones(len(theta))
     description = {"decays": theta.tolist(), "scales": omega.tolist()}
-    return Recurrence(f"blt-{_digest(np.concatenate([theta, omega]))}", row, kept=len(theta), description=description)
+    name = f"blt-{_digest(np.concatenate([theta, omega]))}"
+    return Recurrence(name, lambda t: ((1.0,), -omega), lambda t: (theta, ones), description=description)
 
 
 def dense(strategy: np.ndarray) -> Recurrence:
@@ -143,12 +137,37 @@ def dense(strategy: np.ndarray) -> Recurrence:
 
     rows = solve_triangular(matrix, np.eye(len(matrix)), lower=True)
 
-    def row(t: int, fresh: Fresh, state_KD: Tensor, out: Tensor) -> None:
-        for j in np.flatnonzero(rows[t, : t + 1]):
-            fresh(out, float(rows[t, j]), int(j))
+    def row(t: int) -> tuple[Weights, Weights]:
+        return rows[t, t::-1], ()
 
     size = len(matrix)
     return Recurrence(f"dense-{_digest(matrix.reshape(-1))}", row, size=size, description={"steps": size})
+
+
+def of_run(recurrence: Recurrence, column: np.ndarray, size: int, bands: int | None, **description: Any) -> Recurrence:
+    """Returns the noise of a run of ``size`` steps.
+
+    ``column`` is the first column of its Toeplitz strategy, of norm 1 if it has ``bands``.
+    """
+    squares = functools.partial(cycle_sq_sensitivities, column.tobytes(), size)
+    return dataclasses.replace(
+        recurrence,
+        size=size,
+        column_norm=1.0 if bands else float(np.linalg.norm(column)),  # the columns of bands have norm 1
+        correlation=Correlation(bands, squares),
+        description={**recurrence.description, **description},
+    )
+
+
+def blt_of_run(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> Recurrence:
+    """Returns the noise of `blt` for a run of ``size`` steps."""
+    return of_run(blt(decays, scales), blt_column(decays, scales, size), size, None, noise="blt")
+
+
+def banded_inverse_of_run(coefficients: Coefficients, size: int) -> Recurrence:
+    """Returns the noise of `banded_inverse` for a run of ``size`` steps, with the first coefficient scaled to 1."""
+    scaled = np.asarray(coefficients, dtype=np.float64) / coefficients[0]
+    return of_run(banded_inverse(scaled), toeplitz_inverse(scaled, size), size, None, noise="banded-inverse")
 
 
 def checked_column(name: str, column: Coefficients) -> np.ndarray:

@@ -9,6 +9,8 @@ Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 
 from .toeplitz import Coefficients
@@ -117,3 +119,39 @@ def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
         raise ValueError(f"noise.sensitivity: {epochs} epochs do not divide {size} steps.")
     gram, period = np.abs(strategy.T @ strategy), size // epochs
     return max(float(gram[offset::period, offset::period].sum()) for offset in range(period))
+
+
+@functools.lru_cache(maxsize=16)  # because each report needs it, and long runs have many cycles
+def cycle_sq_sensitivities(column: bytes, size: int, cycle_length: int) -> tuple[float, ...]:
+    """Returns the squared sensitivity of a Toeplitz strategy after each number of cycles, relative to one of them.
+
+    Args:
+        column: First column of the strategy, as bytes of float64.
+        size: Number of steps.
+        cycle_length: Number of steps between two participations of an example.
+
+    Returns:
+        A number for each cycle that has begun within the run.
+    """
+    values = np.frombuffer(column)
+    ends = [min(cycle * cycle_length, size) for cycle in range(1, -(-size // cycle_length) + 1)]
+    norm = float(np.sum(np.square(values)))
+    return tuple(toeplitz_sq_sensitivity(values, end, cycle_length) / norm for end in ends)
+
+
+def cycle_sq_sensitivities_of(strategy: np.ndarray, cycle_length: int) -> tuple[float, ...]:
+    """Returns the result of `cycle_sq_sensitivities` for a lower-triangular strategy ``(size, size)``."""
+    size = len(strategy)
+    cycles = -(-size // cycle_length)
+    padded = np.zeros((cycles * cycle_length, cycles * cycle_length))
+    padded[:size, :size] = strategy
+    gram, found = np.zeros((cycle_length, cycles, cycles)), []
+    for cycle in range(cycles):
+        # Rows of the cycle, by the place of the column in its cycle: (cycle_length, rows, cycles).
+        rows = (
+            padded[cycle * cycle_length :][:cycle_length].reshape(cycle_length, cycles, cycle_length).transpose(2, 0, 1)
+        )
+        gram += rows.transpose(0, 2, 1) @ rows
+        found.append(float(np.abs(gram).sum(axis=(1, 2)).max()))
+    largest = float(np.square(strategy).sum(axis=0).max())
+    return tuple((np.maximum.accumulate(found) / largest).tolist())

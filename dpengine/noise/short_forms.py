@@ -6,7 +6,10 @@ import dataclasses
 
 from dpengine.sampling.scheme import whole_number
 
-_MOST_BUFFERS = 15
+from .buffered import MOST_BUFFERS, optimize_blt
+from .correlated import Recurrence
+from .optimize import optimize_banded_inverse
+from .recurrences import banded_inverse_of_run, blt_of_run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,15 @@ class BLT:
         """Checks the arguments."""
         if self.num_buffers is not None:
             found = whole_number("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
-            if found > _MOST_BUFFERS:
-                raise ValueError(f"noise.BLT: num_buffers must be at most {_MOST_BUFFERS}, got {found}.")
+            if found > MOST_BUFFERS:
+                raise ValueError(f"noise.BLT: num_buffers must be at most {MOST_BUFFERS}, got {found}.")
+
+    bands = None
+
+    def recurrence(self, iterations: int, cycle_length: int) -> Recurrence:
+        """Returns the noise of a run with this number of steps."""
+        found = optimize_blt(iterations, buffers=self.num_buffers)
+        return blt_of_run(found.decays, found.scales, iterations)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,3 +68,11 @@ class BandedInverse:
     def __post_init__(self) -> None:
         """Checks the arguments."""
         whole_number("noise.BandedInverse", "num_bands", self.num_bands, at_least=1)
+
+    bands = None
+
+    def recurrence(self, iterations: int, cycle_length: int) -> Recurrence:
+        """Returns the noise of a run with this number of steps, in which examples are ``cycle_length`` steps apart."""
+        return banded_inverse_of_run(
+            optimize_banded_inverse(iterations, self.num_bands, separation=cycle_length), iterations
+        )

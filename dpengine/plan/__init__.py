@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .long_noise import BandedInverseConfig as BandedInverseConfig
     from .long_noise import BLTConfig as BLTConfig
     from .non_private import NonPrivateConfig as NonPrivateConfig
+    from .plan import Plan as Plan
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
@@ -24,5 +25,6 @@ else:
             "execution_plan": ["DPExecutionPlan"],
             "long_noise": ["BLTConfig", "BandedInverseConfig"],
             "non_private": ["NonPrivateConfig"],
+            "plan": ["Plan"],
         },
     )

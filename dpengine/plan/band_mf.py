@@ -10,13 +10,13 @@ import numpy as np
 
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.optimize import optimize_banded
-from dpengine.noise.recurrences import banded_toeplitz
+from dpengine.noise.recurrences import banded_toeplitz, of_run
 from dpengine.noise.toeplitz import column_norms, toeplitz_inverse
+from dpengine.sampling.cyclic import CyclicPoissonSampling
 
 from . import checks
-from .claims import Claims
 from .config import AbstractPlanConfig
-from .poisson_batches import PoissonBatches, checked_truncation, not_none, participation
+from .poisson_batches import checked_truncation, cyclic_sampling, participation
 
 
 @final
@@ -97,19 +97,17 @@ class BandMFConfig(AbstractPlanConfig):
     def recurrence(self) -> Recurrence:
         """The correlated noise. Its largest column norm is 1."""
         column = self._unit_strategy
-        recurrence = banded_toeplitz(column, column_normalized_steps=self.iterations if self.column_normalize else None)
-        return dataclasses.replace(
-            recurrence, size=self.iterations, description={**recurrence.description, "noise": "banded-toeplitz"}
-        )
+        if self.column_normalize:
+            noise = banded_toeplitz(column, column_normalized_steps=self.iterations)
+            return dataclasses.replace(noise, description={**noise.description, "noise": "banded-toeplitz"})
+        return of_run(banded_toeplitz(column), column, self.iterations, self.num_bands, noise="banded-toeplitz")
 
     @property
-    def _claims(self) -> Claims:
-        return PoissonBatches(
-            cycle_length=self.num_bands,
-            sampling_prob=not_none(self.sampling_prob),
-            iterations=self.iterations,
-            truncated_batch_size=self.truncated_batch_size,
-            num_examples=self.num_examples,
+    def selection(self) -> CyclicPoissonSampling:
+        """The sampling scheme."""
+        largest, bands = self.truncated_batch_size, self.num_bands
+        return cyclic_sampling(
+            self.num_examples, self.iterations, rate=self.sampling_prob, groups=bands, largest=largest
         )
 
     @property
@@ -129,7 +127,7 @@ class BandMFConfig(AbstractPlanConfig):
         errors = np.zeros(self.iterations)
         for j in range(self.iterations):  # column j of the prefix sums of the noising matrix
             errors[j:] += np.square(np.cumsum(scales[j:] * noising[: self.iterations - j]))
-        return self._noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
+        return self.known_noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
 
 
 BandMFExecutionPlanConfig = BandMFConfig

@@ -13,18 +13,30 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.accountant import ACCOUNTANTS, accountant_used, epsilon_of
 from dpengine.accounting.events import Event, Relation
+from dpengine.accounting.ledger import Charge
 from dpengine.accounting.library import library_relation
+from dpengine.accounting.library_events import to_dp_accounting
+from dpengine.accounting.noise_calibration import least_noise
 from dpengine.accounting.own_accountant import Accountant
-from dpengine.batch_selection.scheme import AbstractBatchSelection
-from dpengine.errors import AccountingRefusedError, CalibrationError, suggests_names
+from dpengine.accounting.run_events import (
+    INDEPENDENT,
+    ONE_RUN,
+    FixedSizeParticipation,
+    Release,
+    TruncatedParticipation,
+    event_of_step,
+    relation_of,
+)
+from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError, suggests_names
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.transform import NoiseTransform
+from dpengine.sampling.scheme import SamplingScheme
 
 from . import checks
-from .claims import Claims
 from .execution_plan import DPExecutionPlan
+from .poisson_batches import warn_about_truncation
 
 if TYPE_CHECKING:
     from dpengine.functional.bounded import BoundedSensitivityCallable
@@ -88,6 +100,10 @@ def calibrated_by_library(
 
 
 _VERSION = 1  # of the JSON form
+_ACCOUNTANTS: dict[type, tuple[str, ...]] = {
+    TruncatedParticipation: ("pld", "dp_accounting"),
+    FixedSizeParticipation: ("pld", "dp_accounting_rdp"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,25 +160,20 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def _claims(self) -> Claims:
-        """Sampling scheme and privacy analysis with this noise."""
+    def selection(self) -> SamplingScheme:
+        """The sampling scheme."""
 
     # Common to all configs
 
     @property
-    def selection(self) -> AbstractBatchSelection:
-        """The sampling scheme."""
-        return self._claims.selection
-
-    @property
     def relation(self) -> Relation:
         """Neighboring relation of the guarantee."""
-        return self._claims.relation
+        return relation_of(self.selection.participation(), public_size=self.num_examples is not None)
 
     @property
     def accountants(self) -> tuple[str, ...]:
         """Accountants that support these batches, the default first."""
-        return self._claims.accountants
+        return _ACCOUNTANTS.get(type(self.selection.participation()), tuple(ACCOUNTANTS))
 
     def claim(self, noise_multiplier: float, run: str = "") -> Event:
         """Returns the privacy event of each step of a run, for the engine's ledger.
@@ -174,19 +185,28 @@ class AbstractPlanConfig(abc.ABC):
         Returns:
             The event; an unclaimed one if the engine has no analysis.
         """
-        return self._claims.claim(noise_multiplier, run or secrets.token_hex(8))
+        correlation = INDEPENDENT if self.recurrence is None else self.recurrence.correlation
+        release = Release(noise_multiplier, self.num_examples or 0, self.relation, run or secrets.token_hex(8))
+        return event_of_step(self.selection.participation(), correlation, release)
 
     def dp_event(self) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
-        return self._claims.library_event(self._noise_multiplier())
+        return self._library_event(self.known_noise_multiplier())
+
+    def _library_event(self, sigma: float) -> Any:
+        if self.relation is Relation.REPLACE_ONE:  # which the library's RDP accountant counts as a distance of 1
+            sigma /= 2
+        return to_dp_accounting(self.claim(sigma, ONE_RUN), self.iterations)
 
     @suggests_names
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
         """Returns epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
-        sigma, steps = self._noise_multiplier(), self._steps(step)
+        sigma, steps = self.known_noise_multiplier(), self._steps(step)
         used = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
-        return self._claims.epsilon(sigma, steps, delta, used) if steps else 0.0
+        if sigma > 0:
+            self._warn(delta)
+        return epsilon_of((Charge(self.claim(sigma, ONE_RUN), steps),), delta, used, self.relation) if steps else 0.0
 
     @suggests_names
     def calibrate(
@@ -215,10 +235,24 @@ class AbstractPlanConfig(abc.ABC):
         if epsilon == math.inf:
             return dataclasses.replace(self, noise_multiplier=0.0)
         checks.number(owner, "epsilon", epsilon, above=True)
+        if getattr(self, "sampling_prob", None) == 0:
+            raise InvalidBudgetError(
+                "sampling_prob=0 selects no examples, so there is no noise to calibrate.",
+                fix="Pass a positive sampling_prob.",
+            )
         if callable(accountant):
-            found = calibrated_by_library(self._claims.library_event, accountant, self.relation, epsilon, delta, tol)
+            found = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
         else:
-            found = self._claims.least_noise(epsilon, delta, self._accountant(accountant), tol)
+            self._warn(delta)
+            found = least_noise(
+                lambda sigma: self.claim(sigma, ONE_RUN),
+                target_epsilon=epsilon,
+                target_delta=delta,
+                steps=self.iterations,
+                accountant=self._accountant(accountant),
+                relation=self.relation,
+                tol=tol,
+            )
         return dataclasses.replace(self, noise_multiplier=found)
 
     @suggests_names
@@ -231,7 +265,7 @@ class AbstractPlanConfig(abc.ABC):
         Returns:
             A plan with this config's noise. Raises ValueError without a noise multiplier.
         """
-        sigma, flags = self._noise_multiplier(), performance_flags or PerformanceFlags()
+        sigma, flags = self.known_noise_multiplier(), performance_flags or PerformanceFlags()
         bound: dict[str, Any] = {
             "l2_clip_norm": self.l2_clip_norm,
             "rescale_to_unit_norm": self.rescale_to_unit_norm,
@@ -252,6 +286,12 @@ class AbstractPlanConfig(abc.ABC):
         """Sensitivity of the sum to one participation, under add-or-remove."""
         return (1.0 if self.rescale_to_unit_norm else self.l2_clip_norm) / self.normalize_by
 
+    def _warn(self, delta: float) -> None:
+        """Warns if truncated batches cost privacy."""
+        participation = self.selection.participation()
+        if isinstance(participation, TruncatedParticipation) and self.num_examples:
+            warn_about_truncation(participation, self.num_examples, self.iterations, delta)
+
     @property
     def _column_norm(self) -> float:
         return 1.0 if self.recurrence is None else self.recurrence.column_norm
@@ -268,7 +308,12 @@ class AbstractPlanConfig(abc.ABC):
             )
         return accountant
 
-    def _noise_multiplier(self) -> float:
+    def clipping_policy(self) -> tuple[Any, float | None]:
+        """Returns the clipping policy, or the name of one and its clipping norm."""
+        return "flat", self.l2_clip_norm
+
+    def known_noise_multiplier(self) -> float:
+        """Returns the noise multiplier; raises ValueError if it is not set."""
         if self.noise_multiplier is None:
             raise ValueError(
                 f"{type(self).__name__}: noise_multiplier is not set. Call calibrate(epsilon=..., delta=...), or pass "
@@ -331,9 +376,13 @@ class AbstractPlanConfig(abc.ABC):
         if unknown := sorted(set(fields) - known):
             raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(known)}.")
         try:
-            return cls(**fields)
+            return cls._read(fields)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"{cls.__name__}.from_json: {error}") from error
+
+    @classmethod
+    def _read(cls, fields: dict[str, Any]) -> Self:
+        return cls(**fields)
 
 
 def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:

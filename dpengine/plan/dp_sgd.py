@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Self, final
+from typing import Any, Self, final
 
-from dpengine.accounting.accountant import epsilon_of
-from dpengine.accounting.batch_events import FixedSizeGaussianEvent
-from dpengine.accounting.events import Event, NonPrivateEvent, Relation
-from dpengine.accounting.ledger import Charge
-from dpengine.accounting.library_events import to_dp_accounting
-from dpengine.accounting.own_accountant import Accountant
-from dpengine.batch_selection.fixed_size import FixedBatchSampling
-from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.noise.correlated import Recurrence
+from dpengine.sampling.fixed_size import FixedBatchSampling
+from dpengine.sampling.scheme import SamplingScheme
 
 from . import checks
-from .claims import ONE_RUN, Claims, claimed_noise
 from .config import AbstractPlanConfig
-from .poisson_batches import PoissonBatches, checked_truncation, not_none, participation
+from .poisson_batches import checked_truncation, cyclic_sampling, participation
 
 
 @final
@@ -72,45 +65,9 @@ class DPSGDConfig(AbstractPlanConfig):
         return None
 
     @property
-    def _claims(self) -> Claims:
+    def selection(self) -> SamplingScheme:
+        """The sampling scheme."""
         if self.fixed_batch_size is not None:
-            assert self.num_examples is not None
-            return _FixedBatches(self.fixed_batch_size, self.num_examples, self.iterations)
-        return PoissonBatches(
-            cycle_length=1,
-            sampling_prob=not_none(self.sampling_prob),
-            iterations=self.iterations,
-            truncated_batch_size=self.truncated_batch_size,
-            num_examples=self.num_examples,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class _FixedBatches:
-    """Subsets of fixed size, under replace-one."""
-
-    size: int
-    num_examples: int
-    iterations: int
-
-    relation: ClassVar[Relation] = Relation.REPLACE_ONE
-    accountants: ClassVar[tuple[str, ...]] = ("pld", "dp_accounting_rdp")
-
-    @property
-    def selection(self) -> AbstractBatchSelection:
-        return FixedBatchSampling(batch_size=self.size, iterations=self.iterations)
-
-    def claim(self, noise_multiplier: float, run: str) -> Event:
-        if noise_multiplier == 0:
-            return NonPrivateEvent()
-        return FixedSizeGaussianEvent(self.num_examples, self.size, noise_multiplier)
-
-    def library_event(self, noise_multiplier: float) -> Any:
-        """Uses half the noise multiplier, because the library's RDP accountant counts replace-one as distance 1."""
-        return to_dp_accounting(self.claim(noise_multiplier / 2, ONE_RUN), self.iterations)
-
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
-        return epsilon_of((Charge(self.claim(noise_multiplier, ONE_RUN), steps),), delta, accountant, self.relation)
-
-    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> float:
-        return claimed_noise(self, self.iterations, target, delta, accountant, tol)
+            return FixedBatchSampling(batch_size=self.fixed_batch_size, iterations=self.iterations)
+        largest = self.truncated_batch_size
+        return cyclic_sampling(self.num_examples, self.iterations, rate=self.sampling_prob, groups=1, largest=largest)

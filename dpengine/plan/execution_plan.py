@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.events import Relation
-from dpengine.batch_selection.scheme import AbstractBatchSelection
 from dpengine.noise.transform import NoiseTransform
+from dpengine.sampling.scheme import SamplingScheme
 
 if TYPE_CHECKING:
     from dpengine.accounting.own_accountant import Accountant
@@ -41,7 +41,7 @@ class DPExecutionPlan:
     """
 
     clipped_grad: Callable[..., BoundedSensitivityCallable]
-    batch_selection_strategy: AbstractBatchSelection
+    batch_selection_strategy: SamplingScheme
     noise_addition_transform: NoiseTransform
     neighboring_relation: Relation
     config: AbstractPlanConfig

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Self, final
 
-import numpy as np
-
-from dpengine.noise.buffered import blt_column, optimize_blt
+from dpengine.noise.buffered import optimize_blt
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.optimize import optimize_banded_inverse
-from dpengine.noise.recurrences import banded_inverse, blt
-from dpengine.noise.toeplitz import toeplitz_inverse
+from dpengine.noise.recurrences import banded_inverse_of_run, blt, blt_of_run
+from dpengine.sampling.cyclic import CyclicPoissonSampling
 
 from . import checks
 from .config import AbstractPlanConfig
-from .cycles import Cycles
+from .poisson_batches import cyclic_sampling
 
 
 @final
@@ -67,14 +65,12 @@ class BLTConfig(AbstractPlanConfig):
     @property
     def recurrence(self) -> Recurrence:
         """The correlated noise."""
-        recurrence, norm = blt(self.decays, self.scales), self._claims.column_norm
-        return dataclasses.replace(
-            recurrence, size=self.iterations, column_norm=norm, description={**recurrence.description, "noise": "blt"}
-        )
+        return blt_of_run(self.decays, self.scales, self.iterations)
 
     @property
-    def _claims(self) -> Cycles:
-        return _cycles_of(self, self.cycle_length, blt_column(self.decays, self.scales, self.iterations))
+    def selection(self) -> CyclicPoissonSampling:
+        """The sampling scheme: all examples of a group, at its step."""
+        return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)
 
 
 @final
@@ -123,19 +119,9 @@ class BandedInverseConfig(AbstractPlanConfig):
     @property
     def recurrence(self) -> Recurrence:
         """The correlated noise."""
-        recurrence, norm = banded_inverse(self.coefficients), self._claims.column_norm
-        description = {**recurrence.description, "noise": "banded-inverse"}
-        return dataclasses.replace(recurrence, size=self.iterations, column_norm=norm, description=description)
+        return banded_inverse_of_run(self.coefficients, self.iterations)
 
     @property
-    def _claims(self) -> Cycles:
-        return _cycles_of(self, self.cycle_length, toeplitz_inverse(self.coefficients, self.iterations))
-
-
-def _cycles_of(config: AbstractPlanConfig, cycle_length: int, column: np.ndarray) -> Cycles:
-    return Cycles(
-        cycle_length=cycle_length,
-        iterations=config.iterations,
-        column=column,
-        num_examples=config.num_examples,
-    )
+    def selection(self) -> CyclicPoissonSampling:
+        """The sampling scheme: all examples of a group, at its step."""
+        return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)

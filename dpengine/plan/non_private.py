@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, ClassVar, NoReturn, final
+from typing import Any, final
 
 from dpengine.accounting.accountant import ACCOUNTANTS
-from dpengine.accounting.events import Event, NonPrivateEvent, Relation
-from dpengine.accounting.library_events import to_dp_accounting
-from dpengine.accounting.own_accountant import Accountant
-from dpengine.batch_selection.fixed_size import FixedBatchSampling
-from dpengine.batch_selection.scheme import AbstractBatchSelection
+from dpengine.accounting.events import Relation
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise.correlated import Recurrence
+from dpengine.sampling.fixed_size import FixedBatchSampling
+from dpengine.sampling.scheme import SamplingScheme
 
 from . import checks
-from .claims import Claims
 from .config import AbstractPlanConfig
 
 
@@ -54,8 +51,19 @@ class NonPrivateConfig(AbstractPlanConfig):
         return None
 
     @property
-    def _claims(self) -> Claims:
-        return _NoNoise(self.batch_size, self.iterations)
+    def selection(self) -> SamplingScheme:
+        """The sampling scheme."""
+        return FixedBatchSampling(batch_size=self.batch_size, iterations=self.iterations)
+
+    @property
+    def relation(self) -> Relation:
+        """Add-or-remove: without noise there is no guarantee for any relation."""
+        return Relation.ADD_OR_REMOVE_ONE
+
+    @property
+    def accountants(self) -> tuple[str, ...]:
+        """All accountants: epsilon is infinite."""
+        return tuple(ACCOUNTANTS)
 
     def calibrate(
         self, *, epsilon: float, delta: float, tol: float | None = None, accountant: Any = None
@@ -63,37 +71,10 @@ class NonPrivateConfig(AbstractPlanConfig):
         """Returns the config itself for an infinite epsilon; raises InvalidBudgetError for any other."""
         checks.fraction(type(self).__name__, "delta", delta)
         if epsilon != math.inf:
-            self._claims.least_noise(epsilon, delta, "pld", 0.0)  # raises
+            raise InvalidBudgetError(
+                f"NonPrivateConfig adds no noise, so it cannot meet epsilon={epsilon!r}.", fix="Use DPSGDConfig."
+            )
         return self
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
-
-
-@dataclasses.dataclass(frozen=True)
-class _NoNoise:
-    """Privacy analysis of batches without noise: none."""
-
-    batch_size: int
-    iterations: int
-
-    relation: ClassVar[Relation] = Relation.ADD_OR_REMOVE_ONE
-    accountants: ClassVar[tuple[str, ...]] = tuple(ACCOUNTANTS)
-
-    @property
-    def selection(self) -> AbstractBatchSelection:
-        return FixedBatchSampling(batch_size=self.batch_size, iterations=self.iterations)
-
-    def claim(self, noise_multiplier: float, run: str) -> Event:
-        return NonPrivateEvent()
-
-    def library_event(self, noise_multiplier: float) -> Any:
-        return to_dp_accounting(NonPrivateEvent())
-
-    def epsilon(self, noise_multiplier: float, steps: int, delta: float, accountant: str | Accountant) -> float:
-        return math.inf
-
-    def least_noise(self, target: float, delta: float, accountant: str | Accountant, tol: float) -> NoReturn:
-        raise InvalidBudgetError(
-            f"NonPrivateConfig adds no noise, so it cannot meet epsilon={target!r}.", fix="Use DPSGDConfig."
-        )

@@ -11,31 +11,22 @@ from functools import cached_property
 from typing import Any
 
 from dpengine.accounting.arguments import MOST_COUNT
-from dpengine.accounting.events import (
-    CyclicGaussianEvent,
-    Event,
-    MatrixGaussianEvent,
-    NonPrivateEvent,
-    Relation,
-    UnclaimedEvent,
-    release_event,
+from dpengine.accounting.events import Event, Relation, UnclaimedEvent
+from dpengine.accounting.run_events import (
+    INDEPENDENT,
+    EpochParticipation,
+    PoissonParticipation,
+    Release,
+    UnknownParticipation,
+    event_of_step,
 )
-from dpengine.clipping.adaptive import Adaptive
 from dpengine.clipping.policy import AbstractClip
 from dpengine.errors import BudgetExceeded, InvalidBudgetError
 from dpengine.noise.correlated import Recurrence
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
-from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.scheme import Draws
 
 MIN_STD = 2.0**-100
 """Minimum standard deviation of noise, which float32 sums represent with all bits."""
-
-
-def accounted_sample_rate(sample_rate: float) -> float:
-    """Returns the sampling rate to account for: an upper bound of the probability of a draw at ``sample_rate``."""
-    # The draw compares 64-bit words, so its probability exceeds the rate by at most 2**-60. For rates of 2**-7 or more
-    # that is lost to rounding, so the next float is used.
-    return min(1.0, max(sample_rate + 2.0**-60, math.nextafter(sample_rate, 1.0)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +42,19 @@ class RunPlan:
         noise: Correlation of the noise across steps; None for independent noise. The largest column norm of its
             strategy is 1.
         iterations: Number of logical batches in the run; None for no limit.
-        claim: Privacy event of each logical batch, if the other fields do not determine it.
-        divides_always: Whether ``expected_batch_size`` divides the sums for every loss reduction.
+        of_config: Whether a config of `dpengine.plan` describes the run. ``expected_batch_size`` then divides the sums
+            for every loss reduction.
         run: Name of the run in the ledger, which identifies its steps if they are accounted together.
     """
 
-    sampling: AbstractBatchStrategy
+    sampling: Draws
     clipping: AbstractClip
     noise_multiplier: float
     expected_batch_size: float
     relation: Relation
     noise: Recurrence | None = None
     iterations: int | None = None
-    claim: Event | None = None
-    divides_always: bool = False
+    of_config: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -91,33 +81,46 @@ class RunPlan:
                 f"expected_batch_size={self.expected_batch_size!r} is not a finite number above 0.",
                 fix="Pass the average number of examples in a logical batch.",
             )
-        if self.noise is not None and isinstance(self.clipping, Adaptive):
+        if self.noise is not None and not self.clipping.has_constant_bounds:
             raise InvalidBudgetError(
                 'Correlated noise needs a constant clipping norm in the whole run, and clipping="adaptive" changes it.',
                 fix='Pass clipping="flat", or leave out noise=.',
             )
-        if self.noise is not None and self.claim is None:
-            self._check_noise(self.noise)
-
-    def _check_noise(self, noise: Recurrence) -> None:
-        """Raises if there is no privacy analysis of the correlated noise."""
-        bands, sampling = noise.description.get("bands"), self.sampling
-        if not isinstance(sampling, CyclicPoissonStrategy) or bands is None or bands > sampling.cycle_length:
-            raise InvalidBudgetError(
-                f"Noise with {bands} bands needs a sampling scheme that includes examples at most every {bands} steps, "
-                f"and sampling={sampling.law!r} does not.",
-                fix="Leave out sampling=: noise=BandMF(num_bands=...) selects it.",
-            )
-        if sampling.partition is Partition.EQUAL_SPLIT and self.relation is Relation.ADD_OR_REMOVE_ONE:
+        if getattr(self.sampling.participation, "equal_groups", False) and self.relation is Relation.ADD_OR_REMOVE_ONE:
             raise InvalidBudgetError(
                 "Groups of equal size reveal the number of examples, which add-or-remove keeps private.",
                 fix="Use Partition.INDEPENDENT, or the relation zero-out.",
             )
+        if self.noise is not None and self.noise_multiplier > 0 and isinstance(self.event(), UnclaimedEvent):
+            bands = self.noise.correlation.bands
+            raise InvalidBudgetError(
+                f"Noise with {bands} bands needs a sampling scheme that includes examples at most every {bands} steps, "
+                f"and sampling={self.sampling.law!r} does not.",
+                fix="Leave out sampling=: noise=BandMF(num_bands=...) selects it.",
+            )
+
+    @cached_property
+    def _epochs(self) -> EpochParticipation | None:
+        """Participation in epochs as a whole; None for other schemes."""
+        participation = self.sampling.participation
+        return participation if isinstance(participation, EpochParticipation) else None
 
     @cached_property
     def claims_epochs(self) -> bool:
         """True if epsilon is claimed for each pass over the data as a whole, without amplification."""
-        return self.sampling.once_per_pass and self.sampling.claims_epsilon
+        return self._epochs is not None and self._epochs.claimed
+
+    @cached_property
+    def claims_epsilon(self) -> bool:
+        """True if the privacy cost of a step is known."""
+        return not isinstance(self.event(), UnclaimedEvent)
+
+    @cached_property
+    def steps_are_separate(self) -> bool:
+        """True if the cost of a step does not depend on others, so that batches may be merged and constants change."""
+        participation = self.sampling.participation
+        separate = isinstance(participation, (PoissonParticipation, EpochParticipation, UnknownParticipation))
+        return separate and self.noise is None and not self.of_config and getattr(participation, "cycle_length", 1) == 1
 
     def has_step(self, step: int) -> bool:
         """Returns True if the run may draw a batch with this number, from 0."""
@@ -150,7 +153,7 @@ class RunPlan:
                 "the batches are of two passes over the data, which may contain an example twice. Call "
                 "optimizer.step() and optimizer.zero_grad() after the last batch of each pass."
             )
-        if batches < 2 or (self.noise is None and self.claim is None):
+        if batches < 2 or self.steps_are_separate:
             return ""
         cause = "plan" if self.noise is None else "correlated noise"
         return (
@@ -160,7 +163,7 @@ class RunPlan:
 
     def changed(self, step: int, **constants: Any) -> RunPlan:
         """Returns the plan with other constants from a step on."""
-        if self.noise is not None or self.claim is not None:
+        if not self.steps_are_separate:
             raise InvalidBudgetError(
                 "noise_multiplier and max_grad_norm cannot change in this run: its steps are accounted together.",
                 fix="Leave out the scheduler, or noise= and plan=.",
@@ -172,21 +175,21 @@ class RunPlan:
 
         ``first`` marks the first step of a run. The rest of an interrupted pass is then accounted as a pass.
         """
-        if first and self._counts_passes and step % self.sampling.steps_per_epoch:
+        if first and self.counts_passes and step % self.sampling.steps_per_epoch:
             return replace(self, run=self._name_from(step))
         _, _, began = self.run.partition("@")
-        if not (self._counts_passes and began and int(began) % self.sampling.steps_per_epoch):
+        if not (self.counts_passes and began and int(began) % self.sampling.steps_per_epoch):
             return self
         rest, present = (one // self.sampling.steps_per_epoch for one in (int(began), step))
         return self if present == rest else replace(self, run=self._name_from(present * self.sampling.steps_per_epoch))
 
     def _name_from(self, step: int) -> str:
         # The rest of a pass that began with another plan is accounted as a pass: an example may be in both parts.
-        return f"{self.run.partition('@')[0]}@{step}" if self._counts_passes else self.run
+        return f"{self.run.partition('@')[0]}@{step}" if self.counts_passes else self.run
 
     def divisor(self, batches: int, *, mean: bool) -> float:
         """Returns the divisor of the sums of merged batches; ``mean`` is True if the loss is a mean over samples."""
-        if self.divides_always:
+        if self.of_config:
             return self.expected_batch_size
         return self.expected_batch_size * batches if mean else 1.0
 
@@ -199,40 +202,21 @@ class RunPlan:
         return self._event(1)
 
     def _event(self, batches: int) -> Event:
-        if self.claim is not None:
-            return self.claim
-        if self.claims_epochs and self.noise_multiplier > 0:
-            return self._event_of_passes
-        if self.noise_multiplier > 0 and not self.sampling.claims_epsilon:
-            # Merged batches may be of two passes, which may contain an example twice.
-            unamplified = self._event_of_passes if self._counts_passes and batches == 1 else None
-            return UnclaimedEvent(f"sampling={self.sampling.law!r} does not draw Poisson batches.", unamplified)
-        if self.noise is not None and isinstance(self.sampling, CyclicPoissonStrategy):
-            if self.noise_multiplier == 0:
-                return NonPrivateEvent()
-            rate = accounted_sample_rate(self.sampling.sample_rate)
-            return CyclicGaussianEvent(rate, self.noise_multiplier, self.sampling.cycle_length, self.run)
-        sigma = self.noise_multiplier / math.sqrt(batches)
-        return release_event(noise_multiplier=sigma, sample_rate=accounted_sample_rate(self.sampling.sample_rate))
+        correlation = INDEPENDENT if self.noise is None else self.noise.correlation
+        release = Release(self.noise_multiplier, self.sampling.num_examples, self.relation, self.run, batches)
+        return event_of_step(self.sampling.participation, correlation, release)
 
     @cached_property
-    def _counts_passes(self) -> bool:
+    def counts_passes(self) -> bool:
         """True if the cost of a pass without amplification is known: batches of one pass share no example."""
         # Removing an example changes the other batches, so there is no such bound for add-or-remove.
-        has_bound = self.sampling.once_per_pass and self.relation is not Relation.ADD_OR_REMOVE_ONE
-        return has_bound and self.sampling.steps_per_epoch > 0
-
-    @property
-    def _event_of_passes(self) -> CyclicGaussianEvent:
-        # Conditioned on the batches, a pass is one Gaussian mechanism with one contribution of each example.
-        return CyclicGaussianEvent(1.0, self.noise_multiplier, self.sampling.steps_per_epoch, self.run)
+        return bool(self._epochs and self._epochs.steps) and self.relation is not Relation.ADD_OR_REMOVE_ONE
 
     @cached_property
     def is_cyclic(self) -> bool:
         """True if the cost of steps depends on their numbers, because examples are included periodically."""
         event = self.event()
-        counted = event.unamplified if isinstance(event, UnclaimedEvent) else event
-        return isinstance(counted, (CyclicGaussianEvent, MatrixGaussianEvent))
+        return bool(getattr(getattr(event, "unamplified", event), "run", ""))
 
     @property
     def noise_std(self) -> float:

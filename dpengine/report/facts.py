@@ -20,6 +20,9 @@ DEFAULT_UNIT = "training example"
 UNDECLARED, DECLARED = "external", "external-poisson"
 """Sampling schemes of batches that the training loop draws: without and with a sampling rate declared by the user."""
 
+OWN_SCHEME = "own: "
+"""Prefix of the name of a sampling scheme from outside the library."""
+
 NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
 
 SAMPLING_ASSUMPTIONS = {
@@ -32,6 +35,7 @@ SAMPLING_ASSUMPTIONS = {
         "Rows are drawn independently, with one known probability, and a batch above a known size is cut to a uniform "
         "subset"
     ),
+    "b-min-sep": "After each batch that holds it, a row is in no other batch for a known number of steps",
     "fixed-size": "Each batch is a uniform subset of the rows, of one known size",
     DECLARED: (
         "The training loop, which draws the batches itself, includes each example independently, with one known "
@@ -177,7 +181,8 @@ class RunFacts:
     def sampling_is_known(self) -> bool:
         """True if accounting covers the sampling scheme of every batch."""
         unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.accounting.history)
-        return self.plan.get("sampling", "poisson") in SAMPLING_ASSUMPTIONS and not unclaimed
+        sampling = str(self.plan.get("sampling", "poisson"))
+        return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(OWN_SCHEME)) and not unclaimed
 
     @property
     def samplings(self) -> tuple[str, ...]:

@@ -142,7 +142,8 @@ def _noise_in_words(facts: Mapping[str, Any]) -> str:
     """Names noise that is correlated across steps."""
     banded = f"noise of {facts.get('bands')} bands (BandMF)"
     long = {"blt": "buffered linear Toeplitz noise (BLT)", "banded-inverse": "banded inverse noise"}
-    return long.get(str(facts.get("noise")), banded)
+    name = str(facts.get("noise", "banded-toeplitz"))
+    return banded if name == "banded-toeplitz" else long.get(name, f"correlated noise {name}, which is not dpengine's")
 
 
 def described(value: Any) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream
-from .units import UnitStrategy
+from .scheme import Draws, IndexBatch, WordStream
+from .units import UnitDraws
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class LogicalBatches:
 
     def __init__(
         self,
-        strategy: AbstractBatchStrategy,
+        strategy: Draws,
         words: WordStream,
         *,
         physical_batch_size: int | None,
@@ -84,7 +84,7 @@ class LogicalBatches:
         indices = self.strategy.draw(step, self._words)
         parts, size, (rank, ranks) = self._accumulation_steps, self.physical_batch_size, self.share
         units: tuple[IndexBatch, ...] = ()
-        if isinstance(self.strategy, UnitStrategy):
+        if isinstance(self.strategy, UnitDraws):
             chunks = self._chunks_of_units(self.strategy, indices)
             units = tuple(map(self.strategy.places, chunks))
         else:
@@ -94,7 +94,7 @@ class LogicalBatches:
             LogicalBatch(step, tuple(map(len, chunks)), units, self._placeholder), [chunk.tolist() for chunk in chunks]
         )
 
-    def _chunks_of_units(self, strategy: UnitStrategy, indices: IndexBatch) -> list[IndexBatch]:
+    def _chunks_of_units(self, strategy: UnitDraws, indices: IndexBatch) -> list[IndexBatch]:
         """Returns the physical batches of this process, each with complete units.
 
         All processes have the same number; the last ones may be empty.

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 from dpengine.errors import InvalidBudgetError, SamplingError
 
 from .check import check_loader
-from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
-from .scheme import AbstractBatchStrategy
-from .shuffle import ShuffleSampling
+from .own_scheme import OwnScheme
+from .poisson import PoissonDraws, checked_batch_size, checked_sample_rate
+from .scheme import Draws, SamplingScheme
+from .shuffle import ShuffleDraws
 
 
 def strategy_for(
@@ -23,7 +24,7 @@ def strategy_for(
     sample_rate: float | None = None,
     expected_batch_size: float | None = None,
     num_units: int | None = None,
-) -> AbstractBatchStrategy:
+) -> Draws:
     """Returns the sampling scheme for the batch size of a loader.
 
     Values that are not given are derived from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at
@@ -44,9 +45,7 @@ def strategy_for(
     return _poisson(loader, sample_rate, expected_batch_size, num_units)
 
 
-def _poisson(
-    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int
-) -> PoissonSampling:
+def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int) -> PoissonDraws:
     drop_last = loader.batch_sampler.drop_last  # type: ignore[union-attr]
     if sample_rate is not None:
         rate = checked_sample_rate("strategy_for", sample_rate)
@@ -63,19 +62,22 @@ def _poisson(
             f"The data set ({type(loader.dataset).__name__}) is empty, so no sampling rate can be derived.",
             fix="Pass sample_rate= and expected_batch_size= as constants, and example_input=.",
         )
-    return PoissonSampling(rows, rate, steps, size)
+    return PoissonDraws(rows, rate, steps, size)
 
 
-def _shuffle(
-    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int
-) -> ShuffleSampling:
+def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int) -> ShuffleDraws:
     for name, value in {"sample_rate": sample_rate, "expected_batch_size": batch_size}.items():
         if value is not None:
             raise ValueError(f'{name}={value!r} is not supported by sampling="shuffle": set the loader\'s batch_size.')
     if rows == 0:
         raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty, so it cannot be shuffled.")
     batches = loader.batch_sampler
-    return ShuffleSampling(rows, batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
+    return ShuffleDraws(rows, batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
+
+
+def scheme_from(value: Any) -> SamplingScheme:
+    """Returns a sampling scheme. The batches of one from outside are tried; those of our own are as they state."""
+    return value if isinstance(value, SamplingScheme) else OwnScheme(value)
 
 
 _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}

@@ -11,8 +11,19 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .poisson import PoissonSampling, checked_batch_size, checked_sample_rate
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.accounting.run_events import Participation, PoissonParticipation
+
+from .poisson import PoissonDraws, checked_batch_size, checked_sample_rate
+from .scheme import (
+    Draws,
+    IndexBatch,
+    SamplingScheme,
+    WordStream,
+    checked_iterations,
+    checked_probability,
+    whole_number,
+)
+from .truncation import TruncatedDraws
 
 _ROUNDS = 6
 KEY_WORDS = _ROUNDS
@@ -72,8 +83,70 @@ class Partition(enum.Enum):
     """Each example is assigned independently of the others. Group sizes vary, and N stays private."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CyclicPoissonSampling(SamplingScheme):
+    """Assigns examples to ``cycle_length`` groups once; step t samples from group ``t mod cycle_length``.
+
+    One group is Poisson sampling. With ``sampling_prob=1`` the order is fixed, with one pass in every cycle.
+
+    Args:
+        sampling_prob: Probability of each example of the group, in [0, 1].
+        iterations: Number of batches in the run; None for no limit.
+        truncated_batch_size: Larger batches are truncated to a uniform subset of this size; None for no truncation.
+        cycle_length: Number of groups.
+        partition_type: Assignment of examples to groups: of equal size, which makes the number of examples public, or
+            independent.
+
+    Raises:
+        TypeError: If a count is not an integer.
+        ValueError: If an argument is outside its range.
+    """
+
+    sampling_prob: float
+    iterations: int | None = None
+    truncated_batch_size: int | None = None
+    cycle_length: int = 1
+    partition_type: Partition = Partition.EQUAL_SPLIT
+
+    law: ClassVar[str] = "cyclic-poisson"
+    accounting: ClassVar[str] = (
+        "Poisson-sampled Gaussians, one for each cycle, if the noise has no more bands than there are groups"
+    )
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        checked_probability(owner, "sampling_prob", self.sampling_prob)
+        checked_iterations(owner, self.iterations)
+        whole_number(owner, "cycle_length", self.cycle_length, at_least=1)
+        if self.truncated_batch_size is not None:
+            whole_number(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
+        if not isinstance(self.partition_type, Partition):
+            names = ", ".join(f"Partition.{one.name}" for one in Partition)
+            raise TypeError(f"{owner}: partition_type must be one of {names}, got {self.partition_type!r}.")
+
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
+        drawn = CyclicDraws(
+            num_examples,
+            self.sampling_prob,
+            self.cycle_length,
+            self.steps_per_epoch(num_examples),
+            self.expected_batch_size(num_examples),
+            self.partition_type,
+        )
+        return drawn if self.truncated_batch_size is None else TruncatedDraws(drawn, self.truncated_batch_size)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        return self.over(0).participation
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return max(num_examples * self.sampling_prob / self.cycle_length, 1e-9)
+
+
 @dataclasses.dataclass(frozen=True)
-class CyclicPoissonStrategy(AbstractBatchStrategy):
+class CyclicDraws(Draws):
     """Poisson sampling from group ``t mod cycle_length`` in step t.
 
     An example can only be included in steps whose distance is a multiple of ``cycle_length``. Time and memory of a draw
@@ -100,7 +173,6 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
     partition: Partition = Partition.EQUAL_SPLIT
 
     law: ClassVar[str] = "cyclic-poisson"
-    claims_epsilon: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -117,14 +189,20 @@ class CyclicPoissonStrategy(AbstractBatchStrategy):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def participation(self) -> PoissonParticipation:
+        """See `Draws.participation`."""
+        equal = self.partition is Partition.EQUAL_SPLIT and self.cycle_length > 1
+        return PoissonParticipation(self.sample_rate, self.cycle_length, equal)
+
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
         if self.sample_rate == 0:
             return np.empty(0, dtype=np.int64)
         drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
         permutation = self._permutation(drawn)
         start, size = self._span(step % self.cycle_length, drawn)
-        inside = PoissonSampling(size, self.sample_rate, 0, self.expected_batch_size)
+        inside = PoissonDraws(size, self.sample_rate, 0, self.expected_batch_size)
         return np.sort(permutation(start + inside.draw(step, words)))
 
     def group_of(self, words: WordStream) -> npt.NDArray[np.int64]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import NoReturn
 
+from dpengine.accounting.run_events import Participation, PoissonParticipation, UnknownParticipation
 from dpengine.errors import suggests_names
 
 from .poisson import checked_batch_size, checked_sample_rate
-from .scheme import AbstractBatchStrategy, WordStream, whole_number
+from .scheme import Draws, WordStream, whole_number
 
 
 @suggests_names
 @dataclasses.dataclass(frozen=True)
-class ExternalBatches(AbstractBatchStrategy):
+class ExternalBatches(Draws):
     """Sampling scheme of a loop that draws its own batches: each backward pass is one logical batch.
 
     Privacy: epsilon is computed only if ``sample_rate`` is given. By giving it you state that each example of the data
@@ -38,7 +39,7 @@ class ExternalBatches(AbstractBatchStrategy):
     num_examples: int = 0
     sample_rate: float | None = None  # type: ignore[assignment]
     steps_per_epoch: int = 1
-    claims_epsilon: bool = dataclasses.field(init=False)  # type: ignore[misc]
+    claims_epsilon: bool = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
@@ -55,6 +56,13 @@ class ExternalBatches(AbstractBatchStrategy):
     def law(self) -> str:  # type: ignore[override]
         """Name of the scheme in reports: ``"external-poisson"`` with a sampling rate, else ``"external"``."""
         return "external-poisson" if self.claims_epsilon else "external"
+
+    @property
+    def participation(self) -> Participation:
+        """How examples participate, as stated."""
+        if self.claims_epsilon:
+            return PoissonParticipation(self.sample_rate)  # type: ignore[arg-type]
+        return UnknownParticipation("sampling='external' does not draw Poisson batches.")
 
     def draw(self, step: int, words: WordStream) -> NoReturn:  # type: ignore[override]
         """Raises TypeError: the loop draws these batches."""

@@ -15,8 +15,8 @@ from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .collate_probe import check_collate
-from .scheme import AbstractBatchStrategy, WordStream, whole_number
-from .units import UnitStrategy
+from .scheme import Draws, WordStream, whole_number
+from .units import UnitDraws
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()
@@ -26,7 +26,7 @@ _IN_ORDER = "Pass a loader that returns each batch of its batch_sampler once, in
 def private_loader(
     loader: DataLoader[Any],
     *,
-    strategy: AbstractBatchStrategy,
+    strategy: Draws,
     words: WordStream,
     on_return: Callable[[LogicalBatch, int, Any], None],
     on_end: Callable[[], None] = lambda: None,
@@ -52,7 +52,7 @@ def private_loader(
     Starting a pass ends an open one; reading that raises SamplingError.
     """
     check_loader(loader)
-    if not isinstance(strategy, UnitStrategy):
+    if not isinstance(strategy, UnitDraws):
         check_repeats(loader.dataset)
     _check_loader_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
@@ -96,7 +96,7 @@ def private_loader(
     return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
 
 
-def _check_loader_size(loader: Any, strategy: AbstractBatchStrategy | None = None) -> None:
+def _check_loader_size(loader: Any, strategy: Draws | None = None) -> None:
     """Raises if the number of examples changed, because the accounted sampling rate is for that number."""
     strategy = loader._batches.strategy if strategy is None else strategy
     rows = len(loader.dataset)

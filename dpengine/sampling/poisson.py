@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.accounting.run_events import PoissonParticipation
+
+from .scheme import Draws, IndexBatch, WordStream, whole_number
 
 # Note: exactness of the draw.
 # A word w represents u = (w + 1/2) * 2**-64. At least k examples are skipped before the next included one if and only
@@ -30,7 +32,7 @@ _LARGEST_REQUEST = 1 << 18  # words: bounds memory while a batch of millions is 
 
 
 @dataclasses.dataclass(frozen=True)
-class PoissonSampling(AbstractBatchStrategy):
+class PoissonDraws(Draws):
     """Includes each example in each logical batch independently, with probability ``sample_rate``.
 
     A draw takes time and memory proportional to the batch, independent of ``num_examples``. Given all other inclusions,
@@ -54,7 +56,6 @@ class PoissonSampling(AbstractBatchStrategy):
     expected_batch_size: float
 
     law: ClassVar[str] = "poisson"
-    claims_epsilon: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -69,8 +70,13 @@ class PoissonSampling(AbstractBatchStrategy):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def participation(self) -> PoissonParticipation:
+        """See `Draws.participation`."""
+        return PoissonParticipation(self.sample_rate)
+
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
         if self.sample_rate == 1.0:
             return np.arange(self.num_examples, dtype=np.int64)
         longest, request = self._longest_gap, self._words_per_request

@@ -1,13 +1,24 @@
-"""Interface of sampling schemes, which select the examples of the logical batch of a step."""
+"""Interface of sampling schemes, which select the examples of the logical batch of each step, and their random words.
+
+A scheme does not know the data set. `SamplingScheme.over` gives the `Draws` over a data set of known size.
+"""
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import math
 import operator
-from typing import Any, ClassVar, Protocol
+import random
+import secrets
+from collections.abc import Iterator, Mapping
+from numbers import Real
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
+
+from dpengine.accounting.run_events import Participation
 
 IndexBatch = npt.NDArray[np.int64]
 
@@ -26,10 +37,10 @@ class WordStream(Protocol):
         ...
 
 
-class AbstractBatchStrategy(abc.ABC):
-    """Sampling scheme of the logical batches of a run. Implementations are frozen dataclasses with public fields.
+class Draws(abc.ABC):
+    """A sampling scheme over a data set of known size. Implementations are frozen dataclasses with public fields.
 
-    Randomness is an argument of `draw` and never a field, so a scheme may be printed, stored and compared.
+    Randomness is an argument of `draw` and never a field, so draws may be printed, stored and compared.
 
     Attributes:
         num_examples: Number of examples in the data set.
@@ -37,11 +48,7 @@ class AbstractBatchStrategy(abc.ABC):
         expected_batch_size: Public constant that divides the sums.
         steps_per_epoch: Number of logical batches in one pass over the loader.
         law: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
-        claims_epsilon: Whether epsilon is claimed for batches of this scheme: with amplification by sampling at
-            ``sample_rate``, or without amplification if ``once_per_pass``.
-        once_per_pass: Whether each example is in at most one batch of each pass of ``steps_per_epoch`` batches, and
-            nothing else is known of its batches. Conditioned on the assignment of examples, a pass is one Gaussian
-            mechanism.
+        participation: How examples participate, for the privacy analysis.
     """
 
     num_examples: int
@@ -49,8 +56,11 @@ class AbstractBatchStrategy(abc.ABC):
     expected_batch_size: float
     steps_per_epoch: int
     law: ClassVar[str]
-    claims_epsilon: ClassVar[bool]
-    once_per_pass: ClassVar[bool] = False
+
+    @property
+    @abc.abstractmethod
+    def participation(self) -> Participation:
+        """How examples participate, for the privacy analysis."""
 
     @abc.abstractmethod
     def draw(self, step: int, words: WordStream) -> IndexBatch:
@@ -64,6 +74,245 @@ class AbstractBatchStrategy(abc.ABC):
             Distinct indices in ``[0, num_examples)``, sorted, int64. The batch may be empty.
         """
 
+    def with_epochs_of(self, steps: int) -> Self:
+        """Returns the same draws with another number of batches per epoch."""
+        return dataclasses.replace(self, steps_per_epoch=steps)  # type: ignore[type-var]
+
+    def saved_state(self, words: WordStream) -> dict[str, Any] | None:
+        """Returns the state for later batches, as plain values; None if they depend on ``(step, words)`` alone."""
+        return None
+
+    def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
+        """Restores a result of ``saved_state``."""
+        raise ValueError(f"{type(self).__name__} has no state to restore.")
+
+
+BEFORE = 1 << 63
+"""Step of the words for the state before the first batch."""
+
+
+class _Memory:
+    """Last draw of one stream of words."""
+
+    words: WordStream | None = None
+    step = -1
+    state: Any = None
+    batch: IndexBatch | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StatefulDraws(Draws):
+    """Sampling scheme in which the batch of step t depends on a state of earlier steps."""
+
+    num_examples: int
+    sample_rate: float  # probability of one example in one batch, over all possible earlier batches
+    expected_batch_size: float
+    steps_per_epoch: int
+    _memory: _Memory = dataclasses.field(default_factory=_Memory, init=False, repr=False, compare=False)
+
+    @abc.abstractmethod
+    def begin(self, words: WordStream) -> Any:
+        """Returns the state before the first batch."""
+
+    @abc.abstractmethod
+    def advance(self, state: Any, step: int, words: WordStream) -> tuple[Any, IndexBatch]:
+        """Returns the next state and batch. The given state is not changed."""
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. Fast if steps are drawn in order."""
+        memory = self._memory
+        if memory.words is not words or memory.step > step or (memory.step == step and memory.batch is None):
+            memory.words, memory.step, memory.state, memory.batch = words, -1, self.begin(words), None
+        while memory.step < step:
+            memory.state, memory.batch = self.advance(memory.state, memory.step + 1, words)
+            memory.step += 1
+        assert memory.batch is not None
+        return memory.batch
+
+    def saved_state(self, words: WordStream) -> dict[str, Any] | None:
+        """Returns the state for later batches, as plain values; None before the first draw of this stream."""
+        memory = self._memory
+        if memory.words is not words or memory.step < 0:
+            return None
+        arrays = memory.state if isinstance(memory.state, tuple) else (memory.state,)
+        return {"step": memory.step, "state": [array.tolist() for array in arrays]}
+
+    def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
+        """Restores a result of ``saved_state``. The last batch itself is not restored."""
+        arrays = tuple(np.asarray(values, dtype=np.int64) for values in saved_state["state"])
+        memory = self._memory
+        memory.words, memory.step, memory.batch = words, int(saved_state["step"]), None
+        memory.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]
+
+
+class SamplingScheme(abc.ABC):
+    """Sampling scheme of a run, independent of the data set. Schemes are frozen dataclasses of public numbers.
+
+    Private values are arguments: the size of the data set, and the randomness. A scheme of your own need not be a
+    subclass: ``make_private(sampling=...)`` accepts an object with ``over``, ``participation``, ``expected_batch_size``
+    and ``steps_per_epoch``.
+
+    Attributes:
+        iterations: Number of batches in the run; None for no limit.
+        law: Name of the scheme.
+        accounting: Privacy analysis of the scheme, in words.
+    """
+
+    iterations: int | None
+    law: ClassVar[str]
+    accounting: ClassVar[str]
+
+    @abc.abstractmethod
+    def over(self, num_examples: int) -> Draws:
+        """Returns the scheme for a data set of this size, which draws single batches."""
+
+    @abc.abstractmethod
+    def participation(self) -> Participation:
+        """Returns how examples participate, which determines the privacy cost."""
+
+    @abc.abstractmethod
+    def expected_batch_size(self, num_examples: int) -> float:
+        """Returns the mean number of examples in a batch."""
+
+    def steps_per_epoch(self, num_examples: int) -> int:
+        """Returns the number of batches in one pass over the loader."""
+        passes = math.ceil(num_examples / self.expected_batch_size(num_examples))
+        return max(1, passes) if self.iterations is None else min(self.iterations, max(1, passes))
+
+    def batch_iterator(self, num_examples: int, rng: Any = None) -> Batches:
+        """Returns the batches of one run.
+
+        Args:
+            num_examples: Number of examples in the data set.
+            rng: Source of randomness; see `words_from`.
+
+        Returns:
+            An iterator over ``iterations`` arrays of sorted int64 indices; they may be empty.
+        """
+        return Batches(self.over(num_examples), self.iterations, words_from(rng))
+
+    def batch_sampler(self, num_examples: int, rng: Any = None) -> BatchSampler:
+        """Returns the batches as lists, for ``DataLoader(data, batch_sampler=...)``. It can be read once."""
+        return BatchSampler(self.batch_iterator(num_examples, rng))
+
+
+class Batches(Iterator[IndexBatch]):
+    """The batches of one run, in order.
+
+    Args:
+        draws: Draws the batches.
+        iterations: Number of batches.
+        words: The randomness.
+    """
+
+    def __init__(self, draws: Draws, iterations: int | None, words: WordStream):
+        self._draws = draws
+        self._iterations = iterations
+        self._words = words
+        self._step = 0
+
+    def __next__(self) -> IndexBatch:
+        if self._iterations is not None and self._step >= self._iterations:
+            raise StopIteration
+        drawn = self._draws.draw(self._step, self._words)
+        self._step += 1
+        return drawn
+
+    def __len__(self) -> int:
+        if self._iterations is None:
+            raise TypeError("This run has no last batch. Pass iterations= to the sampling scheme.")
+        return self._iterations - self._step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, the key of the randomness if it has one, and the state of the scheme. Secret."""
+        key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
+        return {"step": self._step, "key": key, "kept": self._draws.saved_state(self._words)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a stored position, with the stored randomness.
+
+        Args:
+            state: Result of `state_dict`.
+
+        Raises:
+            ValueError: If the state has no valid step, or belongs to randomness of another type.
+        """
+        step, key = state.get("step"), state.get("key")
+        last = math.inf if self._iterations is None else self._iterations
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= last:
+            raise ValueError(f"load_state_dict: step={step!r} is not in a run of {last} batches.")
+        if (key is None) == isinstance(self._words, KeyedWords):
+            raise ValueError("load_state_dict: the state belongs to a run with another type of randomness.")
+        if key is not None:
+            self._words = KeyedWords((int(key[0]), int(key[1])))
+        if state.get("kept") is not None:
+            self._draws.restore(self._words, state["kept"])
+        self._step = step
+
+
+class BatchSampler:
+    """Batches as lists of indices.
+
+    Args:
+        batches: The batches.
+    """
+
+    def __init__(self, batches: Batches):
+        self.batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch.tolist() for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class KeyedWords:
+    """Words of a counter-based generator (Philox4x64) with a secret 128-bit key.
+
+    Attributes:
+        key: Two words of 64 bits.
+    """
+
+    key: tuple[int, int]
+
+    def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
+        """See `WordStream`."""
+        counter = np.array([0, 0, block, step], dtype=np.uint64)
+        generator = np.random.Philox(key=np.array(self.key, dtype=np.uint64), counter=counter)
+        return generator.random_raw(count)
+
+
+def words_from(rng: Any = None) -> WordStream:
+    """Returns a word stream unchanged, otherwise one keyed by 16 bytes of ``rng``.
+
+    Raises TypeError for a number, which is not secret.
+    """
+    if rng is None:
+        drawn = secrets.token_bytes(16)
+    elif isinstance(rng, np.random.Generator):
+        drawn = rng.bytes(16)
+    elif isinstance(rng, random.Random):
+        drawn = rng.getrandbits(128).to_bytes(16, "little")
+    elif callable(rng):
+        return rng  # type: ignore[no-any-return]
+    else:
+        raise TypeError(
+            f"rng is a {type(rng).__name__}; pass None, a numpy.random.Generator, a random.SystemRandom or a stream of "
+            "words."
+        )
+    return KeyedWords((int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")))
+
+
+def checked_probability(owner: str, name: str, value: Any) -> float:
+    """Returns ``value`` as a float in [0, 1]; ``owner`` is named in errors."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{owner}: {name} must be a number, got {value!r}.")
+    if not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{owner}: {name} must be in [0, 1], got {value!r}.")
+    return float(value)
+
 
 def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
     """Returns ``value`` as an int; raises if it is not an integer or too small, naming the argument."""
@@ -76,3 +325,17 @@ def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
     if number < at_least:
         raise ValueError(f"{owner}: {name} must be at least {at_least}, got {number}.")
     return number
+
+
+def checked_scheme(name: str, value: Any) -> Any:
+    """Returns a sampling scheme; raises TypeError, which names the argument, if a member is missing."""
+    members = ("over", "participation", "expected_batch_size", "steps_per_epoch")
+    missing = [member for member in members if not callable(getattr(value, member, None))]
+    if missing or isinstance(value, type):
+        raise TypeError(f"{name} is a {type(value).__name__}; pass a sampling scheme. Missing: {', '.join(missing)}.")
+    return value
+
+
+def checked_iterations(owner: str, value: Any, *, at_least: int = 0) -> int | None:
+    """Returns the number of batches in a run as an int; None for no limit."""
+    return None if value is None else whole_number(owner, "iterations", value, at_least=at_least)

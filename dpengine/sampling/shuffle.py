@@ -3,23 +3,64 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.accounting.run_events import EpochParticipation, Participation, UnknownParticipation
+
+from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_iterations, whole_number
 
 _ONE = np.uint64(1)
 _TOP_BIT = np.uint64(63)
 
 
-@dataclasses.dataclass(frozen=True)
-class ShuffleSampling(AbstractBatchStrategy):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShuffleSampling(SamplingScheme):
     """Splits a new random order of the data set into batches in each epoch, like ``DataLoader(shuffle=True)``.
 
-    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold. By default no epsilon is
-    claimed: the true one can be many times that of Poisson sampling (Chua et al. 2024).
+    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold. No epsilon is claimed:
+    the true one can be many times that of Poisson sampling (Chua et al. 2024).
+
+    Args:
+        batch_size: Number of examples in a batch.
+        iterations: Number of batches in the run; None for no limit.
+        drop_last: Whether a smaller last batch is dropped.
+
+    Raises:
+        TypeError: If a count is not an integer.
+        ValueError: If a count is too small.
+    """
+
+    batch_size: int
+    iterations: int | None = None
+    drop_last: bool = False
+
+    law: ClassVar[str] = "shuffle"
+    accounting: ClassVar[str] = "none: not claimed"
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        whole_number(owner, "batch_size", self.batch_size, at_least=1)
+        checked_iterations(owner, self.iterations)
+
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
+        return ShuffleDraws(num_examples, self.batch_size, self.drop_last)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        return UnknownParticipation("Batches of one epoch are dependent, so no epsilon is claimed for shuffling.")
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return float(min(self.batch_size, num_examples))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShuffleDraws(Draws):
+    """Batches of `ShuffleSampling`.
 
     Args:
         num_examples: Number of examples in the data set, at least 1.
@@ -45,8 +86,6 @@ class ShuffleSampling(AbstractBatchStrategy):
     steps_per_epoch: int = dataclasses.field(init=False)
 
     law: ClassVar[str] = "shuffle"
-    claims_epsilon: ClassVar[bool] = False
-    once_per_pass: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
@@ -63,8 +102,17 @@ class ShuffleSampling(AbstractBatchStrategy):
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
+    @property
+    def participation(self) -> EpochParticipation:
+        """See `Draws.participation`."""
+        return EpochParticipation(self.steps_per_epoch)
+
+    def with_epochs_of(self, steps: int) -> Self:
+        """Returns the same draws: the length of an epoch follows from the batch size."""
+        return self
+
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one batch, sorted. See `AbstractBatchStrategy.draw`."""
+        """Returns the examples of one batch, sorted. See `Draws.draw`."""
         if self.steps_per_epoch == 0:
             return np.empty(0, dtype=np.int64)
         epoch, place = divmod(step, self.steps_per_epoch)

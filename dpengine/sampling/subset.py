@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import ClassVar
-
 import numpy as np
 
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from .scheme import IndexBatch, WordStream
 
 _BLOCK = 1 << 24  # first request for choices among drawn examples; no draw makes as many requests
 
@@ -36,49 +33,3 @@ def uniform_subset(size: int, count: int, words: WordStream, *, step: int) -> In
         more = numbers_below(size, count - len(chosen), words, step=step, block=block)
         chosen, block = np.union1d(chosen, more), block + (1 << 16)  # the distribution is symmetric in the numbers
     return chosen
-
-
-@dataclasses.dataclass(frozen=True)
-class TruncatedStrategy(AbstractBatchStrategy):
-    """Another sampling scheme whose batches are truncated to a uniform subset if they are too large.
-
-    Args:
-        drawn: The other scheme.
-        largest: Maximum batch size.
-    """
-
-    drawn: AbstractBatchStrategy
-    largest: int
-
-    law: ClassVar[str] = "truncated"
-    claims_epsilon: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        whole_number(type(self).__name__, "largest", self.largest, at_least=0)
-
-    @property
-    def num_examples(self) -> int:  # type: ignore[override]
-        """Number of examples in the data set."""
-        return self.drawn.num_examples
-
-    @property
-    def sample_rate(self) -> float:  # type: ignore[override]
-        """Sampling rate before truncation."""
-        return self.drawn.sample_rate
-
-    @property
-    def expected_batch_size(self) -> float:  # type: ignore[override]
-        """Expected batch size before truncation."""
-        return self.drawn.expected_batch_size
-
-    @property
-    def steps_per_epoch(self) -> int:  # type: ignore[override]
-        """Number of logical batches in one pass over the loader."""
-        return self.drawn.steps_per_epoch
-
-    def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
-        indices = self.drawn.draw(step, words)
-        if len(indices) <= self.largest:
-            return indices
-        return indices[uniform_subset(len(indices), self.largest, words, step=step)]

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dpengine.accounting.run_events import Participation
 from dpengine.errors import SamplingError
 
-from .scheme import AbstractBatchStrategy, IndexBatch, WordStream
+from .scheme import Draws, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
 _PAIRS = 17  # number of examples that are collated with the first one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class UnitStrategy(AbstractBatchStrategy):
+class UnitDraws(Draws):
     """Samples units by another scheme, each with all of its examples.
 
     Args:
@@ -31,16 +32,15 @@ class UnitStrategy(AbstractBatchStrategy):
         ValueError: If the scheme samples from another number of units.
     """
 
-    drawn: AbstractBatchStrategy
+    drawn: Draws
     unit_N: UnitIds
 
     law: ClassVar[str] = "units"
-    claims_epsilon: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         sizes = np.bincount(self.unit_N, minlength=1)
         if len(sizes) != max(1, self.drawn.num_examples):
-            raise ValueError(f"UnitStrategy: got {len(sizes)} units, and a scheme for {self.drawn.num_examples}.")
+            raise ValueError(f"UnitDraws: got {len(sizes)} units, and a scheme for {self.drawn.num_examples}.")
         object.__setattr__(self, "_order", np.argsort(self.unit_N, kind="stable"))
         object.__setattr__(self, "_ends", np.cumsum(sizes))
 
@@ -63,6 +63,11 @@ class UnitStrategy(AbstractBatchStrategy):
     def steps_per_epoch(self) -> int:  # type: ignore[override]
         """Number of logical batches in one pass over the loader."""
         return self.drawn.steps_per_epoch
+
+    @property
+    def participation(self) -> Participation:
+        """How units participate."""
+        return self.drawn.participation
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, unit by unit."""

@@ -3,6 +3,7 @@
 import pytest
 from torch.utils.data import DataLoader
 
+from dpengine.accounting import EpochParticipation
 from dpengine.compat.opacus.engine_batches import InOrder
 
 
@@ -17,7 +18,7 @@ def test_batches_are_those_of_an_unshuffled_loader_in_every_pass(rows, size, dro
     assert drawn == 2 * plain
     assert strategy.expected_batch_size == min(size, rows)
     assert strategy.sample_rate == min(1, size / rows)
-    assert strategy.claims_epsilon
+    assert strategy.participation == EpochParticipation(len(plain), claimed=True)
 
 
 @pytest.mark.parametrize("wrong", [(0, 4), (4, 0), (4, -1)])

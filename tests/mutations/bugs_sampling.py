@@ -11,8 +11,9 @@ import numpy as np
 
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
-from dpengine.sampling import PoissonSampling, ShuffleSampling
 from dpengine.sampling.batches import LogicalBatches
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.shuffle import ShuffleDraws
 
 from .planted import Patch, Planted
 
@@ -30,7 +31,7 @@ def _drawn(change: Callable[[Draw, Any, int, Any], Any]) -> tuple[Patch, ...]:
 
         return drawn
 
-    return (Patch(PoissonSampling, "draw", wrong),)
+    return (Patch(PoissonDraws, "draw", wrong),)
 
 
 def _random_on_empty(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
@@ -52,7 +53,7 @@ def _redrawn(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
 
 def _shuffled(draw: Draw, strategy: Any, step: int, words: Any) -> Any:
     size = max(1, round(strategy.sample_rate * strategy.num_examples))
-    return ShuffleSampling(strategy.num_examples, size).draw(step, words) if strategy.num_examples else draw(
+    return ShuffleDraws(strategy.num_examples, size).draw(step, words) if strategy.num_examples else draw(
         strategy, step, words
     )  # fmt: skip
 

@@ -24,10 +24,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpengine import PrivacyEngine
-from dpengine.batch_selection import pad_to_multiple_of
 from dpengine.engine.public_gradients import public
 from dpengine.errors import UnknownParameterError
 from dpengine.functional import clipped_grad
+from dpengine.sampling import pad_to_multiple_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 

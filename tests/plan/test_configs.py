@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from dpengine.accounting import Charge, GaussianEvent, Relation, epsilon_of
-from dpengine.batch_selection import CyclicPoissonSampling, FixedBatchSampling
 from dpengine.errors import AccountingRefusedError, PrivacyError
+from dpengine.noise import BLT
+from dpengine.noise.correlated import add_row
 from dpengine.noise.sensitivity import sq_sensitivity
 from dpengine.noise.toeplitz import matrix, toeplitz_inverse
 from dpengine.plan import (
@@ -21,12 +22,14 @@ from dpengine.plan import (
     BLTConfig,
     DPSGDConfig,
     PerformanceFlags,
+    Plan,
 )
-from dpengine.sampling import Partition
+from dpengine.sampling import BallsInBinsSampling, CyclicPoissonSampling, FixedBatchSampling, Partition
 
 CONFIGS = {
     "dp-sgd": DPSGDConfig(iterations=100, sampling_prob=0.1),
     "truncated": DPSGDConfig(iterations=20, sampling_prob=0.1, truncated_batch_size=160, num_examples=1000),
+    "plan": Plan(iterations=50, sampling=BallsInBinsSampling(cycle_length=10), noise=BLT(num_buffers=1)),
     "fixed": DPSGDConfig(iterations=100, fixed_batch_size=50, num_examples=1000),
     "band-mf": BandMFConfig.default(num_bands=4, iterations=64, sampling_prob=0.3),
     "band-mf, public": BandMFConfig(iterations=21, strategy=(2.0, 1.0, 0.3), sampling_prob=0.5, num_examples=300),
@@ -200,10 +203,10 @@ def rows_of(recurrence, size):
     import torch
 
     basis = torch.eye(size, dtype=torch.float64)
-    state, rows = torch.zeros(recurrence.kept, size, dtype=torch.float64), []
+    state, rows = torch.zeros(recurrence.num_kept, size, dtype=torch.float64), []
     for t in range(size):
         out = torch.zeros(size, dtype=torch.float64)
-        recurrence.row(t, lambda to, weight, step: to.add_(basis[step], alpha=weight), state, out)
+        add_row(recurrence, t, lambda to, weight, step: to.add_(basis[step], alpha=weight), state, out)
         rows.append(out)
     return torch.stack(rows).numpy()
 

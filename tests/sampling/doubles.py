@@ -5,14 +5,15 @@ import math
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dpengine.sampling import AbstractBatchStrategy
+from dpengine.accounting.run_events import PoissonParticipation
 from dpengine.sampling.loader import private_loader
+from dpengine.sampling.scheme import Draws
 
 
-class Fixed(AbstractBatchStrategy):
+class Fixed(Draws):
     """Batches that the test chooses; the last comes again and again."""
 
-    law, claims_epsilon = "poisson", True
+    law, participation = "poisson", PoissonParticipation(0.1)
 
     def __init__(self, *batches, rows=20, steps_per_epoch=None):
         self.batches = batches

@@ -11,7 +11,7 @@ from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
 from torch.utils.data import DataLoader
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling
+from dpengine.sampling.poisson import PoissonDraws
 
 WORKERS = [0, 2]
 
@@ -73,7 +73,7 @@ def test_each_chunk_is_handed_out_right_before_it_is_given(workers):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
     recorder = Recorder()
-    strategy = PoissonSampling(20, 0.2, 5, 4.0)
+    strategy = PoissonDraws(20, 0.2, 5, 4.0)
     loader = private(strategy, words=seeded_words(1), recorder=recorder, workers=workers)
     seen = [rows_of(loader), rows_of(loader)]
     assert [ticket.step for ticket, _ in recorder.handed] == list(range(10)) == recorder.asked
@@ -84,7 +84,7 @@ def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
 @pytest.mark.parametrize("workers", WORKERS)
 def test_f_s10_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
     recorder = Recorder()
-    strategy = PoissonSampling(20, 0.2, 8, 4.0)
+    strategy = PoissonDraws(20, 0.2, 8, 4.0)
     loader = private(strategy, words=seeded_words(2), recorder=recorder, workers=workers)
     seen = []
     for batch in loader:
@@ -174,7 +174,7 @@ def test_tqdm_knows_the_number_of_steps():
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_a_resumed_loader_goes_on_with_the_same_batches(workers, seeded_words):
-    strategy = PoissonSampling(20, 0.2, 6, 4.0)
+    strategy = PoissonDraws(20, 0.2, 6, 4.0)
     straight = rows_of(private(strategy, words=seeded_words(3)))
     first = private(strategy, words=seeded_words(3), workers=workers)
     seen = [batch["y"].tolist() for _, batch in zip(range(2), first, strict=False)]

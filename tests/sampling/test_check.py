@@ -23,9 +23,9 @@ from torch.utils.data import (
 import dpengine
 from dpengine import PrivacyEngine
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling
 from dpengine.sampling.check import check_loader, check_repeats, example_numbers
 from dpengine.sampling.loader import private_loader
+from dpengine.sampling.poisson import PoissonDraws
 
 DATA = TensorDataset(torch.zeros(10, 2))
 
@@ -150,7 +150,7 @@ def test_u2_f_s8_f_d1_f_b15_other_loaders_are_refused_by_name(name):
 def test_a_private_loader_is_refused_by_name(seeded_words):
     private = private_loader(
         DataLoader(DATA, batch_size=4),
-        strategy=PoissonSampling(10, 0.4, 3, 4.0),
+        strategy=PoissonDraws(10, 0.4, 3, 4.0),
         words=seeded_words(),
         on_return=lambda ticket, chunk, data: None,
         may_draw=lambda step: True,

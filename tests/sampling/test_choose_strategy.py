@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
+from dpengine.accounting.run_events import EpochParticipation
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling, ShuffleSampling
 from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.shuffle import ShuffleDraws
 
 
 def loader_of(rows: int, size: int, **options) -> DataLoader:
@@ -26,25 +28,25 @@ def test_f_s4_v3_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_rows(sam
 
 def test_f_s2_rate_and_divisor_follow_from_the_batch_size():
     strategy = strategy_for(loader_of(60000, 256))
-    assert strategy == PoissonSampling(60000, 256 / 60000, 235, 256.0)
+    assert strategy == PoissonDraws(60000, 256 / 60000, 235, 256.0)
 
 
 def test_a_batch_larger_than_the_data_has_rate_one():
-    assert strategy_for(loader_of(5, 8)) == PoissonSampling(5, 1.0, 1, 5.0)
+    assert strategy_for(loader_of(5, 8)) == PoissonDraws(5, 1.0, 1, 5.0)
 
 
 def test_a_batch_sampler_of_torch_is_read():
     data = range(10)
     loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, True))
-    assert strategy_for(loader) == PoissonSampling(10, 0.4, 2, 4.0)
+    assert strategy_for(loader) == PoissonDraws(10, 0.4, 2, 4.0)
 
 
 def test_f_s1_shuffling_must_be_asked_for_and_claims_nothing():
     loader = loader_of(10, 4, shuffle=True)
     assert strategy_for(loader).law == "poisson"
     shuffled = strategy_for(loader, sampling="shuffle")
-    assert shuffled == ShuffleSampling(10, 4)
-    assert not shuffled.claims_epsilon
+    assert shuffled == ShuffleDraws(10, 4)
+    assert shuffled.participation == EpochParticipation(3)
 
 
 @pytest.mark.parametrize("rows", [0, 900, 1000, 1100])
@@ -65,8 +67,8 @@ def test_a_declared_rate_that_does_not_divide_the_data_is_rounded_as_the_loader_
 
 
 def test_a_declared_batch_size_replaces_the_loaders():
-    assert strategy_for(loader_of(1000, 1), expected_batch_size=300) == PoissonSampling(1000, 0.3, 4, 300.0)
-    assert strategy_for(loader_of(10, 1), expected_batch_size=64) == PoissonSampling(10, 1.0, 1, 64.0)
+    assert strategy_for(loader_of(1000, 1), expected_batch_size=300) == PoissonDraws(1000, 0.3, 4, 300.0)
+    assert strategy_for(loader_of(10, 1), expected_batch_size=64) == PoissonDraws(10, 1.0, 1, 64.0)
 
 
 def test_f_b14_an_empty_data_set_without_constants_is_refused():

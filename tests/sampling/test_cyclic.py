@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling import PoissonSampling
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
+from dpengine.sampling.cyclic import CyclicDraws, Partition
+from dpengine.sampling.poisson import PoissonDraws
 
 ROWS, RATE, CYCLE = 205, 0.3, 4
 both = pytest.mark.parametrize("partition", Partition)
 
 
 def sampling(rows=ROWS, rate=RATE, cycle=CYCLE, partition=Partition.EQUAL_SPLIT):
-    return CyclicPoissonStrategy(rows, rate, cycle, 1, 5.0, partition)
+    return CyclicDraws(rows, rate, cycle, 1, 5.0, partition)
 
 
 @both
@@ -111,7 +111,7 @@ def test_a_rate_of_one_draws_the_whole_group(seeded_words):
 
 def test_one_group_is_poisson_sampling_of_shuffled_places(seeded_words):
     strategy, words = sampling(cycle=1), seeded_words()
-    plain = PoissonSampling(ROWS, RATE, 1, 5.0)
+    plain = PoissonDraws(ROWS, RATE, 1, 5.0)
     assert [len(strategy.draw(t, words)) for t in range(20)] == [len(plain.draw(t, words)) for t in range(20)]
     assert len(set(strategy.group_of(words))) == 1
 
@@ -153,4 +153,4 @@ def test_more_groups_than_examples_are_no_error(seeded_words, partition):
 )
 def test_arguments_out_of_range_are_refused(arguments, error, says):
     with pytest.raises(error, match=says):
-        CyclicPoissonStrategy(*arguments)
+        CyclicDraws(*arguments)

@@ -9,8 +9,8 @@ from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine.errors import SamplingError
-from dpengine.sampling import PoissonSampling
 from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.poisson import PoissonDraws
 
 WORKERS = [0, 2]
 
@@ -123,7 +123,7 @@ def test_a_class_with_its_own_iteration_sees_the_empty_batches_too(workers):
 
 def test_a_class_that_reads_ahead_in_a_thread_keeps_the_order(seeded_words):
     rows = [{"y": index} for index in range(20)]
-    strategy = PoissonSampling(20, 0.05, 300, 1.0)
+    strategy = PoissonDraws(20, 0.05, 300, 1.0)
     recorder = Recorder()
     loader = private(strategy, words=seeded_words(5), loader=Threaded(rows, batch_size=2), recorder=recorder)
     for step, batch in enumerate(loader):
@@ -158,7 +158,7 @@ def test_x1_a_loader_around_another_hands_out_what_was_drawn(workers):
 
 
 def test_persistent_workers_survive_passes_and_breaks(seeded_words):
-    strategy = PoissonSampling(20, 0.2, 4, 4.0)
+    strategy = PoissonDraws(20, 0.2, 4, 4.0)
     loader = DataLoader(Rows(), batch_size=2, num_workers=2, persistent_workers=True)
     loader = private(strategy, words=seeded_words(4), loader=loader)
     seen = []

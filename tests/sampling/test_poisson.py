@@ -13,18 +13,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling import PoissonSampling
+from dpengine.accounting.run_events import PoissonParticipation
+from dpengine.sampling.poisson import PoissonDraws
 
 ROWS = 200
 RATE = 0.05
 STEPS = 4000
 
 
-def sampling(rows: int, rate: float) -> PoissonSampling:
-    return PoissonSampling(rows, rate, steps_per_epoch=1, expected_batch_size=max(rows * rate, 1e-300))
+def sampling(rows: int, rate: float) -> PoissonDraws:
+    return PoissonDraws(rows, rate, steps_per_epoch=1, expected_batch_size=max(rows * rate, 1e-300))
 
 
-def masks(strategy: PoissonSampling, words, steps: int) -> np.ndarray:
+def masks(strategy: PoissonDraws, words, steps: int) -> np.ndarray:
     included = np.zeros((steps, strategy.num_examples))
     for step in range(steps):
         included[step, strategy.draw(step, words)] = 1
@@ -251,14 +252,14 @@ GOOD = {"num_examples": 10, "sample_rate": 0.1, "steps_per_epoch": 10, "expected
 )
 def test_f_b3_a_bad_argument_is_named(name, value, error):
     with pytest.raises(error, match=name) as raised:
-        PoissonSampling(**{**GOOD, name: value})
-    assert "PoissonSampling" in str(raised.value)
+        PoissonDraws(**{**GOOD, name: value})
+    assert "PoissonDraws" in str(raised.value)
 
 
 def test_the_fields_are_public_and_say_all():
-    strategy = PoissonSampling(**GOOD)
-    assert strategy == PoissonSampling(**GOOD)
+    strategy = PoissonDraws(**GOOD)
+    assert strategy == PoissonDraws(**GOOD)
     assert "sample_rate=0.1" in repr(strategy)
-    assert (strategy.law, strategy.claims_epsilon) == ("poisson", True)
+    assert (strategy.law, strategy.participation) == ("poisson", PoissonParticipation(strategy.sample_rate))
     with pytest.raises(AttributeError):
         strategy.sample_rate = 0.2

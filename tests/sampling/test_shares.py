@@ -5,8 +5,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from dpengine.noise import NoiseSource
-from dpengine.sampling import PoissonSampling
 from dpengine.sampling.loader import private_loader
+from dpengine.sampling.poisson import PoissonDraws
 
 ROWS, STEPS = 48, 50
 
@@ -16,7 +16,7 @@ def batches_of(rank, ranks):
     source = NoiseSource.seeded(4)
     loader = private_loader(
         DataLoader(range(ROWS), batch_size=6),
-        strategy=PoissonSampling(ROWS, 0.2, STEPS, 9.6),
+        strategy=PoissonDraws(ROWS, 0.2, STEPS, 9.6),
         words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
         on_return=lambda batch, chunk, data: None,
         may_draw=lambda step: True,

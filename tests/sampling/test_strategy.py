@@ -1,25 +1,33 @@
 """What every strategy promises."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
-from dpengine.sampling import AbstractBatchStrategy, PoissonSampling, ShuffleSampling
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
-from dpengine.sampling.subset import TruncatedStrategy
+from dpengine.accounting.run_events import Participation
+from dpengine.sampling.cyclic import CyclicDraws, Partition
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.scheme import Draws
+from dpengine.sampling.shuffle import ShuffleDraws
+from dpengine.sampling.truncation import TruncatedDraws
 
 STRATEGIES = [
-    PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),
-    PoissonSampling(3, 1.0, steps_per_epoch=1, expected_batch_size=3.0),
-    PoissonSampling(40, 0.01, steps_per_epoch=100, expected_batch_size=0.4),
-    CyclicPoissonStrategy(500, 0.2, 5, 10, 20.0),
-    CyclicPoissonStrategy(7, 1.0, 3, 3, 2.0, Partition.INDEPENDENT),
-    ShuffleSampling(500, 50),
-    ShuffleSampling(7, 3, drop_last=True),
-    ShuffleSampling(1, 5),
-    TruncatedStrategy(PoissonSampling(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0), 45),
+    PoissonDraws(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0),
+    PoissonDraws(3, 1.0, steps_per_epoch=1, expected_batch_size=3.0),
+    PoissonDraws(40, 0.01, steps_per_epoch=100, expected_batch_size=0.4),
+    CyclicDraws(500, 0.2, 5, 10, 20.0),
+    CyclicDraws(7, 1.0, 3, 3, 2.0, Partition.INDEPENDENT),
+    ShuffleDraws(500, 50),
+    ShuffleDraws(7, 3, drop_last=True),
+    ShuffleDraws(1, 5),
+    TruncatedDraws(PoissonDraws(500, 0.1, steps_per_epoch=10, expected_batch_size=50.0), 45),
 ]
 ELSEWHERE = {
-    "UnitStrategy": "tests/test_privacy_unit.py: its batches are in the order of units",
+    "StatefulDraws": "abstract; tests/sampling/test_schemes.py has the schemes with a state",
+    "FixedSizeDraws": "tests/sampling/test_schemes.py",
+    "OwnDraws": "tests/extending/test_recipes.py: schemes from outside",
+    "UnitDraws": "tests/test_privacy_unit.py: its batches are in the order of units",
     "ExternalBatches": "tests/sampling/test_external.py: the training loop draws them",
 }
 
@@ -41,10 +49,10 @@ def test_the_facts_for_accounting_are_plain_numbers(strategy):
     assert type(strategy.sample_rate) is float
     assert type(strategy.expected_batch_size) is float
     assert type(strategy.law) is str
-    assert type(strategy.claims_epsilon) is bool
+    assert isinstance(strategy.participation, get_args(Participation))
 
 
 def test_every_law_is_in_the_table():
-    kinds = AbstractBatchStrategy.__subclasses__()
+    kinds = Draws.__subclasses__()
     ours = {kind.__name__ for kind in kinds if kind.__module__.startswith("dpengine.sampling.")}
     assert {type(strategy).__name__ for strategy in STRATEGIES} == ours - ELSEWHERE.keys()

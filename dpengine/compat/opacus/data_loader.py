@@ -21,8 +21,8 @@ from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.choose_scheme import strategy_for
 from dpengine.sampling.loader import PrivateIteration
-from dpengine.sampling.poisson import PoissonSampling
-from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.scheme import Draws
 
 from .engine_batches import plain, reporting_loader, topology_for, whole_loader, words_for
 
@@ -185,7 +185,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
     @property
-    def strategy(self) -> AbstractBatchStrategy:
+    def strategy(self) -> Draws:
         """The sampling scheme."""
         return self._batches.strategy
 
@@ -218,9 +218,7 @@ def private_form(
     return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
 
 
-def _drawn_as(
-    data_loader: DataLoader[Any], distributed: bool | Topology
-) -> tuple[AbstractBatchStrategy, DataLoader[Any]]:
+def _drawn_as(data_loader: DataLoader[Any], distributed: bool | Topology) -> tuple[Draws, DataLoader[Any]]:
     """Returns the sampling scheme of a loader's private form, and the loader of the batches of all processes."""
     refuse_iterable(data_loader.dataset)
     if isinstance(data_loader, DPDataLoader):
@@ -229,7 +227,7 @@ def _drawn_as(
     check_loader(data_loader)
     batches: Any = data_loader.batch_sampler
     rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
-    return PoissonSampling(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows))), data_loader
+    return PoissonDraws(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows))), data_loader
 
 
 @suggests_names
@@ -255,7 +253,7 @@ def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator
 
 def _private(
     plain: DataLoader[Any],
-    strategy: AbstractBatchStrategy,
+    strategy: Draws,
     generator: torch.Generator | None,
     distributed: bool | Topology,
     batch_first: bool,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from dpengine.accounting.run_events import EpochParticipation
 from dpengine.distributed.detect import topology_of
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.build_plan import source_for
@@ -20,7 +21,7 @@ from dpengine.sampling.batches import LogicalBatch
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.loader import PrivateIteration, private_loader
 from dpengine.sampling.scheme import IndexBatch, WordStream
-from dpengine.sampling.shuffle import ShuffleSampling
+from dpengine.sampling.shuffle import ShuffleDraws
 
 from .optimizers.step_of import seed_of
 
@@ -28,10 +29,13 @@ if TYPE_CHECKING:
     from .optimizers import DPOptimizer
 
 
-class Shuffled(ShuffleSampling):
+class Shuffled(ShuffleDraws):
     """Batches in random order, for which epsilon is claimed without amplification by the order."""
 
-    claims_epsilon = True
+    @property
+    def participation(self) -> EpochParticipation:
+        """See `Draws.participation`."""
+        return EpochParticipation(self.steps_per_epoch, claimed=True)
 
 
 class InOrder(Shuffled):
@@ -40,7 +44,7 @@ class InOrder(Shuffled):
     law = "in order"
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one batch. See `AbstractBatchStrategy.draw`."""
+        """Returns the examples of one batch. See `Draws.draw`."""
         first = step % max(self.steps_per_epoch, 1) * self.batch_size
         return np.arange(first, min(first + self.batch_size, self.num_examples), dtype=np.int64)
 
@@ -111,7 +115,7 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
     topology = topology_for(distributed)
     strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
     whole = whole_loader(data_loader, topology)
-    if isinstance(strategy, ShuffleSampling):
+    if isinstance(strategy, ShuffleDraws):
         if not isinstance(strategy, Shuffled):
             strategy = Shuffled(strategy.num_examples, strategy.batch_size, strategy.drop_last)
     else:

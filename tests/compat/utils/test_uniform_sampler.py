@@ -152,11 +152,11 @@ def test_without_a_process_group_it_says_so():
 def test_it_draws_by_the_engine(monkeypatch):
     asked = []
 
-    class Watched(uniform_sampler.PoissonSampling):
+    class Watched(uniform_sampler.PoissonDraws):
         def draw(self, step, words):
             asked.append(step)
             return super().draw(step, words)
 
-    monkeypatch.setattr(uniform_sampler, "PoissonSampling", Watched)
+    monkeypatch.setattr(uniform_sampler, "PoissonDraws", Watched)
     list(UniformWithReplacementSampler(num_samples=10, sample_rate=0.5, steps=4))
     assert asked == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import suggests_names
 from dpengine.noise.correlated import mechanism_for
-from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.scheme import Draws
 
 from . import step_of
 from .own_steps import _check_processed_flag as _check_processed_flag
@@ -100,9 +100,7 @@ class DPOptimizer(Optimizer):
         step_of.follow_hooks(self, self._built_step)
         return self._built_step
 
-    def _begin_run(
-        self, sampling: AbstractBatchStrategy, ledger: Ledger, on_release: Callable[[], None], **parts: Any
-    ) -> PrivateStep:
+    def _begin_run(self, sampling: Draws, ledger: Ledger, on_release: Callable[[], None], **parts: Any) -> PrivateStep:
         """Builds the step of an engine's run, before the first batch. ``on_release`` is called in each step.
 
         The engine builds the optimizer first, because the step takes clipping and noise from it.

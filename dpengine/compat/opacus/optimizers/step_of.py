@@ -32,7 +32,7 @@ from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.external import ExternalBatches
-from dpengine.sampling.scheme import AbstractBatchStrategy
+from dpengine.sampling.scheme import Draws
 
 from .utils import params
 from .written_sums import SumsShown, refuse_or_take
@@ -70,7 +70,7 @@ def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: Abs
     return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), Ledger(), batches=batches)
 
 
-def engine_step(optimizer: DPOptimizer, sampling: AbstractBatchStrategy, ledger: Ledger, **parts: Any) -> PrivateStep:
+def engine_step(optimizer: DPOptimizer, sampling: Draws, ledger: Ledger, **parts: Any) -> PrivateStep:
     """Returns a step for the batches of a private loader, which an engine accounts for.
 
     ``parts`` are ``budget`` and ``dataset_check`` of the step.

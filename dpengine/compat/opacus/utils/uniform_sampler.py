@@ -11,7 +11,7 @@ from dpengine.distributed.ranks import Ranks
 from dpengine.errors import suggests_names
 from dpengine.noise.source import NoiseSource
 from dpengine.sampling.choose_scheme import batches_per_epoch
-from dpengine.sampling.poisson import PoissonSampling
+from dpengine.sampling.poisson import PoissonDraws
 from dpengine.sampling.scheme import whole_number
 
 
@@ -108,12 +108,12 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         return dealt[self.rank :: self.num_replicas].tolist()
 
 
-def _strategy(num_samples: int, sample_rate: float, steps: int) -> PoissonSampling:
+def _strategy(num_samples: int, sample_rate: float, steps: int) -> PoissonDraws:
     # The last argument divides sums, which only the optimizer uses.
-    return PoissonSampling(num_samples, sample_rate, steps, sample_rate * max(num_samples, 1))
+    return PoissonDraws(num_samples, sample_rate, steps, sample_rate * max(num_samples, 1))
 
 
-def _batches(strategy: PoissonSampling, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
+def _batches(strategy: PoissonDraws, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
     """Yields the batches of one pass. Parts with equal generators draw independently."""
     source = NoiseSource.fresh() if generator is None else NoiseSource.seeded(_seed(generator))
     domain = f"batch {part}"

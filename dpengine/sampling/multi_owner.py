@@ -10,9 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling.scheme import IndexBatch, whole_number
-
-from .scheme import AbstractBatchSelection, Batches, words_from
+from .scheme import Batches, IndexBatch, SamplingScheme, checked_scheme, whole_number, words_from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,19 +117,18 @@ class MultiOwnerSelection:
         TypeError: If ``base`` is not a sampling scheme.
     """
 
-    base: AbstractBatchSelection
+    base: SamplingScheme
     max_degree: int = 8
 
     law: ClassVar[str] = "multi-owner"
     accounting: ClassVar[str] = "that of the base, for users"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, AbstractBatchSelection):
-            raise TypeError(f"MultiOwnerSelection: base is a {type(self.base).__name__}; pass a sampling scheme.")
+        checked_scheme("MultiOwnerSelection: base", self.base)
         whole_number("MultiOwnerSelection", "max_degree", self.max_degree, at_least=1)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
-        """Returns the batches of one run; see `AbstractBatchSelection.batch_iterator`.
+        """Returns the batches of one run; see `SamplingScheme.batch_iterator`.
 
         Args:
             graph: Ownership of the examples.

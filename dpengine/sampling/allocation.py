@@ -8,20 +8,28 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling.cyclic import CyclicPoissonStrategy, Partition
-from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
+from dpengine.accounting.run_events import Participation, PoissonParticipation, UnknownParticipation
 
-from .scheme import AbstractBatchSelection, StatefulStrategy
+from .cyclic import CyclicDraws, Partition
+from .scheme import (
+    Draws,
+    IndexBatch,
+    SamplingScheme,
+    StatefulDraws,
+    WordStream,
+    checked_iterations,
+    whole_number,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BallsInBinsSampling(AbstractBatchSelection):
+class BallsInBinsSampling(SamplingScheme):
     """Each example selects a bin once, independently of the others; batch t is bin ``t mod cycle_length``.
 
     Source: Chua et al. 2024 (arXiv:2412.16802); Choquette-Choo et al. 2024 (arXiv:2410.06266) for correlated noise.
 
     Args:
-        iterations: Number of batches in the run.
+        iterations: Number of batches in the run; None for no limit.
         cycle_length: Number of bins.
 
     Raises:
@@ -29,7 +37,7 @@ class BallsInBinsSampling(AbstractBatchSelection):
         ValueError: If it is too small.
     """
 
-    iterations: int
+    iterations: int | None = None
     cycle_length: int
 
     law: ClassVar[str] = "balls-in-bins"
@@ -37,16 +45,22 @@ class BallsInBinsSampling(AbstractBatchSelection):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole_number(owner, "iterations", self.iterations, at_least=0)
+        checked_iterations(owner, self.iterations)
         whole_number(owner, "cycle_length", self.cycle_length, at_least=1)
 
-    def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """See `AbstractBatchSelection.over`."""
-        expected = max(num_examples / self.cycle_length, 1e-9)
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
         # Independently selected bins are the groups of cyclic sampling at rate 1.
-        return CyclicPoissonStrategy(
-            num_examples, 1.0, self.cycle_length, self.iterations, expected, Partition.INDEPENDENT
-        )
+        sizes = (self.steps_per_epoch(num_examples), self.expected_batch_size(num_examples))
+        return CyclicDraws(num_examples, 1.0, self.cycle_length, *sizes, Partition.INDEPENDENT)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        return PoissonParticipation(1.0, self.cycle_length)
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return max(num_examples / self.cycle_length, 1e-9)
 
 
 Remaining = npt.NDArray[np.int32]
@@ -54,7 +68,7 @@ Remaining = npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RandomAllocationSampling(AbstractBatchSelection):
+class RandomAllocationSampling(SamplingScheme):
     """Each example participates in exactly ``participations`` steps, selected uniformly.
 
     Needs memory for one number per example.
@@ -79,19 +93,32 @@ class RandomAllocationSampling(AbstractBatchSelection):
         whole_number(owner, "participations", self.participations, at_least=0)
         whole_number(owner, "iterations", self.iterations, at_least=self.participations)
 
-    def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """See `AbstractBatchSelection.over`."""
-        rate = self.participations / max(1, self.iterations)
-        return AllocationStrategy(num_examples, rate, max(rate * num_examples, 1e-9), self.iterations, self)
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
+        sizes = (self.expected_batch_size(num_examples), self.steps_per_epoch(num_examples))
+        return AllocationDraws(num_examples, self.participations / max(1, self.iterations), *sizes, self)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        return UnknownParticipation("Random allocation has no privacy analysis here.")
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return max(self.participations / max(1, self.iterations) * num_examples, 1e-9)
 
 
 @dataclasses.dataclass(frozen=True)
-class AllocationStrategy(StatefulStrategy):
+class AllocationDraws(StatefulDraws):
     """Batches of `RandomAllocationSampling`."""
 
     selection: RandomAllocationSampling
 
     law: ClassVar[str] = "random-allocation"
+
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        return self.selection.participation()
 
     def begin(self, words: WordStream) -> Remaining:
         """Returns all participations of each example."""

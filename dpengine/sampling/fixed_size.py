@@ -7,19 +7,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
-from dpengine.sampling.subset import numbers_below, uniform_subset
+from dpengine.accounting.run_events import FixedSizeParticipation, Participation, UnknownParticipation
 
-from .scheme import AbstractBatchSelection
+from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_iterations, whole_number
+from .subset import numbers_below, uniform_subset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FixedBatchSampling(AbstractBatchSelection):
+class FixedBatchSampling(SamplingScheme):
     """Each batch is a new uniform subset of ``batch_size`` examples.
 
     Args:
         batch_size: Number of examples in each batch.
-        iterations: Number of batches in the run.
+        iterations: Number of batches in the run; None for no limit.
         replace: Whether an example may be in a batch more than once.
 
     Raises:
@@ -28,7 +28,7 @@ class FixedBatchSampling(AbstractBatchSelection):
     """
 
     batch_size: int
-    iterations: int
+    iterations: int | None = None
     replace: bool = False
 
     law: ClassVar[str] = "fixed-size"
@@ -37,15 +37,26 @@ class FixedBatchSampling(AbstractBatchSelection):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         whole_number(owner, "batch_size", self.batch_size, at_least=0)
-        whole_number(owner, "iterations", self.iterations, at_least=0)
+        checked_iterations(owner, self.iterations)
 
-    def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """See `AbstractBatchSelection.over`. Raises ValueError for a batch larger than the data set."""
-        return FixedSizeStrategy(num_examples, self.batch_size, self.iterations, replace=self.replace)
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`. Raises ValueError for a batch larger than the data set."""
+        steps = self.steps_per_epoch(num_examples)
+        return FixedSizeDraws(num_examples, self.batch_size, steps, replace=self.replace)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        if self.replace:
+            return UnknownParticipation("Batches with replacement have no privacy analysis here.")
+        return FixedSizeParticipation(self.batch_size)
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return float(self.batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
-class FixedSizeStrategy(AbstractBatchStrategy):
+class FixedSizeDraws(Draws):
     """Batches of `FixedBatchSampling`."""
 
     num_examples: int
@@ -54,7 +65,6 @@ class FixedSizeStrategy(AbstractBatchStrategy):
     replace: bool = False
 
     law: ClassVar[str] = "fixed-size"
-    claims_epsilon: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         whole_number(type(self).__name__, "num_examples", self.num_examples, at_least=0)
@@ -64,6 +74,11 @@ class FixedSizeStrategy(AbstractBatchStrategy):
                 f"FixedBatchSampling: batch_size={self.batch_size} exceeds the {self.num_examples} examples. Pass at "
                 f"most {self.num_examples}."
             )
+
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        return FixedBatchSampling(batch_size=self.batch_size, replace=self.replace).participation()
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]
@@ -76,7 +91,7 @@ class FixedSizeStrategy(AbstractBatchStrategy):
         return float(self.batch_size)
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, sorted. See `AbstractBatchStrategy.draw`."""
+        """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
         if self.replace:
             return np.sort(numbers_below(max(1, self.num_examples), self.batch_size, words, step=step))
         return uniform_subset(self.num_examples, self.batch_size, words, step=step)

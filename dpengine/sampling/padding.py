@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling.scheme import IndexBatch, whole_number
+from .scheme import IndexBatch, whole_number
 
 PADDING = -1
 """Index of no example. Pass ``indices == PADDING`` as ``is_padding_example`` of `functional.clipped_grad`."""

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dpengine.batch_selection import (
+from dpengine.sampling import (
     PADDING,
     CyclicPoissonSampling,
     MultiOwnerGraph,
@@ -16,7 +16,7 @@ from dpengine.batch_selection import (
     pad_to_multiple_of,
     split_and_pad_global_batch,
 )
-from dpengine.batch_selection.scheme import KeyedWords
+from dpengine.sampling.scheme import KeyedWords
 
 ALL = CyclicPoissonSampling(sampling_prob=1.0, iterations=4)
 SOME = CyclicPoissonSampling(sampling_prob=0.5, iterations=30)

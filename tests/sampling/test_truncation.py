@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from dpengine.batch_selection import cut_probability, suggest_cap
+from dpengine.sampling import cut_probability, suggest_cap
 
 
 def slowly(n, q, k):

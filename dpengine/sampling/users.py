@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from dpengine.sampling.scheme import IndexBatch, whole_number
-
-from .scheme import AbstractBatchSelection, Batches, words_from
+from .scheme import Batches, IndexBatch, SamplingScheme, checked_scheme, whole_number, words_from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,7 +26,7 @@ class UserSelectionStrategy:
         ValueError: If the count is below 1.
     """
 
-    base: AbstractBatchSelection
+    base: SamplingScheme
     examples_per_user: int = 1
     shuffle: bool = False
 
@@ -36,12 +34,11 @@ class UserSelectionStrategy:
     accounting: ClassVar[str] = "that of the base, for users"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.base, AbstractBatchSelection):
-            raise TypeError(f"UserSelectionStrategy: base is a {type(self.base).__name__}; pass a sampling scheme.")
+        checked_scheme("UserSelectionStrategy: base", self.base)
         whole_number("UserSelectionStrategy", "examples_per_user", self.examples_per_user, at_least=1)
 
     @property
-    def iterations(self) -> int:
+    def iterations(self) -> int | None:
         """Number of batches in the run."""
         return self.base.iterations
 

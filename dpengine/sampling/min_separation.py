@@ -7,18 +7,28 @@ from typing import ClassVar
 
 import numpy as np
 
-from dpengine.sampling.poisson import PoissonSampling
-from dpengine.sampling.scheme import AbstractBatchStrategy, IndexBatch, WordStream, whole_number
-from dpengine.sampling.subset import numbers_below, uniform_subset
+from dpengine.accounting.run_events import Participation, SeparatedParticipation, UnknownParticipation
 
-from .scheme import BEFORE, AbstractBatchSelection, StatefulStrategy, checked_probability
+from .poisson import PoissonDraws
+from .scheme import (
+    BEFORE,
+    Draws,
+    IndexBatch,
+    SamplingScheme,
+    StatefulDraws,
+    WordStream,
+    checked_iterations,
+    checked_probability,
+    whole_number,
+)
+from .subset import numbers_below, uniform_subset
 
 Resting = tuple[IndexBatch, ...]
 """Examples selected in each of the last steps, the latest last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BMinSepSampling(AbstractBatchSelection):
+class BMinSepSampling(SamplingScheme):
     """Selects each example that was not selected in the last ``min_separation - 1`` steps with one probability.
 
     Examples removed by ``truncated_batch_size`` also rest, so that the selection of an example does not depend on
@@ -26,7 +36,7 @@ class BMinSepSampling(AbstractBatchSelection):
 
     Args:
         sampling_prob: Probability of an example that does not rest, in [0, 1].
-        iterations: Number of batches in the run.
+        iterations: Number of batches in the run; None for no limit.
         min_separation: Minimum number of steps between two participations, at least 1.
         warm_start: Whether examples rest at the start like in the middle of a long run.
         truncated_batch_size: Maximum batch size; None for no truncation.
@@ -37,7 +47,7 @@ class BMinSepSampling(AbstractBatchSelection):
     """
 
     sampling_prob: float
-    iterations: int
+    iterations: int | None = None
     min_separation: int
     warm_start: bool = True
     truncated_batch_size: int | None = None
@@ -48,26 +58,43 @@ class BMinSepSampling(AbstractBatchSelection):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         checked_probability(owner, "sampling_prob", self.sampling_prob)
-        whole_number(owner, "iterations", self.iterations, at_least=0)
+        checked_iterations(owner, self.iterations)
         whole_number(owner, "min_separation", self.min_separation, at_least=1)
         if self.truncated_batch_size is not None:
             whole_number(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
 
-    def over(self, num_examples: int) -> AbstractBatchStrategy:
-        """See `AbstractBatchSelection.over`."""
-        p = self.sampling_prob
-        rate = p / (1 + (self.min_separation - 1) * p)
-        expected = max(rate * num_examples, 1e-9)
-        return MinSeparationStrategy(num_examples, rate, expected, self.iterations, self)
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
+        sizes = (self.expected_batch_size(num_examples), self.steps_per_epoch(num_examples))
+        return MinSeparationDraws(num_examples, self._rate, *sizes, self)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        if self.truncated_batch_size is not None:
+            return UnknownParticipation("Truncated batches with a minimum separation have no privacy analysis here.")
+        return SeparatedParticipation(self.min_separation)
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return max(self._rate * num_examples, 1e-9)
+
+    @property
+    def _rate(self) -> float:
+        return self.sampling_prob / (1 + (self.min_separation - 1) * self.sampling_prob)
 
 
 @dataclasses.dataclass(frozen=True)
-class MinSeparationStrategy(StatefulStrategy):
+class MinSeparationDraws(StatefulDraws):
     """Batches of `BMinSepSampling`. Needs memory for the batches between two participations."""
 
     selection: BMinSepSampling
 
     law: ClassVar[str] = "b-min-sep"
+
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        return self.selection.participation()
 
     def begin(self, words: WordStream) -> Resting:
         """Returns the examples that rest before the first step: as in a stationary run, or none."""
@@ -92,4 +119,4 @@ class MinSeparationStrategy(StatefulStrategy):
 def _poisson(num_examples: int, rate: float, words: WordStream, step: int) -> IndexBatch:
     if rate <= 0 or num_examples == 0:
         return np.empty(0, dtype=np.int64)
-    return PoissonSampling(num_examples, min(1.0, rate), 0, 1.0).draw(step, words)
+    return PoissonDraws(num_examples, min(1.0, rate), 0, 1.0).draw(step, words)

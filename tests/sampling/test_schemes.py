@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.batch_selection import (
+from dpengine.sampling import (
     BallsInBinsSampling,
     BMinSepSampling,
     CyclicPoissonSampling,
     FixedBatchSampling,
+    Partition,
     RandomAllocationSampling,
 )
-from dpengine.batch_selection.scheme import KeyedWords, words_from
-from dpengine.sampling import Partition
+from dpengine.sampling.scheme import KeyedWords, words_from
 
 SURE = 1e-4  # chance that a sound law fails a test
 

@@ -1,0 +1,265 @@
+"""The privacy event of a step, from the participation of examples and the correlation of noise.
+
+The table at the end is the only place that combines them. A combination without a row has no privacy analysis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import arguments
+from .batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
+from .events import (
+    CyclicGaussianEvent,
+    Event,
+    MatrixGaussianEvent,
+    NonPrivateEvent,
+    Relation,
+    UnclaimedEvent,
+    release_event,
+)
+
+ONE_RUN = "one run"
+"""Name in events that are charged for one run only, to compute its epsilon."""
+
+
+@dataclass(frozen=True)
+class PoissonParticipation:
+    """Step t samples each example of group ``t mod cycle_length`` independently of all others.
+
+    Attributes:
+        sample_rate: Probability of each example of the group, in [0, 1]; 1 for groups that are used in a fixed order.
+        cycle_length: Number of groups, to which examples are assigned once, independently of the data.
+        equal_groups: Whether the groups have equal size, which makes the number of examples public.
+    """
+
+    sample_rate: float
+    cycle_length: int = 1
+    equal_groups: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sample_rate != 0:
+            object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
+        object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
+
+
+@dataclass(frozen=True)
+class TruncatedParticipation:
+    """`PoissonParticipation` whose larger batches are truncated to a uniform subset.
+
+    Attributes:
+        drawn: Participation before truncation.
+        largest_batch: Maximum batch size.
+    """
+
+    drawn: PoissonParticipation
+    largest_batch: int
+
+
+@dataclass(frozen=True)
+class FixedSizeParticipation:
+    """Each batch is a new uniform subset of the data set, without replacement.
+
+    Attributes:
+        batch_size: Number of examples in a batch.
+    """
+
+    batch_size: int
+
+
+@dataclass(frozen=True)
+class EpochParticipation:
+    """Each example is in at most one batch of each epoch, as after shuffling. Nothing else is known of its batches.
+
+    Attributes:
+        steps: Number of batches in an epoch.
+        claimed: Whether epsilon is claimed, without amplification by sampling. If not, reports show it separately.
+    """
+
+    steps: int
+    claimed: bool = False
+
+
+@dataclass(frozen=True)
+class SeparatedParticipation:
+    """Two batches of an example are at least some steps apart. Nothing else is known of its batches.
+
+    Attributes:
+        separation: Minimum number of steps between two participations.
+    """
+
+    separation: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "separation", arguments.count("separation", self.separation))
+
+
+@dataclass(frozen=True)
+class UnknownParticipation:
+    """No analysis is known, so no epsilon is claimed.
+
+    Attributes:
+        reason: The reason, as a sentence for the user.
+    """
+
+    reason: str
+
+
+Participation = (
+    PoissonParticipation
+    | TruncatedParticipation
+    | FixedSizeParticipation
+    | EpochParticipation
+    | SeparatedParticipation
+    | UnknownParticipation
+)
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Correlation of the noise across steps. The noise of a run is ``S^-1 Z``, with independent normals Z.
+
+    Attributes:
+        bands: Number of diagonals of the strategy S, up to the last one that is not zero; 1 for independent noise. None
+            if it grows with the run.
+        sq_sensitivities: Returns, for examples that participate in every ``cycle_length``-th step, the squared
+            sensitivity after each number of cycles, relative to that of one participation. Nondecreasing. None if it is
+            not known.
+    """
+
+    bands: int | None = 1
+    sq_sensitivities: Callable[[int], tuple[float, ...]] | None = field(default=None, compare=False)
+
+
+INDEPENDENT = Correlation()
+
+
+@dataclass(frozen=True)
+class Release:
+    """The other values of a step that determine its event.
+
+    Attributes:
+        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
+        num_examples: Number of examples in the data set.
+        relation: Neighboring relation.
+        run: Name of the run.
+        batches: Number of logical batches that were merged into the step.
+    """
+
+    noise_multiplier: float
+    num_examples: int
+    relation: Relation
+    run: str
+    batches: int = 1
+
+
+def accounted_sample_rate(sample_rate: float) -> float:
+    """Returns the sampling rate to account for: an upper bound of the probability of a draw at ``sample_rate``."""
+    # The draw compares 64-bit words, so its probability exceeds the rate by at most 2**-60. For rates of 2**-7 or more
+    # that is lost to rounding, so the next float is used.
+    return min(1.0, max(sample_rate + 2.0**-60, math.nextafter(sample_rate, 1.0)))
+
+
+def relation_of(participation: Participation, *, public_size: bool) -> Relation:
+    """Returns the neighboring relation of a run; ``public_size`` is True if the number of examples is public."""
+    if isinstance(participation, FixedSizeParticipation):  # one example more would change the probabilities of others
+        return Relation.REPLACE_ONE
+    return Relation.ZERO_OUT if public_size else Relation.ADD_OR_REMOVE_ONE
+
+
+def event_of_step(participation: Participation, correlation: Correlation, release: Release) -> Event:
+    """Returns the privacy event of one step, which is an `UnclaimedEvent` for a combination without analysis."""
+    if release.noise_multiplier == 0:
+        return NonPrivateEvent()
+    if release.relation is Relation.ADD_OR_REMOVE_ONE and getattr(participation, "equal_groups", False):
+        return UnclaimedEvent("Groups of equal size reveal the number of examples, which add-or-remove keeps private.")
+    if not release.num_examples and isinstance(participation, (TruncatedParticipation, FixedSizeParticipation)):
+        return UnclaimedEvent(f"The cost of {participation} depends on the number of examples, which is not given.")
+    make = _EVENTS.get((type(participation), _reach(participation, correlation)), _no_analysis)
+    return make(participation, correlation, release)
+
+
+def _reach(participation: Participation, correlation: Correlation) -> str:
+    """Returns "none" for independent noise, "once" if no example participates twice within the bands, else "all"."""
+    if correlation.bands == 1:
+        return "none"
+    known = participation.drawn if isinstance(participation, TruncatedParticipation) else participation
+    apart = getattr(known, "cycle_length", getattr(known, "separation", 0))
+    return "once" if correlation.bands is not None and correlation.bands <= apart else "all"
+
+
+def _sampled(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
+    rate, sigma = accounted_sample_rate(participation.sample_rate), release.noise_multiplier
+    if participation.cycle_length > 1:
+        return CyclicGaussianEvent(rate, sigma, participation.cycle_length, release.run)
+    return release_event(noise_multiplier=sigma / math.sqrt(release.batches), sample_rate=rate)
+
+
+def _in_fixed_order(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
+    if participation.sample_rate != 1 or correlation.sq_sensitivities is None:
+        return _no_analysis(participation, correlation, release)
+    squares = correlation.sq_sensitivities(participation.cycle_length)
+    return MatrixGaussianEvent(release.noise_multiplier, participation.cycle_length, squares, release.run)
+
+
+def _separated(participation: SeparatedParticipation, correlation: Correlation, release: Release) -> Event:
+    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # an example more may change the batches of others
+        return UnclaimedEvent("A minimum separation of participations has no analysis for add-or-remove.")
+    return CyclicGaussianEvent(1.0, release.noise_multiplier, participation.separation, release.run)
+
+
+def _truncated(participation: TruncatedParticipation, correlation: Correlation, release: Release) -> Event:
+    drawn = participation.drawn
+    return TruncatedGaussianEvent(
+        num_examples=max(1, release.num_examples // drawn.cycle_length),
+        sample_rate=accounted_sample_rate(drawn.sample_rate),
+        largest_batch=participation.largest_batch,
+        noise_multiplier=release.noise_multiplier,
+        cycle_length=drawn.cycle_length,
+        run=release.run if drawn.cycle_length > 1 else "",
+    )
+
+
+def _fixed_size(participation: FixedSizeParticipation, correlation: Correlation, release: Release) -> Event:
+    return FixedSizeGaussianEvent(release.num_examples, participation.batch_size, release.noise_multiplier)
+
+
+def _epochs(participation: EpochParticipation, correlation: Correlation, release: Release) -> Event:
+    # Conditioned on the batches, an epoch is one Gaussian mechanism with one contribution of each example.
+    sigma, steps = release.noise_multiplier, participation.steps
+    whole = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
+    if participation.claimed and whole is not None:
+        return whole
+    # Merged batches may be of two epochs, which may contain an example twice. With add-or-remove, an example more
+    # changes the other batches.
+    has_bound = release.batches == 1 and release.relation is not Relation.ADD_OR_REMOVE_ONE
+    return UnclaimedEvent("sampling='shuffle' does not draw Poisson batches.", whole if has_bound else None)
+
+
+def _unknown(participation: UnknownParticipation, correlation: Correlation, release: Release) -> Event:
+    return UnclaimedEvent(participation.reason)
+
+
+def _no_analysis(participation: Participation, correlation: Correlation, release: Release) -> Event:
+    bands = (
+        "noise correlated over the whole run" if correlation.bands is None else f"noise of {correlation.bands} bands"
+    )
+    return UnclaimedEvent(f"No privacy analysis is known for {participation} with {bands}.")
+
+
+_EVENTS: dict[tuple[type, str], Callable[..., Event]] = {
+    (PoissonParticipation, "none"): _sampled,
+    (PoissonParticipation, "once"): _sampled,
+    (PoissonParticipation, "all"): _in_fixed_order,
+    (TruncatedParticipation, "none"): _truncated,
+    (TruncatedParticipation, "once"): _truncated,
+    (FixedSizeParticipation, "none"): _fixed_size,
+    (EpochParticipation, "none"): _epochs,
+    (SeparatedParticipation, "none"): _separated,
+    (SeparatedParticipation, "once"): _separated,
+    (UnknownParticipation, "none"): _unknown,
+    (UnknownParticipation, "once"): _unknown,
+    (UnknownParticipation, "all"): _unknown,
+}

@@ -1,0 +1,95 @@
+"""A clipping policy from outside the library that fulfills the contract without being a subclass of `AbstractClip`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from dpengine.errors import ExtensionError
+
+from .policy import AbstractClip, NormalStream, Total
+
+MEMBERS = ("bounds", "group_of", "factors")
+
+
+class OwnPolicy(AbstractClip):
+    """Forwards to a policy from outside.
+
+    Args:
+        policy: Has the members of `MEMBERS`, and may have the other methods of `AbstractClip`.
+
+    Raises:
+        TypeError: If a member is missing.
+    """
+
+    def __init__(self, policy: Any):
+        missing = [name for name in MEMBERS if not hasattr(policy, name)]
+        if missing or isinstance(policy, type):
+            raise TypeError(
+                f"clipping={policy!r} is not a policy: it must be an object with {', '.join(MEMBERS)}. Pass "
+                "clipping='flat', 'per_layer', 'automatic' or 'adaptive', or a policy."
+            )
+        self._policy = policy
+
+    @property
+    def name(self) -> str:
+        """Name of the policy in reports and errors."""
+        return type(self._policy).__name__
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """See `AbstractClip.bounds`."""
+        return tuple(float(bound) for bound in self._policy.bounds)
+
+    def group_of(self, names: Sequence[str]) -> list[int]:
+        """See `AbstractClip.group_of`."""
+        return list(self._policy.group_of(names))
+
+    def factors(self, norms_BK: Tensor) -> Tensor:
+        """See `AbstractClip.factors`."""
+        return self._policy.factors(norms_BK)  # type: ignore[no-any-return]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns the policy's own description, or its name and bounds."""
+        return dict(self._own("describe", lambda: {"policy": self.name, "bounds": list(self.bounds)})())
+
+    def resized(self, max_grad_norm: float) -> AbstractClip:
+        """See `AbstractClip.resized`."""
+        return OwnPolicy(self._own("resized", super().resized)(max_grad_norm))
+
+    def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
+        """See `AbstractClip.gradient_noise_multiplier`. Raises ExtensionError if it lowers the noise."""
+        found = float(self._own("gradient_noise_multiplier", super().gradient_noise_multiplier)(noise_multiplier))
+        if not found >= noise_multiplier:
+            raise ExtensionError(
+                f"{self.name}.gradient_noise_multiplier({noise_multiplier:g}) is {found:g}, so the noise would be too "
+                "small.",
+                fix="Return at least the given number, or leave the method out.",
+            )
+        return found
+
+    def observe(self, norms_BK: Tensor) -> None:
+        """See `AbstractClip.observe`."""
+        self._own("observe", super().observe)(norms_BK)
+
+    def finish_step(self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float) -> None:
+        """See `AbstractClip.finish_step`."""
+        self._own("finish_step", super().finish_step)(source, step, expected_batch_size, total)
+
+    def discard(self) -> None:
+        """See `AbstractClip.discard`."""
+        self._own("discard", super().discard)()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `AbstractClip.state_dict`."""
+        return dict(self._own("state_dict", super().state_dict)())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `AbstractClip.load_state_dict`."""
+        self._own("load_state_dict", super().load_state_dict)(state)
+
+    def _own(self, name: str, default: Any) -> Any:
+        """Returns a method of the policy, or the default if it has none."""
+        return getattr(self._policy, name, default)

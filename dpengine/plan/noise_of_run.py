@@ -1,0 +1,168 @@
+"""The noise of a run from the arguments of ``make_private``: its correlation, the batches that fit it, and its size."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpengine.accounting.events import Event, Relation, UnclaimedEvent
+from dpengine.accounting.ledger import Charge
+from dpengine.accounting.noise_calibration import least_noise
+from dpengine.accounting.own_accountant import Accountant
+from dpengine.accounting.run_events import Participation
+from dpengine.errors import InvalidBudgetError
+from dpengine.noise.correlated import Recurrence
+from dpengine.noise.strategy import recurrence_of
+from dpengine.sampling.cyclic import CyclicDraws, Partition
+from dpengine.sampling.scheme import Draws
+
+BATCH_SIZE_TOLERANCE = 0.02  # relative difference of the batch sizes of the plan and the loader
+
+Planned = Callable[[int], int | None]
+"""Number of steps of the run for a number of steps per epoch; None if it was not given."""
+
+
+def check_noise(noise: Any) -> None:
+    """Raises TypeError if a value is neither a design of correlated noise nor noise of the user's own."""
+    if not callable(getattr(noise, "recurrence", None)) and not all(hasattr(noise, name) for name in _MEMBERS):
+        raise TypeError(
+            f"noise is a {type(noise).__name__}; pass noise=BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4), "
+            f"or an object with {', '.join(_MEMBERS)}."
+        )
+
+
+_MEMBERS = ("size", "row", "kept")
+
+
+def with_correlation(
+    noise: Any, draws: Draws, planned: Planned, relation: Relation, *, keep_draws: bool, divisor: float | None
+) -> tuple[Draws, Recurrence]:
+    """Returns the batches of a run with correlated noise, and the noise.
+
+    Poisson batches become cyclic ones of the same size: with amplification by sampling if the noise has few bands, else
+    in a fixed order. ``keep_draws`` leaves the batches as they are, for a sampling scheme that the user chose.
+    """
+    check_noise(noise)
+    name = type(noise).__name__
+    if planned(draws.steps_per_epoch) is None:
+        raise InvalidBudgetError(f"noise={name}(...) needs the length of training.", fix="Pass epochs= or steps=.")
+    if keep_draws:
+        return draws, _recurrence(noise, draws, planned)
+    if hasattr(noise, "recurrence"):
+        bands = noise.bands
+    else:
+        bands = _recurrence(noise, draws, planned).correlation.bands
+    if bands is None:
+        draws = _in_groups(name, draws, relation, divisor)
+        return draws, _recurrence(noise, draws, planned)
+    _check_bands(name, bands, draws, planned)
+    cyclic = CyclicDraws(
+        draws.num_examples,
+        min(1.0, bands * draws.sample_rate),
+        bands,
+        draws.steps_per_epoch,
+        draws.expected_batch_size,
+        _partition(relation),
+    )
+    return cyclic, _recurrence(noise, cyclic, planned)
+
+
+def _recurrence(noise: Any, draws: Draws, planned: Planned) -> Recurrence:
+    steps = planned(draws.steps_per_epoch)
+    assert steps is not None
+    return recurrence_for(noise, steps, draws.participation)
+
+
+def recurrence_for(noise: Any, steps: int, participation: Participation) -> Recurrence:
+    """Returns the noise of a run, from a design or from noise of the user's own."""
+    if hasattr(noise, "recurrence"):
+        return noise.recurrence(steps, getattr(participation, "cycle_length", steps))  # type: ignore[no-any-return]
+    return recurrence_of(noise, steps)
+
+
+def _check_bands(name: str, bands: int, draws: Draws, planned: Planned) -> None:
+    rate, steps = draws.sample_rate, planned(draws.steps_per_epoch)
+    if bands * rate > 1 + 1e-12:
+        raise InvalidBudgetError(
+            f"{bands} bands need batches of at most 1/{bands} of the data set; this batch is 1/{1 / rate:.4g} of it.",
+            fix=f"Pass noise of at most {max(1, int(1 / rate))} bands, or a smaller batch size.",
+        )
+    assert steps is not None
+    if bands > steps:
+        raise InvalidBudgetError(
+            f"noise={name}(num_bands={bands}) has more bands than the {steps:,} planned steps.",
+            fix=f"Pass {name}(num_bands={steps}) at most, or plan for more steps.",
+        )
+
+
+def _in_groups(name: str, draws: Draws, relation: Relation, divisor: float | None) -> CyclicDraws:
+    """Returns batches in a fixed order: groups of about one batch each, used cyclically.
+
+    Raises InvalidBudgetError if groups of about one batch each do not divide the data set.
+    """
+    rows, rate = draws.num_examples, draws.sample_rate
+    groups = max(1, round(1 / rate))
+    if abs(rows / groups - rate * rows) > max(1.0, BATCH_SIZE_TOLERANCE * rate * rows):
+        raise InvalidBudgetError(
+            f"noise={name}(...) splits the {rows:,} examples into groups of one batch each. Batches of "
+            f"{rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
+            fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
+        )
+    size = max(rows / groups, 1e-9) if divisor is None else divisor  # keep the declared constant
+    return CyclicDraws(rows, 1.0, groups, groups, size, _partition(relation))
+
+
+def _partition(relation: Relation) -> Partition:
+    return Partition.INDEPENDENT if relation is Relation.ADD_OR_REMOVE_ONE else Partition.EQUAL_SPLIT
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseTarget:
+    """Noise multiplier, or the target that it is calibrated to.
+
+    Attributes:
+        noise_multiplier: None for a target.
+        epsilon: Target for the run and the earlier charges; None for a given noise multiplier.
+        delta: Delta of the target.
+        accountant: The accountant that decides.
+        spent: Earlier charges on the same data.
+    """
+
+    noise_multiplier: float | None
+    epsilon: float | None
+    delta: float
+    accountant: str | Accountant
+    spent: Sequence[Charge]
+
+    def solve(self, event_of: Callable[[float], Event], law: str, steps: int | None, relation: Relation) -> float:
+        """Returns the noise multiplier of a run whose steps have the event of ``event_of``."""
+        sigma, target = self.noise_multiplier, self.epsilon
+        if (sigma is None) == (target is None):
+            given = "both were given" if sigma is not None else "neither was given"
+            raise InvalidBudgetError(
+                f"Exactly one of noise_multiplier and target_epsilon is required; {given}.",
+                fix="Pass noise_multiplier=1.1, or target_epsilon=3.0 with epochs=10.",
+            )
+        if sigma is not None:
+            return sigma
+        assert target is not None
+        one = event_of(1.0)
+        if isinstance(one, UnclaimedEvent):
+            raise InvalidBudgetError(
+                f"target_epsilon={target!r} does not support sampling={law!r}, for which no epsilon is claimed: "
+                f"{one.reason}",
+                fix='Pass sampling="poisson", or noise_multiplier=1.1.',
+            )
+        if steps is None:
+            raise InvalidBudgetError("target_epsilon needs the length of training.", fix="Pass epochs= or steps=.")
+        return least_noise(
+            event_of,
+            target_epsilon=target,
+            target_delta=self.delta,
+            steps=steps,
+            accountant=self.accountant,
+            relation=relation,
+            spent=self.spent,
+        )

@@ -1,0 +1,211 @@
+"""Batches of a sampling scheme from outside the library, checked against the participation that it states."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dpengine.accounting.run_events import (
+    EpochParticipation,
+    FixedSizeParticipation,
+    Participation,
+    PoissonParticipation,
+    SeparatedParticipation,
+    TruncatedParticipation,
+    UnknownParticipation,
+)
+from dpengine.errors import ExtensionError
+
+from .poisson import checked_batch_size
+from .scheme import (
+    Draws,
+    IndexBatch,
+    KeyedWords,
+    SamplingScheme,
+    WordStream,
+    checked_scheme,
+    whole_number,
+)
+
+_TRIAL_EXAMPLES, _TRIAL_STEPS = 240, 120
+_DEVIATIONS = 7.0  # exceeded by chance once in 10**11 trials; the trial is the same each time
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnScheme(SamplingScheme):
+    """A sampling scheme from outside, whose batches were tried.
+
+    Args:
+        scheme: Has ``over``, ``participation``, ``expected_batch_size`` and ``steps_per_epoch``.
+
+    Raises:
+        TypeError: If a member is missing.
+        ExtensionError: If trial batches contradict the participation that the scheme states.
+    """
+
+    scheme: Any
+
+    accounting: ClassVar[str] = "as the scheme states"
+
+    def __post_init__(self) -> None:
+        check_draws(checked_scheme("sampling", self.scheme))
+
+    @property
+    def law(self) -> str:  # type: ignore[override]
+        """Name of the scheme."""
+        return f"own: {type(self.scheme).__name__}"
+
+    @property
+    def iterations(self) -> int | None:  # type: ignore[override]
+        """Number of batches in the run, if the scheme states it."""
+        return getattr(self.scheme, "iterations", None)
+
+    def over(self, num_examples: int) -> Draws:
+        """See `SamplingScheme.over`."""
+        name = type(self.scheme).__name__
+        size = checked_batch_size(name, self.expected_batch_size(num_examples))
+        steps = whole_number(name, "steps_per_epoch", self.scheme.steps_per_epoch(num_examples), at_least=1)
+        rate = min(1.0, size / max(num_examples, 1))
+        draws = self.scheme.over(num_examples)
+        return OwnDraws(num_examples, rate, size, steps, name, self.participation(), draws)
+
+    def participation(self) -> Participation:
+        """See `SamplingScheme.participation`."""
+        return self.scheme.participation()  # type: ignore[no-any-return]
+
+    def expected_batch_size(self, num_examples: int) -> float:
+        """See `SamplingScheme.expected_batch_size`."""
+        return float(self.scheme.expected_batch_size(num_examples))
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnDraws(Draws):
+    """Batches of a scheme from outside.
+
+    Attributes:
+        name: Name of the class of the scheme.
+        stated: Participation that the scheme states.
+        draws: Draws the batches.
+    """
+
+    num_examples: int
+    sample_rate: float
+    expected_batch_size: float
+    steps_per_epoch: int
+    name: str
+    stated: Participation
+    draws: Any = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def law(self) -> str:  # type: ignore[override]
+        """Name of the scheme."""
+        return f"own: {self.name}"
+
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        return self.stated
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
+        return checked_batch(self.name, self.draws.draw(step, words), self.num_examples)
+
+
+def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
+    """Returns the examples of a batch, sorted; raises ExtensionError unless they are distinct and in range."""
+    indices = np.sort(np.asarray(batch).reshape(-1))
+    distinct = not len(indices) or (indices.dtype.kind in "iu" and bool((np.diff(indices) > 0).all()))
+    if not distinct or (len(indices) and not (indices[0] >= 0 and indices[-1] < num_examples)):
+        raise ExtensionError(
+            f"{owner}.over(...).draw() did not return distinct indices of the {num_examples:,} examples.",
+            fix="Return an integer array in which no example occurs twice.",
+        )
+    return indices.astype(np.int64)
+
+
+def check_draws(scheme: Any) -> None:
+    """Draws trial batches, and raises ExtensionError if they contradict the participation that a scheme states.
+
+    The trial has 240 examples. It finds other rates than stated, batches of another size, and participations that are
+    too close. It cannot find a scheme that behaves differently for other data sets, or depends on the data.
+    """
+    name, participation = type(scheme).__name__, scheme.participation()
+    if type(participation) not in _CONTRADICTIONS:
+        known = ", ".join(kind.__name__ for kind in _CONTRADICTIONS)
+        raise ExtensionError(f"{name}.participation() is {participation!r}.", fix=f"Return one of {known}.")
+    draws, words = scheme.over(_TRIAL_EXAMPLES), KeyedWords((1, 2))
+    limit = getattr(scheme, "iterations", None)
+    steps = _TRIAL_STEPS if limit is None else min(_TRIAL_STEPS, limit)
+    batches = [checked_batch(name, draws.draw(step, words), _TRIAL_EXAMPLES) for step in range(steps)]
+    again = [checked_batch(name, draws.draw(step, words), _TRIAL_EXAMPLES) for step in range(steps)]
+    if not all(map(np.array_equal, batches, again)):
+        raise ExtensionError(
+            f"{name}.over(...).draw(step, words) returned two batches for the same step and words.",
+            fix="Take all randomness from words(count, step=step, block=0), and keep no state between calls.",
+        )
+    drawn_TN = np.zeros((steps, _TRIAL_EXAMPLES), dtype=bool)
+    for step, batch in enumerate(batches):
+        drawn_TN[step, batch] = True
+    fault = _CONTRADICTIONS[type(participation)](participation, drawn_TN)
+    if fault:
+        raise ExtensionError(
+            f"{name} states {participation}, but in a trial of {steps} batches of {_TRIAL_EXAMPLES} examples {fault}.",
+            fix="Correct draw() or participation(): the noise is calibrated to what participation() states.",
+        )
+
+
+Drawn = npt.NDArray[np.bool_]
+
+
+def _poisson(stated: PoissonParticipation, drawn_TN: Drawn) -> str:
+    cycle, rate = stated.cycle_length, stated.sample_rate
+    groups_TN = np.arange(len(drawn_TN))[:, None] % cycle
+    if cycle > 1 and any(len(set(groups_TN[column, 0])) > 1 for column in drawn_TN.T):
+        return f"an example is in batches that are not {cycle} steps apart"
+    trials = drawn_TN.size / cycle
+    error = abs(int(drawn_TN.sum()) - trials * rate)
+    # Groups that do not divide the data set or the steps change the number of trials by at most one row and one column.
+    spread = _DEVIATIONS * math.sqrt(max(trials * rate * (1 - rate), 1.0)) + (sum(drawn_TN.shape) if cycle > 1 else 0)
+    if error > spread:
+        return f"{int(drawn_TN.sum()):,} examples were drawn instead of {trials * rate:,.0f}"
+    sizes, variance = drawn_TN.sum(axis=1), drawn_TN.shape[1] / cycle * rate * (1 - rate)
+    if len(sizes) >= 32 and variance > 1 and np.var(sizes) < variance / 4:
+        return f"the batch sizes have a variance of {np.var(sizes):.2g} instead of {variance:.2g}"
+    return ""
+
+
+def _truncated(stated: TruncatedParticipation, drawn_TN: Drawn) -> str:
+    largest = int(drawn_TN.sum(axis=1).max(initial=0))
+    return f"a batch has {largest} examples" if largest > stated.largest_batch else ""
+
+
+def _fixed_size(stated: FixedSizeParticipation, drawn_TN: Drawn) -> str:
+    sizes = set(drawn_TN.sum(axis=1).tolist())
+    return "" if sizes <= {stated.batch_size} else f"batches have sizes {sorted(sizes)[:5]}"
+
+
+def _epochs(stated: EpochParticipation, drawn_TN: Drawn) -> str:
+    starts = range(0, len(drawn_TN), max(1, stated.steps))
+    repeated = any(drawn_TN[start : start + stated.steps].sum(axis=0).max(initial=0) > 1 for start in starts)
+    return "an example is in two batches of one epoch" if repeated else ""
+
+
+def _separated(stated: SeparatedParticipation, drawn_TN: Drawn) -> str:
+    gaps = [np.diff(np.flatnonzero(column)) for column in drawn_TN.T]
+    least = min((int(gap.min()) for gap in gaps if len(gap)), default=stated.separation)
+    return f"an example is in batches that are {least} steps apart" if least < stated.separation else ""
+
+
+_CONTRADICTIONS: dict[type, Callable[[Any, Drawn], str]] = {
+    PoissonParticipation: _poisson,
+    TruncatedParticipation: _truncated,
+    FixedSizeParticipation: _fixed_size,
+    EpochParticipation: _epochs,
+    SeparatedParticipation: _separated,
+    UnknownParticipation: lambda stated, drawn_TN: "",
+}

@@ -1,0 +1,124 @@
+"""Truncation of large batches, and its probability, which determines its privacy cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Self
+
+from dpengine.accounting.run_events import (
+    Participation,
+    PoissonParticipation,
+    TruncatedParticipation,
+    UnknownParticipation,
+)
+
+from .scheme import Draws, IndexBatch, WordStream, checked_probability, whole_number
+from .subset import uniform_subset
+
+_NEGLIGIBLE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncatedDraws(Draws):
+    """Another sampling scheme whose batches are truncated to a uniform subset if they are too large.
+
+    Args:
+        drawn: The other scheme.
+        largest: Maximum batch size.
+    """
+
+    drawn: Draws
+    largest: int
+
+    law: ClassVar[str] = "truncated"
+
+    def __post_init__(self) -> None:
+        whole_number(type(self).__name__, "largest", self.largest, at_least=0)
+
+    @property
+    def num_examples(self) -> int:  # type: ignore[override]
+        """Number of examples in the data set."""
+        return self.drawn.num_examples
+
+    @property
+    def sample_rate(self) -> float:  # type: ignore[override]
+        """Sampling rate before truncation."""
+        return self.drawn.sample_rate
+
+    @property
+    def expected_batch_size(self) -> float:  # type: ignore[override]
+        """Expected batch size before truncation."""
+        return self.drawn.expected_batch_size
+
+    @property
+    def steps_per_epoch(self) -> int:  # type: ignore[override]
+        """Number of logical batches in one pass over the loader."""
+        return self.drawn.steps_per_epoch
+
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        drawn = self.drawn.participation
+        if isinstance(drawn, PoissonParticipation):
+            return TruncatedParticipation(drawn, self.largest)
+        return UnknownParticipation(f"Truncated batches of {self.drawn.law!r} have no privacy analysis.")
+
+    def with_epochs_of(self, steps: int) -> Self:
+        """See `Draws.with_epochs_of`."""
+        return dataclasses.replace(self, drawn=self.drawn.with_epochs_of(steps))
+
+    def draw(self, step: int, words: WordStream) -> IndexBatch:
+        """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
+        indices = self.drawn.draw(step, words)
+        if len(indices) <= self.largest:
+            return indices
+        return indices[uniform_subset(len(indices), self.largest, words, step=step)]
+
+
+def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> float:
+    """Returns the probability that the other examples fill a batch, so that one more displaces one of them.
+
+    Source: Ganesh et al. 2025 (arXiv:2508.15089).
+
+    Args:
+        num_examples: Number of examples that may be in the batch, at least 1.
+        sampling_prob: Probability of each, in [0, 1].
+        largest: Maximum batch size.
+
+    Returns:
+        ``P[Bin(num_examples - 1, sampling_prob) >= largest]``.
+    """
+    from scipy import stats  # takes a second to import
+
+    owner = "cut_probability"
+    num_examples = whole_number(owner, "num_examples", num_examples, at_least=1)
+    largest = whole_number(owner, "largest", largest, at_least=0)
+    sampling_prob = checked_probability(owner, "sampling_prob", sampling_prob)
+    return float(stats.binom.sf(largest - 1, num_examples - 1, sampling_prob))
+
+
+def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: float) -> int:
+    """Returns the smallest maximum batch size at which truncation has negligible privacy cost.
+
+    Args:
+        num_examples: Number of examples that may be in each batch, at least 1.
+        sampling_prob: Probability of each, in [0, 1].
+        rounds: Number of batches that may include an example.
+        delta: Delta of the guarantee, in (0, 1).
+
+    Returns:
+        The smallest size that is exceeded in any of the rounds with a probability of at most a hundredth of ``delta``.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    rounds = whole_number("suggest_cap", "rounds", rounds, at_least=1)
+    whole_number("suggest_cap", "num_examples", num_examples, at_least=1)
+    if not 0 < delta < 1:
+        raise ValueError(f"suggest_cap: delta must be in (0, 1), got {delta!r}.")
+    low, high = 0, num_examples  # the batch has at most num_examples, so the others never fill one of that size
+    while low < high:
+        middle = (low + high) // 2
+        suffices = rounds * cut_probability(num_examples, sampling_prob, middle) <= _NEGLIGIBLE * delta
+        low, high = (low, middle) if suffices else (middle + 1, high)
+    return low

@@ -1,0 +1,184 @@
+"""Extensions that contradict what they state: each is named by an error, and nothing is released."""
+
+import numpy as np
+import pytest
+from recipes import STEPS, begun, recipe, train
+
+from dpengine.accounting import (
+    EpochParticipation,
+    FixedSizeParticipation,
+    PoissonParticipation,
+    SeparatedParticipation,
+    TruncatedParticipation,
+)
+from dpengine.errors import ExtensionError, InvalidBudgetError
+from dpengine.noise import BandMF, banded_toeplitz, dense
+from dpengine.noise.sensitivity import cycle_sq_sensitivities_of, epochs_sq_sensitivity
+from dpengine.noise.strategy import recurrence_of, strategy_of
+from dpengine.sampling import BMinSepSampling, FixedBatchSampling
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
+Bernoulli, Decaying, Soft = recipe("Bernoulli"), recipe("Decaying"), recipe("Soft")
+
+
+class Stated(Bernoulli):
+    """Draws Poisson batches, and states something."""
+
+    def __init__(self, rate, participation, num_examples=0):
+        super().__init__(rate, num_examples)
+        self.stated = participation
+
+    def over(self, num_examples):
+        return type(self)(self.rate, self.stated, num_examples)
+
+    def participation(self):
+        return self.stated
+
+
+class Fixed(Stated):
+    """Batches of fixed size."""
+
+    def draw(self, step, words):
+        size = round(self.rate * self.num_examples)
+        return np.argsort(words(self.num_examples, step=step, block=0), kind="stable")[:size]
+
+
+class Changing(Stated):
+    """Other batches for the same words."""
+
+    calls = 0
+
+    def draw(self, step, words):
+        Changing.calls += 1
+        return super().draw(step + Changing.calls, words)
+
+
+class Twice(Stated):
+    """An example twice in a batch."""
+
+    def draw(self, step, words):
+        return np.array([3, 3])
+
+
+@pytest.mark.parametrize(
+    ("scheme", "says"),
+    [
+        (Stated(0.25, PoissonParticipation(0.2)), r"examples were drawn instead of 5,760"),
+        (Stated(0.25, PoissonParticipation(1.0, 4)), "not 4 steps apart"),
+        (Fixed(0.25, PoissonParticipation(0.25)), "have a variance of 0 instead of 45"),
+        (Stated(0.25, FixedSizeParticipation(60)), "batches have sizes"),
+        (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.25), 61)), r"a batch has \d+ examples"),
+        (Stated(0.25, EpochParticipation(4)), "in two batches of one epoch"),
+        (Stated(0.25, SeparatedParticipation(3)), "in batches that are 1 steps apart"),
+        (Changing(0.25, PoissonParticipation(0.25)), "two batches for the same step"),
+        (Twice(0.25, PoissonParticipation(0.25)), "did not return distinct indices"),
+        (Stated(0.25, "poisson"), "Return one of PoissonParticipation"),
+    ],
+)
+def test_a_scheme_that_draws_otherwise_than_stated_is_refused(scheme, says):
+    with pytest.raises(ExtensionError, match=says):
+        begun("BandMF", noise=None, sampling=scheme)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.001])
+def test_a_policy_that_exceeds_its_bound_is_refused_at_the_first_batch(factor):
+    class Loud(Soft):
+        def factors(self, norms_BK):
+            return factor * self.norm / norms_BK
+
+    engine, model, optimizer, loader = begun("Soft", clipping=Loud(1.0))
+    with pytest.raises(ExtensionError, match=r"Loud\.factors\(\) exceeds the bounds"):
+        train(model, optimizer, loader, 1)
+    assert not any(charge.kind == "release" for charge in engine.ledger.history)
+
+
+def test_a_policy_cannot_lower_the_noise():
+    class Quiet(Soft):
+        def gradient_noise_multiplier(self, noise_multiplier):
+            return noise_multiplier / 2
+
+    with pytest.raises(ExtensionError, match="the noise would be too small"):
+        begun("Soft", clipping=Quiet(1.0))
+
+
+class Weights:
+    """Correlated noise with any weights."""
+
+    size = None
+
+    def __init__(self, row, kept=((), ())):
+        self.row, self.kept = (lambda step: row), (lambda step: kept)
+
+
+@pytest.mark.parametrize(
+    ("noise", "says"),
+    [
+        (Weights(((0.0,), ())), "the first of row"),
+        (Weights(((1.0,), (0.5,))), "as many weights, factors and gains"),
+        (Weights(((1.0, float("nan")), ())), "Return finite numbers"),
+        (Weights(((1.0,), (-0.3,)), ((37.7,), (1.0,))), "cannot be computed accurately"),
+        (dense(np.eye(5)), r"has 5 steps, and 12 are planned"),
+        (BandMF(num_bands=6), "bands need batches of at most 1/6"),
+        (banded_toeplitz([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]), "6 bands need batches of at most 1/6"),
+    ],
+)
+def test_noise_without_an_analysis_is_refused(noise, says):
+    with pytest.raises(InvalidBudgetError, match=says):
+        begun("BandMF", noise=noise)
+
+
+@pytest.mark.parametrize("missing", ["over", "participation", "expected_batch_size", "steps_per_epoch"])
+def test_a_scheme_without_a_member_is_refused(missing):
+    members = {name: getattr(Bernoulli, name) for name in dir(Bernoulli) if not name.startswith("__")}
+    del members[missing]
+    partial = type("Partial", (), members)()
+    with pytest.raises(TypeError, match=f"sampling is a Partial; pass a sampling scheme. Missing: {missing}"):
+        begun("BandMF", noise=None, sampling=partial)
+
+
+def test_noise_over_a_scheme_without_an_analysis_is_refused():
+    with pytest.raises(InvalidBudgetError, match=r"no epsilon is claimed.*noise correlated over the whole run"):
+        begun("Decaying", sampling=Bernoulli(0.25))
+    engine, *_ = begun("BandMF", sampling=BMinSepSampling(sampling_prob=0.25, min_separation=3))
+    assert "BandMF" in str(engine.report())
+
+
+def test_batches_of_fixed_size_are_accounted_for_replaced_examples():
+    engine, model, optimizer, loader = begun("BandMF", noise=None, sampling=FixedBatchSampling(batch_size=12))
+    train(model, optimizer, loader, STEPS)
+    assert 2.9 < engine.epsilon <= 3.0
+    assert "replace" in str(engine.report())
+
+
+# The strategy of noise from outside
+
+
+@pytest.mark.parametrize("steps", [1, 2, 7, 40])
+def test_the_strategy_is_the_inverse_of_the_noise(steps):
+    strategy = strategy_of(recurrence_of(Decaying(), steps), steps)
+    expected = np.eye(steps)
+    for t in range(steps):
+        expected[t, :t] = 0.05 * 0.9 ** (t - 1 - np.arange(t))
+    np.testing.assert_allclose(strategy, expected / np.linalg.norm(expected, axis=0).max(), atol=1e-12)
+
+
+@pytest.mark.parametrize("column_normalized_steps", [None, 12])
+def test_built_in_noise_has_the_analysis_of_noise_from_outside(column_normalized_steps):
+    built_in = banded_toeplitz([1.0, 0.5, 0.25], column_normalized_steps=column_normalized_steps)
+    found = recurrence_of(built_in, STEPS)
+    assert found.correlation.bands == 3
+    norm = 1.0 if column_normalized_steps else np.linalg.norm([1.0, 0.5, 0.25])
+    assert found.column_norm == pytest.approx(norm, rel=1e-12)
+
+
+@pytest.mark.parametrize(("size", "cycle"), [(12, 3), (12, 4), (12, 12), (30, 5)])
+def test_the_sensitivity_is_that_of_all_places_in_the_cycle(size, cycle):
+    generator = np.random.default_rng(size + cycle)
+    strategy = np.tril(generator.uniform(-0.5, 0.5, (size, size))) + 2 * np.eye(size)
+    found = cycle_sq_sensitivities_of(strategy, cycle)
+    largest = np.square(strategy).sum(axis=0).max()
+    assert found[-1] * largest >= epochs_sq_sensitivity(strategy, size // cycle) * (1 - 1e-12)
+    assert list(found) == sorted(found)
+    ends = range(cycle, size + 1, cycle)
+    expected = [epochs_sq_sensitivity(strategy[:end, :end], end // cycle) / largest for end in ends]
+    np.testing.assert_allclose(found, np.maximum.accumulate(expected), rtol=1e-12)
