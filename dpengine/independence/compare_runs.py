@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import map_outputs, tensors_in
+from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, ReductionError
 
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
@@ -90,6 +90,20 @@ def holds_samples(node: Any, samples: int) -> bool:
         return False
     kind = _structure if tensors_in(node) else _kind
     return len({kind(element) for element in node}) == 1 and not all(_length(one) == samples for one in node)
+
+
+def number_of_samples(batch: Any, to_front: Callable[[Tensor], Tensor]) -> int | None:
+    """Returns the number of samples, by the first tensor or array, or by lists; None if it cannot be told."""
+    if (tensor := next((t for t in tensors_in_outputs(batch) if t.dim()), None)) is not None:
+        return len(to_front(tensor))
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim}
+    if not sizes and isinstance(batch, dict):
+        sizes = {len(value) for value in batch.values() if isinstance(value, (list, tuple))}
+    elif not sizes and isinstance(batch, list) and len({type(one) for one in batch}) == 1:
+        # A list of lists of one kind may hold samples or columns.
+        columns = [isinstance(one, (list, tuple)) and len({type(entry) for entry in one}) == 1 for one in batch]
+        sizes = set() if all(columns) else {len(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _structure(element: Any) -> str:

@@ -18,7 +18,7 @@ CLASSES, EXAMPLES, BATCH = 3, 80, 16
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean"):
+def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lambda model: None):
     """Trains a few private steps; returns the engine and the warnings that name the loss."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES), last())
@@ -26,6 +26,7 @@ def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean"):
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "loss_reduction": reduction}
     model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=BATCH), **settings)
+    before(model)
     step = 0
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -109,6 +110,20 @@ def test_a_count_in_texts_is_named_as_a_number_and_not_told_a_sum(loss, reductio
 def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_told_a_sum():
     _, (text,) = trained(lambda o, y, texts, step: each(o, y).sum() / (3 if step < 4 else 5), steps=8)
     assert "a number in the loss changed" in text
+
+
+def test_a_weight_that_follows_the_step_is_named_unless_check_loop_decided():
+    warming_up = lambda o, y, step: F.cross_entropy(o, y) * min(1, step / 100)  # noqa: E731
+    _, (text,) = trained(lambda o, y, _, step: warming_up(o, y, step))
+    assert "it may follow the step, as a warm-up does" in text
+
+    def first_checked(model):
+        batch = torch.randn(BATCH, 4), torch.arange(BATCH) % CLASSES
+        assert dpengine.check_loop(lambda batch: warming_up(model(batch[0]), batch[1], 1), [batch]).ok
+
+    engine, shown = trained(lambda o, y, _, step: warming_up(o, y, step), before=first_checked)
+    assert not shown
+    assert engine.report().facts.loss_checked
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
