@@ -179,6 +179,11 @@ class RowsReport:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns all tensors in nested containers, in order."""
+    if type(tree) in (tuple, list, dict):  # what calls have; faster than pytree
+        nodes = tree.values() if type(tree) is dict else tree
+        return [leaf for node in nodes if type(node) not in _NO_TENSORS for leaf in tensors_in(node)]
+    if isinstance(tree, Tensor):
+        return [tree]
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -201,6 +206,7 @@ def put_tensors(tensors: Any, others: list[Any], spec: Any) -> Any:
     return pytree.tree_unflatten([next(source) if leaf is _HOLE else leaf for leaf in others], spec)
 
 
+_NO_TENSORS = frozenset({int, float, bool, str, type(None)})
 _HOLE = object()
 _ONE_INPUT = object()
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import map_outputs, tensors_in
+from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, ReductionError
 
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
@@ -92,6 +92,20 @@ def holds_samples(node: Any, samples: int) -> bool:
     return len({kind(element) for element in node}) == 1 and not all(_length(one) == samples for one in node)
 
 
+def number_of_samples(batch: Any, to_front: Callable[[Tensor], Tensor]) -> int | None:
+    """Returns the number of samples, by the first tensor or array, or by lists; None if it cannot be told."""
+    if (tensor := next((t for t in tensors_in_outputs(batch) if t.dim()), None)) is not None:
+        return len(to_front(tensor))
+    sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim}
+    if not sizes and isinstance(batch, dict):
+        sizes = {len(value) for value in batch.values() if isinstance(value, (list, tuple))}
+    elif not sizes and isinstance(batch, list) and len({type(one) for one in batch}) == 1:
+        # A list of lists of one kind may hold samples or columns.
+        columns = [isinstance(one, (list, tuple)) and len({type(entry) for entry in one}) == 1 for one in batch]
+        sizes = set() if all(columns) else {len(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
 def _structure(element: Any) -> str:
     of_leaf = lambda leaf: (leaf.dim(), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf)  # noqa: E731
     return str(pytree.tree_map(of_leaf, element))
@@ -160,17 +174,22 @@ def largest_change(
         elif kept is not None:
             a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
         a, b = (t.flatten(1) if t.is_floating_point() else t.flatten(1).double() for t in (a, b))
-        size_B, moved_B = _norms(a), _norms(a - b)
+        size_B, moved_B = norms(a), norms(a - b)
         if not (size_B + moved_B).isfinite().all():
             a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-            size_B, moved_B = _norms(a), _norms(a - b)
+            size_B, moved_B = norms(a), norms(a - b)
         if moved_B.max() > 1e-12 * max(1.0, float(size_B.max())):
             worst = max(worst, float((moved_B / (size_B + 1e-3 * size_B.mean() + 1e-30)).max()))
     return worst if worst > tolerance else 0.0
 
 
-def _norms(rows: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+def norms(rows: Tensor) -> Tensor:
+    """Returns the norm of each row, in float64 where float32 cannot hold it."""
+    norm_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
+    extreme_B = ~(norm_B > 1e-12) | norm_B.isinf()
+    if bool(extreme_B.any()) and bool((some := rows[extreme_B]).any()):
+        norm_B[extreme_B] = torch.linalg.vector_norm(some, dim=1, dtype=torch.float64)
+    return norm_B
 
 
 def mixed_inputs() -> BatchDependentLossError:
@@ -191,12 +210,20 @@ def mixed_outputs() -> BatchDependentLossError:
     )
 
 
-def mixed_loss(share: float) -> BatchDependentLossError:
-    """Returns the error for a loss that mixes samples, by the relative change of the gradient of a sample."""
+def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossError:
+    """Returns the error for a loss that mixes samples, by the relative change of the gradient of a sample.
+
+    ``by_bound`` if it only changed when outputs of the others were far away.
+    """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
+    other, causes = (
+        ("larger losses", "a bound on a loss of several samples, as loss.mean().clamp(max=5)")
+        if by_bound
+        else ("other data", "a mean over the tokens of the batch, class weights, and a loss between samples")
+    )
     return BatchDependentLossError(
-        f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had other data. "
-        "Typical causes are a mean over the tokens of the batch, class weights, and a loss between samples.",
+        f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had {other}. "
+        f"Typical causes are {causes}.",
         fix="Use dpengine.validation.per_example(loss_fn); for tokens "
         "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
     )

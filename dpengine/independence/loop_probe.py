@@ -1,6 +1,6 @@
 """Checks the loss and the loop of a training script: does the gradient of a sample depend on other samples?
 
-On a probed step the loop is recorded and run again, without the model (see `loop_record`):
+On a probed step the loop is recorded and run again, without the model (see `loop_record` and `run_again`):
 
 1. unchanged, which must give the gradients of the outputs that the backward pass gave;
 2. twice with half of the samples kept, the second half in other places, and the data and outputs of the others
@@ -14,46 +14,29 @@ A loss that the model computes itself is checked by `IndependenceCheck`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
 from dpengine.capture.tap import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
-from .compare_runs import (
-    EXACT,
-    HALF,
-    Kept,
-    Rows,
-    largest_change,
-    mixed_inputs,
-    mixed_loss,
-    reduction_of,
-    refuse_reduction,
-)
-from .loop_record import Call, LoopRecord, ModelCall, NotRecordedError, Place, Run
+from .compare_runs import Rows, refuse_reduction
+from .loop_check import LoopCheck, Sample, models, of_calls
+from .loop_record import LoopRecord, Place
 from .loop_writes import refuse_written
 from .padding_loop import LoopPadding
 from .probe import Probe
-from .torch_calls import takes_one
+from .run_again import NotRecordedError, OutOfTimeError, Run
+from .watch_step import CHECKED_LOOPS
 
-_MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
+_MOST_OPEN = 2  # probed steps after which a loop that numbers leave, or that takes long, is reported as not checked
+_SLOW = "running its calls again takes too long"
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
-
-
-class _Sample(NamedTuple):
-    """A sample of an earlier batch: its size, data and outputs by place, gradients of outputs, inputs of the model."""
-
-    samples: int
-    values: Mapping[Place, Tensor]
-    grads: Mapping[Place, Tensor]
-    inputs: Mapping[tuple[int, int], Tensor]
 
 
 class LoopProbe:
@@ -73,8 +56,9 @@ class LoopProbe:
         self.wants_other_size: int | None = None
         self._capture = capture
         self._mean_loss = mean_loss
-        self._earlier: _Sample | None = None
+        self._earlier: Sample | None = None
         self._open = 0
+        self._other_told = False  # whether a batch with texts showed a reduction that was not declared
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
         self._probe: Probe | None = None
@@ -123,6 +107,8 @@ class LoopProbe:
             refuse_written(record, self._capture.model)
             if reason := self._reason_or_raise(record):
                 self.why_not = reason.partition(":")[0]  # the message of an error may show data
+                if self._capture.model in CHECKED_LOOPS:
+                    return
                 notice(
                     "DPE012",
                     f"The loss could not be checked: {reason}. So it is not known whether it keeps the samples of a "
@@ -137,39 +123,44 @@ class LoopProbe:
         """Returns why the loop could not be checked; None if no mixing was seen, or later batches decide."""
         if record.why_not is not None:
             return record.why_not
-        reached = {i: call for i, call in enumerate(_models(record)) if any(g is not None for g in call.recorded.grads)}
+        reached = {i: call for i, call in enumerate(models(record)) if any(g is not None for g in call.recorded.grads)}
         grads = {
             ("output", i, k): grad
             for i, call in reached.items()
             for k, grad in enumerate(call.recorded.grads)
             if grad is not None
         }
-        check = _LoopCheck(record, Rows(record.samples, self._capture.batch_to_front))
+        check = LoopCheck(record, Rows(record.samples, self._capture.batch_to_front))
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
             self.why_not = "the model computes the loss, and its layers alone were probed"
             return None  # or the outputs do not reach the loss
         try:
-            whole = record.run(lambda tensor, place: tensor)
-            given = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in _models(record)]
-            if check.differ(_of_calls(given, reached), _of_calls(whole.inputs, reached)):
-                return "running it again gives the model other inputs, so a part of it is not recorded"
-            if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
-                return "running it again gives other gradients, so a part of it is not recorded"
-            if (error := check.mixing(whole, reached, "data", "output")) is not None:
-                if not record.ambiguous:
-                    raise error
-                return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
-            if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
-                reason = (
-                    "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
-                )
-                return self._at_second_size(error, record.samples, reason)
+            return self._compare(check, record, reached, grads)
         except NotRecordedError as error:
             return str(error)
-        tolerance = _tolerance(record)
-        if self._padding.check(record, whole, check.rows, tolerance) and self._probe is not None:
+        except OutOfTimeError:
+            self._open, self.why_not, self.wants_other_size = self._open + 1, _SLOW, record.samples
+            return _SLOW if self._open == _MOST_OPEN else None
+
+    def _compare(
+        self, check: LoopCheck, record: LoopRecord, reached: Collection[int], grads: Mapping[Place, Tensor]
+    ) -> str | None:
+        whole, one = check.with_sample(grads)
+        given = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in models(record)]
+        if check.differ(of_calls(given, reached), of_calls(whole.inputs, reached)):
+            return "running it again gives the model other inputs, so a part of it is not recorded"
+        if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
+            return "running it again gives other gradients, so a part of it is not recorded"
+        if (error := check.mixing(whole, reached, "data", "output")) is not None:
+            if not record.ambiguous:
+                raise error
+            return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
+        if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
+            reason = "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
+            return self._at_second_size(error, record.samples, reason)
+        if self._padding.check(check.rerun, whole, check.rows, check.tolerance) and self._probe is not None:
             self._probe.wants_other_length = True
-        return self._compare_with_earlier(check, record, whole)
+        return self._compare_with_earlier(check, record, whole, one)
 
     def _at_second_size(self, error: BatchDependentLossError, samples: int, reason: str) -> str:
         """Returns the reason of a doubt about an error, and raises the error if it is seen at a second batch size."""
@@ -178,16 +169,20 @@ class LoopProbe:
         self._doubtful = self.wants_other_size = samples
         return reason
 
-    def _compare_with_earlier(self, check: _LoopCheck, record: LoopRecord, whole: Run) -> str | None:
+    def _compare_with_earlier(self, check: LoopCheck, record: LoopRecord, whole: Run, one: Sample | None) -> str | None:
         earlier, told, compared = self._earlier, None, False
         if earlier is None:
-            self._earlier = check.one_sample(whole)
-            self.wants_other_size = None if self._earlier is None else record.samples
+            self._earlier = one
+            self.wants_other_size = None if one is None else record.samples
             told = check.reduction_of_half(whole)
         elif earlier.samples != record.samples:
             told, compared = check.reduction(earlier), True
             self.wants_other_size = None
-        refuse_reduction(told, "mean" if self._mean_loss else "sum")
+        declared = "mean" if self._mean_loss else "sum"
+        if told not in (None, "neither", declared) and check.others and not self._other_told:
+            self._other_told, self.wants_other_size = True, record.samples  # counts in texts may be equal by chance
+            return None
+        refuse_reduction(told, declared)
         if told == "neither" and record.left:
             raise BatchDependentLossError(
                 f"The loss of a sample depends on other samples, through a number that was read from the batch "
@@ -195,162 +190,20 @@ class LoopProbe:
                 fix="Divide by the number of samples only, or use dpengine.validation.per_example(loss_fn).",
             )
         if told == "neither" and not record.drew:
+            if earlier is not None and earlier.numbers != check.numbers():
+                return (
+                    "a number in the loss changed between batches of two sizes, by more than they explain: it may "
+                    "follow the step, as a warm-up does, or data of the batch, as a count of words does"
+                )
             return (
                 "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
                 "weight of the loss followed the step or the number of samples"
             )
         if record.left is None or told in ("mean", "sum"):
             self.checked += 1
+            if self.why_not == _SLOW and self._open < _MOST_OPEN:
+                self.why_not = None  # another step had more time
             return None
         self._open += 1
         left_open = compared or self._open == _MOST_OPEN
         return f"a number leaves torch by {record.left} before the loss is computed" if left_open else None
-
-
-class _LoopCheck:
-    """The comparisons for one record."""
-
-    def __init__(self, record: LoopRecord, rows: Rows):
-        self.rows = rows
-        self._record = record
-        self._tolerance = _tolerance(record)
-
-    def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
-        """Returns the error if a kept sample changes when tensors of these kinds change for others."""
-        if "random" in kinds and not self._draws_for_samples():
-            return None
-        moves = not self._has_order() and self.rows.can_move(self._record.data)
-        for kept, source_B in self.rows.halves(moves=moves):
-
-            def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
-                return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor
-
-            run = self._record.run(exchanged)
-            if self._record.lists and _shapes(run) != _shapes(whole):
-                raise NotRecordedError("lists of the batch hold samples of different lengths")
-            if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):
-                return mixed_inputs()
-            if share := self.differ(whole.grads, run.grads, kept):
-                return mixed_loss(share)
-        return None
-
-    def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Kept | None = None) -> float:
-        """Returns the largest relative change of a sample; 0 within the tolerance."""
-        return largest_change(self.rows, then, now, self._tolerance, kept)
-
-    def _draws_for_samples(self) -> bool:
-        """Returns True if a random tensor has an entry for each sample."""
-        draws = [call for call in self._record.calls if isinstance(call, Call) and call.random is not None]
-        return any(self._record.drawn_for_samples(c.function, t) for c in draws for t in tensors_in(c.result))
-
-    def _has_order(self) -> bool:
-        """Returns True if samples may have numbers by their place: random, constant or read ones, or in Python."""
-        record = self._record
-        if record.left or record.drew:
-            return True
-        calls = [call for call in record.calls if isinstance(call, Call)]
-        return self._has_constants() or any(takes_one(call.function, call.args) for call in calls)
-
-    def _has_constants(self) -> bool:
-        """Returns True if a constant of the loop has an entry for each sample."""
-        constants = (t for t in tensors_in(self._record.calls) if id(t) not in self._record.dependent)
-        return any(self.rows.samples in tensor.shape[:2] for tensor in constants)
-
-    # Mean or sum
-
-    def one_sample(self, whole: Run) -> _Sample | None:
-        """Returns the sample with the largest finite gradient, for a later batch; None if all gradients are 0."""
-        rows = [self.rows.of(grad) for grad in whole.grads.values()]
-        sq_norm_B = sum(some.flatten(1).double().square().sum(dim=1).cpu() for some in rows if some is not None)
-        at = int(sq_norm_B.nan_to_num(0, 0, 0).argmax())  # type: ignore[union-attr]
-        if not sq_norm_B[at] > 0:  # type: ignore[index]
-            return None
-        values: dict[Place, Tensor] = {}
-
-        def note(tensor: Tensor, place: Place) -> Tensor:
-            if place[0] != "list":
-                values.update(self.rows.some({place: tensor}, slice(at, at + 1)))
-            return tensor
-
-        self._record.run(note)
-        grads, inputs = (self.rows.some(some, slice(at, at + 1)) for some in (whole.grads, _all_inputs(whole)))
-        return _Sample(self.rows.samples, values, grads, inputs)
-
-    def reduction(self, earlier: _Sample) -> str | None:
-        """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
-        # Elements of a list, and constants with an entry for each sample, were those of another batch.
-        if self._record.lists or self._has_constants():
-            return None
-        comparable = not self._record.drew
-
-        def put(tensor: Tensor, place: Place) -> Tensor:
-            nonlocal comparable
-            if place[0] == "list":
-                return tensor
-            rows, old = self.rows.of(tensor), earlier.values.get(place)
-            if rows is None or old is None or old.shape[1:] != rows.shape[1:]:
-                comparable &= rows is None
-                return tensor
-            return self.rows.like(tensor, torch.cat([old, rows[1:]]))
-
-        try:
-            run = self._record.run(put)
-        except NotRecordedError:
-            return None
-        now, inputs = (self.rows.some(some, slice(1)) for some in (run.grads, _all_inputs(run)))
-        if self._record.left and comparable:
-            alike = {p: one for p, one in earlier.inputs.items() if p in inputs and inputs[p].shape == one.shape}
-            if largest_change(Rows(1, lambda tensor: tensor), alike, inputs, self._tolerance):
-                raise mixed_inputs()
-        told = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self._tolerance)
-        return told or ("neither" if comparable and not self._record.left else None)
-
-    def reduction_of_half(self, whole: Run) -> str | None:
-        """The same by leaving half of the samples out; None if a number of the loop may follow from the batch size."""
-        size, half = self.rows.samples, self.rows.samples // 2
-        numbers = {
-            number
-            for call in self._record.calls
-            if not isinstance(call, ModelCall)
-            for number in _numbers((call.args, call.kwargs))
-        }
-        if self._record.left or any(number >= half or number * size == 1 for number in numbers):
-            return None
-        try:
-            grads = self._record.run(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads
-        except NotRecordedError:
-            return None
-        now, then = self.rows.some(grads, slice(half), samples=half), self.rows.some(whole.grads, slice(half))
-        told = reduction_of(now, then, size / half, self._tolerance)
-        return None if told == "neither" else told
-
-
-def _of_calls(inputs: Sequence[Sequence[Tensor]], reached: Collection[int]) -> dict[tuple[int, int], Tensor]:
-    """Returns the inputs of the calls of the model that the backward pass reached."""
-    return {(i, k): tensor for i in reached for k, tensor in enumerate(inputs[i])}
-
-
-def _all_inputs(run: Run) -> dict[tuple[int, int], Tensor]:
-    return _of_calls(run.inputs, range(len(run.inputs)))
-
-
-def _shapes(run: Run) -> list[torch.Size]:
-    return [tensor.shape for inputs in run.inputs for tensor in inputs]
-
-
-def _models(record: LoopRecord) -> list[ModelCall]:
-    return [call for call in record.calls if isinstance(call, ModelCall)]
-
-
-def _tolerance(record: LoopRecord) -> float:
-    tensors = [tensor for call in _models(record) for tensor in call.recorded.outputs]
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
-    return HALF if half or any(call.autocast for call in record.calls if not isinstance(call, ModelCall)) else EXACT
-
-
-def _numbers(tree: Any) -> list[float]:
-    found: list[float] = []
-    for leaf in pytree.tree_leaves(tree):
-        parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
-        found += [part for part in parts if type(part) in (int, float)]
-    return found

@@ -1,8 +1,8 @@
-"""Records the torch calls of a training loop from the return of a batch to its backward pass, and runs them again.
+"""Records the torch calls of a training loop from the return of a batch to its backward pass.
 
-The forward pass of the model is one entry of the record. Only tensors of the batch, outputs of the model, and random
-tensors with an entry for each sample can be replaced when the calls run again. All other tensors are constants, and
-calls with constants alone are not recorded.
+The forward pass of the model is one entry of the record. `run_again` runs the calls again. Then only tensors of the
+batch, outputs of the model, and random tensors with an entry for each sample can be replaced. All other tensors are
+constants, and calls with constants alone are not recorded.
 Python numbers are not recorded, nor are calls inside a ``torch.autograd.Function``, ``torch.func.vmap`` or a scripted
 function, and assignments to attributes of tensors.
 """
@@ -10,25 +10,23 @@ function, and assignments to attributes of tensors.
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
-from torch.utils import _pytree as pytree
 
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
-from .compare_runs import arranged_batch, is_ambiguous, lists_of_samples
+from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import OLDER, attribute_of_batch, unseen_input
-from .random_states import random_states, restored_random_states, set_random_states
+from .random_states import random_states
 from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
@@ -37,11 +35,6 @@ MOST_CALLS = 20_000
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
 Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
-Arrange = Callable[[Tensor, Place], Tensor]
-
-
-class NotRecordedError(Exception):
-    """The calls of a loop cannot be run again; the text is the reason."""
 
 
 class Call(NamedTuple):
@@ -74,19 +67,15 @@ class ModelCall(NamedTuple):
     recorded: Pass
 
 
-class Run(NamedTuple):
-    """Results of running a loop again: inputs of each call of the model, and gradients of its outputs by place."""
-
-    inputs: list[list[Tensor]]
-    grads: dict[Place, Tensor]
-
-
 class LoopRecord(TorchFunctionMode):
     """The calls of a loop over one batch.
 
     Attributes:
         samples: Number of samples of the batch.
-        data: The tensors of the batch, as they were returned.
+        batch: The batch, as it was returned.
+        data: Its tensors.
+        before: Values of tensors before the loop wrote to them, and those of `data`, by id.
+        seconds: Time from the return of the batch to the start of the backward pass.
         calls: The calls so far.
         roots: The tensors from which backward started, with the gradients that it was given.
         left: Name of the first call by which a number of the batch left torch before the loss was computed, if any.
@@ -103,7 +92,7 @@ class LoopRecord(TorchFunctionMode):
         super().__init__()
         self._model = model
         self.samples = samples
-        self.data, self.lists, self._batch = tensors_in_outputs(data), lists_of_samples(data, samples), data
+        self.data, self.lists, self.batch = tensors_in_outputs(data), lists_of_samples(data, samples), data
         self.ambiguous = is_ambiguous(data, samples)
         self.calls: list[Call | ModelCall] = []
         self.roots: list[tuple[Tensor, Tensor | None]] = []
@@ -111,14 +100,15 @@ class LoopRecord(TorchFunctionMode):
         self.why_not: str | None = None
         self._recording, self._in_model, self.drew = True, False, False
         self._bytes = 0
-        self._before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
-        self._written = {id(t): t for t in self.data}  # keeps the tensors of `_before` alive
+        self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
+        self._written = {id(t): t for t in self.data}  # keeps the tensors of `before` alive
         self.dependent = {id(t) for t in self.data}
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
         self.older: dict[int, Tensor] = {}
         self.leavers: list[tuple[int, str]] = []
         self._thread = threading.get_ident()
+        self.seconds, self._began = 0.0, _now()
         if not _open and "torch._dynamo" in sys.modules:
             _stances.append(torch.compiler.set_stance("force_eager"))
         _open.append(self)
@@ -150,8 +140,8 @@ class LoopRecord(TorchFunctionMode):
 
     def clear(self) -> None:
         """Frees all tensors."""
-        self.calls, self.roots, self.data, self.lists, self._batch = [], [], [], [], None
-        self._before, self._written, self.older = {}, {}, {}
+        self.calls, self.roots, self.data, self.lists, self.batch = [], [], [], [], None
+        self.before, self._written, self.older = {}, {}, {}
 
     # Events
 
@@ -190,6 +180,7 @@ class LoopRecord(TorchFunctionMode):
         if not any(isinstance(call, ModelCall) for call in self.calls):
             return  # the backward pass is that of another model
         self.close()
+        self.seconds = _now() - self._began
         self.roots = list(zip(roots, grads, strict=True))
         for root in roots:
             if id(root) not in self._made:
@@ -251,106 +242,15 @@ class LoopRecord(TorchFunctionMode):
         self.clear()
 
     def _unseen(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        known = (self._made, self._before, self._constants)
+        known = (self._made, self.before, self._constants)
         return next((t for t in tensors if not t.is_leaf and not any(id(t) in ids for ids in known)), None)
 
     def _keep(self, tensor: Tensor) -> None:
         """Keeps the value of a tensor that the record did not make, before it is written."""
         for one in (tensor, tensor._base):
-            if one is not None and id(one) not in self._made and id(one) not in self._before:
-                self._before[id(one)] = one.detach().clone()
+            if one is not None and id(one) not in self._made and id(one) not in self.before:
+                self.before[id(one)] = one.detach().clone()
                 self._written[id(one)] = one
-
-    # Running again
-
-    def run(self, arrange: Arrange) -> Run:
-        """Runs the calls again with other data and outputs, and returns the gradients of the outputs.
-
-        Args:
-            arrange: Applied to each tensor of the batch and each output of the model.
-
-        Raises:
-            NotRecordedError: If the calls take another path than before, or fail.
-        """
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # shown once, by the loop itself
-                return self._run(arrange)
-        except NotRecordedError:
-            raise
-        except Exception as error:
-            shown = str(error).split("\n", maxsplit=1)[0][:100]
-            raise NotRecordedError(f"running it again raised {type(error).__name__}: {shown}") from error
-
-    def _run(self, arrange: Arrange) -> Run:
-        values: dict[int, Any] = dict(zip(map(id, self.data), self._arranged_data(arrange), strict=True))
-        inputs: list[list[Tensor]] = []
-        leaves: dict[Place, Tensor] = {}
-
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, slice):
-                return slice(value(leaf.start), value(leaf.stop), value(leaf.step))
-            if not isinstance(leaf, Tensor):
-                return leaf
-            if id(leaf) not in values:
-                values[id(leaf)] = self._before[id(leaf)].clone() if id(leaf) in self._before else leaf
-            return values[id(leaf)]
-
-        models = drawn = 0
-        with torch.enable_grad(), restored_random_states():
-            for call in self.calls:
-                if isinstance(call, ModelCall):
-                    inputs.append([value(tensor).detach() for tensor in call.inputs])
-                    for k, (given, kept) in enumerate(zip(call.outputs, call.recorded.outputs, strict=True)):
-                        leaf = arrange(kept.clone(), ("output", models, k))
-                        if given.requires_grad:
-                            leaves["output", models, k] = leaf.requires_grad_()
-                        values[id(given)] = leaf.clone()  # the loop may write to it
-                    models += 1
-                    continue
-                result = self._again(call, value)
-                then, now = tensors_in(call.result), tensors_in(result)
-                if len(then) != len(now):
-                    raise NotRecordedError(f"{name_of(call.function)} returned another number of tensors")
-                if call.random is not None:
-                    known = [self.drawn_for_samples(call.function, t) for t in now]
-                    now = [arrange(t, ("random", drawn, k)) if known[k] else t for k, t in enumerate(now)]
-                    drawn += 1
-                values.update(zip(map(id, then), now, strict=True))
-                if isinstance(call.result, bool) and bool(result) is not call.result:
-                    raise NotRecordedError("the loop takes a branch that depends on the batch")
-            roots = [(value(root), None if grad is None else value(grad)) for root, grad in self.roots]
-            live = [(root, grad) for root, grad in roots if root.requires_grad]
-            if not live or not leaves:
-                raise NotRecordedError("the loss has no gradient by the outputs of the model")
-            grads = torch.autograd.grad(
-                [root for root, _ in live], list(leaves.values()), [grad for _, grad in live], allow_unused=True
-            )
-        found = zip(leaves.items(), grads, strict=True)
-        return Run(inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found})
-
-    def _arranged_data(self, arrange: Arrange) -> list[Tensor]:
-        """Returns the tensors of the batch, arranged."""
-        count = itertools.count()
-
-        def of_tensor(tensor: Tensor) -> Tensor:
-            known = self._before.get(id(tensor))
-            kind, value = ("list", tensor) if known is None else ("data", known.clone())
-            return arrange(value, (kind, 0, next(count)))
-
-        found = tensors_in_outputs(arranged_batch(self._batch, self.samples, of_tensor))
-        return [self._before[id(t)].clone() if id(t) in self._before else t for t in found]
-
-    @staticmethod
-    def _again(call: Call, value: Callable[[Any], Any]) -> Any:
-        args, kwargs = pytree.tree_map(value, (call.args, call.kwargs), is_leaf=lambda leaf: isinstance(leaf, slice))
-        with ExitStack() as stack:
-            for device_type, dtype in call.autocast:
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            stack.enter_context(torch.set_grad_enabled(call.grad))
-            if call.random is not None:
-                set_random_states(call.random)
-            return call.function(*args, **kwargs)
 
 
 _open: list[LoopRecord] = []
@@ -394,6 +294,12 @@ _PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autog
 
 def _results(call: Call | ModelCall) -> list[Tensor]:
     return call.outputs if isinstance(call, ModelCall) else tensors_in(call.result)
+
+
+def _now() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:

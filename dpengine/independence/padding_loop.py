@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from .compare_runs import Kept, Rows, largest_change
-from .loop_record import Call, LoopRecord, NotRecordedError, Place, Run
+from .loop_record import Call, Place
 from .padding_probe import Padding, depends_on_padding, narrowed, paddings, shorter
+from .run_again import NotRecordedError, Rerun, Run
 
 
 class LoopPadding:
@@ -20,19 +21,20 @@ class LoopPadding:
     def __init__(self) -> None:
         self._found: dict[tuple[int, int], set[int]] = {}  # lengths at which the loss changed, by tensor and axis
 
-    def check(self, record: LoopRecord, whole: Run, rows: Rows, tolerance: float) -> bool:
+    def check(self, rerun: Rerun, whole: Run, rows: Rows, tolerance: float) -> bool:
         """Returns True if a batch of another length may show an error. Raises it if two lengths did."""
+        record = rerun.record
         draws = any(isinstance(call, Call) and call.random is not None for call in record.calls)
         if not (draws or record.lists):
             for padding in paddings([rows.to_front(tensor) for tensor in record.data], rows.samples):
-                if any(_changes(record, whole, rows, padding, length, tolerance) for length in shorter(padding)):
+                if any(_changes(rerun, whole, rows, padding, length, tolerance) for length in shorter(padding)):
                     self._found.setdefault((padding.leaf, padding.axis), set()).add(padding.length)
         if any(len(lengths) > 1 for lengths in self._found.values()):
             raise depends_on_padding()
         return bool(self._found)
 
 
-def _changes(record: LoopRecord, whole: Run, rows: Rows, padding: Padding, length: int, tolerance: float) -> bool:
+def _changes(rerun: Rerun, whole: Run, rows: Rows, padding: Padding, length: int, tolerance: float) -> bool:
     """Returns True if the gradient of a shorter sample changes when the batch is cut."""
     kept_B = padding.lengths_B <= length
     source_B = torch.where(kept_B, torch.arange(len(kept_B)), int(kept_B.nonzero()[0]))
@@ -49,7 +51,7 @@ def _changes(record: LoopRecord, whole: Run, rows: Rows, padding: Padding, lengt
         return rows.to_front(front)
 
     try:
-        run = record.run(cut)
+        run = rerun(cut)
     except NotRecordedError:  # the loop computes with the length
         return False
     then = {}

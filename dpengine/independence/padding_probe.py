@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
@@ -89,8 +89,9 @@ class PaddingProbe:
             raise depends_on_padding()
         notice(
             "DPE012",
-            "Batches are padded to different lengths, and a batch could not be compared at two lengths. So it is not "
-            "known whether padding changes the result of a sample. Pad all batches to one length.",
+            "Batches are padded to different lengths, and the model did not run with a shorter batch, or draws random "
+            "numbers in eval mode. So it is not known whether padding changes the result of a sample. Pad all batches "
+            "to one length.",
             key="padding",
             of=self._capture.model,
         )
@@ -148,9 +149,19 @@ class _Comparison:
         with one.as_it_began(model):
             if self._drew:
                 model.eval()
+            self._put_attributes(model, cut=cut)
             before = random_states()
             outputs = [output.detach() for output in one.forward(model, args, kwargs)]
             return outputs if all(map(torch.equal, before, random_states())) else None
+
+    def _put_attributes(self, model: nn.Module, *, cut: bool) -> None:
+        """Cuts attributes that the loop set for this batch, such as a mask, as the inputs. The state restores them."""
+        for module in model.modules():
+            for name, value in vars(module).items():
+                if isinstance(value, Tensor) and value.dim() > 1:
+                    front = self._rows.to_front(value)
+                    if len(front) == self._rows.samples and self._padding.length in front.shape[1:]:
+                        setattr(module, name, self._given(value, -1, cut=cut))
 
     def _given(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
         rows, padding = self._rows, self._padding

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from .random_states import random_states
 
 Place = tuple[str, int, int]  # "input", "output" or "layer", number of the call, index of the tensor
 Replace = Callable[[Place, Tensor], Tensor]
+
+CHECKED_LOOPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last check_loop passed
 
 _HALF = {torch.float16, torch.bfloat16}
 

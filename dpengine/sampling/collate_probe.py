@@ -10,8 +10,10 @@ import contextlib
 import copy
 import functools
 import inspect
+import os
 import pickle
 import random
+import uuid
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -85,6 +87,7 @@ class _Probe:
         self.generators = _generators(collate)
         self.smaller: Any = None
         self.whole: set[str] = set()  # paths of values of the batch that depend on its examples
+        self.names: set[str] = set()  # paths of texts that are other ones in each call, such as a uuid
 
     def run(self) -> None:
         """Raises BatchDependentLossError, BatchMismatchError or _Undecided."""
@@ -112,14 +115,18 @@ class _Probe:
     def _run(self) -> None:
         states = self._states()
         self.smaller = self._call(_SMALLER)
+        before = self._states()
         batch = self._entries(_BATCH)
         drew = self._states() != states
         self._check_rows(batch)
+        again = self._from(before, _BATCH)
+        self.names = {path for path, entry in batch.items() if path in again and _are_new_names(entry, again[path])}
         if drew:
             self._compare_random()
             return
-        again = self._entries(_BATCH)
         for path, entry in batch.items():
+            if path in self.names:
+                continue
             if path not in again or not same(entry.value, again[path].value):
                 if entry.rows is None:
                     continue  # such as a time
@@ -232,7 +239,7 @@ class _Probe:
             if (entry.rows is None) is not (second[path].rows is None):
                 wrong = entry if entry.rows is None else second[path]
                 raise self._other_number(path, wrong.size, len(_BATCH))
-        return [path for path, entry in first.items() if entry.rows is not None]
+        return [path for path, entry in first.items() if entry.rows is not None and path not in self.names]
 
     def _other_number(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
         return BatchMismatchError(
@@ -276,6 +283,12 @@ def _is_of_torch(collate: Any) -> bool:
         return True
     ours = torch_collate.default_collate_fn_map.values()
     return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in ours)
+
+
+def _are_new_names(entry: Entry, again: Entry) -> bool:
+    """Returns True for texts that differ between equal calls. The check of the loop names texts that are used."""
+    texts = entry.rows is not None and all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows)
+    return texts and not same(entry.value, again.value)
 
 
 def _name(collate: Any) -> str:

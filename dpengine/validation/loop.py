@@ -24,11 +24,12 @@ from dpengine.independence.compare_runs import (
     mixed_inputs,
     mixed_loss,
     mixed_outputs,
+    number_of_samples,
     reduction_of,
     refuse_reduction,
 )
 from dpengine.independence.random_states import restored_random_states
-from dpengine.independence.watch_step import Place, Replace, Seen, StepWatch
+from dpengine.independence.watch_step import CHECKED_LOOPS, Place, Replace, Seen, StepWatch
 from dpengine.sampling.collate import restored_generators
 from dpengine.sampling.loader import PrivateIteration
 
@@ -85,7 +86,8 @@ def check_loop(
         step: Called with one batch. Computes the loss, and calls ``backward()`` or returns the loss. It must call the
             model, which may be private, and not ``optimizer.step()``.
         batches: Batches of at least two samples each, as a loader of the data set returns them, not a private loader.
-            The first tensor in a batch with an axis tells the number of samples.
+            The first tensor in a batch with an axis tells the number of samples; without tensors, arrays, a dict of
+            lists, or a list of samples such as texts do.
         loss_reduction: Value that is passed to ``make_private``.
         batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1.
 
@@ -96,7 +98,7 @@ def check_loop(
         BatchDependentLossError: If an input of the model or the gradient of an output depends on other samples.
         ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
         BatchStateError: If ``step`` calls ``optimizer.step()``.
-        TypeError: If ``step`` is not callable, or a batch holds no tensor.
+        TypeError: If ``step`` is not callable, or the number of samples of a batch cannot be told.
         ValueError: If there is no batch, a batch has fewer than two samples, ``batches`` is a private loader,
             ``loss_reduction`` is not known, or ``step`` calls no model that trains or computes no loss.
     """  # noqa: DOC502 - raised by called functions
@@ -124,6 +126,7 @@ def check_loop(
         passed = not undecided
     finally:
         note_checked(models, passed=passed)
+        CHECKED_LOOPS.update(models) if passed else CHECKED_LOOPS.difference_update(models)
     found.discard(None)
     return LoopCheck(checked, found.pop() if len(found) == 1 else None, tuple(undecided))
 
@@ -137,10 +140,12 @@ class _BatchCheck:
 
     def __init__(self, step: Step, batch: Any, *, batch_first: bool, models: set[nn.Module]):
         to_front = (lambda tensor: tensor) if batch_first else turned
-        first = next((t for t in tensors_in_outputs(batch) if t.dim()), None)
-        if first is None:
-            raise TypeError(f"check_loop: a batch ({torch.typename(batch)}) holds no tensor with an axis.")
-        samples = len(to_front(first))
+        samples = number_of_samples(batch, to_front)
+        if samples is None:
+            raise TypeError(
+                f"check_loop: the number of samples of a batch ({torch.typename(batch)}) cannot be told. Pass a dict "
+                "of lists, a list of samples, or a batch with a tensor or array that has an entry for each sample."
+            )
         if samples < 2:
             raise ValueError(f"check_loop: a batch has {samples} samples. Pass at least two samples.")
         self._step, self._batch, self._models = step, batch, models

@@ -412,6 +412,19 @@ def test_a_model_that_draws_random_numbers_for_positions_is_reported_once():
     quietly(made(drawn), collate=padded(length=LONGEST))
 
 
+def with_attribute(model, ids, mask, size, targets):
+    model.mask = mask
+    return F.cross_entropy(model(ids, mask, size), targets)
+
+
+@pytest.mark.parametrize("mode", ["auto", "ghost"])
+def test_a_mask_that_the_loop_sets_as_an_attribute_is_cut_with_the_batch(mode):
+    quietly(made(lambda m, ids, mask, size: masked_mean(m, ids, m.mask, size)), with_attribute, mode=mode, passes=3)
+    with pytest.raises(BatchDependentLossError, match=REFUSED):
+        unused = lambda m, ids, mask, size: plain_mean(m, ids, m.mask, size) + 0 * m.mask.sum()  # noqa: E731
+        trained(made(unused), with_attribute, mode=mode, passes=3)
+
+
 @pytest.mark.parametrize(("run", "refused"), [(masked_mean, False), (plain_mean, True)])
 def test_a_wrapped_model_is_checked_at_its_probed_passes(run, refused):
     wrapped = GradSampleModule(made(run), loss_reduction="sum")

@@ -231,7 +231,7 @@ GUARDS = [
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[padding_counts]",
         also=(
             (
-                "if any(_changes(record, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
+                "if any(_changes(rerun, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
                 "if False:",
             ),
         ),
@@ -239,7 +239,7 @@ GUARDS = [
     Guard(
         "padding-loss",
         "a loss that divides by the padded length",
-        "if any(_changes(record, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
+        "if any(_changes(rerun, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
         "if False:",
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[mean_of_masked]",
     ),

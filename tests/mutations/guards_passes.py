@@ -270,17 +270,40 @@ GUARDS = [
     Guard(
         "loop-input",
         "an input of the model that changes with other samples",
-        "            if self.differ(_of_calls(whole.inputs, reached), _of_calls(run.inputs, reached), kept):",
-        "            if False:",
+        "        if self.differ(of_calls(whole.inputs, reached), of_calls(run.inputs, reached), kept):",
+        "        if False:",
         "independence/test_loop_probe.py::test_a_loop_that_mixes_samples_before_the_model_is_rejected[shifted]",
     ),
     Guard(
         "loop-loss",
         "a gradient that changes with other samples",
-        "            if share := self.differ(whole.grads, run.grads, kept):",
-        "            if share := 0:",
+        "        share = self.differ(whole.grads, run.grads, kept)",
+        "        share = 0.0",
         "independence/test_loop_probe.py::test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass[class "
         "weights]",
+    ),
+    Guard(
+        "loop-bound",
+        "a bound on a loss of several samples",
+        "            if error is None and far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE:",
+        "            if False:",
+        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
+        "reaches_it",
+    ),
+    Guard(
+        "loop-time",
+        "a loop whose calls take too long to run again",
+        "        if self._longest > self._left:",
+        "        if False:",
+        "independence/test_bounds_and_numbers.py::test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_"
+        "second_checked_step",
+    ),
+    Guard(
+        "loop-texts",
+        "a count in texts that equals a number of samples, or a sum, by chance",
+        '        if told not in (None, "neither", declared) and check.others and not self._other_told:',
+        "        if False:",
+        "independence/test_bounds_and_numbers.py::test_a_count_that_is_equal_in_two_batches_by_chance_is_not_told_a_sum",
     ),
     Guard(
         "loop-number",
@@ -323,8 +346,8 @@ GUARDS = [
     Guard(
         "loop-whole",
         "a loop that gives other gradients when it runs again",
-        '                return "running it again gives other gradients, so a part of it is not recorded"',
-        "                pass",
+        '            return "running it again gives other gradients, so a part of it is not recorded"',
+        "            pass",
         "independence/test_loop_probe.py::test_what_cannot_be_decided_is_accepted_with_one_warning[gradient hook]",
     ),
     Guard(
@@ -416,8 +439,8 @@ GUARDS = [
     Guard(
         "loop-ambiguous",
         "a list of as many tensors as samples may hold columns",
-        "                if not record.ambiguous:",
-        "                if True:",
+        "            if not record.ambiguous:",
+        "            if True:",
         "independence/test_lists_of_samples.py::test_a_list_that_may_hold_columns_is_decided_by_another_size",
     ),
     Guard(

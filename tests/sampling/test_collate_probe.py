@@ -4,6 +4,7 @@ import copy
 import functools
 import random
 import types
+import uuid
 import warnings
 from collections import UserDict, namedtuple
 from dataclasses import dataclass
@@ -317,6 +318,8 @@ ORDINARY = {
     "shuffled": (VECTORS, shuffled),
     "masked language modeling": (DICTS, masked),
     "masked one by one": (TOKENS, masked_one_by_one),
+    "new names": (VECTORS, lambda b: {"x": stacked(b)[0], "id": [uuid.uuid4().hex for _ in b]}),
+    "new names and noise": (VECTORS, lambda b: {"x": noisy(b)[0], "id": tuple(uuid.uuid4() for _ in b)}),
     "masked, longest first": (TOKENS, lambda batch: masked_one_by_one(longest_first(batch))),
 }
 TIME_FIRST = {

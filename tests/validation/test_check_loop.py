@@ -176,6 +176,48 @@ def test_a_private_run_stays_as_it_was():
     assert now() == before
 
 
+VALUES = [random.Random(i).uniform(-1, 1) for i in range(12)]
+WITHOUT_TENSORS = {
+    "arrays": {"x": np.array(VALUES), "id": np.arange(12)},
+    "dict of lists": {"x": VALUES, "text": [str(value) for value in VALUES]},
+    "list of samples": [{"x": value, "text": str(value)} for value in VALUES],
+    "list of tuples": [(value, str(value)) for value in VALUES],
+    "texts": [str(value) for value in VALUES],
+}
+
+
+def values_of(batch):
+    if isinstance(batch, dict):
+        return torch.tensor([float(value) for value in batch["x"]])
+    first = [one["x"] if isinstance(one, dict) else one[0] if isinstance(one, tuple) else one for one in batch]
+    return torch.tensor([float(value) for value in first])
+
+
+@pytest.mark.parametrize("data", WITHOUT_TENSORS.values(), ids=WITHOUT_TENSORS)
+def test_a_batch_without_tensors_is_checked(data):
+    model = nn.Linear(1, 1)
+    square_B = lambda batch: (model(values_of(batch)[:, None])[:, 0] - 1).square()  # noqa: E731
+    assert check_loop(lambda batch: square_B(batch).mean(), [data]).ok
+    with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
+        check_loop(lambda batch: square_B(batch).mean() * values_of(batch).sum(), [data])
+    with pytest.raises(BatchDependentLossError, match="The input of the model for a sample changed"):
+        check_loop(lambda batch: model(values_of(batch)[:, None] - values_of(batch).mean()).mean(), [data])
+
+
+def test_a_count_of_words_is_rejected_by_check_loop():
+    model = nn.Linear(1, 1)
+    data = {"x": torch.ones(6, 1), "text": ["a", "b c", "d", "e f g", "h", "i"]}
+    with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
+        check_loop(lambda batch: model(batch["x"]).sum() * 7 / len(" ".join(batch["text"]).split()), [data])
+
+
+def test_lists_alone_may_hold_samples_or_columns():
+    step = lambda batch: nn.Linear(1, 1)(torch.ones(2, 1)).mean()  # noqa: E731
+    for data in ([["a", "b"], ["c", "d"]], {"a": ["b"], "c": ["d", "e"]}, UserDict(a=["b", "c"]), 3):
+        with pytest.raises(TypeError, match=r"samples of a batch \(.*\) cannot be told. Pass a dict of lists"):
+            check_loop(step, [data])
+
+
 @pytest.mark.parametrize("private", [False, True])
 def test_a_step_of_the_optimizer_is_refused(private):
     model = mlp()
@@ -212,7 +254,7 @@ def test_what_cannot_be_decided_is_named():
     [
         ((None, []), TypeError, "step is NoneType"),
         ((lambda one: 0, []), ValueError, "batches is empty"),
-        ((lambda one: 0, [3]), TypeError, "holds no tensor"),
+        ((lambda one: 0, [3]), TypeError, "cannot be told"),
         ((lambda one: 0, [torch.ones(1, 2)]), ValueError, "at least two samples"),
         ((lambda one: 0, [torch.ones(2, 2)]), ValueError, "called no model"),
         ((lambda one: mlp()(one[0]).tolist(), [batch()]), ValueError, "returned no loss"),

@@ -1,0 +1,222 @@
+"""The comparisons of one recorded loop with itself, run again with other data in some samples."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.tap import tensors_in
+from dpengine.errors import BatchDependentLossError
+
+from .compare_runs import EXACT, HALF, Kept, Rows, largest_change, mixed_inputs, mixed_loss, norms, reduction_of
+from .loop_record import Call, LoopRecord, ModelCall, Place
+from .run_again import Arrange, NotRecordedError, Rerun, Run
+from .torch_calls import takes_one
+
+_FAR = 30  # by how many times their size outputs are moved, beyond a bound on a mean of losses
+_FAR_CHANGE = 0.05  # least relative change by such outputs; a smaller one may be rounding
+
+
+class Sample(NamedTuple):
+    """A sample of an earlier batch.
+
+    Attributes:
+        samples: The size of that batch.
+        values: Data and outputs of the sample, by place.
+        grads: Gradients of its outputs.
+        inputs: Its inputs of the model.
+        numbers: Python numbers in the calls of the loop.
+    """
+
+    samples: int
+    values: Mapping[Place, Tensor]
+    grads: Mapping[Place, Tensor]
+    inputs: Mapping[tuple[int, int], Tensor]
+    numbers: Sequence[float]
+
+
+class LoopCheck:
+    """The comparisons for one record.
+
+    Attributes:
+        rows: Finds the samples in tensors.
+        rerun: Runs the record again.
+        tolerance: Relative tolerance between two runs.
+        others: True if the batch holds data that are no tensors, such as texts.
+    """
+
+    def __init__(self, record: LoopRecord, rows: Rows):
+        self.rows, self.rerun, self.tolerance = rows, Rerun(record), _tolerance(record)
+        self.others = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
+        self._record = record
+        self._moves_outputs = True
+
+    def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
+        """Returns the error if a kept sample changes when tensors of these kinds change for others."""
+        if "random" in kinds and not self._draws_for_samples():
+            return None
+        moves = not self._has_order() and self.rows.can_move(self._record.data)
+        for kept, source_B in self.rows.halves(moves=moves):
+
+            def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
+                return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor
+
+            far = None if "random" in kinds else self._far(whole, kept, source_B, exchanged)
+            if far is not None and self._change(whole, far, reached, kept) is None:
+                continue
+            error = self._change(whole, self.rerun(exchanged), reached, kept)
+            if error is None and far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE:
+                error = mixed_loss(1.0, by_bound=True)
+            if error is not None:
+                return error
+        return None
+
+    def _change(self, whole: Run, run: Run, reached: Collection[int], kept: Kept) -> BatchDependentLossError | None:
+        if self._record.lists and _shapes(run) != _shapes(whole):
+            raise NotRecordedError("lists of the batch hold samples of different lengths")
+        if self.differ(of_calls(whole.inputs, reached), of_calls(run.inputs, reached), kept):
+            return mixed_inputs()
+        share = self.differ(whole.grads, run.grads, kept)
+        return mixed_loss(share) if share else None
+
+    def _far(self, whole: Run, kept: Kept, source_B: Tensor, exchanged: Arrange) -> Run | None:
+        """Runs with the outputs of the others far away, where their losses are high; None if the loop refuses them."""
+        others = torch.ones(self.rows.samples, dtype=torch.bool).index_fill(0, kept.now, False).nonzero().flatten()
+
+        def moved(tensor: Tensor, place: Place) -> Tensor:
+            rows, grad = self.rows.of(tensor), whole.grads.get(place)
+            up = None if grad is None else self.rows.of(grad)
+            if rows is None or up is None:
+                return exchanged(tensor, place)
+            rows, size = rows[source_B.to(rows.device)], float(torch.linalg.vector_norm(tensor, torch.inf))
+            if size < torch.inf:
+                above = up[source_B[others].to(up.device)].sign_().mul_(_FAR * (1 + size))
+                rows.index_add_(0, others.to(rows.device), above)
+            return self.rows.like(tensor, rows)
+
+        if not self._moves_outputs:
+            return None
+        try:
+            return self.rerun(moved)
+        except NotRecordedError:  # such as a loss of probabilities
+            self._moves_outputs = False
+            return None
+
+    def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Kept | None = None) -> float:
+        """Returns the largest relative change of a sample; 0 within the tolerance."""
+        return largest_change(self.rows, then, now, self.tolerance, kept)
+
+    def _draws_for_samples(self) -> bool:
+        """Returns True if a random tensor has an entry for each sample."""
+        draws = [call for call in self._record.calls if isinstance(call, Call) and call.random is not None]
+        return any(self._record.drawn_for_samples(c.function, t) for c in draws for t in tensors_in(c.result))
+
+    def _has_order(self) -> bool:
+        """Returns True if samples may have numbers by their place: random, constant or read ones, or in Python."""
+        record = self._record
+        if record.left or record.drew:
+            return True
+        calls = [call for call in record.calls if isinstance(call, Call)]
+        return self._has_constants() or any(takes_one(call.function, call.args) for call in calls)
+
+    def _has_constants(self) -> bool:
+        """Returns True if a constant of the loop has an entry for each sample."""
+        constants = (t for t in tensors_in(self._record.calls) if id(t) not in self._record.dependent)
+        return any(self.rows.samples in tensor.shape[:2] for tensor in constants)
+
+    # Mean or sum
+
+    def with_sample(self, grads: Mapping[Place, Tensor]) -> tuple[Run, Sample | None]:
+        """Runs the loop unchanged. Also returns the sample with the largest finite gradient; None if all are 0."""
+        rows = [found for grad in grads.values() if (found := self.rows.of(grad)) is not None]
+        sq_norm_B = sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1))
+        at = int(sq_norm_B.nan_to_num(0, 0, 0).argmax())
+        one, values = slice(at, at + 1), dict[Place, Tensor]()
+
+        def note(tensor: Tensor, place: Place) -> Tensor:
+            if place[0] != "list":
+                values.update(self.rows.some({place: tensor}, one))
+            return tensor
+
+        whole = self.rerun(note)
+        kept, inputs = (self.rows.some(some, one) for some in (whole.grads, all_inputs(whole)))
+        sample = Sample(self.rows.samples, values, kept, inputs, self.numbers())
+        return whole, sample if sq_norm_B[at] > 0 else None
+
+    def reduction(self, earlier: Sample) -> str | None:
+        """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
+        # Elements of a list, and constants with an entry for each sample, were those of another batch.
+        if self._record.lists or self._has_constants():
+            return None
+        comparable = not self._record.drew
+
+        def put(tensor: Tensor, place: Place) -> Tensor:
+            nonlocal comparable
+            if place[0] == "list":
+                return tensor
+            rows, old = self.rows.of(tensor), earlier.values.get(place)
+            if rows is None or old is None or old.shape[1:] != rows.shape[1:]:
+                comparable &= rows is None
+                return tensor
+            return self.rows.like(tensor, torch.cat([old, rows[1:]]))
+
+        try:
+            run = self.rerun(put)
+        except NotRecordedError:
+            return None
+        now, inputs = (self.rows.some(some, slice(1)) for some in (run.grads, all_inputs(run)))
+        if self._record.left and comparable:
+            alike = {p: one for p, one in earlier.inputs.items() if p in inputs and inputs[p].shape == one.shape}
+            if largest_change(Rows(1, lambda tensor: tensor), alike, inputs, self.tolerance):
+                raise mixed_inputs()
+        told = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self.tolerance)
+        return told or ("neither" if comparable and not self._record.left else None)
+
+    def reduction_of_half(self, whole: Run) -> str | None:
+        """The same by leaving half of the samples out; None if a number of the loop may follow from the batch."""
+        half = self.rows.samples // 2
+        if self._record.left or self.others or any(n >= half or n != int(n) for n in self.numbers()):
+            return None
+        try:
+            grads = self.rerun(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads
+        except NotRecordedError:
+            return None
+        now, then = self.rows.some(grads, slice(half), samples=half), self.rows.some(whole.grads, slice(half))
+        told = reduction_of(now, then, self.rows.samples / half, self.tolerance)
+        return None if told == "neither" else told
+
+    def numbers(self) -> list[float]:
+        """Returns the Python numbers in the calls of the loop."""
+        calls = [(call.args, call.kwargs) for call in self._record.calls if isinstance(call, Call)]
+        leaves = [leaf for call in calls for leaf in pytree.tree_leaves(call)]
+        parts = [(n.start, n.stop, n.step) if isinstance(n, slice) else (n,) for n in leaves]
+        return [one for part in parts for one in part if type(one) in (int, float)]
+
+
+def of_calls(inputs: Sequence[Sequence[Tensor]], reached: Collection[int]) -> dict[tuple[int, int], Tensor]:
+    """Returns the inputs of the calls of the model that the backward pass reached."""
+    return {(i, k): tensor for i in reached for k, tensor in enumerate(inputs[i])}
+
+
+def all_inputs(run: Run) -> dict[tuple[int, int], Tensor]:
+    """Returns the inputs of all calls of the model."""
+    return of_calls(run.inputs, range(len(run.inputs)))
+
+
+def models(record: LoopRecord) -> list[ModelCall]:
+    """Returns the calls of the model."""
+    return [call for call in record.calls if isinstance(call, ModelCall)]
+
+
+def _shapes(run: Run) -> list[torch.Size]:
+    return [tensor.shape for inputs in run.inputs for tensor in inputs]
+
+
+def _tolerance(record: LoopRecord) -> float:
+    tensors = [tensor for call in models(record) for tensor in call.recorded.outputs]
+    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    return HALF if half or any(call.autocast for call in record.calls if isinstance(call, Call)) else EXACT

@@ -1,0 +1,173 @@
+"""The run-time check of loops whose effect shows late: bounds on a loss, Python numbers, and limited time."""
+
+import contextlib
+import warnings
+
+import inside
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+
+import dpengine
+from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionError
+from dpengine.independence import run_again
+
+CLASSES, EXAMPLES, BATCH = 3, 80, 16
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
+
+
+def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lambda model: None):
+    """Trains a few private steps; returns the engine and the warnings that name the loss."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES), last())
+    data = [(torch.randn(4), i % CLASSES, "a word " * (1 + i % 3)) for i in range(EXAMPLES)]
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "loss_reduction": reduction}
+    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=BATCH), **settings)
+    before(model)
+    step = 0
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        while step < steps:
+            for x, y, texts in loader:
+                step += 1
+                optimizer.zero_grad()
+                loss_of(model(x), y, texts, step).backward()
+                optimizer.step()
+                if step == steps:
+                    break
+    texts = [str(one.message) for one in shown if issubclass(one.category, PrivacyWarning)]
+    return engine, [text for text in texts if "loss could not be checked" in text]
+
+
+def each(o, y):
+    return F.cross_entropy(o, y, reduction="none")
+
+
+# Bounds that no checked batch reaches
+
+BEYOND = {
+    "clamp of a mean": lambda o, y: F.cross_entropy(o, y).clamp(max=5),
+    "minimum": lambda o, y: torch.minimum(F.cross_entropy(o, y), torch.tensor(4.0)),
+    "where": lambda o, y: (lambda loss: torch.where(loss > 6, loss.detach(), loss))(F.cross_entropy(o, y)),
+    "scaled down": lambda o, y: (lambda loss: loss / loss.detach().clamp(min=5))(F.cross_entropy(o, y)),
+    "mean of absolute outputs": lambda o, y: F.cross_entropy(o, y) * (o.detach().abs().mean() < 3),
+    "largest output": lambda o, y: F.cross_entropy(o / o.detach().abs().max().clamp(min=10), y),
+}
+OF_SAMPLES = {
+    "clamp of each": (lambda o, y: each(o, y).clamp(max=2).mean(), nn.Identity),
+    "hinge": (lambda o, y: F.relu(each(o, y) - 1).mean(), nn.Identity),
+    "probabilities": (lambda o, y: F.binary_cross_entropy(o, F.one_hot(y, CLASSES).float()), nn.Sigmoid),
+    "exponential": (lambda o, y: F.poisson_nll_loss(o[:, 0], y.float()), nn.Identity),
+    "validated": (
+        lambda o, y: -torch.distributions.Bernoulli(o[:, 0]).log_prob((y > 0).float()).mean(),
+        nn.Sigmoid,
+    ),
+}
+
+
+@pytest.mark.parametrize("loss", BEYOND.values(), ids=BEYOND)
+def test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_reaches_it(loss):
+    with pytest.raises(BatchDependentLossError, match=r"changed by 100 or more % when other samples had larger losses"):
+        trained(lambda o, y, *_: loss(o, y), steps=1)
+
+
+@pytest.mark.parametrize(("loss", "last"), OF_SAMPLES.values(), ids=OF_SAMPLES)
+def test_a_bound_on_the_loss_of_each_sample_is_accepted(loss, last):
+    engine, shown = trained(lambda o, y, *_: loss(o, y), last=last)
+    assert inside.checked_loops(engine) > 0
+    assert not shown
+
+
+def test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_batch():
+    def loss_of(o, y, *_):
+        loss_B = F.binary_cross_entropy(o, F.one_hot(y, CLASSES).float(), reduction="none").mean(1)
+        return (loss_B * WEIGHTS[y]).sum() / WEIGHTS[y].sum()
+
+    with pytest.raises(BatchDependentLossError, match="when other samples had other data"):
+        trained(loss_of, last=nn.Sigmoid, steps=1)
+
+
+# Python numbers
+
+COUNTS = {
+    "words": lambda loss_B, texts: loss_B.sum() * 7 / len(" ".join(texts).split()),
+    "share of words": lambda loss_B, texts: loss_B.sum() * (7 / len(" ".join(texts).split())),
+    "texts of one word": lambda loss_B, texts: loss_B.sum() / max(1, sum(len(text) < 8 for text in texts)),
+}
+
+
+@pytest.mark.parametrize("loss", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_count_in_texts_is_named_as_a_number_and_not_told_a_sum(loss, reduction):
+    _, (text,) = trained(lambda o, y, texts, _: loss(each(o, y), texts), reduction=reduction)
+    assert "a number in the loss changed between batches of two sizes" in text
+    assert "a count of words" in text
+
+
+def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_told_a_sum():
+    _, (text,) = trained(lambda o, y, texts, step: each(o, y).sum() / (3 if step < 4 else 5), steps=8)
+    assert "a number in the loss changed" in text
+
+
+def test_a_weight_that_follows_the_step_is_named_unless_check_loop_decided():
+    warming_up = lambda o, y, step: F.cross_entropy(o, y) * min(1, step / 100)  # noqa: E731
+    _, (text,) = trained(lambda o, y, _, step: warming_up(o, y, step))
+    assert "it may follow the step, as a warm-up does" in text
+
+    def first_checked(model):
+        batch = torch.randn(BATCH, 4), torch.arange(BATCH) % CLASSES
+        assert dpengine.check_loop(lambda batch: warming_up(model(batch[0]), batch[1], 1), [batch]).ok
+
+    engine, shown = trained(lambda o, y, _, step: warming_up(o, y, step), before=first_checked)
+    assert not shown
+    assert engine.report().facts.loss_checked
+
+
+@pytest.mark.parametrize("factor", [0.5, 2.0])
+def test_a_mean_with_a_factor_is_not_told_a_sum(factor):
+    engine, shown = trained(lambda o, y, *_: each(o, y).sum() * (factor / len(y)))
+    assert inside.checked_loops(engine) > 0
+    assert not shown
+
+
+def test_a_sum_beside_texts_is_told_when_two_batches_agree():
+    with pytest.raises(ReductionError, match='loss_reduction="sum"'):
+        trained(lambda o, y, *_: each(o, y).sum() / BATCH)
+    assert trained(lambda o, y, *_: each(o, y).sum() / BATCH, reduction="sum")[1] == []
+
+
+# Time
+
+
+@pytest.fixture
+def _no_time(monkeypatch):
+    monkeypatch.setattr(run_again, "LEAST_SECONDS", 0.0)
+    monkeypatch.setattr(run_again, "_MOST_TIMES", 0)
+
+
+@pytest.mark.usefixtures("_no_time")
+def test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_second_checked_step():
+    plain = lambda o, y, *_: F.cross_entropy(o, y)  # noqa: E731
+    engine, shown = trained(plain, steps=1)
+    assert not shown
+    assert inside.checked_loops(engine) == 0
+    assert "running its calls again takes too long" in engine.report().facts.loss_evidence
+    _, (text,) = trained(plain, steps=10)
+    assert "running its calls again takes too long" in text
+    assert "dpengine.check_loop(step, batches) decides" in text
+
+
+def test_a_step_is_checked_for_a_second_however_short_it_is():
+    def many(o, y, *_):
+        for _ in range(500):
+            o = o * 1.0001
+        return F.cross_entropy(o, y)
+
+    engine, shown = trained(many, steps=1)
+    assert inside.checked_loops(engine) == 1
+    assert not shown
+    with pytest.raises(BatchDependentLossError), contextlib.suppress(PrivacyWarning):
+        trained(lambda o, y, *_: many(o - o.mean(0), y), steps=1)
