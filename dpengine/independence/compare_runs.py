@@ -235,9 +235,8 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
         not ratio
         or not 0 < scale < torch.inf
         or float((a - ratio * b).norm()) > min(10 * tolerance, 0.05) * abs(ratio) * scale**0.5
-        or abs(by_mean - 1) < 3 * tolerance
     ):
-        return None  # the loop is another one, or draws random numbers, or the sizes are too close
+        return None  # the loop is another one, or draws random numbers
     for told, expected in (("mean", by_mean), ("sum", 1.0)):
         if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
             return told
