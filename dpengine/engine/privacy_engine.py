@@ -388,8 +388,10 @@ class PrivacyEngine(argument_checks.NotCopyable):
         """
         run = next((run for run in self.runs if run.model is module and run.attached), None)
         if run is None:
-            name, fix = type(module).__name__, "For a model of another engine: dpengine.detach(model)."
-            raise UnknownParameterError(f"The model ({name}) is not private in this engine.", fix=fix)
+            raise UnknownParameterError(
+                f"{type(module).__name__} is no model that is private in this engine, or was detached before.",
+                fix="For an optimizer, an engine, or a model of another engine: dpengine.detach(x).",
+            )
         run.detach()
 
     def _last_run(self) -> Run:

@@ -45,7 +45,7 @@ from .torch_calls import takes_one
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
-_MOST_CLOSE = 4  # batches that are recorded although their size is too close to that of the first one
+_MOST_IN_VAIN = 4  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
 
 
 class _Sample(NamedTuple):
@@ -75,7 +75,7 @@ class LoopProbe:
         self._capture = capture
         self._mean_loss = mean_loss
         self._earlier: _Sample | None = None
-        self._open = self._close = 0
+        self._open = self._in_vain = 0
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
         self._probe: Probe | None = None
@@ -185,12 +185,12 @@ class LoopProbe:
             self._earlier = check.one_sample(whole)
             self.wants_other_size = None if self._earlier is None else record.samples
             told = check.reduction_of_half(whole)
-        elif not check.too_close(earlier):
+        elif check.can_tell(earlier, whole):
             told, compared = check.reduction(earlier), True
             self.wants_other_size = None
         elif earlier.samples != record.samples:
-            self._close += 1
-            self.wants_other_size = None if self._close == _MOST_CLOSE else earlier.samples
+            self._in_vain += 1
+            self.wants_other_size = None if self._in_vain == _MOST_IN_VAIN else earlier.samples
         refuse_reduction(told, "mean" if self._mean_loss else "sum")
         if told == "neither" and record.left:
             raise BatchDependentLossError(
@@ -280,9 +280,10 @@ class _LoopCheck:
         grads, inputs = (self.rows.some(some, slice(at, at + 1)) for some in (whole.grads, _all_inputs(whole)))
         return _Sample(self.rows.samples, values, grads, inputs)
 
-    def too_close(self, earlier: _Sample) -> bool:
-        """Returns True if a mean and a sum over batches of these sizes differ by little more than rounding."""
-        return abs(earlier.samples / self.rows.samples - 1) < 3 * self._tolerance
+    def can_tell(self, earlier: _Sample, whole: Run) -> bool:
+        """Returns True if a mean and a sum over batches of these sizes differ by more than rounding."""
+        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self._tolerance
+        return differ and any(bool(grad.any()) for grad in whole.grads.values())  # 0 if the loss was multiplied by 0
 
     def reduction(self, earlier: _Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
