@@ -196,9 +196,11 @@ def mixed_loss(share: float) -> BatchDependentLossError:
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     return BatchDependentLossError(
         f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had other data. "
-        "Typical causes are a mean over the tokens of the batch, class weights, and a loss between samples.",
-        fix="Use dpengine.validation.per_example(loss_fn); for tokens "
-        "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
+        "Typical causes are a mean over the tokens of the batch or over selected samples, class weights, and a loss "
+        "between samples.",
+        fix="Use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, labels), "
+        "after import dpengine.losses; for selected samples (losses * mask).mean(). A contrastive loss compares "
+        "samples, and cannot be trained with this guarantee.",
     )
 
 
@@ -207,7 +209,8 @@ def refuse_reduction(told: str | None, declared: str) -> None:
     if told in ("mean", "sum") and told != declared:
         found = "a sum over the samples, or a sum that is divided by a constant" if told == "sum" else "a mean"
         raise ReductionError(
-            f"The loss is {found}, and a {declared} was declared.",
+            f"The loss is {found}, and a {declared} was declared. All gradients would be scaled by the number of "
+            "samples, which one sample changes: it moves the sum by up to twice the clipping norm.",
             fix=f'Pass loss_reduction="{told}" to make_private.',
         )
 

@@ -167,6 +167,49 @@ def test_a_contrastive_loss_is_rejected_with_that_reason():
         check_loss(model, contrastive, batch)
 
 
+def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
+    loop = make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*contrastive loss compares samples.*cannot be trained"):
+        for inputs, _ in loop.loader:
+            one, two = loop.model(inputs), loop.model(inputs + 0.1)
+            F.cross_entropy(one @ two.T, torch.arange(len(inputs))).backward()
+
+
+def test_a_mean_over_selected_samples_names_a_loss_that_trains():
+    loop = make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*over selected samples") as seen:
+        for inputs, targets in loop.loader:
+            mask = inputs[:, 0] > 0
+            F.cross_entropy(loop.model(inputs), targets, reduction="none")[mask].mean().backward()
+    line = re.search(r"\(losses \* mask\)\.mean\(\)", str(seen.value)).group()
+    remedy = make_loop(**NOISE)
+    for inputs, targets in remedy.loader:
+        remedy.optimizer.zero_grad()
+        losses = F.cross_entropy(remedy.model(inputs), targets, reduction="none")
+        eval(line, {"losses": losses, "mask": inputs[:, 0] > 0}).backward()
+        remedy.optimizer.step()
+    assert remedy.engine.ledger.steps == len(remedy.loader)
+
+
+def test_a_sum_in_the_loop_says_that_the_sensitivity_grows_and_names_the_argument():
+    def summed(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+    loop = make_loop(**NOISE)
+    with pytest.raises(ReductionError, match=r"DPE013.*up to twice the clipping norm") as seen:
+        for inputs, targets in loop.loader:
+            loop.optimizer.zero_grad()
+            summed(loop.model(inputs), targets).backward()
+            loop.optimizer.step()
+    name, value = re.search(r'Pass (\w+)="(\w+)" to make_private', str(seen.value)).groups()
+    remedy = make_loop(**{name: value}, **NOISE)
+    for inputs, targets in remedy.loader:
+        remedy.optimizer.zero_grad()
+        summed(remedy.model(inputs), targets).backward()
+        remedy.optimizer.step()
+    assert remedy.engine.ledger.steps == len(remedy.loader)
+
+
 class Graph(nn.Module):
     def __init__(self):
         super().__init__()
