@@ -157,7 +157,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
             sampling: ``"poisson"``; ``"shuffle"``, for which no epsilon is claimed; or ``ExternalBatches(...)`` if the
                 loop draws its own batches. ``data_loader`` is then returned unchanged and may be any iterable.
             sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
-                examples public. Add-or-remove is claimed if rate, batch size and ``target_delta`` are constants.
+                examples public. With ``expected_batch_size`` and ``target_delta``, add-or-remove is claimed.
             expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.
             physical_batch_size: Maximum number of samples per forward pass; larger logical batches are split.
             accumulation_steps: Number of physical batches per logical batch.

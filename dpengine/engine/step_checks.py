@@ -132,7 +132,9 @@ def check_stale(step: Step) -> None:
     """Raises if the gradients of the last step were not cleared."""
     if step.writer.stale:
         raise StaleGradientError(
-            "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
+            "optimizer.zero_grad() was not called after the last step.",
+            fix="Add it at the top of the loop. accelerator.accumulate() skips it: pass accumulation_steps= to "
+            "make_private instead.",
         )
 
 
