@@ -88,8 +88,8 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise BatchStateError(
             "Backward ran on samples that did not come from the private loader of this model: no batch of that loader "
             "awaits a backward pass.",
-            fix="Iterate over the loader that make_private returned with this model. Each private model has its own "
-            "loader.",
+            fix="Iterate over the loader that make_private returned with this model, anew in each epoch: "
+            "itertools.cycle repeats old batches. Each private model has its own loader.",
         )
     if step.batches.stage is Stage.RELEASED or step.batches.done:
         raise RepeatedBackwardError(

@@ -198,9 +198,10 @@ def mixed_loss(share: float) -> BatchDependentLossError:
         f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had other data. "
         "Typical causes are a mean over the tokens of the batch or over selected samples, class weights, and a loss "
         "between samples.",
-        fix="Use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, labels), "
-        "after import dpengine.losses; for selected samples (losses * mask).mean(). A contrastive loss compares "
-        "samples, and cannot be trained with this guarantee.",
+        fix="Take losses with reduction='none', and their mean over all samples, (losses * mask).mean() for selected "
+        "ones; or use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, "
+        "labels), after import dpengine.losses. A contrastive loss compares samples, and cannot be trained with this "
+        "guarantee.",
     )
 
 

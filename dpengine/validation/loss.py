@@ -202,6 +202,9 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
 def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> Callable[..., Tensor]:
     """Converts any loss to the mean of the losses of single samples, which are independent.
 
+    Class weights of a weighted mean, such as ``nn.CrossEntropyLoss(weight=...)``, cancel for a single sample. To keep
+    them, use ``reduction="none"`` and take the mean of the losses instead.
+
     Args:
         loss_fn: Called with one sample at a time, as a batch of one.
         batch_first: False if the batch is on axis 1 of the outputs, ``(T, B, ...)``. Targets may be flat, ``(T * B,)``.

@@ -1,5 +1,6 @@
 """The remedy that a message names, typed as it stands, works."""
 
+import itertools
 import re
 
 import pytest
@@ -173,6 +174,27 @@ def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
         for inputs, _ in loop.loader:
             one, two = loop.model(inputs), loop.model(inputs + 0.1)
             F.cross_entropy(one @ two.T, torch.arange(len(inputs))).backward()
+
+
+def test_class_weights_name_a_loss_that_keeps_them():
+    weight, loop = torch.tensor([1.0, 2.0, 9.0]), make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*class weights.*reduction='none', and their mean"):
+        for inputs, targets in loop.loader:
+            F.cross_entropy(loop.model(inputs), targets, weight=weight).backward()
+    remedy = make_loop(**NOISE)
+
+    def losses(outputs, targets):
+        return F.cross_entropy(outputs, targets, weight=weight, reduction="none")
+
+    assert trains(remedy, lambda inputs, targets: losses(remedy.model(inputs), targets).mean())
+
+
+def test_a_loader_that_is_cycled_is_told_that_batches_repeat():
+    loop = make_loop(**NOISE)
+    with pytest.raises(PrivacyError, match=r"DPE022.*itertools.cycle repeats old batches"):
+        for inputs, targets in itertools.cycle(loop.loader):
+            loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)
 
 
 def test_a_mean_over_selected_samples_names_a_loss_that_trains():
