@@ -23,7 +23,7 @@ from .functional import samples_alone
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}  # of the norm; float32 may be TF32
 _HALF_PRECISION = 0.05
-_SIZES = 2  # batch sizes at which each layer is compared
+_SIZES = 2  # batch sizes at which each layer is compared, besides 1
 _MOST_CALLS = 32  # compared while the gradients of a parameter are all zero, as at the start of LoRA
 _LEAST_SAMPLES, _MOST_SAMPLES, _MOST_ELEMENTS = 4, 64, 2**26  # compared in a batch; elements of their gradients
 
@@ -57,7 +57,7 @@ class RuleCheck:
         if _paused or (open_ is not None and not open_.names and count in open_.sizes):
             return
         own = {name: p for name, p in layer._parameters.items() if p is not None and p.requires_grad and p in found}
-        if count < 2 or not own or not all(self._has_rows(found[p], p, count) for p in own.values()):
+        if not count or not own or not all(self._has_rows(found[p], p, count) for p in own.values()):
             return  # what has another shape or type is rejected later
         if any(map(traced, found.values())) or layer_type(layer) is not type(layer):  # a sharded layer
             return
@@ -81,7 +81,7 @@ class RuleCheck:
             if self._check(call, name, torch.tensor(compared[name], dtype=torch.float64), tolerance):
                 open_.names.discard(name)
         open_.calls -= 1
-        if not open_.calls or (not open_.names and len(open_.sizes) >= _SIZES):
+        if not open_.calls or (not open_.names and len(open_.sizes - {1}) >= _SIZES):
             self.settled.add(layer)
             del self._open[layer]
 

@@ -182,9 +182,9 @@ def test_two_batch_sizes_are_compared(monkeypatch):
     monkeypatch.setattr(rule_check, "samples_alone", lambda call, rows: compared.append(len(rows)) or truth(call, rows))
     register_grad_sampler(Affine)(right)
     model = model_of()
-    for rows in (5, 5, 6, 7, 5):
+    for rows in (1, 1, 5, 5, 1, 6, 7, 5, 1):
         passes(model, rows=rows)
-    assert compared == [5, 6]
+    assert compared == [1, 5, 6]
 
 
 def test_each_layer_of_a_class_is_compared():
@@ -204,6 +204,12 @@ def test_batches_of_one_sample_or_none_settle_nothing(first):
     passes(model, rows=first)
     with pytest.raises(ExtensionError, match="differ by"):
         passes(model)
+
+
+def test_a_rule_is_compared_in_batches_of_one_sample():
+    register_grad_sampler(Affine)(WRONG["half"][0])
+    with pytest.raises(ExtensionError, match=r"0\.5 times"):
+        passes(model_of(), rows=1)
 
 
 class Dropping(Affine):
