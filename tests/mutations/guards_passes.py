@@ -325,7 +325,7 @@ GUARDS = [
         "batches of nearly the same size tell nothing in half precision",
         "        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self._tolerance",
         "        differ = earlier.samples != self.rows.samples",
-        "independence/test_loop_probe.py::test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision[0]",
+        "independence/test_loop_probe.py::test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision",
     ),
     Guard(
         "loop-whole",
