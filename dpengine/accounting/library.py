@@ -81,7 +81,7 @@ def _answer(kind: str, composition: Composition, relation: Relation, question: s
         raise _unsupported("its Renyi divergences do not cover Poisson sampling under replace-one")
     try:
         answer = float(getattr(_composed(kind, composition, relation), question)(value))
-    except MissingDependencyError:
+    except (MissingDependencyError, AccountingRefusedError):
         raise
     except Exception as error:
         raise _unsupported(f"it fails with {type(error).__name__}: {error}") from error

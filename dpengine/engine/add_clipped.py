@@ -86,11 +86,12 @@ def add_clipped(
     An error may leave a part of the pass in the buffer, which the caller must then zero.
     """
     norms_BK = _sq_norms(mode, grouping, scale, topology, fingerprint).sqrt()
-    factors_BK = policy.factors(norms_BK)
-    if type(policy) not in BUILTIN:
-        factors_BK = checked_factors(policy, norms_BK, factors_BK)
+    if type(policy) in BUILTIN:
+        factors_BK = policy.factors(norms_BK)
+    else:  # which may write to what it gets
+        factors_BK = checked_factors(policy, norms_BK, policy.factors(norms_BK.clone()))
     dropped = _drop_not_finite(mode, norms_BK)
-    policy.observe(norms_BK)
+    policy.observe(norms_BK if type(policy) in BUILTIN else norms_BK.clone())
     samples = common_rows(mode.rows)
     # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, float(factors_BK.max())) if samples else 1.0

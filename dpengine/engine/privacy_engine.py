@@ -155,7 +155,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
                 batch size; or ``ExternalBatches(...)`` if the loop draws its own batches. ``data_loader`` is then
                 returned unchanged and may be any iterable.
             sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
-                examples public. Add-or-remove is claimed if rate, batch size and ``target_delta`` are constants.
+                examples public. With ``expected_batch_size`` and ``target_delta``, add-or-remove is claimed.
             expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.
             physical_batch_size: Maximum number of samples per forward pass; larger logical batches are split.
             accumulation_steps: Number of physical batches per logical batch.
@@ -386,8 +386,10 @@ class PrivacyEngine(argument_checks.NotCopyable):
         """
         run = next((run for run in self.runs if run.model is module and run.attached), None)
         if run is None:
-            name, fix = type(module).__name__, "For a model of another engine: dpengine.detach(model)."
-            raise UnknownParameterError(f"The model ({name}) is not private in this engine.", fix=fix)
+            raise UnknownParameterError(
+                f"{type(module).__name__} is no model that is private in this engine, or was detached before.",
+                fix="For an optimizer, an engine, or a model of another engine: dpengine.detach(x).",
+            )
         run.detach()
 
     def _last_run(self) -> Run:

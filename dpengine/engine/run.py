@@ -201,7 +201,7 @@ def detach(target: Any) -> None:
         target: A model or optimizer that ``make_private`` returned, a copy of such an optimizer, or an engine.
 
     Raises:
-        UnknownParameterError: If the model is not private.
+        UnknownParameterError: If the model is not private, or was detached before.
         TypeError: If ``target`` is something else.
     """
     if isinstance(target, Optimizer):
@@ -212,7 +212,8 @@ def detach(target: Any) -> None:
         runs = [run for run in attached_runs.all() if run.model is target]
         if not runs:
             raise UnknownParameterError(
-                f"The model ({type(target).__name__}) is not private.", fix="Pass the model that make_private returned."
+                f"The model ({type(target).__name__}) is not private, or was detached before.",
+                fix="Pass the model that make_private returned, once.",
             )
     elif hasattr(target, "runs"):
         runs = [run for run in target.runs if run.attached]

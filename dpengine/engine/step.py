@@ -121,8 +121,8 @@ class PrivateStep:
         fits = self.plan.has_step(step)
         if fits and self.budget.target_epsilon is not None:
             fits = self.budget.may_draw(self.plan, self.ledger, *self.batches.upcoming())
-        if not fits:
-            warn_ended(self, step)
+        if not fits or step == self.budget.planned_steps:
+            warn_ended(self, step, ends=not fits)
         return fits
 
     def batch_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
@@ -163,7 +163,7 @@ class PrivateStep:
     def _apply(self, effect: Effect, *, left_out: bool = False) -> None:
         """Executes the effect of a transition of the batch state, which may have left out a batch."""
         if effect.discarded and left_out:
-            warn_left_out()
+            warn_left_out(self)
         try:
             self._charge_discarded(effect.discarded)
         finally:

@@ -88,8 +88,8 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise BatchStateError(
             "Backward ran on samples that did not come from the private loader of this model: no batch of that loader "
             "awaits a backward pass.",
-            fix="Iterate over the loader that make_private returned with this model. Each private model has its own "
-            "loader.",
+            fix="Iterate over the loader that make_private returned with this model, anew in each epoch: "
+            "itertools.cycle repeats old batches. Each private model has its own loader.",
         )
     if step.batches.stage is Stage.RELEASED or step.batches.done:
         raise RepeatedBackwardError(
@@ -132,7 +132,9 @@ def check_stale(step: Step) -> None:
     """Raises if the gradients of the last step were not cleared."""
     if step.writer.stale:
         raise StaleGradientError(
-            "optimizer.zero_grad() was not called after the last step.", fix="Add it at the top of the loop."
+            "optimizer.zero_grad() was not called after the last step.",
+            fix="Add it at the top of the loop. accelerator.accumulate() skips it: pass accumulation_steps= to "
+            "make_private instead.",
         )
 
 
@@ -181,7 +183,7 @@ def _why_not_ready(step: Step) -> str:
     return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
 
 
-def warn_left_out() -> None:
+def warn_left_out(step: Step) -> None:
     """Warns that a batch was drawn and not trained on."""
     notice(
         "DPE006",
@@ -189,14 +191,22 @@ def warn_left_out() -> None:
         "number of batches use len(loader), which draws none; to look at data, iterate over your own DataLoader. To "
         "leave samples out, multiply their losses by 0 instead of skipping the batch by continue.",
         key="left out",
+        of=step,
     )
 
 
-def warn_ended(step: Step, number: int) -> None:
-    """Warns that the loader ends, unless it ends within a pass after all planned batches."""
+def warn_ended(step: Step, number: int, *, ends: bool) -> None:
+    """Warns that the loader ends, unless it ends within a pass after all planned batches; or that it goes on."""
     planned, target = step.budget.planned_steps, step.budget.target_epsilon
     budget = "" if target is None else f" and the budget of epsilon {target:g} is used up"
-    if target is not None and (planned is None or number < planned):
+    if not ends and target is not None:
+        return  # further steps fit the budget, or have a warning of their own
+    if not ends:
+        text = (
+            f"The {planned:,} planned steps are taken, and the loader goes on, because the run has no target. Epsilon "
+            "grows with each step. End the loop here, or pass target_epsilon= to make_private."
+        )
+    elif target is not None and (planned is None or number < planned):
         of = "" if planned is None else f" of {planned:,} planned"
         text = (
             f"The loader ended after {number:,}{of} batches: another step would exceed epsilon {target:g}. Batches "
@@ -210,7 +220,7 @@ def warn_ended(step: Step, number: int) -> None:
         )
     else:
         return
-    notice("DPE011", text, key=f"ended {number < (planned or number + 1)}")
+    notice("DPE011", text, key=f"ended {number < (planned or number + 1)}", of=step)
 
 
 def warn_merged(step: Step, count: int) -> None:

@@ -1,4 +1,4 @@
-"""Compares what registered rules return with a loop over samples, in the first batches of each layer."""
+"""Compares what registered rules return with a loop over samples, in the first batches of each layer, of two sizes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ from .functional import samples_alone
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}  # of the norm; float32 may be TF32
 _HALF_PRECISION = 0.05
+_SIZES = 2  # batch sizes at which each layer is compared, besides 1
 _MOST_CALLS = 32  # compared while the gradients of a parameter are all zero, as at the start of LoRA
 _LEAST_SAMPLES, _MOST_SAMPLES, _MOST_ELEMENTS = 4, 64, 2**26  # compared in a batch; elements of their gradients
 
 
 @dataclass(eq=False)
 class _Open:
-    """Parameters of a layer that no compared sample had a gradient of, and the number of calls to compare."""
+    """Parameters of a layer that no compared sample had a gradient of, calls left to compare, and sizes compared."""
 
     names: set[str]
     calls: int = _MOST_CALLS
+    sizes: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
@@ -51,10 +53,11 @@ class RuleCheck:
     def compare(self, call: LayerCall, found: Mapping[nn.Parameter, Any]) -> None:
         """Raises ExtensionError if the results of a rule differ from those of a loop over some samples."""
         layer, count = call.layer, call.batch_size
-        if _paused:
+        open_ = self._open.get(layer)
+        if _paused or (open_ is not None and not open_.names and count in open_.sizes):
             return
         own = {name: p for name, p in layer._parameters.items() if p is not None and p.requires_grad and p in found}
-        if count < 2 or not own or not all(self._has_rows(found[p], p, count) for p in own.values()):
+        if not count or not own or not all(self._has_rows(found[p], p, count) for p in own.values()):
             return  # what has another shape or type is rejected later
         if any(map(traced, found.values())) or layer_type(layer) is not type(layer):  # a sharded layer
             return
@@ -72,12 +75,13 @@ class RuleCheck:
             self._warn_unknown(call, error)
             return
         open_ = self._open.setdefault(layer, _Open(set(own)))
+        open_.sizes.add(count)
         for name, parameter in own.items():
             tolerance = _TOLERANCE.get(found[parameter].dtype, _HALF_PRECISION)
             if self._check(call, name, torch.tensor(compared[name], dtype=torch.float64), tolerance):
                 open_.names.discard(name)
         open_.calls -= 1
-        if not open_.names or not open_.calls:
+        if not open_.calls or (not open_.names and len(open_.sizes - {1}) >= _SIZES):
             self.settled.add(layer)
             del self._open[layer]
 

@@ -219,13 +219,18 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     other, causes = (
         ("larger losses", "a bound on a loss of several samples, as loss.mean().clamp(max=5)")
         if by_bound
-        else ("other data", "a mean over the tokens of the batch, class weights, and a loss between samples")
+        else (
+            "other data",
+            "a mean over the tokens of the batch or over selected samples, class weights, and a loss between samples",
+        )
     )
     return BatchDependentLossError(
         f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had {other}. "
         f"Typical causes are {causes}.",
-        fix="Use dpengine.validation.per_example(loss_fn); for tokens "
-        "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
+        fix="Take losses with reduction='none', and their mean over all samples, (losses * mask).mean() for selected "
+        "ones; or use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, "
+        "labels), after import dpengine.losses. A contrastive loss compares samples, and cannot be trained with this "
+        "guarantee.",
     )
 
 
@@ -234,7 +239,8 @@ def refuse_reduction(told: str | None, declared: str) -> None:
     if told in ("mean", "sum") and told != declared:
         found = "a sum over the samples, or a sum that is divided by a constant" if told == "sum" else "a mean"
         raise ReductionError(
-            f"The loss is {found}, and a {declared} was declared.",
+            f"The loss is {found}, and a {declared} was declared. All gradients would be scaled by the number of "
+            "samples, which one sample changes: it moves the sum by up to twice the clipping norm.",
             fix=f'Pass loss_reduction="{told}" to make_private.',
         )
 
@@ -262,9 +268,8 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
         not ratio
         or not 0 < scale < torch.inf
         or float((a - ratio * b).norm()) > min(10 * tolerance, 0.05) * abs(ratio) * scale**0.5
-        or abs(by_mean - 1) < 3 * tolerance
     ):
-        return None  # the loop is another one, or draws random numbers, or the sizes are too close
+        return None  # the loop is another one, or draws random numbers
     for told, expected in (("mean", by_mean), ("sum", 1.0)):
         if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
             return told

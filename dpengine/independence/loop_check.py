@@ -147,6 +147,11 @@ class LoopCheck:
         sample = Sample(self.rows.samples, values, kept, inputs, self.numbers())
         return whole, sample if sq_norm_B[at] > 0 else None
 
+    def can_tell(self, earlier: Sample, whole: Run) -> bool:
+        """Returns True if a mean and a sum over batches of these sizes differ by more than rounding."""
+        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self.tolerance
+        return differ and any(bool(grad.any()) for grad in whole.grads.values())  # 0 if the loss was multiplied by 0
+
     def reduction(self, earlier: Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
         # Elements of a list, and constants with an entry for each sample, were those of another batch.

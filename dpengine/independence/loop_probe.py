@@ -37,6 +37,7 @@ from .watch_step import CHECKED_LOOPS
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave, or that takes long, is reported as not checked
 _SLOW = "running its calls again takes too long"
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
+_MOST_IN_VAIN = 4  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
 
 
 class LoopProbe:
@@ -57,7 +58,7 @@ class LoopProbe:
         self._capture = capture
         self._mean_loss = mean_loss
         self._earlier: Sample | None = None
-        self._open = 0
+        self._open = self._in_vain = 0
         self._other_told = False  # whether a batch with texts showed a reduction that was not declared
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
@@ -175,9 +176,12 @@ class LoopProbe:
             self._earlier = one
             self.wants_other_size = None if one is None else record.samples
             told = check.reduction_of_half(whole)
-        elif earlier.samples != record.samples:
+        elif check.can_tell(earlier, whole):
             told, compared = check.reduction(earlier), True
             self.wants_other_size = None
+        elif earlier.samples != record.samples:
+            self._in_vain += 1
+            self.wants_other_size = None if self._in_vain == _MOST_IN_VAIN else earlier.samples
         declared = "mean" if self._mean_loss else "sum"
         if told not in (None, "neither", declared) and check.others and not self._other_told:
             self._other_told, self.wants_other_size = True, record.samples  # counts in texts may be equal by chance

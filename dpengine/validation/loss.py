@@ -181,7 +181,10 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
         kind = "a loss" if isinstance(model, _Loss) else "not a torch.nn.Module"
         raise TypeError(f"{caller}: model is {torch.typename(model)}, which is {kind}. {usage}")
     if not callable(loss_fn):
-        raise TypeError(f"{caller}: loss_fn is {torch.typename(loss_fn)}, which is not callable. {usage}")
+        raise TypeError(
+            f"{caller}: loss_fn is {torch.typename(loss_fn)}, which is not callable. {usage} For a model that returns "
+            f"its loss: {caller}(model, lambda outputs, _: outputs.loss, batch), with a batch that is a dict."
+        )
     if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
         size = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
         raise TypeError(f"{caller}: batch is {torch.typename(batch)}{size}, not a pair. {usage}")
@@ -198,6 +201,9 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
 
 def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> Callable[..., Tensor]:
     """Converts any loss to the mean of the losses of single samples, which are independent.
+
+    Class weights of a weighted mean, such as ``nn.CrossEntropyLoss(weight=...)``, cancel for a single sample. To keep
+    them, use ``reduction="none"`` and take the mean of the losses instead.
 
     Args:
         loss_fn: Called with one sample at a time, as a batch of one.
@@ -239,6 +245,12 @@ def gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Te
     outputs = [leaf for leaf in leaves if _is_float(leaf)]
     with torch.enable_grad():
         loss = loss_fn(pytree.tree_unflatten(leaves, spec), targets)
+        if not isinstance(loss, Tensor) or loss.dim():
+            found = tuple(loss.shape) if isinstance(loss, Tensor) else torch.typename(loss)
+            raise TypeError(
+                f"loss_fn returned {found}; expected the loss of the batch, a tensor of one number. A model that "
+                "computes its loss needs the targets among its inputs: pass ((inputs, targets), targets) as the batch."
+            )
         grads = torch.autograd.grad(loss, outputs, allow_unused=True)
     return outputs, [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]
 

@@ -129,6 +129,9 @@ def test_missing_probability_adds_up_over_steps_and_bounds_delta():
     assert epsilon_of((Charge(SHORT),), delta) == upper
     with pytest.raises(AccountingRefusedError, match=r"miss 9e-10 of 1.*accountant='pld'"):
         to_dp_accounting(SHORT)
+    with pytest.raises(AccountingRefusedError) as told:
+        delta_of((Charge(SHORT),), 20.0, accountant="dp_accounting")
+    assert str(told.value).count("DPE025") == 1
 
 
 def test_rounded_probabilities_miss_nothing():

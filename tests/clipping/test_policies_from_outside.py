@@ -69,6 +69,12 @@ def test_a_policy_that_exceeds_its_bounds_is_refused(policy):
         clip(policy)
 
 
+def test_a_policy_that_writes_to_the_norms_is_checked_by_the_true_ones():
+    policy = returning(lambda norms_BK: 0.5 / norms_BK.mul_(0.1).clamp(min=0.5))
+    with pytest.raises(ExtensionError, match="exceeds the bounds"):
+        clip(policy)
+
+
 def test_the_message_says_by_how_much():
     with pytest.raises(ExtensionError, match="up to 2 times the bound"):
         clip(Own(2.0))

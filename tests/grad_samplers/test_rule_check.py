@@ -164,6 +164,29 @@ def test_rounding_of_gradients_that_cancel_is_no_error():
         passes(model)
 
 
+@pytest.mark.parametrize("register", [register_grad_sampler, register_norm_sampler])
+def test_a_rule_that_is_right_for_the_first_batch_size_only_is_refused_at_the_second(register):
+    def rule(layer, activations, backprops):
+        return (right if len(backprops) == ROWS else WRONG["half"][0])(layer, activations, backprops)
+
+    register(Affine)(rule if register is register_grad_sampler else norms_of(rule))
+    model = model_of()
+    passes(model, 3)
+    with pytest.raises(ExtensionError, match=r"0\.5 times"):
+        passes(model, rows=ROWS + 1)
+
+
+def test_two_batch_sizes_are_compared(monkeypatch):
+    compared = []
+    truth = rule_check.samples_alone
+    monkeypatch.setattr(rule_check, "samples_alone", lambda call, rows: compared.append(len(rows)) or truth(call, rows))
+    register_grad_sampler(Affine)(right)
+    model = model_of()
+    for rows in (1, 1, 5, 5, 1, 6, 7, 5, 1):
+        passes(model, rows=rows)
+    assert compared == [1, 5, 6]
+
+
 def test_each_layer_of_a_class_is_compared():
     def rule(layer, activations, backprops):
         return (right if layer.gain.numel() == 4 else WRONG["half"][0])(layer, activations, backprops)
@@ -181,6 +204,12 @@ def test_batches_of_one_sample_or_none_settle_nothing(first):
     passes(model, rows=first)
     with pytest.raises(ExtensionError, match="differ by"):
         passes(model)
+
+
+def test_a_rule_is_compared_in_batches_of_one_sample():
+    register_grad_sampler(Affine)(WRONG["half"][0])
+    with pytest.raises(ExtensionError, match=r"0\.5 times"):
+        passes(model_of(), rows=1)
 
 
 class Dropping(Affine):

@@ -248,6 +248,36 @@ def test_a_loss_is_told_a_sum_on_the_first_batch():
         trained(lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"), steps=1)
 
 
+def trained_in_bfloat16(loss, seed, size=64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
+    data = TensorDataset(torch.randn(4 * size, 4), torch.arange(4 * size) % CLASSES)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=seed)
+    model, optimizer, loader = engine.make_private(
+        *(model, optimizer, DataLoader(data, batch_size=size)), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    for _ in range(3):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                value = loss(model(inputs), targets)
+            value.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 4), (4096, 3), (4096, 8)])
+def test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision(size, seed):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        trained_in_bfloat16(F.cross_entropy, seed, size)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_sum_is_told_at_a_later_size_if_the_second_is_nearly_the_first(seed):
+    with pytest.raises(ReductionError, match='loss_reduction="sum"'):
+        trained_in_bfloat16(lambda outputs, y: each(outputs, y).sum() / 64, seed)
+
+
 class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, outputs):

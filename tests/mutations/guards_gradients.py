@@ -33,6 +33,21 @@ GUARDS = [
         "grad_samplers/test_rule_check.py::test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs",
     ),
     Guard(
+        "rules-at-two-sizes",
+        "registered rules are compared at two batch sizes",
+        "_SIZES = 2",
+        "_SIZES = 1",
+        "grad_samplers/test_rule_check.py::test_a_rule_that_is_right_for_the_first_batch_size_only_is_refused_at_the_"
+        "second",
+    ),
+    Guard(
+        "norms-for-own-policy",
+        "a policy from outside cannot change the norms by which its factors are checked",
+        "policy.factors(norms_BK.clone())",
+        "policy.factors(norms_BK)",
+        "clipping/test_policies_from_outside.py::test_a_policy_that_writes_to_the_norms_is_checked_by_the_true_ones",
+    ),
+    Guard(
         "factors-of-own-policy",
         "factors of policies from outside are within the bounds",
         "(excess_BK <= 1 + SLACK) | dropped_B1",

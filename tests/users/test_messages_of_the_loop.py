@@ -58,15 +58,36 @@ def test_a_batch_that_is_not_trained_on_is_told_once_with_the_remedy():
     assert len([one for one in seen if "not trained on" in str(one.message)]) == 1
 
 
-def test_the_remedies_for_a_batch_that_is_left_out_are_silent(recwarn):
-    loop = make_loop(**NOISE)
-    assert len(loop.loader) == ROWS // 6
+@pytest.mark.parametrize("seed", range(3))
+def test_the_remedies_for_a_batch_that_is_left_out_are_silent(recwarn, seed):
+    loop = make_loop(seed=seed, dataset=examples(4 * ROWS), **NOISE)
+    assert len(loop.loader) == 4 * ROWS // 6
     for i, (inputs, targets) in enumerate(loop.loader):
         keep = float(i % 2 == 0)
         loop.optimizer.zero_grad()
         (keep * nn.functional.cross_entropy(loop.model(inputs), targets)).backward()
         loop.optimizer.step()
-    assert not [one for one in recwarn if "DPE006" in str(one.message)]
+    assert not [one for one in recwarn if "DPE0" in str(one.message)]
+
+
+def test_each_run_is_told():
+    for _ in range(2):
+        with pytest.warns(PrivacyWarning, match=r"DPE006.*not trained on"):
+            list(make_loop(**NOISE).loader)
+        loop = make_loop(target_epsilon=3.0, target_delta=1e-3, epochs=1)
+        train(loop)
+        with pytest.warns(PrivacyWarning, match=r"DPE011.*returned no batch"):
+            train(loop)
+
+
+def test_steps_beyond_the_plan_of_a_run_without_a_target_are_told(recwarn):
+    loop = make_loop(**NOISE, epochs=2)
+    assert train(loop, 2) == 2 * len(loop.loader)
+    assert not [one for one in recwarn if "DPE011" in str(one.message)]
+    with pytest.warns(
+        PrivacyWarning, match=r"DPE011.*8 planned steps are taken, and the loader goes on.*target_epsilon="
+    ):
+        train(loop)
 
 
 def test_steps_beyond_the_plan_are_told():
@@ -150,6 +171,15 @@ def test_detach_takes_a_model_an_optimizer_or_an_engine(what):
     again = make_loop(loop.model, **NOISE)
     train(again)
     assert loop.engine.ledger.steps == again.engine.ledger.steps == len(again.loader)
+
+
+def test_detach_of_an_engine_names_the_function_for_other_objects():
+    loop = make_loop(**NOISE)
+    with pytest.raises(UnknownParameterError, match=r"DPSGD is no model .*For an optimizer.*dpengine\.detach\(x\)"):
+        loop.engine.detach(loop.optimizer)
+    dpengine.detach(loop.optimizer)  # the remedy
+    with pytest.raises(UnknownParameterError, match="is not private, or was detached before"):
+        dpengine.detach(loop.model)
 
 
 def test_detach_rejects_what_is_not_private():

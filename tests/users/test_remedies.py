@@ -1,5 +1,6 @@
 """The remedy that a message names, typed as it stands, works."""
 
+import itertools
 import re
 
 import pytest
@@ -165,6 +166,70 @@ def test_a_contrastive_loss_is_rejected_with_that_reason():
 
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*compares samples.*contrastive.*cannot be trained"):
         check_loss(model, contrastive, batch)
+
+
+def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
+    loop = make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*contrastive loss compares samples.*cannot be trained"):
+        for inputs, _ in loop.loader:
+            one, two = loop.model(inputs), loop.model(inputs + 0.1)
+            F.cross_entropy(one @ two.T, torch.arange(len(inputs))).backward()
+
+
+def test_class_weights_name_a_loss_that_keeps_them():
+    weight, loop = torch.tensor([1.0, 2.0, 9.0]), make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*class weights.*reduction='none', and their mean"):
+        for inputs, targets in loop.loader:
+            F.cross_entropy(loop.model(inputs), targets, weight=weight).backward()
+    remedy = make_loop(**NOISE)
+
+    def losses(outputs, targets):
+        return F.cross_entropy(outputs, targets, weight=weight, reduction="none")
+
+    assert trains(remedy, lambda inputs, targets: losses(remedy.model(inputs), targets).mean())
+
+
+def test_a_loader_that_is_cycled_is_told_that_batches_repeat():
+    loop = make_loop(**NOISE)
+    with pytest.raises(PrivacyError, match=r"DPE022.*itertools.cycle repeats old batches"):
+        for inputs, targets in itertools.cycle(loop.loader):
+            loop.step(inputs, targets)
+    assert loop.engine.ledger.steps == len(loop.loader)
+
+
+def test_a_mean_over_selected_samples_names_a_loss_that_trains():
+    loop = make_loop(**NOISE)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*over selected samples") as seen:
+        for inputs, targets in loop.loader:
+            mask = inputs[:, 0] > 0
+            F.cross_entropy(loop.model(inputs), targets, reduction="none")[mask].mean().backward()
+    line = re.search(r"\(losses \* mask\)\.mean\(\)", str(seen.value)).group()
+    remedy = make_loop(**NOISE)
+    for inputs, targets in remedy.loader:
+        remedy.optimizer.zero_grad()
+        losses = F.cross_entropy(remedy.model(inputs), targets, reduction="none")
+        eval(line, {"losses": losses, "mask": inputs[:, 0] > 0}).backward()
+        remedy.optimizer.step()
+    assert remedy.engine.ledger.steps == len(remedy.loader)
+
+
+def test_a_sum_in_the_loop_says_that_the_sensitivity_grows_and_names_the_argument():
+    def summed(outputs, targets):
+        return F.cross_entropy(outputs, targets, reduction="sum")
+
+    loop = make_loop(**NOISE)
+    with pytest.raises(ReductionError, match=r"DPE013.*up to twice the clipping norm") as seen:
+        for inputs, targets in loop.loader:
+            loop.optimizer.zero_grad()
+            summed(loop.model(inputs), targets).backward()
+            loop.optimizer.step()
+    name, value = re.search(r'Pass (\w+)="(\w+)" to make_private', str(seen.value)).groups()
+    remedy = make_loop(**{name: value}, **NOISE)
+    for inputs, targets in remedy.loader:
+        remedy.optimizer.zero_grad()
+        summed(remedy.model(inputs), targets).backward()
+        remedy.optimizer.step()
+    assert remedy.engine.ledger.steps == len(remedy.loader)
 
 
 class Graph(nn.Module):

@@ -1,5 +1,8 @@
 """``check``, ``check_loss`` and ``per_example`` for dict batches, losses inside the model, and time on axis 0."""
 
+import re
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -144,3 +147,33 @@ def test_per_example_is_the_remedy_for_time_first(flat):
     check_loss(model, loss_fn, (ids, targets), batch_first=False)
     alone = [token_mean(model(ids)[:, i : i + 1], batch["labels"][i]) for i in range(ROWS)]
     torch.testing.assert_close(loss_fn(model(ids), targets), torch.stack(alone).mean())
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor | None
+    logits: torch.Tensor
+
+
+class Named(Language):
+    def forward(self, input_ids, labels=None):
+        found = super().forward(input_ids, labels)
+        return Output(found.get("loss"), found["logits"])
+
+
+@pytest.mark.parametrize("called", [check, check_loss])
+def test_a_model_that_returns_its_loss_without_a_loss_fn_is_told_the_call(called):
+    model, batch = Named(), tokens()
+    with pytest.raises(TypeError) as told:
+        called(model, None, batch)
+    remedy = re.search(r"its loss: (\w+\(.*\)), with a batch that is a dict", str(told.value)).group(1)
+    eval(remedy, {"check": check, "check_loss": check_loss, "model": model, "batch": batch})
+
+
+@pytest.mark.parametrize("called", [check, check_loss])
+def test_a_loss_fn_that_returns_no_loss_is_told_where_the_targets_belong(called):
+    ids = tokens()["input_ids"]
+    with pytest.raises(TypeError, match=r"loss_fn returned NoneType; .*\(\(inputs, targets\), targets\)"):
+        called(Named(), lambda outputs, _: outputs.loss, (ids, ids))
+    called(Named(), lambda outputs, _: outputs.loss, ((ids, ids), ids))
+    with pytest.raises(TypeError, match=r"loss_fn returned \(4, 6, 9\)"):
+        called(Named(), lambda outputs, _: outputs.logits, (ids, ids))
