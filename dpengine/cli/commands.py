@@ -127,7 +127,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="PATH",
-        help="a privacy_state.json or privacy_report.json, or a folder that has one; it takes the first if it has both",
+        help="a privacy_report.json or privacy_state.json, or a folder that has one; it takes the first if it has both",
     )
     parser.add_argument("--out", type=_folder, metavar="DIR", help="where to write; default: the folder of the file")
     _json(parser)
@@ -267,8 +267,8 @@ COMMANDS = (
         "report",
         "rebuild",
         "write the report of a run again",
-        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run, or from its\n"
-        "privacy_report.json alone; prints the statement. A report that was cut or edited is refused: its digest is a\n"
+        "Writes privacy_report.json, .md and .html again from the privacy_report.json of a run, or from its\n"
+        "privacy_state.json; prints the statement. A report that was cut or edited is refused: its digest is a\n"
         "checksum against accidents and careless edits, no signature.",
         "dpengine report runs/demo",
         _report,

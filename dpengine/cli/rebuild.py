@@ -10,11 +10,12 @@ from typing import Any
 
 from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
-from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.events import CyclicGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
+from dpengine.report.assumptions import rate_of
 from dpengine.report.facts import DEFAULT_UNIT, AccountingFacts, RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
@@ -40,10 +41,10 @@ def run(arguments: Namespace) -> int:
 def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = next((path / name for name in (STATE_FILE, REPORT_FILE) if (path / name).exists()), None)
+    found = next((path / name for name in (REPORT_FILE, STATE_FILE) if (path / name).exists()), None)
     if found is None:
         raise CommandError(
-            f"{path} has neither {STATE_FILE} nor {REPORT_FILE}. Pass the folder that a run wrote one of them to.",
+            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote one of them.",
             exit_code=WRONG_USE,
         )
     return found
@@ -56,7 +57,7 @@ def _report(path: Path) -> PrivacyReport:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
-        facts = RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state)
+        facts = _facts_of_engine(state)
     except FileNotFoundError:
         raise CommandError(f"{path} is not there.", exit_code=WRONG_USE) from None
     except CorruptFileError as error:
@@ -77,23 +78,26 @@ def _report(path: Path) -> PrivacyReport:
     return PrivacyReport(facts)
 
 
+_SAMPLINGS: Mapping[type, str] = {
+    CyclicGaussianEvent: "cyclic-poisson",
+    TruncatedGaussianEvent: "truncated",
+    FixedSizeGaussianEvent: "fixed-size",
+}
+"""Sampling scheme by the type of the charged event; ``"poisson"`` for the others."""
+
+
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     """Derives the facts from ``engine.state_dict()`` alone, which has all charges and the names of their sampling."""
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
     last = events[-1] if events else None
-    plan: dict[str, Any] = {"sampling": "poisson"}
+    plan: dict[str, Any] = {"sampling": _SAMPLINGS.get(type(last), "poisson")}
     if isinstance(last, CyclicGaussianEvent):
-        plan |= {"sampling": "cyclic-poisson", "correlated_noise": {"bands": last.cycle_length}}
-    if isinstance(last, (PoissonGaussianEvent, CyclicGaussianEvent, GaussianEvent)):
-        rate = 1.0 if isinstance(last, GaussianEvent) else last.sample_rate
-        plan |= {"sample_rate": rate, "noise_multiplier": last.noise_multiplier}
-    if isinstance(last, TruncatedGaussianEvent):
-        plan |= {"sampling": "truncated", "sample_rate": last.sample_rate, "noise_multiplier": last.noise_multiplier}
-    if isinstance(last, FixedSizeGaussianEvent):
-        rate = last.batch_size / last.num_examples
-        plan |= {"sampling": "fixed-size", "sample_rate": rate, "noise_multiplier": last.noise_multiplier}
+        plan["correlated_noise"] = {"bands": last.cycle_length}
+    rate = None if last is None else rate_of(last)
+    if rate is not None:
+        plan |= {"sample_rate": rate, "noise_multiplier": getattr(last, "noise_multiplier")}  # noqa: B009
     origins = origins_in(state)
     samplings = sorted({origin.sampling for origin in origins})
     named = [name for name in samplings if name != UNKNOWN_SAMPLING]

@@ -96,7 +96,7 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
         earlier = ", ".join(one for one in facts.other_samplings if one not in known) or "another scheme"
         scheme = f"{earlier}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
         return Assumption(name, "no", f"batches were drawn by {scheme}", stamp="NOT CLAIMED")
-    rates = sorted({rate for charge in facts.accounting.history if (rate := _rate(charge.event)) is not None})
+    rates = sorted({rate for charge in facts.accounting.history if (rate := rate_of(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
@@ -126,16 +126,11 @@ def _constants(facts: RunFacts) -> Assumption:
 
 def _independence(facts: RunFacts) -> Assumption:
     name = "The loss of a row depends on that row alone"
+    why = f" ({facts.loss_evidence})" if facts.loss_evidence else "; only layers that mix rows are rejected"
     return {
         True: Assumption(name, "yes", facts.loss_evidence or "no mixing of samples was seen when it was checked"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
-        None: Assumption(
-            name,
-            "not checked",
-            f"the loss was not checked ({facts.loss_evidence})"
-            if facts.loss_evidence
-            else "the loss was not checked; only layers that mix rows are rejected",
-        ),
+        None: Assumption(name, "not checked", f"the loss was not checked{why}"),
     }[facts.loss_checked]
 
 
@@ -217,7 +212,8 @@ _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
 )
 
 
-def _rate(event: object) -> float | None:
+def rate_of(event: object) -> float | None:
+    """Returns the probability that a row is in a batch of an event; None if the event does not state it."""
     if isinstance(event, FixedSizeGaussianEvent):
         return event.batch_size / event.num_examples
     if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent, TruncatedGaussianEvent)):

@@ -212,6 +212,14 @@ def excludes(facts: RunFacts) -> list[str]:
     ]
 
 
+def utility(facts: RunFacts) -> str:
+    """States the utility of the model; empty if it is not known."""
+    metric, value, split = (facts.utility.get(key) for key in ("metric", "value", "split"))
+    if value is None:
+        return ""
+    return f"{metric or 'score'} {_number(value)}{f' on {split}' if split else ''}; not covered by the guarantee"
+
+
 def audit(facts: RunFacts) -> str:
     """States the result of an audit; empty if there is none. Its lower bound is rounded down."""
     found = facts.audit
