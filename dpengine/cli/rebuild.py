@@ -1,4 +1,4 @@
-"""``dpengine report``: the report of a run, written again from what the run left behind."""
+"""``dpengine report``: writes the report of a run again from its stored files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
 
 from .commands import CommandError
-from .main import WRONG_USE
 
 STATE_FILE = "privacy_state.json"
 
 
 def run(arguments: Namespace) -> int:
-    """Writes the report files, and prints the statement and where the files are."""
+    """Writes the report files, and prints the statement and the paths."""
     path = _file(arguments.path)
     report = _report(path)
     paths = report.save(arguments.out or path.parent)
@@ -44,8 +43,7 @@ def _file(path: Path) -> Path:
     found = next((path / name for name in (REPORT_FILE, STATE_FILE) if (path / name).exists()), None)
     if found is None:
         raise CommandError(
-            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote one of them.",
-            exit_code=WRONG_USE,
+            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote one of them."
         )
     return found
 
@@ -59,21 +57,18 @@ def _report(path: Path) -> PrivacyReport:
             raise ValueError("it holds no JSON object")
         facts = _facts_of_engine(state)
     except FileNotFoundError:
-        raise CommandError(f"{path} is not there.", exit_code=WRONG_USE) from None
+        raise CommandError(f"{path} is not there.") from None
     except CorruptFileError as error:
-        raise CommandError(str(error), exit_code=WRONG_USE) from error
+        raise CommandError(str(error)) from error
     except PrivacyError as error:
-        raise CommandError(f"{path}: {error}", exit_code=WRONG_USE) from error
+        raise CommandError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CommandError(
-            f"{path} cannot be read: {error!r}. Restore it from a backup.", exit_code=WRONG_USE
-        ) from error
+        raise CommandError(f"{path} cannot be read: {error!r}. Restore it from a backup.") from error
     accountant = facts.accounting.accountant
     if accountant not in ACCOUNTANTS:
         raise CommandError(
             f"{path} names the accountant {accountant!r}, which is not of dpengine: its numbers cannot be computed "
-            f"here. Pass the {REPORT_FILE} that the run wrote.",
-            exit_code=WRONG_USE,
+            f"here. Pass the {REPORT_FILE} that the run wrote."
         )
     return PrivacyReport(facts)
 
