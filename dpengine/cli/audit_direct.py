@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from dpengine.auditing.direct import QUICK, quick
+from dpengine.auditing.direct import DETECTORS, quick
 from dpengine.auditing.finding import AuditFinding, timed, worst_verdict
 from dpengine.auditing.noise_detector import noise_law
 from dpengine.auditing.replay_detector import replay
@@ -52,7 +52,7 @@ def _findings(arguments: Namespace) -> list[AuditFinding]:
         raise CommandError(f"{arguments.make} is a {type(make).__name__}, no function.")
     if arguments.action == "quick":
         try:
-            return quick(make, detectors=arguments.only or QUICK, seed=arguments.seed)
+            return quick(make, detectors=arguments.only or tuple(DETECTORS), seed=arguments.seed)
         except (Exception, SystemExit) as error:
             raise CommandError(f"The audit could not begin: {type(error).__name__}: {error}") from error
     code, look, size = _LOOKS[arguments.action]
