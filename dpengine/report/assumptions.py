@@ -105,9 +105,8 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
     if planned is not None and not any(0 <= rate - planned <= max(_RATE_BIT, math.ulp(planned)) for rate in rates):
-        return Assumption(
-            name, "not checked", f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
-        )
+        differing = f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
+        return Assumption(name, "not checked", differing)
     if len(rates) > 1:
         return Assumption(name, "yes", f"several rates were charged, each step at its own: {_listed(rates)}")
     return Assumption(name, "yes", f"sampler and ledger take the rate {rates[0]:.6g} from one record")
@@ -143,12 +142,10 @@ def _parameters(facts: RunFacts) -> Assumption:
 
 
 def _noise(facts: RunFacts) -> Assumption:
-    name = "Every step has noise"
+    name, sigma = "Every step has noise", facts.plan.get("noise_multiplier")
     if facts.is_private:
-        sigma = facts.plan.get("noise_multiplier")
-        return Assumption(
-            name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else "")
-        )
+        planned = f"; the plan's multiplier is {sigma:.6g}" if sigma else ""
+        return Assumption(name, "yes", f"every charge has some{planned}")
     evidence = "noise_multiplier=0: sums of gradients are released without noise"
     return Assumption(name, "no", evidence, stamp="NOT PRIVATE")
 
@@ -190,25 +187,13 @@ def _ledger(facts: RunFacts) -> Assumption:
     name = "Each charge is on disk before the result of its step is released"
     if facts.accounting.ledger_on_disk:
         return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
-    return Assumption(
-        name,
-        "no",
-        "the ledger is in memory: a crash loses the charges since the last save",
-        critical=False,
-        stamp="",
-    )
+    evidence = "the ledger is in memory: a crash loses the charges since the last save"
+    return Assumption(name, "no", evidence, critical=False, stamp="")
 
 
 _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
-    _sampling,
-    _constants,
-    _independence,
-    _parameters,
-    _noise,
-    _key,
-    _generator,
-    _float_model,
-    _ledger,
+    *(_sampling, _constants, _independence, _parameters),
+    *(_noise, _key, _generator, _float_model, _ledger),
 )
 
 
