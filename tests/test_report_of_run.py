@@ -16,7 +16,7 @@ from dpengine.accounting.origin import Origin
 from dpengine.errors import AccountingRefusedError, LedgerError, PrivacyWarning
 from dpengine.ledger_file.contents import read
 from dpengine.noise.source import NoiseSource
-from dpengine.report import PrivacyReport, RunFacts
+from dpengine.report import PrivacyReport
 from dpengine.report.all_runs import noise_of_all
 from dpengine.report.assumptions import assumptions
 from dpengine.sampling import ExternalBatches
@@ -138,11 +138,6 @@ def test_what_the_user_says_is_in_the_report():
     assert "the moon" in report["coverage"]["excludes"]
 
 
-def test_the_facts_survive_a_round_trip():
-    facts = trained(noise_multiplier=1.5).engine.report(data=DATA).facts
-    assert RunFacts.from_state(facts.state_dict()) == facts
-
-
 def test_a_misspelt_argument_is_an_error():
     with pytest.raises(TypeError, match="utility"):
         trained(noise_multiplier=1.5).engine.report(utilty={})
@@ -177,7 +172,6 @@ def test_a_declared_rate_of_any_run_is_in_the_report(tmp_path, first, on_disk):
     text = " ".join(str(report).split())
     assert "declared by the user" in text and "that the training loop did not draw as declared" in text
     assert PrivacyReport.from_json(report.to_json()).to_dict() == report.to_dict()
-    assert RunFacts.from_state(report.facts.state_dict()) == report.facts
 
 
 def after_loading(state):

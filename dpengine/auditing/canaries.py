@@ -1,4 +1,4 @@
-"""Canaries in the user's own run, which are examples whose inclusion depends on a coin each, and their scores.
+"""Canaries in a run of the user: examples whose inclusion depends on a coin each, and their scores.
 
 Every canary is an example of the data set and is drawn like the others, so nothing public depends on the coins. An
 excluded canary adds a gradient of zero. An included one adds its own gradient or, as a gradient canary, a long gradient
@@ -23,8 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from dpengine.capture.record import LayerCall, TensorCall, Use
-from dpengine.grad_modes.flat_buffer import Sums, wide
+from dpengine.capture.record import Use
+from dpengine.grad_modes.flat_buffer import wide
 from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.noise import strategy
 from dpengine.noise.correlated import Recurrence
@@ -32,17 +32,17 @@ from dpengine.noise.correlated import Recurrence
 Indices = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]
 
-_PLACES = 16  # of a direction, at most: some in most layers, yet few enough to keep for thousands of canaries
-_LOUD = 8.0  # norm of a canary's gradient over the threshold, so that clipping has to shorten it
+_PLACES = 16  # most nonzero elements of a direction: some in most layers, and few enough to store for many canaries
+_LOUD = 8.0  # norm of a canary's gradient over the clipping norm, so that it is clipped
 
 
 @dataclass(frozen=True, eq=False)
 class Canaries:
-    """Which rows are canaries, and what their coins say.
+    """Canaries of a data set.
 
     Attributes:
-        coins: ``(M,)``, whether each takes part.
-        at: ``(N,)``, the canary of each row of the data set, -1 for rows that are none.
+        coins: ``(M,)``, True for included canaries.
+        at: ``(N,)``, the canary of each row of the data set; -1 for other rows.
     """
 
     coins: Bits
@@ -50,14 +50,14 @@ class Canaries:
 
     @property
     def count(self) -> int:
-        """How many canaries there are."""
+        """Number of canaries."""
         return len(self.coins)
 
 
 class Directions:
-    """Unit vectors in the space of all parameters, each with few places other than zero that no other one has.
+    """Sparse unit vectors in the space of all parameters, without common nonzero elements.
 
-    So what one canary adds is not seen along another's direction.
+    So the addition of one canary has no component along the direction of another.
     """
 
     def __init__(self, sizes: Sequence[int], count: int, rng: np.random.Generator):
@@ -73,12 +73,12 @@ class Directions:
         self.values_MK = rng.choice([-1.0, 1.0], self.places_MK.shape) / np.sqrt(places)
 
     def along(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The product ``(M,)`` of a vector of all parameters with each direction."""
+        """Returns the products ``(M,)`` of a vector of all parameters with the directions."""
         found: npt.NDArray[np.float64] = (vector[self.places_MK] * self.values_MK).sum(axis=1)
         return found
 
     def rows(self, number: int, shape: Sequence[int], canary_B: Indices, norm: float, like: Tensor) -> Tensor:
-        """One parameter's part ``(B, *shape)`` of the gradients of canaries; ``canary_B`` is -1 where it is zero."""
+        """Returns one parameter's part ``(B, *shape)`` of canary gradients, zero where ``canary_B`` is -1."""
         begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
         row_C = np.flatnonzero(canary_B >= 0)
         places_CK, values_CK = self.places_MK[canary_B[row_C]], norm * self.values_MK[canary_B[row_C]]
@@ -89,11 +89,11 @@ class Directions:
         return flat.view(len(canary_B), *shape)
 
 
-class PlantedGradients(AbstractGradients):
-    """Any strategy, with the gradients of canaries put in the place of their rows' own, before norms are formed.
+class PlantedGradients:
+    """A grad mode that replaces the gradients of canaries before norms are computed, and delegates all other calls.
 
     Attributes:
-        drawn: By step, the canaries that were in the batch, whatever their coins say.
+        drawn: By step, the canaries in the batch, included or not.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class PlantedGradients(AbstractGradients):
             self.inner.receive_rows(Use(parameter, name), grad)
 
     def drop(self, rows_B: Tensor) -> None:
-        # A strategy may hold one set of dropped rows only, the last that it was told.
+        # A grad mode may store only the last set of dropped rows.
         if self._replaced is not None and self._directions is None:
             rows_B = rows_B | self._replaced.to(rows_B.device)
         self.inner.drop(rows_B)
@@ -148,51 +148,27 @@ class PlantedGradients(AbstractGradients):
         self._replaced = None
         self.inner.clear()
 
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        self.inner.receive(call, uses, rule)
-
-    def receive_tensor_call(self, call: TensorCall) -> None:
-        self.inner.receive_tensor_call(call)
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        self.inner.receive_rows(use, grad)
-
-    def backward_ended(self) -> None:
-        self.inner.backward_ended()
-
-    @property
-    def rows(self) -> Mapping[str, int]:
-        return self.inner.rows
-
-    @property
-    def parameters(self) -> Mapping[nn.Parameter, str]:
-        return self.inner.parameters
-
-    @property
-    def choices(self) -> Sequence[Any]:
-        return self.inner.choices
-
-    def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        self.inner.add_sums(groups, weights_BK, scale, into)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
 
 Floats = npt.NDArray[np.float64]
-LONGEST = 4096  # steps for which the matrix of correlated noise is built
-_LEAST = 1e-12  # variance that scores are formed with, so that those of a run without noise are numbers too
+LONGEST = 4096  # steps of the longest run whose noise matrix is built
+_LEAST = 1e-12  # smallest variance in scores, so that scores of a run without noise are finite
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What a run released along the directions of canaries.
+    """Releases of a run along the directions of canaries.
 
     Attributes:
         releases_TM: ``<release * divisor, direction> / sensitivity``; 0 at steps without a release.
-        drawn_TM: Whether a canary was in the batch, whatever its coin says.
+        drawn_TM: Whether a canary was in the batch, included or not.
         noise_multiplier: Standard deviation of the noise of one participation, over the sensitivity.
-        sample_rate: The chance of a canary to be in a batch that it can be in.
-        turns_M: The first step that each can be in, -1 for none; None where all can be in each.
-        cycle: Steps from one that it can be in to the next.
-        strategy_TT: S, or None where noise is independent.
+        sample_rate: Probability of a canary to be in a possible batch.
+        turns_M: First possible step of each canary, -1 for none; None if all steps are possible.
+        cycle: Number of steps from one possible step to the next.
+        strategy_TT: S; None for independent noise.
     """
 
     releases_TM: Floats
@@ -205,7 +181,7 @@ class Trace:
 
     @property
     def possible_TM(self) -> npt.NDArray[np.bool_]:
-        """Whether a canary could be in the batch."""
+        """True where a canary may be in the batch."""
         steps, canaries = self.releases_TM.shape
         if self.turns_M is None:
             return np.ones((steps, canaries), dtype=bool)
@@ -213,13 +189,13 @@ class Trace:
         return taken & (self.turns_M >= 0)
 
     def decorrelated(self, values_TM: Floats) -> Floats:
-        """The values where noise is independent over steps."""
+        """Returns the values multiplied by S, which makes noise independent across steps."""
         found: Floats = values_TM if self.strategy_TT is None else self.strategy_TT @ values_TM
         return found
 
 
 def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
-    """S ``(T, T)`` of the noise that a run really draws; None where it is independent, or the run is too long."""
+    """Returns S ``(T, T)`` of the noise of a run; None for independent noise or a run that is too long."""
     if noise is None or steps > LONGEST:
         return None
     found: Floats = strategy.strategy_of(noise, steps)
@@ -227,10 +203,10 @@ def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
 
 
 def log_likelihood_ratios(trace: Trace) -> Floats:
-    """Scores ``(M,)``: the log of how much more probable the releases are if a canary took part.
+    """Returns scores ``(M,)``: the log likelihood ratio of the releases with and without a canary.
 
-    Batches stay unknown, but for which steps a canary can be in. Where columns of S overlap and batches are random, the
-    score leaves that overlap out: it is then a score like any other.
+    The batches are unknown except for the possible steps of a canary. If columns of S overlap and batches are random,
+    the score ignores the overlap: it is then not a likelihood ratio, but still a valid score.
     """
     white_TM = trace.decorrelated(trace.releases_TM)
     variance = max(trace.noise_multiplier**2, _LEAST)

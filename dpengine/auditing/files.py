@@ -1,4 +1,4 @@
-"""DF: what leaves the machine is searched for what must not: keys, sizes that were drawn, N, paths and names."""
+"""DF: searches public output for secrets: keys, sampled batch sizes, N, paths and names."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import socket
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 from dpengine.accounting.events import Relation
 from dpengine.checkpoint.saving import save
 from dpengine.errors import PrivacyError
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Trial, examples_of, made
+from .subject import LEFT_OUT, Listed, Maker, Trial, made
 
-_ROWS = 1009  # a number that nothing else has
-_SECRET = "private"  # the folder that stays here
-_SHORTEST = 4  # letters of a name that is searched for
+_ROWS = 1009  # a number that occurs nowhere else
+_SECRET = "private"  # the folder that is not published
+_SHORTEST = 4  # length of a name that is searched for
 
 
 def files(make: Maker, *, seed: int = 0) -> AuditFinding:
-    """Searches a saved run, its reports, what it prints and what it logs."""
+    """Searches a saved run, its reports, representations and logs."""
     evidence = Evidence("DF", seed)
     options = made(make).options
-    dataset = made(make).loader.dataset
-    few, sized = examples_of(dataset, 50), options.get("noise") is not None or options.get("plan") is not None
+    dataset: Any = made(make).loader.dataset
+    few = [dataset[index] for index in range(min(50, len(dataset)))]
+    sized = options.get("noise") is not None or options.get("plan") is not None
     changes = {"allow_large_delta": True, **({"privacy_unit": LEFT_OUT} if "privacy_unit" in options else {})}
     listed = None if sized else Listed([few[i % len(few)] for i in range(_ROWS)])
-    said: list[str] = []
-    handler = _Keep(said)
+    handler = _Recorder()
     logging.getLogger().addHandler(handler)
     try:
         trial = Trial(make, seed=seed, dataset=listed, changes={} if sized else changes)
@@ -40,7 +41,7 @@ def files(make: Maker, *, seed: int = 0) -> AuditFinding:
         texts = _leaving(trial)
     finally:
         logging.getLogger().removeHandler(handler)
-    texts["logs"] = "\n".join(said).encode()
+    texts["logs"] = "\n".join(handler.messages).encode()
     sizes = [len(step.drawn) for step in steps]
     for where, content in texts.items():
         evidence.n += 1
@@ -51,7 +52,7 @@ def files(make: Maker, *, seed: int = 0) -> AuditFinding:
 
 
 def _leaving(trial: Trial) -> dict[str, bytes]:
-    """Everything that others may see, by where it is."""
+    """Returns all public output, by its place."""
     engine = trial.engine
     found = {
         "repr of the engine": repr(engine).encode(),
@@ -75,7 +76,7 @@ def _leaving(trial: Trial) -> dict[str, bytes]:
 
 
 def _traceback(trial: Trial) -> bytes:
-    """The message of a refusal, as a log would have it."""
+    """Returns the message of an error, as it appears in a log."""
     try:
         trial.optimizer.step()
     except PrivacyError as error:
@@ -84,7 +85,7 @@ def _traceback(trial: Trial) -> bytes:
 
 
 def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
-    """What must not be found, as patterns."""
+    """Returns the patterns of secrets."""
     key = bytes.fromhex(trial.step.source.secret_state()["key"])
     listed = re.escape(", ".join(map(str, sizes)))
     patterns = {
@@ -102,7 +103,7 @@ def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
 
 
 def _word(text: str) -> bytes:
-    """A pattern that finds this word, or nothing where it is too short to tell."""
+    """Returns a pattern for a word; one that matches nothing if the word is too short."""
     return rb"\b" + re.escape(text.encode()) + rb"\b" if len(text) > _SHORTEST else rb"(?!)"
 
 
@@ -113,12 +114,12 @@ def _user() -> str:
         return ""
 
 
-class _Keep(logging.Handler):
-    """Keeps what is logged."""
+class _Recorder(logging.Handler):
+    """Records log messages."""
 
-    def __init__(self, said: list[str]):
+    def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self._said = said
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._said.append(record.getMessage())
+        self.messages.append(record.getMessage())

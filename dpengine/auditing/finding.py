@@ -1,31 +1,31 @@
-"""What a detector says: whether it saw a violation, by which figure, out of how much."""
+"""Audit findings: verdict, test statistic, sample size."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 _TEXTS = {"pass": "no violation found", "violation": "VIOLATION", "inconclusive": "inconclusive"}
 
 LEAST_P = 1e-6
-"""Below this, after Bonferroni, a statistic is a violation."""
+"""P-value below which a statistic is a violation, after a Bonferroni correction."""
 
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """The answer of one detector. A pass says that no violation was found, and no more.
+    """Result of one detector. A pass means that no violation was found; it does not prove privacy.
 
     Attributes:
-        detector: Its code, such as ``"DN"``.
-        statistic: What was largest or least probable, and its value.
-        n: How many numbers, pairs or steps were looked at.
-        bound: What the statistic was compared with: a probability, or a limit.
+        detector: Code of the detector, such as ``"DN"``.
+        statistic: Name and value of the most extreme statistic.
+        n: Number of values, pairs or steps in the test.
+        bound: Threshold of the statistic: a probability, or a limit.
         verdict: A key of ``VERDICTS``.
-        seed: With which it repeats.
-        seconds: What it took.
-        reason: What was wrong, or why nothing can be said.
+        seed: Seed that reproduces the finding.
+        seconds: Duration.
+        reason: The violation, or the reason why the test is inconclusive.
     """
 
     detector: str
@@ -38,17 +38,9 @@ class AuditFinding:
     reason: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain data; the cost is in seconds."""
-        return {
-            "detector": self.detector,
-            "statistic": self.statistic,
-            "n": self.n,
-            "bound": self.bound,
-            "verdict": self.verdict,
-            "seed": self.seed,
-            "cost": {"seconds": round(self.seconds, 3)},
-            "reason": self.reason,
-        }
+        """Returns the fields as JSON values, with the duration as ``cost``."""
+        fields = asdict(self)
+        return fields | {"cost": {"seconds": round(fields.pop("seconds"), 3)}}
 
     def __str__(self) -> str:
         because = f": {self.reason}" if self.reason else ""
@@ -57,13 +49,7 @@ class AuditFinding:
 
 @dataclass
 class Evidence:
-    """Collects what a detector sees, and makes its finding.
-
-    Attributes:
-        detector: Its code.
-        seed: With which it repeats.
-        n: How much was looked at.
-    """
+    """Collects the observations of a detector, whose finding follows from them."""
 
     detector: str
     seed: int
@@ -74,26 +60,26 @@ class Evidence:
     ratios: dict[str, float] = field(default_factory=dict)
 
     def fault(self, what: str) -> None:
-        """Notes something that must not be, once."""
+        """Records a violation, once."""
         if what not in self.faults:
             self.faults.append(what)
 
     def unknown(self, why: str) -> None:
-        """Notes something that cannot be looked at, once."""
+        """Records something that cannot be tested, once."""
         if why not in self.gaps:
             self.gaps.append(why)
 
     def probability(self, name: str, p: float) -> None:
-        """Notes how probable a statistic is under the law; the least of each name counts."""
+        """Records the p-value of a statistic; the smallest of each name counts."""
         self.probabilities[name] = min(p, self.probabilities.get(name, 1.0))
 
     def ratio(self, name: str, value: float) -> None:
-        """Notes a figure over its limit; the largest of each name counts, and what is no number counts as infinite."""
+        """Records a value relative to its limit; the largest of each name counts. NaN counts as infinite."""
         value = value if value == value else float("inf")
         self.ratios[name] = max(value, self.ratios.get(name, 0.0))
 
     def finding(self) -> AuditFinding:
-        """What all of it says."""
+        """Returns the finding."""
         tests = max(1, len(self.probabilities))
         faults = list(self.faults)
         faults += [f"{name}: p={p:.1e}" for name, p in self.probabilities.items() if p * tests < LEAST_P]
@@ -116,11 +102,11 @@ class Evidence:
 
 
 def timed(detector: str, seed: int, look: Callable[[], AuditFinding]) -> AuditFinding:
-    """A finding with what it took. A detector that could not do its work is inconclusive."""
+    """Returns the finding of a detector with its duration. A detector that raises is inconclusive."""
     began = time.perf_counter()
     try:
         found = look()
-    except Exception as error:  # a model of the user's may fail in any way
+    except Exception as error:  # a model may raise any exception
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         found = AuditFinding(detector, "none", 0, 0.0, "inconclusive", seed, reason=text)
     return replace(found, seconds=time.perf_counter() - began)

@@ -1,4 +1,4 @@
-"""DI: whether a model and its loss keep the rows of a batch apart, and write nothing of the data into buffers."""
+"""DI: tests that the rows of a batch are independent in model and loss, and that no buffer depends on data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .finding import AuditFinding, Evidence
-from .subject import Maker, Subject, made, without_dropout
+from .subject import Maker, Subject, in_double, made, without_dropout
 
 _ROWS = 6
 _EXACT = 1e-9  # relative, in float64
@@ -20,10 +20,10 @@ _NARROW = 1e-5
 
 
 def isolation(make: Maker, *, seed: int = 0) -> AuditFinding:
-    """Puts other data into one row of a batch, and looks at all the others.
+    """Changes one row of a batch and compares the outputs of the others.
 
-    Outputs of the other rows must stay; the loss of a batch must be made of the losses of its rows, each alone, and so
-    must its gradient; no buffer may depend on the data.
+    The outputs of the other rows must not change; loss and gradient of a batch must be the sum, or mean, of those of
+    its rows; no buffer may depend on the data.
     """
     evidence = Evidence("DI", seed)
     subject, wide = _in_double(made(make))
@@ -41,7 +41,7 @@ def isolation(make: Maker, *, seed: int = 0) -> AuditFinding:
 
 
 def _in_double(subject: Subject) -> tuple[Subject, bool]:
-    """The subject in float64, if it runs there and has no cast to a narrower type."""
+    """Returns the subject in float64, if it runs there and has no cast to a narrower dtype."""
     without_dropout(subject.model)
     wide = subject._replace(model=copy.deepcopy(subject.model).double())
     try:
@@ -52,7 +52,7 @@ def _in_double(subject: Subject) -> tuple[Subject, bool]:
 
 
 class _View:
-    """Runs batches through a copy of the model, in train mode."""
+    """Runs batches through a copy of the model, in training mode."""
 
     def __init__(self, subject: Subject, seed: int, wide: bool, tolerance: float):
         self.subject = subject
@@ -62,11 +62,11 @@ class _View:
         self._seed, self._wide = seed, wide
 
     def run(self, examples: Sequence[Any]) -> tuple[list[Tensor], Tensor, nn.Module]:
-        """What the model gave, the loss, and the model."""
+        """Returns the outputs, the loss, and the model."""
         model = copy.deepcopy(self.subject.model)
         batch = self.subject.loader.collate_fn(list(examples))
         if self._wide:
-            batch = pytree.tree_map(_double, batch)
+            batch = in_double(batch)
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
         with torch.random.fork_rng(devices=[]):
@@ -76,7 +76,7 @@ class _View:
         return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Tensor)], loss, model
 
     def gradient(self, examples: Sequence[Any]) -> tuple[float, Tensor]:
-        """The loss and its gradient, as sums over rows."""
+        """Returns the loss and its gradient, as sums over rows."""
         _, loss, model = self.run(examples)
         times = len(examples) if self.mean else 1
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -86,7 +86,7 @@ class _View:
 
 
 def _outputs(evidence: Evidence, view: _View, examples: Sequence[Any]) -> None:
-    """Other data in row j leave the outputs of the other rows as they are."""
+    """Tests that a change of one row does not change the outputs of the others."""
     batch = list(examples[:_ROWS])
     whole, _, _ = view.run(batch)
     for row in range(_ROWS):
@@ -102,28 +102,24 @@ def _outputs(evidence: Evidence, view: _View, examples: Sequence[Any]) -> None:
 
 
 def _losses(evidence: Evidence, view: _View, examples: Sequence[Any]) -> None:
-    """The loss of a batch, and its gradient, are those of its rows, each alone."""
+    """Tests that loss and gradient of a batch are the sums of those of its rows."""
     together, whole = view.gradient(examples)
     alone = [view.gradient([one]) for one in examples]
     total = sum(loss for loss, _ in alone)
     parts = torch.stack([gradient for _, gradient in alone]).sum(dim=0)
     evidence.n += len(examples)
     scale = max(1e-30, sum(abs(loss) for loss, _ in alone))
-    evidence.ratio("loss of a batch less those of its rows", abs(together - total) / scale / view.tolerance)
+    evidence.ratio("loss of a batch minus those of its rows", abs(together - total) / scale / view.tolerance)
     size = max(1e-30, math.fsum(float(gradient.norm()) for _, gradient in alone))
-    evidence.ratio("gradient of a batch less those of its rows", float((whole - parts).norm()) / size / view.tolerance)
+    evidence.ratio("gradient of a batch minus those of its rows", float((whole - parts).norm()) / size / view.tolerance)
 
 
 def _buffers(evidence: Evidence, view: _View, examples: Sequence[Any]) -> None:
-    """No buffer hangs on the data that went through."""
+    """Tests that no buffer depends on the data."""
     _, _, one = view.run(examples[:_ROWS])
     _, _, other = view.run(examples[1 : _ROWS + 1])
     theirs = dict(other.named_buffers())
     for name, buffer in one.named_buffers():
         evidence.n += 1
         if not torch.equal(buffer.nan_to_num(), theirs[name].nan_to_num()):
-            evidence.fault(f"buffer {name!r} takes up what is in the data")
-
-
-def _double(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            evidence.fault(f"buffer {name!r} depends on the data")

@@ -1,4 +1,4 @@
-"""Detectors DA, the accountant against closed forms, and DL, the calls of primitive functions against their charges.
+"""Detectors DA, which compares the accountant with closed forms, and DL, which compares a run with its charges.
 
 Sources: Balle and Wang 2018 (arXiv:1805.06530) for the Gaussian; one Poisson release by the Neyman-Pearson lemma.
 """
@@ -27,20 +27,19 @@ from dpengine.noise.source import NoiseSource
 from .finding import AuditFinding, Evidence
 from .subject import LEFT_OUT, Listed, Maker, Subject, Trial, made, quiet
 
-_ROOM = 1e-9  # relative: of root finding
+_ROOM = 1e-9  # relative error of root finding
 _GAUSSIANS = ((1.0, 1, 1e-5), (5.0, 100, 1e-10), (600.0, 100_000, 1e-10), (60.0, 1000, 1e-30), (20.0, 300, 1e-100))
 _POISSONS = ((0.1, 0.7, 1e-5), (0.01, 1.0, 1e-6), (0.5, 2.0, 1e-12))
 _NEARLY_ALL = ((30.0, 400, 1e-12), (100.0, 10_000, 1e-14), (60.0, 2000, 1e-17), (40.0, 300, 1e-30))
 _SOUND = ((0.01, 1.0, 1000, 1e-6), (0.001, 0.7, 5000, 1e-9), (0.2, 3.0, 50, 1e-5))
-_MISSING = 2.0**-45  # 1 - q where nearly all rows take part
+_MISSING = 2.0**-45  # 1 - q of _NEARLY_ALL
 
 
 def accounting_table(*, seed: int = 0) -> AuditFinding:
-    """Compares the default accountant's upper bound with what is known to be true.
+    """Compares the bounds of the default accountant with known values.
 
-    Rows: Gaussian releases of all rows, to a delta of 1e-100; one Poisson release; many Poisson releases at a rate of
-    1 - 2**-45, which cost no less than a shade below those of all rows, and go through its lattice; and its bounds
-    beside those of Renyi divergences.
+    Tests Gaussian releases of all rows, to a delta of 1e-100; one Poisson release; many Poisson releases at a rate of
+    1 - 2**-45, which cost almost as much as those of all rows and use the lattice; and bounds by Renyi divergences.
     """
     evidence = Evidence("DA", seed)
     for sigma, steps, delta in _GAUSSIANS:
@@ -50,7 +49,7 @@ def accounting_table(*, seed: int = 0) -> AuditFinding:
         truth = _epsilon_at(partial(_log_poisson, rate=rate, sigma=sigma), delta)
         _below(evidence, truth, [Charge(PoissonGaussianEvent(rate, sigma), 1)], delta)
     for sigma, steps, delta in _NEARLY_ALL:
-        # P of k such releases holds P of k releases of all rows with weight q^k.
+        # The output distribution contains that of releases of all rows with weight q^k.
         log_weight = steps * math.log1p(-_MISSING)
         mu = math.sqrt(steps) / sigma
         truth = _epsilon_at(partial(_log_gaussian, mu=mu), delta / math.exp(log_weight)) + log_weight
@@ -73,7 +72,7 @@ def _below(evidence: Evidence, truth: float, history: list[Charge], delta: float
 
 
 def _epsilon_at(log_delta: Callable[[float], float], delta: float) -> float:
-    """Where the curve passes this delta."""
+    """Returns epsilon at a delta."""
     high = 1.0
     while log_delta(high) > math.log(delta):
         high *= 2
@@ -81,17 +80,17 @@ def _epsilon_at(log_delta: Callable[[float], float], delta: float) -> float:
 
 
 def _log_gaussian(epsilon: float, mu: float) -> float:
-    """Log of ``Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)``."""
+    """Returns the log of ``Phi(mu/2 - eps/mu) - e^eps Phi(-mu/2 - eps/mu)``."""
     return _log_difference(log_ndtr(mu / 2 - epsilon / mu), epsilon + log_ndtr(-mu / 2 - epsilon / mu))
 
 
 def _log_poisson(epsilon: float, rate: float, sigma: float) -> float:
-    """Of one release of a Poisson batch, in the worse direction."""
+    """Returns the log of delta of one release of a Poisson batch, in the worse direction."""
     return max(_of_adding(epsilon, rate, sigma), _of_removing(epsilon, rate, sigma))
 
 
 def _of_adding(epsilon: float, rate: float, sigma: float) -> float:
-    """The mixture against noise alone: the ratio is above ``e^eps`` from a threshold upwards."""
+    """Compares the mixture with noise alone: the ratio is above ``e^eps`` above a threshold."""
     if math.expm1(epsilon) + rate <= 0:
         return 0.0
     x = sigma**2 * math.log((math.expm1(epsilon) + rate) / rate) + 0.5
@@ -100,7 +99,7 @@ def _of_adding(epsilon: float, rate: float, sigma: float) -> float:
 
 
 def _of_removing(epsilon: float, rate: float, sigma: float) -> float:
-    """Noise alone against the mixture: the ratio is above ``e^eps`` below a threshold, if ever."""
+    """Compares noise alone with the mixture: the ratio is above ``e^eps`` below a threshold, if at all."""
     if math.exp(-epsilon) <= 1 - rate:
         return -math.inf
     x = sigma**2 * math.log((math.exp(-epsilon) - 1 + rate) / rate) + 0.5
@@ -109,7 +108,7 @@ def _of_removing(epsilon: float, rate: float, sigma: float) -> float:
 
 
 def _log_difference(larger: float, smaller: float) -> float:
-    """Log of ``e^larger - e^smaller``."""
+    """Returns the log of ``e^larger - e^smaller``."""
     if smaller >= larger:
         return -math.inf
     return float(larger + math.log(-math.expm1(smaller - larger)))
@@ -123,11 +122,11 @@ _EPOCHS = (1, 2, 3, 7)
 
 @dataclass
 class Counters:
-    """What was asked of the primitive functions.
+    """Recorded calls.
 
     Attributes:
         noises: ``(domain, step, std, scale)`` of each call that added noise.
-        updates: For each change of weights, how many batches were charged by then.
+        updates: Number of charged batches at each update of the weights.
     """
 
     noises: list[tuple[str, int, float, float]] = field(default_factory=list)
@@ -136,7 +135,7 @@ class Counters:
 
 @contextmanager
 def counted(trial: Trial) -> Iterator[Counters]:
-    """Counts the calls of a run's primitive functions."""
+    """Records the noise and the updates of a run."""
     counters, add = Counters(), NoiseSource.add_normal_
 
     def noted(self: NoiseSource, flat: Any, std: float, **address: Any) -> Any:
@@ -157,9 +156,8 @@ def counted(trial: Trial) -> Iterator[Counters]:
 def ledger_law(make: Maker, *, seed: int = 0) -> AuditFinding:
     """Compares a few steps with their charges.
 
-    Looked at: noise, threshold, divisor, rate and relation of each; batches that were left out and batches that were
-    stepped together; that no weight changes before it is charged; that a loss scaler skips nothing; the number of steps
-    that a run is planned for; and the target, where there is one.
+    Tests noise, clipping norm, divisor, rate and relation of each step; skipped batches and merged batches; that no
+    weight changes before its charge; that a loss scaler skips no step; the planned number of steps; and the target.
     """
     evidence = Evidence("DL", seed)
     options = made(make).options
@@ -171,7 +169,7 @@ def ledger_law(make: Maker, *, seed: int = 0) -> AuditFinding:
     _events(evidence, trial)
     _constants(evidence, trial)
     if options.get("noise") is None and options.get("plan") is None:
-        _joined(evidence, make, seed)
+        _merged(evidence, make, seed)
     if "grad_scaler" not in options and options.get("plan") is None:
         _scaled(evidence, make, seed)
     _planned(evidence, make)
@@ -180,7 +178,7 @@ def ledger_law(make: Maker, *, seed: int = 0) -> AuditFinding:
 
 
 def _train(evidence: Evidence, trial: Trial, counters: Counters) -> tuple[int, int]:
-    """Steps, of which the third batch is left out. How many changed weights, and how many batches came."""
+    """Trains, without the third batch. Returns the numbers of updates and of batches."""
     updates = drawn = 0
     with quiet():
         while updates < _STEPS and drawn < 3 * _STEPS:
@@ -211,10 +209,10 @@ def _numbers(evidence: Evidence, trial: Trial, counters: Counters, updates: int,
     if trial.engine.ledger.steps != drawn:
         evidence.fault(f"{drawn} batches were drawn, {trial.engine.ledger.steps} were charged")
     if not released == updates == len(counters.updates):
-        evidence.fault(f"{released} releases were booked, {len(counters.updates)} changed weights, of {updates} steps")
+        evidence.fault(f"{released} releases were charged, {len(counters.updates)} changed weights, of {updates} steps")
     steps = {step for domain, step, _, _ in counters.noises if domain == "noise"}
     if len(steps) < updates and trial.plan.noise_multiplier:
-        evidence.fault(f"{len(steps)} releases got noise, of {updates}")
+        evidence.fault(f"{len(steps)} releases have noise, of {updates}")
     for domain, _, std, scale in counters.noises:
         if domain != "noise" or trial.plan.noise is not None:
             continue
@@ -224,28 +222,28 @@ def _numbers(evidence: Evidence, trial: Trial, counters: Counters, updates: int,
 
 
 def _events(evidence: Evidence, trial: Trial) -> None:
-    """Each charge books the noise that was declared, at the rate that was declared."""
+    """Tests that each charge has the declared noise and the declared rate."""
     for charge in trial.engine.ledger.history:
         event = charge.event
         if not isinstance(event, (GaussianEvent, PoissonGaussianEvent, CyclicGaussianEvent)):
-            evidence.unknown(f"a charge is a {type(event).__name__}, which is not looked at")
+            evidence.unknown(f"a charge is a {type(event).__name__}, which is not tested")
             continue
-        _equal(evidence, "noise multiplier that is booked", event.noise_multiplier, _paid_for(trial))
+        _equal(evidence, "charged noise multiplier", event.noise_multiplier, _charged_noise(trial))
         turns = getattr(event, "cycle_length", 1)
         bands = getattr(trial.options.get("noise"), "num_bands", 1)
         if turns != bands:
-            evidence.fault(f"{turns} groups are booked, {bands} were declared")
+            evidence.fault(f"{turns} groups are charged, {bands} were declared")
         rate = min(1.0, trial.plan.sampling.sample_rate)
         declared = trial.options.get("sample_rate")
         if declared is not None:
             _equal(evidence, "rate of the sampler", rate, min(1.0, declared * turns))
-        booked = getattr(event, "sample_rate", 1.0)
-        if not rate <= booked <= rate * (1 + _EXACT) + 2.0**-59:
-            evidence.fault(f"rate {booked:.12g} is booked, {rate:.12g} is drawn")
+        charged = getattr(event, "sample_rate", 1.0)
+        if not rate <= charged <= rate * (1 + _EXACT) + 2.0**-59:
+            evidence.fault(f"rate {charged:.12g} is charged, {rate:.12g} is used")
 
 
-def _paid_for(trial: Trial) -> float:
-    """The noise multiplier of one Gaussian release that costs what the declared noise costs."""
+def _charged_noise(trial: Trial) -> float:
+    """Returns the noise multiplier of a Gaussian release with the cost of the declared noise."""
     sigma, policy = trial.noise_multiplier, trial.plan.clipping
     if not isinstance(policy, Adaptive):
         return sigma
@@ -256,18 +254,18 @@ def _paid_for(trial: Trial) -> float:
 def _constants(evidence: Evidence, trial: Trial) -> None:
     options, plan = trial.options, trial.plan
     if not isinstance(plan.clipping, Adaptive):
-        _equal(evidence, "threshold", plan.clipping.sensitivity(), trial.sensitivity)
+        _equal(evidence, "clipping norm", plan.clipping.sensitivity(), trial.sensitivity)
     if options.get("plan") is None:
         constants = all(
             options.get(name) is not None for name in ("sample_rate", "expected_batch_size", "target_delta")
         )
         declared = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
         if plan.relation is not declared:
-            evidence.fault(f"the relation is {plan.relation.value}, and the arguments make it {declared.value}")
+            evidence.fault(f"the relation is {plan.relation.value}, and the arguments imply {declared.value}")
 
 
-def _joined(evidence: Evidence, make: Maker, seed: int) -> None:
-    """Two batches that share the noise of one release cost as much as two, each with less noise."""
+def _merged(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests that two batches with the noise of one release are charged as two with less noise."""
     trial = Trial(make, seed=seed, changes={"accumulation_steps": 1, "physical_batch_size": None})
     with quiet(), counted(trial):
         for number, batch in enumerate(trial.loader):
@@ -275,16 +273,16 @@ def _joined(evidence: Evidence, make: Maker, seed: int) -> None:
             if number == 1:
                 trial.optimizer.step()
                 break
-    sigma = _paid_for(trial) / math.sqrt(2)
+    sigma = _charged_noise(trial) / math.sqrt(2)
     evidence.n += 1
     charges = trial.engine.ledger.history
-    booked = [getattr(charge.event, "noise_multiplier", math.nan) for charge in charges for _ in range(charge.count)]
-    if len(booked) != 2 or max(booked) > sigma * (1 + _EXACT):
-        evidence.fault(f"two batches in one release are booked as noise {booked}, not twice {sigma:.6g}")
+    charged = [getattr(charge.event, "noise_multiplier", math.nan) for charge in charges for _ in range(charge.count)]
+    if len(charged) != 2 or max(charged) > sigma * (1 + _EXACT):
+        evidence.fault(f"two batches in one release are charged as noise {charged}, not twice {sigma:.6g}")
 
 
 def _scaled(evidence: Evidence, make: Maker, seed: int) -> None:
-    """A loss scaler skips no step and keeps its scale, also where a row overflows."""
+    """Tests that a loss scaler skips no step and keeps its scale, also if a row overflows."""
     device = next(made(make).model.parameters()).device.type
     if device != "cpu" or made(make).options.get("noise") is not None:
         return
@@ -310,11 +308,11 @@ def _scaled(evidence: Evidence, make: Maker, seed: int) -> None:
             f"and {trial.engine.ledger.steps} charges"
         )
     if not all(bool(p.isfinite().all()) for p in trial.model.parameters()):
-        evidence.fault("a row that overflows under a loss scaler makes weights that are not finite")
+        evidence.fault("a row that overflows under a loss scaler results in weights that are not finite")
 
 
 def _planned(evidence: Evidence, make: Maker) -> None:
-    """Runs are planned for all steps that the loader gives."""
+    """Tests that runs are planned for all steps of the loader."""
     subject = made(make)
     if subject.options.get("plan") is not None or subject.options.get("noise") is not None:
         return
@@ -337,7 +335,7 @@ def _planned(evidence: Evidence, make: Maker) -> None:
 
 
 def _target(evidence: Evidence, trial: Trial) -> None:
-    """The noise that was found keeps the target over all planned steps."""
+    """Tests that the calibrated noise keeps the target over all planned steps."""
     budget = trial.engine.runs[-1].budget
     if budget.target_epsilon is None or budget.planned_steps is None:
         return
@@ -348,4 +346,4 @@ def _target(evidence: Evidence, trial: Trial) -> None:
 
 def _equal(evidence: Evidence, what: str, found: float, declared: float) -> None:
     if not abs(found - declared) <= _EXACT * abs(declared):
-        evidence.fault(f"{what} is {found:.9g}, and {declared:.9g} follows from what was declared")
+        evidence.fault(f"{what} is {found:.9g}, and {declared:.9g} follows from the declared values")

@@ -1,4 +1,4 @@
-"""DN: where rows have no gradient a release is noise alone, and must be what was declared: independent and normal.
+"""DN: releases without gradients consist of noise, which must be independent and normal as declared.
 
 Axes: T releases, D numbers of a release.
 """
@@ -27,31 +27,31 @@ from dpengine.noise.source import NoiseSource
 
 from .bounds import chi_square, correlation, kolmogorov, two_sided
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Step, Trial, made, without_target
+from .subject import LEFT_OUT, Listed, Maker, Step, Trial, made, with_constants, without_target
 
 _LEAST_STEPS, _MOST_STEPS = 8, 400
-_MOST_NUMBERS = 50_000  # of one release, spread over its tensors
+_MOST_NUMBERS = 50_000  # of one release, from all of its tensors
 _LAGS = (1, 2, 3)
-_PAIRS = 30  # of tensors of one size
-_LONG = 64  # steps of a run whose noise hangs together
+_PAIRS = 30  # pairs of tensors of one size
+_LONG = 64  # steps of a run with correlated noise
 _RANKS = 2
 Whitened = dict[str, Tensor]  # (T, D) by parameter
 
 
 def noise_law(make: Maker, *, coords: int = 200_000, seed: int = 0) -> AuditFinding:
-    """Tests the noise of releases that hold nothing else.
+    """Tests the noise of releases without gradients.
 
-    Looked at: batches whose rows have exactly zero gradient, and empty batches; tensor by tensor, over steps, between
-    tensors and between neighbours in one; between two runs of an engine, two engines without a seed, and before and
-    after a resume; a parameter that is thawed later; and the shares of two ranks.
+    Tests batches with zero gradients and empty batches: the distribution in each tensor, and the correlation across
+    steps, between tensors and between neighboring elements. Tests the independence of two runs of an engine, of two
+    engines without a seed, and across a resume; a parameter that is unfrozen later; and the noise of two ranks.
 
     Args:
-        make: Makes the subject.
-        coords: About how many numbers to look at.
-        seed: Of the engine.
+        make: Returns the subject.
+        coords: Approximate number of elements.
+        seed: Seed of the engine.
 
     Returns:
-        The finding. A standard deviation that is off by 1 % shows from a million numbers on, by 3 % from 20,000.
+        The finding. An error of the standard deviation of 1 % is detected with a million elements, of 3 % with 20,000.
     """
     evidence = Evidence("DN", seed)
     zero, trial = _noise_of(make, coords, seed, {})
@@ -60,19 +60,18 @@ def noise_law(make: Maker, *, coords: int = 200_000, seed: int = 0) -> AuditFind
         return evidence.finding()
     _law(evidence, "zero gradients", _whitened(evidence, trial, zero))
     small = max(20_000, coords // 10)
-    example = made(make).loader.dataset[0]
     if trial.plan.noise is None and made(make).options.get("privacy_unit") is None and not trial.plan.of_config:
-        empty, other = _noise_of(make, small, seed, _empty(make, example), dataset=Listed([]))
+        empty, other = _noise_of(make, small, seed, with_constants(made(make), 0.15), dataset=Listed([]))
         _law(evidence, "empty batches", _whitened(evidence, other, empty))
-    _lives(evidence, make, seed)
+    _runs(evidence, make, seed)
     _resumed(evidence, make, seed)
-    _thawed(evidence, make, seed)
+    _unfrozen(evidence, make, seed)
     _shares(evidence, trial, seed)
     return evidence.finding()
 
 
 def _noise_of(make: Maker, coords: int, seed: int, changes: Mapping[str, Any], **more: Any) -> tuple[list[Step], Trial]:
-    """Steps without gradient, and the trial that made them."""
+    """Returns steps without gradients, and their trial."""
     subject = made(make)
     size = min(_MOST_NUMBERS, sum(p.numel() for p in subject.model.parameters() if p.requires_grad))
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, -(-coords // max(1, size))))
@@ -85,22 +84,15 @@ def _trial(make: Maker, seed: int, changes: Mapping[str, Any], steps: int, **mor
     usual: dict[str, Any] = {"unused_parameters": "zero"}
     if options.get("target_epsilon") is not None:
         usual |= without_target(options, 1.3)
-    if options.get("noise") is not None:  # it is planned for some steps, and ends with them
+    if options.get("noise") is not None:  # its matrix has a fixed number of steps
         usual |= {"epochs": LEFT_OUT, "steps": max(_LONG, steps)}
     return Trial(make, seed=seed, changes={**usual, **changes}, **more)
 
 
-def _empty(make: Maker, example: Any) -> dict[str, Any]:
-    subject = made(make)
-    size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
-    constants = {"sample_rate": 0.15, "expected_batch_size": size, "target_delta": 1e-3}
-    return {**constants, "example_input": example, "allow_large_delta": True}
-
-
 def _whitened(evidence: Evidence, trial: Trial, steps: Sequence[Step]) -> Whitened:
-    """Releases in units of their declared noise, which hangs together no more: standard normals, if all is well."""
+    """Returns decorrelated releases in units of their declared noise: standard normals if the noise is correct."""
     if len(steps) < _LEAST_STEPS:
-        evidence.fault(f"{len(steps)} releases where there should have been {_LEAST_STEPS} or more")
+        evidence.fault(f"{len(steps)} releases instead of at least {_LEAST_STEPS}")
         return {}
     share = min(1.0, _MOST_NUMBERS / max(1, sum(one.numel() for one in steps[0].release.values())))
     found = {}
@@ -119,7 +111,7 @@ def _whitened(evidence: Evidence, trial: Trial, steps: Sequence[Step]) -> Whiten
 
 
 def _times_strategy(rows_TD: Tensor, column: Sequence[float]) -> Tensor:
-    """``S`` times the rows: S has the column on its first diagonals."""
+    """Returns ``S`` times the rows; S has the column on its first diagonals."""
     out_TD = torch.zeros_like(rows_TD)
     for lag, weight in enumerate(column):
         out_TD[lag:] += weight * rows_TD[: len(rows_TD) - lag]
@@ -142,7 +134,7 @@ def _law(evidence: Evidence, where: str, found: Whitened) -> None:
     note("variance", chi_square(float(whole_TD.square().sum()), whole_TD.numel()))
     note("mean", two_sided(float(whole_TD.mean()) * math.sqrt(whole_TD.numel())))
     note("distribution", kolmogorov(whole_TD))
-    sizes_T = whole_TD.square().sum(dim=1)  # a scale that moves from step to step may be right on average
+    sizes_T = whole_TD.square().sum(dim=1)  # a scale that changes between steps may be correct on average
     note("variance by step", chi_square(float(((sizes_T - whole_TD.shape[1]) ** 2).sum() / (2 * whole_TD.shape[1])),
                                         len(sizes_T)) if whole_TD.shape[1] > 500 else 1.0)  # fmt: skip
     for name, rows_TD in found.items():
@@ -156,8 +148,8 @@ def _law(evidence: Evidence, where: str, found: Whitened) -> None:
         note(f"{name} and {other}", correlation(one, rows_TD))
 
 
-def _lives(evidence: Evidence, make: Maker, seed: int) -> None:
-    """No two lives of noise are related: a second run of one engine, and engines without a seed."""
+def _runs(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests that the noise of two runs of an engine, and of two engines without a seed, is independent."""
     engine = PrivacyEngine(seed=seed)
     again = {"noise": LEFT_OUT} if made(make).options.get("noise") is not None else {}
     pairs = [(engine, engine, "two runs of an engine")]
@@ -170,18 +162,18 @@ def _lives(evidence: Evidence, make: Maker, seed: int) -> None:
 
 
 def _few(trial: Trial) -> Tensor:
-    """Some numbers of noise, ``(T, D)``."""
+    """Returns some noise, ``(T, D)``."""
     steps = trial.steps(_LEAST_STEPS, scale=0.0, hold=False)
     scaled = [step.flat[:_MOST_NUMBERS] * (trial.divisor / step.std) for step in steps]
     return torch.stack(scaled) if scaled else torch.zeros(0, 0)
 
 
 def _resumed(evidence: Evidence, make: Maker, seed: int) -> None:
-    """A run that was saved goes on twice: once in this process, once as a resume. Both ends have noise of their own."""
+    """Tests that a saved run and its resumed copy continue with independent noise."""
     half = _LONG // 2
 
     def begun(folder: Path | None) -> Trial:
-        trial = _trial(make, seed, {}, _LONG, engine=PrivacyEngine())  # one with a seed is to repeat itself
+        trial = _trial(make, seed, {}, _LONG, engine=PrivacyEngine())  # a seeded run would reproduce itself
         if folder is not None:
             load(folder, trial.engine, nothing_left_since=trial.plan.noise is not None)
         return trial
@@ -206,7 +198,7 @@ def _resumed(evidence: Evidence, make: Maker, seed: int) -> None:
 
 
 def _innovations(evidence: Evidence, whitened_TD: Tensor, before: Sequence[Step]) -> None:
-    """What is new in the first steps after a resume has nothing of the noise of the last steps before it."""
+    """Tests that new noise after a resume is independent of the noise before it."""
     if whitened_TD.shape[1] != before[0].flat.numel():
         return
     for lag in range(1, 1 + max(_LAGS)):
@@ -217,8 +209,8 @@ def _innovations(evidence: Evidence, whitened_TD: Tensor, before: Sequence[Step]
         evidence.probability(f"new noise {lag} steps after the noise before a resume", p)
 
 
-def _thawed(evidence: Evidence, make: Maker, seed: int) -> None:
-    """A parameter that is thawed after ``make_private`` gets noise like the others."""
+def _unfrozen(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests that a parameter that is unfrozen after ``make_private`` has the same noise as the others."""
     trainable = [name for name, p in made(make).model.named_parameters() if p.requires_grad]
     if len(trainable) < 2 or made(make).options.get("noise") is not None or made(make).options.get("plan") is not None:
         return
@@ -233,11 +225,11 @@ def _thawed(evidence: Evidence, make: Maker, seed: int) -> None:
     trial.steps(1, scale=0.0, hold=False)
     trial.optimizer.zero_grad()
     trial.model.get_parameter(last).requires_grad_(True)
-    _law(evidence, "a parameter that was thawed", _whitened(evidence, trial, trial.steps(40, scale=0.0, hold=False)))
+    _law(evidence, "an unfrozen parameter", _whitened(evidence, trial, trial.steps(40, scale=0.0, hold=False)))
 
 
 class _Half(Ranks):
-    """One of two ranks, whose sums are looked at and not sent."""
+    """One of two ranks, which records its sums instead of sending them."""
 
     def __init__(self, rank: int):
         super().__init__(None, rank, _RANKS)
@@ -250,7 +242,7 @@ class _Half(Ranks):
 
 
 def _shares(evidence: Evidence, trial: Trial, seed: int) -> None:
-    """The noise of two ranks adds up to that of one process."""
+    """Tests that the noise of two ranks adds up to that of one process."""
     parameters = [nn.Parameter(torch.zeros(3001)), nn.Parameter(torch.zeros(50, 100))]
     source, rows = NoiseSource.seeded(seed), []
     for step in range(_LEAST_STEPS):

@@ -1,4 +1,4 @@
-"""The privacy audit: canaries in one run of the user's own training, and what can be told of their coins after it."""
+"""Privacy audit by canaries in one training run, and guesses about their coins."""
 
 from __future__ import annotations
 
@@ -31,23 +31,21 @@ from .watched_run import WatchedRun
 Made = tuple[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]]
 KINDS = ("gradient", "input")
 CAVEATS = (
-    "A pass says that no violation was found. Bounds are from below, and weak where epsilon is small.",
+    "A pass means that no violation was found. Bounds are lower bounds, and weak if epsilon is small.",
     "Canaries count as rows of the data set. The model of the audited run must not be released.",
-    "An audit on private data is itself a release, which no ledger has.",
+    "An audit on private data is itself a release, which no ledger accounts for.",
 )
-_NORMAL = (
-    "The Gaussian bound takes scores for normal, and batches for drawn as the ledger has them; epsilon_delta does not."
-)
+_NORMAL = "The Gaussian bound assumes normal scores, and batches drawn as charged; epsilon_delta does not."
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What epsilon is at least, by each form; None where a form does not apply.
+    """Lower bounds on epsilon; None if a bound does not apply.
 
     Attributes:
-        epsilon_delta: From guesses, by (epsilon, delta) alone.
+        epsilon_delta: From guesses, by (epsilon, delta) only.
         f_dp: From guesses, by the Gaussian curve that covers the claim.
-        gaussian: From the shift of canaries that took part, over the noise of a participation.
+        gaussian: From the shift of included canaries, over the noise of a participation.
     """
 
     epsilon_delta: float
@@ -56,7 +54,7 @@ class Bounds:
 
     @property
     def best(self) -> float:
-        """The largest."""
+        """The largest bound."""
         return max(one for one in dataclasses.astuple(self) if one is not None)
 
 
@@ -75,7 +73,7 @@ def one_run(
     examples: Dataset[Any] | None = None,
     seed: int | None = None,
 ) -> AuditReport:
-    """Trains once with canaries, and reports what epsilon is at least, beside what the engine claims.
+    """Trains once with canaries. Reports a lower bound on epsilon and the epsilon that the engine claims.
 
     ::
 
@@ -86,25 +84,25 @@ def one_run(
 
         print(one_run(make, train, dataset, canaries=1000, delta=1e-5))
 
-    Each canary has a fair coin. One that is out has a gradient of zero, so the data set has as many rows whatever the
-    coins say. Sampling, clipping, noise and division are those of the engine, as is the claim, ``get_epsilon(delta)``.
+    Each canary has a fair coin. An excluded canary has a gradient of zero, so the number of rows does not depend on the
+    coins. Sampling, clipping, noise and division are those of the engine, as is the claim, ``get_epsilon(delta)``.
 
     Args:
-        make: Gets the data set with canaries in it. Returns engine, model, optimizer and private loader.
-        train: The training loop: gets these four. What it returns is ignored.
-        dataset: The training set, map-style. With gradient canaries, rows are appended whose own content does not
-            matter (copies of row 0).
-        canaries: How many, at least 20.
-        kind: ``"gradient"``: the adversary plants gradients, and sees each release. ``"input"``: rows are the
-            canaries, and all that is seen is the loss of the last model on them.
-        delta: For which epsilon is meant; None takes the engine's.
-        alpha: How often a correct engine may be accused, in (0, 1).
-        guesses: How many canaries are guessed to be in, and as many to be out, fixed in advance; several share
-            ``alpha``. None takes a twentieth of the canaries.
-        loss: ``loss(model, batch)`` gives the loss ``(B,)`` of each row of a batch, for input canaries.
-        examples: Rows to append as input canaries, at least as many as ``canaries``, such as rows with wrong labels.
-            None takes rows of the data set itself, by chance.
-        seed: Makes coins and directions repeat. The engine's randomness is its own.
+        make: Takes the data set with canaries. Returns engine, model, optimizer and private loader.
+        train: Training loop, which takes these four. Its result is ignored.
+        dataset: Training set, map-style. For gradient canaries, copies of row 0 are appended, whose content has no
+            effect.
+        canaries: Number of canaries, at least 20.
+        kind: ``"gradient"``: the adversary inserts gradients, and sees each release. ``"input"``: canaries are rows,
+            and the adversary sees only the loss of the last model on them.
+        delta: Delta of the bound; the default is that of the engine.
+        alpha: Probability that a correct engine is accused, in (0, 1).
+        guesses: Number of canaries that are guessed to be in, and as many to be out, fixed in advance. Several numbers
+            share ``alpha``. The default is a twentieth of the canaries.
+        loss: ``loss(model, batch)`` returns the loss ``(B,)`` of each row of a batch, for input canaries.
+        examples: Rows to append as input canaries, at least ``canaries``, such as rows with wrong labels. The default
+            is random rows of the data set.
+        seed: Seed of coins and directions. The engine has its own randomness.
 
     Returns:
         The report: ``bound`` is the largest lower bound, ``claimed`` the engine's epsilon, and the verdict
@@ -112,10 +110,10 @@ def one_run(
 
     Raises:
         ValueError: If an argument is out of range, or a loss is missing.
-        UnknownParameterError: If the run cannot be watched.
+        UnknownParameterError: If the run cannot be audited.
     """  # noqa: DOC502 - the watched run raises on our behalf
     started = time.perf_counter()
-    each = _refuse(dataset, canaries, kind, alpha, guesses, loss, examples)
+    each = _check_arguments(dataset, canaries, kind, alpha, guesses, loss, examples)
     rng = np.random.default_rng(seed)
     with_canaries, planted = plant(dataset, canaries, kind, examples, rng)
     engine, model, optimizer, loader = make(with_canaries)
@@ -123,9 +121,12 @@ def one_run(
     watched = WatchedRun(engine, planted, directions)
     with watched.planted():
         train(engine, model, optimizer, loader)
-    watched.refuse_bypassed()
+    watched.check_not_bypassed()
     delta = engine.delta if delta is None else delta
-    claimed = _claim(engine, delta)
+    try:
+        claimed = engine.get_epsilon(delta)
+    except AccountingRefusedError:
+        claimed = None
     shift = None
     if directions is not None:
         trace = watched.trace()
@@ -138,31 +139,35 @@ def one_run(
     share = (alpha if shift is None else alpha / 2) / 2 / len(each)
     made = [guess(scores, planted.coins, one) for one in each]
     bounds = bounds_of_run(made, shift, watched, engine, delta, share, claimed)
-    best = max(made, key=lambda one: one.right / one.made)
-    length = {"steps": engine.ledger.steps, "releases": watched.releases}
+    p, verdict = None, "inconclusive"
+    if claimed is not None and math.isfinite(claimed):
+        p = min(1.0, len(made) * min(guessing_p_value(one, claimed, delta) for one in made))
+        if watched.releases:
+            verdict = "violation" if bounds.best > claimed else "pass"
+    details = {"kind": kind, "delta": delta, "alpha": alpha, "steps": engine.ledger.steps, "releases": watched.releases}
     return AuditReport(
         detector="DC",
-        statistic=best.right / best.made,
+        statistic=max(one.right / one.made for one in made),
         n=canaries,
-        verdict=_verdict(bounds, claimed, watched.releases),
-        p=_p_value(made, claimed, delta),
+        verdict=verdict,
+        p=p,
         bound=bounds.best,
         claimed=claimed,
         seed=seed,
         cost=time.perf_counter() - started,
-        details={"kind": kind, "delta": delta, "alpha": alpha, **length, **_details(made, bounds, shift)},
+        details=details | _details(made, bounds, shift),
         caveats=(*CAVEATS, *(() if bounds.gaussian is None else (_NORMAL,))),
     )
 
 
 class _Added(Subset[Any]):
-    """Examples that are canaries, which may be copies."""
+    """Examples that are added as canaries, possibly copies."""
 
 
 def plant(
     dataset: Dataset[Any], count: int, kind: str, examples: Dataset[Any] | None, rng: np.random.Generator
 ) -> tuple[Dataset[Any], Canaries]:
-    """The data set with canaries in it, and which rows they are."""
+    """Returns the data set with canaries, and the canaries."""
     rows, coins = _length(dataset), rng.random(count) < 0.5
     if kind == "input" and examples is None:
         at = np.full(rows, -1, dtype=np.int64)
@@ -182,14 +187,14 @@ def bounds_of_run(
     alpha: float,
     claimed: float | None,
 ) -> Bounds:
-    """The bounds of each form, those of guesses at level ``alpha`` each."""
+    """Returns the lower bounds, those from guesses at level ``alpha`` each."""
     by_delta = max(epsilon_from_guesses(one, delta=delta, alpha=alpha) for one in made)
     if claimed is None or not 0 < claimed < math.inf:
         return Bounds(by_delta)
     history, relation = engine.ledger.history, watched.run.step.plan.relation
     covering = mu_gdp(history, delta, engine.accountant, relation)
-    # A sampled run is no Gaussian: the curve that covers it is above the one that has its epsilon at this delta. So mu
-    # is brought down by that, and exceeds the claim only where the covering curve, which is sound, is refuted.
+    # A sampled run is not Gaussian: its covering curve is above the Gaussian curve with its epsilon at this delta.
+    # So mu is scaled down, and exceeds the claim only if the covering curve, which is sound, is refuted.
     spare = min(1.0, largest_mu(claimed, delta) / covering) if covering > 0 else 1.0
     mu = max(mu_from_guesses(one, alpha=alpha) for one in made)
     by_shift = None
@@ -200,7 +205,7 @@ def bounds_of_run(
 
 
 def _with_noise(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta: float) -> float:
-    """Epsilon of the ledger's history, had the noise been what the canaries show that it is at most."""
+    """Returns epsilon of the charges with the largest noise multiplier that the canaries allow."""
     plan = watched.run.step.plan
     gradient = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
     sigma = plan.noise_multiplier / (ratio * gradient)
@@ -215,30 +220,10 @@ def _with_noise(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta:
     return epsilon_of(history, delta, engine.accountant, plan.relation)
 
 
-def _claim(engine: PrivacyEngine, delta: float) -> float | None:
-    try:
-        return engine.get_epsilon(delta)
-    except AccountingRefusedError:
-        return None
-
-
 def _details(made: Sequence[Guesses], bounds: Bounds, shift: GaussianShift | None) -> dict[str, Any]:
     found = {name: value for name, value in dataclasses.asdict(bounds).items() if value is not None}
     measured = {} if shift is None else {"noise_of_a_participation": shift.noise, "shift": shift.shift}
     return {"guesses": [{"made": one.made, "right": one.right} for one in made], "bounds": found, **measured}
-
-
-def _p_value(made: Sequence[Guesses], claimed: float | None, delta: float) -> float | None:
-    """The chance of the guesses if the claim holds, by (epsilon, delta) alone."""
-    if claimed is None or math.isinf(claimed):
-        return None
-    return min(1.0, len(made) * min(guessing_p_value(one, claimed, delta) for one in made))
-
-
-def _verdict(bounds: Bounds, claimed: float | None, releases: int) -> str:
-    if claimed is None or math.isinf(claimed) or not releases:
-        return "inconclusive"
-    return "violation" if bounds.best > claimed else "pass"
 
 
 @torch.no_grad()
@@ -249,7 +234,7 @@ def _losses(
     canaries: Canaries,
     loss: Callable[[nn.Module, Any], Tensor],
 ) -> Floats:
-    """The loss ``(M,)`` of each canary under the model as it is."""
+    """Returns the loss ``(M,)`` of each canary under the final model."""
     rows, found = np.flatnonzero(canaries.at >= 0), np.zeros(canaries.count)
     with preserve_modes(model):
         model.eval()
@@ -258,8 +243,8 @@ def _losses(
             loss_B = loss(model, batch)
             if loss_B.shape != (len(part),):
                 raise ValueError(
-                    f"auditing.one_run: loss gave shape {tuple(loss_B.shape)} for {len(part)} rows; give one number "
-                    "for each, as reduction='none' does."
+                    f"auditing.one_run: loss returned shape {tuple(loss_B.shape)} for {len(part)} rows. Return one "
+                    "number for each, as reduction='none' does."
                 )
             found[canaries.at[part]] = loss_B.double().cpu().numpy()
     return found
@@ -269,7 +254,7 @@ def _length(dataset: Dataset[Any]) -> int:
     return len(cast(Sized, dataset))
 
 
-def _refuse(
+def _check_arguments(
     dataset: Dataset[Any],
     canaries: int,
     kind: str,
@@ -278,20 +263,22 @@ def _refuse(
     loss: Callable[..., Tensor] | None,
     examples: Dataset[Any] | None,
 ) -> list[int]:
-    """Refuses arguments that cannot be; returns how many guesses of each side are made."""
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, KINDS))}.")
-    if isinstance(canaries, bool) or not isinstance(canaries, int) or canaries < 20:
-        raise ValueError(f"canaries={canaries!r}; expected a whole number of at least 20.")
-    if not 0 < alpha < 1:
-        raise ValueError(f"alpha={alpha!r} is not strictly between 0 and 1.")
-    if kind == "input" and loss is None:
-        raise ValueError("kind='input' scores canaries by their loss. Pass loss=lambda model, batch: ..., one a row.")
-    if kind == "gradient" and examples is not None:
-        raise ValueError("examples= are for kind='input'; gradient canaries have no content.")
+    """Raises for arguments out of range. Returns the numbers of guesses of each side."""
+    whole = isinstance(canaries, int) and not isinstance(canaries, bool) and canaries >= 20
     available = _length(dataset if examples is None else examples)
-    if kind == "input" and canaries > available:
-        raise ValueError(f"canaries={canaries:,} of {available:,} rows. Pass fewer, or more examples=.")
+    checks = {
+        f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, KINDS))}.": kind in KINDS,
+        f"canaries={canaries!r}; expected a whole number of at least 20.": whole,
+        f"alpha={alpha!r} is not strictly between 0 and 1.": 0 < alpha < 1,
+        "kind='input' needs losses. Pass loss=lambda model, batch: ..., one for each row.": kind != "input" or loss,
+        "examples= are for kind='input'; gradient canaries have no content.": kind != "gradient" or examples is None,
+        f"canaries={canaries!r} of {available} rows. Pass fewer, or more examples=.": (
+            kind != "input" or not whole or canaries <= available
+        ),
+    }
+    for message, holds in checks.items():
+        if not holds:
+            raise ValueError(message)
     each = [max(1, canaries // 20)] if guesses is None else [guesses] if isinstance(guesses, int) else list(guesses)
     if not each or any(not 1 <= one <= canaries // 2 for one in each):
         raise ValueError(f"guesses={guesses!r}; expected numbers from 1 to {canaries // 2}, half of the canaries.")

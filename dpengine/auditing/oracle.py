@@ -1,4 +1,4 @@
-"""DO: what a release should hold, by a loop over single rows in float64 that shares no code with the engine."""
+"""DO: compares releases with a loop over single rows in float64 that shares no code with the engine."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpengine.errors import PrivacyError
 from dpengine.sampling.units import unit_numbers
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet, without_dropout, without_target
+from .subject import LEFT_OUT, Maker, Subject, Trial, in_double, made, quiet, without_dropout, without_target
 
 _NARROW, _WIDE = 5e-6, 1e-11  # relative error of a sum in float32 and in float64
-_SLACK = 2.0**-20  # thresholds are met with this much to spare
+_SLACK = 2.0**-20  # relative distance below the clipping norm
 _STEPS = 4
-_TINY = 1e-4  # what the loss is multiplied by, once
+_TINY = 1e-4  # factor of the loss in one case
 Gradients = dict[str, Tensor]
+Case = tuple[str, dict[str, Any], float, bool]
+"""Name, changes of the options, factor of the loss, and True for float64."""
 
 
 def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
-    """Compares noiseless releases with the loop of one.
+    """Compares noiseless releases with a loop over single rows.
 
-    Looked at: float32 and float64; a threshold that clips most rows and one that clips none, where the sum must be that
-    of autograd; losses of 1e-4; chunks of a batch; and the release after a batch that was given up half-way.
+    Tests float32 and float64; a clipping norm that clips most rows and one that clips none, for which the sum is that
+    of autograd; losses of 1e-4; physical batches; and the release after a batch that failed.
     """
     evidence = Evidence("DO", seed)
     subject = made(make)
     if subject.options.get("plan") is not None or not _Rule.known(subject.options):
-        evidence.unknown("the loop knows flat, adaptive and per-layer clipping alone, without a plan")
+        evidence.unknown("the loop supports flat, adaptive and per-layer clipping only, without a plan")
         return evidence.finding()
     usual = _usual_norm(subject)
     sized = {} if subject.options.get("accumulation_steps", 1) > 1 else {"physical_batch_size": 2}
-    cases: list[tuple[str, dict[str, Any], float, bool]] = [
+    cases: list[Case] = [
         ("in float64", {}, 1.0, True),
         ("in float32", {}, 1.0, False),
         ("without clipping", {"max_grad_norm": 1e6 * usual}, 1.0, False),
@@ -48,29 +49,20 @@ def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
     clipping = subject.options.get("clipping", "flat")
     flat = clipping == "flat" and not isinstance(subject.options.get("max_grad_norm"), (list, tuple))
     for name, changes, scale, double in cases:
-        if "max_grad_norm" in changes and not flat:
-            continue
-        _look(evidence, make, name, changes, scale, double, steps, seed)
-    _after_a_broken_batch(evidence, make, seed)
+        if flat or "max_grad_norm" not in changes:
+            _test(evidence, make, (name, changes, scale, double), steps, seed)
+    _after_a_failed_batch(evidence, make, seed)
     return evidence.finding()
 
 
-def _look(
-    evidence: Evidence,
-    make: Maker,
-    name: str,
-    changes: Mapping[str, Any],
-    scale: float,
-    double: bool,
-    steps: int,
-    seed: int,
-) -> None:
+def _test(evidence: Evidence, make: Maker, case: Case, steps: int, seed: int) -> None:
+    name, changes, scale, double = case
     try:
         trial = _trial(make, changes, double, seed)
         plain = copy.deepcopy(trial.model)
         found = trial.steps(steps, scale=scale)
     except PrivacyError as error:
-        evidence.unknown(f"{name}: the run is refused: {error}".splitlines()[0])
+        evidence.unknown(f"{name}: the run is rejected: {error}".splitlines()[0])
         return
     except (RuntimeError, TypeError) as error:
         if not double:
@@ -80,46 +72,37 @@ def _look(
     tolerance = _WIDE if double and _stays_wide(trial, plain) else _NARROW
     for step in found:
         truth = _truth(trial, plain, step.drawn, scale, step.bounds)
-        _hold_against(evidence, f"error {name}", step.release, truth, trial, tolerance)
+        _compare(evidence, f"error {name}", step.release, truth, trial, tolerance)
 
 
 def _stays_wide(trial: Trial, plain: nn.Module) -> bool:
-    """Whether the loss of a float64 model is float64: it may have a cast of its own."""
+    """Returns True if the loss of a float64 model is float64: the model may contain a cast."""
     with torch.no_grad():
         return trial.loss_of(copy.deepcopy(plain).double(), _batch(trial, 0)).dtype is torch.float64
 
 
-def _after_a_broken_batch(evidence: Evidence, make: Maker, seed: int) -> None:
-    """A batch that fails after its first chunk must leave nothing in the next release."""
+def _after_a_failed_batch(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests that a batch which failed after its first chunk adds nothing to the next release."""
     if made(make).options.get("accumulation_steps", 1) > 1:
         return
     trial = _trial(make, {"physical_batch_size": 1}, False, seed)
     plain = copy.deepcopy(trial.model)
     drawn, bounds = list[int](), tuple(trial.plan.clipping.bounds)
     with quiet():
-        batches, chunks_left_out = iter(trial.loader), 0
-        for batch in batches:
-            rows = trial.data.taken()
+        for batch in trial.loader:
             trial.optimizer.zero_grad()
-            if len(rows) == 1 and not chunks_left_out:
+            if len(trial.data.taken()) == 1:
                 trial.backward(batch)
-                chunks_left_out = 1
                 break  # the loop fails here, after one chunk
-        for batch in trial.loader:  # another pass: the batch is given up
+        for batch in trial.loader:  # another pass discards the batch
             drawn += trial.data.taken()
             trial.optimizer.zero_grad()
             trial.backward(batch)
             trial.optimizer.step()
             if not trial.optimizer.step_was_skipped:  # type: ignore[attr-defined]
                 break
-    _hold_against(
-        evidence,
-        "error after a broken batch",
-        trial.gradients(),
-        _truth(trial, plain, drawn, 1.0, bounds),
-        trial,
-        _NARROW,
-    )
+    truth = _truth(trial, plain, drawn, 1.0, bounds)
+    _compare(evidence, "error after a failed batch", trial.gradients(), truth, trial, _NARROW)
 
 
 def _trial(make: Maker, changes: Mapping[str, Any], double: bool, seed: int) -> Trial:
@@ -128,12 +111,12 @@ def _trial(make: Maker, changes: Mapping[str, Any], double: bool, seed: int) -> 
     return Trial(make, seed=seed, changes=noiseless, double=double)
 
 
-def _hold_against(
+def _compare(
     evidence: Evidence, name: str, found: Mapping[str, Tensor], truth: Gradients, trial: Trial, tolerance: float
 ) -> None:
     size = math.sqrt(sum(float(one.square().sum()) for one in truth.values()))
     if not size:
-        return  # an empty batch, whose release DN looks at
+        return  # an empty batch, which DN tests
     tolerance = max(tolerance, 8 * trial.rounding) if trial.rounding > 1e-6 else tolerance
     evidence.n += 1
     off = math.sqrt(sum(float((found[key] * trial.divisor - truth[key]).square().sum()) for key in truth))
@@ -141,7 +124,7 @@ def _hold_against(
 
 
 class _Rule:
-    """The clipping rule that was declared, written down a second time."""
+    """Independent implementation of the declared clipping."""
 
     def __init__(self, trial: Trial, bounds: Sequence[float]):
         clipping = trial.options.get("clipping", "flat")
@@ -158,11 +141,11 @@ class _Rule:
 
     @staticmethod
     def known(options: Mapping[str, Any]) -> bool:
-        """Whether the loop can do it."""
+        """Returns True if the loop supports the clipping."""
         return options.get("clipping", "flat") in ("flat", "adaptive", "per_layer")
 
     def clipped(self, gradient: Gradients) -> Gradients:
-        """One unit's gradient, brought within the thresholds; nothing where it is not finite."""
+        """Returns the clipped gradient of a unit; zeros if it is not finite."""
         if not all(bool(one.isfinite().all()) for one in gradient.values()):
             return {name: torch.zeros_like(one) for name, one in gradient.items()}
         layers = list(dict.fromkeys(name.rpartition(".")[0] for name in gradient))
@@ -178,7 +161,7 @@ class _Rule:
 
 
 def _truth(trial: Trial, plain: nn.Module, drawn: Sequence[int], scale: float, bounds: Sequence[float]) -> Gradients:
-    """The sum of clipped gradients of the units that were drawn, each once."""
+    """Returns the sum of clipped gradients of the drawn units."""
     rule, rows = _Rule(trial, bounds), sorted(set(drawn))
     model = copy.deepcopy(plain).double()
     without_dropout(model)
@@ -213,22 +196,18 @@ def _gradient(trial: Trial, model: nn.Module, row: int, scale: float) -> Gradien
 
 
 def _batch(trial: Trial, row: int) -> Any:
-    """A batch of one row, in float64."""
-    return pytree.tree_map(_wide, trial.plain.loader.collate_fn([trial.data._dataset[row]]))  # type: ignore[misc]
-
-
-def _wide(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+    """Returns a batch of one row, in float64."""
+    return in_double(trial.plain.loader.collate_fn([trial.data._dataset[row]]))  # type: ignore[misc]
 
 
 def _usual_norm(subject: Subject) -> float:
-    """The median of some rows' gradient norms."""
+    """Returns the median of the gradient norms of some rows."""
     model = copy.deepcopy(subject.model).double()
     without_dropout(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     norms = []
     for row in range(min(9, len(subject.loader.dataset))):  # type: ignore[arg-type]
-        batch = pytree.tree_map(_wide, subject.loader.collate_fn([subject.loader.dataset[row]]))
+        batch = in_double(subject.loader.collate_fn([subject.loader.dataset[row]]))
         grads = torch.autograd.grad(subject.loss_of(model, batch), parameters, allow_unused=True)
         norms.append(math.sqrt(sum(float(one.square().sum()) for one in grads if one is not None)))
     return sorted(norms)[len(norms) // 2] or 1.0

@@ -1,8 +1,8 @@
-"""DR: the same noise and the same masks, on a data set and on its neighbour with one unit more.
+"""DR: releases with equal noise and masks on a data set and on its neighbor with one more unit.
 
-With equal seeds the noise cancels in the difference of two releases, and what is left is what the unit did. Where it
-was drawn that must be at most the sensitivity; where it was not, the releases must be equal to the last bit; and in
-both there must be as many.
+With equal seeds the noise cancels in the difference of two releases, which is the effect of the unit. If the unit was
+drawn, the difference must be at most the sensitivity; if not, the releases must be equal to the last bit. Both runs
+must have the same number of releases.
 """
 
 from __future__ import annotations
@@ -20,24 +20,19 @@ from dpengine.errors import PrivacyError
 from dpengine.sampling.units import unit_numbers
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Step, Trial, made
+from .subject import Listed, Maker, Step, Trial, made, with_constants, without_target
 
-_RATES = (0.15, 0.15, 0.3, 0.3, 0.6, 0.6)  # in turn
-_STEPS = 13  # about as many logical batches of each data set
-_SIZES = (13, 0, 19, 6, 0, 26)  # of the data set without the unit: N q passes a whole number at all but 0
-_STRIDE = 3  # through what is unusual, so that all of it meets data sets of all sizes
-_COPIES = 4  # examples of a unit of privacy
+_RATES = (0.15, 0.15, 0.3, 0.3, 0.6, 0.6)
+_STEPS = 13  # approximate number of logical batches of each data set
+_SIZES = (13, 0, 19, 6, 0, 26)  # of the data set without the unit: N q crosses an integer at all but 0
+_STRIDE = 3  # through UNUSUAL, so that each is combined with data sets of all sizes
+_COPIES = 4  # examples of a privacy unit
 _ROUNDING = 2e-6  # of the sensitivity: float32 sums of some rows
 
 
 @dataclass(frozen=True)
 class Unusual:
-    """An example that is hard on an engine.
-
-    Attributes:
-        name: What it is.
-        value: What becomes of a floating-point tensor of an ordinary example.
-    """
+    """Unusual example: its name, and the function that creates its tensors from those of an ordinary example."""
 
     name: str
     value: Callable[[Tensor], Tensor]
@@ -56,17 +51,17 @@ UNUSUAL = (
 
 
 def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
-    """Compares releases on neighbouring data sets.
+    """Compares releases on neighboring data sets.
 
-    Rate and divisor are declared constants here, so that both data sets have the same. Dropout is switched off.
+    Rate and divisor are declared constants, so both data sets have the same ones. Dropout is disabled.
 
     Args:
-        make: Makes the subject.
-        pairs: Data sets to compare; a third of them hold nothing but the unit.
-        seed: Of masks and noise.
+        make: Returns the subject.
+        pairs: Number of pairs of data sets; in a third of them one data set is empty.
+        seed: Seed of masks and noise.
 
     Returns:
-        The finding. Its statistic is the largest change that a unit made, over the sensitivity.
+        The finding. Its statistic is the largest change by a unit, over the sensitivity.
     """
     evidence = Evidence("DR", seed)
     pairs_seen = _replacing if _keeps_size(made(make).options) else _adding
@@ -76,14 +71,16 @@ def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
 
 
 def _keeps_size(options: Any) -> bool:
-    """Whether masks or groups depend on how many rows there are: neighbours then have the same number."""
+    """Returns True if masks or groups depend on the number of rows: neighbors then have the same number."""
     given = (options.get("plan"), options.get("noise"))
     return any(one is not None for one in given) or options.get("sampling", "poisson") != "poisson"
 
 
 def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
-    dataset: Any = made(make).loader.dataset
-    units, copies = _units(make)
+    subject = made(make)
+    dataset: Any = subject.loader.dataset
+    given = subject.options.get("privacy_unit")
+    units, copies = (None, 1) if given is None else (unit_numbers(given, dataset), _COPIES)
     unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
     size = min(_SIZES[number % len(_SIZES)], len(dataset))
     place = number % len(dataset)
@@ -92,7 +89,9 @@ def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
     ids = units[:size] if units is not None else None
 
     def trial(examples: Sequence[Any], new: int) -> Trial:
-        changes = _constants(make, dataset[0], _RATES[number % len(_RATES)])
+        changes = with_constants(subject, _RATES[number % len(_RATES)])
+        if subject.options.get("target_epsilon") is not None:
+            changes |= without_target(subject.options, 1.0)
         if ids is not None:
             top = int(ids.max(initial=-1)) + 1
             changes["privacy_unit"] = [*ids.tolist(), *[top] * new]
@@ -118,25 +117,6 @@ def _replacing(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
     )
 
 
-def _units(make: Maker) -> tuple[Any, int]:
-    subject = made(make)
-    given = subject.options.get("privacy_unit")
-    if given is None:
-        return None, 1
-    return unit_numbers(given, subject.loader.dataset), _COPIES
-
-
-def _constants(make: Maker, example: Any, rate: float) -> dict[str, Any]:
-    """Options that make nothing follow from the size of the data set."""
-    subject = made(make)
-    size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
-    changes: dict[str, Any] = {"sample_rate": rate, "expected_batch_size": size, "target_delta": 1e-3}
-    changes |= {"example_input": example, "allow_large_delta": True}
-    if subject.options.get("target_epsilon") is not None:
-        changes |= {"noise_multiplier": 1.0, "target_epsilon": LEFT_OUT, "epochs": LEFT_OUT, "steps": LEFT_OUT}
-    return changes
-
-
 def _changed(example: Any, unusual: Unusual) -> Any:
     def changed(leaf: Any) -> Any:
         return unusual.value(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -154,26 +134,26 @@ def _compare(
 ) -> None:
     one, other = _run(without), _run(having)
     if isinstance(one, Exception) and isinstance(other, Exception):
-        evidence.unknown(f"the run is refused: {one}".splitlines()[0])
+        evidence.unknown(f"the run is rejected: {one}".splitlines()[0])
         return
     if isinstance(one, Exception) or isinstance(other, Exception):
-        evidence.fault(f"a run is refused on one of two neighbours alone (a unit that is {unusual.name})")
+        evidence.fault(f"a run is rejected on only one of two neighbors (a unit that is {unusual.name})")
         return
     (trial, steps), (_, others) = one, other
     scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
     if len(steps) != len(others):
         evidence.fault(f"{len(steps)} releases without the unit, {len(others)} with it")
     if _engine_ledger(trial) != _engine_ledger(other[0]):
-        evidence.fault("the ledgers of neighbours differ")
+        evidence.fault("the ledgers of neighbors differ")
     for before, after in zip(steps, others, strict=False):
-        if before.bounds != after.bounds:  # the threshold moves by a private count, released with noise of its own
+        if before.bounds != after.bounds:  # the clipping norm depends on a private count, released with its own noise
             break
         evidence.n += 1
         _compare_steps(evidence, before, after, new, unusual, scale, times)
 
 
 def _engine_ledger(trial: Trial) -> list[Any]:
-    """What the ledger says, apart from what tells one run from another."""
+    """Returns the charges without the name of their run."""
     return [
         (type(charge.event), {**vars(charge.event), "run": None}, charge.count, charge.kind)
         for charge in trial.engine.ledger.history
@@ -191,7 +171,7 @@ def _compare_steps(
 ) -> None:
     common = sorted(index for index in before.drawn if times == 1.0 or index not in new)
     if common != sorted(index for index in after.drawn if index not in new):
-        evidence.fault("which other rows were drawn depends on the unit")
+        evidence.fault("the sampling of other rows depends on the unit")
         return
     if not (bool(before.flat.isfinite().all()) and bool(after.flat.isfinite().all())):
         evidence.fault(f"a release is not finite (a unit that is {unusual.name})")
@@ -209,7 +189,7 @@ def _compare_steps(
 
 
 def _run(make: Callable[[], Trial]) -> Any:
-    """The trial and its steps, or the refusal."""
+    """Returns the trial and its steps, or the error that rejects it."""
     try:
         trial = make()
         return trial, trial.passes(max(1, math.ceil(_STEPS / len(trial.loader))))

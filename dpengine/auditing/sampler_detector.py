@@ -1,4 +1,4 @@
-"""DS: which examples are in which batch, against the law that is booked.
+"""DS: the distribution of batches, against the charged one.
 
 Axes: T logical batches, N examples.
 """
@@ -26,27 +26,27 @@ from dpengine.sampling.poisson import PoissonDraws
 
 from .bounds import binomial, chi_square, two_sided
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet
+from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet, without_target
 
 Masks = npt.NDArray[np.int64]
 _LAGS = (1, 5, 10)
 _EXAMPLES = 60
-_FEW, _FEW_RATE = 10, 0.1  # examples of which a batch has one on average, so that a third of batches are empty
+_FEW, _FEW_RATE = 10, 0.1  # one example per batch on average, so that a third of the batches are empty
 _RANKS = 2
 _OF_RANKS = 600  # draws
 
 
 def sampler_law(make: Maker, *, draws: int = 3000, seed: int = 0) -> AuditFinding:
-    """Tests the masks that the subject's options draw, over examples that are numbers.
+    """Tests the sampling masks that follow from the subject's options.
 
-    Looked at: how often each example comes, how many come together, which come together, and whether they come again
-    after some steps; that none comes twice in a batch; that as many batches are charged as were drawn; two ranks, which
-    share one mask; and for examples that take turns, that they keep to them, across a resume as well.
+    Tests the frequency of each example, the batch sizes, the pairs of examples in a batch, and the correlation between
+    batches; that no example is twice in a batch; that all drawn batches are charged; that two ranks share one mask; and
+    for cyclic sampling, that examples stay in their groups, also across a resume.
 
     Args:
-        make: Makes the subject.
-        draws: Batches over 60 examples; half as many over 10.
-        seed: Of the masks.
+        make: Returns the subject.
+        draws: Number of batches over 60 examples; half as many over 10.
+        seed: Seed of the masks.
 
     Returns:
         The finding.
@@ -54,49 +54,44 @@ def sampler_law(make: Maker, *, draws: int = 3000, seed: int = 0) -> AuditFindin
     evidence = Evidence("DS", seed)
     options = made(make).options
     if options.get("plan") is not None or options.get("sampling", "poisson") != "poisson":
-        evidence.unknown("no law is claimed, or a plan brings its own")
+        evidence.unknown("no Poisson sampling is claimed, or a plan defines the sampling")
         return evidence.finding()
-    rate = _declared_rate(made(make))
+    rate, loader = options.get("sample_rate"), made(make).loader
+    if rate is None:
+        rate = min(1.0, (loader.batch_size or 1) / max(1, len(loader.dataset)))  # type: ignore[arg-type]
     if options.get("noise") is not None:
-        _in_turn(evidence, make, seed)
+        _cyclic(evidence, make, seed)
         return evidence.finding()
     for examples, count, declared in ((_EXAMPLES, draws, rate), (_FEW, draws // 2, _FEW_RATE)):
         changes = {"sample_rate": declared, "expected_batch_size": 6.0}
         trial = _trial(make, examples, changes, seed)
         masks_TN = _masks(evidence, trial, count, examples)
+        trial.close()
         _poisson(evidence, f"{examples} examples", masks_TN, declared, len(trial.loader))
     _of_ranks(evidence, rate, seed)
     return evidence.finding()
 
 
-def _declared_rate(subject: Subject) -> float:
-    given = subject.options.get("sample_rate")
-    if given is not None:
-        return float(given)
-    size = subject.loader.batch_size or 1
-    return min(1.0, size / max(1, len(subject.loader.dataset)))  # type: ignore[arg-type]
-
-
 def _trial(
     make: Maker, examples: int, changes: Mapping[str, Any], seed: int, engine: PrivacyEngine | None = None
 ) -> Trial:
-    """A run over numbers, which no model sees."""
+    """Returns a run whose examples are their indices; no model receives them."""
 
     def over_numbers() -> Subject:
         subject = made(make)
         return subject._replace(loader=DataLoader(torch.arange(examples), batch_size=6))  # type: ignore[arg-type]
 
-    options = {"target_delta": 1e-3, "allow_large_delta": True, "privacy_unit": LEFT_OUT, "accumulation_steps": 1}
+    options: dict[str, Any] = {"target_delta": 1e-3, "allow_large_delta": True, "accumulation_steps": 1}
     if made(make).options.get("target_epsilon") is not None:
-        options |= {"target_epsilon": LEFT_OUT, "epochs": LEFT_OUT, "steps": LEFT_OUT, "noise_multiplier": 1.0}
-    options |= {"physical_batch_size": None, "example_input": torch.tensor(0)}
+        options |= without_target(made(make).options, 1.0)
+    options |= {"physical_batch_size": None, "example_input": torch.tensor(0), "privacy_unit": LEFT_OUT}
     return Trial(over_numbers, seed=seed, changes={**options, **changes}, engine=engine)
 
 
 def _masks(evidence: Evidence, trial: Trial, draws: int, examples: int) -> Masks:
-    """How often each example is in each batch; each batch must be charged, used or not."""
+    """Returns the number of times that each example is in each batch. Each batch must be charged, used or not."""
     found_TN = np.zeros((draws, examples), dtype=np.int64)
-    step, booked = 0, trial.engine.ledger.steps
+    step, charged = 0, trial.engine.ledger.steps
     with quiet():
         while step < draws:
             before = step
@@ -107,21 +102,21 @@ def _masks(evidence: Evidence, trial: Trial, draws: int, examples: int) -> Masks
                 if step == draws:
                     break
             if step == before:
-                evidence.fault(f"the loader gave {step} batches and ended")
+                evidence.fault(f"the loader returned {step} batches and ended")
                 break
-        trial.close()
-    charged = trial.engine.ledger.steps - booked
+        trial.step.discard()
+    charged = trial.engine.ledger.steps - charged
     if charged != step:
         evidence.fault(f"{step} batches were drawn, {charged} were charged")
     return found_TN[:step]
 
 
 def _poisson(evidence: Evidence, where: str, masks_TN: Masks, rate: float, epoch: int) -> None:
-    """Tests that every entry is 1 with this probability, whatever the others are."""
+    """Tests that the entries are independent and 1 with this probability."""
     steps, examples = masks_TN.shape
     evidence.n += masks_TN.size
     if masks_TN.max(initial=0) > 1:
-        evidence.fault(f"{where}: an example comes twice in one batch")
+        evidence.fault(f"{where}: an example is twice in one batch")
     spread = rate * (1 - rate)
 
     def note(name: str, p: float) -> None:
@@ -138,24 +133,24 @@ def _poisson(evidence: Evidence, where: str, masks_TN: Masks, rate: float, epoch
             note(f"batches {lag} apart", two_sided(float(products.sum()) / math.sqrt(products.size)))
     pairs_NN = centred_TN.T @ centred_TN / math.sqrt(steps)
     pairs = pairs_NN[np.triu_indices(examples, 1)]
-    if steps * rate * rate > 20:  # where pairs are many enough to be normal
+    if steps * rate * rate > 20:  # enough pairs for a normal approximation
         note("most related pair", min(1.0, two_sided(float(np.abs(pairs).max())) * len(pairs)))
     note("pairs in all", two_sided(float(pairs.sum()) / math.sqrt(max(1, len(pairs)))))
 
 
 def _sizes(evidence: Evidence, where: str, sizes_T: Masks, examples: int, rate: float) -> None:
-    """Tests the sizes of batches, empty ones above all."""
+    """Tests the batch sizes, in particular the number of empty batches."""
     steps = len(sizes_T)
     none = (1 - rate) ** examples
     evidence.probability(f"{where}, empty batches", binomial(int((sizes_T == 0).sum()), steps, none))
     variance = examples * rate * (1 - rate)
     squares = float((((sizes_T - examples * rate) ** 2) / variance).sum())
-    kurtosis = 2 + (1 - 6 * rate * (1 - rate)) / variance  # of a binomial number, in squares of its variance
+    kurtosis = 2 + (1 - 6 * rate * (1 - rate)) / variance  # of a binomial variable, relative to its squared variance
     evidence.probability(f"{where}, sizes of batches", two_sided((squares - steps) / math.sqrt(steps * kurtosis)))
 
 
 def _of_ranks(evidence: Evidence, rate: float, seed: int) -> None:
-    """What two ranks load together has the law of one mask."""
+    """Tests that the batches of two ranks together have the distribution of one mask."""
     source = NoiseSource.seeded(seed)
     together_TN = np.zeros((_OF_RANKS, _EXAMPLES), dtype=np.int64)
     for rank in range(_RANKS):
@@ -173,50 +168,35 @@ def _of_ranks(evidence: Evidence, rate: float, seed: int) -> None:
     _poisson(evidence, "two ranks", together_TN, rate, _OF_RANKS)
 
 
-def _in_turn(evidence: Evidence, make: Maker, seed: int) -> None:
-    """Tests examples that take turns, before and after a resume that goes on with one matrix."""
+def _cyclic(evidence: Evidence, make: Maker, seed: int) -> None:
+    """Tests cyclic sampling, before and after a resume that continues one noise matrix."""
     half = 40
     changes = {"epochs": LEFT_OUT, "steps": 2 * half, "sample_rate": 0.1, "expected_batch_size": 6.0}
 
     def begun() -> Trial:
-        return _trial(make, _EXAMPLES, changes, seed, PrivacyEngine())  # one with a seed is to repeat itself
+        return _trial(make, _EXAMPLES, changes, seed, PrivacyEngine())  # a seeded run would reproduce itself
 
     trial = begun()
     strategy = trial.plan.sampling
     if not isinstance(strategy, CyclicDraws):
-        evidence.unknown(f"the law {strategy.law!r} is not looked at")
+        evidence.unknown(f"the sampling scheme {strategy.law!r} is not tested")
         return
     turns, rate = strategy.cycle_length, strategy.sample_rate
     with tempfile.TemporaryDirectory() as folder:
-        first = _some(trial, half)
-        trial.step.discard()
+        first = _masks(evidence, trial, half, _EXAMPLES)
         save(Path(folder) / "run", trial.engine)
         resumed = begun()
         load(Path(folder) / "run", resumed.engine, nothing_left_since=True)
-        masks_TN = np.concatenate([first, _some(resumed, half)])
+        masks_TN = np.concatenate([first, _masks(evidence, resumed, half, _EXAMPLES)])
     evidence.n += masks_TN.size
     if masks_TN.max(initial=0) > 1:
-        evidence.fault("an example comes twice in one batch")
+        evidence.fault("an example is twice in one batch")
     groups_NT = [{int(step) % turns for step in np.flatnonzero(column)} for column in masks_TN.T]
     if any(len(steps) > 1 for steps in groups_NT):
-        evidence.fault(f"examples come at other steps than every {turns}th, so that they meet one noise twice")
+        evidence.fault(f"examples are in batches of other steps than every {turns}th, which share noise")
     taking_part = sum(1 for steps in groups_NT if steps)
     turns_taken = len(masks_TN) // turns
     if abs(len(masks_TN) % turns) == 0 and rate < 1:
         evidence.probability("how many in all", binomial(int(masks_TN.sum()), turns_taken * _EXAMPLES, rate))
     if taking_part < _EXAMPLES // 2:
-        evidence.fault(f"{taking_part} of {_EXAMPLES} examples take part at all")
-
-
-def _some(trial: Trial, draws: int) -> Masks:
-    found_TN = np.zeros((draws, _EXAMPLES), dtype=np.int64)
-    step = 0
-    with quiet():
-        while step < draws:
-            for batch in trial.loader:
-                drawn = batch.numpy()[: trial.step.batches.samples]  # without the placeholder of an empty batch
-                np.add.at(found_TN[step], drawn, 1)
-                step += 1
-                if step == draws:
-                    break
-    return found_TN
+        evidence.fault(f"only {taking_part} of {_EXAMPLES} examples are in a batch")

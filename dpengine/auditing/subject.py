@@ -18,21 +18,21 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpengine.engine.privacy_engine import PrivacyEngine
 
 LossOf = Callable[[nn.Module, Any], Tensor]
-"""``loss_of(model, batch)``: forward pass and loss of one batch of the loader, as in the training loop."""
+"""``loss_of(model, batch)``: forward pass and loss of one batch."""
 
 LEFT_OUT = object()
-"""In place of an option: it is not passed at all."""
+"""Value of an option that is not passed."""
 
 
 class Subject(NamedTuple):
-    """What is audited. A plain tuple of four or five does as well.
+    """Audited training setup. A plain tuple of four or five elements is accepted as well.
 
     Attributes:
-        model: Fresh, and not private yet.
-        optimizer: Over its parameters.
-        loader: Ordinary, over the training data.
+        model: New model, not private yet.
+        optimizer: Optimizer of its parameters.
+        loader: Ordinary loader of the training data.
         loss_of: ``loss_of(model, batch)`` is the scalar loss of a batch.
-        options: The arguments of ``make_private``.
+        options: Arguments of ``make_private``.
     """
 
     model: nn.Module
@@ -43,11 +43,11 @@ class Subject(NamedTuple):
 
 
 Maker = Callable[[], Any]
-"""Returns a fresh `Subject`, or the tuple of one, at each call. There are dozens: the data set is better made once."""
+"""Returns a new `Subject`, or its tuple, at each of dozens of calls, so it should create the data set once."""
 
 
 class Listed(torch.utils.data.Dataset):
-    """Some examples."""
+    """Data set of a list of examples."""
 
     def __init__(self, examples: Sequence[Any]):
         self._examples = list(examples)
@@ -60,7 +60,7 @@ class Listed(torch.utils.data.Dataset):
 
 
 class Watched(torch.utils.data.Dataset):
-    """A data set that notes which of its examples are read."""
+    """Data set that records the indices of the examples read."""
 
     def __init__(self, dataset: Any, *, widen: bool = False):
         self._dataset = dataset
@@ -73,10 +73,10 @@ class Watched(torch.utils.data.Dataset):
     def __getitem__(self, index: int) -> Any:
         self._read.append(index)
         example = self._dataset[index]
-        return pytree.tree_map(_widened, example) if self._widen else example
+        return in_double(example) if self._widen else example
 
     def taken(self) -> list[int]:
-        """The indices that were read since the last call."""
+        """Returns the indices read since the last call."""
         read, self._read = self._read, []
         return read
 
@@ -86,11 +86,11 @@ class Step:
     """One logical batch.
 
     Attributes:
-        drawn: Indices that were loaded for it.
-        release: What stood in ``p.grad`` after ``optimizer.step()``, by name, in float64; empty where none was written.
-        std: What the plan said of its noise, in units of the sum.
-        bounds: The clipping thresholds that were in force.
-        sensitivity: How far one unit may move the sum.
+        drawn: Indices of its examples.
+        release: ``p.grad`` after ``optimizer.step()``, by name, in float64; empty if none was written.
+        std: Planned standard deviation of the noise, in units of the sum.
+        bounds: Clipping norms.
+        sensitivity: Sensitivity of the sum to one unit.
     """
 
     drawn: tuple[int, ...]
@@ -101,12 +101,12 @@ class Step:
 
     @property
     def flat(self) -> Tensor:
-        """All of the release, as one vector."""
+        """The release as one vector."""
         return torch.cat([one.flatten() for one in self.release.values()]) if self.release else torch.zeros(0)
 
 
 class Trial:
-    """A run of the subject that repeats: seeded batches, noise and weights, and no dropout."""
+    """Reproducible run of the subject: seeded batches, noise and weights, and no dropout."""
 
     def __init__(
         self,
@@ -150,12 +150,12 @@ class Trial:
 
     @property
     def plan(self) -> Any:
-        """What the run does."""
+        """The plan of this run."""
         return self.step.plan
 
     @property
     def divisor(self) -> float:
-        """What sums are divided by, as declared."""
+        """Declared divisor of the sum."""
         if self.options.get("plan") is not None:
             return float(self.plan.expected_batch_size)
         if self.options.get("loss_reduction", "mean") == "sum":
@@ -165,7 +165,7 @@ class Trial:
 
     @property
     def sensitivity(self) -> float:
-        """How far one unit may move the sum, as declared."""
+        """Declared sensitivity of the sum to one unit."""
         given = self.options.get("max_grad_norm")
         if isinstance(self.options.get("clipping", "flat"), str) and self.options.get("clipping") != "adaptive":
             if isinstance(given, (int, float)):
@@ -176,28 +176,28 @@ class Trial:
 
     @property
     def noise_multiplier(self) -> float:
-        """As declared."""
+        """Declared noise multiplier."""
         given = self.options.get("noise_multiplier")
         return float(self.plan.noise_multiplier if given is None else given)
 
     @property
     def std(self) -> float:
-        """Of the noise on the sum of the next step, from what was declared."""
+        """Declared standard deviation of the noise on the next sum."""
         sigma = self.plan.clipping.gradient_noise_multiplier(self.noise_multiplier)
         return float(sigma * self.sensitivity)
 
     @property
     def rounding(self) -> float:
-        """Of a number in the coarsest type that parameters have."""
+        """Rounding of the coarsest dtype of the parameters."""
         kinds = {p.dtype for p in self.model.parameters() if p.requires_grad}
         return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
     def passes(self, number: int) -> list[Step]:
-        """The steps of so many passes over the loader."""
+        """Returns the steps of some passes over the loader."""
         return [step for _ in range(number) for step in self._pass(1.0, True)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
-        """Runs ``number`` steps, fewer if a pass has none; ``hold`` restores the weights after each of them."""
+        """Runs ``number`` steps, or fewer if a pass has none. ``hold`` restores the weights after each step."""
         found: list[Step] = []
         while len(found) < number:
             before = len(found)
@@ -226,12 +226,12 @@ class Trial:
                     self.hold()
 
     def backward(self, batch: Any, scale: float = 1.0) -> None:
-        """The backward pass of one batch."""
+        """Runs the backward pass of one batch."""
         loss = self.loss_of(self.model, batch)
         (loss * scale if scale else (loss * 0.0).nan_to_num(0.0)).backward()
 
     def gradients(self) -> dict[str, Tensor]:
-        """What stands in ``p.grad``; zeros where there is none."""
+        """Returns ``p.grad`` of all trainable parameters; zeros if there is none."""
         return {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu().double().clone()
             for name, p in self.model.named_parameters()
@@ -240,30 +240,30 @@ class Trial:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Puts the weights back."""
+        """Restores the initial weights."""
         for parameter, weights in zip(self.model.parameters(), self._weights, strict=True):
             parameter.copy_(weights)
 
     def close(self) -> None:
-        """Takes everything off the model."""
+        """Detaches the engine from the model."""
         self.engine.detach(self.model)
 
 
 def made(make: Maker) -> Subject:
-    """A fresh subject, the same each time."""
+    """Returns a new subject, initialized with the same seed each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = make()
     if not isinstance(parts, tuple) or not 4 <= len(parts) <= 5 or not isinstance(parts[0], nn.Module):
         raise TypeError(
-            "auditing: the function must return (model, optimizer, loader, loss_of) or the same with the arguments of "
-            f"make_private behind it, fresh at each call; got {torch.typename(parts)}."
+            "auditing: the function must return (model, optimizer, loader, loss_of), optionally with the arguments of "
+            f"make_private, new at each call; got {torch.typename(parts)}."
         )
     return Subject(*parts)
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Switches dropout off, in place: its random numbers fall on other rows where the batch has another size."""
+    """Disables dropout in place: its random numbers apply to other rows if the batch has another size."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -272,22 +272,29 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def without_target(options: Mapping[str, Any], noise_multiplier: float) -> dict[str, Any]:
-    """Changes that give a run this noise, whatever it was to be found by."""
+    """Returns changes of the options that set the noise multiplier in place of a target."""
     targets = {name: LEFT_OUT for name in ("target_epsilon", "epochs", "steps") if name in options}
     return {**targets, "noise_multiplier": noise_multiplier}
 
 
-def examples_of(dataset: Any, number: int) -> list[Any]:
-    """The first examples."""
-    return [dataset[index] for index in range(min(number, len(dataset)))]
+def with_constants(subject: Subject, rate: float) -> dict[str, Any]:
+    """Returns changes of the options that declare all constants, so that none depends on the size of the data set."""
+    size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
+    constants = {"sample_rate": rate, "expected_batch_size": size, "target_delta": 1e-3, "allow_large_delta": True}
+    return constants | {"example_input": subject.loader.dataset[0]}
 
 
-def _widened(leaf: Any) -> Any:
-    return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+def in_double(tree: Any) -> Any:
+    """Returns nested values with floating-point tensors in float64."""
+
+    def widened(leaf: Any) -> Any:
+        return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return pytree.tree_map(widened, tree)
 
 
 class quiet(warnings.catch_warnings):
-    """Says nothing of what a run without noise, or on few rows, is warned of."""
+    """Suppresses warnings, such as those of runs without noise or on few rows."""
 
     def __enter__(self) -> None:
         super().__enter__()
@@ -295,7 +302,7 @@ class quiet(warnings.catch_warnings):
 
 
 _FEATURES, _CLASSES, _ROWS = 6, 3, 40
-OPTIONS = {  # a noise multiplier and a threshold whose products, squares and ratios are all different
+OPTIONS = {  # noise multiplier and clipping norm have different products, squares and ratios
     "noise_multiplier": 0.8,
     "max_grad_norm": 0.5,
     "sample_rate": 0.15,
@@ -305,19 +312,19 @@ OPTIONS = {  # a noise multiplier and a threshold whose products, squares and ra
 
 
 def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a batch ``(inputs, targets)``."""
+    """Returns the loss of a batch ``(inputs, targets)``."""
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
 def two_layers(width: int = 40) -> nn.Module:
-    """A model with two weights and two biases; the hidden ones have equal shapes."""
+    """Returns a model of three linear layers, whose hidden parameters have equal shapes."""
     return nn.Sequential(
         nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, _CLASSES)
     )
 
 
 def rows(number: int = _ROWS) -> TensorDataset:
-    """Inputs of very different lengths, so that some gradients are clipped and some are not."""
+    """Returns inputs of very different norms, so that some gradients are clipped and some are not."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(number, _FEATURES, generator=generator)
     inputs *= torch.tensor([1.0, 4.0, 0.1, 15.0]).repeat(-(-number // 4))[:number].unsqueeze(1)
@@ -325,7 +332,7 @@ def rows(number: int = _ROWS) -> TensorDataset:
 
 
 def small(changes: Mapping[str, Any] | None = None, *, width: int = 40, number: int = _ROWS) -> Maker:
-    """A function that makes a small classifier, its data, and the arguments of ``make_private``."""
+    """Returns a function that creates a small classifier, its data, and the arguments of ``make_private``."""
 
     def make() -> Subject:
         model = two_layers(width)

@@ -1,4 +1,4 @@
-"""A private run with canaries in it, watched while the user's own loop trains it."""
+"""Private run with canaries, observed while the loop of the user trains it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class WatchedRun:
-    """The run of an engine. Inside ``planted()`` its canaries take part as their coins say.
-
-    Attributes:
-        run: The engine's.
-    """
+    """Run of an engine. Inside ``planted()`` its canaries are included or excluded by their coins."""
 
     def __init__(
         self,
@@ -38,16 +34,16 @@ class WatchedRun:
     ):
         if not isinstance(engine, PrivacyEngine) or len(engine.runs) != 1 or not engine.runs[0].attached:
             raise UnknownParameterError(
-                "make() must return an engine in which one run is private, and no other was.",
-                fix="Build a PrivacyEngine in make(), and call its make_private there.",
+                "make() must return an engine with exactly one run.",
+                fix="Create a PrivacyEngine in make(), and call its make_private there.",
             )
         self.run: Run = engine.runs[-1]
-        self._refuse(canaries, gradient=directions is not None)
+        self._check_supported(canaries, gradient=directions is not None)
         step, passes = self.run.step, self.run.step.passes
         self._canaries = canaries
         self._sizes = [p.numel() for p in passes.trainable().values()]
         self._directions = None if directions is None else directions(self._sizes)
-        self._seen: dict[int, Floats] = {}  # by step, the release along each direction
+        self._seen: dict[int, Floats] = {}  # by step, the products of the release with the directions
         self._planted = PlantedGradients(
             passes.mode,
             canaries,
@@ -57,7 +53,7 @@ class WatchedRun:
             lambda: step.plan.clipping.max_grad_norm,
         )
 
-    def _refuse(self, canaries: Canaries, *, gradient: bool) -> None:
+    def _check_supported(self, canaries: Canaries, *, gradient: bool) -> None:
         passes, strategy = self.run.step.passes, self.run.step.plan.sampling
         for wrong, what, fix in (
             (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
@@ -73,19 +69,19 @@ class WatchedRun:
                 raise UnknownParameterError(f"auditing.one_run cannot watch {what}.", fix=fix)
         if strategy.num_examples != len(canaries.at):
             raise UnknownParameterError(
-                f"The private loader draws from {strategy.num_examples:,} rows, and the data set that make() was given "
+                f"The private loader draws from {strategy.num_examples:,} rows, and the data set that make() received "
                 f"has {len(canaries.at):,}.",
-                fix="Build the loader in make() on that data set.",
+                fix="Create the loader in make() from that data set.",
             )
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Canaries take part while this is open, and releases are noted."""
+        """Inserts the canaries and records the releases in a context."""
         passes, mode = self.run.step.passes, self.run.step.passes.mode
         handle, every = self.run.optimizer.register_step_pre_hook(self._note), passes.probe.every
         try:
-            passes.mode = self._planted
-            self._probe(None)  # the probe would not see the planted gradients
+            passes.mode = self._planted  # type: ignore[assignment]
+            self._probe(None)  # the probe does not see the planted gradients
             yield
         finally:
             handle.remove()
@@ -101,20 +97,20 @@ class WatchedRun:
         found = self.run.step.passes.trainable()
         if self._directions is not None and [p.numel() for p in found.values()] != self._sizes:
             raise UnknownParameterError(
-                "Parameters were frozen, thawed or replaced since make(); gradient canaries have places in all.",
+                "Parameters were frozen, unfrozen or replaced since make(), and gradient canaries use all parameters.",
                 fix="Pass kind='input', or freeze parameters in make().",
             )
         return found
 
     def _chunk(self) -> tuple[int, Indices]:
-        """The step and the rows of the data set of the chunk that a backward pass is over."""
+        """Returns the step, and the rows of the chunk of the current backward pass."""
         run = self.run.step
         step = run.batches.batches[-1].step
         drawn = self.run.batches._batches.draw(step)  # a pure function: the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
     def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Before the optimizer's own update: the release is in ``p.grad``."""
+        """Records the release in ``p.grad``, before the optimizer's update."""
         if self._directions is None:
             return
         run = self.run.step
@@ -128,20 +124,19 @@ class WatchedRun:
 
     @property
     def releases(self) -> int:
-        """How often weights changed since the run began."""
+        """Number of releases of the run."""
         return self.run.step.batches.released
 
-    def refuse_bypassed(self) -> None:
-        """Refuses a run whose canaries did not take part, such as one whose backward pass was compiled."""
+    def check_not_bypassed(self) -> None:
+        """Raises if no canary was in a batch, for example because the backward pass was compiled."""
         if self.releases and not self._planted.drawn:
             raise UnknownParameterError(
-                "The run trained without its canaries: their rows were never drawn, or a compiled backward pass went "
-                "past them.",
+                "The run trained without its canaries: their rows were never drawn, or its backward pass is compiled.",
                 fix="Leave compile_backward out of the audited loop, and train for more steps.",
             )
 
     def trace(self) -> Trace:
-        """What was released along the directions, and what is known of batches."""
+        """Returns the releases along the directions, and the known facts of batches."""
         plan, canaries = self.run.step.plan, self._canaries
         steps = 1 + max(max(self._seen, default=-1), max(self._planted.drawn, default=-1))
         releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)
@@ -155,7 +150,7 @@ class WatchedRun:
         return Trace(releases_TM, drawn_TM, sigma, rate, turns_M, cycle, strategy_TT)
 
     def _turns(self, strategy: Draws) -> tuple[Indices | None, int]:
-        """The group of each canary, where groups take turns."""
+        """Returns the group of each canary and the number of groups, for cyclic sampling."""
         inner = getattr(strategy, "drawn", strategy)
         if not isinstance(inner, CyclicDraws):
             return None, 1

@@ -11,8 +11,5 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
-        {
-            "loading": ["exists", "load"],
-            "saving": ["save"],
-        },
+        {"loading": ["exists", "load"], "saving": ["save"]},
     )

@@ -11,12 +11,14 @@ import os
 import shutil
 import stat
 from collections.abc import Callable, Mapping
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from dpengine.errors import CorruptFileError
+from dpengine.ledger_file.file import sync_folder
 
 _TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor", "tuple", "pairs", "float"
 
@@ -66,8 +68,7 @@ def join_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 _NEW, _OLD = "new", "old"
-_READ_SIZE = 2**22  # bytes
-_COPY_ALL = "Copy the complete folder, also its private part."
+COPY_ALL = "Copy the complete folder, also its private part."
 _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
@@ -101,17 +102,17 @@ def commit(folder: Path, *, secret_folder: str) -> None:
     """Replaces a folder with its staging folder, once all of its files are durable."""
     folder = folder.resolve()
     new, old = staging_folder(folder), _sibling(folder, _OLD)
-    _sync(new / secret_folder)
-    _sync(new)
+    sync_folder(new / secret_folder)
+    sync_folder(new)
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
-    _sync(folder.parent)
+    sync_folder(folder.parent)
     if old.exists():
         shutil.rmtree(old)
 
 
-def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
+def write(path: Path, into: Callable[[Path], object], *, secret: bool) -> str:
     """Creates a file durably and returns its SHA-256. ``into`` gets it empty, with its permissions set."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
@@ -123,15 +124,22 @@ def write(path: Path, into: Callable[[Path], None], *, secret: bool) -> str:
 
 
 def digest(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
+    """Returns the SHA-256 of a checkpoint file."""
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read(path: Path) -> bytes:
+    """Returns the bytes of a checkpoint file."""
+    with _opened(path) as file:
+        return file.read()
+
+
+def _opened(path: Path) -> BufferedReader:
     try:
-        with open(path, "rb") as file:
-            sha256 = hashlib.sha256()
-            while part := file.read(_READ_SIZE):
-                sha256.update(part)
-            return sha256.hexdigest()
+        return open(path, "rb")
     except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.", fix=_COPY_ALL) from None
+        raise CorruptFileError(f"{path} is missing.", fix=COPY_ALL) from None
 
 
 def present(folder: Path) -> Path:
@@ -145,25 +153,6 @@ def present(folder: Path) -> Path:
     raise FileNotFoundError(f"checkpoint: there is no folder {folder}.")
 
 
-def read(path: Path) -> bytes:
-    """Returns the bytes of a checkpoint file."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise CorruptFileError(f"{path} is missing.", fix=_COPY_ALL) from None
-
-
 def _sibling(folder: Path, which: str) -> Path:
     """Returns a sibling folder with a reserved name, whose content may be deleted."""
     return folder.with_name(f".{folder.name}.dpengine-{which}")
-
-
-def _sync(folder: Path) -> None:
-    """Makes the names in a folder durable, if the system supports it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError:  # some file systems do not support it
-        pass
-    finally:
-        os.close(descriptor)

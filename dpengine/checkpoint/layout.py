@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 
-from dpengine.accounting.ledger import Ledger
 from dpengine.distributed.local_shards import local_part
 from dpengine.distributed.topology import Topology
+from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import InvalidBudgetError
 
@@ -20,23 +19,7 @@ PUBLIC, SEALS = "privacy_state.json", "seals.json"
 EARLIER = "Use an earlier checkpoint."
 
 
-class Engine(Protocol):
-    """Part of ``PrivacyEngine`` that checkpoints use."""
-
-    runs: list[Run]
-
-    @property
-    def ledger(self) -> Ledger:
-        """The charges."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the privacy cost."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Adds a stored privacy cost."""
-
-
-def only_run(engine: Engine) -> Run:
+def only_run(engine: PrivacyEngine) -> Run:
     """Returns the attached run of an engine. Raises InvalidBudgetError unless there is exactly one."""
     runs = [run for run in engine.runs if run.attached]
     if len(runs) != 1:

@@ -14,33 +14,20 @@ from torch import Tensor
 
 from dpengine.accounting.origin import origins_in, states_of
 from dpengine.engine.grad_sample_module import model_inside
+from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 from dpengine.noise.share import noised_places
 
 from . import folder as folders
-from . import sharded_state
+from . import layout, sharded_state
 from .folder import join_tensors
-from .layout import (
-    EARLIER,
-    MODEL,
-    NOISE,
-    OPTIMIZER,
-    PUBLIC,
-    RUN,
-    SEALS,
-    SECRET,
-    VERSION,
-    Engine,
-    only_run,
-    stateful_objects,
-    untied_tensors,
-)
+from .layout import only_run, stateful_objects, untied_tensors
 from .run_state import check_state, is_seeded, next_nonce, resumption
 from .tensor_files import StoredTensors, files_of
 
 
-def load(folder: str | Path, engine: Engine, *, nothing_left_since: bool = False) -> None:
+def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool = False) -> None:
     """Resumes a saved run. Call ``make_private`` as in the first run, then this, then train.
 
     Model, optimizer, privacy cost and position are those of the checkpoint. Later batches and noise are fresh, so no
@@ -111,21 +98,26 @@ class _Files:
         """Reads the small files."""
         self._folder = folder
         seals = _seals(folder)
-        names = [name.removeprefix(f"{SECRET}/") for name in seals]
+        names = [name.removeprefix(f"{layout.SECRET}/") for name in seals]
 
         def stored(name: str, folder: Path) -> StoredTensors:
             return self._opened.enter_context(StoredTensors(folder / file for file in files_of(name, names)))
 
-        self._model, self._optimizer = stored(MODEL, self._folder), stored(OPTIMIZER, self._folder)
-        self._noise, kept = stored(NOISE, self._folder / SECRET), stored(RUN, self._folder / SECRET)
+        self._model, self._optimizer = stored(layout.MODEL, self._folder), stored(layout.OPTIMIZER, self._folder)
+        self._noise, kept = (
+            stored(layout.NOISE, self._folder / layout.SECRET),
+            stored(layout.RUN, self._folder / layout.SECRET),
+        )
         tensors = {name: kept.read(name) for name in kept.names}
-        self.state = join_tensors(_json(kept.metadata.get("state", ""), RUN), tensors)
-        if not isinstance(self.state, dict) or self.state.get("version") != VERSION:
+        self.state = join_tensors(_json(kept.metadata.get("state", ""), layout.RUN), tensors)
+        if not isinstance(self.state, dict) or self.state.get("version") != layout.VERSION:
             version = self.state.get("version") if isinstance(self.state, dict) else None
-            raise CorruptFileError(f"{RUN} has version {version!r}; this one reads {VERSION}.", fix=EARLIER)
+            raise CorruptFileError(
+                f"{layout.RUN} has version {version!r}; this one reads {layout.VERSION}.", fix=layout.EARLIER
+            )
         check_state(self.state)
 
-    def prepare(self, run: Run, engine: Engine, nonce: int, *, nothing_left_since: bool) -> None:
+    def prepare(self, run: Run, engine: PrivacyEngine, nonce: int, *, nothing_left_since: bool) -> None:
         """Prepares all changes, without making any."""
         topology = run.step.passes.topology
         if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
@@ -140,21 +132,21 @@ class _Files:
             name: sharded_state.local_tensor(self._model, name, like, topology) for name, like in now.items()
         }
         metadata = self._optimizer.metadata
-        of = _json(metadata.get("of", ""), OPTIMIZER)
+        of = _json(metadata.get("of", ""), layout.OPTIMIZER)
         if not isinstance(of, dict) or not all(isinstance(number, int) for number in of.values()):
-            raise CorruptFileError(f"{OPTIMIZER} does not assign its tensors to parameters.", fix=EARLIER)
+            raise CorruptFileError(f"{layout.OPTIMIZER} does not assign its tensors to parameters.", fix=layout.EARLIER)
         tensors = sharded_state.optimizer_tensors(self._optimizer, of, run.optimizer, topology)
-        self._others = join_tensors(_json(metadata.get("state", ""), OPTIMIZER), tensors)
+        self._others = join_tensors(_json(metadata.get("state", ""), layout.OPTIMIZER), tensors)
         if not isinstance(self._others, dict):
-            raise CorruptFileError(f"{OPTIMIZER} has no states.", fix=EARLIER)
+            raise CorruptFileError(f"{layout.OPTIMIZER} has no states.", fix=layout.EARLIER)
         if self._others.keys() != stateful_objects(run).keys():
             raise MechanismMismatchError(
                 f"The checkpoint has {list(self._others)}, and this run has {sorted(stateful_objects(run))}.",
                 fix="Pass the same lr_scheduler= and grad_scaler= to make_private.",
             )
-        self._privacy_state = _json(folders.read(self._folder / PUBLIC).decode(errors="replace"), PUBLIC)
+        self._privacy_state = _json(folders.read(self._folder / layout.PUBLIC).decode(errors="replace"), layout.PUBLIC)
 
-    def fill(self, run: Run, engine: Engine) -> None:
+    def fill(self, run: Run, engine: PrivacyEngine) -> None:
         """Loads the stored states into the model, the other objects and the ledger."""
         # A tied tensor is stored under its first name.
         model_inside(run.model).load_state_dict(self._weights, strict=False)
@@ -162,7 +154,9 @@ class _Files:
             try:
                 stateful.load_state_dict(self._others[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise CorruptFileError(f"The stored state does not fit the {name}: {error!r}.", fix=EARLIER) from error
+                raise CorruptFileError(
+                    f"The stored state does not fit the {name}: {error!r}.", fix=layout.EARLIER
+                ) from error
         engine.load_state_dict(_marked_resumed(self._privacy_state))
 
 
@@ -190,16 +184,16 @@ def _check_seals(folder: Path, rank: int, ranks: int) -> str:
     """Raises if a file changed since it was saved. Each rank checks some files. Returns the digest of the seals."""
     for name, seal in list(_seals(folder).items())[rank::ranks]:
         if folders.digest(folder / name) != seal:
-            raise CorruptFileError(f"{name} was changed after it was saved.", fix=EARLIER)
-    return folders.digest(folder / SECRET / SEALS)
+            raise CorruptFileError(f"{name} was changed after it was saved.", fix=layout.EARLIER)
+    return folders.digest(folder / layout.SECRET / layout.SEALS)
 
 
 def _seals(folder: Path) -> dict[str, str]:
-    seals = _json(folders.read(folder / SECRET / SEALS).decode(errors="replace"), SEALS)
+    seals = _json(folders.read(folder / layout.SECRET / layout.SEALS).decode(errors="replace"), layout.SEALS)
     if not isinstance(seals, dict) or not all(isinstance(name, str) and ".." not in name for name in seals):
-        raise CorruptFileError(f"{SEALS} is damaged.", fix=EARLIER)
-    if not {PUBLIC, f"{SECRET}/{RUN}.safetensors"} <= seals.keys():
-        raise CorruptFileError(f"{SEALS} does not list all files.", fix=EARLIER)
+        raise CorruptFileError(f"{layout.SEALS} is damaged.", fix=layout.EARLIER)
+    if not {layout.PUBLIC, f"{layout.SECRET}/{layout.RUN}.safetensors"} <= seals.keys():
+        raise CorruptFileError(f"{layout.SEALS} does not list all files.", fix=layout.EARLIER)
     return seals
 
 
@@ -207,7 +201,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{where} is damaged: {error}.", fix=EARLIER) from error
+        raise CorruptFileError(f"{where} is damaged: {error}.", fix=layout.EARLIER) from error
 
 
 def _check_weights(now: Mapping[str, Tensor], stored: StoredTensors) -> None:

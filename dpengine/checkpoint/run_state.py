@@ -27,25 +27,20 @@ from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.units import UnitIds
 
 from .layout import EARLIER
 
 _BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.DISCARDED)
 _NONCE_BITS = 63
 _TYPES: dict[str, Any] = {
-    "fingerprint": dict,
+    **dict.fromkeys(("last_step", "first_life", "dropped_rows", "joined", "source.incarnation"), int),
+    **dict.fromkeys(("fingerprint", "noise", "clipping"), dict),
+    **dict.fromkeys(("run", "source.kind", "source.key"), str),
     "noise_multiplier": float,
     "matrix": (str, type(None)),
-    "run": str,
-    "last_step": int,
-    "source": {"kind": str, "key": str, "incarnation": int, "insecure_seed": bool},
-    "first_life": int,
-    "noise": dict,
-    "clipping": dict,
-    "dropped_rows": int,
-    "joined": int,
-}  # types of the values of `state_of`
+    "source.insecure_seed": bool,
+}
+"""Types of the values of `state_of`, by their path."""
 
 
 def state_of(run: Run) -> dict[str, Any]:
@@ -80,40 +75,29 @@ def state_of(run: Run) -> dict[str, Any]:
 
 def check_state(state: Any) -> None:
     """Raises CorruptFileError if `state_of` cannot have returned the state."""
-    parts: list[tuple[tuple[str, ...], Any]] = []
-    for name, kinds in _TYPES.items():
-        parts += [((name, key), kind) for key, kind in kinds.items()] if isinstance(kinds, dict) else [((name,), kinds)]
-    for path, kind in parts:
+    for path, kind in _TYPES.items():
         found = state
-        for name in path:
+        for name in path.split("."):
             if not isinstance(found, dict) or name not in found:
-                raise CorruptFileError(f"The state of the run has no {'.'.join(path)!r}.", fix=EARLIER)
+                raise CorruptFileError(f"The state of the run has no {path!r}.", fix=EARLIER)
             found = found[name]
         in_range = kind is not int or (not isinstance(found, bool) and isinstance(found, int) and -1 <= found < 2**64)
         if not isinstance(found, kind) or not in_range:
             shown = "number out of range" if isinstance(found, int) else type(found).__name__
-            raise CorruptFileError(f"The state of the run has a {shown} as {'.'.join(path)!r}.", fix=EARLIER)
+            raise CorruptFileError(f"The state of the run has a {shown} as {path!r}.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
         raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """All changes that resume a run, prepared before any is made.
+    """All changes that resume a run, prepared before any is made."""
 
-    Attributes:
-        state: Result of `state_of`.
-        plan: Plan with the saved noise multiplier.
-        source: Source with the nonce of the resumed run.
-        noise: Noise mechanism, with its earlier state or without.
-        first_nonce: Nonce with which groups of examples were drawn, if it differs.
-    """
-
-    state: Mapping[str, Any]
-    plan: RunPlan
-    source: NoiseSource
-    noise: AbstractNoise
-    first_nonce: int | None
+    state: Mapping[str, Any]  # the result of `state_of`
+    plan: RunPlan  # with the saved noise multiplier
+    source: NoiseSource  # with the nonce of the resumed run
+    noise: AbstractNoise  # with its earlier state or without
+    first_nonce: int | None  # the nonce with which groups of examples were drawn, if it differs
 
     def apply(self, run: Run) -> None:
         """Makes the changes."""
@@ -176,6 +160,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
     trained = set(run.step.passes.trainable().values())
     names = {parameter: name for name, parameter in parameters.items()}
     target = run.budget.target_epsilon
+    units = None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest()
+    optimizer = getattr(type(run.optimizer), "dp_base", type(run.optimizer))
     parts = {
         "sampling": repr(plan.sampling),
         "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in moving},
@@ -186,10 +172,10 @@ def fingerprint(run: Run) -> dict[str, Any]:
         "relation": plan.relation.value,
         "noise": None if noise is None else {key: noise.description.get(key) for key in ("noise", "bands")},
         "iterations": plan.iterations if noise is None else noise.size,
-        "privacy unit": [run.unit, run.step.unit_reduction, _hash(run.units)],
+        "privacy unit": [run.unit, run.step.unit_reduction, units],
         "seed": run.step.source.insecure_seed,
         "optimizer": [
-            _name_of(getattr(type(run.optimizer), "dp_base", type(run.optimizer))),
+            f"{optimizer.__module__}.{optimizer.__qualname__}",
             [[names.get(parameter, "") for parameter in group["params"]] for group in run.optimizer.param_groups],
         ],
         "parameters": [
@@ -236,14 +222,6 @@ def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> 
             "different, or at another index.",
             fix="Load with the same data set, in the same order; for another data set, begin a new run.",
         )
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _hash(ids: UnitIds | None) -> str | None:
-    return None if ids is None else hashlib.sha256(ids.tobytes()).hexdigest()
 
 
 def next_nonce(state: Mapping[str, Any]) -> int:

@@ -9,32 +9,20 @@ from typing import Any
 
 from dpengine.distributed.ranks import Ranks
 from dpengine.engine.grad_sample_module import model_inside
+from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import BatchStateError
 
 from . import folder as folders
-from . import run_state, sharded_state
+from . import layout, run_state, sharded_state
 from .folder import split_tensors
-from .layout import (
-    MODEL,
-    NOISE,
-    OPTIMIZER,
-    PUBLIC,
-    RUN,
-    SEALS,
-    SECRET,
-    VERSION,
-    Engine,
-    only_run,
-    stateful_objects,
-    untied_tensors,
-)
+from .layout import only_run, stateful_objects, untied_tensors
 from .tensor_files import Shard, file_name, writer
 
 _FORMAT = {"format": "pt"}  # required by other readers of safetensors
 
 
-def save(folder: str | Path, engine: Engine) -> None:
+def save(folder: str | Path, engine: PrivacyEngine) -> None:
     """Writes the last run of an engine to a folder, completely or not at all.
 
     ``model.safetensors``, ``optimizer.safetensors`` and ``privacy_state.json`` may be published if the model may: they
@@ -64,7 +52,7 @@ def save(folder: str | Path, engine: Engine) -> None:
     files = _Files(run)
     states = ranks.each(files.take)
     ranks.each(lambda: files.collect(states))
-    ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=SECRET)))
+    ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=layout.SECRET)))
     try:
         written = ranks.each(lambda: files.write(folders.staging_folder(folder)))
         seals = {name: seal for one in written for name, seal in one.items()}
@@ -79,18 +67,16 @@ def _on_first(ranks: Ranks, action: Callable[[], Any]) -> None:
         action()
 
 
-def _finish(folder: Path, engine: Engine, seals: dict[str, str]) -> None:
+def _finish(folder: Path, engine: PrivacyEngine, seals: dict[str, str]) -> None:
     """Writes the files of the first rank and commits the folder."""
     new = folders.staging_folder(folder)
     privacy_state = (json.dumps(engine.state_dict(), indent=1) + "\n").encode()
-    seals[PUBLIC] = folders.write(new / PUBLIC, lambda path: _put(path, privacy_state), secret=False)
+    seals[layout.PUBLIC] = folders.write(
+        new / layout.PUBLIC, lambda path: path.write_bytes(privacy_state), secret=False
+    )
     sealed = json.dumps(seals, indent=1).encode()
-    folders.write(new / SECRET / SEALS, lambda path: _put(path, sealed), secret=True)
-    folders.commit(folder, secret_folder=SECRET)
-
-
-def _put(path: Path, data: bytes) -> None:
-    path.write_bytes(data)
+    folders.write(new / layout.SECRET / layout.SEALS, lambda path: path.write_bytes(sealed), secret=True)
+    folders.commit(folder, secret_folder=layout.SECRET)
 
 
 class _Files:
@@ -103,7 +89,7 @@ class _Files:
 
     def take(self) -> tuple[dict[str, Any], int]:
         """Takes the state of the run. Returns this rank's noise state and its number of dropped samples."""
-        self._state = {"version": VERSION, **run_state.state_of(self._run)}
+        self._state = {"version": layout.VERSION, **run_state.state_of(self._run)}
         self._slices = self._state["noise"].pop("slices")
         counts = self._run.step.passes.topology.splits.rank == 0
         return self._state["noise"], self._state["dropped_rows"] if counts else 0
@@ -112,19 +98,19 @@ class _Files:
         """Prepares all files from the states of the ranks. Raises if something cannot be stored."""
         run, topology = self._run, self._run.step.passes.topology
         weights = untied_tensors(model_inside(run.model), topology)
-        self._add(MODEL, sharded_state.owned_shards(weights, topology), _FORMAT)
+        self._add(layout.MODEL, sharded_state.owned_shards(weights, topology), _FORMAT)
         object_states = {name: one.state_dict() for name, one in stateful_objects(run).items()}
         others, tensors = split_tensors(object_states, "state")
         metadata = {"state": json.dumps(others)}
         metadata["of"] = json.dumps(sharded_state.owners(tensors, run.optimizer, object_states["optimizer"]))
-        self._add(OPTIMIZER, sharded_state.owned_shards(tensors, topology), metadata)
-        self._add(NOISE, sharded_state.slice_shards(self._slices), {}, secret=True)
+        self._add(layout.OPTIMIZER, sharded_state.owned_shards(tensors, topology), metadata)
+        self._add(layout.NOISE, sharded_state.slice_shards(self._slices), {}, secret=True)
         noise = {**_merged_noise([noise for noise, _ in states]), "slices": {}}
         state = {**self._state, "noise": noise, "dropped_rows": sum(dropped for _, dropped in states)}
         if self._ranks.rank == 0:
             plain, tensors = split_tensors(state, "run")
             parts = {name: Shard(tensor) for name, tensor in tensors.items()}
-            self._writers.append((f"{RUN}.safetensors", writer(parts, {"state": json.dumps(plain)}), True))
+            self._writers.append((f"{layout.RUN}.safetensors", writer(parts, {"state": json.dumps(plain)}), True))
 
     def _add(self, name: str, parts: dict[str, Shard], metadata: dict[str, str], *, secret: bool = False) -> None:
         if parts or (self._ranks.rank == 0 and not secret):
@@ -132,7 +118,7 @@ class _Files:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Writes the files. Returns the seal of each by its place in the folder."""
-        places = ((f"{SECRET}/{name}" if secret else name, into, secret) for name, into, secret in self._writers)
+        places = ((f"{layout.SECRET}/{name}" if secret else name, into, secret) for name, into, secret in self._writers)
         return {place: folders.write(folder / place, into, secret=secret) for place, into, secret in places}
 
 

@@ -23,9 +23,11 @@ from torch import Tensor
 from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
+from .folder import COPY_ALL
+from .layout import EARLIER
+
 _SUFFIX = ".safetensors"
 _PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # names of torch.distributed.checkpoint
-_EARLIER = "Use an earlier checkpoint."
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +125,7 @@ class StoredTensors:
                     out[common.inside(box)] = values
                     found += common.numel
         if out is None or found != box.numel:
-            raise CorruptFileError(f"{name!r} is incomplete.", fix=_EARLIER)
+            raise CorruptFileError(f"{name!r} is incomplete.", fix=EARLIER)
         return out
 
 
@@ -140,8 +142,8 @@ def _corruption_errors(what: str) -> Any:
     try:
         yield
     except FileNotFoundError:
-        raise CorruptFileError(f"{what} is missing.", fix="Copy the complete folder, also its private part.") from None
+        raise CorruptFileError(f"{what} is missing.", fix=COPY_ALL) from None
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         if isinstance(error, CorruptFileError):
             raise
-        raise CorruptFileError(f"{what} is damaged, or not a tensor file: {error}.", fix=_EARLIER) from error
+        raise CorruptFileError(f"{what} is damaged, or not a tensor file: {error}.", fix=EARLIER) from error

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from dpengine.auditing.direct import QUICK, quick
+from dpengine.auditing.direct import DETECTORS, quick
 from dpengine.auditing.finding import AuditFinding, timed, worst_verdict
 from dpengine.auditing.noise_detector import noise_law
 from dpengine.auditing.replay_detector import replay
@@ -19,13 +19,12 @@ from dpengine.auditing.verdict import VERDICTS
 
 from .check_model import named
 from .commands import CommandError
-from .main import WRONG_USE
 from .screen import strong
 
 _TEXTS = {
     "pass": "No violation found.",
     "violation": "A violation was found.",
-    "inconclusive": "No violation found, but a detector could not tell.",
+    "inconclusive": "No violation found, but a detector was inconclusive.",
 }
 _LOOKS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
     "replay": ("DR", replay, "pairs"),
@@ -35,8 +34,8 @@ _LOOKS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
 
 
 def run(arguments: Namespace) -> int:
-    """Prints what was found; the exit code is 0 for a pass, 1 for a violation, 2 if nothing can be said."""
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+    """Prints the findings. Returns 0 for a pass, 1 for a violation, 2 if the result is inconclusive."""
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's module
         findings = _findings(arguments)
     verdict = worst_verdict(findings)
     if arguments.json:
@@ -50,13 +49,11 @@ def run(arguments: Namespace) -> int:
 def _findings(arguments: Namespace) -> list[AuditFinding]:
     make: Any = small() if arguments.make is None else named(arguments.make)
     if not callable(make):
-        raise CommandError(f"{arguments.make} is a {type(make).__name__}, no function.", exit_code=WRONG_USE)
+        raise CommandError(f"{arguments.make} is a {type(make).__name__}, no function.")
     if arguments.action == "quick":
         try:
-            return quick(make, detectors=arguments.only or QUICK, seed=arguments.seed)
+            return quick(make, detectors=arguments.only or tuple(DETECTORS), seed=arguments.seed)
         except (Exception, SystemExit) as error:
-            raise CommandError(
-                f"The audit could not begin: {type(error).__name__}: {error}", exit_code=WRONG_USE
-            ) from error
+            raise CommandError(f"The audit could not begin: {type(error).__name__}: {error}") from error
     code, look, size = _LOOKS[arguments.action]
     return [timed(code, arguments.seed, lambda: look(make, seed=arguments.seed, **{size: arguments.size}))]

@@ -1,4 +1,4 @@
-"""``dpengine audit one-run``: a small training run with canaries, and what epsilon is at least."""
+"""``dpengine audit one-run``: a lower bound on epsilon from a small training run with canaries."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from dpengine.data.adult import load_adult
 from dpengine.engine.privacy_engine import PrivacyEngine
 
 from .commands import CommandError
-from .main import WRONG_USE
 from .screen import strong
 
-_ROWS = 2000  # of Adult, beside the canaries
+_ROWS = 2000  # of Adult, without the canaries
 _FEATURES, _CLASSES = 107, 2
 
 
 def run(arguments: Namespace) -> int:
-    """Prints what was found; the exit code is 0 for a pass, 1 for a violation, 2 if nothing can be said."""
+    """Prints the report. Returns 0 for a pass, 1 for a violation, 2 if the result is inconclusive."""
     try:
         report = _audited(arguments)
     except ValueError as error:
-        raise CommandError(str(error), exit_code=WRONG_USE) from error
+        raise CommandError(str(error)) from error
     if arguments.json:
         print(report.to_json())
     else:

@@ -1,9 +1,8 @@
-"""``dpengine calibrate`` and ``dpengine epsilon``: noise for a budget, what noise costs, both with a statement."""
+"""``dpengine calibrate`` and ``dpengine epsilon``: the noise for a budget, and the privacy cost of a run."""
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import textwrap
 from argparse import Namespace
@@ -18,12 +17,12 @@ from dpengine.accounting.noise_calibration import calibration
 from dpengine.accounting.rounding import round_up
 from dpengine.errors import AccountingRefusedError, PrivacyError
 from dpengine.report.assumptions import assumptions
+from dpengine.report.document import json_values
 from dpengine.report.facts import AccountingFacts, DatasetFacts, RunFacts
 from dpengine.report.privacy_statement import statement
 from dpengine.report.report import PrivacyReport
 
 from .commands import CommandError
-from .main import WRONG_USE
 from .screen import strong
 
 _ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # as Python has it
@@ -31,21 +30,20 @@ _LEAD = "A run that keeps to these settings would be stated so:"
 
 
 def run(arguments: Namespace) -> int:
-    """Prints the noise multiplier or epsilon, and what the statement of a run that keeps to it would say."""
+    """Prints the noise multiplier or epsilon, with the statement of a completed run with these settings."""
     try:
         facts = _facts(arguments)
         asked = facts.accounting
         epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is no epsilon
         shown = _json(facts) if arguments.json else _text(facts)
     except AccountingRefusedError as error:
-        raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error)), exit_code=WRONG_USE) from error
+        raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error))) from error
     except PrivacyError:
         raise
     except (ArithmeticError, ValueError) as error:
         raise CommandError(
             f"these numbers are too large or too small to account for: {error}. Check --n, --steps, the noise and the "
-            "budget.",
-            exit_code=WRONG_USE,
+            "budget."
         ) from error
     print(shown)
     return 0
@@ -59,32 +57,26 @@ def _text(facts: RunFacts) -> str:
 
 
 def _facts(arguments: Namespace) -> RunFacts:
-    """The facts of a run that is over and kept to the arguments."""
+    """Returns the facts of a completed run with these arguments."""
     rate, steps = _rate_and_steps(arguments)
     delta = suggested_delta(arguments.n) if arguments.delta is None else arguments.delta
     check_delta(delta, arguments.n)
     target = arguments.epsilon if arguments.command == "calibrate" else None
     constants = None not in (arguments.sample_rate, arguments.delta)
     relation = _relation(arguments.relation, constants)
+    accounting: dict[str, Any] = {"accountant": arguments.accountant, "relation": relation}
     if target is None:
         sigma = arguments.sigma
     else:
-        sigma = calibration(
-            target_epsilon=target,
-            target_delta=delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=arguments.accountant,
-            relation=relation,
-        ).noise_multiplier
+        run: dict[str, Any] = {"sample_rate": rate, "steps": steps}
+        sigma = calibration(target_epsilon=target, target_delta=delta, **run, **accounting).noise_multiplier
     plan = {"sampling": "poisson", "sample_rate": rate, "expected_batch_size": float(arguments.batch)}
     return RunFacts(
         plan=plan | {"noise_multiplier": sigma},
         accounting=AccountingFacts(
             history=(Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps),),
             delta=delta,
-            relation=relation,
-            accountant=arguments.accountant,
+            **accounting,
             constants_declared=constants,
             target_epsilon=target,
         ),
@@ -93,27 +85,24 @@ def _facts(arguments: Namespace) -> RunFacts:
 
 
 def _relation(asked: str | None, constants: bool) -> Relation:
-    """As in make_private: what follows from the number of rows makes that number public."""
+    """Returns the relation as `make_private` does: constants derived from the number of rows make it public."""
     if asked is None:
         return Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     relation = Relation(asked)
     if relation is Relation.ADD_OR_REMOVE_ONE and not constants:
         raise CommandError(
             "--relation add-remove keeps N private, but here the rate or delta follows from N. Give --sample-rate with "
-            "--steps, and --delta, as constants; or take --relation zero-out, whose numbers are the same.",
-            exit_code=WRONG_USE,
+            "--steps, and --delta, as constants; or take --relation zero-out, whose numbers are the same."
         )
     return relation
 
 
 def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
     if arguments.batch > arguments.n > 0:
-        raise CommandError(
-            f"--batch {arguments.batch} is more than the {arguments.n} rows of --n.", exit_code=WRONG_USE
-        )
+        raise CommandError(f"--batch {arguments.batch} is more than the {arguments.n} rows of --n.")
     if arguments.sample_rate is not None:
         if arguments.steps is None:
-            raise CommandError("--sample-rate needs --steps: an epoch follows from N.", exit_code=WRONG_USE)
+            raise CommandError("--sample-rate needs --steps: an epoch follows from N.")
         return arguments.sample_rate, arguments.steps
     steps = arguments.steps
     if steps is None:
@@ -121,14 +110,13 @@ def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
         if steps > MOST_COUNT:
             raise CommandError(
                 f"--epochs {arguments.epochs:,} of --n {arguments.n:,} rows in batches of {arguments.batch:,} are more "
-                "than 2**62 steps, the most that is counted here.",
-                exit_code=WRONG_USE,
+                "than 2**62 steps, the most that is counted here."
             )
     return sample_rate_of(arguments.n, arguments.batch), steps
 
 
 def _would_be(facts: RunFacts) -> str:
-    """The statement, less what only a run that took place can say: what was charged, and what was found to hold."""
+    """Returns the statement without the results of a run: the charges and the checks of the assumptions."""
     before, rest = statement(facts).split("Steps: ", 1)
     accounting = rest[rest.index("Accounting: ") : rest.index("Assumptions, ")]
     excludes = rest[rest.index("Not covered:") :]
@@ -139,18 +127,10 @@ def _would_be(facts: RunFacts) -> str:
 
 
 def _json(facts: RunFacts) -> str:
-    report = PrivacyReport(facts).to_dict()
+    report, asked = PrivacyReport(facts).to_dict(), facts.accounting
     numbers = report["guarantee"] | report["mechanism"] | {"accountant": report["accounting"]["accountant"]}
-    return json.dumps(numbers | {"bounds": _bounds(facts), "statement": _would_be(facts)}, ensure_ascii=False, indent=2)
-
-
-def _bounds(facts: RunFacts) -> dict[str, Any] | None:
-    """Epsilon from both sides, where the accountant has both."""
-    asked = facts.accounting
-    if ACCOUNTANTS[accountant_used(asked.accountant)].bounds is None:
-        return None
-    found = bounds_of(asked.history, asked.delta, asked.accountant, asked.relation)
-    return {
-        name: value if math.isfinite(value) else "inf"
-        for name, value in zip(("lower", "estimate", "upper"), found, strict=True)
-    }
+    bounds = None
+    if ACCOUNTANTS[accountant_used(asked.accountant)].bounds is not None:
+        found = bounds_of(asked.history, asked.delta, asked.accountant, asked.relation)
+        bounds = json_values(dict(zip(("lower", "estimate", "upper"), found, strict=True)))
+    return json.dumps(numbers | {"bounds": bounds, "statement": _would_be(facts)}, ensure_ascii=False, indent=2)

@@ -1,4 +1,4 @@
-"""``dpengine check``: whether a model can be trained privately, before anything is trained."""
+"""``dpengine check``: checks before training whether a model can be trained privately."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -17,13 +16,13 @@ from torch import nn
 from dpengine.validation.check_model import check
 
 from .commands import CommandError
-from .main import DONE, FAILED, WRONG_USE
+from .main import DONE, FAILED
 from .screen import strong
 
 
 def run(arguments: Namespace) -> int:
-    """Prints one row for each layer; the exit code is 1 if something blocks private training."""
-    with contextlib.redirect_stdout(sys.stderr):  # what the user's module prints is no part of the answer
+    """Prints one row for each layer. Returns 1 if a layer prevents private training."""
+    with contextlib.redirect_stdout(sys.stderr):  # output of the user's module
         model = _model(arguments.model)
     report = check(model)
     if arguments.json:
@@ -37,42 +36,30 @@ def run(arguments: Namespace) -> int:
     return DONE if report.ok else FAILED
 
 
-def _made(factory: Callable[[], Any], text: str) -> Any:
-    try:
-        return factory()
-    except (Exception, SystemExit) as error:
-        raise CommandError(
-            f"{text} must be a function without arguments that returns the model; calling it failed with "
-            f"{type(error).__name__}: {error}",
-            exit_code=WRONG_USE,
-        ) from error
-
-
 def named(text: str) -> Any:
-    """What ``MODULE:NAME`` names. The module is imported, so it should do nothing but define."""
+    """Imports a module and returns the object that ``MODULE:NAME`` names."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
-        raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.", exit_code=WRONG_USE)
+        raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found = importlib.import_module(module_name)
         for name in attribute.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
-        raise CommandError(f"{text} cannot be found: {error}.", exit_code=WRONG_USE) from error
     except (Exception, SystemExit) as error:
-        raise CommandError(
-            f"{module_name} must be a module that can be imported; importing it failed with "
-            f"{type(error).__name__}: {error}",
-            exit_code=WRONG_USE,
-        ) from error
+        raise CommandError(f"{text} cannot be imported: {type(error).__name__}: {error}") from error
     return found
 
 
 def _model(text: str) -> nn.Module:
-    """The model that ``MODULE:FACTORY`` makes."""
     found = named(text)
-    model = found if isinstance(found, nn.Module) or not callable(found) else _made(found, text)
+    try:
+        model = found if isinstance(found, nn.Module) or not callable(found) else found()
+    except (Exception, SystemExit) as error:
+        raise CommandError(
+            f"{text} must be a function without arguments that returns the model; calling it failed with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(model, nn.Module):
-        raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.", exit_code=WRONG_USE)
+        raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.")
     return model

@@ -1,4 +1,4 @@
-"""The commands and their options, one row each. What a command does is in the module of its row, loaded to run it."""
+"""Table of the commands and their options. The module of a command is imported when the command runs."""
 
 from __future__ import annotations
 
@@ -16,25 +16,12 @@ _LONGEST = 40  # characters of a value in a message
 
 
 class CommandError(Exception):
-    """A command cannot go on, for a reason that its user can do something about."""
-
-    def __init__(self, message: str, *, exit_code: int = 1):
-        self.exit_code = exit_code
-        super().__init__(message)
+    """Wrong use of a command."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Attributes:
-        name: What is typed.
-        module: The module of this part whose ``run(arguments)`` does it.
-        summary: A few words, for the list of commands.
-        description: For the command's own help.
-        example: A line to type.
-        add_options: Adds the options to a parser.
-    """
+    """Command whose ``run(arguments)`` is in a module of this package; the texts are shown in its help."""
 
     name: str
     module: str
@@ -88,7 +75,7 @@ _RATE = _number("above 0 and at most 1", lambda value: 0 < value <= 1)
 
 
 def _calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--epsilon", type=_POSITIVE, required=True, metavar="E", help="what the run may spend")
+    parser.add_argument("--epsilon", type=_POSITIVE, required=True, metavar="E", help="budget of the run")
     _run_options(parser)
 
 
@@ -108,18 +95,22 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "--sample-rate",
         type=_RATE,
         metavar="Q",
-        help="the chance of each row to be in a batch, as a constant, with --steps; default: B / N. "
-        "Given with --delta, nothing follows from N, and the statement is for add-or-remove-one",
+        help="the probability of a row to be in a batch, as a constant, with --steps; default: B / N. "
+        "With --delta too, nothing is derived from N, and the statement is for add-or-remove-one",
     )
     parser.add_argument(
         "--relation",
         choices=("add-remove", "zero-out", "replace-one"),
-        help="which data sets are neighbours. add-remove keeps N private, so it needs --sample-rate and --delta; "
+        help="the neighboring relation. add-remove keeps N private, so it needs --sample-rate and --delta; "
         "default: add-remove if these are given, else zero-out",
     )
+    _accountant(parser)
+    _json(parser)
+
+
+def _accountant(parser: argparse.ArgumentParser) -> None:
     choices = tuple(name for name, one in ACCOUNTANTS.items() if not one.simulates)
     parser.add_argument("--accountant", choices=choices, default="pld", help="default: %(default)s")
-    _json(parser)
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -127,9 +118,9 @@ def _report(parser: argparse.ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="PATH",
-        help="a privacy_state.json or privacy_report.json, or a folder that has one; it takes the first if it has both",
+        help="a privacy_report.json or privacy_state.json, or a folder that has one; it takes the first if it has both",
     )
-    parser.add_argument("--out", type=_folder, metavar="DIR", help="where to write; default: the folder of the file")
+    parser.add_argument("--out", type=_folder, metavar="DIR", help="output folder; default: the folder of the file")
     _json(parser)
 
 
@@ -141,33 +132,33 @@ def _check(parser: argparse.ArgumentParser) -> None:
 def _ledger(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, summary, many in (
-        ("show", "the runs of a file, and what each was charged", False),
-        ("verify", "whether a file is as it was written", False),
-        ("total", "epsilon of all that is charged in one file, or in several on the same data", True),
+        ("show", "the runs of a file, and the charges of each", False),
+        ("verify", "check that a file was not changed", False),
+        ("total", "epsilon of all charges in one file, or in several on the same data", True),
     ):
         child = actions.add_parser(action, help=summary, **help_texts("", f"dpengine ledger {action} run.ledger"))
         child.add_argument("paths", type=Path, nargs="+" if many else 1, metavar="FILE", help="a ledger file")
         if many:
             child.add_argument("--delta", type=_DELTA, metavar="D", help="default: that of the last run")
-            choices = tuple(name for name, one in ACCOUNTANTS.items() if not one.simulates)
-            child.add_argument("--accountant", choices=choices, default="pld", help="default: %(default)s")
+            _accountant(child)
         _json(child)
 
 
 def _audit(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    _audit_direct(actions)
+    for row in _DETECTORS:
+        _audit_direct(actions, *row)
     _audit_one_run(actions)
 
 
 def _audit_one_run(actions: Any) -> None:
     parser = actions.add_parser(
         "one-run",
-        help="canaries in one training run: what epsilon is at least",
+        help="a lower bound on epsilon from canaries in one training run",
         **help_texts(
-            "Trains a small model on a part of Adult with canaries, and bounds epsilon from below by what can be told\n"
-            "of them. For your own training, see dpengine.auditing.one_run. The exit code is 0 if no violation was\n"
-            "found, 1 if the claim is refuted, and 2 if nothing can be said.",
+            "Trains a small model on a part of Adult with canaries, and derives a lower bound on epsilon from guesses\n"
+            "about them. For your own training, see dpengine.auditing.one_run. The exit code is 0 if no violation was\n"
+            "found, 1 if the claim is refuted, and 2 if the result is inconclusive.",
             "dpengine audit one-run --canaries 2000 --steps 500 --delta 1e-5 --alpha 0.05",
         ),
     )
@@ -175,71 +166,61 @@ def _audit_one_run(actions: Any) -> None:
     parser.add_argument("--steps", type=_count, default=500, metavar="T", help="default: %(default)s")
     parser.add_argument("--delta", type=_DELTA, default=1e-5, metavar="D", help="default: %(default)s")
     parser.add_argument(
-        "--alpha", type=_DELTA, default=0.05, metavar="A", help="chance of a false accusation; default: %(default)s"
+        "--alpha", type=_DELTA, default=0.05, metavar="A", help="probability of a false alarm; default: %(default)s"
     )
     parser.add_argument(
         "--kind",
         choices=("gradient", "input"),
         default="gradient",
-        help="gradient: the adversary plants gradients and sees each release; input: rows with flipped labels, and "
-        "only the last model is seen; default: %(default)s",
+        help="gradient: the adversary inserts gradients and sees each release; input: rows with flipped labels, "
+        "and the adversary sees the last model only; default: %(default)s",
     )
     noise = parser.add_mutually_exclusive_group()
     noise.add_argument("--epsilon", type=_POSITIVE, default=4.0, metavar="E", help="the claim; default: %(default)s")
     noise.add_argument("--noise-multiplier", type=_NOISE, metavar="S", help="instead of --epsilon")
     parser.add_argument(
-        "--sample-rate", type=_RATE, default=0.1, metavar="Q", help="chance of a row in a batch; default: %(default)s"
+        "--sample-rate",
+        type=_RATE,
+        default=0.1,
+        metavar="Q",
+        help="probability of a row in a batch; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable coins, batches and noise: for tests")
     _json(parser)
     parser.set_defaults(module="audit_one_run")
 
 
-def _audit_direct(actions: Any) -> None:
-    subject = (
-        "MODULE:FACTORY is a function without arguments that returns (model, optimizer, loader, loss_of), or the same\n"
-        "with the arguments of make_private behind it; loss_of(model, batch) is the loss of a batch. Without it, a\n"
-        "small classifier is looked at. The exit code is 0 if no violation was found, 1 if there is one, and 2 if\n"
-        "nothing can be said."
-    )
-    looks = (
-        ("quick", "all direct detectors", "Looks with every direct detector.", "quick mytraining:make"),
-        (
-            "replay",
-            "releases on neighbouring data sets",
-            "Compares releases on data sets that differ in one unit.",
-            "replay",
-        ),
-        ("noise", "the law of the noise", "Tests the noise of releases that hold nothing else.", "noise --coords 1e6"),
-        ("sampler", "the law of the sampler", "Tests which examples are in which batch.", "sampler --draws 3000"),
-    )
-    sizes = {"replay": ("--pairs", 20), "noise": ("--coords", 1_000_000), "sampler": ("--draws", 3000)}
-    for name, summary, what, example in looks:
-        texts = help_texts(f"{what}\n{subject}", f"dpengine audit {example}")
-        parser = actions.add_parser(name, help=summary, **texts)
-        parser.add_argument("make", nargs="?", metavar="MODULE:FACTORY", help="your own training")
-        if name == "quick":
-            parser.add_argument("--only", nargs="+", metavar="CODE", help="some of the detectors, such as DN")
-        if name in sizes:
-            option, size = sizes[name]
-            parser.add_argument(option, type=_size, default=size, metavar="N", dest="size", help="default: %(default)s")
-        _last_audit_options(parser)
+_SUBJECT = (
+    "MODULE:FACTORY is a function without arguments that returns (model, optimizer, loader, loss_of), optionally\n"
+    "followed by the arguments of make_private; loss_of(model, batch) is the loss of a batch. The default is a small\n"
+    "classifier. The exit code is 0 if no violation was found, 1 if there is one, and 2 if the result is inconclusive."
+)
+_DETECTORS = (
+    ("quick", "Runs all direct detectors.", None, 0),
+    ("replay", "Compares releases on data sets that differ in one unit.", "--pairs", 20),
+    ("noise", "Tests the distribution of the noise.", "--coords", 1_000_000),
+    ("sampler", "Tests the distribution of batches.", "--draws", 3000),
+)
+"""Name and description of each direct detector, and the option for its size, with the default."""
 
 
-def _last_audit_options(parser: argparse.ArgumentParser) -> None:
+def _audit_direct(actions: Any, name: str, description: str, size: str | None, default: int) -> None:
+    texts = help_texts(f"{description}\n{_SUBJECT}", f"dpengine audit {name} mytraining:make")
+    parser = actions.add_parser(name, help=description.rstrip("."), **texts)
+    parser.add_argument("make", nargs="?", metavar="MODULE:FACTORY", help="your own training")
+    if size is None:
+        parser.add_argument("--only", nargs="+", metavar="CODE", help="some of the detectors, such as DN")
+    else:
+        parser.add_argument(size, type=_size, default=default, metavar="N", dest="size", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="of batches and noise; default: %(default)s")
     _json(parser)
     parser.set_defaults(module="audit_direct")
 
 
 def help_texts(description: str, example: str) -> dict[str, Any]:
-    """What the help of a command says beside its options."""
+    """Returns the texts in the help of a command."""
     texts = {"description": description, "epilog": f"Example:\n  {example}"}
     return texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    _json(parser)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
@@ -250,16 +231,16 @@ COMMANDS = (
     Command(
         "calibrate",
         "budget",
-        "the noise for a budget, with its statement",
-        "Finds the least noise that keeps DP-SGD with Poisson batches within a budget, and states what is guaranteed.",
+        "the noise for a budget, with a privacy statement",
+        "Computes the least noise for DP-SGD with Poisson batches within a budget, and states the guarantee.",
         "dpengine calibrate --epsilon 3 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
         _calibrate,
     ),
     Command(
         "epsilon",
         "budget",
-        "what a run costs, with its statement",
-        "Computes what DP-SGD with Poisson batches costs at a given noise, and states what is guaranteed.",
+        "the privacy cost of a run, with a privacy statement",
+        "Computes the privacy cost of DP-SGD with Poisson batches for a given noise, and states the guarantee.",
         "dpengine epsilon --sigma 1.1 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
         _epsilon,
     ),
@@ -267,35 +248,35 @@ COMMANDS = (
         "report",
         "rebuild",
         "write the report of a run again",
-        "Writes privacy_report.json, .md and .html again from the privacy_state.json of a run, or from its\n"
-        "privacy_report.json alone; prints the statement. A report that was cut or edited is refused: its digest is a\n"
-        "checksum against accidents and careless edits, no signature.",
+        "Writes privacy_report.json, .md and .html again from the privacy_report.json of a run, or from its\n"
+        "privacy_state.json; prints the statement. A report that was cut or edited is rejected: its digest is a\n"
+        "checksum against accidental edits, not a signature.",
         "dpengine report runs/demo",
         _report,
     ),
     Command(
         "check",
         "check_model",
-        "what stands between a model and private training",
-        "Says for each layer of a model how its per-sample gradients are found.\n"
-        "The exit code is 1 if something blocks private training.",
+        "whether a model can be trained privately",
+        "Lists for each layer of a model how its per-sample gradients are computed.\n"
+        "The exit code is 1 if a layer prevents private training.",
         "dpengine check mypackage.models:make_model",
         _check,
     ),
     Command(
         "ledger",
         "ledgers",
-        "what ledger files say was spent",
+        "the privacy cost in ledger files",
         "Reads ledger files, which PrivacyEngine(ledger=...) writes. Epsilon follows from the files alone.\n"
-        "A file that was edited or cut is refused: its seals protect against accidents, not against its owner.",
+        "A file that was edited or cut is rejected: its seals protect against accidents, not against its owner.",
         "dpengine ledger total run.ledger --delta 1e-5",
         _ledger,
     ),
     Command(
         "audit",
         "audit_direct",
-        "look for violations of the guarantee, by experiment",
-        "Looks for violations of the guarantee, by experiment. A pass says that none was found, and no more.",
+        "test the guarantee by experiments",
+        "Tests the guarantee by experiments. A pass means that no violation was found.",
         "dpengine audit quick",
         _audit,
     ),
@@ -303,8 +284,8 @@ COMMANDS = (
         "doctor",
         "doctor",
         "versions and devices, for a bug report",
-        "Shows what matters in a bug report: versions, devices, accountants, generators of noise.",
+        "Prints the facts for a bug report: versions, devices, accountants, noise generators.",
         "dpengine doctor",
-        _doctor,
+        _json,
     ),
 )

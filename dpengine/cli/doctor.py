@@ -1,4 +1,4 @@
-"""``dpengine doctor``: one screen for a bug report. Nothing of the user's goes into it: no paths, no names."""
+"""``dpengine doctor``: versions and devices for a bug report, without paths and names of the user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import platform
 from argparse import Namespace
 from collections.abc import Callable
-from importlib import metadata
 
 import torch
 
@@ -14,6 +13,7 @@ import dpengine
 from dpengine.accounting.accountant import accountant_used
 from dpengine.noise.keyed_streams import SECURE_KIND, native_normals
 from dpengine.noise.source import NoiseSource
+from dpengine.report.figures import version_of
 
 from .screen import columns
 
@@ -22,7 +22,7 @@ _FRAMEWORKS = ("transformers", "accelerate", "peft", "lightning", "pytorch-light
 
 
 def run(arguments: Namespace) -> int:
-    """Prints what is here."""
+    """Prints versions and devices."""
     facts = {name: find() for name, find in _ROWS.items()}
     print(json.dumps(facts, ensure_ascii=False, indent=2) if arguments.json else columns(list(facts.items())))
     return 0
@@ -37,14 +37,9 @@ def _device() -> torch.device:
 def _device_text() -> str:
     device = _device()
     if device.type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name(device)})"
-    return f"cpu ({torch.get_num_threads()} threads)" if device.type == "cpu" else device.type
-
-
-def _cuda() -> str:
-    if not torch.cuda.is_available():
-        return "not available" if torch.version.cuda is None else f"built for {torch.version.cuda}, no device"
-    return f"{torch.version.cuda}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(device)}, cuda {torch.version.cuda}"
+    built = "" if torch.version.cuda is None else f", built for cuda {torch.version.cuda}"
+    return f"{device.type} ({torch.get_num_threads()} threads{built})"
 
 
 def _bf16() -> str:
@@ -56,10 +51,6 @@ def _bf16() -> str:
         return f"fails on {device.type}: {error}".splitlines()[0]
 
 
-def _accountant() -> str:
-    return accountant_used("pld")
-
-
 def _noise() -> str:
     device = _device()
     kinds = [NoiseSource.fresh().describe(device), NoiseSource.fresh(kind=SECURE_KIND).describe(device)]
@@ -68,15 +59,8 @@ def _noise() -> str:
     )
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "–"
-
-
 def _versions(packages: tuple[str, ...]) -> str:
-    return ", ".join(f"{package} {_version(package)}" for package in packages)
+    return ", ".join(f"{package} {version_of(package)}" for package in packages)
 
 
 _ROWS: dict[str, Callable[[], str]] = {
@@ -84,10 +68,9 @@ _ROWS: dict[str, Callable[[], str]] = {
     "python": lambda: f"{platform.python_version()} on {platform.system()} {platform.machine()}",
     "torch": lambda: torch.__version__,
     "device": _device_text,
-    "cuda": _cuda,
     "bfloat16": _bf16,
     "path optimisation": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
-    "accountant": _accountant,
+    "accountant": lambda: accountant_used("pld"),
     "noise": _noise,
     "noise on the CPU": lambda: "native code" if native_normals() else "NumPy: no C compiler when it was installed",
     "packages": lambda: _versions(_PACKAGES),

@@ -1,4 +1,4 @@
-"""``dpengine ledger``: what ledger files say was spent."""
+"""``dpengine ledger``: the charges in ledger files, and their total cost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from dpengine.accounting.rounding import round_up, round_up_delta
 from dpengine.ledger_file.contents import Contents, RunOfFile, read
 
 from .commands import CommandError
-from .main import WRONG_USE
 from .screen import columns
 
 
 def run(arguments: Namespace) -> int:
-    """Prints what was asked for."""
+    """Prints the result of an action."""
     contents = [_contents(path) for path in arguments.paths]
     values, text = _ACTIONS[arguments.action](contents, arguments)
     print(json.dumps(values, ensure_ascii=False, indent=2) if arguments.json else text)
@@ -29,43 +28,45 @@ def run(arguments: Namespace) -> int:
 
 def _contents(path: Path) -> Contents:
     if not path.is_file():
-        raise CommandError(f"{path} is not there, or is no file.", exit_code=WRONG_USE)
-    contents = read(path)  # one that was edited raises
+        raise CommandError(f"{path} is not there, or is no file.")
+    contents = read(path)  # raises if the file was edited
     if contents.last is None:
-        raise CommandError(f"{path} has no entries.", exit_code=WRONG_USE)
+        raise CommandError(f"{path} has no entries.")
     return contents
 
 
 def _show(contents: list[Contents], _: Namespace) -> tuple[Any, str]:
     runs = [_facts_of(name, one) for name, one in contents[0].runs.items()]
-    rows = [("run", "began", "noise", "rate", "released", "given up", "reserved", "state")]
-    for one in runs:
-        counted = (f"{one[name]:,}" for name in ("released", "given_up", "reserved"))
-        rows.append(
-            (
-                one["run"],
-                one["date"],
-                _short(one["noise_multiplier"]),
-                _short(one["sample_rate"]),
-                *counted,
-                one["state"],
-            )
-        )
+    rows = [list(_SHOWN.values()), *([_cell(one[name]) for name in _SHOWN] for one in runs)]
     return {"id": contents[0].id, "runs": runs}, columns(rows)
+
+
+_SHOWN = {
+    "run": "run",
+    "date": "began",
+    "noise_multiplier": "noise",
+    "sample_rate": "rate",
+    "released": "released",
+    "given_up": "discarded",
+    "reserved": "reserved",
+    "state": "state",
+}
+"""Column of the screen by the name of a value."""
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}" if isinstance(value, float) else value or ""
 
 
 def _facts_of(name: str, one: RunOfFile) -> dict[str, Any]:
     about, counts = one.facts["about"], Counter[str]()
     for row in one.rows:
         counts.update({"reserved": sum(row.counts.values())} if row.reserved else row.counts)
+    stated = ("unit", "relation", "noise_multiplier", "sample_rate", "delta")
     return {
         "run": name,
         "date": one.facts["date"] or about.get("name", ""),
-        "unit": about.get("unit"),
-        "relation": about.get("relation"),
-        "noise_multiplier": about.get("noise_multiplier"),
-        "sample_rate": about.get("sample_rate"),
-        "delta": about.get("delta"),
+        **{key: about.get(key) for key in stated},
         "released": counts["release"] + counts["clip"],
         "given_up": counts["void"],
         "reserved": counts["reserved"],
@@ -73,38 +74,33 @@ def _facts_of(name: str, one: RunOfFile) -> dict[str, Any]:
     }
 
 
-def _short(value: Any) -> str:
-    return "" if value is None else f"{value:.5g}"
-
-
 def _verify(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     one = contents[0]
     assert one.last is not None
     left_out = arguments.paths[0].stat().st_size - one.size
-    dropped = f"A last line of {left_out:,} bytes was not ended, and does not count.\n" if left_out > 0 else ""
+    dropped = f"An incomplete last line of {left_out:,} bytes is ignored.\n" if left_out > 0 else ""
     values = {"id": one.id, "entries": one.last.seq + 1, "last": one.last.seal, "steps": steps_of(one.history)}
     text = (
-        f"{arguments.paths[0]}: {values['entries']:,} entries, as they were written; {values['steps']:,} steps "
-        "charged.\n"
-        f"{dropped}Whether entries are missing at the end is seen beside a checkpoint, or this number: {values['last']}"
+        f"{arguments.paths[0]}: {values['entries']:,} entries, unchanged; {values['steps']:,} steps charged.\n"
+        f"{dropped}To detect missing entries at the end, compare a checkpoint or this number: {values['last']}"
     )
     return values, text
 
 
 def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     if len({one.id for one in contents}) < len(contents):
-        raise CommandError("The same ledger was given twice, or a copy of it. Give each once.", exit_code=WRONG_USE)
+        raise CommandError("The same ledger was given twice, or a copy of it. Give each once.")
     runs = [run for one in contents for run in one.runs.values()]
     said = [run.facts["about"] for run in runs]
     units = sorted({about["unit"] for about in said if "unit" in about})
     if len(units) > 1:
-        raise CommandError(f"Costs of different units do not add up: {', '.join(units)}.", exit_code=WRONG_USE)
+        raise CommandError(f"Costs of different units do not add up: {', '.join(units)}.")
     relations = {Relation(about.get("relation", Relation.ZERO_OUT.value)) for about in said}
     relation = relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
     deltas = [about["delta"] for about in said if "delta" in about]
     delta = arguments.delta or (deltas[-1] if deltas else None)
     if delta is None:
-        raise CommandError("No run of these files says at which delta. Give --delta.", exit_code=WRONG_USE)
+        raise CommandError("No run in these files states its delta. Give --delta.")
     history: list[Charge] = [charge for one in contents for charge in one.history]
     epsilon, reserved = epsilon_of(history, delta, arguments.accountant, relation), sum(run.reserved for run in runs)
     values = {
@@ -121,7 +117,9 @@ def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
         f"{values['unit'] or 'unit'}: {values['steps']:,} steps charged in {len(runs):,} runs."
     )
     if reserved:
-        text += f"\n{reserved:,} of them were reserved, and nobody said how many were made: a run goes on, or died."
+        text += (
+            f"\n{reserved:,} of them were reserved and may not have been made: their run is active or was interrupted."
+        )
     return values, text
 
 

@@ -1,4 +1,4 @@
-"""Reads the arguments, runs a command, and turns what went wrong into a message and an exit code."""
+"""Reads the arguments, runs a command, and converts errors to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -21,18 +21,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0 on success, 1 for a negative answer or a failure, 2 for wrong use."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(
-                errors="replace"
-            )  # a terminal that has no ε shows a question mark instead of a traceback
+            stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark, not a traceback
     arguments = _parser().parse_args(argv)  # leaves with code 2 by itself
     command = importlib.import_module(f".{arguments.module}", __package__)
     try:
         return int(command.run(arguments))
-    except InvalidBudgetError as error:
+    except (CommandError, InvalidBudgetError) as error:
         return _failed(str(error), WRONG_USE)
-    except CommandError as error:
-        return _failed(str(error), error.exit_code)
-    except BrokenPipeError:  # the reader of a pipe went away, such as `head`
+    except BrokenPipeError:  # the reader of a pipe ended, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (PrivacyError, OSError) as error:
@@ -61,7 +57,3 @@ def _parser() -> argparse.ArgumentParser:
 def _failed(message: str, code: int) -> int:
     print(f"dpengine: {message}", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

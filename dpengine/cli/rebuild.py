@@ -1,4 +1,4 @@
-"""``dpengine report``: the report of a run, written again from what the run left behind."""
+"""``dpengine report``: writes the report of a run again from its stored files."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
-from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.events import CyclicGaussianEvent, Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
+from dpengine.report.assumptions import rate_of
 from dpengine.report.facts import DEFAULT_UNIT, AccountingFacts, RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
 
 from .commands import CommandError
-from .main import WRONG_USE
 
 STATE_FILE = "privacy_state.json"
 
 
 def run(arguments: Namespace) -> int:
-    """Writes the report files, and prints the statement and where the files are."""
+    """Writes the report files, and prints the statement and the paths."""
     path = _file(arguments.path)
     report = _report(path)
     paths = report.save(arguments.out or path.parent)
@@ -40,11 +40,10 @@ def run(arguments: Namespace) -> int:
 def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = next((path / name for name in (STATE_FILE, REPORT_FILE) if (path / name).exists()), None)
+    found = next((path / name for name in (REPORT_FILE, STATE_FILE) if (path / name).exists()), None)
     if found is None:
         raise CommandError(
-            f"{path} has neither {STATE_FILE} nor {REPORT_FILE}. Pass the folder that a run wrote one of them to.",
-            exit_code=WRONG_USE,
+            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote one of them."
         )
     return found
 
@@ -56,25 +55,30 @@ def _report(path: Path) -> PrivacyReport:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it holds no JSON object")
-        facts = RunFacts.from_state(state["facts"]) if "facts" in state else _facts_of_engine(state)
+        facts = _facts_of_engine(state)
     except FileNotFoundError:
-        raise CommandError(f"{path} is not there.", exit_code=WRONG_USE) from None
+        raise CommandError(f"{path} is not there.") from None
     except CorruptFileError as error:
-        raise CommandError(str(error), exit_code=WRONG_USE) from error
+        raise CommandError(str(error)) from error
     except PrivacyError as error:
-        raise CommandError(f"{path}: {error}", exit_code=WRONG_USE) from error
+        raise CommandError(f"{path}: {error}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CommandError(
-            f"{path} cannot be read: {error!r}. Restore it from a backup.", exit_code=WRONG_USE
-        ) from error
+        raise CommandError(f"{path} cannot be read: {error!r}. Restore it from a backup.") from error
     accountant = facts.accounting.accountant
     if accountant not in ACCOUNTANTS:
         raise CommandError(
             f"{path} names the accountant {accountant!r}, which is not of dpengine: its numbers cannot be computed "
-            f"here. Pass the {REPORT_FILE} that the run wrote.",
-            exit_code=WRONG_USE,
+            f"here. Pass the {REPORT_FILE} that the run wrote."
         )
     return PrivacyReport(facts)
+
+
+_SAMPLINGS: Mapping[type, str] = {
+    CyclicGaussianEvent: "cyclic-poisson",
+    TruncatedGaussianEvent: "truncated",
+    FixedSizeGaussianEvent: "fixed-size",
+}
+"""Sampling scheme by the type of the charged event; ``"poisson"`` for the others."""
 
 
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
@@ -83,17 +87,12 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     ledger.load_state_dict(state["ledger"])
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
     last = events[-1] if events else None
-    plan: dict[str, Any] = {"sampling": "poisson"}
+    plan: dict[str, Any] = {"sampling": _SAMPLINGS.get(type(last), "poisson")}
     if isinstance(last, CyclicGaussianEvent):
-        plan |= {"sampling": "cyclic-poisson", "correlated_noise": {"bands": last.cycle_length}}
-    if isinstance(last, (PoissonGaussianEvent, CyclicGaussianEvent, GaussianEvent)):
-        rate = 1.0 if isinstance(last, GaussianEvent) else last.sample_rate
-        plan |= {"sample_rate": rate, "noise_multiplier": last.noise_multiplier}
-    if isinstance(last, TruncatedGaussianEvent):
-        plan |= {"sampling": "truncated", "sample_rate": last.sample_rate, "noise_multiplier": last.noise_multiplier}
-    if isinstance(last, FixedSizeGaussianEvent):
-        rate = last.batch_size / last.num_examples
-        plan |= {"sampling": "fixed-size", "sample_rate": rate, "noise_multiplier": last.noise_multiplier}
+        plan["correlated_noise"] = {"bands": last.cycle_length}
+    rate = None if last is None else rate_of(last)
+    if rate is not None:
+        plan |= {"sample_rate": rate, "noise_multiplier": getattr(last, "noise_multiplier")}  # noqa: B009
     origins = origins_in(state)
     samplings = sorted({origin.sampling for origin in origins})
     named = [name for name in samplings if name != UNKNOWN_SAMPLING]

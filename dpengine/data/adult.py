@@ -3,12 +3,12 @@
 import csv
 import hashlib
 import lzma
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
-
-from .record import LabelledData
 
 _FOLDER = Path(__file__).parent / "adult"
 _SHA256 = {  # of the files as they were published, uncompressed
@@ -21,8 +21,8 @@ _COLUMNS = (
     "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country",
 )  # fmt: skip
 
-# Ranges and value lists come from the documentation and from common sense, never from the rows: a maximum read from
-# private rows would be a release of its own.
+# Ranges and value lists come from the documentation and from common sense, never from the rows: a maximum of private
+# rows would be a release of its own.
 _RANGES = {
     "age": (17, 90),
     "education_num": (1, 16),
@@ -57,6 +57,44 @@ _VALUES = {
     ),
 }
 _LABELS = {"<=50K": 0, ">50K": 1}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LabelledData:
+    """A classification task with a fixed split.
+
+    Attributes:
+        name: Short name, such as ``"adult"``. Results on different names must not share a row of a table.
+        title: Full name.
+        train_inputs: ``(N, ...)`` float32, scaled by public ranges only.
+        train_labels: ``(N,)`` int64.
+        test_inputs: ``(M, ...)`` float32.
+        test_labels: ``(M,)`` int64.
+        classes: Number of classes.
+        source: Place of publication.
+        licence: License of the data.
+        sha256: Digest of each file, uncompressed for Adult.
+        feature_names: One name for each input column, empty for images.
+        note: Remark for ``describe``, such as that the set replaces another one; may be empty.
+    """
+
+    name: str
+    title: str
+    train_inputs: Tensor
+    train_labels: Tensor
+    test_inputs: Tensor
+    test_labels: Tensor
+    classes: int
+    source: str
+    licence: str
+    sha256: Mapping[str, str]
+    feature_names: tuple[str, ...] = ()
+    note: str = ""
+
+    def describe(self) -> str:
+        """Returns title, sizes, license and note on one line."""
+        line = f"{self.title} ({len(self.train_labels):,} train / {len(self.test_labels):,} test, {self.licence})"
+        return f"{line}. {self.note}" if self.note else line
 
 
 def load_adult() -> LabelledData:

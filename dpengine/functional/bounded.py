@@ -1,8 +1,7 @@
-"""A function that knows how far one example can move what it returns."""
+"""Functions whose result has bounded sensitivity to one example."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,12 +10,12 @@ from dpengine.accounting.events import Relation
 
 
 class AuxiliaryOutput(NamedTuple):
-    """What was asked for beside the sum, for each example in the order of the batch. It is not private.
+    """Requested results for each example, in the order of the batch. They are not private.
 
     Attributes:
         values: Values of the function before clipping, ``(B,)``.
-        grad_norms: Norms of the gradients as they were, before any transformation, ``(B,)`` or a tree of them.
-        aux: What the function returned beside its value.
+        grad_norms: Norms of the gradients before any transformation, ``(B,)`` or a tree of them.
+        aux: Second result of the function.
     """
 
     values: Any = None
@@ -26,13 +25,13 @@ class AuxiliaryOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundedSensitivityCallable:
-    """A function of a batch whose first output has bounded sensitivity to each example.
+    """Function of a batch whose first output has bounded sensitivity to each example.
 
     Attributes:
-        function: What is called.
-        l2_norm_bound: How much one example can add to that output, in L2 norm.
-        has_aux: Whether it returns a pair, of which only the first is bounded.
-        batch_argnums: Which arguments hold the examples.
+        function: The function.
+        l2_norm_bound: Maximum addition of one example to that output, in L2 norm.
+        has_aux: Whether it returns a pair, of which only the first element is bounded.
+        batch_argnums: Positions of the arguments with the examples.
     """
 
     function: Callable[..., Any]
@@ -45,14 +44,14 @@ class BoundedSensitivityCallable:
         return self.function(*args, **kwargs)
 
     def sensitivity(self, relation: Relation | str = Relation.ZERO_OUT) -> float:
-        """How far the output moves between neighbours, in L2 norm.
+        """Returns the sensitivity of the output in L2 norm.
 
         Args:
-            relation: Which batches are neighbours, also by the names of dp-accounting: ``"ADD_OR_REMOVE_ONE"``,
+            relation: Neighboring relation, also by the names of dp-accounting: ``"ADD_OR_REMOVE_ONE"``,
                 ``"REPLACE_SPECIAL"``, ``"REPLACE_ONE"``.
 
         Returns:
-            The bound, doubled where one example takes the place of another.
+            The bound, doubled if one example replaces another.
 
         Raises:
             ValueError: If the relation is not known.
@@ -64,11 +63,3 @@ class BoundedSensitivityCallable:
 
 
 _TIMES = {"ADD_OR_REMOVE_ONE": 1.0, "ZERO_OUT": 1.0, "REPLACE_SPECIAL": 1.0, "REPLACE_ONE": 2.0}
-
-
-def finite_positive(where: str, name: str, value: Any) -> float:
-    """``value`` as a float; ValueError unless it is positive and finite."""
-    number = float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    if not 0 < number < math.inf:
-        raise ValueError(f"{where}: {name} must be positive and finite, got {value!r}.")
-    return number

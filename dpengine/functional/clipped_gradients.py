@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .bounded import AuxiliaryOutput, BoundedSensitivityCallable
 from .per_example import Batch, Places, batch_axes, each_example
-from .summed import Summed, bounded_sum, identity, options_for
+from .summed import Options, Summed, bounded_sum, identity
 
 
 def clipped_grad(
@@ -37,36 +37,36 @@ def clipped_grad(
     grid_scale: float | None = None,
     process_group: Any = None,
 ) -> BoundedSensitivityCallable:
-    """A function that returns ``sum_i clip(grad fun(params, example_i)) / normalize_by``.
+    """Returns a function that computes ``sum_i clip(grad fun(params, example_i)) / normalize_by``.
 
     Args:
-        fun: Returns the loss of what it is given, a scalar; with ``has_aux`` a pair of it and anything.
-        argnums: Which arguments to differentiate by: a tensor or a float each, or any nesting of dicts, lists and
-            tuples of them. The gradient by a float is a tensor.
+        fun: Function that returns a scalar loss; with ``has_aux`` a pair of the loss and any value.
+        argnums: Positions of the arguments to differentiate: tensors, floats, or nested dicts, lists and tuples of
+            them. The gradient of a float is a tensor.
         has_aux: Whether ``fun`` returns a pair.
-        l2_clip_norm: What the norm of each example's gradient is clipped to, of all arguments together; 0 and infinity
-            are allowed. A tree of numbers that is the beginning of the gradient's clips in groups.
-        rescale_to_unit_norm: Divides each clipped gradient by its threshold (De et al. 2022, arXiv:2204.13650).
-        normalize_by: A public constant that divides the sum.
-        batch_argnums: Which arguments have the examples on axis 0 of all their tensors. The others are shared.
-        keep_batch_dim: Whether ``fun`` sees an example with an axis of size 1 in front. Without it, an example that has
-            further axes may be all that a user has, and is clipped as one.
-        return_values: Returns the values of ``fun`` too, in an ``AuxiliaryOutput``.
-        return_grad_norms: Returns the norms of the gradients too.
-        pre_clipping_transform: Maps one example's gradient to any tree, which is then clipped.
-        microbatch_size: Examples whose gradients are held at a time; it divides the batch.
-        nan_safe: Whether an example whose norm is not finite adds exactly nothing; else it spreads.
-        dtype: Of gradients, before they are clipped, and of the sum: float32 or float64. None leaves gradients as they
-            are, and sums half precision in float32, since rounding may move a narrower sum further than any example.
-        prng_argnum: An argument that is an integer seed; each example gets one of its own.
-        grid_scale: Sums whole numbers: each example is clipped, multiplied by ``grid_scale / l2_clip_norm`` and rounded
-            so that its norm is at most ``grid_scale`` exactly. Returns int64.
-        process_group: Adds up the sums of all ranks of this ``torch.distributed`` group.
+        l2_clip_norm: Clipping norm of each example's gradient over all arguments; 0 and infinity are allowed. A tree of
+            numbers that is a prefix of the gradient's tree clips in groups.
+        rescale_to_unit_norm: Divides each clipped gradient by its clipping norm (De et al. 2022, arXiv:2204.13650).
+        normalize_by: Public constant that divides the sum.
+        batch_argnums: Positions of the arguments with the examples on axis 0 of all tensors. The others are shared.
+        keep_batch_dim: Whether ``fun`` receives an example with a leading axis of size 1. Without it, an example with
+            further axes may contain all data of a user, and is clipped as one.
+        return_values: Also returns the values of ``fun``, in an ``AuxiliaryOutput``.
+        return_grad_norms: Also returns the norms of the gradients.
+        pre_clipping_transform: Function from one example's gradient to any tree, which is clipped.
+        microbatch_size: Number of examples whose gradients are in memory at a time. It divides the batch size.
+        nan_safe: Whether an example whose norm is not finite adds exactly 0; otherwise the sum is not finite.
+        dtype: Dtype of gradients before clipping, and of the sum: float32 or float64. The default keeps gradients as
+            they are, and sums half precision in float32: rounding may change a narrower sum by more than an example.
+        prng_argnum: Position of an integer seed, from which each example gets its own seed.
+        grid_scale: Sums integers: each example is clipped, multiplied by ``grid_scale / l2_clip_norm`` and rounded such
+            that its norm is at most ``grid_scale`` exactly. Returns int64.
+        process_group: ``torch.distributed`` group over whose ranks the sum is reduced.
 
     Returns:
         A callable with the arguments of ``fun``, and ``is_padding_example=`` for a ``(B,)`` mask of examples that add
-        nothing. It returns the sum, or the sum and an ``AuxiliaryOutput``; and it knows its ``sensitivity``. Arguments
-        out of their range are a ``ValueError``.
+        nothing. It returns the sum, or the sum and an ``AuxiliaryOutput``, and has a ``sensitivity``. Arguments out of
+        range raise ``ValueError``.
     """
     places = _places("clipped_grad", argnums=argnums, batch_argnums=batch_argnums, prng_argnum=prng_argnum)
     differentiated, single = places["argnums"], isinstance(argnums, int)
@@ -103,9 +103,9 @@ def clipped_grad(
         )
         return (found.total, extra) if has_pair else found.total
 
-    options = options_for(
+    options = Options(
         "clipped_grad", l2_clip_norm, rescale_to_unit_norm, normalize_by, microbatch_size, nan_safe, dtype, grid_scale,
-        process_group, transform=pre_clipping_transform, norms=return_grad_norms,
+        process_group, pre_clipping_transform, return_grad_norms,
     )  # fmt: skip
     return bounded_sum(rows, outputs, options, places["batch_argnums"], prng_argnum, has_pair)
 
@@ -127,23 +127,23 @@ def clipped_fun(
     grid_scale: float | None = None,
     process_group: Any = None,
 ) -> BoundedSensitivityCallable:
-    """A function that returns ``sum_i clip(fun(example_i)) / normalize_by``: a private mean, histogram or indicator.
+    """Returns a function that computes ``sum_i clip(fun(example_i)) / normalize_by``, such as a mean or histogram.
 
     Args:
-        fun: Returns any tree of tensors for what it is given; with ``has_aux`` a pair of it and anything.
+        fun: Function that returns a tree of tensors; with ``has_aux`` a pair of the tree and any value.
         has_aux: Whether ``fun`` returns a pair.
-        batch_argnums: Which arguments have the examples on axis 0 of all their tensors.
-        l2_clip_norm: As for ``clipped_grad``, and so are all arguments that have its names.
-        rescale_to_unit_norm: See there.
-        normalize_by: See there.
-        keep_batch_dim: See there.
-        return_norms: Returns the norms before clipping too.
-        microbatch_size: See there.
-        nan_safe: See there.
-        dtype: See there.
-        prng_argnum: See there.
-        grid_scale: See there.
-        process_group: See there.
+        batch_argnums: Positions of the arguments with the examples on axis 0 of all tensors. The others are shared.
+        l2_clip_norm: Clipping norm of each example's result; a tree of numbers clips in groups.
+        rescale_to_unit_norm: Divides each clipped result by its clipping norm.
+        normalize_by: Public constant that divides the sum.
+        keep_batch_dim: Whether ``fun`` receives an example with a leading axis of size 1.
+        return_norms: Also returns the norms before clipping.
+        microbatch_size: Number of examples whose results are in memory at a time. It divides the batch size.
+        nan_safe: Whether an example whose norm is not finite adds exactly 0; otherwise the sum is not finite.
+        dtype: Dtype of results before clipping, and of the sum: float32 or float64.
+        prng_argnum: Position of an integer seed, from which each example gets its own seed.
+        grid_scale: Sums integers, as ``clipped_grad`` does.
+        process_group: ``torch.distributed`` group over whose ranks the sum is reduced.
 
     Returns:
         A callable that returns ``value``, ``(value, aux)``, ``(value, norms)`` or ``(value, (aux, norms))``.
@@ -166,9 +166,9 @@ def clipped_fun(
         extra = [*([found.aux] if has_aux else []), *([found.norms] if return_norms else [])]
         return found.total if not extra else (found.total, extra[0] if len(extra) == 1 else tuple(extra))
 
-    options = options_for(
+    options = Options(
         "clipped_fun", l2_clip_norm, rescale_to_unit_norm, normalize_by, microbatch_size, nan_safe, dtype, grid_scale,
-        process_group, transform=identity, norms=return_norms,
+        process_group, identity, return_norms,
     )  # fmt: skip
     return bounded_sum(rows, outputs, options, places["batch_argnums"], prng_argnum, has_aux or return_norms)
 
@@ -178,13 +178,13 @@ def _places(where: str, **given: Places | None) -> dict[str, tuple[int, ...]]:
     for name, value in given.items():
         listed = () if value is None else (value,) if isinstance(value, int) else tuple(value)
         if any(isinstance(place, bool) or not isinstance(place, int) or place < 0 for place in listed):
-            raise ValueError(f"{where}: {name} must be numbers of arguments from 0, got {value!r}.")
+            raise ValueError(f"{where}: {name} must be positions of arguments, from 0; got {value!r}.")
         found[name] = listed
     if not found["batch_argnums"]:
-        raise ValueError(f"{where}: batch_argnums is empty; name the arguments that have the examples.")
+        raise ValueError(f"{where}: batch_argnums is empty. Pass the positions of the arguments with the examples.")
     everything = [place for listed in found.values() for place in listed]
     if len(set(everything)) < len(everything):
-        raise ValueError(f"{where}: an argument is named twice in {given}; each has one part.")
+        raise ValueError(f"{where}: a position occurs twice in {given}. Pass each once.")
     return found
 
 
@@ -197,7 +197,7 @@ def _as_tensors(place: int, tree: Any) -> Any:
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
             what = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
             raise TypeError(
-                f"clipped_grad: argument {place} holds {what}, by which nothing can be differentiated. Pass floats or "
+                f"clipped_grad: argument {place} contains {what}, which is not differentiable. Pass floats or "
                 "floating-point tensors, such as 1.0, or leave the argument out of argnums."
             )
         return leaf
@@ -206,10 +206,10 @@ def _as_tensors(place: int, tree: Any) -> Any:
 
 
 def _without_front_axis(tree: Any, fun: Callable[[list[Any]], Any], batch: Batch) -> Any:
-    """Outputs ``(B, ...)`` without the axis of size 1 that an example had in front."""
+    """Returns the outputs ``(B, ...)`` without the leading axis of size 1 of each example."""
     leaves, spec = pytree.tree_flatten(tree)
     axes = batch_axes(fun, batch)
-    if axes is None or len(axes) != len(leaves):  # shapes did not tell
+    if axes is None or len(axes) != len(leaves):  # not known from shapes
         axes = [0 if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == 1 else None for leaf in leaves]
     found = [leaf if axis is None else leaf.squeeze(1 + axis) for leaf, axis in zip(leaves, axes, strict=True)]
     return pytree.tree_unflatten(found, spec)

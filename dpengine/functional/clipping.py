@@ -1,4 +1,4 @@
-"""Clips a tree of tensors, as a whole or in groups, or a gradient element by element.
+"""Clips a tree of tensors, together or in groups, or a gradient by element.
 
 A tree is a tensor, or any nesting of dicts, lists and tuples of tensors. Axes: B examples, K groups.
 """
@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 
 class _ClipGradient(torch.autograd.Function):
-    """Bounds are inputs that are saved like any other, so that each may be batched or traced by any transform."""
+    """Saves the bounds as inputs, so that any transform may batch or trace them."""
 
     generate_vmap_rule = True
 
@@ -47,18 +47,18 @@ def _apply(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def clip_gradient(x: Tensor, lo: float | Tensor, hi: float | Tensor) -> Tensor:
-    """``x``, whose gradient is clamped to ``[lo, hi]`` element by element in the backward pass.
+    """Returns ``x``, whose gradient is clamped to ``[lo, hi]`` by element in the backward pass.
 
-    It bounds elements, and is no substitute for clipping the norm of each example's gradient.
+    It bounds elements, and does not replace clipping the norm of each example's gradient.
 
     Args:
-        x: Floating point numbers.
-        lo: The least gradient; a number, or a tensor that broadcasts to ``x``, under any transform. Where it is above
+        x: Floating-point tensor.
+        lo: Smallest gradient: a number, or a tensor that broadcasts to ``x``, under any transform. If it is above
             ``hi``, the gradient is ``hi``.
-        hi: The largest gradient, likewise.
+        hi: Largest gradient: a number, or a tensor that broadcasts to ``x``.
 
     Returns:
-        ``x``, bit by bit. NaN gradients stay NaN.
+        The same values. NaN gradients stay NaN.
     """
     return _apply(x, _as_bound(lo, x), _as_bound(hi, x))
 
@@ -69,12 +69,7 @@ def _as_bound(bound: float | Tensor, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Group:
-    """Leaves that are clipped together.
-
-    Attributes:
-        bound: What their norm is clipped to.
-        leaves: Their places among the leaves of the tree.
-    """
+    """Leaves of a tree that are clipped together, by their positions, and their clipping norm."""
 
     bound: float | Tensor
     leaves: tuple[int, ...]
@@ -84,18 +79,18 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
     """Scales a tree so that its norm is at most ``c``.
 
     Args:
-        tree: The tensors.
-        c: A number of at least 0, infinity included, for the norm over all leaves; or a tree of numbers that is the
-            beginning of ``tree``: what is below each number is one group, with a norm of its own.
+        tree: Tensors.
+        c: Clipping norm over all leaves, at least 0 and possibly infinite; or a tree of numbers that is a prefix of
+            ``tree``: the leaves below each number are one group with its own norm.
         rescale_to_unit_norm: Whether the result is divided by ``c``, so that its norm is at most 1.
 
     Returns:
-        The clipped tree, in the types of its leaves, and the norm before, as a float64 tensor, or a tree like ``c``.
+        The clipped tree with unchanged dtypes, and the norm before clipping as a float64 tensor, or a tree like ``c``.
         A group without a finite norm becomes 0.
 
     Raises:
         ValueError: If a number is negative, or ``c`` does not fit the tree.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """  # noqa: DOC502 - raised by groups_of
     leaves, spec = pytree.tree_flatten(tree)
     groups, bounds_spec = groups_of(c, tree)
     rows = [leaf.unsqueeze(0) for leaf in leaves]
@@ -108,7 +103,7 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
 
 
 def groups_of(c: Any, tree: Any) -> tuple[list[Group], Any]:
-    """The groups that thresholds make of a tree, and how the thresholds nest."""
+    """Returns the groups that clipping norms form in a tree, and the tree structure of the norms."""
     leaves, spec = pytree.tree_flatten(tree)
     groups: list[Group] = []
     _match(c, pytree.tree_unflatten(list(range(len(leaves))), spec), groups, "")
@@ -116,15 +111,15 @@ def groups_of(c: Any, tree: Any) -> tuple[list[Group], Any]:
 
 
 def _match(c: Any, places: Any, groups: list[Group], where: str) -> None:
-    """Groups in the order of the thresholds. ``places`` is the tree, with the places of its leaves in theirs."""
+    """Appends groups in the order of the clipping norms. ``places`` is the tree of the positions of its leaves."""
     if isinstance(c, Mapping):
         if not isinstance(places, Mapping) or c.keys() != places.keys():
-            raise ValueError(f"functional: thresholds{where} have the keys {list(c)}, which the tree has not.")
+            raise ValueError(f"functional: thresholds{where} have the keys {list(c)}, and the tree has others.")
         for key, below in c.items():
             _match(below, places[key], groups, f"{where}[{key!r}]")
     elif isinstance(c, (list, tuple)):
         if not isinstance(places, (list, tuple)) or len(c) != len(places):
-            raise ValueError(f"functional: thresholds{where} are {len(c)}, which the tree has not.")
+            raise ValueError(f"functional: there are {len(c)} thresholds{where}, and the tree has another number.")
         for i, (below, part) in enumerate(zip(c, places, strict=True)):
             _match(below, part, groups, f"{where}[{i}]")
     else:
@@ -142,9 +137,9 @@ def _checked_bound(c: Any, where: str) -> float | Tensor:
 
 
 def group_norms(leaves: list[Tensor], groups: list[Group]) -> Tensor:
-    """Norms ``(B, K)`` in float64 of leaves ``(B, ...)``.
+    """Returns norms ``(B, K)`` in float64 of leaves ``(B, ...)``.
 
-    A norm is 0 only where every number is, and finite only where every number is: numbers are divided by the largest
+    A norm is 0 only if all elements are, and finite only if all elements are: elements are divided by the largest
     before they are squared.
     """
     return torch.stack([_norm([leaves[i] for i in group.leaves], leaves) for group in groups], dim=1)
@@ -164,7 +159,7 @@ def _norm(leaves: list[Tensor], all_leaves: list[Tensor]) -> Tensor:
 
 
 def factors(norms_BK: Tensor, groups: list[Group], rescale: bool) -> Tensor:
-    """What each group of each example is multiplied by, ``(B, K)``: 0 where that is not finite."""
+    """Returns the factor of each group of each example, ``(B, K)``: 0 if it is not finite."""
     bounds = [torch.as_tensor(group.bound, dtype=torch.float64, device=norms_BK.device) for group in groups]
     bounds_K = torch.stack(bounds) if bounds else norms_BK.new_zeros(0)
     if rescale:
@@ -176,19 +171,19 @@ def factors(norms_BK: Tensor, groups: list[Group], rescale: bool) -> Tensor:
 
 
 def scaled(leaves: list[Tensor], groups: list[Group], factors_BK: Tensor) -> list[Tensor]:
-    """Leaves ``(B, ...)`` times the factors of their groups, in float32 or wider."""
+    """Returns leaves ``(B, ...)`` times the factors of their groups, in float32 or wider."""
     found: list[Tensor] = list(leaves)
     for k, group in enumerate(groups):
         for i in group.leaves:
             leaf = leaves[i].to(torch.promote_types(leaves[i].dtype, torch.float32))
             factor_B = factors_BK[:, k].view(-1, *[1] * (leaf.dim() - 1))
-            # A factor that float32 cannot hold would become 0, and a large number stay what it is: multiply as float64.
+            # In float64, because a small factor would become 0 in float32 while a large element stays large.
             product = leaf.double() * factor_B
             found[i] = product.masked_fill(factor_B == 0, 0.0).to(leaf.dtype)  # 0 * NaN is NaN
     return found
 
 
 def total_bound(c: Any) -> float:
-    """Root of the sum of the squares of all thresholds."""
+    """Returns the root of the sum of the squares of all clipping norms."""
     bounds = [float(bound) for bound in pytree.tree_leaves(c)]
     return math.inf if math.inf in bounds else math.hypot(*(max(0.0, bound) for bound in bounds))

@@ -1,4 +1,4 @@
-"""A clipped sum under ``torch.compile``, compared with itself uncompiled before it is used."""
+"""Clipped sums under ``torch.compile``, compared with the uncompiled function before use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpengine.errors import UnsupportedLayerError
 
 from .bounded import BoundedSensitivityCallable
 
-_MOST_EXAMPLES = 8  # that are looked at one by one
+_MOST_EXAMPLES = 8  # compared one by one
 _TOLERANCE = 1e-3  # relative: far above rounding
 
 
@@ -23,30 +23,32 @@ def compiled(
     *example: Any,
     backend: str | Callable[..., Any] = "inductor",
 ) -> BoundedSensitivityCallable:
-    """The same function, compiled.
+    """Compiles a clipped sum.
 
-    Compiling may lose what a custom ``autograd.Function`` does in its backward, without an error (pytorch issue
-    193279), and then what one example adds is not what was bounded. So each of the first examples is summed alone, by
-    compiled code and without it, before the function is given back.
+    Compilation may lose the backward of a custom ``autograd.Function`` without an error (pytorch issue 193279), and
+    then the addition of an example is not bounded. So compiled and uncompiled sums of each of the first examples are
+    compared.
 
     Args:
-        function: What ``clipped_grad`` or ``clipped_fun`` returned.
-        example: Arguments for it, with a batch as it will be; other sizes are compiled when they come.
-        backend: Of ``torch.compile``, by name or as a function.
+        function: Result of ``clipped_grad`` or ``clipped_fun``.
+        example: Arguments for it, with a typical batch; other batch sizes are compiled at their first use.
+        backend: Backend of ``torch.compile``, by name or as a function.
 
     Returns:
         The compiled function, of the same sensitivity.
 
     Raises:
-        UnsupportedLayerError: If compiled code adds something else for an example.
-        TypeError: If ``function`` does not come from this package.
-        ValueError: If the batch has no examples.
+        UnsupportedLayerError: If the compiled sum of an example differs.
+        TypeError: If ``function`` is not from this package.
+        ValueError: If the batch is empty.
     """
     if not isinstance(function, BoundedSensitivityCallable):
-        raise TypeError(f"functional.compiled: {torch.typename(function)} is none of clipped_grad and clipped_fun.")
+        raise TypeError(
+            f"functional.compiled: {torch.typename(function)} is not a result of clipped_grad or clipped_fun."
+        )
     size = len(pytree.tree_leaves(example[function.batch_argnums[0]])[0])
     if size == 0:
-        raise ValueError("functional.compiled: the example has no rows; pass a batch as it will be.")
+        raise ValueError("functional.compiled: the example has no rows. Pass a typical batch.")
     options: Any = {"fallback_random": True} if backend == "inductor" else None
     fast = torch.compile(function.function, backend=backend, options=options)
     for i in range(min(size, _MOST_EXAMPLES)):
@@ -58,20 +60,19 @@ def compiled(
         off = sum(float((a - b).double().square().sum()) for a, b in zip(slow_sum, fast_sum, strict=True)) ** 0.5
         if not off <= _TOLERANCE * norm + 1e-12 * function.l2_norm_bound:
             raise UnsupportedLayerError(
-                f"Compiled code adds something else for example {i}: it is off by {off:.3g}, and its clipped gradient "
-                f"has norm {norm:.3g}.",
-                fix="Use the function uncompiled; or wrap custom autograd Functions by torch.compiler.allow_in_graph.",
+                f"The compiled sum of example {i} differs by {off:.3g} from the uncompiled one of norm {norm:.3g}.",
+                fix="Use the function uncompiled, or wrap custom autograd Functions in torch.compiler.allow_in_graph.",
             )
     return dataclasses.replace(function, function=fast)
 
 
 def _leaves(function: BoundedSensitivityCallable, output: Any) -> list[Tensor]:
-    """Of the bounded part of what the function returns."""
+    """Returns the leaves of the bounded output."""
     return pytree.tree_leaves(output[0] if function.has_aux else output)
 
 
 def _seeded(call: Callable[..., Any], *args: Any, is_padding_example: Tensor) -> Any:
-    """Calls it with the same random numbers each time, and leaves the generators as they were."""
+    """Calls a function with the same random numbers each time, without changing the generators."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)
         return call(*args, is_padding_example=is_padding_example)

@@ -1,4 +1,4 @@
-"""A batch of examples among the arguments of a function, and the function put to each of them.
+"""Batch of examples in the arguments of a function, and the function applied to each of them.
 
 Axes: B examples.
 """
@@ -6,7 +6,7 @@ Axes: B examples.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,50 +19,38 @@ Places = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments, some of which have the examples on axis 0 of all their tensors.
-
-    Attributes:
-        args: All of them.
-        kwargs: Shared by the examples.
-        places: Which of ``args`` have the examples.
-        seed_place: Which is an integer seed, of which each example gets one of its own; None if there is none.
-        size: B.
-    """
+    """Arguments, some of which have the examples on axis 0 of all their tensors."""
 
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    places: tuple[int, ...]
-    seed_place: int | None
+    kwargs: Mapping[str, Any]  # shared by the examples
+    places: tuple[int, ...]  # of the arguments with the examples
+    seed_place: int | None  # of the seeds of the examples
     size: int
 
     def take(self, index: Tensor) -> Batch:
-        """Some of the examples, in this order."""
-        args = list(self.args)
-        for place in self.places:
-            args[place] = pytree.tree_map(lambda leaf: leaf[index.to(leaf.device)], args[place])
-        if self.seed_place is not None:
-            args[self.seed_place] = args[self.seed_place][index]
-        return Batch(tuple(args), self.kwargs, self.places, self.seed_place, len(index))
+        """Returns some of the examples, in this order."""
+        return self._changed(lambda leaf: leaf[index.to(leaf.device)], len(index))
 
     def stand_in(self) -> Batch:
-        """One example of zeros, from which the shapes of outputs follow where there is no example."""
+        """Returns one example of zeros, for the shapes of the outputs of an empty batch."""
+        return self._changed(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), 1)
+
+    def _changed(self, change: Callable[[Tensor], Tensor], size: int) -> Batch:
         args = list(self.args)
-        for place in self.places:
-            args[place] = pytree.tree_map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), args[place])
-        if self.seed_place is not None:
-            args[self.seed_place] = torch.zeros(1, dtype=torch.int64)
-        return Batch(tuple(args), self.kwargs, self.places, self.seed_place, 1)
+        for place in self.mapped:
+            args[place] = pytree.tree_map(change, args[place])
+        return replace(self, args=tuple(args), size=size)
 
     @property
     def mapped(self) -> tuple[int, ...]:
-        """Places of arguments that differ from example to example."""
+        """Positions of arguments that differ between examples."""
         return self.places if self.seed_place is None else (*self.places, self.seed_place)
 
 
 def batch_of(
     where: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], places: tuple[int, ...], seed_place: int | None
 ) -> Batch:
-    """The batch among the arguments of a call."""
+    """Returns the batch in the arguments of a call."""
     if max(places) >= len(args):
         raise ValueError(f"{where}: argument {max(places)} has the examples, and there are {len(args)} arguments.")
     leaves = [leaf for place in places for leaf in pytree.tree_leaves(args[place])]
@@ -70,7 +58,7 @@ def batch_of(
         raise ValueError(f"{where}: every leaf of a batch argument must be a tensor with the examples on axis 0.")
     sizes = sorted({len(leaf) for leaf in leaves})
     if len(sizes) > 1:
-        raise ValueError(f"{where}: batch arguments have {sizes} examples on axis 0; they must have as many.")
+        raise ValueError(f"{where}: batch arguments have {sizes} examples on axis 0; the numbers must be equal.")
     if seed_place is not None:
         if seed_place >= len(args) or not isinstance(args[seed_place], int) or isinstance(args[seed_place], bool):
             raise TypeError(f"{where}: argument {seed_place} must be an integer seed.")
@@ -79,13 +67,13 @@ def batch_of(
 
 
 def _seeds(seed: int, count: int) -> Tensor:
-    """One for each example, ``(B,)`` int64."""
+    """Returns one seed for each example, ``(B,)`` int64."""
     drawn = np.random.Philox(key=[seed & (2**64 - 1), 0x6470656E67696E65]).random_raw(count)
     return torch.from_numpy((drawn >> np.uint64(1)).astype(np.int64))
 
 
 def each_example(one: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_dim: bool) -> Any:
-    """``one(args)`` for each example, its outputs stacked on axis 0."""
+    """Returns ``one(args)`` of each example, stacked on axis 0."""
 
     def call(*mapped: Any) -> Any:
         args = list(batch.args)
@@ -98,11 +86,11 @@ def each_example(one: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_di
 
 
 def batch_axes(fun: Callable[[list[Any]], Any], batch: Batch) -> list[int | None] | None:
-    """Which axis of each output leaf of ``fun(args)`` follows the number of examples; None if shapes do not tell."""
-    # Found with tensors that have shapes and no numbers, at two sizes.
+    """Returns the batch axis of each output leaf of ``fun(args)``; None if it is not known from shapes."""
+    # Determined with meta tensors of two sizes.
 
     def shapes(size: int) -> list[torch.Size | None]:
-        args = [pytree.tree_map(_shape_only, arg) for arg in batch.args]
+        args = [pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), arg) for arg in batch.args]
         for place in batch.places:
             args[place] = pytree.tree_map(lambda leaf: leaf.new_empty(size, *leaf.shape[1:]), args[place])
         if batch.seed_place is not None:
@@ -112,15 +100,11 @@ def batch_axes(fun: Callable[[list[Any]], Any], batch: Batch) -> list[int | None
     try:
         with torch.no_grad():
             one, two = shapes(1), shapes(2)
-    except Exception:  # whatever the function does with numbers: then there are none to look at
+    except Exception:  # the function needs values, which meta tensors do not have
         return None
     if len(one) != len(two):
         return None
     return [None if a is None or b is None else _moved(a, b) for a, b in zip(one, two, strict=True)]
-
-
-def _shape_only(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, Tensor) else leaf
 
 
 def _moved(one: torch.Size, two: torch.Size) -> int | None:

@@ -1,6 +1,6 @@
-"""Sums the clipped trees of a batch's examples, one microbatch at a time, optionally rounded to a grid.
+"""Sums the clipped trees of the examples of a batch by microbatches, optionally rounded to a grid.
 
-Axes: B examples, K groups that are clipped together, P elements of a gradient.
+Axes: B examples, K groups, P elements of a gradient.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .bounded import BoundedSensitivityCallable, finite_positive
+from dpengine.clipping.policy import positive
+
+from .bounded import BoundedSensitivityCallable
 from .clipping import Group, factors, group_norms, groups_of, total_bound
 from .per_example import Batch, batch_of
 
-_MOST = 2**62  # sums of so many whole numbers fit in 64 bits
+_MOST = 2**62  # largest sum of integers, which fits in 64 bits
 
 
 def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
-    """To what a gradient is clipped before it is rounded: rounding may add half the root of how many numbers it has."""
+    """Returns the clipping norm before rounding, which adds at most half the root of the number of elements."""
     if batch * scale >= _MOST:
-        raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits; take a smaller one.")
+        raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits. Pass a smaller one.")
     left = bound - math.sqrt(numbers) * bound / (2 * scale)
     if not left > 0:
         raise ValueError(
-            f"grid_scale={scale:g} is too coarse for gradients of {numbers} numbers: rounding alone would pass the "
-            f"threshold. Take more than {math.sqrt(numbers) / 2:g}."
+            f"grid_scale={scale:g} is too coarse for gradients of {numbers} elements: rounding alone exceeds the "
+            f"clipping norm. Pass more than {math.sqrt(numbers) / 2:g}."
         )
     return left
 
 
 def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
-    """Whole numbers near ``scale / bound`` times the clipped gradients, of norm ``scale`` at most.
+    """Rounds ``scale / bound`` times the clipped gradients to integers, with norm at most ``scale``.
 
-    Leaves are finite, and ``factor_B`` brings each norm down to ``grid_bound``, below ``bound``.
+    Leaves are finite, and ``factor_B`` reduces each norm to ``grid_bound``, below ``bound``.
     """
     flat_BP = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], dim=1)
     rounded_BP = (flat_BP * factor_B.unsqueeze(1) * (scale / bound)).round()
@@ -48,12 +50,12 @@ def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: flo
 
 
 def _maybe_above(rounded_BP: Tensor, scale: float) -> Tensor:
-    """Rows whose norm may be above the scale: float64 squares are off by less than one part in 2**40."""
+    """Returns rows whose norm may exceed the scale: float64 squares have a relative error below 2**-40."""
     return rounded_BP.square().sum(dim=1) > scale**2 * (1 - 2.0**-40)
 
 
 def _within(row_P: Tensor, most: int) -> Tensor:
-    """The row, shrunk until its exact squared norm is at most ``most``."""
+    """Returns the row, reduced until its exact squared norm is at most ``most``."""
     values = [int(value) for value in row_P.tolist()]
     total = sum(value * value for value in values)
     if total > most:
@@ -68,17 +70,17 @@ def _within(row_P: Tensor, most: int) -> Tensor:
 
 
 Rows = Callable[[Batch], tuple[Any, Any, Any]]
-"""Of each example: the tree that is clipped, the value of the function, and what it returned beside it."""
+"""Returns for each example the tree to clip, the value of the function, and its second result."""
 
 
 def identity(tree: Any) -> Any:
-    """The tree."""
+    """Returns its argument."""
     return tree
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is done with the tree of each example."""
+    """Arguments of a clipped sum. Raises ValueError if one is out of range."""
 
     where: str
     bound: Any
@@ -92,18 +94,39 @@ class Options:
     transform: Callable[[Any], Any]
     norms: bool
 
+    def __post_init__(self) -> None:
+        where, bound, size = self.where, self.bound, self.microbatch_size
+        positive(where, "normalize_by", self.normalize_by)
+        for leaf in pytree.tree_leaves(bound):
+            groups_of(leaf, torch.zeros(()))  # raises if it is not a clipping norm
+        if size is not None and (isinstance(size, bool) or not size >= 1):
+            raise ValueError(f"{where}: microbatch_size must be at least 1, got {size!r}.")
+        if self.dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"{where}: dtype={self.dtype} rounds sums by more than the clipping norm of an example. Pass "
+                "torch.float32 or torch.float64."
+            )
+        if self.grid_scale is None:
+            return
+        positive(where, "grid_scale", self.grid_scale)
+        if self.rescale or self.normalize_by != 1 or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
+            raise ValueError(
+                f"{where}: grid_scale needs one positive, finite l2_clip_norm, without rescale_to_unit_norm and "
+                "normalize_by. Multiply by l2_clip_norm / grid_scale after the noise."
+            )
+
     @property
     def l2_norm_bound(self) -> float:
-        """How much one example adds to the sum, at most."""
+        """Maximum addition of one example to the sum."""
         if self.grid_scale is not None:
-            return self.grid_scale
+            return float(self.grid_scale)
         bound = math.sqrt(len(pytree.tree_leaves(self.bound))) if self.rescale else total_bound(self.bound)
         return bound / self.normalize_by
 
 
 @dataclass(frozen=True)
 class Summed:
-    """The sum over a batch, and what there is of each example: norms before clipping, values, and the rest."""
+    """Sum over a batch, and for each example the norm before clipping, the value and the second result."""
 
     total: Any
     norms: Any
@@ -113,7 +136,7 @@ class Summed:
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums in float64 or int64, the types that they shall have, and how they nest."""
+    """Sums in float64 or int64, their final dtypes, and their tree structure."""
 
     leaves: list[Tensor]
     dtypes: list[torch.dtype]
@@ -121,44 +144,6 @@ class _Sums:
 
     def plus(self, other: _Sums) -> _Sums:
         return replace(self, leaves=[a + b for a, b in zip(self.leaves, other.leaves, strict=True)])
-
-
-def options_for(
-    where: str,
-    bound: Any,
-    rescale: bool,
-    normalize_by: Any,
-    microbatch_size: int | None,
-    nan_safe: bool,
-    dtype: torch.dtype | None,
-    grid_scale: float | None,
-    process_group: Any,
-    *,
-    transform: Callable[[Any], Any],
-    norms: bool,
-) -> Options:
-    """The options, checked; ValueError for one that is out of its range."""
-    normalize_by = finite_positive(where, "normalize_by", normalize_by)
-    for leaf in pytree.tree_leaves(bound):
-        groups_of(leaf, torch.zeros(()))  # refuses what is no threshold
-    if microbatch_size is not None and (isinstance(microbatch_size, bool) or not microbatch_size >= 1):
-        raise ValueError(f"{where}: microbatch_size must be at least 1, got {microbatch_size!r}.")
-    if dtype not in (None, torch.float32, torch.float64):
-        raise ValueError(
-            f"{where}: dtype={dtype} is none that sums can be rounded to: that may move them further than any example. "
-            "Pass torch.float32 or torch.float64."
-        )
-    if grid_scale is not None:
-        grid_scale = finite_positive(where, "grid_scale", grid_scale)
-        if rescale or normalize_by != 1 or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
-            raise ValueError(
-                f"{where}: grid_scale goes with one positive, finite l2_clip_norm, without rescale_to_unit_norm and "
-                "normalize_by: multiply by l2_clip_norm / grid_scale after the noise."
-            )
-    return Options(
-        where, bound, rescale, normalize_by, microbatch_size, nan_safe, dtype, grid_scale, process_group, transform,
-        norms,
-    )  # fmt: skip
 
 
 def bounded_sum(
@@ -169,7 +154,7 @@ def bounded_sum(
     seed_place: int | None,
     has_pair: bool,
 ) -> BoundedSensitivityCallable:
-    """The function of a batch that sums what ``rows`` gives, and hands it to ``outputs``."""
+    """Returns the function of a batch that sums the result of ``rows`` and passes it to ``outputs``."""
 
     def call(*args: Any, is_padding_example: Tensor | None = None, **kwargs: Any) -> Any:
         batch = batch_of(options.where, args, kwargs, batch_places, seed_place)
@@ -188,7 +173,7 @@ def _checked_padding(where: str, given: Tensor | None, size: int) -> Tensor:
 
 
 def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
-    """The sum over microbatches; example i is in microbatch ``i mod (B / microbatch_size)``."""
+    """Returns the sum over microbatches; example i is in microbatch ``i mod (B / microbatch_size)``."""
     if batch.size == 0:
         alone = _summed(rows, batch.stand_in(), torch.ones(1, dtype=torch.bool), replace(options, microbatch_size=None))
         none = lambda tree: pytree.tree_map(lambda leaf: leaf[:0], tree)  # noqa: E731
@@ -196,7 +181,7 @@ def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Su
     size = options.microbatch_size or batch.size
     if batch.size % size:
         raise ValueError(
-            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples; pad them, "
+            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples. Pad them, "
             "and pass is_padding_example."
         )
     count = batch.size // size
@@ -216,7 +201,7 @@ def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Su
 
 
 def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) -> tuple[_Sums, Any]:
-    """Sum of the clipped trees of some examples, and the norms before."""
+    """Returns the sum of the clipped trees of some examples, and the norms before clipping."""
     if options.dtype is not None:
         trees = pytree.tree_map(lambda leaf: leaf.to(options.dtype), trees)
     norms: Any = ()
@@ -250,7 +235,7 @@ def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) ->
 
 
 def _finished(sums: _Sums, options: Options) -> Any:
-    """Adds up over ranks, divides, and rounds once."""
+    """Reduces over ranks, divides, and rounds once."""
     if options.process_group is not None:
         for leaf in sums.leaves:
             torch.distributed.all_reduce(leaf, group=options.process_group)
@@ -259,5 +244,5 @@ def _finished(sums: _Sums, options: Options) -> Any:
 
 
 def _joined(parts: list[Any], back: Tensor) -> Any:
-    """Outputs of microbatches in the order of the batch."""
+    """Returns the outputs of microbatches in the order of the batch."""
     return pytree.tree_map(lambda *leaves: torch.cat(leaves)[back.to(leaves[0].device)], *parts)

@@ -37,20 +37,12 @@ class HiddenWeights:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Results of a loop over time, for the output and for the backward pass.
-
-    Attributes:
-        states_BSP: Hidden states.
-        cells_BSH: Cell states (LSTM).
-        gates_BTG: Gates after their nonlinearity (LSTM, GRU).
-        extra_BTH: GRU: hidden part of the candidate. LSTM: output before projection, if there is a projection.
-    """
+    """Results of a loop over time, for the output and for the backward pass; None for cells without them."""
 
     states_BSP: Tensor
-    # Each a tensor, or None for cells without it.
-    cells_BSH: Any
-    gates_BTG: Any = None
-    extra_BTH: Any = None
+    cells_BSH: Any  # LSTM
+    gates_BTG: Any = None  # LSTM, GRU: after their nonlinearity
+    extra_BTH: Any = None  # GRU: hidden part of the candidate; LSTM: output before projection, if there is one
 
 
 @dataclass(frozen=True, eq=False)

@@ -205,15 +205,12 @@ def _start(module: Any, like: Tensor, rows: int, hx: State | None) -> list[State
         states = [like.new_zeros(rows, module.proj_size or module.hidden_size)] * count
     else:
         states = list(hidden.unbind(0))
+    has_memory = module.mode == "LSTM" if isinstance(module, nn.RNNBase) else module.has_cell_state
     if memory is None:
-        cells = [like.new_zeros(rows, module.hidden_size) if _has_memory(module) else None] * count
+        cells = [like.new_zeros(rows, module.hidden_size) if has_memory else None] * count
     else:
         cells = list(memory.unbind(0))
     return list(zip(states, cells, strict=True))
-
-
-def _has_memory(module: Any) -> bool:
-    return module.mode == "LSTM" if isinstance(module, nn.RNNBase) else module.has_cell_state
 
 
 def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
@@ -294,9 +291,6 @@ class RNNLinear(nn.Linear):
 
     max_batch_len: int | None = None
     """Batch size, if calls may have fewer samples; None if each call has all of them."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = True):
-        super().__init__(in_features, out_features, bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """See ``nn.Linear.forward``. Raises ValueError for more samples than ``max_batch_len``."""

@@ -67,7 +67,7 @@ def _trace(
     with torch.no_grad():
         states = _slots(start[0], schedule)
         cells = None if start[1] is None else _slots(start[1], schedule)
-        gates, extra = cell.run(schedule.own_order(inputs_BTG.detach()), values, states, cells, schedule)
+        gates, extra = cell.run(schedule.ordered(inputs_BTG.detach()).contiguous(), values, states, cells, schedule)
     return Trace(states, cells, gates, extra)
 
 

@@ -19,21 +19,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Sequences of different length.
+    """Sequences of different length, the longest first."""
 
-    Attributes:
-        rows: Number of active sequences at each time, the longest first.
-        lengths_B: Length of each sequence, the longest first.
-        padding_BT1: True after the end of a sequence.
-        order_B: Indices that sort the caller's sequences by decreasing length; None if they are sorted.
-        restore_B: Inverse of ``order_B``.
-    """
-
-    rows: tuple[int, ...]
+    rows: tuple[int, ...]  # number of active sequences at each time
     lengths_B: Tensor
-    padding_BT1: Tensor
-    order_B: Tensor | None
-    restore_B: Tensor | None
+    padding_BT1: Tensor  # True after the end of a sequence
+    order_B: Tensor | None  # indices that sort the caller's sequences by decreasing length; None if they are sorted
+    restore_B: Tensor | None  # inverse of order_B
 
     @classmethod
     def of(cls, packed: PackedSequence) -> Ragged:
@@ -61,17 +53,11 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Order of the steps.
-
-    Attributes:
-        steps: Number of steps T.
-        reverse: Whether time runs from the last step to the first.
-        ragged: Lengths of the sequences; None if they are equal.
-    """
+    """Order of the steps."""
 
     steps: int
-    reverse: bool = False
-    ragged: Ragged | None = None
+    reverse: bool = False  # time runs from the last step to the first
+    ragged: Ragged | None = None  # lengths of the sequences; None if they are equal
 
     def before(self, buffer_BS: Tensor) -> Tensor:
         """Returns the slots with the state before each step."""
@@ -114,10 +100,6 @@ class Schedule:
         first, second = (1, 0) if self.reverse else (0, 1)
         visits = [Visit(time, count, time + first, time + second) for time, count in enumerate(counts)]
         return visits[::-1] if self.reverse else visits
-
-    def own_order(self, tensor_BT: Tensor) -> Tensor:
-        """Returns the tensor, or a copy, with samples in the order of the buffers."""
-        return self.ordered(tensor_BT).contiguous()
 
     def callers(self, buffer_BT: Tensor) -> Tensor:
         """Returns the buffer, or a copy, in the caller's order, with zeros after the end of a sequence."""

@@ -12,8 +12,5 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
-        {
-            "contents": ["Contents", "RunOfFile", "read"],
-            "lines": ["Entry"],
-        },
+        {"contents": ["Contents", "RunOfFile", "read"], "lines": ["Entry"]},
     )

@@ -19,17 +19,11 @@ SCHEMA = 1
 
 @dataclass
 class Row:
-    """A charge, or a reservation: charges that were written before they are made.
-
-    Attributes:
-        event: The privacy event.
-        counts: Number of charges by kind.
-        reserved: True for a reservation that is not settled: its steps may not have been made.
-    """
+    """A charge, or a reservation: charges that were written before they are made."""
 
     event: Event
-    counts: dict[str, int]
-    reserved: bool = False
+    counts: dict[str, int]  # by kind
+    reserved: bool = False  # a reservation that is not settled: its steps may not have been made
 
 
 @dataclass
@@ -51,12 +45,16 @@ class RunOfFile:
     @property
     def history(self) -> list[Charge]:
         """Charges of the run in order, with unsettled reservations counted completely."""
-        return [Charge(row.event, count, kind) for row in self.rows for kind, count in row.counts.items() if count]
+        return _charges(self.rows)
 
     @property
     def reserved(self) -> int:
         """Number of charges in unsettled reservations."""
         return sum(sum(row.counts.values()) for row in self.rows if row.reserved)
+
+
+def _charges(rows: Iterable[Row]) -> list[Charge]:
+    return [Charge(row.event, count, kind) for row in rows for kind, count in row.counts.items() if count]
 
 
 class Contents:
@@ -81,17 +79,10 @@ class Contents:
     @property
     def history(self) -> list[Charge]:
         """All charges in order, which determine epsilon."""
-        return [Charge(row.event, count, kind) for row in self._rows for kind, count in row.counts.items() if count]
+        return _charges(self._rows)
 
     def apply(self, entry: Entry) -> None:
-        """Applies the next entry of the file.
-
-        Args:
-            entry: The entry after those applied so far.
-
-        Raises:
-            LedgerError: If the entry is unknown, or invalid at its place.
-        """  # noqa: DOC502 - `damaged` makes it
+        """Applies the next entry of the file. Raises LedgerError if it is unknown, or invalid at its place."""
         handler = _KINDS.get(entry.kind)
         if handler is None:
             raise self.damaged(entry, f"has kind {entry.kind!r}, which this version does not support")
@@ -174,16 +165,9 @@ _KINDS: Mapping[str, tuple[Mapping[str, type], Callable[[Contents, Entry], None]
     "ledger": ({"schema": int, "id": str}, Contents._begin),
     "event": ({"event": dict}, Contents._event),
     "open": (
-        {
-            "run": str,
-            "session": str,
-            "date": str,
-            "asked": dict,
-            "about": dict,
-            "versions": dict,
-            "noise": dict,
-            "processes": int,
-        },
+        dict.fromkeys(("run", "session", "date"), str)
+        | dict.fromkeys(("asked", "about", "versions", "noise"), dict)
+        | {"processes": int},
         Contents._open,
     ),
     "charge": ({"run": str, "event": int, "count": int, "of": str}, Contents._charge),

@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -39,8 +39,7 @@ class OpenLedger:
 
     def __init__(self, path: Path):
         self.file = LedgerFile(path)
-        self.ledger = Ledger()
-        _add(self.ledger, self.file.contents.history)
+        self.ledger = _in_memory(self.file.contents.history)
         self.finalizer = weakref.finalize(self, self.file.close)
 
 
@@ -67,29 +66,16 @@ _LOADED = "loaded"  # key of loaded charges, in place of a run's name
 
 @dataclass(frozen=True)
 class _FileState:
-    """State of the file that all processes of a run need.
-
-    Attributes:
-        id: Identifier of the ledger.
-        history: All charges.
-        origins: Origins of the charges, by run.
-        prior: Charges before the run, without those of interrupted runs that it resumes.
-    """
+    """State of the file that all processes of a run need."""
 
     id: str
     history: tuple[Charge, ...]
     origins: Origins
-    prior: tuple[Charge, ...]
+    prior: tuple[Charge, ...]  # before the run, without interrupted runs that it resumes
 
 
 class EngineLedger:
-    """Ledger of an engine, in memory or in a file.
-
-    Args:
-        path: Path of the ledger file; None for a ledger in memory.
-        reserve: Number of steps charged on disk at once.
-        observer: Observes each charge; see `Ledger.observe`.
-    """
+    """Ledger of an engine, in memory or in a file, which charges ``reserve`` steps on disk at once."""
 
     def __init__(
         self, path: str | Path | None, reserve: int, observer: Callable[[Charge], object] | None = None
@@ -111,7 +97,7 @@ class EngineLedger:
         if self.path is not None:
             self._open_ledger = _find_open(self.path)
             contents = read(self.path)
-            _add(self._ledger, contents.history)
+            self._ledger = _in_memory(contents.history)
             self._origins = _origins(contents)
         self._observe()
 
@@ -158,13 +144,9 @@ class EngineLedger:
         prior = self._open_ledger.ledger.history
         interrupted = _interrupted_runs(contents, asked, self._open_ledger.file.session)
         if interrupted:
-            rest = Ledger()
-            for run in contents.runs.values():
-                if not any(run is one for one in interrupted):
-                    _add(rest, run.history)
-            prior = rest.history
-        history = self._open_ledger.ledger.history
-        return _FileState(contents.id, history, _origins(contents), prior)
+            others = [run for run in contents.runs.values() if not any(run is one for one in interrupted)]
+            prior = _in_memory(charge for run in others for charge in run.history).history
+        return _FileState(contents.id, self._open_ledger.ledger.history, _origins(contents), prior)
 
     def of_run(self, run: str, ranks: Ranks) -> Ledger | RunLedger:
         """Returns the ledger that a run charges."""
@@ -211,7 +193,7 @@ class EngineLedger:
             self._open_ledger = open_ledger(self.path)
         followed = self._file_state if self._open_ledger is None else None
         present = self._open_ledger.file.contents.id if followed is None else followed.id  # type: ignore[union-attr]
-        if anchor is not None and _ledger_of(anchor) == present:
+        if isinstance(anchor, Mapping) and anchor.get("ledger") == present:
             if self._open_ledger is not None:
                 _check_not_truncated(self._open_ledger.file.contents, anchor)
             if self._run is not None:
@@ -249,9 +231,11 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _add(ledger: Ledger, history: Any) -> None:
+def _in_memory(history: Iterable[Charge]) -> Ledger:
+    ledger = Ledger()
     for charge in history:
         ledger.charge(charge.event, count=charge.count, kind=charge.kind)
+    return ledger
 
 
 def _origins(contents: Contents) -> Origins:
@@ -273,8 +257,7 @@ def _follower_ledger(path: Path, file_state: _FileState) -> Ledger:
     key = os.path.realpath(path)
     found = _followers.get(key)
     if found is None or found.history != file_state.history:
-        found = _followers[key] = Ledger()
-        _add(found, file_state.history)
+        found = _followers[key] = _in_memory(file_state.history)
     return found
 
 
@@ -315,19 +298,13 @@ def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin,
         return
     run = secrets.token_hex(8)
     with file.locked():
-        about = {"name": "charged elsewhere", "origins": states_of(origins)}
-        file.append(("open", {"run": run, "session": file.session, "date": "", "about": about, **_ELSEWHERE}))
+        facts: dict[str, Any] = {"about": {"name": "charged elsewhere", "origins": states_of(origins)}, "date": ""}
+        facts |= {"asked": {}, "versions": {}, "noise": {}, "processes": 1}
+        file.append(("open", {"run": run, "session": file.session, **facts}))
         for charge in history:
             at, event = file.event_entry(charge.event)
             file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
         file.append(("close", {"run": run}))
-
-
-_ELSEWHERE: dict[str, Any] = {"asked": {}, "versions": {}, "noise": {}, "processes": 1}
-
-
-def _ledger_of(anchor: Any) -> Any:
-    return anchor.get("ledger") if isinstance(anchor, Mapping) else None
 
 
 def _check_not_truncated(contents: Contents, anchor: Mapping[str, Any]) -> None:

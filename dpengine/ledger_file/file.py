@@ -55,7 +55,7 @@ class LedgerFile:
             self._size = self._read()
             if self.contents.last is None:
                 self.append(("ledger", {"schema": SCHEMA, "id": secrets.token_hex(16)}))
-                _sync_folder(path.parent)
+                sync_folder(path.parent)
         except BaseException:
             os.close(self._file)
             raise
@@ -63,9 +63,7 @@ class LedgerFile:
 
     def _open(self) -> int:
         if fcntl is None:
-            raise LedgerError(
-                "A ledger file needs a system with POSIX file locks.", fix="Leave out ledger= on this machine."
-            )
+            raise LedgerError("A ledger file needs POSIX file locks.", fix="Leave out ledger= on this machine.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
@@ -146,10 +144,9 @@ class LedgerFile:
         try:
             os.ftruncate(self._file, self._size)
             _sync(self._file)
+            self._broken = ""
         except OSError as error:
             self._broken = str(error)
-        else:
-            self._broken = ""
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -234,12 +231,12 @@ class Reservation:
         return "settle", {"run": run, "reserve": self.seq, "used": dict(self.used)}
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes the name of a new file durable, if the system supports it."""
+def sync_folder(folder: Path) -> None:
+    """Makes the names in a folder durable, if the system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except OSError:
+    except OSError:  # some file systems do not support it
         pass
     finally:
         os.close(descriptor)

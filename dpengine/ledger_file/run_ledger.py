@@ -23,24 +23,15 @@ class RunLedger:
 
     If several processes share the run, the first writes the file. The others do the same arithmetic, so that all know
     when the next entry is due: they wait for it, and fail with it.
-
-    Attributes:
-        ledger: Ledger in memory, of all runs on the data.
-        run: Name of the run in the file.
-        ranks: The processes of the run.
-        file: The file of this process; None on all but the first.
-        reserve: Number of steps charged on disk at once.
-        holder: Closes the file when it is garbage-collected: a run may outlive its engine.
-        knows_later: Whether the run was resumed from a checkpoint, and all later charges are in the file.
     """
 
-    ledger: Ledger
-    run: str
+    ledger: Ledger  # in memory, of all runs on the data
+    run: str  # its name in the file
     ranks: Ranks
-    file: LedgerFile | None
-    reserve: int = 1
-    holder: Any = None
-    knows_later: bool = False
+    file: LedgerFile | None  # None on all processes but the first
+    reserve: int = 1  # number of steps charged on disk at once
+    holder: Any = None  # closes the file when it is garbage-collected: a run may outlive its engine
+    knows_later: bool = False  # the run was resumed from a checkpoint, and all later charges are in the file
     _reservation: Reservation | None = None
     _unwritten: list[Charge] = field(default_factory=list)
 

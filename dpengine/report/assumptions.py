@@ -99,7 +99,7 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if sampling.startswith(OWN_SCHEME):
         name = f"The sampling scheme {sampling.removeprefix(OWN_SCHEME)} draws batches as it states"
         return Assumption(name, "not checked", "it is not part of dpengine, which compared it in a trial only")
-    rates = sorted({rate for charge in facts.accounting.history if (rate := _rate(charge.event)) is not None})
+    rates = sorted({rate for charge in facts.accounting.history if (rate := rate_of(charge.event)) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
@@ -108,9 +108,8 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
     if planned is not None and not any(0 <= rate - planned <= max(_RATE_BIT, math.ulp(planned)) for rate in rates):
-        return Assumption(
-            name, "not checked", f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
-        )
+        differing = f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
+        return Assumption(name, "not checked", differing)
     if len(rates) > 1:
         return Assumption(name, "yes", f"several rates were charged, each step at its own: {_listed(rates)}")
     return Assumption(name, "yes", f"sampler and ledger take the rate {rates[0]:.6g} from one record")
@@ -129,16 +128,11 @@ def _constants(facts: RunFacts) -> Assumption:
 
 def _independence(facts: RunFacts) -> Assumption:
     name = "The loss of a row depends on that row alone"
+    why = f" ({facts.loss_evidence})" if facts.loss_evidence else "; only layers that mix rows are rejected"
     return {
         True: Assumption(name, "yes", facts.loss_evidence or "no mixing of samples was seen when it was checked"),
         False: Assumption(name, "no", "a probe found that rows change each other's gradients"),
-        None: Assumption(
-            name,
-            "not checked",
-            f"the loss was not checked ({facts.loss_evidence})"
-            if facts.loss_evidence
-            else "the loss was not checked; only layers that mix rows are rejected",
-        ),
+        None: Assumption(name, "not checked", f"the loss was not checked{why}"),
     }[facts.loss_checked]
 
 
@@ -151,12 +145,10 @@ def _parameters(facts: RunFacts) -> Assumption:
 
 
 def _noise(facts: RunFacts) -> Assumption:
-    name = "Every step has noise"
+    name, sigma = "Every step has noise", facts.plan.get("noise_multiplier")
     if facts.is_private:
-        sigma = facts.plan.get("noise_multiplier")
-        return Assumption(
-            name, "yes", "every charge has some" + (f"; the plan's multiplier is {sigma:.6g}" if sigma else "")
-        )
+        planned = f"; the plan's multiplier is {sigma:.6g}" if sigma else ""
+        return Assumption(name, "yes", f"every charge has some{planned}")
     evidence = "noise_multiplier=0: sums of gradients are released without noise"
     return Assumption(name, "no", evidence, stamp="NOT PRIVATE")
 
@@ -198,29 +190,18 @@ def _ledger(facts: RunFacts) -> Assumption:
     name = "Each charge is on disk before the result of its step is released"
     if facts.accounting.ledger_on_disk:
         return Assumption(name, "yes", "the ledger is a file, and a step waits for it", critical=False)
-    return Assumption(
-        name,
-        "no",
-        "the ledger is in memory: a crash loses the charges since the last save",
-        critical=False,
-        stamp="",
-    )
+    evidence = "the ledger is in memory: a crash loses the charges since the last save"
+    return Assumption(name, "no", evidence, critical=False, stamp="")
 
 
 _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
-    _sampling,
-    _constants,
-    _independence,
-    _parameters,
-    _noise,
-    _key,
-    _generator,
-    _float_model,
-    _ledger,
+    *(_sampling, _constants, _independence, _parameters),
+    *(_noise, _key, _generator, _float_model, _ledger),
 )
 
 
-def _rate(event: object) -> float | None:
+def rate_of(event: object) -> float | None:
+    """Returns the probability that a row is in a batch of an event; None if the event does not state it."""
     if isinstance(event, FixedSizeGaussianEvent):
         return event.batch_size / event.num_examples
     if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent, TruncatedGaussianEvent)):

@@ -30,10 +30,10 @@ _SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None
 
 def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     """States a run as plain JSON values, in the form of ``schema.json`` and with its digest. Infinity is ``"inf"``."""
-    document = {
+    document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "guarantee": _guarantee(facts, figures),
-        "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps, **_other_samplings(facts)},
+        "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps},
         "accounting": {
             "accountant": figures.accountant,
             "library": figures.library,
@@ -55,9 +55,13 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "data": _data(facts),
         "utility": {key: facts.utility.get(key) for key in _UTILITY},
     }
+    if facts.other_samplings:  # absent in reports of earlier versions, as are the two below
+        document["mechanism"]["other_samplings"] = list(facts.other_samplings)
+    if facts.loss_evidence:
+        document["run"]["loss_evidence"] = facts.loss_evidence
     if facts.audit:
         document["audit"] = {key: facts.audit.get(key) for key in _AUDIT}
-    document = _strict(document)
+    document = json_values(document)
     return document | {"digest": digest_of(document)}
 
 
@@ -140,21 +144,13 @@ def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     }
 
 
-def _other_samplings(facts: RunFacts) -> dict[str, list[str]]:
-    """Returns the entry for several sampling schemes. Without it, earlier versions can read the report."""
-    return {"other_samplings": list(facts.other_samplings)} if facts.other_samplings else {}
-
-
 def _run(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    noise = facts.noise
     run = {
-        "seed_policy": _SEED_POLICIES[noise.get("insecure_seed")],
-        "rng": {key: noise.get(key) for key in ("kind", "cryptographic", "largest_normal")},
+        "seed_policy": _SEED_POLICIES[facts.noise.get("insecure_seed")],
+        "rng": {key: facts.noise.get(key) for key in ("kind", "cryptographic", "largest_normal")},
         "dpengine": figures.version,
         "loss_checked": facts.loss_checked,
     }
-    if facts.loss_evidence:
-        run["loss_evidence"] = facts.loss_evidence  # absent in reports of earlier versions
     run |= {key: getattr(facts.environment, key) for key in _ENVIRONMENT}
     return run | {key: getattr(facts.accounting, key) for key in _ACCOUNTING}
 
@@ -166,12 +162,12 @@ def _data(facts: RunFacts) -> dict[str, Any]:
     return {"n": size} | {key: facts.dataset.description.get(key) for key in _DATA}
 
 
-def _strict(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Returns the value with infinities as strings and NaN as None, so that any JSON parser reads it."""
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
+        return [json_values(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value

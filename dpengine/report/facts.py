@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
-from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, Ledger, steps_of
-from dpengine.accounting.own_accountant import Accountant, name_of
+from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, steps_of
+from dpengine.accounting.own_accountant import Accountant
 
 from .history_rows import public_text, public_values
-
-_STATE_SCHEMA = 1
 
 DEFAULT_UNIT = "training example"
 
@@ -53,7 +51,7 @@ class AccountingFacts:
         history: All charges: ``ledger.history``.
         delta: The delta of the statement.
         relation: The neighboring relation.
-        accountant: Name of a built-in accountant, or a user's own. `RunFacts.state_dict` stores the name.
+        accountant: Name of a built-in accountant, or a user's own.
         unit: Name of the privacy unit, in the singular.
         unamplified: The charges of a shuffled run without credit for the shuffling; empty if there is no such bound.
         constants_declared: For add-or-remove: True if rate, divisor and delta were given, False if they were derived
@@ -194,72 +192,9 @@ class RunFacts:
         """True if reports may show the number of examples."""
         return self.dataset.num_examples_public or self.accounting.relation is not Relation.ADD_OR_REMOVE_ONE
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the facts as one mapping of JSON values, without a private size. `from_state` restores them."""
-        state = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _GROUPS}
-        for name in _GROUPS:
-            group = getattr(self, name)
-            state |= {_STATE_KEYS.get(item.name, item.name): getattr(group, item.name) for item in fields(group)}
-        state |= {name: _charges_state(state[name]) for name in ("history", "unamplified")}
-        state |= {"relation": self.accounting.relation.value, "excludes": list(self.excludes), "schema": _STATE_SCHEMA}
-        state |= {"accountant": name_of(self.accounting.accountant), "other_samplings": list(self.other_samplings)}
-        for name in ("other_samplings", "loss_evidence"):
-            if not getattr(self, name):
-                del state[name]  # earlier versions do not know the field
-        return state | ({} if self.num_examples_is_public else {"num_examples": None})
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> RunFacts:
-        """Restores facts from the result of `state_dict`, also after a round trip through JSON.
-
-        Args:
-            state: The mapping.
-
-        Returns:
-            The facts.
-
-        Raises:
-            ValueError: If the state has another schema or fields that this version does not know.
-        """
-        values = dict(state)
-        schema = values.pop("schema", None)
-        groups: dict[str, dict[str, Any]] = {}
-        for name, kind in _GROUPS.items():
-            keys = {item.name: _STATE_KEYS.get(item.name, item.name) for item in fields(kind)}
-            groups[name] = {field_name: values.pop(key) for field_name, key in keys.items() if key in values}
-        unknown = values.keys() - ({item.name for item in fields(cls)} - _GROUPS.keys())
-        if schema != _STATE_SCHEMA or unknown:
-            raise ValueError(
-                f"report.RunFacts.from_state: schema {schema!r} with unknown fields {sorted(unknown)}; this version "
-                f"reads schema {_STATE_SCHEMA}. Rebuild the report with the version that wrote it."
-            )
-        for name in ("history", "unamplified"):
-            ledger = Ledger()
-            ledger.load_state_dict(groups["accounting"][name])
-            groups["accounting"][name] = ledger.history
-        return cls(**values, **{name: kind(**groups[name]) for name, kind in _GROUPS.items()})
-
-
-_GROUPS: dict[str, Any] = {
-    "accounting": AccountingFacts,
-    "dataset": DatasetFacts,
-    "environment": EnvironmentFacts,
-}
-"""Fields of `RunFacts` whose own fields are at the top level of a stored state."""
-
-_STATE_KEYS = {"description": "data"}
-"""Keys of a stored state that differ from the name of their field."""
-
 
 def _has_no_noise(charge: Charge) -> bool:
     return isinstance(charge.event, NonPrivateEvent) or getattr(charge.event, "noise_multiplier", None) == 0
-
-
-def _charges_state(history: tuple[Charge, ...]) -> dict[str, Any]:
-    ledger = Ledger()
-    for charge in history:
-        ledger.charge(charge.event, count=charge.count, kind=charge.kind)
-    return ledger.state_dict()
 
 
 def delta_floor(facts: RunFacts) -> float | None:
@@ -268,16 +203,14 @@ def delta_floor(facts: RunFacts) -> float | None:
     Normals end at ``largest_normal`` standard deviations; an output beyond that reveals that it was shifted.
     """
     end = facts.noise.get("largest_normal")
-    if end is None or not any(
-        getattr(charge.event, "noise_multiplier", 0.0) > 0 for charge in facts.accounting.history
-    ):
+    noisy = [one for one in facts.accounting.history if getattr(one.event, "noise_multiplier", 0.0) > 0]
+    if end is None or not noisy:
         return None
     distance = 2.0 if facts.accounting.relation is Relation.REPLACE_ONE else 1.0
     total = 0.0
-    for charge in facts.accounting.history:
-        sigma = getattr(charge.event, "noise_multiplier", 0.0)
-        if sigma > 0:
-            rate = getattr(charge.event, "sample_rate", 1.0)
-            releases = charge.count * getattr(charge.event, "steps", 1)
-            total += releases * rate * 0.5 * math.erfc((end - distance / sigma) / math.sqrt(2))
+    for charge in noisy:
+        rate = getattr(charge.event, "sample_rate", 1.0)
+        releases = charge.count * getattr(charge.event, "steps", 1)
+        beyond = math.erfc((end - distance / charge.event.noise_multiplier) / math.sqrt(2))  # type: ignore[union-attr]
+        total += releases * rate * 0.5 * beyond
     return min(1.0, total)

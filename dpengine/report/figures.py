@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from importlib import metadata
+from typing import Any
+
+import numpy as np
 
 from dpengine.accounting.accountant import (
     PrivacySpent,
@@ -82,7 +84,7 @@ def figures_of(facts: RunFacts) -> Figures:
         reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
     try:
-        spent, profile, grid = _spent_and_profile(accounted_history(facts), facts)
+        spent, profile, grid = _answer(_spent_and_profile, accounted_history(facts), facts)
     except AccountingRefusedError as error:
         return Figures(None, str(error).rstrip("."), (), accountant, library=library)
     return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid, library=library)
@@ -101,7 +103,7 @@ def epsilon_by_step(facts: RunFacts) -> Points:
     """Returns pairs of step and epsilon from (0, 0) on for up to 16 steps, denser at the beginning."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
     history = as_released(facts.accounting.history)
-    return tuple((step, _epsilon(_first_steps(history, step), facts)) for step in steps)
+    return tuple((step, _answer(epsilon_of, _first_steps(history, step), facts)) for step in steps)
 
 
 def attack_bound(facts: RunFacts, figures: Figures) -> Points:
@@ -126,15 +128,22 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
-def _spent_and_profile(history: tuple[Charge, ...], facts: RunFacts) -> tuple[PrivacySpent, Points, float | None]:
+def _answer(compute: Callable[..., Any], history: tuple[Charge, ...], facts: RunFacts) -> Any:
+    """Calls an accounting function with the delta, the accountant and the relation of a run."""
     asked = facts.accounting
-    if isinstance(asked.accountant, str):
-        return _cached(history, asked.delta, asked.accountant, asked.relation)
     # A user's own accountant need not be hashable, and its answers may change.
-    return _compute(history, asked.delta, asked.accountant, asked.relation)
+    call: Callable[..., Any] = _cached if isinstance(asked.accountant, str) else _call
+    return call(compute, history, asked.delta, asked.accountant, asked.relation)
 
 
-def _compute(
+def _call(compute: Callable[..., Any], *arguments: Any) -> Any:
+    return compute(*arguments)
+
+
+_cached = functools.lru_cache(maxsize=128)(_call)
+
+
+def _spent_and_profile(
     history: tuple[Charge, ...], delta: float, accountant: str | Accountant, relation: Relation
 ) -> tuple[PrivacySpent, Points, float | None]:
     spent = privacy_spent(history, delta, accountant, relation)
@@ -142,17 +151,12 @@ def _compute(
     return spent, profile, discretization_of(history, delta, accountant, relation)
 
 
-_cached = functools.lru_cache(maxsize=8)(_compute)
-
-
 @functools.lru_cache(maxsize=8)
 def _dense_profile(history: tuple[Charge, ...], highest: float, accountant: str, relation: Relation) -> Points:
     lowest = _DECADES[-1]
     if not lowest < highest < 1:
         return ()
-    ratio = (lowest / highest) ** (1 / (_ATTACK_DELTAS - 1))
-    deltas = itertools.islice(itertools.accumulate(itertools.repeat(ratio), lambda a, b: a * b, initial=highest), 24)
-    return privacy_profile(history, deltas, accountant, relation)
+    return privacy_profile(history, np.geomspace(highest, lowest, _ATTACK_DELTAS).tolist(), accountant, relation)
 
 
 def _curve(facts: RunFacts, figures: Figures) -> Points:
@@ -188,19 +192,9 @@ def _first_steps(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
     return tuple(first)
 
 
-def _epsilon(history: tuple[Charge, ...], facts: RunFacts) -> float:
-    asked = facts.accounting
-    if isinstance(asked.accountant, str):
-        return _cached_epsilon(history, asked.delta, asked.accountant, asked.relation)
-    return epsilon_of(history, asked.delta, asked.accountant, asked.relation)
-
-
-_cached_epsilon = functools.lru_cache(maxsize=128)(epsilon_of)
-
-
 def _unamplified(facts: RunFacts) -> float | None:
     try:
-        return _epsilon(facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
+        return _answer(epsilon_of, facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
     except AccountingRefusedError:
         return None
 

@@ -45,22 +45,9 @@ def public_values(value: Any) -> Any:
     return float(value) if hasattr(value, "__float__") else public_text(str(value))
 
 
-_FIELDS = {
-    "gaussian": ("noise_multiplier",),
-    "poisson-gaussian": ("noise_multiplier", "sample_rate"),
-    "cyclic-gaussian": ("noise_multiplier", "sample_rate", "cycle_length", "run"),
-    "matrix-gaussian": ("noise_multiplier", "cycle_length", "sq_sensitivities", "run"),
-    "sampled-matrix": ("noise_multiplier", "sample_rate", "cycle_length"),
-    "truncated-gaussian": ("noise_multiplier", "sample_rate", "cycle_length", "run"),
-    "fixed-size-gaussian": ("noise_multiplier",),
-    "mixture-gaussian": ("noise_multiplier",),
-    "repeat-and-select": (),
-    "non-private": (),
-    "unclaimed": ("reason",),
-}
-"""Required columns of each event type, besides ``more``. A row has all columns; the others are None."""
-
 _COLUMNS = ("noise_multiplier", "sample_rate", "cycle_length", "sq_sensitivities", "run", "reason")
+_ADDED = {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}
+"""Columns that rows of an event type have in addition to its fields."""
 
 
 def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
@@ -73,7 +60,7 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
         row = {"law": law} | {column: public_values(state.get(column)) for column in _COLUMNS}
         more = {key: value for key, value in state.items() if key not in ("type", *_COLUMNS)}
         row["more"] = public_values(more) if more else None
-        row |= {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}.get(law, {})
+        row |= _ADDED.get(law, {})
         if row["run"] is not None:  # the random name is replaced by a number
             row["run"] = numbers.setdefault(state["run"], len(numbers) + 1)
         row |= {"kind": "clip" if charge.kind == "clip" else "step", "steps": charge.count}
@@ -93,7 +80,8 @@ def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
     """Restores the charges from the result of `rows_of`, with discarded batches as steps."""
     charges: list[Charge] = []
     for row in rows:
-        fields = {name: row[name] for name in _FIELDS[row["law"]]} | (row["more"] or {})
+        columns = [name for name in _COLUMNS if row[name] is not None and name not in _ADDED.get(row["law"], ())]
+        fields = {name: row[name] for name in columns} | (row["more"] or {})
         if "run" in fields:
             fields["run"] = str(fields["run"])
         event = event_from_state({"type": row["law"], **fields})

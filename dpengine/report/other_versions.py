@@ -52,23 +52,26 @@ def made_by(facts: RunFacts, figures: Figures) -> str:
 def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
     """Yields the numbers below this version's lower bound, which are wrong in any version."""
     history, spent = accounted_history(facts), figures.spent
+    delta, relation = facts.accounting.delta, facts.accounting.relation
+    stated: list[tuple[str, float, tuple[Charge, ...], float]] = []
     if figures.unamplified is not None:
-        floor = lowest_epsilon(
-            as_released(facts.accounting.unamplified), facts.accounting.delta, facts.accounting.relation
-        )
-        yield from _below("guarantee.epsilon_unamplified", figures.unamplified, floor)
-    if spent is None:
-        return
-    floor = lowest_epsilon(history, facts.accounting.delta, facts.accounting.relation)
-    yield from _below("guarantee.epsilon", spent.epsilon, floor)
-    yield from _below("epsilon by guarantee.mu_gdp", _gaussian_epsilon(spent.mu, facts.accounting.delta), floor)
-    for index, (delta, epsilon) in enumerate(figures.profile):
-        floor = lowest_epsilon(history, delta, facts.accounting.relation)
-        yield from _below(f"profile[{index}]", epsilon, floor)
-        yield from _below(f"epsilon by guarantee.mu_gdp at delta {delta:g}", _gaussian_epsilon(spent.mu, delta), floor)
+        unamplified = as_released(facts.accounting.unamplified)
+        stated.append(("guarantee.epsilon_unamplified", figures.unamplified, unamplified, delta))
+    if spent is not None:
+        points = [("guarantee.epsilon", delta, spent.epsilon)]
+        points += [(f"profile[{index}]", at, epsilon) for index, (at, epsilon) in enumerate(figures.profile)]
+        for name, at, epsilon in points:
+            stated.append((name, epsilon, history, at))
+            stated.append(
+                (f"epsilon by guarantee.mu_gdp at delta {at:g}", _gaussian_epsilon(spent.mu, at), history, at)
+            )
+    for name, epsilon, charges, at in stated:
+        floor = lowest_epsilon(charges, at, relation)
+        if epsilon < floor * (1 - _SLACK):
+            yield name, epsilon, floor
     # The advantage is the delta at epsilon 0: if epsilon is positive at a delta, the advantage is above that delta.
-    least = max(spent.advantage * (1 + _SLACK), 1e-300)
-    if least < 1 and lowest_epsilon(history, least, facts.accounting.relation) > 0:
+    least = 1.0 if spent is None else max(spent.advantage * (1 + _SLACK), 1e-300)
+    if spent is not None and least < 1 and lowest_epsilon(history, least, relation) > 0:
         yield "guarantee.advantage", spent.advantage, least
 
 
@@ -80,11 +83,6 @@ def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation
         return bounds_of(bounded, delta, "pld", relation)[0]
     except AccountingRefusedError:
         return 0.0
-
-
-def _below(name: str, stated: float, floor: float) -> Iterator[tuple[str, float, float]]:
-    if stated < floor * (1 - _SLACK):
-        yield name, stated, floor
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:

@@ -5,23 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import resources
 from typing import Any
 
 from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
-from dpengine.errors import MissingDependencyError
 
 from . import sentences
 from .assumptions import assumptions, stamps
-from .charts import Axis, Line, line_chart
 from .facts import RunFacts
 from .figures import Figures, attack_bound, epsilon_by_step
 from .history_rows import rows_of
-from .other_versions import made_by
+from .privacy_statement import entries
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 _SHOWN_RUNS = 12
+_TICKS = 5
 
 
 def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
@@ -31,16 +30,13 @@ def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
 
 
 def model_card(facts: RunFacts, figures: Figures) -> str:
-    """Renders the Markdown, with the front matter of a model card."""
-    registry = "\n".join(_yaml(_registry_entry(facts, figures)))
-    return _render("card.md.jinja", _context(facts, figures) | {"registry": registry}, autoescape=False)
+    """Renders the Markdown, with front matter and an entry for the Differential Privacy Deployments Registry."""
+    return _render("card.md.jinja", _context(facts, figures), autoescape=False)
 
 
 def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise MissingDependencyError("jinja2 is needed for reports:", fix="pip install jinja2") from error
+    import jinja2  # only reports need it
+
     source = resources.files("dpengine.report").joinpath(name).read_text(encoding="utf-8")
     environment = jinja2.Environment(
         autoescape=autoescape,
@@ -50,44 +46,40 @@ def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["md"] = lambda text: _MARKDOWN.sub(r"\\\1", str(text))
+    # A string in JSON is valid YAML. YAML 1.1 reads 1e-05 as a string: a number needs a decimal point.
+    environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False)
+    environment.filters["number"] = lambda text: text if "." in text else text.replace("e", ".0e")
     return environment.from_string(source).render(context)
 
 
 def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     spent = figures.spent
     runs = rows_of(facts.accounting.history)
+    found = assumptions(facts)
     return {
         "facts": facts,
+        "figures": figures,
         "data": {key: facts.dataset.description.get(key) for key in ("name", "source", "licence")},
-        "utility": {key: facts.utility.get(key) for key in ("metric", "value", "split")},
+        "entries": entries(facts, figures),
         "stamps": stamps(facts, figures),
         "mark": _bracketed_stamps(facts, figures),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
+        "registry_epsilon": None if spent is None else round_up(spent.epsilon, 3),  # enough for a registry
         "mu": None if spent is None else round_up(spent.mu),
         "advantage": None if spent is None else percent_up(spent.advantage),
         "delta": round_up_delta(facts.accounting.delta),
-        "refusal": figures.refusal,
         "plain": sentences.plain_words(facts, figures),
-        "measures": sentences.other_measures(facts, figures),
-        "unamplified": sentences.unamplified(facts, figures),
-        "setting": sentences.SETTING,
         "neighbours": sentences.neighbours(facts),
-        "budget": sentences.budget(facts, figures),
-        "mechanism": sentences.mechanism(facts),
-        "clipping": sentences.described(facts.plan.get("clipping")),
-        "accounting": sentences.accounting(figures),
-        "audit": sentences.audit(facts),
-        "made_by": made_by(facts, figures),
-        "assumptions": assumptions(facts),
-        "void": any(item.light == "red" for item in assumptions(facts)),
+        "assumptions": found,
+        "void": any(item.light == "red" for item in found),
         "covers": sentences.covers(facts),
         "excludes": sentences.excludes(facts),
+        "utility": sentences.utility(facts),
         "runs": runs[:_SHOWN_RUNS],
         "more_runs": max(0, len(runs) - _SHOWN_RUNS),
         "profile": [(round_up_delta(delta), round_up(eps)) for delta, eps in figures.profile],
         "examples": facts.dataset.num_examples if facts.num_examples_is_public else None,
-        "versions": {"dpengine": figures.version, "torch": facts.environment.torch},
         "significant": lambda value: f"{value:.6g}" if isinstance(value, (int, float)) else "–",
         "hashes": _hashes(facts.dataset.description.get("sha256")),
     }
@@ -103,106 +95,47 @@ def _hashes(value: Any) -> dict[str, str]:
     return {str(k): str(v) for k, v in value.items()} if isinstance(value, Mapping) else {"": str(value)}
 
 
-def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, str]]:
+def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, Any]]:
     if figures.spent is None or not math.isfinite(figures.spent.epsilon) or figures.spent.epsilon <= 0:
         return []
     mark = _bracketed_stamps(facts, figures)
     attack = {
         "title": "What an attacker can achieve",
-        "svg": _attack_chart(facts, figures),
+        "label": "bound on the true positive rate of a membership test, by its false positive rate",
         "note": f"No membership test lies above the line. The dashed one is guessing.{mark}",
+        "x": _axis("false positive rate", 1.0, "{:.0%}".format),
+        "y": _axis("true positive rate, at most", 1.0, "{:.0%}".format),
+        "points": attack_bound(facts, figures),
+        "reference": ((0.0, 0.0), (1.0, 1.0)),
     }
-    if not figures.are_ours:  # only the version that computed the total can compute the cost of each step
-        return [attack]
-    delta = round_up_delta(facts.accounting.delta)
-    steps = {
-        "title": "What each step cost",
-        "svg": _steps_chart(facts),
-        "note": f"ε at δ = {delta}, if the run had stopped there.{mark}",
-    }
-    return [steps, attack]
+    # Only the version that computed the total can compute the cost of each step.
+    return [_steps_chart(facts, mark), attack] if figures.are_ours else [attack]
 
 
-def _steps_chart(facts: RunFacts) -> str:
+def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
     points = epsilon_by_step(facts)
     last, highest = points[-1]
-    lines = [Line(points, "line", f"{round_up(highest)}")]
-    top, target = highest, facts.accounting.target_epsilon
-    if target is not None and target < 4 * highest:
-        top = max(highest, target)
-        lines.insert(0, Line(((0.0, target), (last, target)), "reference"))
-    title = f"epsilon over {facts.steps} steps, up to {round_up(highest)}"
-    return line_chart(
-        title,
-        Axis("steps", 0.0, last, lambda v: f"{v:,.0f}" if last >= 5 else f"{v:g}"),
-        Axis("ε", 0.0, 1.12 * top, lambda v: f"{v:.6g}"),
-        lines,
-        area_under=lines[-1],
-    )
-
-
-def _attack_chart(facts: RunFacts, figures: Figures) -> str:
-    points = attack_bound(facts, figures)
-    rate = Axis("false positive rate", 0.0, 1.0, lambda v: f"{v:.0%}")
-    line = Line(points, "line")
-    return line_chart(
-        "bound on the true positive rate of a membership test, by its false positive rate",
-        rate,
-        Axis("true positive rate, at most", 0.0, 1.0, lambda v: f"{v:.0%}"),
-        [Line(((0.0, 0.0), (1.0, 1.0)), "reference"), line],
-        area_under=line,
-    )
-
-
-def _registry_entry(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """Returns the run under the field names of the Differential Privacy Deployments Registry."""
-    spent = figures.spent
-    # Three digits are enough for a registry, as long as they are rounded up.
-    bound = "not claimed" if spent is None else round_up(spent.epsilon, 3).replace("∞", "inf")
+    target = facts.accounting.target_epsilon
+    shown = target if target is not None and target < 4 * highest else None
+    top = 1.12 * max(highest, shown or 0.0)
     return {
-        "basic": {"data_product_type": "Machine learning model"},
-        "dp_variant": {
-            "variant_name": "Approximate DP",
-            "data_domain": sentences.neighbours(facts),
-            "unprotected_quantities": "; ".join(sentences.excludes(facts)),
-        },
-        "privacy_loss": {
-            "privacy_unit": facts.accounting.unit,
-            "number_of_privacy_units": 1,
-            "privacy_parameters": {"epsilon": bound, "delta": round_up_delta(facts.accounting.delta)},
-            "privacy_parameters_details": "; ".join(stamps(facts, figures)) or sentences.accounting(figures),
-        },
-        "deployment_model": {"model_name": "Central", "data_source_type": "Static", "access_type": "Non-interactive"},
-        "implementation": {
-            "preprocessing_and_hyperparameter_tuning": "not covered",
-            "mechanisms": sentences.mechanism(facts),
-            "composition": f"{facts.steps:,} steps; {sentences.accounting(figures)}",
-            "utility": _utility(facts),
-        },
+        "title": "What each step cost",
+        "label": f"epsilon over {facts.steps} steps, up to {round_up(highest)}",
+        "note": f"ε at δ = {round_up_delta(facts.accounting.delta)}, if the run had stopped there.{mark}",
+        "x": _axis("steps", last, "{:,.0f}".format if last >= 5 else "{:g}".format),
+        "y": _axis("ε", top, "{:.6g}".format),
+        "points": tuple((x / last, y / top) for x, y in points),
+        "value": round_up(highest),
+        "reference": () if shown is None else ((0.0, shown / top), (1.0, shown / top)),
     }
 
 
-def _utility(facts: RunFacts) -> str:
-    utility = facts.utility
-    if utility.get("value") is None:
-        return ""
-    split = f" on {utility['split']}" if utility.get("split") else ""
-    return f"{utility.get('metric', 'score')} {utility['value']}{split}; not covered by the guarantee"
+def _axis(label: str, high: float, form: Callable[[float], str]) -> dict[str, Any]:
+    """Returns an axis from 0: its label, and positions in [0, 1] and texts of about five round numbers."""
+    return {"label": label, "ticks": [(tick / high, form(tick)) for tick in _ticks(high)]}
 
 
-def _yaml(tree: Mapping[str, Any], indent: str = "") -> list[str]:
-    """Writes nested mappings as YAML. Strings are quoted as in JSON, which is valid YAML."""
-    lines = []
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            lines += [f"{indent}{key}:", *_yaml(value, indent + "  ")]
-        elif key in ("epsilon", "delta", "number_of_privacy_units") and value != "not claimed":
-            lines.append(f"{indent}{key}: {_yaml_number(str(value))}")
-        else:
-            lines.append(f"{indent}{key}: {json.dumps(value, ensure_ascii=False)}")
-    return lines
-
-
-def _yaml_number(text: str) -> str:
-    # YAML 1.1 reads 1e-05 as a string: a number needs a decimal point.
-    return ".inf" if text == "inf" else text if "." in text else text.replace("e", ".0e")
+def _ticks(high: float) -> list[float]:
+    unit = 10.0 ** math.floor(math.log10(high / _TICKS))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if high / (unit * factor) <= _TICKS)
+    return [step * i for i in range(math.floor(high / step + 1e-9) + 1)]

@@ -30,9 +30,22 @@ def statement(facts: RunFacts) -> str:
 
 def statement_of(facts: RunFacts, figures: Figures) -> str:
     """Returns the statement of figures that were computed before."""
-    setting = f"{sentences.SETTING} differential privacy: the trainer sees the data, others see released results only."
-    entries = {
-        "Setting": setting,
+    lines = [sentences.headline(facts, figures)]
+    lines += [_entry(f"{name}: ", text) for name, text in entries(facts, figures).items()]
+    lines.append("Assumptions, and whether they hold in this run:")
+    lines += [_entry(f"  [{item.holds}] ", f"{item.name}: {item.evidence}.") for item in assumptions(facts)]
+    lines.append("Covered:")
+    lines += [_entry("  - ", text) for text in sentences.covers(facts)]
+    lines.append("Not covered:")
+    lines += [_entry("  - ", text) for text in sentences.excludes(facts)]
+    return "\n".join(lines) + "\n"
+
+
+def entries(facts: RunFacts, figures: Figures) -> dict[str, str]:
+    """Returns the named lines that statement, model card and page share, without empty ones."""
+    central = f"{sentences.SETTING} differential privacy: the trainer sees the data, others see released results only."
+    found = {
+        "Setting": central,
         "Unit": f"one {facts.accounting.unit}.",
         "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbours(facts)}",
         "Numbers": made_by(facts, figures),
@@ -43,15 +56,7 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
         "Accounting": sentences.accounting(figures),
         "Audit": sentences.audit(facts),
     }
-    lines = [sentences.headline(facts, figures)]
-    lines += [_entry(f"{name}: ", text) for name, text in entries.items() if text]
-    lines.append("Assumptions, and whether they hold in this run:")
-    lines += [_entry(f"  [{item.holds}] ", f"{item.name}: {item.evidence}.") for item in assumptions(facts)]
-    lines.append("Covered:")
-    lines += [_entry("  - ", text) for text in sentences.covers(facts)]
-    lines.append("Not covered:")
-    lines += [_entry("  - ", text) for text in sentences.excludes(facts)]
-    return "\n".join(lines) + "\n"
+    return {name: text for name, text in found.items() if text}
 
 
 def _entry(lead: str, text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -29,16 +30,49 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "boolean": (bool,),
     "null": (type(None),),
 }
+_LIMITS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
+    "minimum": (operator.ge, ", below"),
+    "maximum": (operator.le, ", above"),
+    "exclusiveMinimum": (operator.gt, ", not above"),
+    "exclusiveMaximum": (operator.lt, ", not below"),
+    "minItems": (operator.ge, " items, fewer than"),
+    "maxItems": (operator.le, " items, more than"),
+}
 
 
 def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterator[str]:
-    """Yields the violations of a schema by a value."""
+    """Yields the violations of a schema by a value. Supports the keywords of ``schema.json``."""
     allowed = [schema["type"]] if isinstance(schema.get("type"), str) else schema.get("type")
     if allowed and not any(_has_type(value, name) for name in allowed):
         yield f"{where or 'the document'} is {shortened(value)}, not of type {' or '.join(allowed)}"
         return
-    for keyword, rule in schema.items():
-        yield from _KEYWORDS[keyword](value, rule, where)
+    if "$ref" in schema:
+        yield from violations(value, report_schema()["$defs"][schema["$ref"].rpartition("/")[2]], where)
+    if "anyOf" in schema and all(any(violations(value, part, where)) for part in schema["anyOf"]):
+        yield f"{where} is {shortened(value)}, which it cannot be"
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
+        yield f"{where} is {shortened(value)}, not {' or '.join(map(shortened, choices))}"
+    for keyword, (fits, words) in _LIMITS.items():
+        size = len(value) if isinstance(value, list) else value
+        if keyword in schema and isinstance(size, (int, float)) and not fits(size, schema[keyword]):
+            yield f"{where} {'has' if size is not value else 'is'} {size!r}{words} {schema[keyword]}"
+    prefix = f"{where}." if where else ""
+    yield from (f"{prefix}{key} is missing" for key in schema.get("required", ()) if key not in value)
+    for key, item in value.items() if "properties" in schema else ():
+        if key in schema["properties"]:
+            yield from violations(item, schema["properties"][key], f"{prefix}{key}")
+        else:  # every object of the schema has "additionalProperties": false
+            yield f"{prefix}{key} is not known"
+    for index, item in enumerate((value or ()) if "items" in schema else ()):  # null, where the type allows it
+        yield from violations(item, schema["items"], f"{where}[{index}]")
+
+
+def _has_type(value: Any, name: str) -> bool:
+    if isinstance(value, bool) and name != "boolean":
+        return False
+    # 1e999 is valid JSON that Python reads as infinity.
+    return isinstance(value, _TYPES[name]) and not (isinstance(value, float) and not math.isfinite(value))
 
 
 def shortened(value: Any) -> str:
@@ -54,86 +88,9 @@ def report_schema() -> dict[str, Any]:
     return json.loads(text)  # type: ignore[no-any-return]
 
 
-def _has_type(value: Any, name: str) -> bool:
-    if isinstance(value, bool) and name != "boolean":
-        return False
-    # 1e999 is valid JSON that Python reads as infinity.
-    return isinstance(value, _TYPES[name]) and not (isinstance(value, float) and not math.isfinite(value))
-
-
-def _ignored(value: Any, rule: Any, where: str) -> Iterator[str]:
-    yield from ()
-
-
-def _required(value: Any, rule: Any, where: str) -> Iterator[str]:
-    yield from (f"{_below(where, key)} is missing" for key in rule if key not in value)
-
-
-def _properties(value: Any, rule: Any, where: str) -> Iterator[str]:
-    for key, item in value.items():
-        if key in rule:
-            yield from violations(item, rule[key], _below(where, key))
-        else:  # every object of the schema has "additionalProperties": false
-            yield f"{_below(where, key)} is not known"
-
-
-def _items(value: Any, rule: Any, where: str) -> Iterator[str]:
-    for index, item in enumerate(value or ()):  # null, where the type allows it
-        yield from violations(item, rule, f"{where}[{index}]")
-
-
-def _any_of(value: Any, rule: Any, where: str) -> Iterator[str]:
-    if all(any(violations(value, part, where)) for part in rule):
-        yield f"{where} is {shortened(value)}, which it cannot be"
-
-
-def _ref(value: Any, rule: Any, where: str) -> Iterator[str]:
-    yield from violations(value, report_schema()["$defs"][rule.rpartition("/")[2]], where)
-
-
-def _enum(value: Any, rule: Any, where: str) -> Iterator[str]:
-    if not any(type(value) is type(choice) and value == choice for choice in rule):
-        yield f"{where} is {shortened(value)}, not {' or '.join(map(shortened, rule))}"
-
-
-def _const(value: Any, rule: Any, where: str) -> Iterator[str]:
-    yield from _enum(value, [rule], where)
-
-
-def _bound(fits: Callable[[float, float], bool], words: str) -> Callable[[Any, Any, str], Iterator[str]]:
-    def check(value: Any, rule: Any, where: str) -> Iterator[str]:
-        size = len(value) if isinstance(value, list) else value
-        if isinstance(size, (int, float)) and not fits(size, rule):
-            yield f"{where} {'has' if size is not value else 'is'} {size!r}{words} {rule}"
-
-    return check
-
-
-def _below(where: str, key: str) -> str:
-    return f"{where}.{key}" if where else key
-
-
-_KEYWORDS: dict[str, Callable[[Any, Any, str], Iterator[str]]] = {
-    **dict.fromkeys(("$schema", "$defs", "title", "description", "type", "additionalProperties"), _ignored),
-    "required": _required,
-    "properties": _properties,
-    "items": _items,
-    "anyOf": _any_of,
-    "$ref": _ref,
-    "enum": _enum,
-    "const": _const,
-    "minimum": _bound(lambda size, limit: size >= limit, ", below"),
-    "maximum": _bound(lambda size, limit: size <= limit, ", above"),
-    "exclusiveMinimum": _bound(lambda size, limit: size > limit, ", not above"),
-    "exclusiveMaximum": _bound(lambda size, limit: size < limit, ", not below"),
-    "minItems": _bound(lambda size, limit: size >= limit, " items, fewer than"),
-    "maxItems": _bound(lambda size, limit: size <= limit, " items, more than"),
-}
-
-
 REPORT_FILE = "privacy_report.json"
 
-_REBUILD = "Use the file that the run wrote, or rebuild it from privacy_state.json: dpengine report RUN_DIR."
+_REBUILD = "Use the file that the run wrote, or rebuild it: dpengine report RUN_DIR/privacy_state.json."
 _NO_SIGNATURE = (
     "The digest detects accidents and careless edits; it is not a signature and does not show who wrote a report."
 )
@@ -197,7 +154,7 @@ def _check_schema(document: Any, where: str) -> None:
         _reject(where, found, "pip install --upgrade dpengine")
     if type(version) is int and version < SCHEMA_VERSION:
         found = f"written by an older dpengine, schema {version}; this one reads {SCHEMA_VERSION}"
-        _reject(where, found, "Rebuild it from privacy_state.json: dpengine report RUN_DIR.")
+        _reject(where, found, "Rebuild it: dpengine report RUN_DIR/privacy_state.json.")
     found = next(violations(document, report_schema()), "")
     if found:
         _reject(where, f"not a report of schema {SCHEMA_VERSION}: {found}")

@@ -101,9 +101,8 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
     secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
     secret += ", if the training loop drew the batches as declared" if DECLARED in facts.samplings else ""
-    secret += (
-        ", if the batches of loaded charges were drawn as charged" if UNKNOWN_SAMPLING in facts.other_samplings else ""
-    )
+    unknown = UNKNOWN_SAMPLING in facts.other_samplings
+    secret += ", if the batches of loaded charges were drawn as charged" if unknown else ""
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
@@ -213,14 +212,21 @@ def excludes(facts: RunFacts) -> list[str]:
     ]
 
 
+def utility(facts: RunFacts) -> str:
+    """States the utility of the model; empty if it is not known."""
+    metric, value, split = (facts.utility.get(key) for key in ("metric", "value", "split"))
+    if value is None:
+        return ""
+    return f"{metric or 'score'} {_number(value)}{f' on {split}' if split else ''}; not covered by the guarantee"
+
+
 def audit(facts: RunFacts) -> str:
     """States the result of an audit; empty if there is none. Its lower bound is rounded down."""
     found = facts.audit
     if not found:
         return ""
-    said = {"pass": "no violation found", "violation": "THE CLAIM IS REFUTED"}.get(
-        found["verdict"], "nothing can be said"
-    )
+    verdicts = {"pass": "no violation found", "violation": "THE CLAIM IS REFUTED"}
+    said = verdicts.get(found["verdict"], "nothing can be said")
     bound, claimed, alpha = found.get("bound"), found.get("claimed"), found.get("alpha")
     trials = f"{found['n']:,} {found['kind']} canaries" if found.get("kind") else f"{found['n']:,} trials"
     least = "" if bound is None else f"; ε is at least {_down(bound)}"

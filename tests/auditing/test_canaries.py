@@ -154,5 +154,5 @@ def test_parameters_that_change_are_refused():
     parts = made(sample_rate=1.0, noise_multiplier=1.0)(dataset)
     run = WatchedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
     parts[1][0].bias.requires_grad_(False)
-    with run.planted(), pytest.raises(UnknownParameterError, match="frozen, thawed or replaced since make"):
+    with run.planted(), pytest.raises(UnknownParameterError, match="frozen, unfrozen or replaced since make"):
         trained(1)(*parts)

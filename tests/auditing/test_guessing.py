@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from dpengine.accounting import epsilon_of_mu
-from dpengine.auditing import (
+from dpengine.auditing.guessing import (
     Guesses,
     epsilon_from_guesses,
     gaussian_curve,

@@ -173,9 +173,9 @@ def _restricted(dataset):
 
 
 UNWATCHED = {
-    "another data set": (lambda dataset: made(noise_multiplier=1.0)(rows()), "that make\\(\\) was given has 140"),
-    "two runs": (_two_runs, "in which one run is private"),
-    "nothing private": (lambda dataset: (PrivacyEngine(), *_fresh(dataset)), "in which one run is private"),
+    "another data set": (lambda dataset: made(noise_multiplier=1.0)(rows()), "that make\\(\\) received has 140"),
+    "two runs": (_two_runs, "exactly one run"),
+    "nothing private": (lambda dataset: (PrivacyEngine(), *_fresh(dataset)), "exactly one run"),
     "ghost": (made(noise_multiplier=1.0, grad_sample_mode="ghost"), "Pass kind='input'"),
     "some parameters": (_restricted, "restrict_to_optimizer"),
     "units": (

@@ -87,7 +87,7 @@ def test_a_module_that_cannot_be_imported_is_no_traceback(capsys, models, text, 
     assert main(["check", "unsound_module:make"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert re.search(rf"dpengine: unsound_module must be a module that can be imported; .*{why}", err)
+    assert re.search(rf"dpengine: unsound_module:make cannot be imported: .*{why}", err)
 
 
 @pytest.mark.parametrize(

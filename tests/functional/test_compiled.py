@@ -68,12 +68,12 @@ def test_a_compiler_that_is_wrong_for_one_row_is_refused():
     def wrong(graph, inputs):
         return lambda *args: [out * 1.01 if out.is_floating_point() and out.dim() else out for out in graph(*args)]
 
-    with pytest.raises(UnsupportedLayerError, match="is off by"):
+    with pytest.raises(UnsupportedLayerError, match="differs by"):
         compiled(slow, *problem(), backend=wrong)
 
 
 def test_bad_arguments_are_refused():
-    with pytest.raises(TypeError, match="none of clipped_grad"):
+    with pytest.raises(TypeError, match="not a result of clipped_grad"):
         compiled(nn.Linear(2, 2), torch.zeros(3))
     with pytest.raises(ValueError, match="no rows"):
         compiled(clipped_fun(lambda v: v, l2_clip_norm=1.0), torch.zeros(0, 2))

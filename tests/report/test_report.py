@@ -83,6 +83,26 @@ RANGES = {
 }
 
 
+READ = {
+    *{"$schema", "$defs", "$ref", "title", "description", "type", "required", "properties", "additionalProperties"},
+    *{"items", "anyOf", "enum", "const", *schema_check._LIMITS},
+}
+
+
+def keywords(schema):
+    """All keywords of a schema and of the schemas in it."""
+    for keyword, rule in schema.items():
+        yield keyword
+        parts = rule.values() if keyword in ("properties", "$defs") else rule if keyword == "anyOf" else [rule]
+        for part in parts:
+            if isinstance(part, dict) and keyword in ("properties", "$defs", "anyOf", "items"):
+                yield from keywords(part)
+
+
+def test_the_reader_supports_all_keywords_of_the_schema():
+    assert set(keywords(SCHEMA)) <= READ
+
+
 def strictly_parsed(text):
     def refuse(name):
         raise AssertionError(f"{name} is no JSON")

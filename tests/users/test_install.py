@@ -170,7 +170,7 @@ def test_a1_the_data_can_be_read_from_a_built_wheel(wheel, tmp_path):
         "from dpengine.data import load_adult; d = load_adult(); print(d.__class__.__module__, len(d.train_labels))"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert result.stdout.split() == ["dpengine.data.record", "32561"], result.stderr
+    assert result.stdout.split() == ["dpengine.data.adult", "32561"], result.stderr
 
 
 def test_the_metadata_names_both_licences_and_the_requirements(wheel):

@@ -43,7 +43,7 @@ def _write_report(folder: Path, results: Results) -> list[Path]:
 
 
 def _write_state(folder: Path, results: Results) -> list[Path]:
-    state = results.reported.engine.state_dict() | {"facts": _report(results).facts.state_dict()}
+    state = results.reported.engine.state_dict()
     return [_write_text(folder / STATE_FILE, json.dumps(state, ensure_ascii=False, indent=2) + "\n")]
 
 
