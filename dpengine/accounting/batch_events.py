@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from dpengine.errors import InvalidBudgetError
 
 from . import arguments
+from .base_event import BaseEvent
 
 
 @dataclass(frozen=True)
-class TruncatedGaussianEvent:
+class TruncatedGaussianEvent(BaseEvent):
     """A Gaussian sum over a Poisson batch that is truncated to a uniform subset if it is too large.
 
     For zero-out, with a public number of examples. With banded noise and cyclic groups, it is one step of the run, like
@@ -46,13 +47,18 @@ class TruncatedGaussianEvent:
         if not isinstance(self.run, str):
             raise TypeError(f"TruncatedGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
 
+    @property
+    def inclusion_rate(self) -> float:
+        """See `BaseEvent.inclusion_rate`."""
+        return self.sample_rate
+
     def cycles(self, steps: int) -> int:
         """Returns the maximum number of participations of an example in this number of steps."""
         return -(-steps // self.cycle_length) if self.run else steps
 
 
 @dataclass(frozen=True)
-class FixedSizeGaussianEvent:
+class FixedSizeGaussianEvent(BaseEvent):
     """A Gaussian sum over a uniform subset of fixed size.
 
     For replace-one, and zero-out by the same bound, with a public number of examples.
@@ -80,9 +86,14 @@ class FixedSizeGaussianEvent:
                 fix="Pass a batch_size of at most num_examples.",
             )
 
+    @property
+    def inclusion_rate(self) -> float:
+        """See `BaseEvent.inclusion_rate`."""
+        return self.batch_size / self.num_examples
+
 
 @dataclass(frozen=True)
-class MixtureGaussianEvent:
+class MixtureGaussianEvent(BaseEvent):
     """A Gaussian sum in which the contribution of a unit has a random norm.
 
     For example, a user with several examples, of which a batch contains none, some or all. For add-or-remove and

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any, get_args
 
 import numpy as np
 
 from dpengine.errors import AccountingRefusedError
 
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
-from .events import CyclicGaussianEvent, GaussianEvent, MatrixGaussianEvent, NonPrivateEvent, Relation, UnclaimedEvent
+from .events import CyclicGaussianEvent, GaussianEvent, MatrixGaussianEvent, PoissonGaussianEvent, Relation
 from .ledger import Charge
 from .merging import Kinds, cells, typical
 from .sampled_matrix import SampledMatrixEvent
@@ -111,59 +112,40 @@ class Bounds:
 
 def compose(history: Iterable[Charge]) -> Composition:
     """Returns the composition of a history."""
-    unsampled: Counter[float] = Counter()
-    sampled: Counter[tuple[float, float]] = Counter()
-    cyclic: Counter[CyclicGaussianEvent] = Counter()
-    matrices: Counter[MatrixGaussianEvent] = Counter()
-    runs: Counter[SampledMatrixEvent] = Counter()
-    batches: Counter[BatchEvent] = Counter()
-    selections: Counter[RepeatAndSelectEvent] = Counter()
+    counts: defaultdict[type, Counter[Any]] = defaultdict(Counter)  # by class, and by event
     non_private = False
     for charge in history:
         event = charge.event
-        if isinstance(event, UnclaimedEvent):
+        if not event.claimed:
             raise AccountingRefusedError(
-                f"No epsilon is claimed for this history: {event.reason}",
+                f"No epsilon is claimed for this history: {event.refusal}",
                 fix="Use Poisson sampling for a guarantee.",
             )
-        if isinstance(event, RepeatAndSelectEvent):
-            selections[event] += charge.count
-        elif isinstance(event, NonPrivateEvent) or event.noise_multiplier == 0:
+        if event.noiseless:
             non_private = True
-        elif isinstance(event, CyclicGaussianEvent):
-            cyclic[event] += charge.count  # of one run, also if the history interleaves runs
-        elif isinstance(event, MatrixGaussianEvent):
-            matrices[event] += charge.count
-        elif isinstance(event, SampledMatrixEvent):
-            runs[event] += charge.count
-        elif isinstance(event, BatchEvent):
-            batches[event] += charge.count
-        elif isinstance(event, GaussianEvent) or event.sample_rate == 1:
-            unsampled[event.noise_multiplier] += charge.count
         else:
-            sampled[event.sample_rate, event.noise_multiplier] += charge.count
-    for event, steps in cyclic.items():
-        if event.sample_rate == 1:
-            unsampled[event.noise_multiplier] += event.cycles(steps)
-        else:
-            sampled[event.sample_rate, event.noise_multiplier] += event.cycles(steps)
+            counts[type(event)][event] += charge.count  # of one run, also if the history interleaves runs
+    unsampled: Counter[float] = Counter()
+    sampled: Counter[tuple[float, float]] = Counter()
+    for kind in (GaussianEvent, PoissonGaussianEvent, CyclicGaussianEvent):
+        for event, steps in counts[kind].items():
+            if event.inclusion_rate == 1:
+                unsampled[event.noise_multiplier] += event.cycles(steps)
+            else:
+                sampled[event.inclusion_rate, event.noise_multiplier] += event.cycles(steps)
+    batches = [(event, event.cycles(steps)) for kind in get_args(BatchEvent) for event, steps in counts[kind].items()]
     # Integer counts first, then fsum, which rounds once: the result does not depend on order and splits.
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     parts = [count / sigma / sigma for sigma, count in unsampled.items()]
-    precision = math.fsum([*parts, *(event.precision(steps) for event, steps in matrices.items())])
+    precision = math.fsum([*parts, *(event.precision(steps) for event, steps in counts[MatrixGaussianEvent].items())])
     return Composition(
         precision,
         groups,
         non_private,
-        tuple(sorted(runs.items(), key=repr)),
-        tuple(sorted(((event, _rounds(event, steps)) for event, steps in batches.items()), key=repr)),
-        tuple(sorted(selections.items(), key=repr)),
+        tuple(sorted(counts[SampledMatrixEvent].items(), key=repr)),
+        tuple(sorted(batches, key=repr)),
+        tuple(sorted(counts[RepeatAndSelectEvent].items(), key=repr)),
     )
-
-
-def _rounds(event: BatchEvent, steps: int) -> int:
-    """Returns the maximum number of participations of an example in this number of steps."""
-    return event.cycles(steps) if isinstance(event, TruncatedGaussianEvent) else steps
 
 
 @functools.lru_cache(maxsize=8)

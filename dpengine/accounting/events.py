@@ -3,12 +3,13 @@
 import enum
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dpengine.errors import InvalidBudgetError, LedgerError
 
 from . import arguments
+from .base_event import BaseEvent
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
 from .sampled_matrix import SampledMatrixEvent
 from .tuning import RepeatAndSelectEvent
@@ -38,7 +39,7 @@ class Relation(enum.Enum):
 
 
 @dataclass(frozen=True)
-class GaussianEvent:
+class GaussianEvent(BaseEvent):
     """A sum over all examples with Gaussian noise of ``noise_multiplier`` times its add/remove sensitivity."""
 
     noise_multiplier: float
@@ -46,9 +47,14 @@ class GaussianEvent:
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
 
+    @property
+    def inclusion_rate(self) -> float:
+        """See `BaseEvent.inclusion_rate`."""
+        return 1.0
+
 
 @dataclass(frozen=True)
-class PoissonGaussianEvent:
+class PoissonGaussianEvent(BaseEvent):
     """Like `GaussianEvent`, over a batch that contains each example independently with probability ``sample_rate``."""
 
     sample_rate: float
@@ -58,9 +64,18 @@ class PoissonGaussianEvent:
         object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
         object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))
 
+    @property
+    def inclusion_rate(self) -> float:
+        """See `BaseEvent.inclusion_rate`."""
+        return self.sample_rate
+
+    def rounded(self) -> "PoissonGaussianEvent":
+        """See `BaseEvent.rounded`: the last digits of the rate may differ."""
+        return replace(self, sample_rate=float(f"{self.sample_rate:.12g}"))
+
 
 @dataclass(frozen=True)
-class CyclicGaussianEvent:
+class CyclicGaussianEvent(BaseEvent):
     """One step of a run with banded noise and cyclic sampling.
 
     Each example is in one of ``cycle_length`` groups. A step samples each example of one group with ``sample_rate``,
@@ -87,13 +102,18 @@ class CyclicGaussianEvent:
         if not isinstance(self.run, str):
             raise TypeError(f"CyclicGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
 
+    @property
+    def inclusion_rate(self) -> float:
+        """See `BaseEvent.inclusion_rate`."""
+        return self.sample_rate
+
     def cycles(self, steps: int) -> int:
         """Returns the maximum number of participations of an example in this number of steps."""
         return -(-steps // self.cycle_length) if self.run else steps
 
 
 @dataclass(frozen=True)
-class MatrixGaussianEvent:
+class MatrixGaussianEvent(BaseEvent):
     """One step of a run with noise correlated across steps, in which examples participate once in every cycle.
 
     All steps so far are one Gaussian mechanism, of the contributions of all participations.
@@ -141,12 +161,17 @@ class MatrixGaussianEvent:
 
 
 @dataclass(frozen=True)
-class NonPrivateEvent:
+class NonPrivateEvent(BaseEvent):
     """A release without noise: epsilon is infinite."""
+
+    @property
+    def noiseless(self) -> bool:
+        """True: it has no noise."""
+        return True
 
 
 @dataclass(frozen=True)
-class UnclaimedEvent:
+class UnclaimedEvent(BaseEvent):
     """A release without a privacy analysis, such as shuffled batches. Its history has no epsilon.
 
     Args:
@@ -157,6 +182,15 @@ class UnclaimedEvent:
 
     reason: str
     unamplified: CyclicGaussianEvent | None = None
+
+    @property
+    def refusal(self) -> str:
+        """See `BaseEvent.refusal`."""
+        return self.reason or "no reason is given"
+
+    def rounded(self) -> "UnclaimedEvent":
+        """See `BaseEvent.rounded`: the event without amplification may be missing."""
+        return replace(self, unamplified=None)
 
 
 Event = (
@@ -211,9 +245,9 @@ def event_to_state(event: Event) -> dict[str, Any]:
     """Returns the event as plain JSON values."""
     state = {"type": _NAMES[type(event)], **asdict(event)}
     state.pop("unamplified", None)
-    if isinstance(event, RepeatAndSelectEvent):
-        state["base"] = [[event_to_state(one), count] for one, count in event.base]
-        state["shape"] = None if math.isinf(event.shape) else event.shape
+    if event.is_selection:
+        state["base"] = [[event_to_state(one), count] for one, count in getattr(event, "base")]  # noqa: B009
+        state["shape"] = None if math.isinf(state["shape"]) else state["shape"]
     return state
 
 

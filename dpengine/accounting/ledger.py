@@ -10,7 +10,6 @@ from dpengine.errors import InvalidBudgetError, LedgerError
 
 from . import arguments
 from .events import Event, event_from_state, event_to_state
-from .sampled_matrix import SampledMatrixEvent
 
 KINDS = ("release", "void", "clip")
 """A step, a batch that was sampled and discarded, and the noised count of adaptive clipping."""
@@ -182,7 +181,7 @@ def steps_of(history: Iterable[Charge]) -> int:
 def _steps(charge: Charge) -> int:
     if charge.kind == "clip":
         return 0
-    return charge.count * (charge.event.steps if isinstance(charge.event, SampledMatrixEvent) else 1)
+    return charge.count * charge.event.num_steps
 
 
 def _check_total(total: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from dpengine.errors import AccountingRefusedError, MissingDependencyError
 
@@ -33,7 +33,7 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
         AccountingRefusedError: If the event is unclaimed, or has no closed form.
         TypeError: If the value is not an event.
         MissingDependencyError: If dp-accounting is not installed.
-    """
+    """  # noqa: DOC502 - the conversions raise on our behalf
     try:
         import dp_accounting
     except ImportError as error:
@@ -41,15 +41,11 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
             "dp-accounting is needed to state a history as its events.", fix="pip install dp-accounting"
         ) from error
     count = arguments.count("count", count)
-    if isinstance(event, events.UnclaimedEvent):
-        raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
-    if isinstance(event, SampledMatrixEvent):
-        raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
-    if isinstance(event, events.NonPrivateEvent) or getattr(event, "noise_multiplier", 1) == 0:
-        return dp_accounting.NonPrivateDpEvent()
     if type(event) not in _CONVERSIONS:
         known = ", ".join(kind.__name__ for kind in _CONVERSIONS)
         raise TypeError(f"accounting.to_dp_accounting takes an event, not a {type(event).__name__}: one of {known}.")
+    if event.noiseless:
+        return dp_accounting.NonPrivateDpEvent()
     one, number = _CONVERSIONS[type(event)](dp_accounting, event, count)
     return dp_accounting.SelfComposedDpEvent(one, number) if number is not None else one
 
@@ -92,6 +88,14 @@ def _selection(library: Any, event: RepeatAndSelectEvent, count: int) -> tuple[A
     return library.dp_event.RepeatAndSelectDpEvent(base, event.mean, event.shape), count
 
 
+def _unclaimed(library: Any, event: Any, count: int) -> NoReturn:
+    raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
+
+
+def _simulated(library: Any, event: Any, count: int) -> NoReturn:
+    raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
+
+
 _CONVERSIONS: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {
     events.GaussianEvent: lambda library, event, count: (library.GaussianDpEvent(event.noise_multiplier), count),
     events.PoissonGaussianEvent: _poisson,
@@ -104,4 +108,7 @@ _CONVERSIONS: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {
     FixedSizeGaussianEvent: _fixed_size,
     MixtureGaussianEvent: _mixture,
     RepeatAndSelectEvent: _selection,
+    events.NonPrivateEvent: lambda library, event, count: (library.NonPrivateDpEvent(), None),
+    events.UnclaimedEvent: _unclaimed,
+    SampledMatrixEvent: _simulated,
 }

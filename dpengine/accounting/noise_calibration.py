@@ -23,7 +23,6 @@ from .ledger import Charge, checked_history
 from .monte_carlo import estimate as monte_carlo
 from .own_accountant import Accountant
 from .rounding import round_up
-from .sampled_matrix import SampledMatrixEvent
 from .tilted_pld import pld
 
 LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
@@ -152,7 +151,7 @@ def least_noise(
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
     one = event_of(1.0)
-    if accountant == "monte_carlo" and isinstance(one, SampledMatrixEvent):
+    if accountant == "monte_carlo" and one.is_whole_run:
         return _least_noise_by_simulation(event_of, target, delta, steps, Relation(relation))
 
     def history(sigma: float) -> tuple[Charge, ...]:

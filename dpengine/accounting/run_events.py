@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from . import arguments
 from .batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
@@ -25,8 +26,31 @@ ONE_RUN = "one run"
 """Name in events that are charged for one run only, to compute its epsilon."""
 
 
+class BaseParticipation:
+    """Attributes of participation with their usual values."""
+
+    apart: ClassVar[int] = 0
+    """Minimum number of steps between two participations of an example; 0 if it is not known."""
+    epoch_steps: ClassVar[int] = 0
+    """Number of batches in an epoch of which each example is in at most one; 0 for other schemes."""
+    claims_epochs: ClassVar[bool] = False
+    """Whether epsilon is claimed for each epoch as a whole."""
+    equal_groups: ClassVar[bool] = False
+    """Whether there are groups of equal size, which make the number of examples public."""
+    needs_size: ClassVar[bool] = False
+    """Whether the privacy cost depends on the number of examples, which is then public."""
+    relation: ClassVar[Relation | None] = None
+    """Neighboring relation of the guarantee, if only one is possible."""
+    steps_are_separate: ClassVar[bool] = False
+    """Whether the cost of a step depends neither on others nor on its number."""
+
+    def truncated(self, largest_batch: int) -> Participation:
+        """Returns the participation after larger batches were truncated to a uniform subset."""
+        return UnknownParticipation("Truncated batches of this sampling scheme have no privacy analysis.")
+
+
 @dataclass(frozen=True)
-class PoissonParticipation:
+class PoissonParticipation(BaseParticipation):
     """Step t samples each example of group ``t mod cycle_length`` independently of all others.
 
     Attributes:
@@ -37,16 +61,30 @@ class PoissonParticipation:
 
     sample_rate: float
     cycle_length: int = 1
-    equal_groups: bool = False
+    equal_groups: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         if self.sample_rate != 0:
             object.__setattr__(self, "sample_rate", arguments.sample_rate(self.sample_rate))
         object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
 
+    @property
+    def apart(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.apart`."""
+        return self.cycle_length
+
+    @property
+    def steps_are_separate(self) -> bool:  # type: ignore[override]
+        """See `BaseParticipation.steps_are_separate`."""
+        return self.cycle_length == 1
+
+    def truncated(self, largest_batch: int) -> TruncatedParticipation:
+        """See `BaseParticipation.truncated`."""
+        return TruncatedParticipation(self, largest_batch)
+
 
 @dataclass(frozen=True)
-class TruncatedParticipation:
+class TruncatedParticipation(BaseParticipation):
     """`PoissonParticipation` whose larger batches are truncated to a uniform subset.
 
     Attributes:
@@ -57,9 +95,21 @@ class TruncatedParticipation:
     drawn: PoissonParticipation
     largest_batch: int
 
+    needs_size: ClassVar[bool] = True
+
+    @property
+    def apart(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.apart`."""
+        return self.drawn.cycle_length
+
+    @property
+    def equal_groups(self) -> bool:  # type: ignore[override]
+        """See `BaseParticipation.equal_groups`."""
+        return self.drawn.equal_groups
+
 
 @dataclass(frozen=True)
-class FixedSizeParticipation:
+class FixedSizeParticipation(BaseParticipation):
     """Each batch is a new uniform subset of the data set, without replacement.
 
     Attributes:
@@ -68,9 +118,12 @@ class FixedSizeParticipation:
 
     batch_size: int
 
+    needs_size: ClassVar[bool] = True
+    relation: ClassVar[Relation] = Relation.REPLACE_ONE  # an example more would change the probabilities of others
+
 
 @dataclass(frozen=True)
-class EpochParticipation:
+class EpochParticipation(BaseParticipation):
     """Each example is in at most one batch of each epoch, as after shuffling. Nothing else is known of its batches.
 
     Attributes:
@@ -81,9 +134,21 @@ class EpochParticipation:
     steps: int
     claimed: bool = False
 
+    steps_are_separate: ClassVar[bool] = True
+
+    @property
+    def epoch_steps(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.epoch_steps`."""
+        return self.steps
+
+    @property
+    def claims_epochs(self) -> bool:  # type: ignore[override]
+        """See `BaseParticipation.claims_epochs`."""
+        return self.claimed
+
 
 @dataclass(frozen=True)
-class SeparatedParticipation:
+class SeparatedParticipation(BaseParticipation):
     """Two batches of an example are at least some steps apart. Nothing else is known of its batches.
 
     Attributes:
@@ -95,9 +160,14 @@ class SeparatedParticipation:
     def __post_init__(self) -> None:
         object.__setattr__(self, "separation", arguments.count("separation", self.separation))
 
+    @property
+    def apart(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.apart`."""
+        return self.separation
+
 
 @dataclass(frozen=True)
-class UnknownParticipation:
+class UnknownParticipation(BaseParticipation):
     """No analysis is known, so no epsilon is claimed.
 
     Attributes:
@@ -105,6 +175,8 @@ class UnknownParticipation:
     """
 
     reason: str
+
+    steps_are_separate: ClassVar[bool] = True
 
 
 Participation = (
@@ -164,18 +236,16 @@ def accounted_sample_rate(sample_rate: float) -> float:
 
 def relation_of(participation: Participation, *, public_size: bool) -> Relation:
     """Returns the neighboring relation of a run; ``public_size`` is True if the number of examples is public."""
-    if isinstance(participation, FixedSizeParticipation):  # one example more would change the probabilities of others
-        return Relation.REPLACE_ONE
-    return Relation.ZERO_OUT if public_size else Relation.ADD_OR_REMOVE_ONE
+    return participation.relation or (Relation.ZERO_OUT if public_size else Relation.ADD_OR_REMOVE_ONE)
 
 
 def event_of_step(participation: Participation, correlation: Correlation, release: Release) -> Event:
     """Returns the privacy event of one step, which is an `UnclaimedEvent` for a combination without analysis."""
     if release.noise_multiplier == 0:
         return NonPrivateEvent()
-    if release.relation is Relation.ADD_OR_REMOVE_ONE and getattr(participation, "equal_groups", False):
+    if release.relation is Relation.ADD_OR_REMOVE_ONE and participation.equal_groups:
         return UnclaimedEvent("Groups of equal size reveal the number of examples, which add-or-remove keeps private.")
-    if not release.num_examples and isinstance(participation, (TruncatedParticipation, FixedSizeParticipation)):
+    if participation.needs_size and not release.num_examples:
         return UnclaimedEvent(f"The cost of {participation} depends on the number of examples, which is not given.")
     make = _EVENTS.get((type(participation), _reach(participation, correlation)), _no_analysis)
     return make(participation, correlation, release)
@@ -185,9 +255,7 @@ def _reach(participation: Participation, correlation: Correlation) -> str:
     """Returns "none" for independent noise, "once" if no example participates twice within the bands, else "all"."""
     if correlation.bands == 1:
         return "none"
-    known = participation.drawn if isinstance(participation, TruncatedParticipation) else participation
-    apart = getattr(known, "cycle_length", getattr(known, "separation", 0))
-    return "once" if correlation.bands is not None and correlation.bands <= apart else "all"
+    return "once" if correlation.bands is not None and correlation.bands <= participation.apart else "all"
 
 
 def _sampled(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from dpengine.errors import InvalidBudgetError
 
 from . import arguments
+from .base_event import BaseEvent
 
 SCHEMES = ("balls-in-bins", "cyclic-poisson", "b-min-sep")
 """Sampling schemes, by their names in ``dpengine.batch_selection``."""
 
 
 @dataclass(frozen=True)
-class SampledMatrixEvent:
+class SampledMatrixEvent(BaseEvent):
     """One complete run that releases ``G + S^-1 Z`` step by step, with amplification by random participation.
 
     One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A part of
@@ -50,6 +52,13 @@ class SampledMatrixEvent:
     columns: tuple[tuple[float, ...], ...] = ()
     sample_rate: float = 1.0
     warm_start: bool = False
+
+    is_whole_run: ClassVar[bool] = True
+
+    @property
+    def num_steps(self) -> int:
+        """See `BaseEvent.num_steps`."""
+        return self.steps
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "noise_multiplier", arguments.noise_multiplier(self.noise_multiplier))

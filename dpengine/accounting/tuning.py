@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +17,14 @@ import numpy.typing as npt
 from dpengine.errors import InvalidBudgetError
 
 from . import arguments
+from .base_event import BaseEvent
 
 Floats = npt.NDArray[np.float64]
 _HALVINGS = 200
 
 
 @dataclass(frozen=True)
-class RepeatAndSelectEvent:
+class RepeatAndSelectEvent(BaseEvent):
     """Runs of one mechanism, of which the best is published.
 
     Attributes:
@@ -36,10 +37,12 @@ class RepeatAndSelectEvent:
     mean: float
     shape: float = 1.0
 
+    is_selection: ClassVar[bool] = True
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "base", tuple((event, arguments.count("count", count)) for event, count in self.base))
         mean, shape = arguments.real("mean", self.mean), arguments.real("shape", self.shape)
-        if not self.base or any(isinstance(event, RepeatAndSelectEvent) for event, _ in self.base):
+        if not self.base or any(getattr(event, "is_selection", False) for event, _ in self.base):
             raise InvalidBudgetError(
                 "RepeatAndSelectEvent.base must hold the events of one run, without a selection.",
                 fix="Pass base=((PoissonGaussianEvent(0.01, 1.0), 1000),).",

@@ -19,9 +19,8 @@ from scipy.special import log_ndtr
 from torch.utils.data import DataLoader
 
 from dpengine.accounting.accountant import bounds_of, epsilon_of
-from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.events import GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.accounting.ledger import Charge
-from dpengine.clipping.adaptive import Adaptive
 from dpengine.noise.source import NoiseSource
 
 from .finding import AuditFinding, Evidence
@@ -216,7 +215,7 @@ def _numbers(evidence: Evidence, trial: Trial, counters: Counters, updates: int,
     for domain, _, std, scale in counters.noises:
         if domain != "noise" or trial.plan.noise is not None:
             continue
-        if not isinstance(trial.plan.clipping, Adaptive):
+        if trial.plan.clipping.has_constant_bounds:
             _equal(evidence, "standard deviation of the noise", std, trial.std)
         _equal(evidence, "divisor", 1 / scale if scale else math.inf, trial.divisor)
 
@@ -225,10 +224,10 @@ def _events(evidence: Evidence, trial: Trial) -> None:
     """Tests that each charge has the declared noise and the declared rate."""
     for charge in trial.engine.ledger.history:
         event = charge.event
-        if not isinstance(event, (GaussianEvent, PoissonGaussianEvent, CyclicGaussianEvent)):
+        if event.inclusion_rate is None or event.noiseless:
             evidence.unknown(f"a charge is a {type(event).__name__}, which is not tested")
             continue
-        _equal(evidence, "charged noise multiplier", event.noise_multiplier, _charged_noise(trial))
+        _equal(evidence, "charged noise multiplier", getattr(event, "noise_multiplier", 0.0), _charged_noise(trial))
         turns = getattr(event, "cycle_length", 1)
         bands = getattr(trial.options.get("noise"), "num_bands", 1)
         if turns != bands:
@@ -245,7 +244,7 @@ def _events(evidence: Evidence, trial: Trial) -> None:
 def _charged_noise(trial: Trial) -> float:
     """Returns the noise multiplier of a Gaussian release with the cost of the declared noise."""
     sigma, policy = trial.noise_multiplier, trial.plan.clipping
-    if not isinstance(policy, Adaptive):
+    if policy.has_constant_bounds:
         return sigma
     added = trial.plan.noise_std / policy.sensitivity()
     return float((added**-2 + (2 * policy.count_noise_multiplier) ** -2) ** -0.5)
@@ -253,7 +252,7 @@ def _charged_noise(trial: Trial) -> float:
 
 def _constants(evidence: Evidence, trial: Trial) -> None:
     options, plan = trial.options, trial.plan
-    if not isinstance(plan.clipping, Adaptive):
+    if plan.clipping.has_constant_bounds:
         _equal(evidence, "clipping norm", plan.clipping.sensitivity(), trial.sensitivity)
     if options.get("plan") is None:
         constants = all(

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import UnknownParameterError
-from dpengine.sampling.cyclic import CyclicDraws
 from dpengine.sampling.scheme import Draws
 
 from .canaries import Canaries, Directions, Indices, PlantedGradients, Trace, strategy_of
@@ -151,8 +150,8 @@ class WatchedRun:
 
     def _turns(self, strategy: Draws) -> tuple[Indices | None, int]:
         """Returns the group of each canary and the number of groups, for cyclic sampling."""
-        inner = getattr(strategy, "drawn", strategy)
-        if not isinstance(inner, CyclicDraws):
+        inner: Any = getattr(strategy, "drawn", strategy)
+        if not hasattr(inner, "group_of"):
             return None, 1
         row_M = np.zeros(self._canaries.count, dtype=np.int64)
         rows = np.flatnonzero(self._canaries.at >= 0)

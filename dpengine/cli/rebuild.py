@@ -15,7 +15,6 @@ from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Ledger
 from dpengine.accounting.origin import origins_in, relation_of, unit_of
 from dpengine.errors import CorruptFileError, PrivacyError
 from dpengine.report.all_runs import excludes_of_all, loss_checked_of_all, noise_of_all
-from dpengine.report.assumptions import rate_of
 from dpengine.report.facts import DEFAULT_UNIT, AccountingFacts, RunFacts
 from dpengine.report.reading import REPORT_FILE
 from dpengine.report.report import PrivacyReport
@@ -88,9 +87,9 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
     last = events[-1] if events else None
     plan: dict[str, Any] = {"sampling": _SAMPLINGS.get(type(last), "poisson")}
-    if isinstance(last, CyclicGaussianEvent):
-        plan["correlated_noise"] = {"bands": last.cycle_length}
-    rate = None if last is None else rate_of(last)
+    if plan["sampling"] == "cyclic-poisson":
+        plan["correlated_noise"] = {"bands": getattr(last, "cycle_length", 1)}
+    rate = None if last is None else last.inclusion_rate
     if rate is not None:
         plan |= {"sample_rate": rate, "noise_multiplier": getattr(last, "noise_multiplier")}  # noqa: B009
     origins = origins_in(state)

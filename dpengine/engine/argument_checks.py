@@ -29,7 +29,7 @@ from dpengine.errors import (
 )
 from dpengine.grad_modes.modes import MODES
 from dpengine.plan.run_plan import RunPlan
-from dpengine.sampling.external import ExternalBatches
+from dpengine.sampling.external import is_drawn_by_loop
 from dpengine.sampling.scheme import checked_scheme
 from dpengine.sampling.units import UnitIds, check_order_kept, unit_numbers
 from dpengine.validation.check_model import check
@@ -270,7 +270,10 @@ def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps
     """Returns True if the loop draws its own batches. Raises for arguments that contradict that, or the data."""
     if isinstance(sampling, str):
         return False
-    if not isinstance(sampling, ExternalBatches):
+    if not is_drawn_by_loop(sampling):
+        if isinstance(sampling, type) or not (hasattr(sampling, "over") or hasattr(sampling, "participation")):
+            choices = "'poisson', 'shuffle', a sampling scheme, or dpengine.sampling.ExternalBatches(...)"
+            raise TypeError(f"sampling={sampling!r}; pass {choices}.")
         checked_scheme("sampling", sampling)
         return False
     given = [name for name, value in of_loader.items() if value is not None]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from dpengine.accounting.events import Event, UnclaimedEvent
+from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.run_events import INDEPENDENT, Release, event_of_step, relation_of
@@ -24,12 +24,11 @@ from dpengine.noise.correlated import CorrelatedRows
 from dpengine.noise.short_forms import BLT, BandedInverse
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
-from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.plan.noise_of_run import BATCH_SIZE_TOLERANCE, NoiseTarget, with_correlation
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.choose_scheme import scheme_from, strategy_for
-from dpengine.sampling.external import ExternalBatches
+from dpengine.sampling.external import ExternalBatches, is_drawn_by_loop
 from dpengine.sampling.scheme import Draws, SamplingScheme
 
 from .argument_checks import clipping_for, delta_for, planned_steps
@@ -147,8 +146,8 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
     constants = {"sample_rate": config.sample_rate, "expected_batch_size": config.expected_batch_size}
     if isinstance(config.sampling, str):
         return strategy_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
-    if isinstance(config.sampling, ExternalBatches):  # the loop draws them, so the loader may be anything
-        return config.sampling
+    if is_drawn_by_loop(config.sampling):  # the loader may be anything
+        return config.sampling  # type: ignore[return-value]
     given = [name for name, value in constants.items() if value is not None]
     if given:
         raise InvalidBudgetError(
@@ -163,7 +162,7 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
 def _checked_for_noise(noise: Any, sampling: Any) -> bool:
     """Returns True for a scheme that the user chose. Raises for one that does not support correlated noise."""
     law = sampling if isinstance(sampling, str) else getattr(sampling, "law", "")
-    if sampling == "shuffle" or isinstance(sampling, ExternalBatches):
+    if sampling == "shuffle" or is_drawn_by_loop(sampling):
         raise InvalidBudgetError(
             f"noise={type(noise).__name__}(...) does not support sampling={law!r}.", fix='Pass sampling="poisson".'
         )
@@ -185,9 +184,9 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     strategy = selection.over(rows)
     sigma = config.known_noise_multiplier()
     claim = config.claim(sigma, request.run)
-    if isinstance(claim, UnclaimedEvent):
+    if not claim.claimed:
         raise InvalidBudgetError(
-            f"The ledger has no privacy event for this plan: {claim.reason}",
+            f"The ledger has no privacy event for this plan: {claim.refusal}",
             fix="Use a plan with plain or cyclic Poisson batches, or use the parts of this plan in your own loop.",
         )
     _check_fit(config, strategy, loader, request)
@@ -217,13 +216,13 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
 
 def _num_groups(strategy: Draws) -> int:
     """Number of groups of examples that are used cyclically."""
-    participation = strategy.participation
-    return getattr(getattr(participation, "drawn", participation), "cycle_length", 1)
+    return max(1, strategy.participation.apart)
 
 
 def _config_of(plan: Any) -> AbstractPlanConfig:
-    config = plan.config if isinstance(plan, DPExecutionPlan) else plan
-    if not isinstance(config, AbstractPlanConfig):
+    """Returns the config of a plan, or the config itself."""
+    config = getattr(plan, "config", plan)
+    if not callable(getattr(config, "known_noise_multiplier", None)):
         raise TypeError(f"plan is a {type(plan).__name__}; pass the result of config.make(), or a calibrated config.")
     return config
 

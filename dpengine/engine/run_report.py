@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpengine.accounting.events import Relation, UnclaimedEvent
+from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.errors import AccountingRefusedError
@@ -171,7 +171,7 @@ def report_of_run(
 
 def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
     """Returns the charges without amplification by sampling; none if it is unknown for one of them."""
-    events = [one.event.unamplified if isinstance(one.event, UnclaimedEvent) else one.event for one in history]
+    events = [getattr(one.event, "unamplified", one.event) for one in history]
     if None in events:
         return ()
     return tuple(replace(charge, event=event) for charge, event in zip(history, events, strict=True) if event)

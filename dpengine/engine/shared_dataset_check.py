@@ -6,10 +6,10 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-from dpengine.accounting.events import Event, PoissonGaussianEvent, UnclaimedEvent
+from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.errors import notice
 from dpengine.ledger_file.run_ledger import RunLedger
@@ -147,17 +147,8 @@ def _of_other_data(ledger: Ledger, number: int) -> Counter[Event]:
 def _counts(charges: Iterable[Charge]) -> Counter[Event]:
     counts = Counter[Event]()
     for charge in charges:
-        counts[_rounded(charge.event)] += charge.count
+        counts[charge.event.rounded()] += charge.count
     return counts
-
-
-def _rounded(event: Event) -> Event:
-    """Removes details that another account may lack: the last digits of the rate, an unamplified event."""
-    if isinstance(event, UnclaimedEvent):
-        return replace(event, unamplified=None)
-    if isinstance(event, PoissonGaussianEvent):
-        return replace(event, sample_rate=float(f"{event.sample_rate:.12g}"))
-    return event
 
 
 def _reference(dataset: Any) -> Callable[[], Any]:

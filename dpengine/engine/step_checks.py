@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from dpengine.accounting.accountant import epsilon_of
-from dpengine.accounting.events import PoissonGaussianEvent
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.rounding import round_up
 from dpengine.capture.tap import FREEZE_DISCRIMINATOR
@@ -239,10 +238,11 @@ def _merged_text(step: Step, count: int) -> str:
         f"Pass DataLoader(..., batch_size={size}) and accumulation_steps={count} to make_private, and do not divide "
         "the loss: the loader then returns each batch in parts."
     )
-    if not isinstance(event, PoissonGaussianEvent) or event.sample_rate * count > 1:
+    rate = event.inclusion_rate
+    if rate is None or rate * count > 1:
         return f"{used}. One batch in {count} parts costs less privacy. {type_this}"
     steps = max(1, (budget.planned_steps or plan.sampling.steps_per_epoch) // count)
-    one = dataclasses.replace(event, sample_rate=event.sample_rate * count)
+    one = dataclasses.replace(event, sample_rate=rate * count)  # type: ignore[call-arg, arg-type]
     try:
         now, less = (
             round_up(epsilon_of(charges, budget.delta, accountant=budget.accountant, relation=plan.relation))

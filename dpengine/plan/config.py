@@ -289,7 +289,7 @@ class AbstractPlanConfig(abc.ABC):
     def _warn(self, delta: float) -> None:
         """Warns if truncated batches cost privacy."""
         participation = self.selection.participation()
-        if isinstance(participation, TruncatedParticipation) and self.num_examples:
+        if type(participation) is TruncatedParticipation and self.num_examples:
             warn_about_truncation(participation, self.num_examples, self.iterations, delta)
 
     @property

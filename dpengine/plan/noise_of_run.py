@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from dpengine.accounting.events import Event, Relation, UnclaimedEvent
+from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.noise_calibration import least_noise
 from dpengine.accounting.own_accountant import Accountant
@@ -78,7 +78,7 @@ def _recurrence(noise: Any, draws: Draws, planned: Planned) -> Recurrence:
 def recurrence_for(noise: Any, steps: int, participation: Participation) -> Recurrence:
     """Returns the noise of a run, from a design or from noise of the user's own."""
     if hasattr(noise, "recurrence"):
-        return noise.recurrence(steps, getattr(participation, "cycle_length", steps))  # type: ignore[no-any-return]
+        return noise.recurrence(steps, participation.apart or steps)  # type: ignore[no-any-return]
     return recurrence_of(noise, steps)
 
 
@@ -149,10 +149,10 @@ class NoiseTarget:
             return sigma
         assert target is not None
         one = event_of(1.0)
-        if isinstance(one, UnclaimedEvent):
+        if not one.claimed:
             raise InvalidBudgetError(
                 f"target_epsilon={target!r} does not support sampling={law!r}, for which no epsilon is claimed: "
-                f"{one.reason}",
+                f"{one.refusal}",
                 fix='Pass sampling="poisson", or noise_multiplier=1.1.',
             )
         if steps is None:

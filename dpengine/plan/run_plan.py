@@ -11,13 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from dpengine.accounting.arguments import MOST_COUNT
-from dpengine.accounting.events import Event, Relation, UnclaimedEvent
+from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.run_events import (
     INDEPENDENT,
-    EpochParticipation,
-    PoissonParticipation,
     Release,
-    UnknownParticipation,
     event_of_step,
 )
 from dpengine.clipping.policy import AbstractClip
@@ -86,12 +83,12 @@ class RunPlan:
                 'Correlated noise needs a constant clipping norm in the whole run, and clipping="adaptive" changes it.',
                 fix='Pass clipping="flat", or leave out noise=.',
             )
-        if getattr(self.sampling.participation, "equal_groups", False) and self.relation is Relation.ADD_OR_REMOVE_ONE:
+        if self.sampling.participation.equal_groups and self.relation is Relation.ADD_OR_REMOVE_ONE:
             raise InvalidBudgetError(
                 "Groups of equal size reveal the number of examples, which add-or-remove keeps private.",
                 fix="Use Partition.INDEPENDENT, or the relation zero-out.",
             )
-        if self.noise is not None and self.noise_multiplier > 0 and isinstance(self.event(), UnclaimedEvent):
+        if self.noise is not None and self.noise_multiplier > 0 and not self.claims_epsilon:
             bands = self.noise.correlation.bands
             raise InvalidBudgetError(
                 f"Noise with {bands} bands needs a sampling scheme that includes examples at most every {bands} steps, "
@@ -100,27 +97,19 @@ class RunPlan:
             )
 
     @cached_property
-    def _epochs(self) -> EpochParticipation | None:
-        """Participation in epochs as a whole; None for other schemes."""
-        participation = self.sampling.participation
-        return participation if isinstance(participation, EpochParticipation) else None
-
-    @cached_property
     def claims_epochs(self) -> bool:
         """True if epsilon is claimed for each pass over the data as a whole, without amplification."""
-        return self._epochs is not None and self._epochs.claimed
+        return self.sampling.participation.claims_epochs
 
     @cached_property
     def claims_epsilon(self) -> bool:
         """True if the privacy cost of a step is known."""
-        return not isinstance(self.event(), UnclaimedEvent)
+        return self.event().claimed
 
     @cached_property
     def steps_are_separate(self) -> bool:
         """True if the cost of a step does not depend on others, so that batches may be merged and constants change."""
-        participation = self.sampling.participation
-        separate = isinstance(participation, (PoissonParticipation, EpochParticipation, UnknownParticipation))
-        return separate and self.noise is None and not self.of_config and getattr(participation, "cycle_length", 1) == 1
+        return self.noise is None and not self.of_config and self.sampling.participation.steps_are_separate
 
     def has_step(self, step: int) -> bool:
         """Returns True if the run may draw a batch with this number, from 0."""
@@ -210,7 +199,7 @@ class RunPlan:
     def counts_passes(self) -> bool:
         """True if the cost of a pass without amplification is known: batches of one pass share no example."""
         # Removing an example changes the other batches, so there is no such bound for add-or-remove.
-        return bool(self._epochs and self._epochs.steps) and self.relation is not Relation.ADD_OR_REMOVE_ONE
+        return self.sampling.participation.epoch_steps > 0 and self.relation is not Relation.ADD_OR_REMOVE_ONE
 
     @cached_property
     def is_cyclic(self) -> bool:

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from dpengine.accounting.batch_events import FixedSizeGaussianEvent, TruncatedGaussianEvent
-from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent, Relation
+from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING
 
 from .facts import DECLARED, NO_RATE, OWN_SCHEME, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
@@ -99,7 +98,7 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if sampling.startswith(OWN_SCHEME):
         name = f"The sampling scheme {sampling.removeprefix(OWN_SCHEME)} draws batches as it states"
         return Assumption(name, "not checked", "it is not part of dpengine, which compared it in a trial only")
-    rates = sorted({rate for charge in facts.accounting.history if (rate := rate_of(charge.event)) is not None})
+    rates = sorted({rate for charge in facts.accounting.history if (rate := charge.event.inclusion_rate) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
@@ -198,15 +197,6 @@ _CHECKS: tuple[Callable[[RunFacts], Assumption], ...] = (
     *(_sampling, _constants, _independence, _parameters),
     *(_noise, _key, _generator, _float_model, _ledger),
 )
-
-
-def rate_of(event: object) -> float | None:
-    """Returns the probability that a row is in a batch of an event; None if the event does not state it."""
-    if isinstance(event, FixedSizeGaussianEvent):
-        return event.batch_size / event.num_examples
-    if isinstance(event, (PoissonGaussianEvent, CyclicGaussianEvent, TruncatedGaussianEvent)):
-        return event.sample_rate
-    return 1.0 if isinstance(event, GaussianEvent) else None
 
 
 def _listed(rates: list[float]) -> str:

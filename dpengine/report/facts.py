@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
+from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, steps_of
 from dpengine.accounting.own_accountant import Accountant
 
@@ -178,7 +178,7 @@ class RunFacts:
     @property
     def sampling_is_known(self) -> bool:
         """True if accounting covers the sampling scheme of every batch."""
-        unclaimed = any(isinstance(charge.event, UnclaimedEvent) for charge in self.accounting.history)
+        unclaimed = any(not charge.event.claimed for charge in self.accounting.history)
         sampling = str(self.plan.get("sampling", "poisson"))
         return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(OWN_SCHEME)) and not unclaimed
 
@@ -194,7 +194,7 @@ class RunFacts:
 
 
 def _has_no_noise(charge: Charge) -> bool:
-    return isinstance(charge.event, NonPrivateEvent) or getattr(charge.event, "noise_multiplier", None) == 0
+    return charge.event.noiseless
 
 
 def delta_floor(facts: RunFacts) -> float | None:

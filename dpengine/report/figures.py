@@ -19,7 +19,7 @@ from dpengine.accounting.accountant import (
     privacy_profile,
     privacy_spent,
 )
-from dpengine.accounting.events import NonPrivateEvent, Relation, UnclaimedEvent
+from dpengine.accounting.events import NonPrivateEvent, Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.own_accountant import Accountant
 from dpengine.errors import AccountingRefusedError
@@ -95,7 +95,7 @@ def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
     history = as_released(facts.accounting.history)
     if facts.is_private:
         return history
-    known = tuple(charge for charge in history if not isinstance(charge.event, UnclaimedEvent))
+    known = tuple(charge for charge in history if charge.event.claimed)
     return (*known, Charge(NonPrivateEvent()))
 
 
@@ -200,5 +200,5 @@ def _unamplified(facts: RunFacts) -> float | None:
 
 
 def _unclaimed_reason(facts: RunFacts) -> str:
-    reasons = [charge.event.reason for charge in facts.accounting.history if isinstance(charge.event, UnclaimedEvent)]
+    reasons = [charge.event.refusal for charge in facts.accounting.history if charge.event.refusal]
     return public_text(reasons[0]).rstrip(".") if reasons else f"sampling={facts.plan.get('sampling')!r}"

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dpengine.accounting.accountant import ACCOUNTANTS
-from dpengine.accounting.events import UnclaimedEvent
 from dpengine.errors import CorruptFileError, PrivacyError
 
 from .document import SCHEMA_VERSION, digest_of, document_of, facts_of, figures_in
@@ -195,9 +194,7 @@ def _errors_of_any_version(document: Mapping[str, Any], facts: RunFacts) -> Iter
     figures = figures_in(document)
     if document["mechanism"]["steps"] != facts.steps:
         yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
-    if figures.spent is not None and any(
-        isinstance(charge.event, UnclaimedEvent) for charge in facts.accounting.history
-    ):
+    if figures.spent is not None and any(not charge.event.claimed for charge in facts.accounting.history):
         raise ValueError("it states an epsilon, but its history has a step for which no epsilon is claimed")
     for name, here, least in too_low(facts, figures):
         raise ValueError(

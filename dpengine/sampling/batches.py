@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Sampler
 
-from .scheme import Draws, IndexBatch, WordStream
-from .units import UnitDraws
+from .scheme import Draws, WordStream
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,30 +81,11 @@ class LogicalBatches:
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Drawing has no side effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
-        parts, size, (rank, ranks) = self._accumulation_steps, self.physical_batch_size, self.share
-        units: tuple[IndexBatch, ...] = ()
-        if isinstance(self.strategy, UnitDraws):
-            chunks = self._chunks_of_units(self.strategy, indices)
-            units = tuple(map(self.strategy.places, chunks))
-        else:
-            parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
-            chunks = np.array_split(indices, parts * ranks)[rank::ranks]
-        return DrawnBatch(
-            LogicalBatch(step, tuple(map(len, chunks)), units, self._placeholder), [chunk.tolist() for chunk in chunks]
-        )
-
-    def _chunks_of_units(self, strategy: UnitDraws, indices: IndexBatch) -> list[IndexBatch]:
-        """Returns the physical batches of this process, each with complete units.
-
-        All processes have the same number; the last ones may be empty.
-        """
         rank, ranks = self.share
-        chunks = [
-            strategy.chunks(part, size=self.physical_batch_size, parts=self._accumulation_steps)
-            for part in strategy.chunks(indices, size=None, parts=ranks)
-        ]
-        most = max(map(len, chunks))
-        return [*chunks[rank], *[indices[:0]] * (most - len(chunks[rank]))]
+        chunks = self.strategy.chunks_of_ranks(indices, self._accumulation_steps, self.physical_batch_size, ranks)[rank]
+        units = tuple(places for chunk in chunks if (places := self.strategy.places(chunk)) is not None)
+        batch = LogicalBatch(step, tuple(map(len, chunks)), units, self._placeholder)
+        return DrawnBatch(batch, [chunk.tolist() for chunk in chunks])
 
     def mark_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records that a physical batch is about to be returned to the user."""

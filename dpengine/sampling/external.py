@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpengine.accounting.run_events import Participation, PoissonParticipation, UnknownParticipation
 from dpengine.errors import suggests_names
@@ -67,3 +67,8 @@ class ExternalBatches(Draws):
     def draw(self, step: int, words: WordStream) -> NoReturn:  # type: ignore[override]
         """Raises TypeError: the loop draws these batches."""
         raise TypeError("ExternalBatches are drawn by the training loop, not by the engine.")
+
+
+def is_drawn_by_loop(sampling: Any) -> bool:
+    """Returns True if the training loop draws the batches itself."""
+    return isinstance(sampling, ExternalBatches)  # the one place that asks for it

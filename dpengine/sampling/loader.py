@@ -16,7 +16,6 @@ from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .collate_probe import check_collate
 from .scheme import Draws, WordStream, whole_number
-from .units import UnitDraws
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()
@@ -52,7 +51,7 @@ def private_loader(
     Starting a pass ends an open one; reading that raises SamplingError.
     """
     check_loader(loader)
-    if not isinstance(strategy, UnitDraws):
+    if not strategy.may_repeat:
         check_repeats(loader.dataset)
     _check_loader_size(loader, strategy)
     accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)

@@ -7,9 +7,6 @@ from typing import ClassVar, Self
 
 from dpengine.accounting.run_events import (
     Participation,
-    PoissonParticipation,
-    TruncatedParticipation,
-    UnknownParticipation,
 )
 
 from .scheme import Draws, IndexBatch, WordStream, checked_probability, whole_number
@@ -58,10 +55,7 @@ class TruncatedDraws(Draws):
     @property
     def participation(self) -> Participation:
         """See `Draws.participation`."""
-        drawn = self.drawn.participation
-        if isinstance(drawn, PoissonParticipation):
-            return TruncatedParticipation(drawn, self.largest)
-        return UnknownParticipation(f"Truncated batches of {self.drawn.law!r} have no privacy analysis.")
+        return self.drawn.participation.truncated(self.largest)
 
     def with_epochs_of(self, steps: int) -> Self:
         """See `Draws.with_epochs_of`."""

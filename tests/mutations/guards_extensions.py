@@ -47,7 +47,7 @@ GUARDS = [
     Guard(
         "event-table",
         "noise of more bands than the cycle has groups is no sampled Gaussian",
-        'return "once" if correlation.bands is not None and correlation.bands <= apart else "all"',
+        'return "once" if correlation.bands is not None and correlation.bands <= participation.apart else "all"',
         'return "once"',
         EVENTS + "test_a_combination_has_the_event_of_its_row",
     ),

@@ -88,7 +88,7 @@ def test_json_does_not_hold_parts_from_outside():
         ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "no epsilon is claimed for shuffling"),
         ({"sampling": CYCLIC, "noise": BandMF(num_bands=5)}, AccountingRefusedError, "No privacy analysis"),
         ({"sampling": CyclicPoissonSampling(sampling_prob=0.1, iterations=4)}, ValueError, "has iterations=4"),
-        ({"sampling": 3}, TypeError, "sampling is a int"),
+        ({"sampling": 3}, TypeError, "sampling is a int; pass a sampling scheme"),
         ({"sampling": POISSON, "noise": 3}, TypeError, "noise is a int"),
         ({"sampling": POISSON, "clipping": 3}, TypeError, "clipping=3 is not a policy"),
     ],

@@ -14,7 +14,6 @@ from dataclasses import replace
 import numpy as np
 
 from dpengine.accounting import gdp, rdp
-from dpengine.accounting.batch_events import MixtureGaussianEvent
 from dpengine.accounting.composition import Bounds, Composition
 from dpengine.accounting.events import Relation
 from dpengine.errors import AccountingRefusedError
@@ -160,7 +159,7 @@ def _checked(composition: Composition, relation: Relation) -> Composition:
 
 def _infinite(composition: Composition) -> float:
     """Bounds the probability of an infinite loss, in which all probability that mixtures leave out results."""
-    parts = [(event.missing, count) for event, count in composition.batches if isinstance(event, MixtureGaussianEvent)]
+    parts = [(event.missing, count) for event, count in composition.batches]
     log_rest = math.fsum(count * math.log1p(-missing) for missing, count in parts)
     return -math.expm1(log_rest) * (1 + 1e-12)
 
