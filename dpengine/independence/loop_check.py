@@ -14,7 +14,7 @@ from dpengine.errors import BatchDependentLossError
 
 from .compare_runs import EXACT, HALF, Kept, Rows, largest_change, mixed_inputs, mixed_loss, norms, reduction_of
 from .loop_record import Call, LoopRecord, ModelCall, Place
-from .run_again import Arrange, NotRecordedError, Rerun, Run
+from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
 from .torch_calls import takes_one
 
 _FAR = 30  # by how many times their size outputs are moved, beyond a bound on a mean of losses
@@ -84,7 +84,10 @@ class LoopCheck:
         return mixed_loss(share) if share else None
 
     def _far(self, whole: Run, kept: Kept, source_B: Tensor, exchanged: Arrange) -> Run | None:
-        """Runs with the outputs of the others far away, where their losses are high; None if the loop refuses them."""
+        """Runs with the outputs of the others far away, where their losses are high; None if the loop refuses them.
+
+        Raises NotRecordedError if the loop then takes another branch by a comparison.
+        """
         others = torch.ones(self.rows.samples, dtype=torch.bool).index_fill(0, kept.now, False).nonzero().flatten()
 
         def moved(tensor: Tensor, place: Place) -> Tensor:
@@ -102,6 +105,8 @@ class LoopCheck:
             return None
         try:
             return self.rerun(moved)
+        except BranchError:
+            raise
         except NotRecordedError:  # such as a loss of probabilities
             self._moves_outputs = False
             return None
@@ -121,11 +126,12 @@ class LoopCheck:
         if record.left or record.drew:
             return True
         calls = [call for call in record.calls if isinstance(call, Call)]
-        return self._has_constants() or any(takes_one(call.function, call.args) for call in calls)
+        return self._has_constants(record.by_place) or any(takes_one(call.function, call.args) for call in calls)
 
-    def _has_constants(self) -> bool:
-        """Returns True if a constant of the loop has an entry for each sample."""
-        constants = (t for t in tensors_in(self._record.calls) if id(t) not in self._record.dependent)
+    def _has_constants(self, but: Collection[int] = ()) -> bool:
+        """Returns True if a constant of the loop, but those with these ids, has an entry for each sample."""
+        known = (self._record.dependent, but)
+        constants = (t for t in tensors_in(self._record.calls) if not any(id(t) in ids for ids in known))
         return any(self.rows.samples in tensor.shape[:2] for tensor in constants)
 
     # Mean or sum
@@ -223,5 +229,6 @@ def _shapes(run: Run) -> list[torch.Size]:
 
 def _tolerance(record: LoopRecord) -> float:
     tensors = [tensor for call in models(record) for tensor in call.recorded.outputs]
+    tensors += [t for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)]
     half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
     return HALF if half or any(call.autocast for call in record.calls if isinstance(call, Call)) else EXACT

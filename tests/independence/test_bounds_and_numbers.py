@@ -74,6 +74,28 @@ def test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_reache
         trained(lambda o, y, *_: loss(o, y), steps=1)
 
 
+def test_a_branch_that_losses_far_away_would_take_is_reported():
+    def damped(o, y, *_):
+        loss = F.cross_entropy(o, y)
+        return 0.1 * loss if loss > 4 else loss
+
+    _, (text,) = trained(damped)
+    assert "the loop takes a branch that depends on the batch" in text
+
+
+def test_a_weight_by_the_place_of_a_sample_is_rejected_and_one_by_its_text_is_not():
+    with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
+        trained(lambda o, y, *_: (each(o, y) * torch.linspace(1, 0.5, len(y))).mean(), steps=1)
+
+    def of_texts(o, y, texts, _):
+        weight = torch.ones(len(y))
+        for i, text in enumerate(texts):
+            weight[i] = len(text)
+        return (each(o, y) * weight * torch.ones(len(y))[[len(text) % 2 for text in texts]]).mean()
+
+    assert trained(of_texts)[1] == []
+
+
 @pytest.mark.parametrize(("loss", "last"), OF_SAMPLES.values(), ids=OF_SAMPLES)
 def test_a_bound_on_the_loss_of_each_sample_is_accepted(loss, last):
     engine, shown = trained(lambda o, y, *_: loss(o, y), last=last)

@@ -291,6 +291,21 @@ GUARDS = [
         "reaches_it",
     ),
     Guard(
+        "loop-far-branch",
+        "a branch that losses far away would take",
+        "                error = BranchError if self._compares(call) else NotRecordedError",
+        "                error = NotRecordedError",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
+    ),
+    Guard(
+        "loop-places",
+        "weights of samples that follow from their place",
+        "        return self._has_constants(record.by_place) or any(",
+        "        return self._has_constants() or any(",
+        "independence/test_bounds_and_numbers.py::test_a_weight_by_the_place_of_a_sample_is_rejected_and_one_by_its_"
+        "text_is_not",
+    ),
+    Guard(
         "loop-time",
         "a loop whose calls take too long to run again",
         "        if self._longest > self._left:",
