@@ -619,6 +619,10 @@ def weights_by_place(m, x, y, s):
     return (each(m(x), y) * torch.linspace(1, 0.5, len(y))).mean()
 
 
+def weights_in_turn(m, x, y, s):
+    return (each(m(x), y) * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean()
+
+
 def labels_that_count(m, x, y, s):
     return each(m(x), y).sum() / (len(y) - (y == 0).sum()).clamp(min=1)
 

@@ -27,7 +27,7 @@ from dpengine.capture.tap import tensors_in, tensors_in_outputs
 from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import OLDER, attribute_of_batch, unseen_input
 from .random_states import random_states
-from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, follows_place, name_of, origin_of, writes_to
+from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
@@ -83,7 +83,6 @@ class LoopRecord(TorchFunctionMode):
         lists: Lists of the batch with an element for each sample.
         ambiguous: True if a list of the batch may hold samples or columns.
         dependent: Ids of the tensors that depend on the batch.
-        by_place: Constants whose entries follow from their place alone, by id.
         older: Tensors with the graph of an earlier batch, and what comes from them, by id.
         leavers: Calls by which numbers left torch: number of recorded calls before, and name.
         why_not: Why the loop cannot be run again, if so.
@@ -106,7 +105,6 @@ class LoopRecord(TorchFunctionMode):
         self.dependent = {id(t) for t in self.data}
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
-        self.by_place: dict[int, Tensor] = {}
         self.older: dict[int, Tensor] = {}
         self.leavers: list[tuple[int, str]] = []
         self._thread = threading.get_ident()
@@ -143,7 +141,7 @@ class LoopRecord(TorchFunctionMode):
     def clear(self) -> None:
         """Frees all tensors."""
         self.calls, self.roots, self.data, self.lists, self.batch = [], [], [], [], None
-        self.before, self._written, self.older, self.by_place = {}, {}, {}, {}
+        self.before, self._written, self.older = {}, {}, {}
 
     # Events
 
@@ -212,11 +210,6 @@ class LoopRecord(TorchFunctionMode):
         results, unseen = tensors_in(result), self._unseen(tensors)
         self.drew |= (drew := not all(map(torch.equal, random, random_states())))
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
-            if writes:  # perhaps numbers of samples, one by one
-                for one in (tensors[0], tensors[0]._base):
-                    self.by_place.pop(id(one), None)
-            elif not drew and follows_place(name, (args, kwargs), self.by_place):
-                self.by_place.update((id(t), t) for t in results)
             if unseen is not None or any(id(t) in self.older for t in tensors):
                 self.older.update((id(t), t) for t in results)
             else:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 OUT_OF_TORCH = frozenset(
     {"item", "tolist", "numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__complex__"}
@@ -20,7 +18,6 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 COMPARISONS = frozenset({"gt", "lt", "ge", "le", "greater", "less", "__gt__", "__lt__", "__ge__", "__le__"})
 """Functions that compare sizes. Other branches may test for errors, as ``isfinite`` does."""
 
-_BY_PLACE = frozenset({"arange", "linspace", "logspace", "zeros", "ones", "full", "eye"})
 DRAW_IN_PLACE = frozenset(
     {f"{name}_" for name in ("uniform", "normal", "bernoulli", "random", "exponential", "geometric", "cauchy")}
 )
@@ -39,18 +36,6 @@ def writes_to(name: str, kwargs: Mapping[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     augmented = name.startswith("__i") and name not in _NOT_IN_PLACE
     return in_place or augmented or name == "__setitem__" or kwargs.get("out") is not None
-
-
-def follows_place(name: str, given: Any, known: Collection[int]) -> bool:
-    """Returns True if the entries of a result follow from their place, as those of ``known`` tensors do.
-
-    Lists and arrays in the arguments may hold data of samples.
-    """
-    leaves = pytree.tree_leaves(given, is_leaf=lambda node: isinstance(node, list))
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    others = (leaf for leaf in leaves if not isinstance(leaf, Tensor))
-    made = bool(tensors) or name in _BY_PLACE
-    return made and all(id(t) in known for t in tensors) and not any(isinstance(o, (list, np.ndarray)) for o in others)
 
 
 def origin_of(tensor: Tensor) -> str:
