@@ -578,6 +578,89 @@ def previous_sample_as_context(m, x, y, s):
     return F.cross_entropy(m(x + 0.1 * torch.cat([x[:1], x[:-1]])), y)
 
 
+def by_principal_axes(m, x, y, s):
+    return F.cross_entropy(m(x @ torch.linalg.svd(x, full_matrices=False)[2].T), y)
+
+
+def labels_swapped(m, x, y, s):
+    other = y[torch.randperm(len(y))]
+    return F.cross_entropy(m(x), torch.where(torch.rand(len(y)) < 0.3, other, y))
+
+
+# Written after the check could run with outputs far away
+
+
+def focusing_by_accuracy(m, x, y, s):
+    o = m(x)
+    gamma, loss = 2 * (o.argmax(1) == y).float().mean(), each(o, y)
+    return ((1 - torch.exp(-loss)) ** gamma * loss).mean()
+
+
+def trimmed_mean(m, x, y, s):
+    loss = each(m(x), y)
+    return (loss.sum() - loss.max()) / (len(loss) - 1)
+
+
+def median_of_means(m, x, y, s):
+    return torch.stack([part.mean() for part in each(m(x), y).tensor_split(3)]).median()
+
+
+def means_of_chunks(m, x, y, s):
+    return torch.stack([part.mean() for part in each(m(x), y).split(4)]).mean()
+
+
+def histogram_weights(m, x, y, s):
+    loss = each(m(x), y)
+    heights = torch.histc(loss.detach(), 5, 0, 3)
+    return (loss / heights[(loss.detach() / 0.6).long().clamp(0, 4)].clamp(min=1)).mean()
+
+
+def weights_by_place(m, x, y, s):
+    return (each(m(x), y) * torch.linspace(1, 0.5, len(y))).mean()
+
+
+def weights_in_turn(m, x, y, s):
+    return (each(m(x), y) * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean()
+
+
+def labels_that_count(m, x, y, s):
+    return each(m(x), y).sum() / (len(y) - (y == 0).sum()).clamp(min=1)
+
+
+def log_of_mean(m, x, y, s):
+    return -m(x).softmax(1).gather(1, y[:, None]).mean().log()
+
+
+def queue_of_outputs(m, x, y, s):
+    z = F.normalize(m(x), dim=1)
+    known = torch.cat([z.detach(), s.get("queue", torch.zeros(4, CLASSES))])
+    s["queue"] = z.detach()[:4]
+    return F.cross_entropy(z @ known.T, torch.arange(len(z)))
+
+
+def columns_normalized(m, x, y, s):
+    return F.cross_entropy(F.normalize(m(x), dim=0), y)
+
+
+def soft_f1(m, x, y, s):
+    p, target = m(x).softmax(1), F.one_hot(y, CLASSES).float()
+    return 1 - (2 * (p * target).sum(0) / (p.sum(0) + target.sum(0) + 1e-6)).mean()
+
+
+def value_at_risk(m, x, y, s):
+    loss = each(m(x), y)
+    bound = loss.detach().quantile(0.8)
+    return bound + F.relu(loss - bound).mean() / 0.2
+
+
+def saturating_mean(m, x, y, s):
+    return 5 * torch.tanh(F.cross_entropy(m(x), y) / 5)
+
+
+def flooding(m, x, y, s):
+    return (F.cross_entropy(m(x), y) - 1.1).abs() + 1.1
+
+
 def adversarial_of_batch(m, x, y, s):
     return F.cross_entropy(m(x + 0.1 * (x - x.mean(0)).sign()), y)
 

@@ -217,7 +217,7 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     other, causes = (
-        ("larger losses", "a bound on a loss of several samples, as loss.mean().clamp(max=5)")
+        ("far larger or smaller losses", "bounds on losses of several samples, as loss.mean().clamp(max=5)")
         if by_bound
         else (
             "other data",

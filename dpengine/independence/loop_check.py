@@ -14,7 +14,7 @@ from dpengine.errors import BatchDependentLossError
 
 from .compare_runs import EXACT, HALF, Kept, Rows, largest_change, mixed_inputs, mixed_loss, norms, reduction_of
 from .loop_record import Call, LoopRecord, ModelCall, Place
-from .run_again import Arrange, NotRecordedError, Rerun, Run
+from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
 from .torch_calls import takes_one
 
 _FAR = 30  # by how many times their size outputs are moved, beyond a bound on a mean of losses
@@ -73,7 +73,19 @@ class LoopCheck:
                 error = mixed_loss(1.0, by_bound=True)
             if error is not None:
                 return error
-        return None
+        return None if "random" in kinds else self._mixing_of_one(whole)
+
+    def _mixing_of_one(self, whole: Run) -> BatchDependentLossError | None:
+        """Keeps the sample with the largest gradient alone, beside outputs whose losses are low."""
+        at = self.largest(whole.grads)[0]
+        kept, source_B = Kept(at, at), at.expand(self.rows.samples)
+
+        def exchanged(tensor: Tensor, place: Place) -> Tensor:
+            return self.rows.rearranged(tensor, source_B) if place[0] != "random" else tensor
+
+        far = self._far(whole, kept, source_B, exchanged, -_FAR)
+        mixed = far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE
+        return mixed_loss(1.0, by_bound=True) if mixed else None
 
     def _change(self, whole: Run, run: Run, reached: Collection[int], kept: Kept) -> BatchDependentLossError | None:
         if self._record.lists and _shapes(run) != _shapes(whole):
@@ -83,8 +95,11 @@ class LoopCheck:
         share = self.differ(whole.grads, run.grads, kept)
         return mixed_loss(share) if share else None
 
-    def _far(self, whole: Run, kept: Kept, source_B: Tensor, exchanged: Arrange) -> Run | None:
-        """Runs with the outputs of the others far away, where their losses are high; None if the loop refuses them."""
+    def _far(self, whole: Run, kept: Kept, source_B: Tensor, exchanged: Arrange, times: float = _FAR) -> Run | None:
+        """Runs with the outputs of the others far away, where their losses are high, or low for negative ``times``.
+
+        Returns None if the loop refuses such outputs, and raises BranchError if it takes another branch.
+        """
         others = torch.ones(self.rows.samples, dtype=torch.bool).index_fill(0, kept.now, False).nonzero().flatten()
 
         def moved(tensor: Tensor, place: Place) -> Tensor:
@@ -94,7 +109,7 @@ class LoopCheck:
                 return exchanged(tensor, place)
             rows, size = rows[source_B.to(rows.device)], float(torch.linalg.vector_norm(tensor, torch.inf))
             if size < torch.inf:
-                above = up[source_B[others].to(up.device)].sign_().mul_(_FAR * (1 + size))
+                above = up[source_B[others].to(up.device)].sign_().mul_(times * (1 + size))
                 rows.index_add_(0, others.to(rows.device), above)
             return self.rows.like(tensor, rows)
 
@@ -102,6 +117,8 @@ class LoopCheck:
             return None
         try:
             return self.rerun(moved)
+        except BranchError:
+            raise
         except NotRecordedError:  # such as a loss of probabilities
             self._moves_outputs = False
             return None
@@ -116,26 +133,27 @@ class LoopCheck:
         return any(self._record.drawn_for_samples(c.function, t) for c in draws for t in tensors_in(c.result))
 
     def _has_order(self) -> bool:
-        """Returns True if samples may have numbers by their place: random, constant or read ones, or in Python."""
+        """Returns True if samples may have numbers by their place: random or read ones, or of data that are no tensors.
+
+        So may inputs of the model that are constant, as positions are.
+        """
         record = self._record
-        if record.left or record.drew:
+        if record.left or record.drew or self._has_constants([call.inputs for call in models(record)]):
             return True
         calls = [call for call in record.calls if isinstance(call, Call)]
-        return self._has_constants() or any(takes_one(call.function, call.args) for call in calls)
+        return self.others and (self._has_constants(calls) or any(takes_one(c.function, c.args) for c in calls))
 
-    def _has_constants(self) -> bool:
-        """Returns True if a constant of the loop has an entry for each sample."""
-        constants = (t for t in tensors_in(self._record.calls) if id(t) not in self._record.dependent)
+    def _has_constants(self, calls: Any) -> bool:
+        """Returns True if a constant in these calls has an entry for each sample."""
+        constants = (t for t in tensors_in(calls) if id(t) not in self._record.dependent)
         return any(self.rows.samples in tensor.shape[:2] for tensor in constants)
 
     # Mean or sum
 
     def with_sample(self, grads: Mapping[Place, Tensor]) -> tuple[Run, Sample | None]:
         """Runs the loop unchanged. Also returns the sample with the largest finite gradient; None if all are 0."""
-        rows = [found for grad in grads.values() if (found := self.rows.of(grad)) is not None]
-        sq_norm_B = sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1))
-        at = int(sq_norm_B.nan_to_num(0, 0, 0).argmax())
-        one, values = slice(at, at + 1), dict[Place, Tensor]()
+        at, size = self.largest(grads)
+        one, values = slice(int(at), int(at) + 1), dict[Place, Tensor]()
 
         def note(tensor: Tensor, place: Place) -> Tensor:
             if place[0] != "list":
@@ -145,7 +163,13 @@ class LoopCheck:
         whole = self.rerun(note)
         kept, inputs = (self.rows.some(some, one) for some in (whole.grads, all_inputs(whole)))
         sample = Sample(self.rows.samples, values, kept, inputs, self.numbers())
-        return whole, sample if sq_norm_B[at] > 0 else None
+        return whole, sample if size > 0 else None
+
+    def largest(self, grads: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the index ``(1,)`` of the sample with the largest finite gradient, and its squared norm."""
+        rows = [found for grad in grads.values() if (found := self.rows.of(grad)) is not None]
+        sq_norm_B = sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1)).nan_to_num(0, 0, 0)
+        return sq_norm_B.argmax()[None], sq_norm_B.max()
 
     def can_tell(self, earlier: Sample, whole: Run) -> bool:
         """Returns True if a mean and a sum over batches of these sizes differ by more than rounding."""
@@ -155,7 +179,7 @@ class LoopCheck:
     def reduction(self, earlier: Sample) -> str | None:
         """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
         # Elements of a list, and constants with an entry for each sample, were those of another batch.
-        if self._record.lists or self._has_constants():
+        if self._record.lists or self._has_constants(self._record.calls):
             return None
         comparable = not self._record.drew
 
@@ -223,5 +247,6 @@ def _shapes(run: Run) -> list[torch.Size]:
 
 def _tolerance(record: LoopRecord) -> float:
     tensors = [tensor for call in models(record) for tensor in call.recorded.outputs]
+    tensors += [t for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)]
     half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
     return HALF if half or any(call.autocast for call in record.calls if isinstance(call, Call)) else EXACT

@@ -200,7 +200,7 @@ class LoopRecord(TorchFunctionMode):
                 self._give_up("a tensor is of a class of its own")
             return function(*args, **kwargs)
         writes, dependent = writes_to(name, kwargs), any(id(t) in self.dependent for t in tensors)
-        if writes and (dependent or name in DRAW_IN_PLACE):
+        if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
             self._keep(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
         result = function(*args, **kwargs)

@@ -18,7 +18,7 @@ from dpengine.capture.tap import tensors_in, tensors_in_outputs
 from .compare_runs import arranged_batch
 from .loop_record import Call, LoopRecord, ModelCall, Place
 from .random_states import restored_random_states, set_random_states
-from .torch_calls import name_of
+from .torch_calls import COMPARISONS, name_of
 
 Arrange = Callable[[Tensor, Place], Tensor]
 
@@ -33,6 +33,10 @@ _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 
 class NotRecordedError(Exception):
     """The calls of a loop cannot be run again; the text is the reason."""
+
+
+class BranchError(NotRecordedError):
+    """The calls take another branch, by a comparison of sizes."""
 
 
 class OutOfTimeError(Exception):
@@ -115,7 +119,8 @@ class _Values:
                 drawn += 1
             self._of.update(zip(map(id, then), now, strict=True))
             if isinstance(call.result, bool) and bool(result) is not call.result:
-                raise NotRecordedError("the loop takes a branch that depends on the batch")
+                error = BranchError if self._compares(call) else NotRecordedError
+                raise error("the loop takes a branch that depends on the batch")
         roots = [(self._put(root), self._put(grad)) for root, grad in record.roots]
         live = [(root, grad) for root, grad in roots if root.requires_grad]
         if not live or not self._leaves:
@@ -127,6 +132,11 @@ class _Values:
         return Run(
             self._inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found}
         )
+
+    def _compares(self, branch: Call) -> bool:
+        tested = set(map(id, tensors_in(branch.args)))
+        made = (c for c in self._record.calls if isinstance(c, Call) and tested & set(map(id, tensors_in(c.result))))
+        return any(name_of(call.function) in COMPARISONS for call in made)
 
     def _data(self) -> list[Tensor]:
         """Returns the tensors of the batch, arranged."""

@@ -52,6 +52,7 @@ BEYOND = {
     "clamp of a mean": lambda o, y: F.cross_entropy(o, y).clamp(max=5),
     "minimum": lambda o, y: torch.minimum(F.cross_entropy(o, y), torch.tensor(4.0)),
     "where": lambda o, y: (lambda loss: torch.where(loss > 6, loss.detach(), loss))(F.cross_entropy(o, y)),
+    "outliers left out": lambda o, y: (lambda loss: (loss * (loss < 4 * loss.mean())).mean())(each(o, y)),
     "scaled down": lambda o, y: (lambda loss: loss / loss.detach().clamp(min=5))(F.cross_entropy(o, y)),
     "mean of absolute outputs": lambda o, y: F.cross_entropy(o, y) * (o.detach().abs().mean() < 3),
     "largest output": lambda o, y: F.cross_entropy(o / o.detach().abs().max().clamp(min=10), y),
@@ -70,8 +71,29 @@ OF_SAMPLES = {
 
 @pytest.mark.parametrize("loss", BEYOND.values(), ids=BEYOND)
 def test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_reaches_it(loss):
-    with pytest.raises(BatchDependentLossError, match=r"changed by 100 or more % when other samples had larger losses"):
+    with pytest.raises(
+        BatchDependentLossError, match=r"changed by 100 or more % when other samples had far larger or sm"
+    ):
         trained(lambda o, y, *_: loss(o, y), steps=1)
+
+
+def test_a_branch_that_losses_far_away_would_take_is_reported():
+    def damped(o, y, *_):
+        loss = F.cross_entropy(o, y)
+        return 0.1 * loss if loss > 4 else loss
+
+    _, (text,) = trained(damped)
+    assert "the loop takes a branch that depends on the batch" in text
+
+
+def test_a_weight_by_the_text_of_a_sample_is_accepted():
+    def of_texts(o, y, texts, _):
+        weight = torch.ones(len(y))
+        for i, text in enumerate(texts):
+            weight[i] = len(text)
+        return (each(o, y) * weight * torch.ones(len(y))[[len(text) % 2 for text in texts]]).mean()
+
+    assert trained(of_texts)[1] == []
 
 
 @pytest.mark.parametrize(("loss", "last"), OF_SAMPLES.values(), ids=OF_SAMPLES)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
 
 import dpengine
@@ -63,6 +64,20 @@ def vae_like(o, y):
     return F.mse_loss(draw[:, 0], y.float()) + 0.1 * divergence.mean()
 
 
+def rows_by_place(o, y):
+    wanted = torch.zeros(len(y), CLASSES)
+    for i in range(len(y)):
+        wanted[i, y[i]] = 1
+    return F.mse_loss(o, wanted)
+
+
+def finite(o, y):
+    loss = F.cross_entropy(o, y)
+    if not torch.isfinite(loss):
+        raise RuntimeError
+    return loss
+
+
 ROWS = {
     "CrossEntropyLoss": nn.CrossEntropyLoss(),
     "label smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
@@ -113,6 +128,13 @@ ROWS = {
     "einsum": lambda o, y: -torch.einsum("bc,bc->b", o.log_softmax(1), one_hot(y)).mean(),
     "list of samples": of_lists,
     "numbers for a log": logged,
+    "entries by place": lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean() + torch.ones(len(y)).mean(),
+    "rows by place": rows_by_place,
+    "shared noise": lambda o, y: F.cross_entropy(o + torch.empty(CLASSES).normal_(), y),
+    "rounded outputs": lambda o, y: F.cross_entropy(o.bfloat16().float(), y),
+    "rate of a Gamma": lambda o, y: (y / o[:, 0].exp() + o[:, 0]).mean(),
+    "density": lambda o, y: -Normal(o[:, 0], o[:, 1].exp()).log_prob(y.float()).mean(),
+    "a finite loss": finite,
     "sum over len": lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(y),
     "sum over shape": lambda o, y: each(o, y).sum() / y.shape[0],
 }

@@ -291,6 +291,29 @@ GUARDS = [
         "reaches_it",
     ),
     Guard(
+        "loop-outliers",
+        "a bound that drops a sample beside others with low losses",
+        '        return None if "random" in kinds else self._mixing_of_one(whole)',
+        "        return None",
+        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
+        "reaches_it[outliers left out]",
+    ),
+    Guard(
+        "loop-far-branch",
+        "a branch that losses far away would take",
+        "                error = BranchError if self._compares(call) else NotRecordedError",
+        "                error = NotRecordedError",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
+    ),
+    Guard(
+        "loop-places",
+        "weights of samples that follow from their place",
+        "        return self.others and (self._has_constants(calls) or any(",
+        "        return (self._has_constants(calls) or any(",
+        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "[weights_by_place-zero-out]",
+    ),
+    Guard(
         "loop-time",
         "a loop whose calls take too long to run again",
         "        if self._longest > self._left:",
@@ -346,7 +369,7 @@ GUARDS = [
     Guard(
         "loop-close-sizes",
         "batches of nearly the same size tell nothing in half precision",
-        "        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self._tolerance",
+        "        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self.tolerance",
         "        differ = earlier.samples != self.rows.samples",
         "independence/test_loop_probe.py::test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision",
     ),
