@@ -45,7 +45,7 @@ from .torch_calls import takes_one
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave is reported as not checked
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
-_MOST_IN_VAIN = 4  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
+_MOST_IN_VAIN = 8  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
 
 
 class _Sample(NamedTuple):
@@ -190,7 +190,9 @@ class LoopProbe:
             self.wants_other_size = None
         elif earlier.samples != record.samples:
             self._in_vain += 1
-            self.wants_other_size = None if self._in_vain == _MOST_IN_VAIN else earlier.samples
+            if self._in_vain < _MOST_IN_VAIN:
+                return None
+            self.wants_other_size = None
         refuse_reduction(told, "mean" if self._mean_loss else "sum")
         if told == "neither" and record.left:
             raise BatchDependentLossError(
