@@ -179,7 +179,10 @@ def _why_not_ready(step: Step) -> str:
             "on it. Call the model, self(x) and not self.forward(x). Call model.train() before the forward pass, and "
             "use the model that was passed to make_private."
         )
-    return "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step()."
+    return (
+        "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step(), on outputs "
+        "of the model that make_private returned and not of a new one, as after a notebook cell was run twice."
+    )
 
 
 def warn_left_out(step: Step) -> None:

@@ -23,6 +23,7 @@ from .functional import samples_alone
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}  # of the norm; float32 may be TF32
 _HALF_PRECISION = 0.05
+_AT_ANOTHER_SIZE = 8  # samples that are compared in a later batch
 _SIZES = 2  # batch sizes at which each layer is compared, besides 1
 _MOST_CALLS = 32  # compared while the gradients of a parameter are all zero, as at the start of LoRA
 _LEAST_SAMPLES, _MOST_SAMPLES, _MOST_ELEMENTS = 4, 64, 2**26  # compared in a batch; elements of their gradients
@@ -62,7 +63,8 @@ class RuleCheck:
         if any(map(traced, found.values())) or layer_type(layer) is not type(layer):  # a sharded layer
             return
         numel = sum(parameter.numel() for parameter in own.values())
-        chosen = min(count, max(_LEAST_SAMPLES, min(_MOST_SAMPLES, _MOST_ELEMENTS // max(1, numel))))
+        most = _MOST_SAMPLES if open_ is None or open_.names or open_.sizes == {1} else _AT_ANOTHER_SIZE
+        chosen = min(count, max(_LEAST_SAMPLES, min(most, _MOST_ELEMENTS // max(1, numel))))
         samples = torch.linspace(0, count - 1, chosen).round().long().tolist()
         compared: dict[str, list[tuple[float, ...]]] = {name: [] for name in own}
         try:

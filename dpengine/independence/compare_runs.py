@@ -130,7 +130,7 @@ def lists_of_samples(batch: Any, samples: int) -> list[Any]:
 
 
 def is_ambiguous(batch: Any, samples: int) -> bool:
-    """Returns True if a list in the batch has as many tensors as samples, and each as many entries.
+    """Returns True if a list in the batch has as many tensors or lists as samples, and each as many entries.
 
     They may be the samples, or columns of the batch.
     """
@@ -138,8 +138,9 @@ def is_ambiguous(batch: Any, samples: int) -> bool:
 
     def visit(node: Any) -> bool:
         nonlocal found
-        if node is not batch and type(node) in (list, tuple) and len(node) == samples:
-            found |= all(isinstance(one, Tensor) and one.shape[:1] == (samples,) for one in node)
+        if type(node) in (list, tuple) and len(node) == samples and all(_length(one) == samples for one in node):
+            kinds = (list, tuple) if node is batch else (list, tuple, Tensor)  # tensors of a batch are its columns
+            found |= all(isinstance(one, kinds) for one in node) and bool(tensors_in(node))
         return False
 
     pytree.tree_leaves(batch, is_leaf=visit)

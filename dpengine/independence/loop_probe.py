@@ -37,7 +37,7 @@ from .watch_step import CHECKED_LOOPS
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave, or that takes long, is reported as not checked
 _SLOW = "running its calls again takes too long"
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
-_MOST_IN_VAIN = 4  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
+_MOST_IN_VAIN = 8  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
 
 
 class LoopProbe:
@@ -181,7 +181,9 @@ class LoopProbe:
             self.wants_other_size = None
         elif earlier.samples != record.samples:
             self._in_vain += 1
-            self.wants_other_size = None if self._in_vain == _MOST_IN_VAIN else earlier.samples
+            if self._in_vain < _MOST_IN_VAIN:
+                return None
+            self.wants_other_size = None
         declared = "mean" if self._mean_loss else "sum"
         if told not in (None, "neither", declared) and check.others and not self._other_told:
             self._other_told, self.wants_other_size = True, record.samples  # counts in texts may be equal by chance

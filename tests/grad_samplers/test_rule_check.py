@@ -185,6 +185,11 @@ def test_two_batch_sizes_are_compared(monkeypatch):
     for rows in (1, 1, 5, 5, 1, 6, 7, 5, 1):
         passes(model, rows=rows)
     assert compared == [1, 5, 6]
+    compared.clear()
+    model = model_of()
+    for rows in (1, 70, 71, 72):
+        passes(model, rows=rows)
+    assert compared == [1, 64, 8]
 
 
 def test_each_layer_of_a_class_is_compared():

@@ -103,3 +103,22 @@ def test_a_list_that_may_hold_columns_is_decided_by_another_size():
     assert inside.checked_loops(engine) > 0
     with pytest.raises(BatchDependentLossError):
         trained(of_all, data, batch_size=4)
+
+
+@pytest.mark.parametrize("seed", [4, 5, 7])
+def test_a_list_of_pairs_is_accepted_also_in_a_batch_of_two(seed):
+    """A batch of two samples with two entries each may be two columns."""
+    forget_notices()
+    model = nn.Linear(4, 2)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), PrivacyEngine(seed=seed)
+    data = [(x, torch.tensor(i % 2)) for i, (x, _) in enumerate(DATA["boxes"])]
+    loader = DataLoader(data, batch_size=3, collate_fn=lambda batch: [list(one) for one in batch])
+    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always", PrivacyWarning)
+        for batch in loader:
+            optimizer.zero_grad()
+            inputs, targets = (torch.stack(column) for column in zip(*batch, strict=True))
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    assert all("may hold samples or columns" in str(one.message) for one in shown)

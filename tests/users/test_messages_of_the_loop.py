@@ -207,6 +207,15 @@ model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_m
     exec(cell, {**scope, "loader": DataLoader(examples(), batch_size=6)})
 
 
+def test_a_new_model_beside_the_optimizer_of_another_is_told():
+    loop = make_loop(**NOISE)
+    private, loop.model = loop.model, mlp()
+    with pytest.raises(BatchStateError, match=r"DPE022.*the model that make_private returned and not of a new one"):
+        train(loop)
+    loop.model = private
+    assert train(loop) == len(loop.loader)
+
+
 def test_epsilon_without_arguments_is_that_at_the_delta_of_the_run():
     loop = make_loop(target_delta=1e-3, **NOISE)
     train(loop)
