@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,24 +29,17 @@ _COPIES = 4  # examples of a privacy unit
 _ROUNDING = 2e-6  # of the sensitivity: float32 sums of some rows
 
 
-@dataclass(frozen=True)
-class Unusual:
-    """Unusual example: its name, and the function that creates its tensors from those of an ordinary example."""
-
-    name: str
-    value: Callable[[Tensor], Tensor]
-
-
-UNUSUAL = (
-    Unusual("as any other", lambda t: t),
-    Unusual("a thousand times as large", lambda t: t * 1e3),
-    Unusual("NaN", lambda t: torch.full_like(t, math.nan)),
-    Unusual("1e30", lambda t: torch.full_like(t, 1e30)),
-    Unusual("infinite", lambda t: torch.full_like(t, math.inf)),
-    Unusual("minus infinity", lambda t: torch.full_like(t, -math.inf)),
-    Unusual("large and opposite", lambda t: t * -1e2),
-    Unusual("tiny", lambda t: t * 1e-30),
-)
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "as any other": lambda t: t,
+    "a thousand times as large": lambda t: t * 1e3,
+    "NaN": lambda t: torch.full_like(t, math.nan),
+    "1e30": lambda t: torch.full_like(t, 1e30),
+    "infinite": lambda t: torch.full_like(t, math.inf),
+    "minus infinity": lambda t: torch.full_like(t, -math.inf),
+    "large and opposite": lambda t: t * -1e2,
+    "tiny": lambda t: t * 1e-30,
+}
+"""Unusual examples by name: functions of the tensors of an ordinary example."""
 
 
 def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
@@ -81,7 +73,7 @@ def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
     dataset: Any = subject.loader.dataset
     given = subject.options.get("privacy_unit")
     units, copies = (None, 1) if given is None else (unit_numbers(given, dataset), _COPIES)
-    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
+    unusual = [*UNUSUAL][_STRIDE * number % len(UNUSUAL)]
     size = min(_SIZES[number % len(_SIZES)], len(dataset))
     place = number % len(dataset)
     extra = [_changed(dataset[place], unusual)] * copies
@@ -103,7 +95,7 @@ def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
 
 def _replacing(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
     dataset: Any = made(make).loader.dataset
-    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
+    unusual = [*UNUSUAL][_STRIDE * number % len(UNUSUAL)]
     place = number % len(dataset)
     one, other = ([dataset[i] for i in range(len(dataset))] for _ in range(2))
     other[place] = _changed(dataset[(place + 1) % len(dataset)], unusual)
@@ -117,9 +109,9 @@ def _replacing(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
     )
 
 
-def _changed(example: Any, unusual: Unusual) -> Any:
+def _changed(example: Any, unusual: str) -> Any:
     def changed(leaf: Any) -> Any:
-        return unusual.value(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return UNUSUAL[unusual](leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(changed, example)
 
@@ -129,7 +121,7 @@ def _compare(
     without: Callable[[], Trial],
     having: Callable[[], Trial],
     new: set[int],
-    unusual: Unusual,
+    unusual: str,
     times: float,
 ) -> None:
     one, other = _run(without), _run(having)
@@ -137,7 +129,7 @@ def _compare(
         evidence.unknown(f"the run is rejected: {one}".splitlines()[0])
         return
     if isinstance(one, Exception) or isinstance(other, Exception):
-        evidence.fault(f"a run is rejected on only one of two neighbors (a unit that is {unusual.name})")
+        evidence.fault(f"a run is rejected on only one of two neighbors (a unit that is {unusual})")
         return
     (trial, steps), (_, others) = one, other
     scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
@@ -165,7 +157,7 @@ def _compare_steps(
     before: Step,
     after: Step,
     new: set[int],
-    unusual: Unusual,
+    unusual: str,
     scale: tuple[float, float],
     times: float,
 ) -> None:
@@ -174,7 +166,7 @@ def _compare_steps(
         evidence.fault("the sampling of other rows depends on the unit")
         return
     if not (bool(before.flat.isfinite().all()) and bool(after.flat.isfinite().all())):
-        evidence.fault(f"a release is not finite (a unit that is {unusual.name})")
+        evidence.fault(f"a release is not finite (a unit that is {unusual})")
         return
     if not new & {*before.drawn, *after.drawn}:
         if not torch.equal(before.flat, after.flat):
@@ -184,7 +176,7 @@ def _compare_steps(
     moved = float((after.flat - before.flat).norm()) * divisor
     rounding = rounded * float(before.flat.norm()) * divisor
     evidence.ratio(
-        f"change by a unit that is {unusual.name}", moved / (times * before.sensitivity * (1 + _ROUNDING) + rounding)
+        f"change by a unit that is {unusual}", moved / (times * before.sensitivity * (1 + _ROUNDING) + rounding)
     )
 
 
