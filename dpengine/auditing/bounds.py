@@ -13,18 +13,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GaussianShift:
-    """Shift of included canaries relative to excluded ones.
+    """Shift of included canaries relative to excluded ones."""
 
-    Attributes:
-        shift: In units of the sensitivity: 1 if a canary adds its maximum.
-        noise: Standard deviation for one participation, in the same units: at most the noise multiplier if nothing
-            else adds variance.
-        ratio_at_least: Lower confidence bound on ``shift / noise``.
-    """
-
-    shift: float
-    noise: float
-    ratio_at_least: float
+    shift: float  # in units of the sensitivity: 1 if a canary adds its maximum
+    noise: float  # standard deviation for one participation: at most the noise multiplier if nothing else adds variance
+    ratio_at_least: float  # lower confidence bound on ``shift / noise``
 
 
 def gaussian_shift(

@@ -38,15 +38,10 @@ _LOUD = 8.0  # norm of a canary's gradient over the clipping norm, so that it is
 
 @dataclass(frozen=True, eq=False)
 class Canaries:
-    """Canaries of a data set.
+    """Canaries of a data set."""
 
-    Attributes:
-        coins: ``(M,)``, True for included canaries.
-        at: ``(N,)``, the canary of each row of the data set; -1 for other rows.
-    """
-
-    coins: Bits
-    at: Indices
+    coins: Bits  # ``(M,)``, True for included canaries
+    at: Indices  # ``(N,)``, the canary of each row of the data set; -1 for other rows
 
     @property
     def count(self) -> int:
@@ -159,25 +154,16 @@ _LEAST = 1e-12  # smallest variance in scores, so that scores of a run without n
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Releases of a run along the directions of canaries.
+    """Releases of a run along the directions of canaries."""
 
-    Attributes:
-        releases_TM: ``<release * divisor, direction> / sensitivity``; 0 at steps without a release.
-        drawn_TM: Whether a canary was in the batch, included or not.
-        noise_multiplier: Standard deviation of the noise of one participation, over the sensitivity.
-        sample_rate: Probability of a canary to be in a possible batch.
-        turns_M: First possible step of each canary, -1 for none; None if all steps are possible.
-        cycle: Number of steps from one possible step to the next.
-        strategy_TT: S; None for independent noise.
-    """
-
-    releases_TM: Floats
-    drawn_TM: npt.NDArray[np.bool_]
-    noise_multiplier: float
-    sample_rate: float
+    releases_TM: Floats  # ``<release * divisor, direction> / sensitivity``; 0 at steps without a release
+    drawn_TM: npt.NDArray[np.bool_]  # whether a canary was in the batch, included or not
+    noise_multiplier: float  # standard deviation of the noise of one participation, over the sensitivity
+    sample_rate: float  # probability of a canary to be in a possible batch
+    # First possible step of each canary, -1 for none; None if all steps are possible.
     turns_M: npt.NDArray[np.int64] | None = None
-    cycle: int = 1
-    strategy_TT: Floats | None = None
+    cycle: int = 1  # number of steps from one possible step to the next
+    strategy_TT: Floats | None = None  # S; None for independent noise
 
     @property
     def possible_TM(self) -> npt.NDArray[np.bool_]:

@@ -28,17 +28,11 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Guesses:
-    """Result of a guesser.
+    """Result of a guesser."""
 
-    Attributes:
-        canaries: Number of coins.
-        made: Number of guesses. The guesser abstains from the other coins.
-        right: Number of right guesses.
-    """
-
-    canaries: int
-    made: int
-    right: int
+    canaries: int  # number of coins
+    made: int  # number of guesses; the guesser abstains from the other coins
+    right: int  # number of right guesses
 
     def __post_init__(self) -> None:
         if not 0 <= self.right <= self.made <= self.canaries:

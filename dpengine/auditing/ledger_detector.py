@@ -121,15 +121,11 @@ _EPOCHS = (1, 2, 3, 7)
 
 @dataclass
 class Counters:
-    """Recorded calls.
+    """Recorded calls."""
 
-    Attributes:
-        noises: ``(domain, step, std, scale)`` of each call that added noise.
-        updates: Number of charged batches at each update of the weights.
-    """
-
+    # ``(domain, step, std, scale)`` of each call that added noise.
     noises: list[tuple[str, int, float, float]] = field(default_factory=list)
-    updates: list[int] = field(default_factory=list)
+    updates: list[int] = field(default_factory=list)  # number of charged batches at each update of the weights
 
 
 @contextmanager

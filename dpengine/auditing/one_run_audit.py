@@ -40,17 +40,11 @@ _NORMAL = "The Gaussian bound assumes normal scores, and batches drawn as charge
 
 @dataclass(frozen=True)
 class Bounds:
-    """Lower bounds on epsilon; None if a bound does not apply.
+    """Lower bounds on epsilon; None if a bound does not apply."""
 
-    Attributes:
-        epsilon_delta: From guesses, by (epsilon, delta) only.
-        f_dp: From guesses, by the Gaussian curve that covers the claim.
-        gaussian: From the shift of included canaries, over the noise of a participation.
-    """
-
-    epsilon_delta: float
-    f_dp: float | None = None
-    gaussian: float | None = None
+    epsilon_delta: float  # from guesses, by (epsilon, delta) only
+    f_dp: float | None = None  # from guesses, by the Gaussian curve that covers the claim
+    gaussian: float | None = None  # from the shift of included canaries, over the noise of a participation
 
     @property
     def best(self) -> float:

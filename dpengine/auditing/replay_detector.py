@@ -7,10 +7,10 @@ must have the same number of releases.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,24 +30,17 @@ _COPIES = 4  # examples of a privacy unit
 _ROUNDING = 2e-6  # of the sensitivity: float32 sums of some rows
 
 
-@dataclass(frozen=True)
-class Unusual:
-    """Unusual example: its name, and the function that creates its tensors from those of an ordinary example."""
-
-    name: str
-    value: Callable[[Tensor], Tensor]
-
-
-UNUSUAL = (
-    Unusual("as any other", lambda t: t),
-    Unusual("a thousand times as large", lambda t: t * 1e3),
-    Unusual("NaN", lambda t: torch.full_like(t, math.nan)),
-    Unusual("1e30", lambda t: torch.full_like(t, 1e30)),
-    Unusual("infinite", lambda t: torch.full_like(t, math.inf)),
-    Unusual("minus infinity", lambda t: torch.full_like(t, -math.inf)),
-    Unusual("large and opposite", lambda t: t * -1e2),
-    Unusual("tiny", lambda t: t * 1e-30),
-)
+UNUSUAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "as any other": lambda t: t,
+    "a thousand times as large": lambda t: t * 1e3,
+    "NaN": lambda t: torch.full_like(t, math.nan),
+    "1e30": lambda t: torch.full_like(t, 1e30),
+    "infinite": lambda t: torch.full_like(t, math.inf),
+    "minus infinity": lambda t: torch.full_like(t, -math.inf),
+    "large and opposite": lambda t: t * -1e2,
+    "tiny": lambda t: t * 1e-30,
+}
+"""Unusual examples by name: functions of the tensors of an ordinary example."""
 
 
 def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
@@ -64,10 +57,20 @@ def replay(make: Maker, *, pairs: int = 20, seed: int = 0) -> AuditFinding:
         The finding. Its statistic is the largest change by a unit, over the sensitivity.
     """
     evidence = Evidence("DR", seed)
-    pairs_seen = _replacing if _keeps_size(made(make).options) else _adding
+    pair_of = _replacing if _keeps_size(made(make).options) else _adding
     for number in range(pairs):
-        pairs_seen(evidence, make, number, seed + number)
+        unusual = [*UNUSUAL][_STRIDE * number % len(UNUSUAL)]
+        _compare(evidence, pair_of(make, number, seed + number, unusual), unusual)
     return evidence.finding()
+
+
+class Pair(NamedTuple):
+    """Runs on neighboring data sets, the rows of the unit, and 2 if it replaces another unit, else 1."""
+
+    without: Callable[[], Trial]
+    having: Callable[[], Trial]
+    new: set[int]
+    times: float
 
 
 def _keeps_size(options: Any) -> bool:
@@ -76,12 +79,11 @@ def _keeps_size(options: Any) -> bool:
     return any(one is not None for one in given) or options.get("sampling", "poisson") != "poisson"
 
 
-def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
+def _adding(make: Maker, number: int, seed: int, unusual: str) -> Pair:
     subject = made(make)
     dataset: Any = subject.loader.dataset
     given = subject.options.get("privacy_unit")
     units, copies = (None, 1) if given is None else (unit_numbers(given, dataset), _COPIES)
-    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
     size = min(_SIZES[number % len(_SIZES)], len(dataset))
     place = number % len(dataset)
     extra = [_changed(dataset[place], unusual)] * copies
@@ -98,46 +100,32 @@ def _adding(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
         return Trial(make, seed=seed, dataset=Listed(examples), changes=changes)
 
     new = set(range(size, size + copies))
-    _compare(evidence, lambda: trial(base, 0), lambda: trial([*base, *extra], copies), new, unusual, 1.0)
+    return Pair(lambda: trial(base, 0), lambda: trial([*base, *extra], copies), new, 1.0)
 
 
-def _replacing(evidence: Evidence, make: Maker, number: int, seed: int) -> None:
+def _replacing(make: Maker, number: int, seed: int, unusual: str) -> Pair:
     dataset: Any = made(make).loader.dataset
-    unusual = UNUSUAL[_STRIDE * number % len(UNUSUAL)]
     place = number % len(dataset)
     one, other = ([dataset[i] for i in range(len(dataset))] for _ in range(2))
     other[place] = _changed(dataset[(place + 1) % len(dataset)], unusual)
-    _compare(
-        evidence,
-        lambda: Trial(make, seed=seed, dataset=Listed(one)),
-        lambda: Trial(make, seed=seed, dataset=Listed(other)),
-        {place},
-        unusual,
-        2.0,
-    )
+    without, having = (functools.partial(Trial, make, seed=seed, dataset=Listed(listed)) for listed in (one, other))
+    return Pair(without, having, {place}, 2.0)
 
 
-def _changed(example: Any, unusual: Unusual) -> Any:
+def _changed(example: Any, unusual: str) -> Any:
     def changed(leaf: Any) -> Any:
-        return unusual.value(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return UNUSUAL[unusual](leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
     return pytree.tree_map(changed, example)
 
 
-def _compare(
-    evidence: Evidence,
-    without: Callable[[], Trial],
-    having: Callable[[], Trial],
-    new: set[int],
-    unusual: Unusual,
-    times: float,
-) -> None:
-    one, other = _run(without), _run(having)
+def _compare(evidence: Evidence, pair: Pair, unusual: str) -> None:
+    one, other = _run(pair.without), _run(pair.having)
     if isinstance(one, Exception) and isinstance(other, Exception):
         evidence.unknown(f"the run is rejected: {one}".splitlines()[0])
         return
     if isinstance(one, Exception) or isinstance(other, Exception):
-        evidence.fault(f"a run is rejected on only one of two neighbors (a unit that is {unusual.name})")
+        evidence.fault(f"a run is rejected on only one of two neighbors (a unit that is {unusual})")
         return
     (trial, steps), (_, others) = one, other
     scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
@@ -149,7 +137,7 @@ def _compare(
         if before.bounds != after.bounds:  # the clipping norm depends on a private count, released with its own noise
             break
         evidence.n += 1
-        _compare_steps(evidence, before, after, new, unusual, scale, times)
+        _compare_steps(evidence, before, after, pair, unusual, scale)
 
 
 def _engine_ledger(trial: Trial) -> list[Any]:
@@ -161,20 +149,15 @@ def _engine_ledger(trial: Trial) -> list[Any]:
 
 
 def _compare_steps(
-    evidence: Evidence,
-    before: Step,
-    after: Step,
-    new: set[int],
-    unusual: Unusual,
-    scale: tuple[float, float],
-    times: float,
+    evidence: Evidence, before: Step, after: Step, pair: Pair, unusual: str, scale: tuple[float, float]
 ) -> None:
-    common = sorted(index for index in before.drawn if times == 1.0 or index not in new)
+    new = pair.new
+    common = sorted(index for index in before.drawn if pair.times == 1.0 or index not in new)
     if common != sorted(index for index in after.drawn if index not in new):
         evidence.fault("the sampling of other rows depends on the unit")
         return
     if not (bool(before.flat.isfinite().all()) and bool(after.flat.isfinite().all())):
-        evidence.fault(f"a release is not finite (a unit that is {unusual.name})")
+        evidence.fault(f"a release is not finite (a unit that is {unusual})")
         return
     if not new & {*before.drawn, *after.drawn}:
         if not torch.equal(before.flat, after.flat):
@@ -183,9 +166,8 @@ def _compare_steps(
     divisor, rounded = scale
     moved = float((after.flat - before.flat).norm()) * divisor
     rounding = rounded * float(before.flat.norm()) * divisor
-    evidence.ratio(
-        f"change by a unit that is {unusual.name}", moved / (times * before.sensitivity * (1 + _ROUNDING) + rounding)
-    )
+    limit = pair.times * before.sensitivity * (1 + _ROUNDING) + rounding
+    evidence.ratio(f"change by a unit that is {unusual}", moved / limit)
 
 
 def _run(make: Callable[[], Trial]) -> Any:

@@ -83,21 +83,13 @@ class Watched(torch.utils.data.Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One logical batch.
+    """One logical batch."""
 
-    Attributes:
-        drawn: Indices of its examples.
-        release: ``p.grad`` after ``optimizer.step()``, by name, in float64; empty if none was written.
-        std: Planned standard deviation of the noise, in units of the sum.
-        bounds: Clipping norms.
-        sensitivity: Sensitivity of the sum to one unit.
-    """
-
-    drawn: tuple[int, ...]
-    release: dict[str, Tensor]
-    std: float
-    bounds: tuple[float, ...]
-    sensitivity: float
+    drawn: tuple[int, ...]  # indices of its examples
+    release: dict[str, Tensor]  # ``p.grad`` after ``optimizer.step()``, by name, in float64; empty if none was written
+    std: float  # planned standard deviation of the noise, in units of the sum
+    bounds: tuple[float, ...]  # clipping norms
+    sensitivity: float  # sensitivity of the sum to one unit
 
     @property
     def flat(self) -> Tensor:

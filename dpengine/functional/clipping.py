@@ -96,8 +96,12 @@ def clip_tree(tree: Any, c: Any, rescale_to_unit_norm: bool = False) -> tuple[An
     rows = [leaf.unsqueeze(0) for leaf in leaves]
     norms_BK = group_norms(rows, groups)
     factors_BK = factors(norms_BK, groups, rescale_to_unit_norm)
-    clipped = [leaf.squeeze(0) for leaf in scaled(rows, groups, factors_BK)]
-    clipped = [new.to(old.dtype) for new, old in zip(clipped, leaves, strict=True)]
+    clipped = list(leaves)
+    for factor, group in zip(factors_BK[0].unbind(), groups, strict=True):
+        for i in group.leaves:
+            # In float64, because a small factor would become 0 in float32 while a large element stays large.
+            product = (leaves[i].double() * factor).masked_fill(factor == 0, 0.0)  # 0 * NaN is NaN
+            clipped[i] = product.to(leaves[i].dtype)
     norms = pytree.tree_unflatten(list(norms_BK[0].unbind()), bounds_spec)
     return pytree.tree_unflatten(clipped, spec), norms
 
@@ -168,19 +172,6 @@ def factors(norms_BK: Tensor, groups: list[Group], rescale: bool) -> Tensor:
         found_BK = (bounds_K / norms_BK).clamp(max=1)
     usable = found_BK.isfinite() & norms_BK.isfinite()
     return torch.where(usable, found_BK, torch.zeros_like(found_BK))
-
-
-def scaled(leaves: list[Tensor], groups: list[Group], factors_BK: Tensor) -> list[Tensor]:
-    """Returns leaves ``(B, ...)`` times the factors of their groups, in float32 or wider."""
-    found: list[Tensor] = list(leaves)
-    for k, group in enumerate(groups):
-        for i in group.leaves:
-            leaf = leaves[i].to(torch.promote_types(leaves[i].dtype, torch.float32))
-            factor_B = factors_BK[:, k].view(-1, *[1] * (leaf.dim() - 1))
-            # In float64, because a small factor would become 0 in float32 while a large element stays large.
-            product = leaf.double() * factor_B
-            found[i] = product.masked_fill(factor_B == 0, 0.0).to(leaf.dtype)  # 0 * NaN is NaN
-    return found
 
 
 def total_bound(c: Any) -> float:

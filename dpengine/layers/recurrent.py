@@ -138,7 +138,8 @@ def _native(
     c0 = [cell for _, cell in first if cell is not None]
     weights = [_value(getattr(module, name)) for names in module._all_weights for name in names]
     settings = (weights, module.bias, module.num_layers, module.dropout, module.training, module.bidirectional)
-    output, *last = _KERNELS[module.mode](*inputs, [h0, torch.stack(c0)] if c0 else h0, *settings, *layout)
+    kernel = getattr(torch, module.mode.lower())
+    output, *last = kernel(*inputs, [h0, torch.stack(c0)] if c0 else h0, *settings, *layout)
     return output, (last[0], last[1] if c0 else None)
 
 
@@ -227,14 +228,6 @@ def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -
         expected = (layers, rows, sizes[index])
         if state is not None and tuple(state.shape) != expected:
             raise RuntimeError(f"Expected hidden[{index}] size {expected}, got {tuple(state.shape)}")
-
-
-_KERNELS: dict[str, Callable[..., Any]] = {
-    "RNN_TANH": torch.rnn_tanh,
-    "RNN_RELU": torch.rnn_relu,
-    "GRU": torch.gru,
-    "LSTM": torch.lstm,
-}
 
 
 class PrivateRNNCell(nn.RNNCell):

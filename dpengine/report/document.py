@@ -19,6 +19,10 @@ from .history_rows import charges_of, rows_of
 
 SCHEMA_VERSION = 2
 
+_COSTS = {"epsilon": "epsilon", "mu_gdp": "mu", "advantage": "advantage"}
+"""Field of `PrivacySpent` by its key."""
+_ACCOUNTANT = {"accountant": "accountant", "library": "library", "version": "version", "discretization": "grid"}
+"""Field of `Figures` by its key."""
 _PLAN = ("noise_multiplier", "clipping", "sampling", "sample_rate", "expected_batch_size", "correlated_noise")
 _ENVIRONMENT = ("torch", "device", "git")
 _ACCOUNTING = ("target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")
@@ -35,10 +39,7 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "guarantee": _guarantee(facts, figures),
         "mechanism": {key: facts.plan.get(key) for key in _PLAN} | {"steps": facts.steps},
         "accounting": {
-            "accountant": figures.accountant,
-            "library": figures.library,
-            "version": figures.version,
-            "discretization": figures.grid,
+            **{key: getattr(figures, name) for key, name in _ACCOUNTANT.items()},
             "assumptions": [
                 {"name": item.name, "holds": item.holds, "evidence": item.evidence} for item in assumptions(facts)
             ],
@@ -108,34 +109,22 @@ def figures_in(document: Mapping[str, Any]) -> Figures:
     guarantee, accounting = document["guarantee"], document["accounting"]
     spent = None
     if guarantee["epsilon"] is not None:
-        spent = PrivacySpent(
-            epsilon=_number(guarantee["epsilon"]),
-            delta=guarantee["delta"],
-            mu=_number(guarantee["mu_gdp"]),
-            advantage=guarantee["advantage"],
-            steps=document["mechanism"]["steps"],
-            accountant_used=accounting["accountant"],
-        )
-    unamplified = guarantee["epsilon_unamplified"]
+        costs = {name: _number(guarantee[key]) for key, name in _COSTS.items()}
+        run = {"steps": document["mechanism"]["steps"], "accountant_used": accounting["accountant"]}
+        spent = PrivacySpent(delta=guarantee["delta"], **costs, **run)
     return Figures(
         spent=spent,
         refusal=guarantee["refusal"] or "",
         profile=tuple((delta, _number(epsilon)) for delta, epsilon in document["profile"]),
-        accountant=accounting["accountant"],
-        grid=accounting["discretization"],
-        unamplified=None if unamplified is None else _number(unamplified),
-        version=accounting["version"],
-        library=accounting["library"],
+        unamplified=_number(guarantee["epsilon_unamplified"]),
+        **{name: accounting[key] for key, name in _ACCOUNTANT.items()},
     )
 
 
 def _guarantee(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    spent = figures.spent
-    return {
-        "epsilon": None if spent is None else spent.epsilon,
+    costs = {key: getattr(figures.spent, name, None) for key, name in _COSTS.items()}
+    return costs | {
         "delta": facts.accounting.delta,
-        "mu_gdp": None if spent is None else spent.mu,
-        "advantage": None if spent is None else spent.advantage,
         "refusal": figures.refusal or None,
         "epsilon_unamplified": figures.unamplified,
         "adjacency": facts.accounting.relation.value,
@@ -173,5 +162,5 @@ def json_values(value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> float:
+def _number(value: Any) -> Any:
     return math.inf if value == "inf" else value
