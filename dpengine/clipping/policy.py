@@ -1,4 +1,4 @@
-"""What every clipping policy answers: which group a parameter is in, what a sample is multiplied by, what it can add.
+"""Interface of clipping policies, which turn per-sample gradient norms into factors, and checks of their results.
 
 Axes: B samples, K groups.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dpengine.errors import ExtensionError, InvalidBudgetError
 
-# By how much a neighbouring relation multiplies what one sample can add. The names are those of accounting.Relation.
+# Factor of the sensitivity by neighboring relation. The names are those of accounting.Relation.
 RELATIONS = {"add-or-remove-one": 1.0, "zero-out": 1.0, "replace-one": 2.0}
 
-# Norms and factors are rounded, and so is each product and partial sum of a clipped gradient. Thresholds are met with
-# this much to spare, which covers pairwise float32 sums of up to 2**24 terms.
+# Norms, factors, and each product and partial sum of a clipped gradient are rounded. Factors are smaller by this
+# relative margin, which covers pairwise float32 sums of up to 2**24 terms.
 SLACK = 2.0**-20
 
 
@@ -28,17 +28,17 @@ Total = Callable[[Tensor | float], float]
 
 
 class NormalStream(Protocol):
-    """What a policy needs of ``noise.NoiseSource``, handed in since clipping comes before noise."""
+    """Interface of ``noise.NoiseSource`` for policies that add noise to statistics of their own."""
 
     def normal_(self, out: Tensor, *, domain: str, step: int) -> Tensor:
-        """Fills ``out`` with standard normals that belong to one domain and step."""
+        """Fills ``out`` with standard normals of one domain and step."""
 
 
 class AbstractClip(abc.ABC):
-    """Turns per-sample gradient norms into factors, and says what that bounds.
+    """Turns per-sample gradient norms into factors.
 
-    Trainable parameters fall into groups, each with its own threshold; a sample's gradient is scaled group by group.
-    A sample with a norm that is not finite in any group gets factor 0 in every group.
+    Each trainable parameter is in a group, and each group has a clipping norm. The gradient of a sample is scaled group
+    by group. A sample whose norm is not finite in any group gets factor 0 in every group.
     """
 
     has_constant_bounds: ClassVar[bool] = True
@@ -52,65 +52,66 @@ class AbstractClip(abc.ABC):
     @property
     @abc.abstractmethod
     def bounds(self) -> tuple[float, ...]:
-        """The thresholds in force, one for each group; a single one may be shared out over all groups."""
+        """Current clipping norms, one for each group; a single one bounds all groups together."""
 
     @abc.abstractmethod
     def group_of(self, names: Sequence[str]) -> list[int]:
-        """The group of each trainable parameter.
+        """Returns the group of each trainable parameter.
 
         Args:
-            names: Dotted names, in the model's order. A tied tensor has one name, and so one group.
+            names: Dotted names, in the order of the model. A tied tensor has one name.
 
         Returns:
-            An index for each name, from 0 on without gaps.
+            An index for each name, from 0, without gaps.
         """
 
     @abc.abstractmethod
     def factors(self, norms_BK: Tensor) -> Tensor:
-        """What each sample's gradient is multiplied by in each group.
+        """Returns the factor of each sample's gradient in each group.
 
         Args:
-            norms_BK: Norms per sample and group, float32 or float64, never below the truth by more than rounding.
+            norms_BK: Norm of each sample in each group, ``(B, K)``, float32 or float64. A norm is below the true one by
+                rounding at most.
 
         Returns:
-            ``(B, K)`` in the dtype of the norms. Factor times norm is at most the group's threshold.
+            ``(B, K)`` in the dtype of the norms. Factor times norm is at most the clipping norm of the group.
         """
 
     @abc.abstractmethod
     def describe(self) -> dict[str, Any]:
-        """The policy as plain data, for reports."""
+        """Returns the policy as plain data, for reports."""
 
     def num_groups(self, names: Sequence[str]) -> int:
-        """How many groups these trainable parameters fall into; at least 1."""
+        """Returns the number of groups of these trainable parameters, at least 1."""
         return max(self.group_of(names), default=0) + 1
 
     @property
     def max_grad_norm(self) -> float:
-        """The L2 norm over all groups that a sample's clipped gradient can have."""
+        """Largest L2 norm over all groups of a clipped gradient."""
         return math.hypot(*self.bounds)
 
     def resized(self, max_grad_norm: float) -> AbstractClip:
-        """The same policy with another ``max_grad_norm``, by which a schedule changes it: all thresholds in proportion.
+        """Returns the policy with another ``max_grad_norm``, for schedules. All clipping norms change in proportion.
 
         Args:
             max_grad_norm: Positive and finite.
 
         Raises:
-            InvalidBudgetError: From a policy that does not know how.
+            InvalidBudgetError: If the policy does not support it.
         """
         raise InvalidBudgetError(
-            f"{self.name} has no resized(), so its threshold cannot change in the middle of a run.",
-            fix="Give it resized(max_grad_norm), which returns the same policy with that norm.",
+            f"{self.name} has no resized(), so its clipping norm cannot change in the middle of a run.",
+            fix="Add a method resized(max_grad_norm), which returns the policy with that norm.",
         )
 
     def sensitivity(self, relation: str = "add-or-remove-one") -> float:
-        """How far one sample can move the sum of clipped gradients, in L2 norm.
+        """Returns the largest change of the sum of clipped gradients by one sample, in L2 norm.
 
         Args:
             relation: A key of ``RELATIONS``: the value of ``accounting.Relation``.
 
         Returns:
-            ``max_grad_norm``, or twice that where one sample takes the place of another.
+            ``max_grad_norm``, or twice that if one sample replaces another.
 
         Raises:
             ValueError: If the relation is not known.
@@ -120,37 +121,37 @@ class AbstractClip(abc.ABC):
         return RELATIONS[relation] * self.max_grad_norm
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """The noise multiplier of the gradient sum that makes a whole step cost what ``noise_multiplier`` says."""
+        """Returns the noise multiplier of the gradient sum with which a whole step costs ``noise_multiplier``."""
         return noise_multiplier
 
-    def observe(self, norms_BK: Tensor) -> None:  # noqa: B027 - most policies learn nothing
-        """Takes note of the norms of one physical batch, padding rows left out."""
+    def observe(self, norms_BK: Tensor) -> None:  # noqa: B027 - most policies do not adapt
+        """Observes the norms of one physical batch, without padding."""
 
     def finish_step(  # noqa: B027 - most policies do not adapt
         self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float
     ) -> None:
-        """Adapts to what was observed since the last step. Called once for each release, after it.
+        """Adapts to the norms observed since the last step. Called once for each release, after it.
 
         Args:
-            source: Where noise comes from.
-            step: Of the release.
-            expected_batch_size: The public constant, over all processes.
-            total: Adds up a number over the processes that share the rows of a batch.
+            source: Source of noise.
+            step: Number of the step.
+            expected_batch_size: Public constant, over all processes.
+            total: Sums a number over the processes that share a batch.
         """
 
     def discard(self) -> None:  # noqa: B027
-        """Forgets what was observed since the last step, for a batch that is given up."""
+        """Forgets the norms observed since the last step, for a batch that is discarded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs. Public: it follows from releases."""
+        """Returns the state that a resumed run needs. It is public, because it follows from releases."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Goes on from ``state_dict()``."""
+        """Loads the result of ``state_dict()``."""
 
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
-    """Factors ``min(1, (1 - SLACK) * bound / norm)``, without an additive epsilon, which would overshoot."""
+    """Returns the factors ``min(1, (1 - SLACK) * bound / norm)``."""
     bounds_K: Any = bounds  # one number needs no copy to the device, which would wait for it
     if isinstance(bounds, Sequence):
         bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype).to(norms_BK.device, non_blocking=True)
@@ -159,9 +160,9 @@ def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
 
 
 def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
-    """The factors, rounded to the safe side, with 0 for samples that have an unusable norm in some group."""
-    # A number below the smallest normal one has few bits left: the one beneath it is surely not above the exact factor.
-    # Hardware that has no such numbers makes it 0, which is safe too.
+    """Returns the factors, rounded down, with 0 for samples whose norm is not usable in some group."""
+    # Numbers below the smallest normal one have few bits, so the next smaller one is taken: it is not above the exact
+    # factor. Hardware without such numbers rounds it to 0, which is safe too.
     info = torch.finfo(factors_BK.dtype)
     least = info.smallest_normal * info.eps
     # Factors from four times the smallest normal number on do not change.
@@ -209,9 +210,9 @@ def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> 
 
 
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:
-    """Refuses norms from which no factor can be had."""
+    """Raises for norms of another dtype or shape."""
     if norms_BK.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{where}: norms are {norms_BK.dtype}; form them in float32 or float64.")
+        raise TypeError(f"{where}: norms are {norms_BK.dtype}; compute them in float32 or float64.")
     if norms_BK.dim() != 2 or groups not in (None, norms_BK.shape[1]):
         expected = "K" if groups is None else groups
         raise ValueError(f"{where}: norms must have shape (B, {expected}), got {tuple(norms_BK.shape)}.")
