@@ -14,6 +14,11 @@ from .policy import AbstractClip, NormalStream, Total
 MEMBERS = ("bounds", "group_of", "factors")
 
 
+def is_policy(value: Any) -> bool:
+    """Returns True if an object has the members of a clipping policy."""
+    return not isinstance(value, type) and all(hasattr(value, name) for name in MEMBERS)
+
+
 class OwnPolicy(AbstractClip):
     """Forwards to a policy from outside.
 
@@ -25,8 +30,7 @@ class OwnPolicy(AbstractClip):
     """
 
     def __init__(self, policy: Any):
-        missing = [name for name in MEMBERS if not hasattr(policy, name)]
-        if missing or isinstance(policy, type):
+        if not is_policy(policy):
             raise TypeError(
                 f"clipping={policy!r} is not a policy: it must be an object with {', '.join(MEMBERS)}. Pass "
                 "clipping='flat', 'per_layer', 'automatic' or 'adaptive', or a policy."

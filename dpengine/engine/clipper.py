@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpengine.clipping.own_policy import is_policy
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
@@ -140,9 +141,10 @@ def _checked_policy(module: nn.Module, policy: Any) -> AbstractClip:
         raise TypeError(
             f"PerSampleGradientClipper: module is {torch.typename(module)}; pass an instance of torch.nn.Module."
         )
-    if isinstance(policy, str):
+    if not is_policy(policy):
         raise TypeError(
-            f"PerSampleGradientClipper: norm_clipper={policy!r}; pass a policy, such as dpengine.Flat(1.0)."
+            f"PerSampleGradientClipper: norm_clipper={policy!r} is not a clipping policy. Pass a policy, such as "
+            "dpengine.Flat(1.0)."
         )
     policy = clipping_from(policy)
     trainable = [name for name, p in module.named_parameters() if p.requires_grad]
