@@ -174,6 +174,8 @@ def largest_change(
             a, b = one.reshape(1, -1), other.reshape(1, -1)
         elif kept is not None:
             a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
+        if a.dtype == b.dtype and torch.equal(a, b):
+            continue  # the common case, in a third of the time
         a, b = (t.flatten(1) if t.is_floating_point() else t.flatten(1).double() for t in (a, b))
         size_B, moved_B = norms(a), norms(a - b)
         if not (size_B + moved_B).isfinite().all():

@@ -18,7 +18,6 @@ UNDECIDED = {  # as a number leaves torch, or code outside torch computes a grad
     *("float_of_max", "numpy_temperature", "comprehension", "masked_by_nonzero", "numpy_shuffle"),
     "python_list",  # looks as weights of single samples do
     *("normalized_gradient", "gradient_reversal", "branch_on_loss"),
-    "flooding",  # the gradient of all has another sign in a batch of another size
     *("root_of_size", "temperature_of_size", "penalty_over_size"),
 }
 
