@@ -419,7 +419,7 @@ def test_f_b14_an_empty_data_set_trains_on_noise_alone():
 def test_f_b13_a_second_make_private_after_detach_is_fine():
     loop = make_loop()
     loop.engine.detach(loop.model)
-    with pytest.raises(errors.UnknownParameterError, match="not private in this engine"):
+    with pytest.raises(errors.UnknownParameterError, match="private in this engine, or was detached before"):
         loop.engine.detach(loop.model)
     again = make_loop(loop.model, make_optimizer=lambda _: loop.optimizer, engine=loop.engine)
     one_step(again)
