@@ -259,7 +259,7 @@ def test_a_report_names_it_as_not_verified(report):
     }
     accountants = report_schema()["properties"]["accounting"]["properties"]
     assert accountants["library"]["enum"] == ["dpengine", "user"]
-    assert "What each step cost" not in report.to_html()
+    assert "Privacy cost by step" not in report.to_html()
 
 
 def test_a_report_of_a_builtin_accountant_says_nothing_of_it():

@@ -17,7 +17,7 @@ from dpengine.checkpoint.saving import save
 from dpengine.errors import PrivacyError
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Trial, made
+from .subject import LEFT_OUT, Maker, Trial, made
 
 _ROWS = 1009  # a number that occurs nowhere else
 _SECRET = "private"  # the folder that is not published
@@ -32,7 +32,7 @@ def files(make: Maker, *, seed: int = 0) -> AuditFinding:
     few = [dataset[index] for index in range(min(50, len(dataset)))]
     sized = options.get("noise") is not None or options.get("plan") is not None
     changes = {"allow_large_delta": True, **({"privacy_unit": LEFT_OUT} if "privacy_unit" in options else {})}
-    listed = None if sized else Listed([few[i % len(few)] for i in range(_ROWS)])
+    listed = None if sized else [few[i % len(few)] for i in range(_ROWS)]
     handler = _Recorder()
     logging.getLogger().addHandler(handler)
     try:

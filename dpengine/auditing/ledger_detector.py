@@ -24,7 +24,7 @@ from dpengine.accounting.ledger import Charge
 from dpengine.noise.source import NoiseSource
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Subject, Trial, made, quiet
+from .subject import LEFT_OUT, Maker, Subject, Trial, made, quiet
 
 _ROOM = 1e-9  # relative error of root finding
 _GAUSSIANS = ((1.0, 1, 1e-5), (5.0, 100, 1e-10), (600.0, 100_000, 1e-10), (60.0, 1000, 1e-30), (20.0, 300, 1e-100))
@@ -322,7 +322,7 @@ def _planned(evidence: Evidence, make: Maker) -> None:
 
     for place, rows in enumerate(_LENGTHS):
         epochs = _EPOCHS[place % len(_EPOCHS)]
-        trial = Trial(one_by_one, dataset=Listed([example] * rows), changes={**changes, "epochs": epochs})
+        trial = Trial(one_by_one, dataset=[example] * rows, changes={**changes, "epochs": epochs})
         evidence.n += 1
         planned = trial.engine.runs[-1].budget.planned_steps
         if not planned == epochs * rows == epochs * len(trial.loader):

@@ -27,7 +27,7 @@ from dpengine.noise.source import NoiseSource
 
 from .bounds import chi_square, correlation, kolmogorov, two_sided
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Listed, Maker, Step, Trial, made, with_constants, without_target
+from .subject import LEFT_OUT, Maker, Step, Trial, made, with_constants, without_target
 
 _LEAST_STEPS, _MOST_STEPS = 8, 400
 _MOST_NUMBERS = 50_000  # of one release, from all of its tensors
@@ -61,7 +61,7 @@ def noise_law(make: Maker, *, coords: int = 200_000, seed: int = 0) -> AuditFind
     _law(evidence, "zero gradients", _whitened(evidence, trial, zero))
     small = max(20_000, coords // 10)
     if trial.plan.noise is None and made(make).options.get("privacy_unit") is None and not trial.plan.of_config:
-        empty, other = _noise_of(make, small, seed, with_constants(made(make), 0.15), dataset=Listed([]))
+        empty, other = _noise_of(make, small, seed, with_constants(made(make), 0.15), dataset=[])
         _law(evidence, "empty batches", _whitened(evidence, other, empty))
     _runs(evidence, make, seed)
     _resumed(evidence, make, seed)

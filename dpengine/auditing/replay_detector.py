@@ -20,7 +20,7 @@ from dpengine.errors import PrivacyError
 from dpengine.sampling.units import unit_numbers
 
 from .finding import AuditFinding, Evidence
-from .subject import Listed, Maker, Step, Trial, made, with_constants, without_target
+from .subject import Maker, Step, Trial, made, with_constants, without_target
 
 _RATES = (0.15, 0.15, 0.3, 0.3, 0.6, 0.6)
 _STEPS = 13  # approximate number of logical batches of each data set
@@ -97,7 +97,7 @@ def _adding(make: Maker, number: int, seed: int, unusual: str) -> Pair:
         if ids is not None:
             top = int(ids.max(initial=-1)) + 1
             changes["privacy_unit"] = [*ids.tolist(), *[top] * new]
-        return Trial(make, seed=seed, dataset=Listed(examples), changes=changes)
+        return Trial(make, seed=seed, dataset=examples, changes=changes)
 
     new = set(range(size, size + copies))
     return Pair(lambda: trial(base, 0), lambda: trial([*base, *extra], copies), new, 1.0)
@@ -108,7 +108,7 @@ def _replacing(make: Maker, number: int, seed: int, unusual: str) -> Pair:
     place = number % len(dataset)
     one, other = ([dataset[i] for i in range(len(dataset))] for _ in range(2))
     other[place] = _changed(dataset[(place + 1) % len(dataset)], unusual)
-    without, having = (functools.partial(Trial, make, seed=seed, dataset=Listed(listed)) for listed in (one, other))
+    without, having = (functools.partial(Trial, make, seed=seed, dataset=listed) for listed in (one, other))
     return Pair(without, having, {place}, 2.0)
 
 

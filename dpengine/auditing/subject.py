@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -44,19 +45,6 @@ class Subject(NamedTuple):
 
 Maker = Callable[[], Any]
 """Returns a new `Subject`, or its tuple, at each of dozens of calls, so it should create the data set once."""
-
-
-class Listed(torch.utils.data.Dataset):
-    """Data set of a list of examples."""
-
-    def __init__(self, examples: Sequence[Any]):
-        self._examples = list(examples)
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._examples[index]
 
 
 class Watched(torch.utils.data.Dataset):
@@ -285,12 +273,8 @@ def in_double(tree: Any) -> Any:
     return pytree.tree_map(widened, tree)
 
 
-class quiet(warnings.catch_warnings):
-    """Suppresses warnings, such as those of runs without noise or on few rows."""
-
-    def __enter__(self) -> None:
-        super().__enter__()
-        warnings.simplefilter("ignore")
+quiet = functools.partial(warnings.catch_warnings, action="ignore")
+"""Suppresses warnings in a context, such as those of runs without noise or on few rows."""
 
 
 _FEATURES, _CLASSES, _ROWS = 6, 3, 40

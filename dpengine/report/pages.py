@@ -100,7 +100,7 @@ def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, Any]]:
         return []
     mark = _bracketed_stamps(facts, figures)
     attack = {
-        "title": "What an attacker can achieve",
+        "title": "Bound on membership attacks",
         "label": "bound on the true positive rate of a membership test, by its false positive rate",
         "note": f"No membership test lies above the line. The dashed one is guessing.{mark}",
         "x": _axis("false positive rate", 1.0, "{:.0%}".format),
@@ -119,7 +119,7 @@ def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
     shown = target if target is not None and target < 4 * highest else None
     top = 1.12 * max(highest, shown or 0.0)
     return {
-        "title": "What each step cost",
+        "title": "Privacy cost by step",
         "label": f"epsilon over {facts.steps} steps, up to {round_up(highest)}",
         "note": f"ε at δ = {round_up_delta(facts.accounting.delta)}, if the run had stopped there.{mark}",
         "x": _axis("steps", last, "{:,.0f}".format if last >= 5 else "{:g}".format),
