@@ -371,13 +371,13 @@ def list_as_private(model):
 
 def record_calibrations(monkeypatch):
     """A list that gets the sample rate of each calibration of the noise."""
-    rates, original = [], dpengine.engine.argument_checks.calibration
+    rates, original = [], dpengine.accounting.noise_calibration.calibration
 
     def recorded(**given):
         rates.append(given["sample_rate"])
         return original(**given)
 
-    monkeypatch.setattr(dpengine.engine.argument_checks, "calibration", recorded)
+    monkeypatch.setattr(dpengine.accounting.noise_calibration, "calibration", recorded)
     return rates
 
 

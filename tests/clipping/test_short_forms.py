@@ -29,10 +29,16 @@ def test_a_list_is_refused_elsewhere(name):
         clipping_from(name, [1.0, 2.0])
 
 
-@pytest.mark.parametrize("name", ["Flat", "per-layer", "", None, 3, Flat])
+@pytest.mark.parametrize("name", ["Flat", "per-layer", ""])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     with pytest.raises(ValueError, match="flat, per_layer, automatic, adaptive"):
         clipping_from(name, 1.0)
+
+
+@pytest.mark.parametrize("value", [None, 3, Flat])
+def test_an_object_without_the_members_of_a_policy_is_refused(value):
+    with pytest.raises(TypeError, match=r"with bounds, group_of, factors.*'flat', 'per_layer'"):
+        clipping_from(value, 1.0)
 
 
 def test_a_name_without_threshold_is_refused():
