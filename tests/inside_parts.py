@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import torch
 
+import dpengine.accounting.noise_calibration
 import dpengine.engine.argument_checks
 import dpengine.engine.compiled_backward
 import dpengine.engine.optimizer
