@@ -159,7 +159,7 @@ def test_a_change_between_two_chunks_of_a_batch_waits_for_the_next_batch():
     assert state.clipping_norm == state.clipping_norm_in_force == 0.05
 
 
-def test_noise_that_hangs_together_over_steps_cannot_be_scheduled():
+def test_correlated_noise_cannot_be_scheduled():
     run = make_loop(noise_multiplier=1.0, noise=BandMF(num_bands=2), steps=8)
     with pytest.raises(InvalidBudgetError, match="noise_multiplier and max_grad_norm cannot change"):
         run.optimizer.noise_multiplier = 0.5

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-LONG = {"02_noise_that_hangs_together"}
+LONG = {"02_correlated_noise"}
 
 
 @pytest.mark.parametrize(

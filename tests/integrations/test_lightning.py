@@ -200,7 +200,7 @@ def test_another_process_on_one_device_is_refused():
         made.callbacks[0].setup(made, Plain(), "fit")
 
 
-def test_noise_that_hangs_together_takes_its_length_from_the_trainer():
+def test_correlated_noise_takes_its_length_from_the_trainer():
     callback = DPCallback(noise=BandMF(num_bands=3), noise_multiplier=1.0)
     fit(Plain(), callback)
     assert callback.engine.ledger.steps == 18

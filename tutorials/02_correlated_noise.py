@@ -7,14 +7,14 @@
 # ---
 
 # %% [markdown]
-# # Noise that hangs together
+# # Correlated noise
 #
-# DP-SGD adds fresh noise at every step. Nobody needs that: what leaves the house are the weights, and those are *sums*
-# of all steps. If the noise of each step takes back a part of the noise of the steps before, the sums become much less
-# noisy, and the guarantee can be the same. That is BandMF (Choquette-Choo et al. 2023).
+# DP-SGD adds independent noise at every step. The trained weights depend on *sums* of the steps. If the noise of each
+# step cancels a part of the noise of earlier steps, these sums have much less noise, and the guarantee can be the same.
+# This is BandMF (Choquette-Choo et al. 2023).
 #
-# This tutorial makes an execution plan, compares it with independent noise at the same epsilon, trains five models
-# each way on UCI Adult, and then uses the parts of a plan in a loop without the engine. It takes about a minute.
+# This tutorial creates a plan, compares it with independent noise at the same epsilon, trains five models with each on
+# UCI Adult, and then uses the parts of the plan in a loop without the engine. It takes about a minute.
 
 # %%
 import statistics
@@ -34,17 +34,17 @@ adult = load_adult()
 rows = len(adult.train_inputs)
 batch, epsilon, delta = 32, 1.0, 1e-5
 steps = rows // batch
-print(f"{rows:,} rows, batches of {batch}, {steps:,} steps: each row takes part about once")
+print(f"{rows:,} rows, batches of {batch}, {steps:,} steps: each row is used about once")
 
 # %% [markdown]
 # ## 1. A plan
 #
-# A config says in plain numbers what a run does: steps, batches, threshold, noise. `calibrate` finds the noise for a
-# budget, and returns a new config. All of it is public, so it may be stored, printed and signed: `to_json`.
+# A config describes a run by public numbers: steps, batches, clipping norm and noise. `calibrate` finds the noise for a
+# budget, and returns a new config. `to_json` stores it.
 #
-# With 16 bands, rows are put into 16 groups that take turns. So a row can only take part at every 16th step, where the
-# noise of its last part is used up. The price: a row's chance within its group is 16 times as large, which takes more
-# noise at each step. What that leads to over the whole run is `rmse`, the error of the sums.
+# With 16 bands, the rows are split into 16 groups, and each step samples from the next group. A row is therefore
+# sampled at most every 16th step. Its sampling rate within the group is 16 times as large, which needs more noise at
+# each step. `rmse` is the resulting error of the sums over the whole run.
 
 # %%
 shared = {
@@ -66,16 +66,16 @@ for bands in (1, 4, 16, 64):
 assert errors[16] < 0.5 * errors[1]
 
 # %% [markdown]
-# One band is DP-SGD. Sixteen halve the error at the same epsilon, although each step alone is noisier. More bands help
-# less and less, and keep more noise in memory: as many copies of the model as there are bands.
+# One band is DP-SGD. Sixteen bands halve the error at the same epsilon, although each single step has more noise. More
+# bands help less, and need more memory: a copy of the model's size for each band.
 #
 # ## 2. The same loop
 #
-# `make_private(..., plan=...)` draws batches, clips, adds noise and accounts as the plan says. What does not fit, such
-# as a plan for another number of rows, is refused with the numbers.
+# `make_private(..., plan=...)` draws batches, clips, adds noise and accounts by the plan. It raises an error for a plan
+# that does not fit, such as one for another number of rows.
 #
-# (For a first try there is a short form: `make_private(..., noise=BandMF(num_bands=16), noise_multiplier=1.0,
-# epochs=1)` from `dpengine.noise`.)
+# A short form is `make_private(..., noise=BandMF(num_bands=16), noise_multiplier=1.0, epochs=1)`, with `BandMF` from
+# `dpengine.noise`.
 
 # %%
 correlated = BandMFConfig.default(num_bands=16, sampling_prob=16 * batch / rows, **shared)
@@ -83,12 +83,12 @@ correlated = correlated.calibrate(epsilon=epsilon, delta=delta)
 
 
 def train(config, seed: int) -> tuple[float, float]:
-    """Accuracy on the test rows, and epsilon."""
+    """Returns the accuracy on the test rows, and epsilon."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(107, 512), nn.Tanh(), nn.Linear(512, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(TensorDataset(adult.train_inputs, adult.train_labels), batch_size=batch)
-    engine = dpengine.PrivacyEngine(seed=seed)  # so that this page repeats; leave the seed out for real data
+    engine = dpengine.PrivacyEngine(seed=seed)  # for repeatable numbers; leave the seed out for real data
     model, optimizer, loader = engine.make_private(model, optimizer, loader, plan=config, target_delta=delta)
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -111,11 +111,11 @@ for name, config in {"independent": independent, "16 bands": correlated}.items()
 assert statistics.mean(accuracies["16 bands"]) > statistics.mean(accuracies["independent"])
 
 # %% [markdown]
-# The learning rate is one that suits both. On FashionMNIST the difference is larger, and grows with epsilon: see
-# `benchmarks/RESULTS.md`, which also says what the noise costs in time and memory.
+# The learning rate suits both. On FashionMNIST the difference is larger, and grows with epsilon: see
+# `benchmarks/RESULTS.md`, which also has the cost of the noise in time and memory.
 #
-# Two things are different from DP-SGD. The run ends with its plan: steps beyond it would meet noise that was not made
-# for them, and are refused. And epsilon may be asked for at any step, if the step was fixed beforehand.
+# Two things differ from DP-SGD. The run ends with its plan: further steps raise an error, because the noise was not
+# computed for them. And epsilon of a part of the run is valid if its number of steps was fixed in advance.
 
 # %%
 for step in (0, 1, steps // 2, steps):
@@ -124,9 +124,8 @@ for step in (0, 1, steps // 2, steps):
 # %% [markdown]
 # ## 3. Without the engine
 #
-# A plan has three parts, and a loop of your own may use them: the clipped gradient of a plain function, the law of
-# batches, and the noise. Nothing may touch the clipped sum before the noise, and indices, batches and clean sums are
-# private.
+# A loop of your own can use the three parts of a plan: the clipped gradient of a function, the sampling scheme, and the
+# noise. The clipped sum must not change before the noise is added. Indices, batches and sums without noise are private.
 
 # %%
 plan = correlated.make(PerformanceFlags(noise_seed=0))
@@ -147,10 +146,11 @@ assert linear > 0.76
 # %% [markdown]
 # ## 4. Other plans
 #
-# - `BLTConfig` keeps a few buffers whatever the length of the run, `BandedInverseConfig` keeps nothing at all and draws
-#   old noise again. Their noise reaches further than a cycle, so they earn no credit for sampling: rows take turns in
-#   one fixed order. They are for runs where sampling at random is not possible anyway.
-# - `from_json` gives the config back, exactly.
+# - `BLTConfig` needs a few buffers for a run of any length; `BandedInverseConfig` needs none, and draws earlier noise
+#   again. Their noise is correlated across cycles, so privacy is not amplified by sampling: rows are used in a fixed
+#   order. They suit runs in which random sampling is not possible.
+# - `Plan` takes any sampling scheme, noise and clipping policy, your own included.
+# - `from_json` returns an equal config.
 
 # %%
 again = BandMFConfig.from_json(correlated.to_json())
