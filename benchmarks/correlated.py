@@ -1,4 +1,4 @@
-"""Whether noise that hangs together over steps is worth it: accuracy at equal epsilon, and what the noise costs.
+"""Whether noise that is correlated across steps is worth it: accuracy at equal epsilon, and what the noise costs.
 
     python -m benchmarks.correlated accuracy --seeds 5 --out correlated.json --plot correlated.svg
     python -m benchmarks.correlated cost

@@ -1,4 +1,4 @@
-"""Runs with noise that hangs together over steps, through ``make_private`` alone."""
+"""Runs with noise that is correlated across steps, through ``make_private`` alone."""
 
 import itertools
 
