@@ -170,7 +170,7 @@ def _checked_for_noise(noise: Any, sampling: Any) -> bool:
 
 
 def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
-    # A custom accountant may rate the events of the run differently from those of the calibration: check every step.
+    # An accountant from outside may not give the same value again: check every step.
     fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
     return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
 
