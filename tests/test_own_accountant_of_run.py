@@ -12,7 +12,13 @@ from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, Relation, delta_of, epsilon_of
 from dpengine.cli.main import main
 from dpengine.clipping import Adaptive
-from dpengine.errors import AccountingRefusedError, BudgetExceeded, CalibrationError, CorruptFileError, RepeatedBackwardError
+from dpengine.errors import (
+    AccountingRefusedError,
+    BudgetExceeded,
+    CalibrationError,
+    CorruptFileError,
+    RepeatedBackwardError,
+)
 from dpengine.ledger_file import contents
 from dpengine.noise import BLT, BandMF
 from dpengine.report import PrivacyReport
