@@ -163,7 +163,7 @@ class BatchStateError(PrivacyError):
 
 
 class MechanismMismatchError(PrivacyError, ValueError):
-    """What was stored belongs to another mechanism than the one that should go on with it."""
+    """The stored state belongs to another mechanism than the one that loads it."""
 
     code = "DPE023"
 

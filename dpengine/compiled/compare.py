@@ -58,7 +58,7 @@ def refuse_orders(graph: fx.GraphModule, rows: int, first: int, count: int) -> N
 
 
 def _picks_rows(node: fx.Node, rows: int, from_batch: set[fx.Node]) -> bool:
-    """Whether rows are picked by numbers of the batch."""
+    """Returns True if rows are selected by numbers of the batch."""
     source = node.args[0]
     value = source.meta.get("val") if isinstance(source, fx.Node) else None
     if not isinstance(value, Tensor) or value.dim() == 0 or value.shape[0] != rows:

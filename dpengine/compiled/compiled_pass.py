@@ -62,7 +62,7 @@ def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
 
 
 def autocast_key(device: torch.device) -> object:
-    """Whether autocast is on, and in which dtype."""
+    """Returns whether autocast is enabled, and its dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 

@@ -109,7 +109,7 @@ class _NewSums(Sums):
 
 
 def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where modules hold parameters and buffers."""
+    """Returns the places at which modules hold parameters and buffers."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     return [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
 

@@ -46,7 +46,7 @@ def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Which row of the batch uses which entry."""
+    """The entries that each row of the batch uses."""
 
     row_N: Tensor
     entry_N: Tensor

@@ -194,7 +194,7 @@ class _Rows:
         return found, [o.detach() for o in one]
 
     def agree(self, outputs: list[Tensor]) -> bool:
-        """Whether the replay gave what was recorded, but for rounding."""
+        """Returns True if the replay gave the recorded values, up to rounding."""
         if _close(outputs, self.outputs, _ROUNDING[self.grads[0].dtype]):
             return True
         if not _close(outputs, self.outputs, _HALF_PRECISION):
@@ -247,7 +247,7 @@ def _close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:
 
 
 def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
-    """Whether rows agree within a share of the largest entry of the row, wherever ``then`` is finite."""
+    """Returns True if the rows agree within a fraction of their largest entry, wherever ``then`` is finite."""
     if now.shape != then.shape:
         return False
     if traced(then):  # no numbers to look at; a pass before looked

@@ -11,7 +11,7 @@ _FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})  # CUDA 
 
 
 def fast_in_float64(device: torch.device) -> bool:
-    """Whether float64 takes about twice the time of float32."""
+    """Returns True if float64 takes about twice the time of float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) in _FAST_IN_FLOAT64
     return device.type == "cpu"
@@ -32,7 +32,7 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
 
 
 def launches_kernels(device: torch.device) -> bool:
-    """Whether each operation costs time that a larger operation does not: then parameters are processed together."""
+    """Returns True if each operation has a fixed cost, so that parameters are processed together."""
     return device.type != "cpu"
 
 

@@ -1,4 +1,4 @@
-"""What users add to the table of layers: rules for gradients and for norms, as functions of a layer and its call."""
+"""Rules for gradients and norms that users register, as functions of a layer and its call."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
 
 
 def _checked(call: LayerCall, name: str, norm_B: Any) -> Tensor:
-    """What was given for a parameter, or MissingGradientError if these are no norms, one for each row."""
+    """Returns the norms that a rule gave for a parameter; MissingGradientError unless there is one for each row."""
     where = f"The norm sampler of '{call.name}' ({type(call.layer).__name__})"
     parameter = f"'{call.name}.{name}'" if call.name else repr(name)
     fix = "Return {parameter: norm of every row's gradient} for every trainable parameter of the layer."
@@ -207,7 +207,7 @@ def _checked(call: LayerCall, name: str, norm_B: Any) -> Tensor:
 
 
 def _asked(what: str, function: GradFunction, own_loss: bool, call: LayerCall) -> dict[nn.Parameter, Any]:
-    """What a function says of a call, per unit of the gradients that the call carries."""
+    """Returns the result of a rule for a call, per unit of the gradients of the call."""
     kind = type(call.layer).__name__
     scale = call.batch_size if own_loss and call.mean_loss else 1
     backprops = call.grad_output
@@ -230,7 +230,7 @@ def _asked(what: str, function: GradFunction, own_loss: bool, call: LayerCall) -
 
 
 def _divided(value: Any, scale: int) -> Any:
-    """What is no tensor of floating point numbers stays as it is, to be refused by name."""
+    """Divides tensors of floating point numbers; other values are returned unchanged, and rejected later."""
     floating = isinstance(value, Tensor) and value.is_floating_point()
     return value / scale if scale != 1 and floating else value
 

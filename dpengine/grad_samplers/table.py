@@ -1,4 +1,4 @@
-"""Which layers are known: the built-in table, and what users register beside it."""
+"""Table of the known layers: the built-in ones, and those that users register."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
 
 
 def tied_cost(calls: Calls) -> Cost | None:
-    """What the ways to the norm cost; None where the uses are others, or the device is slow in float64."""
+    """Returns the cost of each method for the norm; None for other uses, or a device that is slow in float64."""
     found = _head_and_words(calls)
     if found is None or not fast_in_float64(found[0].grad_output.device):
         return None

@@ -148,7 +148,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._let_go()
 
     def state_dict(self) -> dict[str, Any]:
-        """What was spent, for Lightning's checkpoint."""
+        """Returns the charges, for Lightning's checkpoint."""
         return {"engine": self.engine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
 
     @property
     def in_chunks(self) -> bool:
-        """Whether a batch may come in parts."""
+        """Returns True if a batch may come in parts."""
         return self.wanted.get("physical_batch_size") is not None
 
     def make_private(self, loader: DataLoader[Any]) -> Any:
@@ -243,7 +243,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
 
 
 def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str, int]:
-    """How long the trainer means to train, for which noise is found that keeps to a target."""
+    """Returns the planned length of training, for which the noise is calibrated."""
     limit = 1.0 if in_chunks or trainer.limit_train_batches is None else trainer.limit_train_batches  # it counts chunks
     cut = isinstance(limit, int) or limit < 1
     epochs, steps = trainer.max_epochs, trainer.max_steps

@@ -91,6 +91,6 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def traced(tensor: Tensor) -> bool:
-    """Whether code may not look at numbers of the tensor: what it does is written down, and run later."""
+    """Returns True if code must not read the values of the tensor, because it is traced and run later."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # a second to import, and without it there are none
     return module is not None and isinstance(tensor, module.FakeTensor)

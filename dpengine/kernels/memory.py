@@ -1,4 +1,4 @@
-"""How the C library treats memory that torch frees on the CPU."""
+"""Settings of the C library for memory that torch frees on the CPU."""
 
 from __future__ import annotations
 

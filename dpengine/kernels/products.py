@@ -29,7 +29,7 @@ _LARGEST_WORK = 16 * 2**20  # bytes for each thread
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether there is compiled code for these tensors."""
+    """Returns True if there is compiled code for these tensors."""
     if native_library() is None:
         return False
     for t in tensors:  # not all(...), which costs twice as much, once for each parameter
@@ -109,7 +109,7 @@ def native_sq_norms(tensor: Tensor) -> Tensor:
 
 
 def gram_fits(length: int, factors: int) -> bool:
-    """Whether Grams of so many factors over so many places are of a size that compiled code is good at."""
+    """Returns True if compiled code is fast for Gram matrices of this number of factors and places."""
     return native_library() is not None and native_library().gram_work(length, factors) <= _LARGEST_WORK
 
 
@@ -153,7 +153,7 @@ class Windows:
     dilation: tuple[int, ...]
 
     def fit(self) -> bool:
-        """Whether there is compiled code, and what a thread needs stays small."""
+        """Returns True if there is compiled code, and each thread needs little memory."""
         features = math.prod((self.wide.shape[1] // self.groups, *self.kernel))
         sums = self.narrow.shape[1] // self.groups * features
         return takes(self.wide, self.narrow) and 4 * (sums + 33 * (features + 16)) <= _LARGEST_WORK

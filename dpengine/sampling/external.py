@@ -59,7 +59,7 @@ class ExternalBatches(Draws):
 
     @property
     def participation(self) -> Participation:
-        """How examples participate, as stated."""
+        """Participation of examples, as stated."""
         if self.claims_epsilon:
             return PoissonParticipation(self.sample_rate)  # type: ignore[arg-type]
         return UnknownParticipation("sampling='external' does not draw Poisson batches.")

@@ -61,7 +61,7 @@ class Draws(abc.ABC):
     @property
     @abc.abstractmethod
     def participation(self) -> Participation:
-        """How examples participate, for the privacy analysis."""
+        """Participation of examples, for the privacy analysis."""
 
     @abc.abstractmethod
     def draw(self, step: int, words: WordStream) -> IndexBatch:

@@ -67,7 +67,7 @@ class UnitDraws(Draws):
 
     @property
     def participation(self) -> Participation:
-        """How units participate."""
+        """Participation of units."""
         return self.drawn.participation
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:

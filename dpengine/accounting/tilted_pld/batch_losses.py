@@ -103,7 +103,7 @@ class MixturePair:
 
     @property
     def largest_loss(self) -> float:
-        """Where the unit may be absent, one that is added lowers no probability by more than that allows."""
+        """Bounds the loss of adding a unit that may be absent: its absence keeps a part of each probability."""
         absent = math.fsum(p for s, p in zip(self.norms, self.probabilities, strict=True) if s == 0)
         return -math.log(absent) if self.direction is Direction.ADD and absent > 0 else math.inf
 

@@ -84,7 +84,7 @@ class _ByFrequency:
         return Tail(value, float(np.sum((weighted * far).real)), rounding)
 
     def _geometric(self, start: int, gap: float, step: float, rate: float) -> Complex:
-        """Of each frequency: the sum of ``e^(i w place - rate gap)`` over all points from ``start`` on."""
+        """Returns, for each frequency, the sum of ``e^(i w place - rate gap)`` over all points from ``start`` on."""
         number = self.size - start
         decay = rate * step
         ratio = -np.expm1(self._log(1, decay))

@@ -233,7 +233,7 @@ class _Law:
         return top + math.log(float(np.exp(exponents - top).sum()))
 
     def transform(self, size: int, length: int, many: int) -> Transform:
-        """Of the masses, folded to so many points."""
+        """Returns the Fourier transform of the masses, folded to this number of points."""
         return transform(self.places, np.exp(self.log_masses), size, length, many)
 
 

@@ -1,4 +1,4 @@
-"""Who draws the batches of a loader, and which part of them is loaded here, where several processes share them."""
+"""Batches of a loader, and the part of them that each of several processes loads."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ _KEPT = (
 
 
 def topology_for(distributed: bool | Topology) -> Topology:
-    """Which processes share batches: of True all, of False none. ValueError where True finds no process group."""
+    """Returns the processes that share batches: all for True, none for False. Raises ValueError without a group."""
     if isinstance(distributed, Topology) or not distributed:
         return distributed or SINGLE
     if not torch.distributed.is_initialized():

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Keeper(Protocol):
-    """Who holds the charges behind a history."""
+    """Holder of the charges behind a history."""
 
     def _entries(self) -> list[Any]: ...
 

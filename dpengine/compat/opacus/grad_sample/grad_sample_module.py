@@ -81,7 +81,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     @property
     def hooks_enabled(self) -> bool:
-        """Whether backward passes leave per-sample gradients."""
+        """True if backward passes leave per-sample gradients."""
         return self._waiting is not None and self._waiting.clipper.capture.state is CaptureState.ATTACHED
 
     def add_hooks(

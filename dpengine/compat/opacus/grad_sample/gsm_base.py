@@ -76,7 +76,7 @@ class AbstractGradSampleHooks(ABC):
 
     @property
     def _topology(self) -> Topology:
-        """How the model is distributed over processes."""
+        """Distribution of the model over processes."""
         return _topology_for(self._module) if self._waiting is None else self._waiting.clipper.topology
 
     def set_grad_sample_to_none(self) -> None:

@@ -90,7 +90,7 @@ class Samplers(MutableMapping[type[nn.Module], Function]):
         return repr(dict(self))
 
     def copy(self) -> dict[type[nn.Module], Function]:
-        """What is in the table now, as a dict of its own."""
+        """Returns the current entries of the table as a new dict."""
         return dict(self)
 
 

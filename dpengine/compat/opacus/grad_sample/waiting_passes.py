@@ -174,7 +174,7 @@ class WaitingPasses:
 
     @property
     def pending(self) -> bool:
-        """Whether something waits to be clipped."""
+        """True if a pass waits to be clipped."""
         return bool(self._waiting or self._parts())
 
     @property
@@ -251,7 +251,7 @@ class WaitingPasses:
         self._left = {parameter: used[-1] for parameter, used in self._used.items() if used}
 
     def _is_untouched(self, first: _Waiting, parts: dict[nn.Parameter, list[Any]]) -> bool:
-        """Whether ``p.grad_sample`` shows the gradients of the pass, and nobody has read or replaced them."""
+        """Returns True if ``p.grad_sample`` has the gradients of the pass, which nobody has read or replaced."""
         alike = all(
             len(shown) == len(self._waiting) and parameter in first.shown and shown[0] is first.shown[parameter]
             for parameter, shown in parts.items()

@@ -29,7 +29,7 @@ class DPMultiheadAttention(PrivateMultiheadAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``nn.MultiheadAttention.forward``, weights averaged over heads; refuses input without a batch axis."""
+        """Works as that of ``nn.MultiheadAttention``, with averaged weights; rejects input without a batch axis."""
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights=True, is_causal=is_causal
         )

@@ -33,7 +33,7 @@ class RenameParamsMixin:
         self.old_to_new, self.new_to_old = dict(rename_map), new_to_old
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``nn.Module.state_dict``, under the new names."""
+        """Returns ``nn.Module.state_dict`` under the new names."""
         destination = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         for name in list(destination):  # each is put back, so that the order stays
@@ -43,7 +43,7 @@ class RenameParamsMixin:
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As ``nn.Module.load_state_dict``, by the new names."""
+        """Works as ``nn.Module.load_state_dict``, by the new names."""
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

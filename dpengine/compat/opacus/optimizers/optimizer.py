@@ -111,7 +111,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def has_external_batches(self) -> bool:
-        """Whether the batches do not come from the loader that ``make_private`` returned with this optimizer."""
+        """True if the batches do not come from the loader that ``make_private`` returned with this optimizer."""
         return self._built_step is None or self._built_step.batches.external
 
     # Settings
@@ -324,7 +324,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def _clips_by_itself(self) -> bool:
-        """Whether a subclass does its own clipping, and is responsible for the values in ``p.summed_grad``."""
+        """True if a subclass does its own clipping, and is responsible for the values in ``p.summed_grad``."""
         return type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate
 
     def clip_and_accumulate(self) -> None:
@@ -378,7 +378,7 @@ class DPOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step only clipped and summed."""
+        """True if the last step only clipped and summed."""
         return self._is_last_step_skipped
 
     def zero_grad(self, set_to_none: bool = False) -> None:

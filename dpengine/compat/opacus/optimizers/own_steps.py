@@ -1,4 +1,4 @@
-"""What subclasses of ``DPOptimizer`` import that write clipping or noise of their own."""
+"""Functions that subclasses of ``DPOptimizer`` with clipping or noise of their own import."""
 
 from __future__ import annotations
 
