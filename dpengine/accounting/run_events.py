@@ -280,6 +280,8 @@ def _separated(participation: SeparatedParticipation, correlation: Correlation, 
 
 def _truncated(participation: TruncatedParticipation, correlation: Correlation, release: Release) -> Event:
     drawn = participation.drawn
+    if drawn.cycle_length > 1 and not drawn.equal_groups:  # a large group is truncated more often
+        return UnclaimedEvent("Truncated batches of several groups have an analysis for groups of equal size only.")
     return TruncatedGaussianEvent(
         num_examples=max(1, release.num_examples // drawn.cycle_length),
         sample_rate=accounted_sample_rate(drawn.sample_rate),
@@ -297,6 +299,8 @@ def _fixed_size(participation: FixedSizeParticipation, correlation: Correlation,
 def _epochs(participation: EpochParticipation, correlation: Correlation, release: Release) -> Event:
     # Conditioned on the batches, an epoch is one Gaussian mechanism with one contribution of each example.
     sigma, steps = release.noise_multiplier, participation.steps
+    if participation.claimed and release.relation is Relation.ADD_OR_REMOVE_ONE:
+        return UnclaimedEvent("Batches of epochs have no analysis for add-or-remove: an example more changes others.")
     whole = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
     if participation.claimed and whole is not None:
         return whole

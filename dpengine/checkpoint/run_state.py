@@ -64,7 +64,8 @@ def state_of(run: Run) -> dict[str, Any]:
         "run": step.plan.run,
         "last_step": step.batches.last_step,
         "source": source,
-        "first_life": source["incarnation"] if run.step.first_nonce is None else run.step.first_nonce,
+        "first_life": step.earlier_nonces[0][1] if step.earlier_nonces else source["incarnation"],
+        "lives": [list(one) for one in step.earlier_nonces],
         "noise": step.noise.state_dict(),
         "clipping": step.plan.clipping.state_dict(),
         "dropped_rows": step.dropped_rows,
@@ -85,6 +86,11 @@ def check_state(state: Any) -> None:
         if not isinstance(found, kind) or not in_range:
             shown = "number out of range" if isinstance(found, int) else type(found).__name__
             raise CorruptFileError(f"The state of the run has a {shown} as {path!r}.", fix=EARLIER)
+    lives = state.get("lives", [])
+    if not (
+        isinstance(lives, list) and all(isinstance(one, list) and [*map(type, one)] == [int, int] for one in lives)
+    ):
+        raise CorruptFileError("The state of the run has damaged 'lives'.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
         raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
@@ -97,7 +103,7 @@ class Resumption:
     plan: RunPlan  # with the saved noise multiplier
     source: NoiseSource  # with the nonce of the resumed run
     noise: AbstractNoise  # with its earlier state or without
-    first_nonce: int | None  # the nonce with which groups of examples were drawn, if it differs
+    earlier_nonces: tuple[tuple[int, int], ...]  # see `PrivateStep`
 
     def apply(self, run: Run) -> None:
         """Makes the changes."""
@@ -110,7 +116,7 @@ class Resumption:
         step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
         first = step.passes.topology.everyone.rank == 0
         step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is that of all ranks
-        run.step.first_nonce = self.first_nonce
+        step.earlier_nonces = self.earlier_nonces
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 
@@ -134,7 +140,7 @@ def resumption(
     first = state["last_step"] + 1
     same_matrix = plan.noise is None or plan.noise.name == state["matrix"]
     if not (nothing_left_since or (is_seeded(state) and same_matrix)):
-        return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), None)
+        return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), ())
     if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in charges):
         raise LedgerError(
             "This engine has charged steps of the loaded run, so something may have been released since.",
@@ -149,7 +155,9 @@ def resumption(
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
     plan = dataclasses.replace(plan, run=state["run"])
-    return Resumption(state, plan, source, noise, state["first_life"])
+    earlier = state.get("lives") or [(0, state["first_life"])]  # earlier checkpoints have that of the groups only
+    nonces = (*((int(end), int(drawn)) for end, drawn in earlier), (first, state["source"]["incarnation"]))
+    return Resumption(state, plan, source, noise, nonces)
 
 
 def fingerprint(run: Run) -> dict[str, Any]:

@@ -209,6 +209,23 @@ def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> 
     return factors_BK.masked_fill(dropped_B1, 0)
 
 
+def own_factors(policy: AbstractClip, norms_BK: Tensor) -> Tensor:
+    """Returns the checked factors of a policy from outside, which observes the norms of the pass.
+
+    Raises ExtensionError if the bounds change, because the noise is drawn for those after the pass.
+    """
+    bounds = tuple(policy.bounds)
+    factors_BK = checked_factors(policy, norms_BK, policy.factors(norms_BK.clone()))  # which may write to what it gets
+    policy.observe(norms_BK.clone())
+    if tuple(policy.bounds) != bounds:
+        raise ExtensionError(
+            f"{policy.name}.bounds changed from {bounds} to {tuple(policy.bounds)} during a backward pass, so that the "
+            "noise would not fit the sums.",
+            fix="Change the bounds in finish_step() only.",
+        )
+    return factors_BK
+
+
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:
     """Raises for norms of another dtype or shape."""
     if norms_BK.dtype not in (torch.float32, torch.float64):

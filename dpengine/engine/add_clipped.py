@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpengine.clipping.policy import AbstractClip, checked_factors
+from dpengine.clipping.policy import AbstractClip, own_factors
 from dpengine.clipping.short_forms import BUILTIN
 from dpengine.distributed.topology import Topology
 from dpengine.errors import UnsupportedLayerError
@@ -88,10 +88,10 @@ def add_clipped(
     norms_BK = _sq_norms(mode, grouping, scale, topology, fingerprint).sqrt()
     if type(policy) in BUILTIN:
         factors_BK = policy.factors(norms_BK)
-    else:  # which may write to what it gets
-        factors_BK = checked_factors(policy, norms_BK, policy.factors(norms_BK.clone()))
+        policy.observe(norms_BK)
+    else:
+        factors_BK = own_factors(policy, norms_BK)
     dropped = _drop_not_finite(mode, norms_BK)
-    policy.observe(norms_BK if type(policy) in BUILTIN else norms_BK.clone())
     samples = common_rows(mode.rows)
     # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, float(factors_BK.max())) if samples else 1.0

@@ -117,7 +117,9 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
     delta = delta_for(budget_config.target_delta, draws.num_examples, budget_config.allow_large_delta)
     constants = (sampling_config.sample_rate, sampling_config.expected_batch_size, budget_config.target_delta)
     relation = relation_of(draws.participation, public_size=None in constants)
-    planned = partial(planned_steps, budget_config.epochs, budget_config.steps)
+    last = getattr(sampling_config.sampling, "iterations", None)
+    none_given = budget_config.epochs is None and budget_config.steps is None
+    planned = partial(planned_steps, budget_config.epochs, last if none_given else budget_config.steps)
     noise, size = None, sampling_config.expected_batch_size
     if request.noise is not None:
         own = _checked_for_noise(request.noise, sampling_config.sampling)
@@ -136,7 +138,7 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
         return event_of_step(draws.participation, INDEPENDENT if noise is None else noise.correlation, release)
 
     sigma = target.solve(event_of, draws.law, steps, relation)
-    last = getattr(sampling_config.sampling, "iterations", None) if noise is None else noise.size
+    last = noise.size if last is None and noise is not None else last
     plan = RunPlan(draws, policy, sigma, draws.expected_batch_size, relation, noise, last, run=request.run)
     return plan, _budget(budget_config, budget_config.target_epsilon, delta, steps)
 

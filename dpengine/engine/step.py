@@ -60,7 +60,7 @@ class PrivateStep:
         batches: The state of the current logical batch.
         ledger: The privacy cost. A ledger with a file writes each charge to disk before it counts it.
         source: The source of private randomness.
-        first_nonce: Noise nonce with which the groups of examples were drawn, if the source now has another one.
+        earlier_nonces: For each saved run that this one continues, its first later step, and the nonce of its batches.
         noise: The noise mechanism.
         noise_drawn: Each source of noise so far, with the type of the device on which it was added.
         writer: Writes ``p.grad``.
@@ -101,7 +101,7 @@ class PrivateStep:
         self.batches = BatchState() if batches is None else batches
         self.ledger = ledger
         self.source = source
-        self.first_nonce: int | None = None
+        self.earlier_nonces: tuple[tuple[int, int], ...] = ()
         self.noise = mechanism_for(source, plan.noise)
         self.noise_drawn: set[tuple[NoiseSource, str]] = set()
         self.loop = LoopProbe(self.passes.capture, mean_loss=self.passes.loss_reduction == "mean")
@@ -193,7 +193,8 @@ class PrivateStep:
     def selection_words(self, count: int, *, step: int, block: int) -> Any:
         """Returns the random words that select a batch."""
         # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
-        nonce = self.first_nonce if step >= PARTITION_STEP else None
+        of_groups = step >= PARTITION_STEP  # those of the first run
+        nonce = next((nonce for end, nonce in self.earlier_nonces if of_groups or step < end), None)
         return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
     # The plan

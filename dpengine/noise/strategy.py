@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -40,15 +41,15 @@ def recurrence_of(noise: CorrelatedRows, steps: int) -> Recurrence:
     lags = [lag for lag in range(steps) if np.diagonal(strategy, -lag).any()]
     bands = lags[-1] + 1
     norm = float(np.linalg.norm(strategy, axis=0).max())
-    description: dict[str, Any] = {"noise": name, "bands": bands, "iterations": steps}
+    description: Mapping[str, Any] = getattr(noise, "description", {})
     return Recurrence(
-        getattr(noise, "name", f"{name}-{digest}"),
-        noise.row,
-        noise.kept,
+        f"{getattr(noise, 'name', name)}-{digest}",
+        lambda step: rows[step][:2],  # those that were analyzed, whatever the object returns later
+        lambda step: rows[step][2:],
         steps,
         norm,
         Correlation(bands if bands < steps else None, functools.partial(_squares, strategy)),
-        {**description, **getattr(noise, "description", {})},
+        {"noise": name, **description, "bands": bands, "iterations": steps},
     )
 
 
@@ -65,7 +66,7 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
     found: list[_Row] = []
     digest = hashlib.blake2b(digest_size=8)
     for step in range(steps):
-        row = tuple(np.asarray(values, dtype=np.float64) for values in (*noise.row(step), *noise.kept(step)))
+        row = tuple(np.array(values, dtype=np.float64) for values in (*noise.row(step), *noise.kept(step)))
         num_kept = len(found[0][1]) if found else len(row[1])
         shapes = [values.shape for values in row[1:]]
         right = row[0].ndim == 1 and len(row[0]) and row[0][0] > 0 and all(np.isfinite(values).all() for values in row)
@@ -77,7 +78,7 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
                 "gains as there are kept rows, the same number at each step.",
             )
         for values in row:
-            digest.update(values.tobytes())
+            digest.update(len(values).to_bytes(8, "little") + values.tobytes())
         found.append(row)  # type: ignore[arg-type]
     return found, digest.hexdigest()
 

@@ -54,6 +54,8 @@ def with_correlation(
         bands = noise.bands
     else:
         bands = _recurrence(noise, draws, planned).correlation.bands
+        if bands is not None and bands * draws.sample_rate > 1 + 1e-12:  # no room for a group for each band
+            bands = None
     if bands is None:
         draws = _in_groups(name, draws, relation, divisor)
         return draws, _recurrence(noise, draws, planned)

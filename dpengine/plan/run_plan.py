@@ -89,11 +89,9 @@ class RunPlan:
                 fix="Use Partition.INDEPENDENT, or the relation zero-out.",
             )
         if self.noise is not None and self.noise_multiplier > 0 and not self.claims_epsilon:
-            bands = self.noise.correlation.bands
             raise InvalidBudgetError(
-                f"Noise with {bands} bands needs a sampling scheme that includes examples at most every {bands} steps, "
-                f"and sampling={self.sampling.law!r} does not.",
-                fix="Leave out sampling=: noise=BandMF(num_bands=...) selects it.",
+                f"sampling={self.sampling.law!r} does not support this noise: {self.event().refusal}",
+                fix="Leave out sampling=: correlated noise selects it.",
             )
 
     @cached_property
@@ -137,17 +135,16 @@ class RunPlan:
     def why_not_merged(self, steps: Sequence[int]) -> str:
         """Returns the reason why the logical batches of these steps cannot be one step, or an empty string."""
         batches = len(steps)
-        if self.claims_epochs and len({step // self.sampling.steps_per_epoch for step in steps}) > 1:
+        if self.claims_epochs and len({step // self.sampling.participation.epoch_steps for step in steps}) > 1:
             return (
                 "the batches are of two passes over the data, which may contain an example twice. Call "
                 "optimizer.step() and optimizer.zero_grad() after the last batch of each pass."
             )
         if batches < 2 or self.steps_are_separate:
             return ""
-        cause = "plan" if self.noise is None else "correlated noise"
         return (
-            f"the {cause} needs one sampled batch in each step, and there are {batches}. Pass accumulation_steps= to "
-            "split a batch."
+            f"the {self._joint_part} needs one sampled batch in each step, and there are {batches}. Pass "
+            "accumulation_steps= to split a batch."
         )
 
     def changed(self, step: int, **constants: Any) -> RunPlan:
@@ -155,22 +152,30 @@ class RunPlan:
         if not self.steps_are_separate:
             raise InvalidBudgetError(
                 "noise_multiplier and max_grad_norm cannot change in this run: its steps are accounted together.",
-                fix="Leave out the scheduler, or noise= and plan=.",
+                fix=f"Leave out the scheduler, or the {self._joint_part}.",
             )
         return replace(self, run=self._name_from(step), **constants)
+
+    @property
+    def _joint_part(self) -> str:
+        """The part of the plan for which steps are not separate."""
+        if self.noise is not None:
+            return "correlated noise"
+        return "plan" if self.of_config else "sampling scheme"
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
         """Returns the plan that accounts for a step. Passes count from the first complete one after the last change.
 
         ``first`` marks the first step of a run. The rest of an interrupted pass is then accounted as a pass.
         """
-        if first and self.counts_passes and step % self.sampling.steps_per_epoch:
+        epoch = self.sampling.participation.epoch_steps
+        if first and self.counts_passes and step % epoch:
             return replace(self, run=self._name_from(step))
         _, _, began = self.run.partition("@")
-        if not (self.counts_passes and began and int(began) % self.sampling.steps_per_epoch):
+        if not (self.counts_passes and began and int(began) % epoch):
             return self
-        rest, present = (one // self.sampling.steps_per_epoch for one in (int(began), step))
-        return self if present == rest else replace(self, run=self._name_from(present * self.sampling.steps_per_epoch))
+        rest, present = int(began) // epoch, step // epoch
+        return self if present == rest else replace(self, run=self._name_from(present * epoch))
 
     def _name_from(self, step: int) -> str:
         # The rest of a pass that began with another plan is accounted as a pass: an example may be in both parts.

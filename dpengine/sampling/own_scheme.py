@@ -131,30 +131,39 @@ def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
 def check_draws(scheme: Any) -> None:
     """Draws trial batches, and raises ExtensionError if they contradict the participation that a scheme states.
 
-    The trial has 240 examples. It finds other rates than stated, batches of another size, and participations that are
-    too close. It cannot find a scheme that behaves differently for other data sets, or depends on the data.
+    The trial has 240 examples, or twice a fixed batch size. It finds other rates than stated, batches of another size,
+    participations that are too close, and batches that are the same for other words. It cannot find a scheme that
+    behaves differently for other data sets, or depends on the data.
     """
     name, participation = type(scheme).__name__, scheme.participation()
     if type(participation) not in _CONTRADICTIONS:
         known = ", ".join(kind.__name__ for kind in _CONTRADICTIONS)
         raise ExtensionError(f"{name}.participation() is {participation!r}.", fix=f"Return one of {known}.")
-    draws, words = scheme.over(_TRIAL_EXAMPLES), KeyedWords((1, 2))
+    examples = max(_TRIAL_EXAMPLES, 2 * getattr(participation, "batch_size", 0))
+    draws, words = scheme.over(examples), KeyedWords((1, 2))
     limit = getattr(scheme, "iterations", None)
     steps = _TRIAL_STEPS if limit is None else min(_TRIAL_STEPS, limit)
-    batches = [checked_batch(name, draws.draw(step, words), _TRIAL_EXAMPLES) for step in range(steps)]
-    again = [checked_batch(name, draws.draw(step, words), _TRIAL_EXAMPLES) for step in range(steps)]
+    batches, again, others = (
+        [checked_batch(name, draws.draw(step, stream), examples) for step in range(steps)]
+        for stream in (words, words, KeyedWords((3, 4)))
+    )
     if not all(map(np.array_equal, batches, again)):
         raise ExtensionError(
             f"{name}.over(...).draw(step, words) returned two batches for the same step and words.",
             fix="Take all randomness from words(count, step=step, block=0), and keep no state between calls.",
         )
-    drawn_TN = np.zeros((steps, _TRIAL_EXAMPLES), dtype=bool)
+    if _is_secret(participation) and any(map(len, batches)) and all(map(np.array_equal, batches, others)):
+        raise ExtensionError(
+            f"{name}.over(...).draw(step, words) returned the same batches for other words, so they are not secret.",
+            fix="Take all randomness from words(count, step=step, block=0).",
+        )
+    drawn_TN = np.zeros((steps, examples), dtype=bool)
     for step, batch in enumerate(batches):
         drawn_TN[step, batch] = True
     fault = _CONTRADICTIONS[type(participation)](participation, drawn_TN)
     if fault:
         raise ExtensionError(
-            f"{name} states {participation}, but in a trial of {steps} batches of {_TRIAL_EXAMPLES} examples {fault}.",
+            f"{name} states {participation}, but in a trial of {steps} batches of {examples} examples {fault}.",
             fix="Correct draw() or participation(): the noise is calibrated to what participation() states.",
         )
 
@@ -162,31 +171,52 @@ def check_draws(scheme: Any) -> None:
 Drawn = npt.NDArray[np.bool_]
 
 
-def _poisson(stated: PoissonParticipation, drawn_TN: Drawn) -> str:
+def _is_secret(participation: Participation) -> bool:
+    """Returns True if the privacy cost is that of batches which nobody can predict."""
+    kinds = (PoissonParticipation, TruncatedParticipation, FixedSizeParticipation)
+    drawn = getattr(participation, "drawn", participation)
+    return type(participation) in kinds and getattr(drawn, "sample_rate", 0.0) != 1
+
+
+def _poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool = False) -> str:
     cycle, rate = stated.cycle_length, stated.sample_rate
     groups_TN = np.arange(len(drawn_TN))[:, None] % cycle
     if cycle > 1 and any(len(set(groups_TN[column, 0])) > 1 for column in drawn_TN.T):
         return f"an example is in batches that are not {cycle} steps apart"
     trials = drawn_TN.size / cycle
-    error = abs(int(drawn_TN.sum()) - trials * rate)
+    excess = int(drawn_TN.sum()) - trials * rate
     # Groups that do not divide the data set or the steps change the number of trials by at most one row and one column.
     spread = _DEVIATIONS * math.sqrt(max(trials * rate * (1 - rate), 1.0)) + (sum(drawn_TN.shape) if cycle > 1 else 0)
-    if error > spread:
+    if excess > spread or (excess < -spread and not truncated):
         return f"{int(drawn_TN.sum()):,} examples were drawn instead of {trials * rate:,.0f}"
+    fault = _too_often(drawn_TN, rate, cycle)
+    if fault or truncated:
+        return fault
     sizes, variance = drawn_TN.sum(axis=1), drawn_TN.shape[1] / cycle * rate * (1 - rate)
     if len(sizes) >= 32 and variance > 1 and np.var(sizes) < variance / 4:
         return f"the batch sizes have a variance of {np.var(sizes):.2g} instead of {variance:.2g}"
     return ""
 
 
+def _too_often(drawn_TN: Drawn, rate: float, cycle: int = 1) -> str:
+    mean = math.ceil(len(drawn_TN) / cycle) * rate
+    most = int(drawn_TN.sum(axis=0).max(initial=0))
+    often = most > mean + _DEVIATIONS * (math.sqrt(mean * (1 - rate)) + 1)
+    return f"an example is in {most} batches instead of about {mean:.3g}" if often else ""
+
+
 def _truncated(stated: TruncatedParticipation, drawn_TN: Drawn) -> str:
     largest = int(drawn_TN.sum(axis=1).max(initial=0))
-    return f"a batch has {largest} examples" if largest > stated.largest_batch else ""
+    if largest > stated.largest_batch:
+        return f"a batch has {largest} examples"
+    return _poisson(stated.drawn, drawn_TN, truncated=True)
 
 
 def _fixed_size(stated: FixedSizeParticipation, drawn_TN: Drawn) -> str:
     sizes = set(drawn_TN.sum(axis=1).tolist())
-    return "" if sizes <= {stated.batch_size} else f"batches have sizes {sorted(sizes)[:5]}"
+    if sizes <= {stated.batch_size}:
+        return _too_often(drawn_TN, stated.batch_size / drawn_TN.shape[1])
+    return f"batches have sizes {sorted(sizes)[:5]}"
 
 
 def _epochs(stated: EpochParticipation, drawn_TN: Drawn) -> str:

@@ -57,10 +57,11 @@ def event(participation, correlation=INDEPENDENT, *, sigma=2.0, relation=Relatio
             TruncatedGaussianEvent(1000, Q, 300, 2.0),
         ),
         (
-            TruncatedParticipation(PoissonParticipation(0.25, 4), 90),
+            TruncatedParticipation(PoissonParticipation(0.25, 4, equal_groups=True), 90),
             BANDS,
             TruncatedGaussianEvent(250, Q, 90, 2.0, 4, "run"),
         ),
+        (TruncatedParticipation(PoissonParticipation(1.0, 4), 250), INDEPENDENT, None),  # a group may have 300
         (TruncatedParticipation(PoissonParticipation(0.25, 3), 90), BANDS, None),
         (FixedSizeParticipation(50), INDEPENDENT, FixedSizeGaussianEvent(1000, 50, 2.0)),
         (FixedSizeParticipation(50), BANDS, None),
@@ -82,7 +83,8 @@ def test_a_combination_has_the_event_of_its_row(participation, correlation, expe
 
 def test_what_has_no_analysis_has_no_claim():
     assert event(UnknownParticipation("because")).reason == "because"
-    assert isinstance(event(SeparatedParticipation(5), relation=Relation.ADD_OR_REMOVE_ONE), UnclaimedEvent)
+    for participation in (SeparatedParticipation(5), EpochParticipation(10, claimed=True)):
+        assert isinstance(event(participation, relation=Relation.ADD_OR_REMOVE_ONE), UnclaimedEvent)
     assert "noise of 4 bands" in event(PoissonParticipation(0.25, 3), BANDS).reason
 
 

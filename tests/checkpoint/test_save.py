@@ -19,6 +19,7 @@ from dpengine import Adaptive, PrivacyEngine, checkpoint
 from dpengine.checkpoint.folder import join_tensors
 from dpengine.errors import BatchStateError, CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
+from dpengine.sampling import BMinSepSampling
 
 ROWS = 120
 
@@ -209,6 +210,22 @@ def test_f_s11_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path)
         batches = first.batches + second.batches
         even, odd = set().union(*batches[::2]), set().union(*batches[1::2])
         assert even.isdisjoint(odd) == apart
+
+
+@pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["independent", "banded"])
+def test_samples_stay_apart_over_two_interruptions_where_nothing_left_since(tmp_path, noise):
+    scheme = BMinSepSampling(sampling_prob=0.9, min_separation=4)
+    settings = {"sampling": scheme, "noise": noise, "steps": 20, "epochs": None}
+    batches = []
+    for life, steps in enumerate((6, 3, 7)):
+        run = Run(seed=None, **settings)
+        if life:
+            run.resumed(tmp_path / f"{life}", nothing_left_since=True)
+        batches += run.train(steps).saved(tmp_path / f"{life + 1}").batches
+    for step, batch in enumerate(batches):
+        assert batch.isdisjoint(set().union(*batches[step + 1 : step + 4]))
+    (charge,) = run.engine.ledger.history  # one run, in which an example participates 4 times at most
+    assert charge.event.cycles(charge.count) == 4
 
 
 def test_f_p3_a_matrix_that_is_another_does_not_go_on(tmp_path):

@@ -1,7 +1,11 @@
 """Extensions that contradict what they state: each is named by an error, and nothing is released."""
 
+import itertools
+
+import inside
 import numpy as np
 import pytest
+import torch
 from recipes import STEPS, begun, recipe, train
 
 from dpengine.accounting import (
@@ -11,11 +15,12 @@ from dpengine.accounting import (
     SeparatedParticipation,
     TruncatedParticipation,
 )
-from dpengine.errors import ExtensionError, InvalidBudgetError
+from dpengine.errors import BatchStateError, ExtensionError, InvalidBudgetError
 from dpengine.noise import BandMF, banded_toeplitz, dense
 from dpengine.noise.sensitivity import cycle_sq_sensitivities_of, epochs_sq_sensitivity
 from dpengine.noise.strategy import recurrence_of, strategy_of
 from dpengine.sampling import BMinSepSampling, FixedBatchSampling
+from dpengine.sampling.own_scheme import check_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 Bernoulli, Decaying, Soft = recipe("Bernoulli"), recipe("Decaying"), recipe("Soft")
@@ -60,6 +65,27 @@ class Twice(Stated):
         return np.array([3, 3])
 
 
+class Same(Fixed):
+    """The same batch at each step."""
+
+    def draw(self, step, words):
+        return super().draw(0, words)
+
+
+class Favored(Stated):
+    """An example that is in each batch."""
+
+    def draw(self, step, words):
+        return np.union1d([7], super().draw(step, words))
+
+
+class Public(Stated):
+    """Batches that depend on the step alone."""
+
+    def draw(self, step, words):
+        return np.flatnonzero(np.random.default_rng(step).random(self.num_examples) < self.rate)
+
+
 @pytest.mark.parametrize(
     ("scheme", "says"),
     [
@@ -73,11 +99,54 @@ class Twice(Stated):
         (Changing(0.25, PoissonParticipation(0.25)), "two batches for the same step"),
         (Twice(0.25, PoissonParticipation(0.25)), "did not return distinct indices"),
         (Stated(0.25, "poisson"), "Return one of PoissonParticipation"),
+        (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.1), 240)), "drawn instead of 2,880"),
+        (Same(0.25, FixedSizeParticipation(60)), "an example is in 120 batches instead of about 30"),
+        (Favored(0.25, PoissonParticipation(0.25)), "an example is in 120 batches instead of about 30"),
+        (Public(0.25, PoissonParticipation(0.25)), "the same batches for other words"),
     ],
 )
 def test_a_scheme_that_draws_otherwise_than_stated_is_refused(scheme, says):
     with pytest.raises(ExtensionError, match=says):
         begun("BandMF", noise=None, sampling=scheme)
+
+
+@pytest.mark.parametrize("size", [1, 60, 512])
+def test_a_batch_may_be_larger_than_the_data_set_of_the_trial(size):
+    class Sized(Fixed):
+        def draw(self, step, words):
+            return np.argsort(words(self.num_examples, step=step, block=0))[:size]
+
+    check_draws(Sized(0.25, FixedSizeParticipation(size)))
+
+
+def test_batches_of_two_stated_epochs_are_not_one_step():
+    class Epochs(Stated):
+        def draw(self, step, words):
+            return np.arange(self.num_examples).reshape(4, -1)[step % 4]
+
+        def steps_per_epoch(self, num_examples):
+            return 12  # a pass of the loader is three epochs
+
+    scheme = Epochs(0.25, EpochParticipation(4, claimed=True))
+    engine, model, optimizer, loader = begun("BandMF", noise=None, sampling=scheme)
+    batches = iter(loader)
+    for _ in range(5):
+        inputs, targets = next(batches)
+        torch.nn.functional.cross_entropy(model(inputs), targets).backward()
+    with pytest.raises(BatchStateError, match="two passes over the data"):
+        optimizer.step()
+    assert not any(charge.kind == "release" for charge in engine.ledger.history)
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE0")
+@pytest.mark.parametrize("steps", [None, 9])
+@pytest.mark.parametrize("noise", [None, BandMF(num_bands=3)], ids=["independent", "banded"])
+def test_a_run_ends_with_the_iterations_of_its_scheme(noise, steps):
+    scheme = BMinSepSampling(sampling_prob=0.25, min_separation=3, iterations=5)
+    engine, model, _, loader = begun("BandMF", noise=noise, sampling=scheme, steps=steps)
+    assert sum(1 for _ in itertools.chain(loader, loader, loader)) == 5
+    engine.detach(model)  # charges the last batch
+    assert engine.epsilon > 2.9 or steps
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.001])
@@ -88,6 +157,17 @@ def test_a_policy_that_exceeds_its_bound_is_refused_at_the_first_batch(factor):
 
     engine, model, optimizer, loader = begun("Soft", clipping=Loud(1.0))
     with pytest.raises(ExtensionError, match=r"Loud\.factors\(\) exceeds the bounds"):
+        train(model, optimizer, loader, 1)
+    assert not any(charge.kind == "release" for charge in engine.ledger.history)
+
+
+def test_a_policy_cannot_lower_its_bound_after_a_batch_was_clipped():
+    class Follows(Soft):
+        def observe(self, norms_BK):
+            self.norm = float(norms_BK.median()) / 100
+
+    engine, model, optimizer, loader = begun("Soft", clipping=Follows(1.0))
+    with pytest.raises(ExtensionError, match=r"bounds changed from \(1\.0,\) .* in finish_step"):
         train(model, optimizer, loader, 1)
     assert not any(charge.kind == "release" for charge in engine.ledger.history)
 
@@ -119,7 +199,6 @@ class Weights:
         (Weights(((1.0,), (-0.3,)), ((37.7,), (1.0,))), "cannot be computed accurately"),
         (dense(np.eye(5)), r"has 5 steps, and 12 are planned"),
         (BandMF(num_bands=6), "bands need batches of at most 1/6"),
-        (banded_toeplitz([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]), "6 bands need batches of at most 1/6"),
     ],
 )
 def test_noise_without_an_analysis_is_refused(noise, says):
@@ -151,6 +230,24 @@ def test_batches_of_fixed_size_are_accounted_for_replaced_examples():
 
 
 # The strategy of noise from outside
+
+
+def test_noise_of_many_bands_is_used_with_groups_of_one_batch():
+    engine, *_ = begun("BandMF", noise=banded_toeplitz([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]), noise_multiplier=2.0)
+    event = inside.event(engine)
+    strategy = sum(np.eye(STEPS, k=-lag) * value for lag, value in enumerate([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]))
+    expected = epochs_sq_sensitivity(strategy, STEPS // 4) / np.square(strategy).sum(axis=0).max() / 4
+    assert event.cycle_length == 4 and event.precision(STEPS) == pytest.approx(expected, rel=1e-12)
+
+
+def test_weights_are_those_that_were_analyzed():
+    noise = Decaying()
+    noise.name = "mine"
+    found = recurrence_of(noise, 4)
+    noise.share = 0.5
+    assert list(found.row(3)[1]) == [-0.05]
+    again = recurrence_of(noise, 4)
+    assert found.name != again.name and found.name.startswith("mine-")  # which a checkpoint compares
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])

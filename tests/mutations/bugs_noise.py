@@ -161,7 +161,7 @@ def _groups_lost(apply: Any) -> Any:
     @functools.wraps(apply)
     def applied(self: Any, run: Any) -> None:
         apply(self, run)
-        run.step.first_nonce = None
+        run.step.earlier_nonces = ()
 
     return applied
 
