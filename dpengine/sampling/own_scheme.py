@@ -72,7 +72,7 @@ class OwnScheme(SamplingScheme):
         steps = whole_number(name, "steps_per_epoch", self.scheme.steps_per_epoch(num_examples), at_least=1)
         rate = min(1.0, size / max(num_examples, 1))
         draws = self.scheme.over(num_examples)
-        return OwnDraws(num_examples, rate, size, steps, name, self.participation(), draws)
+        return OwnDraws(num_examples, rate, size, steps, name, _stated(self.scheme, draws), draws)
 
     def participation(self) -> Participation:
         """See `SamplingScheme.participation`."""
@@ -128,6 +128,11 @@ def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
     return indices.astype(np.int64)
 
 
+def _stated(scheme: Any, draws: Any) -> Participation:
+    """Returns the participation that draws state for their number of examples, or else their scheme for any number."""
+    return (draws if callable(getattr(draws, "participation", None)) else scheme).participation()  # type: ignore[no-any-return]
+
+
 def check_draws(scheme: Any) -> None:
     """Draws trial batches, and raises ExtensionError if they contradict the participation that a scheme states.
 
@@ -141,6 +146,7 @@ def check_draws(scheme: Any) -> None:
         raise ExtensionError(f"{name}.participation() is {participation!r}.", fix=f"Return one of {known}.")
     examples = max(_TRIAL_EXAMPLES, 2 * getattr(participation, "batch_size", 0))
     draws, words = scheme.over(examples), KeyedWords((1, 2))
+    participation = _stated(scheme, draws)
     limit = getattr(scheme, "iterations", None)
     steps = _TRIAL_STEPS if limit is None else min(_TRIAL_STEPS, limit)
     batches, again, others = (

@@ -279,3 +279,37 @@ def test_the_sensitivity_is_that_of_all_places_in_the_cycle(size, cycle):
     ends = range(cycle, size + 1, cycle)
     expected = [epochs_sq_sensitivity(strategy[:end, :end], end // cycle) / largest for end in ends]
     np.testing.assert_allclose(found, np.maximum.accumulate(expected), rtol=1e-12)
+
+
+class Shuffled:
+    """Splits an order of the examples into batches; the length of an epoch follows from their number."""
+
+    def __init__(self, batch_size, num_examples=0, shift=0):
+        self.batch_size, self.num_examples, self.shift = batch_size, num_examples, shift
+
+    def over(self, num_examples):
+        return Shuffled(self.batch_size, num_examples, self.shift)
+
+    def draw(self, step, words):
+        epoch, place = divmod(step, self.steps_per_epoch(self.num_examples))
+        order = np.argsort(words(self.num_examples, step=epoch, block=0), kind="stable")
+        return order[place * self.batch_size :][: self.batch_size]
+
+    def participation(self):
+        return EpochParticipation(self.steps_per_epoch(self.num_examples) + self.shift, claimed=True)
+
+    def expected_batch_size(self, num_examples):
+        return min(self.batch_size, num_examples)
+
+    def steps_per_epoch(self, num_examples):
+        return -(-num_examples // self.batch_size)
+
+
+def test_the_length_of_an_epoch_may_depend_on_the_number_of_examples():
+    engine, model, optimizer, loader = begun("BandMF", noise=None, sampling=Shuffled(12), steps=8)
+    train(model, optimizer, loader, 8)
+    (event,) = {charge.event for charge in engine.ledger.history}
+    assert event.cycle_length == 4 and event.cycles(8) == 2
+    assert 2.9 < engine.epsilon <= 3.0
+    with pytest.raises(ExtensionError, match="in two batches of one epoch"):
+        begun("BandMF", noise=None, sampling=Shuffled(12, shift=1), steps=8)
