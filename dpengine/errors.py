@@ -97,7 +97,7 @@ class CalibrationError(PrivacyError, ValueError):
 
 
 class ScaledGradientError(PrivacyError):
-    """Gradients are multiplied by a loss scale that the engine was not told of."""
+    """Gradients are multiplied by a loss scale that was not passed to the engine."""
 
     code = "DPE009"
 

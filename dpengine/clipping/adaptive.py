@@ -75,7 +75,7 @@ class Adaptive(AbstractClip):
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """The threshold of the step at hand."""
+        """Clipping norm of the current step."""
         return (self._norm,)
 
     def group_of(self, names: Sequence[str]) -> list[int]:

@@ -1,8 +1,8 @@
-"""Checks of what was traced and compiled, before it is used: against the hooks, and for the order of rows.
+"""Checks of traced and compiled code before it is used: comparison with the hooks, and the order of rows.
 
-Note [order]: a batch is padded with rows of its own, which get the weight 0 by their place. So row i of everything that
-the layers see must be row i of the batch. What could bring rows into an order that hangs on numbers is refused in the
-graph; an order that is fixed shows when other rows are put beside those that are looked at.
+Note [order]: a batch is padded with rows, which get the weight 0 by their place. So row i of every tensor that the
+layers see must be row i of the batch. Operations that could order rows by their values are rejected in the graph. A
+fixed order shows when other rows are placed beside the compared ones.
 
 Axes: B rows, K groups of parameters that are clipped together.
 """

@@ -52,7 +52,9 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
     if samplers is None:
         return None
     embedding.refuse_unsafe_embedding(module)
-    own = {parameter for parameter, _ in module.named_parameters(recurse=False)}  # frozen ones too: they may be thawed
+    own = {
+        parameter for parameter, _ in module.named_parameters(recurse=False)
+    }  # frozen ones too, which may be unfrozen
     return samplers if own <= samplers.keys() else None  # old weight norm and pruning add parameters of their own
 
 

@@ -1,8 +1,8 @@
-"""One callback makes what a Lightning ``Trainer`` fits private. Needs ``lightning`` or ``pytorch_lightning``.
+"""Callback that makes training with a Lightning ``Trainer`` private. Needs ``lightning`` or ``pytorch_lightning``.
 
-Lightning owns the loop: it asks for the training loader, builds the optimizer, and steps by closure. The callback lets
-the loader pass through its hands where the trainer's strategy may replace it, and calls ``make_private`` as soon as
-loader and optimizer are both there.
+Lightning runs the loop: it requests the training loader, builds the optimizer, and steps with a closure. The callback
+replaces the loader where the trainer's strategy processes it, and calls ``make_private`` when loader and optimizer
+exist.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         trainer.fit(module, loader)
         print(private.engine.report())
 
-    The module stays as it is: one optimizer, any ``training_step`` whose loss is a mean over rows (or a sum, with
-    ``loss_reduction="sum"``). Epsilon is logged as ``epsilon`` at the end of each epoch, and goes into Lightning's
+    The module does not change: one optimizer, and a ``training_step`` whose loss is a mean over samples (or a sum, with
+    ``loss_reduction="sum"``). Epsilon is logged as ``epsilon`` at the end of each epoch and stored in Lightning's
     checkpoints: a run that is resumed by ``ckpt_path`` counts all of its steps. With ``physical_batch_size`` a batch
-    comes in chunks, each of which Lightning counts as a step, in ``max_steps`` too. A batch for which ``training_step``
-    returns None is given up, and charged.
+    comes in chunks, each of which Lightning counts as a step, also in ``max_steps``. A batch for which
+    ``training_step`` returns None is discarded and charged.
 
-    What changes the run behind the engine's back, as another callback may, is refused before each batch and each step
-    of the trainer's optimizers. Other optimizers, that a hook of the module makes for itself, are not seen.
+    Changes to the run by other code, such as another callback, raise an error before each batch and each step of the
+    trainer's optimizers. Optimizers that a hook of the module creates are not seen.
 
     Args:
-        engine: Keeps the account; None makes one, which is ``engine`` from then on.
+        engine: Accounts for the run; None creates an engine, which is then the attribute ``engine``.
         wanted: As for `PrivacyEngine.make_private`. With ``target_epsilon`` or ``noise`` the planned length is that of
-            the trainer, unless ``epochs`` or ``steps`` says it.
+            the trainer, unless ``epochs`` or ``steps`` is given.
 
     Raises:
         MissingDependencyError: If Lightning is not installed.
@@ -81,12 +81,12 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._handed: _HandedOver | None = None
         self._run: Run | None = None  # from the first batch on
         self._watched: list[Any] = []  # handles of the hooks on optimizers
-        self._lossless = False  # whether training_step gave nothing to go backward from
+        self._lossless = False  # whether training_step returned no loss
 
     # From Lightning
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses what would not be private, and waits for the training loader."""
+        """Raises for settings that would not be private, and waits for the training loader."""
         if stage != "fit":
             return
         refuse_settings(trainer)
@@ -98,11 +98,11 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         trainer.strategy.optimizer_step = lambda *args, **kwargs: _or_none(step, args, kwargs)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """From here on no optimizer steps but the private one."""
+        """Allows steps of the private optimizer only."""
         self._watched = [one.register_step_pre_hook(self._before_step) for one in trainer.optimizers]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """The loader was handed over by now, or the trainer has another one."""
+        """Raises if the trainer has another loader than the private one."""
         if self._handed is None:
             raise SamplingError(
                 "Lightning made its training loader before this callback could make it private.",
@@ -111,15 +111,15 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         _ = self._handed.private
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """No loss until now."""
+        """Notes that there is no loss yet."""
         self._lossless = pl_module.automatic_optimization
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """There is one."""
+        """Notes that there is a loss."""
         self._lossless = False
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """Gives up a batch with rows but no loss, as Lightning does: there is nothing to release."""
+        """Discards a batch with samples but no loss, as Lightning does."""
         if self._run is None or not self._lossless:
             return
         batches = self._run.step.batches
@@ -139,12 +139,12 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             pl_module.log("epsilon", self.engine.epsilon, prog_bar=True, batch_size=1)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Takes everything off again; what was spent stays in ``engine``."""
+        """Removes all hooks; the privacy cost stays in ``engine``."""
         if stage == "fit":
             self._let_go()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The same, where training broke off."""
+        """Removes all hooks after an error."""
         self._let_go()
 
     def state_dict(self) -> dict[str, Any]:
@@ -152,16 +152,16 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         return {"engine": self.engine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Adds what was spent before the checkpoint that ``fit`` goes on from, each time: never too little."""
-        if self._trainer is None:  # to validate or test, which spends nothing
+        """Adds the privacy cost before the checkpoint from which ``fit`` continues, each time: never too little."""
+        if self._trainer is None:  # validation and tests cost no privacy
             return
         self.engine.load_state_dict(state_dict["engine"])
         self._resumes = True
 
-    # What becomes of the loader
+    # The loader
 
     def _take(self, loader: Any) -> Any:
-        if not self._trainer.training:  # a loader to validate with
+        if not self._trainer.training:  # a loader for validation
             return loader
         if not isinstance(loader, DataLoader):
             raise SamplingError(
@@ -179,7 +179,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         return self.wanted.get("physical_batch_size") is not None
 
     def make_private(self, loader: DataLoader[Any]) -> Any:
-        """Returns the private loader, once there is an optimizer; called by what stands in for ``loader``."""
+        """Returns the private loader, once there is an optimizer. Called by the placeholder of ``loader``."""
         trainer = self._trainer
         if not trainer.optimizers:
             raise SamplingError(
@@ -194,7 +194,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             )
         if trainer.ckpt_path and not self._resumes:
             raise SamplingError(
-                f"The checkpoint ({trainer.ckpt_path}) says nothing of what was spent before it was written.",
+                f"The checkpoint ({trainer.ckpt_path}) has no record of the privacy cost before it.",
                 fix="Resume from one that was written with this callback, or load weights that are public by hand.",
             )
         length = {}
@@ -213,7 +213,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         return private
 
     def refuse_change(self) -> None:
-        """Refuses to go on with another run than the one that was made private; called before each batch and step."""
+        """Raises if the trainer continues with another run than the private one. Called before each batch and step."""
         if self._run is not None:
             refuse_change(self._trainer, self, self._run)
 
@@ -226,7 +226,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self.refuse_change()
 
     def end(self) -> None:
-        """Has the trainer stop: the budget is spent, and Lightning would begin one empty epoch after the other."""
+        """Stops the trainer. The budget is used up, and Lightning would run empty epochs."""
         if self._trainer is not None:
             self._trainer.should_stop = True
 
@@ -249,7 +249,7 @@ def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str,
     epochs, steps = trainer.max_epochs, trainer.max_steps
     if not epochs or epochs < 1:
         return {"steps": steps} if steps > 0 else {"epochs": epochs}
-    if (steps < 1 and not cut) or isinstance(loader.dataset, IterableDataset):  # which make_private refuses
+    if (steps < 1 and not cut) or isinstance(loader.dataset, IterableDataset):  # which make_private rejects
         return {"epochs": epochs}
     batches = min(len(loader), limit) if isinstance(limit, int) else int(len(loader) * limit)
     return {"steps": epochs * batches if steps < 1 else min(epochs * batches, steps)}
@@ -266,11 +266,11 @@ def _or_none(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _HandedOver:
-    """Stands where Lightning keeps the training loader: it is asked for before there is an optimizer.
+    """Placeholder of the training loader, because Lightning requests the loader before there is an optimizer.
 
     Args:
-        callback: Makes it private.
-        loader: The user's.
+        callback: Makes the loader private.
+        loader: The loader of the user.
     """
 
     def __init__(self, callback: DPCallback, loader: DataLoader[Any]):
@@ -280,13 +280,13 @@ class _HandedOver:
 
     @property
     def private(self) -> Any:
-        """The private loader, from the first time that a batch is asked for."""
+        """The private loader, which the first request of a batch creates."""
         if self.made is None:
             self.made = self._callback.make_private(self.loader)
         return self.made
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches. The first is drawn when it is asked for, not now."""
+        """Yields the batches. The first is drawn when it is requested."""
         empty = True
         for batch in self.private:
             self._callback.refuse_change()
@@ -296,7 +296,7 @@ class _HandedOver:
             self._callback.end()
 
     def __len__(self) -> int:
-        """Batches of a pass; a TypeError, which Lightning takes for an unknown number, where they come in chunks."""
+        """Returns the number of batches in a pass; TypeError for chunks, so that Lightning treats it as unknown."""
         if self._callback.in_chunks:
             raise TypeError("The number of chunks depends on what is drawn.")
         return len(self.loader if self.made is None else self.made)

@@ -178,7 +178,7 @@ Drawn = npt.NDArray[np.bool_]
 
 
 def _is_secret(participation: Participation) -> bool:
-    """Returns True if the privacy cost is that of batches which nobody can predict."""
+    """Returns True if the privacy cost is that of batches that cannot be predicted."""
     kinds = (PoissonParticipation, TruncatedParticipation, FixedSizeParticipation)
     drawn = getattr(participation, "drawn", participation)
     return type(participation) in kinds and getattr(drawn, "sample_rate", 0.0) != 1

@@ -209,7 +209,7 @@ def test_correlated_noise_takes_its_length_from_the_trainer():
 
 def test_a_checkpoint_that_says_nothing_of_privacy_is_refused(tmp_path):
     fit(Plain(), lightning.Callback(), epochs=1).save_checkpoint(tmp_path / "run.ckpt")
-    with pytest.raises(SamplingError, match="says nothing of what was spent"):
+    with pytest.raises(SamplingError, match="has no record of the privacy cost"):
         fit(Plain(), DPCallback(**WANTED), epochs=2, ckpt_path=tmp_path / "run.ckpt")
 
 

@@ -64,7 +64,7 @@ class LossPair:
     """The pair of one release.
 
     Attributes:
-        rate: Chance of the example to take part, in (0, 1].
+        rate: Probability of the example to be in the batch, in (0, 1].
         sigma: Standard deviation over the sensitivity, positive.
         direction: What the neighbour is.
     """

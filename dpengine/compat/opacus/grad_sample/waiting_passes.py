@@ -251,7 +251,7 @@ class WaitingPasses:
         self._left = {parameter: used[-1] for parameter, used in self._used.items() if used}
 
     def _is_untouched(self, first: _Waiting, parts: dict[nn.Parameter, list[Any]]) -> bool:
-        """Returns True if ``p.grad_sample`` has the gradients of the pass, which nobody has read or replaced."""
+        """Returns True if ``p.grad_sample`` has the gradients of the pass, which have not been read or replaced."""
         alike = all(
             len(shown) == len(self._waiting) and parameter in first.shown and shown[0] is first.shown[parameter]
             for parameter, shown in parts.items()

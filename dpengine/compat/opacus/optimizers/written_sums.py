@@ -19,12 +19,12 @@ class SumsShown:
     Attributes:
         sums: What ``p.summed_grad`` was set to, and its version then.
         clipped: Stands for the last backward pass that was clipped: another one writes sums in place.
-        given_up: Batches given up until then: another one destroys sums in place.
+        discarded: Number of batches discarded until then; a further one changes sums in place.
     """
 
     sums: dict[nn.Parameter, tuple[Tensor, int]]
     clipped: object
-    given_up: int
+    discarded: int
 
     @classmethod
     def of(cls, step: PrivateStep) -> SumsShown:
@@ -34,7 +34,7 @@ class SumsShown:
 
     def changed(self, step: PrivateStep) -> list[nn.Parameter]:
         """The parameters whose sums are others than those shown, as far as can be told."""
-        if step.batches.discarded != self.given_up:
+        if step.batches.discarded != self.discarded:
             return []
         whole = step.statistics is self.clipped
         found = []
