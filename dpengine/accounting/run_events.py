@@ -246,7 +246,7 @@ def event_of_step(participation: Participation, correlation: Correlation, releas
     if release.relation is Relation.ADD_OR_REMOVE_ONE and participation.equal_groups:
         return UnclaimedEvent("Groups of equal size reveal the number of examples, which add-or-remove keeps private.")
     if participation.needs_size and not release.num_examples:
-        return UnclaimedEvent(f"The cost of {participation} depends on the number of examples, which is not given.")
+        return UnclaimedEvent(f"The cost of {participation} depends on the number of examples: pass num_examples=.")
     make = _EVENTS.get((type(participation), _reach(participation, correlation)), _no_analysis)
     return make(participation, correlation, release)
 
@@ -274,7 +274,7 @@ def _in_fixed_order(participation: PoissonParticipation, correlation: Correlatio
 
 def _separated(participation: SeparatedParticipation, correlation: Correlation, release: Release) -> Event:
     if release.relation is Relation.ADD_OR_REMOVE_ONE:  # an example more may change the batches of others
-        return UnclaimedEvent("A minimum separation of participations has no analysis for add-or-remove.")
+        return UnclaimedEvent("A minimum separation has an analysis only if the number of examples is public.")
     return CyclicGaussianEvent(1.0, release.noise_multiplier, participation.separation, release.run)
 
 
@@ -300,7 +300,7 @@ def _epochs(participation: EpochParticipation, correlation: Correlation, release
     # Conditioned on the batches, an epoch is one Gaussian mechanism with one contribution of each example.
     sigma, steps = release.noise_multiplier, participation.steps
     if participation.claimed and release.relation is Relation.ADD_OR_REMOVE_ONE:
-        return UnclaimedEvent("Batches of epochs have no analysis for add-or-remove: an example more changes others.")
+        return UnclaimedEvent("Batches of epochs have an analysis only if the number of examples is public.")
     whole = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
     if participation.claimed and whole is not None:
         return whole

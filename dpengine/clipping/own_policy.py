@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -35,25 +37,38 @@ class OwnPolicy(AbstractClip):
                 f"clipping={policy!r} is not a policy: it must be an object with {', '.join(MEMBERS)}. Pass "
                 "clipping='flat', 'per_layer', 'automatic' or 'adaptive', or a policy."
             )
-        self._policy = policy
+        self.policy = policy
 
     @property
     def name(self) -> str:
         """Name of the policy in reports and errors."""
-        return type(self._policy).__name__
+        return type(self.policy).__name__
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """See `AbstractClip.bounds`."""
-        return tuple(float(bound) for bound in self._policy.bounds)
+        """See `AbstractClip.bounds`. A single number may stand alone."""
+        found = self.policy.bounds
+        bounds = tuple(map(float, (found,) if isinstance(found, Real) else found))
+        if not bounds or not all(0 < bound < math.inf for bound in bounds):
+            raise ExtensionError(
+                f"{self.name}.bounds is {found!r}.",
+                fix="Return a positive, finite number for each group of group_of().",
+            )
+        return bounds
 
     def group_of(self, names: Sequence[str]) -> list[int]:
         """See `AbstractClip.group_of`."""
-        return list(self._policy.group_of(names))
+        found = list(self.policy.group_of(names))
+        if len(found) != len(names) or not all(isinstance(group, Integral) and int(group) >= 0 for group in found):
+            raise ExtensionError(
+                f"{self.name}.group_of() returned {found!r} for {len(names)} names.",
+                fix="Return the group of each name, numbered from 0.",
+            )
+        return found
 
     def factors(self, norms_BK: Tensor) -> Tensor:
         """See `AbstractClip.factors`."""
-        return self._policy.factors(norms_BK)  # type: ignore[no-any-return]
+        return self.policy.factors(norms_BK)  # type: ignore[no-any-return]
 
     def describe(self) -> dict[str, Any]:
         """Returns the policy's own description, or its name and bounds."""
@@ -96,4 +111,4 @@ class OwnPolicy(AbstractClip):
 
     def _own(self, name: str, default: Any) -> Any:
         """Returns a method of the policy, or the default if it has none."""
-        return getattr(self._policy, name, default)
+        return getattr(self.policy, name, default)

@@ -216,11 +216,6 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     return plan, _budget(budget_config, None, delta, config.iterations)
 
 
-def _num_groups(strategy: Draws) -> int:
-    """Number of groups of examples that are used cyclically."""
-    return max(1, strategy.participation.apart)
-
-
 def _config_of(plan: Any) -> AbstractPlanConfig:
     """Returns the config of a plan, or the config itself."""
     config = getattr(plan, "config", plan)
@@ -260,12 +255,15 @@ def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[A
             fix=f"Make the plan with num_examples={rows}.",
         )
     if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, BATCH_SIZE_TOLERANCE * loader_batch_size):
-        sampling_prob = min(1.0, loader_batch_size * _num_groups(strategy) / max(rows, 1))
+        size, groups = strategy.expected_batch_size, getattr(strategy.participation, "cycle_length", 0)
+        sampling_prob = min(1.0, loader_batch_size * groups / max(rows, 1))
+        with_prob = f" (sampling_prob={strategy.sample_rate:.4g} of {rows:,} examples in {groups} groups)"
         raise InvalidBudgetError(
-            f"The plan has an expected batch size of {strategy.expected_batch_size:.4g} (sampling_prob="
-            f"{strategy.sample_rate:.4g} of {rows:,} examples in {_num_groups(strategy)} groups), and the loader has "
+            f"The plan has an expected batch size of {size:.4g}{with_prob if groups else ''}, and the loader has "
             f"batch_size={loader_batch_size:g}.",
-            fix=f"Make the plan with sampling_prob={sampling_prob:.6g}, or the loader with that batch size.",
+            fix=f"Make the plan with sampling_prob={sampling_prob:.6g}, or the loader with batch_size={size:.0f}."
+            if groups
+            else f"Make the loader with batch_size={size:.0f}, or the plan with batches of another size.",
         )
     passes = math.ceil(rows / strategy.expected_batch_size)
     planned = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)

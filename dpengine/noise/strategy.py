@@ -67,7 +67,7 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
     digest = hashlib.blake2b(digest_size=8)
     for step in range(steps):
         row = tuple(np.array(values, dtype=np.float64) for values in (*noise.row(step), *noise.kept(step)))
-        num_kept = len(found[0][1]) if found else len(row[1])
+        num_kept = (found[0] if found else row)[1].size
         shapes = [values.shape for values in row[1:]]
         right = row[0].ndim == 1 and len(row[0]) and row[0][0] > 0 and all(np.isfinite(values).all() for values in row)
         if not right or shapes != [(num_kept,)] * 3:

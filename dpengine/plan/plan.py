@@ -69,7 +69,8 @@ class Plan(AbstractPlanConfig):
             The plan.
 
         Raises:
-            ValueError: If neither gives the number of steps, or they differ.
+            TypeError: If neither gives the number of steps.
+            ValueError: If they differ.
         """  # noqa: DOC502 - the checks raise on our behalf
         steps = getattr(sampling, "iterations", None) if iterations is None else iterations
         return cls(iterations=steps, sampling=sampling, **fields)  # type: ignore[arg-type]  # None is rejected
@@ -83,6 +84,8 @@ class Plan(AbstractPlanConfig):
         found: dict[str, Any] = {"sampling": sampling}
         if self.noise is not None:
             check_noise(self.noise)
+        if isinstance(self.clipping, str):
+            raise TypeError(f"Plan: clipping={self.clipping!r}; pass a policy, such as dpengine.Flat(1.0).")
         if self.clipping is not None:
             policy = clipping_from(self.clipping)
             found |= {"clipping": policy, "l2_clip_norm": policy.max_grad_norm}
@@ -126,7 +129,7 @@ class Plan(AbstractPlanConfig):
             value = getattr(self, name)
             if value is not None and type(value) not in _STORED.values():
                 raise ValueError(
-                    f"Plan.to_json: {name} is a {type(value).__name__}, which JSON cannot hold. Build the plan in code."
+                    f"Plan.to_json: {name} is a {_name(value)}, which JSON cannot hold. Build the plan in code."
                 )
         return super().to_json()
 
@@ -147,7 +150,12 @@ def _stored(value: Any) -> dict[str, Any] | None:
         return None
     known = type(value) in _STORED.values()
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} if known else {}
-    return {"type": type(value).__name__} | {name: getattr(one, "value", one) for name, one in fields.items()}
+    return {"type": _name(value)} | {name: getattr(one, "value", one) for name, one in fields.items()}
+
+
+def _name(part: Any) -> str:
+    """Returns the name of a part's class, also inside `OwnScheme` and `OwnPolicy`."""
+    return type(getattr(part, "scheme", getattr(part, "policy", part))).__name__
 
 
 def _restored(fields: dict[str, Any] | None) -> Any:

@@ -352,7 +352,9 @@ def checked_scheme(name: str, value: Any) -> Any:
     """Returns a sampling scheme; raises TypeError, which names the argument, if a member is missing."""
     members = ("over", "participation", "expected_batch_size", "steps_per_epoch")
     missing = [member for member in members if not callable(getattr(value, member, None))]
-    if missing or isinstance(value, type):
+    if isinstance(value, type):
+        raise TypeError(f"{name} is the class {value.__name__}; pass an object of it.")
+    if missing:
         raise TypeError(f"{name} is a {type(value).__name__}; pass a sampling scheme. Missing: {', '.join(missing)}.")
     return value
 

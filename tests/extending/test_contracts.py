@@ -172,6 +172,26 @@ def test_a_policy_cannot_lower_its_bound_after_a_batch_was_clipped():
     assert not any(charge.kind == "release" for charge in engine.ledger.history)
 
 
+@pytest.mark.parametrize(
+    ("members", "says"),
+    [
+        ({"bounds": ()}, r"bounds is \(\)"),
+        ({"bounds": (-1.0,)}, "positive, finite number for each group"),
+        ({"bounds": (float("inf"),)}, "positive, finite number for each group"),
+        ({"group_of": lambda self, names: [0]}, r"group_of\(\) returned \[0\] for 6 names"),
+        ({"group_of": lambda self, names: [-1] * len(names)}, "numbered from 0"),
+    ],
+)
+def test_a_policy_without_usable_bounds_or_groups_is_refused(members, says):
+    with pytest.raises(ExtensionError, match=says):
+        begun("Soft", clipping=type("Broken", (Soft,), members)(1.0))
+
+
+def test_the_bound_of_all_groups_may_be_a_number():
+    engine, *_ = begun("Soft", clipping=type("Number", (Soft,), {"bounds": 2.0})(1.0), noise_multiplier=3.0)
+    assert engine.describe()["noise_std_of_sum"] == 6.0
+
+
 def test_a_policy_cannot_lower_the_noise():
     class Quiet(Soft):
         def gradient_noise_multiplier(self, noise_multiplier):
@@ -195,6 +215,7 @@ class Weights:
     [
         (Weights(((0.0,), ())), "the first of row"),
         (Weights(((1.0,), (0.5,))), "as many weights, factors and gains"),
+        (Weights((1.0, 0.5)), "Return finite numbers"),
         (Weights(((1.0, float("nan")), ())), "Return finite numbers"),
         (Weights(((1.0,), (-0.3,)), ((37.7,), (1.0,))), "cannot be computed accurately"),
         (dense(np.eye(5)), r"has 5 steps, and 12 are planned"),

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.clipping import PerLayer
-from dpengine.errors import AccountingRefusedError
+from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
 from dpengine.plan import BandedInverseConfig, BandMFConfig, BLTConfig, DPSGDConfig, Plan
 from dpengine.sampling import (
@@ -77,20 +77,27 @@ def test_json_holds_every_scheme_and_noise(sampling):
 def test_json_does_not_hold_parts_from_outside():
     plan = Plan(sampling=recipe("Bernoulli")(0.25), **RUN)
     assert plan.describe()["batches"] == "own: Bernoulli"
-    with pytest.raises(ValueError, match="sampling is a OwnScheme, which JSON cannot hold"):
+    with pytest.raises(ValueError, match="sampling is a Bernoulli, which JSON cannot hold"):
         plan.to_json()
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "says"),
     [
-        ({"sampling": FixedBatchSampling(batch_size=5), "num_examples": None}, AccountingRefusedError, "not given"),
+        (
+            {"sampling": FixedBatchSampling(batch_size=5), "num_examples": None},
+            AccountingRefusedError,
+            "pass num_examples=",
+        ),
         ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "no epsilon is claimed for shuffling"),
         ({"sampling": CYCLIC, "noise": BandMF(num_bands=5)}, AccountingRefusedError, "No privacy analysis"),
         ({"sampling": CyclicPoissonSampling(sampling_prob=0.1, iterations=4)}, ValueError, "has iterations=4"),
         ({"sampling": 3}, TypeError, "sampling is a int; pass a sampling scheme"),
         ({"sampling": POISSON, "noise": 3}, TypeError, "noise is a int"),
         ({"sampling": POISSON, "clipping": 3}, TypeError, "clipping=3 is not a policy"),
+        ({"sampling": FixedBatchSampling}, TypeError, "sampling is the class FixedBatchSampling; pass an object"),
+        ({"sampling": POISSON, "noise": BLT}, TypeError, "noise is the class BLT; pass an object"),
+        ({"sampling": POISSON, "clipping": "flat"}, TypeError, r"pass a policy, such as dpengine.Flat\(1.0\)"),
     ],
 )
 def test_parts_without_an_analysis_are_refused(fields, error, says):
@@ -102,6 +109,29 @@ def test_a_loop_without_the_engine_cannot_use_a_policy():
     plan = Plan(sampling=POISSON, clipping=PerLayer([0.5, 0.5]), noise_multiplier=1.0, **RUN)
     with pytest.raises(ValueError, match="clips to l2_clip_norm"):
         plan.make()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "says"),
+    [
+        (
+            CyclicPoissonSampling(sampling_prob=0.5, cycle_length=2),
+            "sampling_prob=0.4.*, or the loader with batch_size=15",
+        ),
+        (FixedBatchSampling(batch_size=15), "Make the loader with batch_size=15"),
+        (BMinSepSampling(sampling_prob=0.5, min_separation=2), "Make the loader with batch_size=20"),
+    ],
+    ids=lambda one: getattr(one, "law", ""),
+)
+def test_a_loader_of_another_batch_size_is_refused_with_that_of_the_plan(sampling, says):
+    plan = Plan(iterations=8, sampling=sampling, num_examples=60, normalize_by=12, noise_multiplier=1.0)
+    model = nn.Linear(5, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(randn(60, 5), (randn(60) > 0).long())
+    with pytest.raises(InvalidBudgetError, match=says):
+        PrivacyEngine().make_private(model, optimizer, DataLoader(data, batch_size=12), plan=plan, target_delta=1e-3)
+    size = int(says.rsplit("=", 1)[1])
+    PrivacyEngine().make_private(model, optimizer, DataLoader(data, batch_size=size), plan=plan, target_delta=1e-3)
 
 
 @pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "own"])
