@@ -1,4 +1,4 @@
-"""Docstrings of the package begin with a verb or a noun, and do not use phrases that a reader stumbles over."""
+"""Docstrings of the package begin with a verb or a noun. Neither package, pages nor tutorials use certain phrases."""
 
 import ast
 import re
@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "dpengine"
-FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "dpengine").rglob("*.py"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tutorials").rglob("*.py"))]
 CLAUSE = re.compile(r"(As|How|If|Of|That|What|When|Where|Whether|Which|Who|Why)\b")
 PHRASES = re.compile(
     r"\b(as far as is known|as there\.|at hand|gives? up|given up|hands? out|handed out|hangs? on|hangs? together|"
@@ -23,11 +24,14 @@ def docstrings(text):
                 yield getattr(node, "name", "module"), doc
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_prose(path):
-    text = path.read_text(encoding="utf-8")
-    assert [name for name, doc in docstrings(text) if CLAUSE.match(doc)] == []
-    assert [line.strip() for line in text.splitlines() if PHRASES.search(line)] == []
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_begin_with_a_verb_or_a_noun(path):
+    assert [name for name, doc in docstrings(path.read_text(encoding="utf-8")) if CLAUSE.match(doc)] == []
+
+
+@pytest.mark.parametrize("path", FILES + PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_texts_use_the_terms_of_the_field(path):
+    assert [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if PHRASES.search(line)] == []
 
 
 def test_the_rules_are_seen_to_fail():

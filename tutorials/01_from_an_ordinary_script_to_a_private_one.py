@@ -9,15 +9,14 @@
 # %% [markdown]
 # # From an ordinary script to a private one
 #
-# You have a training script. It learns from records about people, and the model will leave the house. This tutorial
-# makes that script differentially private: whoever sees the model can then hardly tell whether any one record was in
-# the training set.
+# A training script learns from records about people, and its model will be published. This tutorial makes the script
+# differentially private: the model then hardly reveals whether any single record was in the training set.
 #
-# We start with an ordinary script, add one call, and leave the loop as it was. Then we read what was spent, write the
-# report, and look at what the engine refuses, since knowing that is what makes the guarantee trustworthy.
+# The tutorial starts with an ordinary script, adds one call, and keeps the loop. It then reads the privacy cost, writes
+# the report, and shows which mistakes the engine rejects.
 #
-# The data are UCI Adult: 1994 census records, which ask whether a person earns more than 50,000 dollars a year. They
-# are part of the package. It takes less than a minute on a laptop.
+# The data set is UCI Adult: 1994 census records, with the label whether a person earns more than 50,000 dollars a year.
+# It is part of the package. The tutorial takes less than a minute on a laptop.
 
 # %%
 import tempfile
@@ -38,9 +37,9 @@ dataset = TensorDataset(adult.train_inputs, adult.train_labels)
 print(adult.describe())
 
 # %% [markdown]
-# One thing about these inputs already is a privacy decision. They are scaled by ranges that were fixed beforehand (an
-# age lies between 17 and 90), not by the minimum and maximum of the rows. A statistic that you compute from the rows
-# is a release of its own, and nothing that happens later in training pays for it.
+# These inputs are scaled by ranges that were fixed in advance (an age is between 17 and 90), not by the minimum and
+# maximum of the rows. A statistic that is computed from the rows has a privacy cost of its own, which the training does
+# not account for.
 #
 # ## 1. The ordinary script
 
@@ -71,12 +70,11 @@ ordinary = accuracy(model)
 # %% [markdown]
 # ## 2. The private script
 #
-# DP-SGD changes three things. Batches are drawn so that every row has the same small chance to be in each of them.
-# Each row's own gradient is clipped to a norm `max_grad_norm`, so that no row can move the model far. And to the sum
-# of what is left, noise is added that hides any one row's part.
+# DP-SGD changes three things. Each batch includes every row with the same small probability. The gradient of each row
+# is clipped to norm `max_grad_norm`, which limits its influence. Noise is added to the sum of the clipped gradients.
 #
-# All three happen inside the objects that `make_private` returns. We say what may be spent, `target_epsilon`, and for
-# how long we intend to train, and the engine finds the least noise that keeps to it.
+# The objects that `make_private` returns do all of this. `target_epsilon` is the privacy budget and `epochs` the length
+# of training; the engine calibrates the noise to them.
 
 # %%
 model = make_model()
@@ -96,12 +94,10 @@ model, optimizer, loader = engine.make_private(
 print(repr(optimizer).splitlines()[0])
 
 # %% [markdown]
-# The loop below is the one from above, but for `engine.progress`, which shows ε as it grows. (It shows
-# nothing where there is no terminal.)
+# The loop is the same, except for `engine.progress`, which shows the current ε in a terminal.
 #
-# The learning rate did change, from 0.1 to 2. That is usual: clipped gradients are short, here 0.1 at most, so steps
-# may be long. A small threshold with a large learning rate is a good place to start, since what counts is the noise
-# in relation to the threshold.
+# The learning rate changed from 0.1 to 2. This is usual: clipped gradients have a norm of at most 0.1 here. A small
+# clipping norm with a large learning rate is a good start, because only the ratio of noise to clipping norm matters.
 
 # %%
 for epoch in range(5):
@@ -116,25 +112,24 @@ assert engine.epsilon <= 1.0
 assert private > ordinary - 0.02
 
 # %% [markdown]
-# The model is the object that you passed, and so is the optimizer. State dicts have the keys that they always had,
-# schedulers and checkpoints work as before. The loader is a new one: `batch_size=1024` is now what its batches have
-# on average, since every row is drawn by a coin of its own. A batch without any row is possible, and costs a step
-# like any other.
+# Model and optimizer are the objects that were passed. State dicts have the same keys, and schedulers and checkpoints
+# work as before. The loader is new: `batch_size=1024` is now the expected size of its batches, because each row is
+# sampled independently. A batch may be empty, and still counts as a step.
 
 # %% [markdown]
-# ## 3. What was spent
+# ## 3. The privacy cost
 #
-# `engine.epsilon` is an upper bound on what all steps until now revealed, at the delta that we chose. The same run
-# has an epsilon for every delta; a smaller one asks for more.
+# `engine.epsilon` is an upper bound on the epsilon of all steps so far, at the chosen delta. A run has an epsilon for
+# every delta; a smaller delta has a larger epsilon.
 
 # %%
 for delta in (1e-4, 1e-5, 1e-6):
     print(f"delta = {delta:g}: epsilon = {round_up(engine.get_epsilon(delta), 3)}")
 
 # %% [markdown]
-# What does epsilon = 1 mean? Somebody who knows every other record guesses whether one particular person is in the
-# training set. The *advantage* bounds by how much any test of theirs can beat a coin: the rate of right alarms minus
-# that of false ones.
+# What does epsilon = 1 mean? Suppose that an attacker knows all other records, and tests whether one person is in the
+# training set. The *advantage* is an upper bound on the true positive rate of such a test minus its false positive
+# rate.
 
 # %%
 spent = engine.spent
@@ -142,8 +137,7 @@ print(f"advantage of a membership test: at most {spent.advantage:.1%}, after {sp
 assert spent.advantage < 0.15
 
 # %% [markdown]
-# We asked for 5 epochs and have used them up, so the loader is at its end: it returns no more batches rather than
-# overspend, and a warning says so.
+# The 5 planned epochs are over, so the loader returns no more batches. A warning says so.
 
 # %%
 with warnings.catch_warnings(record=True) as caught:
@@ -155,9 +149,9 @@ print(caught[0].message)
 # %% [markdown]
 # ## 4. The report
 #
-# An epsilon without its assumptions says little. The report states whom the guarantee protects, what it rests on,
-# whether that held in this run, and what is *not* covered. Read that last part: choosing the learning rate on a test
-# set, or publishing the accuracy that we printed above, is not paid for by this epsilon.
+# An epsilon needs its assumptions. The report states whom the guarantee protects, its assumptions, whether they held in
+# this run, and what is *not* covered. For example, this epsilon does not cover the choice of the learning rate on a
+# test set, or the publication of the accuracies above.
 
 # %%
 report = engine.report(data={"name": adult.title, "source": adult.source, "licence": adult.licence})
@@ -168,13 +162,12 @@ with tempfile.TemporaryDirectory() as folder:
         print(path.name)
 
 # %% [markdown]
-# `privacy_report.html` is for people, `privacy_report.md` is a model card, `privacy_report.json` is for programs.
+# `privacy_report.html` is a page, `privacy_report.md` a model card, and `privacy_report.json` is for programs.
 #
-# ## 5. Will my model do?
+# ## 5. Is my model supported?
 #
-# Privacy for single rows needs the gradient of single rows. `check` says for each layer how that is found, before
-# anything is trained. BatchNorm is the layer that cannot work: it normalises each row by the others, so that one
-# person's record changes what everybody contributes.
+# DP-SGD needs the gradient of each row. `check` shows for each layer how it is computed, before training. BatchNorm is
+# not possible: it normalizes each row by the others, so one record changes the gradients of all.
 
 # %%
 convnet = nn.Sequential(
@@ -188,8 +181,8 @@ convnet = nn.Sequential(
 print(dpengine.check(convnet))
 
 # %% [markdown]
-# `fix` replaces it by GroupNorm, which stays within a row. Do this before you build the optimizer, since parameters
-# are replaced.
+# `fix` replaces it by GroupNorm, which normalizes each row by itself. Call it before the optimizer is built, because it
+# replaces parameters.
 
 # %%
 convnet, changes = dpengine.fix(convnet)
@@ -197,26 +190,26 @@ print(changes)
 assert dpengine.check(convnet).ok
 
 # %% [markdown]
-# ## 6. What is refused
+# ## 6. Rejected mistakes
 #
-# A mistake in a private script rarely crashes. It trains well, prints a small epsilon, and protects nobody. So
-# whatever would break the guarantee is refused, by an error that says what to type. Each has a code; `docs/errors.md`
-# has a section for each.
+# A mistake in a private script rarely crashes. It trains well and prints a small epsilon that is wrong. Code that would
+# break the guarantee therefore raises an error that says what to type. Each error has a code, with a section in
+# `docs/errors.md`.
 
 
 # %%
-def refused(attempt) -> str:
-    """Runs what should be refused, and shows how that looks."""
+def rejected(attempt) -> str:
+    """Runs code that should be rejected, prints the error, and returns its code."""
     try:
         attempt()
     except dpengine.errors.PrivacyError as error:
         print(f"{type(error).__name__}: {error}\n")
         return error.code
-    raise AssertionError("this should have been refused")
+    raise AssertionError("this should have been rejected")
 
 
 def fresh(engine=None, loader=None, delta=1e-5):
-    """A small private run."""
+    """Starts a small private run."""
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = loader or DataLoader(TensorDataset(*dataset[:2000]), batch_size=100, shuffle=True)
@@ -225,24 +218,23 @@ def fresh(engine=None, loader=None, delta=1e-5):
 
 
 # %% [markdown]
-# **Drawing rare rows more often.** The accounting needs the same chance for every row. Weight the loss instead.
+# **Sampling rare rows more often.** The accounting needs the same probability for every row. Weight the loss instead.
 
 # %%
 weights = 1.0 + 2.0 * adult.train_labels.double()
 weighted = DataLoader(dataset, batch_size=1024, sampler=WeightedRandomSampler(weights, len(dataset)))
-assert refused(lambda: fresh(loader=weighted)) == "DPE004"
+assert rejected(lambda: fresh(loader=weighted)) == "DPE004"
 
 # %% [markdown]
-# **A delta that promises nothing.** With 2,000 rows and delta = 0.01, a mechanism that publishes twenty whole records
-# would pass.
+# **A delta without meaning.** With 2,000 rows and delta = 0.01, a mechanism that publishes twenty records would be
+# accepted.
 
 # %%
-assert refused(lambda: fresh(delta=0.01)) == "DPE007"
+assert rejected(lambda: fresh(delta=0.01)) == "DPE007"
 
 
 # %% [markdown]
-# **A forgotten `zero_grad`.** Without it an ordinary loop adds up old gradients. Here that would release old noise
-# again.
+# **A missing `zero_grad`.** An ordinary loop then adds old gradients. Here it would use old noise again.
 
 
 # %%
@@ -253,12 +245,11 @@ def no_zero_grad():
         optimizer.step()
 
 
-assert refused(no_zero_grad) == "DPE005"
+assert rejected(no_zero_grad) == "DPE005"
 
 
 # %% [markdown]
-# **Two losses, two backward passes.** Each pass is clipped alone, so every row would count twice. Add the losses
-# first.
+# **Two losses, two backward passes.** Each pass is clipped by itself, so every row would count twice. Add the losses.
 
 
 # %%
@@ -270,13 +261,13 @@ def two_backward_passes():
     model(inputs).square().mean().backward()
 
 
-assert refused(two_backward_passes) == "DPE017"
+assert rejected(two_backward_passes) == "DPE017"
 
 
 # %% [markdown]
-# **A loss that mixes rows.** Class weights inside `cross_entropy` look harmless, but the mean is divided by the
-# weights *of this batch*: a row's gradient depends on its neighbours. The engine sees the model and not the loss, so
-# ask `check_loss` before training.
+# **A loss that mixes rows.** With class weights, `cross_entropy` divides the sum by the weights *of this batch*, so the
+# gradient of a row depends on other rows. Training raises an error in the first backward pass; `check_loss` raises it
+# before training.
 
 
 # %%
@@ -285,10 +276,10 @@ def weighted_loss(outputs, targets):
 
 
 batch = next(iter(DataLoader(dataset, batch_size=64)))
-assert refused(lambda: dpengine.check_loss(make_model(), weighted_loss, batch)) == "DPE010"
+assert rejected(lambda: dpengine.check_loss(make_model(), weighted_loss, batch)) == "DPE010"
 
 # %% [markdown]
-# The remedy is in the message. Reduce each row by itself, and let the engine average:
+# The message has the remedy: compute the loss of each row, and let the engine average.
 
 # %%
 engine = dpengine.PrivacyEngine()
@@ -303,8 +294,8 @@ print(f"epsilon = {round_up(engine.epsilon)}")
 # %% [markdown]
 # ## 7. Before you publish
 #
-# - Decide on epsilon and delta first, with `dpengine calibrate` on the command line, and on the number of epochs.
-# - Choose hyper-parameters on public data, or count the runs that you made.
-# - One person, one row? If people have several rows, this guarantee is for a row and not for a person.
-# - Train without a seed. `PrivacyEngine(seed=...)` makes noise repeat, which is good for tests and protects nobody.
+# - Choose epsilon, delta and the number of epochs first, for example with `dpengine calibrate` on the command line.
+# - Choose hyperparameters on public data, or count all runs.
+# - If people have several rows, this guarantee is for a row. `privacy_unit=` makes it one for people.
+# - Train without a seed. `PrivacyEngine(seed=...)` repeats the noise, which is useful for tests but not private.
 # - Publish the weights and the report, not the training loss.

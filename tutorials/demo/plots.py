@@ -55,7 +55,7 @@ def tradeoff(
         from matplotlib.ticker import PercentFormatter
     except ImportError as error:
         raise MissingDependencyError("matplotlib is needed for plots:", fix="pip install 'dpengine[plots]'") from error
-    # Own figure and local settings: neither pyplot's state nor the user's style takes part.
+    # Uses a figure and settings of its own, without the state of pyplot and the user's style.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rc("svg", fonttype="none", hashsalt="dpengine")  # text stays text, and equal runs give equal files

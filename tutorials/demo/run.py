@@ -104,7 +104,7 @@ def run(arguments: Namespace) -> None:
 
 
 def _silent(text: str) -> None:
-    """Takes a text and shows it to nobody."""
+    """Ignores a text."""
 
 
 def _introduce(task: Task, data: LabelledData, setting: Setting, *, quick: bool, first: bool) -> None:

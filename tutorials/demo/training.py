@@ -52,7 +52,7 @@ class PrivateOutcome:
 
     Attributes:
         trained: The model.
-        engine: What was spent on it.
+        engine: Engine of the run, with its privacy cost.
         curve: Steps charged and epsilon after each epoch.
     """
 

@@ -51,7 +51,7 @@ def wrapped(model: Network, how: str) -> nn.Module:
 
 
 def main() -> None:
-    """Trains, and says what was spent."""
+    """Trains, and prints the privacy cost."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wrap", choices=["none", "ddp", "fsdp"], default="none")
     parser.add_argument("--steps", type=int, default=100)
