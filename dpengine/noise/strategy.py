@@ -18,6 +18,8 @@ from .sensitivity import cycle_sq_sensitivities_of
 LONGEST = 4096
 """Maximum number of steps of noise whose strategy is computed as a matrix."""
 _TOLERANCE = 1e-6
+_MOST_GROWTH = 4096
+_STEADY = "Use weights whose noise does not grow over the run, or fewer steps."
 
 
 def recurrence_of(noise: CorrelatedRows, steps: int) -> Recurrence:
@@ -106,7 +108,14 @@ def _strategy(rows: list[_Row]) -> np.ndarray:
         raise InvalidBudgetError(
             f"The sensitivity of this noise cannot be computed accurately: its matrix times its inverse differs from "
             f"the identity by {error:.2g}.",
-            fix="Use weights whose noise does not grow over the run, or fewer steps.",
+            fix=_STEADY,
+        )
+    growth = np.linalg.norm(noise, axis=1) / np.array([row[0][0] for row in rows])
+    if growth.max() > _MOST_GROWTH:  # float32 would round the fresh row away, and with it the guarantee
+        raise InvalidBudgetError(
+            f"The noise of step {growth.argmax()} is {growth.max():.2g} times its fresh row, at most {_MOST_GROWTH} is "
+            "supported.",
+            fix=_STEADY,
         )
     return strategy
 

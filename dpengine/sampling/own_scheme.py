@@ -130,7 +130,11 @@ def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
 
 def _stated(scheme: Any, draws: Any) -> Participation:
     """Returns the participation that draws state for their number of examples, or else their scheme for any number."""
-    return (draws if callable(getattr(draws, "participation", None)) else scheme).participation()  # type: ignore[no-any-return]
+    found = (draws if callable(getattr(draws, "participation", None)) else scheme).participation()
+    if type(found) not in _CONTRADICTIONS:
+        known = ", ".join(kind.__name__ for kind in _CONTRADICTIONS)
+        raise ExtensionError(f"{type(scheme).__name__}.participation() is {found!r}.", fix=f"Return one of {known}.")
+    return found  # type: ignore[no-any-return]
 
 
 def check_draws(scheme: Any) -> None:
@@ -140,10 +144,7 @@ def check_draws(scheme: Any) -> None:
     participations that are too close, and batches that are the same for other words. It cannot find a scheme that
     behaves differently for other data sets, or depends on the data.
     """
-    name, participation = type(scheme).__name__, scheme.participation()
-    if type(participation) not in _CONTRADICTIONS:
-        known = ", ".join(kind.__name__ for kind in _CONTRADICTIONS)
-        raise ExtensionError(f"{name}.participation() is {participation!r}.", fix=f"Return one of {known}.")
+    name, participation = type(scheme).__name__, _stated(scheme, None)
     examples = max(_TRIAL_EXAMPLES, 2 * getattr(participation, "batch_size", 0))
     draws, words = scheme.over(examples), KeyedWords((1, 2))
     participation = _stated(scheme, draws)

@@ -261,6 +261,13 @@ def test_noise_of_many_bands_is_used_with_groups_of_one_batch():
     assert event.cycle_length == 4 and event.precision(STEPS) == pytest.approx(expected, rel=1e-12)
 
 
+def test_noise_that_float32_would_round_away_is_refused():
+    growing = Weights(((1.0,), (1.0,)), ((0.5,), (1.0,)))  # each row is 1.5 times the one before
+    assert recurrence_of(growing, 20).column_norm < 2
+    with pytest.raises(InvalidBudgetError, match=r"The noise of step 29 is .* times its fresh row"):
+        recurrence_of(growing, 30)
+
+
 def test_weights_are_those_that_were_analyzed():
     noise = Decaying()
     noise.name = "mine"

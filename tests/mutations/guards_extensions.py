@@ -87,6 +87,13 @@ GUARDS = [
         NOISE,
     ),
     Guard(
+        "fresh-kept",
+        "noise so large that float32 rounds its fresh row away",
+        "    if growth.max() > _MOST_GROWTH:",
+        "    if False:",
+        CONTRACTS + "test_noise_that_float32_would_round_away_is_refused",
+    ),
+    Guard(
         "policy-lowers-noise",
         "a policy that lowers the noise",
         "        if not found >= noise_multiplier:",
