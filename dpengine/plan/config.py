@@ -24,6 +24,7 @@ from dpengine.accounting.run_events import (
     INDEPENDENT,
     ONE_RUN,
     FixedSizeParticipation,
+    Participation,
     Release,
     TruncatedParticipation,
     event_of_step,
@@ -166,28 +167,30 @@ class AbstractPlanConfig(abc.ABC):
     # Common to all configs
 
     @property
+    def participation(self) -> Participation:
+        """How examples participate."""
+        return self.selection.participation()
+
+    @property
     def relation(self) -> Relation:
         """Neighboring relation of the guarantee."""
-        return relation_of(self.selection.participation(), public_size=self.num_examples is not None)
+        return relation_of(self.participation, public_size=self.num_examples is not None)
 
     @property
     def accountants(self) -> tuple[str, ...]:
         """Accountants that support these batches, the default first."""
-        return _ACCOUNTANTS.get(type(self.selection.participation()), tuple(ACCOUNTANTS))
+        return _ACCOUNTANTS.get(type(self.participation), tuple(ACCOUNTANTS))
 
     def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """Returns the privacy event of each step of a run, for the engine's ledger.
+        """Returns the privacy event of each step of a run, for the engine's ledger; unclaimed without an analysis.
 
         Args:
             noise_multiplier: The noise multiplier.
             run: Name that identifies the run. By default each call names a run of its own.
-
-        Returns:
-            The event; an unclaimed one if the engine has no analysis.
         """
         correlation = INDEPENDENT if self.recurrence is None else self.recurrence.correlation
         release = Release(noise_multiplier, self.num_examples or 0, self.relation, run or secrets.token_hex(8))
-        return event_of_step(self.selection.participation(), correlation, release)
+        return event_of_step(self.participation, correlation, release)
 
     def dp_event(self) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
@@ -277,8 +280,10 @@ class AbstractPlanConfig(abc.ABC):
             "nan_safe": True,
             "grid_scale": None,
         }
-        stddev = sigma * self.sensitivity * self._column_norm if sigma else 0.0  # a sensitivity may be infinite
-        transform = NoiseTransform(stddev, self.recurrence, flags.noise_seed, self.iterations)
+        noise = self.recurrence
+        norm = self.sensitivity if noise is None else self.sensitivity * noise.column_norm
+        stddev = sigma * norm if sigma else 0.0  # a sensitivity may be infinite
+        transform = NoiseTransform(stddev, noise, flags.noise_seed, self.iterations)
         return DPExecutionPlan(_with_bound(bound), self.selection, transform, self.relation, self)
 
     @property
@@ -288,13 +293,8 @@ class AbstractPlanConfig(abc.ABC):
 
     def _warn(self, delta: float) -> None:
         """Warns if truncated batches cost privacy."""
-        participation = self.selection.participation()
-        if type(participation) is TruncatedParticipation and self.num_examples:
-            warn_about_truncation(participation, self.num_examples, self.iterations, delta)
-
-    @property
-    def _column_norm(self) -> float:
-        return 1.0 if self.recurrence is None else self.recurrence.column_norm
+        if type(self.participation) is TruncatedParticipation and self.num_examples:
+            warn_about_truncation(self.participation, self.num_examples, self.iterations, delta)
 
     def _accountant(self, accountant: str | Accountant | None) -> str | Accountant:
         """Returns the given accountant or the default. Raises if a built-in one does not support these batches."""

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from typing import Any, Self, final
 
+from dpengine.accounting.run_events import Participation
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.noise.band_mf import BandMF
@@ -96,7 +97,13 @@ class Plan(AbstractPlanConfig):
         """The correlated noise; None for independent noise."""
         if self.noise is None:
             return None
-        return recurrence_for(self.noise, self.iterations, self.sampling.participation())
+        return recurrence_for(self.noise, self.iterations, self.participation)
+
+    @property
+    def participation(self) -> Participation:
+        """How examples participate, as the engine accounts for it."""
+        rows = self.num_examples
+        return self.sampling.participation() if rows is None else self.sampling.over(rows).participation
 
     @property
     def selection(self) -> SamplingScheme:

@@ -87,6 +87,13 @@ GUARDS = [
         NOISE,
     ),
     Guard(
+        "plan-of-draws",
+        "a plan costs what its draws state for the number of examples",
+        "return self.sampling.participation() if rows is None else self.sampling.over(rows).participation",
+        "return self.sampling.participation()",
+        "plan/test_plan.py::test_the_cost_is_that_of_the_participation_which_draws_state",
+    ),
+    Guard(
         "fresh-kept",
         "noise so large that float32 rounds its fresh row away",
         "    if growth.max() > _MOST_GROWTH:",

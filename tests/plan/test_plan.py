@@ -6,6 +6,7 @@ from torch import nn, optim, randn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
+from dpengine.accounting import PoissonParticipation
 from dpengine.clipping import PerLayer
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 from dpengine.noise import BLT, BandedInverse, BandMF
@@ -89,7 +90,7 @@ def test_json_does_not_hold_parts_from_outside():
             AccountingRefusedError,
             "pass num_examples=",
         ),
-        ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "no epsilon is claimed for shuffling"),
+        ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "No epsilon is claimed.*shuffle"),
         ({"sampling": CYCLIC, "noise": BandMF(num_bands=5)}, AccountingRefusedError, "No privacy analysis"),
         ({"sampling": CyclicPoissonSampling(sampling_prob=0.1, iterations=4)}, ValueError, "has iterations=4"),
         ({"sampling": 3}, TypeError, "sampling is a int; pass a sampling scheme"),
@@ -132,6 +133,20 @@ def test_a_loader_of_another_batch_size_is_refused_with_that_of_the_plan(samplin
         PrivacyEngine().make_private(model, optimizer, DataLoader(data, batch_size=12), plan=plan, target_delta=1e-3)
     size = int(says.rsplit("=", 1)[1])
     PrivacyEngine().make_private(model, optimizer, DataLoader(data, batch_size=size), plan=plan, target_delta=1e-3)
+
+
+def test_the_cost_is_that_of_the_participation_which_draws_state():
+    class Halves(recipe("Bernoulli")):
+        """Half of the examples in each batch, and a scheme that states less for an unknown number of examples."""
+
+        def over(self, num_examples):
+            return Halves(0.5, num_examples)
+
+        def participation(self):
+            return PoissonParticipation(self.rate)
+
+    plan = Plan(sampling=Halves(0.1), noise_multiplier=2.0, **RUN)
+    assert plan.epsilon(1e-5) == Plan(sampling=recipe("Bernoulli")(0.5), noise_multiplier=2.0, **RUN).epsilon(1e-5)
 
 
 @pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "own"])
