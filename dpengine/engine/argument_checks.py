@@ -249,7 +249,7 @@ def warn_if_not_private(plan: RunPlan, module: nn.Module) -> None:
     """Warns if the run is not private, or if no epsilon is claimed for it."""
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise", of=module)
-    elif not plan.claims_epsilon:
+    if not plan.claims_epsilon:
         notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling", of=module)
 
 

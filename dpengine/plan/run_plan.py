@@ -101,8 +101,8 @@ class RunPlan:
 
     @cached_property
     def claims_epsilon(self) -> bool:
-        """True if the privacy cost of a step is known."""
-        return self.event().claimed
+        """True if the privacy cost of a step with noise is known."""
+        return self._event(1.0, 1).claimed
 
     @cached_property
     def steps_are_separate(self) -> bool:
@@ -189,15 +189,15 @@ class RunPlan:
 
     def event(self, batches: int = 1) -> Event:
         """Returns the privacy event of one logical batch of a step with ``batches`` of them."""
-        return self._event_of_one_batch if batches == 1 else self._event(batches)
+        return self._event_of_one_batch if batches == 1 else self._event(self.noise_multiplier, batches)
 
     @cached_property
     def _event_of_one_batch(self) -> Event:
-        return self._event(1)
+        return self._event(self.noise_multiplier, 1)
 
-    def _event(self, batches: int) -> Event:
+    def _event(self, sigma: float, batches: int) -> Event:
         correlation = INDEPENDENT if self.noise is None else self.noise.correlation
-        release = Release(self.noise_multiplier, self.sampling.num_examples, self.relation, self.run, batches)
+        release = Release(sigma, self.sampling.num_examples, self.relation, self.run, batches)
         return event_of_step(self.sampling.participation, correlation, release)
 
     @cached_property
