@@ -281,7 +281,7 @@ def _separated(participation: SeparatedParticipation, correlation: Correlation, 
 def _truncated(participation: TruncatedParticipation, correlation: Correlation, release: Release) -> Event:
     drawn = participation.drawn
     if drawn.cycle_length > 1 and not drawn.equal_groups:  # a large group is truncated more often
-        return UnclaimedEvent("Truncated batches of several groups have an analysis for groups of equal size only.")
+        return UnclaimedEvent("Truncated batches of several groups have an analysis only with equal_groups=True.")
     return TruncatedGaussianEvent(
         num_examples=max(1, release.num_examples // drawn.cycle_length),
         sample_rate=accounted_sample_rate(drawn.sample_rate),

@@ -65,7 +65,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "last_step": step.batches.last_step,
         "source": source,
         "first_life": step.earlier_nonces[0][1] if step.earlier_nonces else source["incarnation"],
-        "lives": [list(one) for one in step.earlier_nonces],
+        "earlier_nonces": [list(one) for one in step.earlier_nonces],
         "noise": step.noise.state_dict(),
         "clipping": step.plan.clipping.state_dict(),
         "dropped_rows": step.dropped_rows,
@@ -86,11 +86,10 @@ def check_state(state: Any) -> None:
         if not isinstance(found, kind) or not in_range:
             shown = "number out of range" if isinstance(found, int) else type(found).__name__
             raise CorruptFileError(f"The state of the run has a {shown} as {path!r}.", fix=EARLIER)
-    lives = state.get("lives", [])
-    if not (
-        isinstance(lives, list) and all(isinstance(one, list) and [*map(type, one)] == [int, int] for one in lives)
-    ):
-        raise CorruptFileError("The state of the run has damaged 'lives'.", fix=EARLIER)
+    nonces = state.get("earlier_nonces", [])  # missing in earlier checkpoints
+    pairs = isinstance(nonces, list) and all(isinstance(one, list) for one in nonces)
+    if not pairs or any([*map(type, one)] != [int, int] for one in nonces):
+        raise CorruptFileError("The state of the run has damaged 'earlier_nonces'.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
         raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
@@ -155,7 +154,9 @@ def resumption(
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
     plan = dataclasses.replace(plan, run=state["run"])
-    earlier = state.get("lives") or [(0, state["first_life"])]  # earlier checkpoints have that of the groups only
+    earlier = state.get("earlier_nonces") or [
+        (0, state["first_life"])
+    ]  # earlier checkpoints have that of the groups only
     nonces = (*((int(end), int(drawn)) for end, drawn in earlier), (first, state["source"]["incarnation"]))
     return Resumption(state, plan, source, noise, nonces)
 

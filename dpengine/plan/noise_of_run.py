@@ -56,7 +56,7 @@ def with_correlation(
         bands = noise.bands
     else:
         bands = _recurrence(noise, draws, planned).correlation.bands
-        if bands is not None and bands * draws.sample_rate > 1 + 1e-12:  # no room for a group for each band
+        if bands is not None and bands * draws.sample_rate > 1 + 1e-12:  # fewer groups than bands
             bands = None
     if bands is None:
         draws = _in_groups(name, draws, relation, divisor)

@@ -217,11 +217,11 @@ def test_samples_stay_apart_over_two_interruptions_where_nothing_left_since(tmp_
     scheme = BMinSepSampling(sampling_prob=0.9, min_separation=4)
     settings = {"sampling": scheme, "noise": noise, "steps": 20, "epochs": None}
     batches = []
-    for life, steps in enumerate((6, 3, 7)):
+    for number, steps in enumerate((6, 3, 7)):
         run = Run(seed=None, **settings)
-        if life:
-            run.resumed(tmp_path / f"{life}", nothing_left_since=True)
-        batches += run.train(steps).saved(tmp_path / f"{life + 1}").batches
+        if number:
+            run.resumed(tmp_path / f"{number}", nothing_left_since=True)
+        batches += run.train(steps).saved(tmp_path / f"{number + 1}").batches
     for step, batch in enumerate(batches):
         assert batch.isdisjoint(set().union(*batches[step + 1 : step + 4]))
     (charge,) = run.engine.ledger.history  # one run, in which an example participates 4 times at most
