@@ -168,11 +168,13 @@ class RunPlan:
 
         ``first`` marks the first step of a run. The rest of an interrupted pass is then accounted as a pass.
         """
+        if not self.counts_passes:
+            return self
         epoch = self.sampling.participation.epoch_steps
-        if first and self.counts_passes and step % epoch:
+        if first and step % epoch:
             return replace(self, run=self._name_from(step))
         _, _, began = self.run.partition("@")
-        if not (self.counts_passes and began and int(began) % epoch):
+        if not began or int(began) % epoch == 0:
             return self
         rest, present = int(began) // epoch, step // epoch
         return self if present == rest else replace(self, run=self._name_from(present * epoch))
