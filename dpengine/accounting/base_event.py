@@ -12,6 +12,8 @@ class BaseEvent:
     """Whether one charge accounts for a whole run of `num_steps` steps, whose cost is simulated."""
     is_selection: ClassVar[bool] = False
     """Whether it is a selection among several runs."""
+    num_steps: ClassVar[int] = 1
+    """Number of steps that one charge accounts for."""
 
     @property
     def refusal(self) -> str:
@@ -27,11 +29,6 @@ class BaseEvent:
     def noiseless(self) -> bool:
         """True if it has no noise, so that epsilon is infinite."""
         return getattr(self, "noise_multiplier", None) == 0
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps that one charge accounts for."""
-        return 1
 
     @property
     def inclusion_rate(self) -> float | None:

@@ -56,7 +56,7 @@ class SampledMatrixEvent(BaseEvent):
     is_whole_run: ClassVar[bool] = True
 
     @property
-    def num_steps(self) -> int:
+    def num_steps(self) -> int:  # type: ignore[override]
         """See `BaseEvent.num_steps`."""
         return self.steps
 
