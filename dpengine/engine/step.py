@@ -193,8 +193,8 @@ class PrivateStep:
     def selection_words(self, count: int, *, step: int, block: int) -> Any:
         """Returns the random words that select a batch."""
         # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
-        of_groups = step >= PARTITION_STEP  # those of the first run
-        nonce = next((nonce for end, nonce in self.earlier_nonces if of_groups or step < end), None)
+        of_groups, earlier = step >= PARTITION_STEP, self.earlier_nonces  # the groups are those of the first run
+        nonce = next((nonce for end, nonce in earlier if of_groups or step < end), None) if earlier else None
         return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
     # The plan

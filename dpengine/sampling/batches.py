@@ -82,8 +82,14 @@ class LogicalBatches:
         """Returns the logical batch of a step. Drawing has no side effect: the same step gives the same batch again."""
         indices = self.strategy.draw(step, self._words)
         rank, ranks = self.share
-        chunks = self.strategy.chunks_of_ranks(indices, self._accumulation_steps, self.physical_batch_size, ranks)[rank]
-        units = tuple(places for chunk in chunks if (places := self.strategy.places(chunk)) is not None)
+        strategy: Any = self.strategy
+        parts, size, units = self._accumulation_steps, self.physical_batch_size, ()
+        if strategy.of_units:
+            chunks = strategy.chunks_of_ranks(indices, parts, size, ranks)[rank]
+            units = tuple(map(strategy.places, chunks))
+        else:
+            parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
+            chunks = np.array_split(indices, parts * ranks)[rank::ranks]
         batch = LogicalBatch(step, tuple(map(len, chunks)), units, self._placeholder)
         return DrawnBatch(batch, [chunk.tolist() for chunk in chunks])
 

@@ -57,6 +57,7 @@ class Draws(abc.ABC):
     steps_per_epoch: int
     law: ClassVar[str]
     may_repeat: ClassVar[bool] = False  # whether the data set may have an example more than once
+    of_units: ClassVar[bool] = False  # whether batches have `UnitDraws.chunks_of_ranks` and places
 
     @property
     @abc.abstractmethod
@@ -74,26 +75,6 @@ class Draws(abc.ABC):
         Returns:
             Distinct indices in ``[0, num_examples)``, sorted, int64. The batch may be empty.
         """
-
-    def chunks_of_ranks(self, indices: IndexBatch, parts: int, size: int | None, ranks: int) -> list[list[IndexBatch]]:
-        """Splits a batch between ranks, and the part of each into physical batches, as many on each rank.
-
-        Args:
-            indices: Result of `draw`.
-            parts: Number of physical batches, if ``size`` is None.
-            size: Maximum number of examples in a physical batch; None for no limit.
-            ranks: Number of ranks.
-
-        Returns:
-            The physical batches of each rank.
-        """
-        parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
-        chunks = np.array_split(indices, parts * ranks)
-        return [chunks[rank::ranks] for rank in range(ranks)]
-
-    def places(self, chunk: IndexBatch) -> IndexBatch | None:
-        """Returns the privacy unit of each example of a physical batch, from 0; None if each example is a unit."""
-        return None
 
     def with_epochs_of(self, steps: int) -> Self:
         """Returns the same draws with another number of batches per epoch."""

@@ -36,6 +36,7 @@ class UnitDraws(Draws):
     unit_N: UnitIds
 
     law: ClassVar[str] = "units"
+    of_units: ClassVar[bool] = True
     may_repeat: ClassVar[bool] = True  # copies of one unit are clipped together
 
     def __post_init__(self) -> None:
@@ -79,7 +80,10 @@ class UnitDraws(Draws):
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def chunks_of_ranks(self, indices: IndexBatch, parts: int, size: int | None, ranks: int) -> list[list[IndexBatch]]:
-        """See `Draws.chunks_of_ranks`. Units stay complete. The last physical batches of a rank may be empty."""
+        """Splits a batch between ranks, and the part of each into physical batches, as many on each rank.
+
+        Units stay complete. The last physical batches of a rank may be empty.
+        """
         of_ranks = [self.chunks(part, size=size, parts=parts) for part in self.chunks(indices, size=None, parts=ranks)]
         most = max(map(len, of_ranks))
         return [[*chunks, *[indices[:0]] * (most - len(chunks))] for chunks in of_ranks]
