@@ -168,7 +168,7 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     def participation(self) -> Participation:
-        """How examples participate."""
+        """Participation of examples."""
         return self.selection.participation()
 
     @property

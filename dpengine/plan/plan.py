@@ -101,7 +101,7 @@ class Plan(AbstractPlanConfig):
 
     @property
     def participation(self) -> Participation:
-        """How examples participate, as the engine accounts for it."""
+        """Participation of examples, as the engine accounts for it."""
         rows = self.num_examples
         return self.sampling.participation() if rows is None else self.sampling.over(rows).participation
 
