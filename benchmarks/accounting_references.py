@@ -166,7 +166,7 @@ class Line:
         return float(np.min((self.moments - target) / self.tilts))
 
     def may_be_below(self, epsilon: float, delta: float) -> bool:
-        """Whether this direction is surely not the worse one."""
+        """Returns True if this direction is surely not the worse one."""
         most = math.inf
         if self.direction == "add" and all(rate < 1 for rate, _, _ in self.kinds):
             most = -math.fsum(math.log1p(-rate) * count for rate, _, count in self.kinds)
@@ -215,7 +215,7 @@ class Line:
         return float(total)
 
     def _sees_all(self, theta: float) -> bool:
-        """Whether nothing that counts lies beyond the outputs that are looked at."""
+        """Returns True if nothing that matters is beyond the outputs that are evaluated."""
         exponents = [p + theta * loss for p, loss, _ in self.laws]
         return all(max(each[0], each[-1]) < each.max() - _FADED for each in exponents)
 

@@ -1,4 +1,4 @@
-"""Which runs the accountants are asked about: classes of them, and their candidates by a seed."""
+"""Runs about which the accountants are asked: classes of them, and their candidates by a seed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Setting:
     rare: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """As a row of the file of truths."""
+        """Returns a row of the file of truths."""
         return {"kinds": self.kinds, "delta": self.delta, "relation": self.relation}
 
     @classmethod
@@ -46,7 +46,7 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What tells settings apart."""
+        """Returns the key that identifies a setting."""
         return json.dumps(self.as_json())
 
     def __str__(self) -> str:

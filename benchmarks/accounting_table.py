@@ -46,7 +46,7 @@ def judge(answers: dict[str, Row], settings: list[Row]) -> list[Row]:
 
 
 def references(truths: Row) -> str:
-    """How the truths were found, and what was dropped."""
+    """Describes the sources of the truths, and the settings that were dropped."""
     ways = collections.Counter(row["reference"] for row in truths["settings"])
     worst = {way: max(r["error"] / r["epsilon"] for r in truths["settings"] if r["reference"] == way) for way in ways}
     why = collections.Counter(row["why"] for row in truths["dropped"])
@@ -63,7 +63,7 @@ def references(truths: Row) -> str:
 
 
 def soundness(judged: dict[str, list[Row]]) -> str:
-    """Who is below the truth, and how far above it."""
+    """Lists the tools below the truth, and their distance above it."""
     head = ["tool", "asked", "not applied", "failed or ∞", "**below the truth**", "lower bound above it"]
     head += ["excess, median", "95 %", "largest", "lower bound short by, median", "95 %", "largest"]
     rows = []
@@ -125,7 +125,7 @@ def misses(judged: dict[str, list[Row]]) -> str:
 
 
 def failures(judged: dict[str, list[Row]]) -> str:
-    """What tools raised."""
+    """Lists the errors of tools."""
     rows = []
     for tool, ones in judged.items():
         why = collections.Counter(one["failed"].split(":")[0] for one in ones if "failed" in one)

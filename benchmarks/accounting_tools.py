@@ -170,7 +170,7 @@ def every_step(ask: Ask, rate: float, sigma: float, delta: float, steps: int) ->
 
 
 def answer(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
-    """What a tool says, and what it costs; in the process that is to be measured."""
+    """Returns the result of a tool and its cost, in the process that is measured."""
     before, started = _resident(), time.process_time()
     found: dict[str, Any] = {}
     try:

@@ -1,4 +1,4 @@
-"""What epsilon truly is at the settings of `accounting_settings`, by ways that share nothing with the accountants.
+"""True epsilon at the settings of `accounting_settings`, by methods that share nothing with the accountants.
 
 ``python -m benchmarks.accounting_truths`` writes `accounting_truths.json` again, which takes some 15 minutes;
 ``--classes`` writes some of it again. Each truth comes with the way that it was found and a bound on its own error; a
@@ -28,7 +28,7 @@ SECONDS = 20
 
 
 class DroppedError(Exception):
-    """Why a setting is not used."""
+    """The reason for which a setting is not used."""
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Goal:
-    """What dpengine's default mode should cost at most.
+    """Target for the cost of dpengine's default mode.
 
     Attributes:
         target: Its time over that of ``against``.

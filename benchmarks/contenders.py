@@ -1,4 +1,4 @@
-"""How each library makes one step: the same model, batch, threshold and SGD for all, each in the way its documents say.
+"""One step of each library: the same model, batch, clipping norm and SGD for all, as their documentation says.
 
 Peers are imported where they are used; ``pip install -r benchmarks/requirements.txt`` brings them. None is needed.
 """
@@ -283,5 +283,5 @@ def start(cell: Cell, contender: str, setting: Setting) -> Runner:
 
 
 def label(contender: str, cell: str) -> str | None:
-    """Why a contender does not count in a cell, or None."""
+    """Returns the reason for which a contender does not count in a cell, or None."""
     return next((why for (name, where), why in LABELS.items() if where == cell and contender.startswith(name)), None)

@@ -1,4 +1,4 @@
-"""Whether noise that is correlated across steps is worth it: accuracy at equal epsilon, and what the noise costs.
+"""Benefit of noise that is correlated across steps: accuracy at equal epsilon, and the cost of the noise.
 
     python -m benchmarks.correlated accuracy --seeds 5 --out correlated.json --plot correlated.svg
     python -m benchmarks.correlated cost
@@ -51,7 +51,7 @@ def plan_for(bands: int, epsilon: float, rows: int) -> BandMFConfig:
 
 
 def accuracy(config: BandMFConfig, data: tuple[Tensor, Tensor, Tensor, Tensor], rate: float, seed: int) -> float:
-    """Of one run, on the test split."""
+    """Returns the accuracy of one run on the test split."""
     train_x, train_y, test_x, test_y = data
     torch.manual_seed(seed)
     model = nn.Linear(train_x.shape[1], 10)

@@ -1,4 +1,4 @@
-"""What privacy costs where several processes train one model: time, collectives, and memory of a process.
+"""Cost of privacy if several processes train one model: time, collectives, and memory of a process.
 
     python -m benchmarks.distributed --out distributed.json
 

@@ -1,4 +1,4 @@
-"""What a ledger file costs: a private step beside the same with each charge on disk, and with some charged at once.
+"""Cost of a ledger file: a private step beside the same with each charge on disk, and with some charged at once.
 
     python -m benchmarks.durability --cells mlp,cnn,bert --folder /where/the/ledger/would/be
 

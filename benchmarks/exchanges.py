@@ -1,4 +1,4 @@
-"""What processes exchange, counted where PyTorch hands it to the process group: no hook is put on any module."""
+"""Exchanges between processes, counted where PyTorch passes them to the process group: no hook is put on any module."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SINGLE_ROWS = 2  # how many rows are tried alone
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found.
+    """The result of the gate.
 
     Attributes:
         deviation: Relative error of the noiseless clipped sum, None if it could not be computed.
@@ -51,7 +51,7 @@ def row_gradients(cell: Cell, model: nn.Module, batch: Batch) -> Iterator[dict[s
 
 
 def clipped_together(cell: Cell, contender: Contender) -> str:
-    """What one threshold is for: ``"all"``, or what the contender clips as a layer."""
+    """Returns the group of one clipping norm: ``"all"``, or the parts that the contender clips as a layer."""
     if cell.clipping == "flat":
         return "all"
     if contender.groups is None:

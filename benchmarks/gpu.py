@@ -73,7 +73,7 @@ def lagging(build: Build) -> Build:
 
 
 def check_sums(device: str, cells: dict[str, Cell]) -> dict[str, Any]:
-    """How far clipped sums deviate from the loop over samples, by cell and way.
+    """Returns the deviation of clipped sums from the loop over samples, by cell and mode.
 
     Returns:
         ``{cell: {way: {"deviation", "overshoot", "why_not"}}}``.
@@ -198,7 +198,7 @@ def _on_the_card(runner: Runner) -> dict[str, Any]:
 
 
 def ceilings() -> dict[str, float]:
-    """What the card reaches: TFLOP/s of square products, and TB/s of a copy."""
+    """Returns the limits of the card: TFLOP/s of square products, and TB/s of a copy."""
     found = {}
     for name, dtype, size, tf32 in (
         ("bf16", torch.bfloat16, 8192, False),

@@ -1,4 +1,4 @@
-"""What all contenders share: the setting they are given, and the runner they give back."""
+"""Parts that all contenders share: the setting that they get, and the runner that they return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.cells import Batch, Cell
 
 @dataclass(frozen=True)
 class Setting:
-    """How a step is to be made.
+    """Settings of a step.
 
     Attributes:
         sigma: Noise multiplier.
@@ -68,7 +68,7 @@ def layers_of(names: list[str]) -> list[str]:
 
 
 def microbatch_sizes(rows: int, model: nn.Module) -> list[int | None]:
-    """What libraries that hold gradients of rows are tried with, the fastest being timed; None is the whole batch."""
+    """Returns the sizes for libraries that hold gradients of rows; the fastest is timed. None is the whole batch."""
     if rows <= 8:
         return [None]  # the gate
     held = 4 * rows * sum(weight.numel() for weight in trainable(model).values())

@@ -26,13 +26,13 @@ from dpengine.sampling.poisson import PoissonDraws
 
 
 class Counter(torch.utils.data.Dataset):
-    """As many examples as one likes, none of them stored."""
+    """Data set of any number of examples, none of them stored."""
 
     def __init__(self, count: int):
         self.count = count
 
     def __len__(self) -> int:
-        """As many as were asked for."""
+        """Returns the requested number of examples."""
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:

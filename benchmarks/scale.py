@@ -1,4 +1,4 @@
-"""Where a run of 10^9 examples, 10^11 parameters and 1,000 processes meets its first limit.
+"""First limit of a run of 10^9 examples, 10^11 parameters and 1,000 processes.
 
     python -m benchmarks.scale
 
@@ -52,7 +52,7 @@ class Case:
     bands: int = 1
 
     def run(self) -> Run:
-        """What the model is told."""
+        """Runs the model with these settings."""
         ends = list(itertools.pairwise(WIDTHS))
         weights = [a * b + b for a, b in ends]
         sharded = self.topology == "fsdp2"
@@ -94,7 +94,7 @@ def timed(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
 
 
 def constants() -> dict[str, float]:
-    """What a process has here while the others do the same. In every process."""
+    """Returns the constants of a process while the others do the same. Runs in every process."""
     from dpengine.noise import NoiseSource
 
     rows, width, ranks = CELLS[CELL].rows, WIDTHS[1], dist.get_world_size()
@@ -123,7 +123,7 @@ def constants() -> dict[str, float]:
 
 
 def options(bands: int) -> dict[str, Any]:
-    """Of ``make_private``, for noise with so many bands."""
+    """Returns the arguments of ``make_private`` for noise with this number of bands."""
     from dpengine.noise import BandMF
 
     return {"noise": BandMF(num_bands=bands), "steps": 1000} if bands > 1 else {}

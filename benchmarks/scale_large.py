@@ -124,7 +124,7 @@ def large_tables() -> str:
 
 
 def recomputing() -> str:
-    """What an ordinary run takes that keeps the inputs of layers alone, and runs each forward once more."""
+    """Returns the time of an ordinary run that keeps the inputs of layers alone, and runs each forward once more."""
     run = transformer(rows=16, shards=1000)
     again = run.formed * 2 * run.places * run.rows * run.passes / H100.products
     kept = (LAYERS * HALF + 34) * WIDTH * run.rows * run.places

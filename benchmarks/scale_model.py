@@ -1,4 +1,4 @@
-"""What a private run takes from each process: memory, messages, noise, products and sampling, as arithmetic.
+"""Needs of a private run in each process: memory, messages, noise, products and sampling, as arithmetic.
 
 What is said of the engine: sums and noise are float32; each process draws the noise of its own share; sums travel once
 for each logical batch over replicas, and once for each pass over shards, in buckets; the inputs and output gradients of
@@ -17,7 +17,7 @@ ON_THEIR_WAY = 2  # buckets of whole sums that are held while they are exchanged
 
 @dataclass(frozen=True)
 class Machine:
-    """What one process has, while all others run too.
+    """Resources of one process while all others run too.
 
     Attributes:
         memory: Bytes.
@@ -160,7 +160,7 @@ def peak(run: Run, machine: Machine) -> float:
 
 
 def messages(run: Run) -> list[Message]:
-    """What a process exchanges in a logical batch."""
+    """Returns the messages of a process in a logical batch."""
     found: list[Message] = []
     if run.shards > 1:
         gathers = 2 * run.groups - 1  # the outermost group stays after the forward pass
@@ -249,7 +249,7 @@ def ordinary_seconds(run: Run, machine: Machine) -> float:
 
 
 def first_to_bind(run: Run, machine: Machine) -> str:
-    """What limits a run: the memory if it does not fit, else what takes most of the time."""
+    """Returns the limit of a run: the memory if it does not fit, else the part that takes most of the time."""
     if peak(run, machine) > machine.memory:
         return "memory: " + max(memory(run, machine).items(), key=lambda item: item[1])[0]
     return max(seconds(run, machine).items(), key=lambda item: item[1])[0]

@@ -1,4 +1,4 @@
-"""How the cost of privacy moves with the size of things: batch, width and depth of a perceptron, length of a sequence.
+"""Growth of the cost of privacy with batch, width and depth of a perceptron, and length of a sequence.
 
     python -m benchmarks.scaling --out scaling.json --plot scaling.svg
 

@@ -138,7 +138,7 @@ def wrapped(model: nn.Module, topology: str) -> nn.Module:
 
 
 def split(model: nn.Module) -> dict[str, Any]:
-    """Which layers are cut along their outputs, and which along their inputs."""
+    """Returns the layers that are cut along their outputs, and those along their inputs."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -209,7 +209,7 @@ def _rank() -> int:
 
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns in each of so many new processes on gloo, one thread each, as JSON has it."""
+    """Returns the result of ``function(*args)`` in each of several new processes on gloo, one thread each, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_process, args=(ranks, folder, function, args), nprocs=ranks)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""What one private training step costs, as a ratio to the ordinary step, interleaved with other libraries.
+"""Cost of one private training step, as a ratio to the ordinary step, interleaved with other libraries.
 
     python -m benchmarks.step --cells all --peers all --steps 20 --out results.json
 

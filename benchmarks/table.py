@@ -120,7 +120,7 @@ def memory(results: Results) -> str:
 
 
 def failures(results: Results) -> str:
-    """Who has no time, and why."""
+    """Lists the contenders without a time, and the reasons."""
     lines = ["| no time | cells | why |", "|---|---|---|"]
     cells_of: dict[tuple[str, str], list[str]] = {}
     for name, cell in results["cells"].items():

@@ -19,7 +19,7 @@ FEWEST_STEPS = 5  # of a contender that has used up its budget
 
 @dataclass(frozen=True)
 class Protocol:
-    """How long to measure.
+    """Length of a measurement.
 
     Attributes:
         steps: Timed steps of each contender.

@@ -1,4 +1,4 @@
-"""What the cases run on: batches of random numbers and indices, in every memory layout."""
+"""Inputs of the cases: batches of random numbers and indices, in every memory layout."""
 
 from __future__ import annotations
 

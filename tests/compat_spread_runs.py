@@ -21,7 +21,7 @@ BOUNDS = [0.3, 0.2, 0.4, 0.1]  # of the network's parameters
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What is asked of ``make_private``, and how the model is wrapped before.
+    """Arguments of ``make_private``, and the wrapper of the model.
 
     Attributes:
         wrapper: A key of ``WRAPPERS``; one process has none.
@@ -145,7 +145,7 @@ class Started:
         return self.result()
 
     def result(self) -> dict[str, Any]:
-        """What must be the same on all processes, and in one; and what is not."""
+        """Returns the values that must be the same on all processes, and those that may differ."""
         public = (self.engine.get_epsilon(1e-5), self.engine.accountant.history, self.optimizer.max_grad_norm)
         return {"weights": whole_weights(self.plain), "public": public, "sizes": self.sizes}
 

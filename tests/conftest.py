@@ -1,4 +1,4 @@
-"""What holds for every test: no network, one thread a worker, the same draws in any order, every notice afresh.
+"""Settings of every test: no network, one thread for each worker, the same draws in any order, and new notices.
 
 ``pytest --plant PB-7 TESTS`` runs tests with that bug planted in the engine; see `mutations`.
 """

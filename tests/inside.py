@@ -154,7 +154,7 @@ def planned_steps_of(engine, run=-1):
 
 
 def is_attached(engine, run=-1):
-    """Whether a run of an engine is private."""
+    """Returns True if a run of an engine is private."""
     return engine.runs[run].attached
 
 
@@ -177,7 +177,7 @@ def passes_of_run(owner, run=-1):
 
 
 def pass_recorded(owner, run=-1):
-    """Whether records of a backward pass are held: per layer, or of the whole batch for a probe."""
+    """Returns True if records of a backward pass are held: per layer, or of the whole batch for a probe."""
     passes = _step(owner, run).passes
     replay = passes.capture.replay
     return passes.pending, bool(replay is not None and replay.reached)
@@ -225,7 +225,7 @@ def draw(loader, step):
 
 
 def loader_draws_plan(owner, loader, run=-1):
-    """Whether the loader draws by the sampling scheme of the plan."""
+    """Returns True if the loader draws by the sampling scheme of the plan."""
     return _batches(loader).strategy is _step(owner, run).plan.sampling
 
 

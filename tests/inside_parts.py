@@ -102,7 +102,7 @@ class ClippedPasses:
         return totals_of(self._passes)
 
     def choices(self):
-        """How the norm of each parameter was formed, and why, by name."""
+        """Returns the method for the norm of each parameter and its reason, by name."""
         return {choice.name: (str(choice.algorithm), choice.why) for choice in self._passes.mode.choices}
 
     def unused(self):
@@ -110,11 +110,11 @@ class ClippedPasses:
         return self._passes.missing(self._passes.trainable())
 
     def pending(self):
-        """Whether a pass waits to be clipped."""
+        """Returns True if a pass waits to be clipped."""
         return self._passes.pending
 
     def is_idle(self):
-        """Whether nothing of a pass is held, and the parameters of the model are its own."""
+        """Returns True if nothing of a pass is held, and the parameters of the model are its own."""
         capture = self._passes.capture
         return not (self._passes.pending or capture.swapped or capture.switched_off)
 
@@ -126,7 +126,7 @@ class ClippedPasses:
             parameter.requires_grad = False
 
     def leaks(self):
-        """Whether autograd wrote a gradient that no layer accounts for."""
+        """Returns True if autograd wrote a gradient that no layer accounts for."""
         return bool(self._passes.capture.leaks)
 
     def on_end(self, action):
@@ -187,13 +187,13 @@ class ShownPasses:
         return self._waiting.norms()
 
     def waiting(self):
-        """Whether a pass waits, the number of passes, and the rows of the first."""
+        """Returns whether a pass waits, the number of passes, and the rows of the first."""
         parts = next(iter(self._waiting._parts().values()), None)
         rows = len(parts[0]) if parts else self._waiting._waiting[0].gradients.samples
         return self._waiting.pending, self._waiting.count, rows
 
     def pending(self):
-        """Whether a pass waits to be clipped."""
+        """Returns True if a pass waits to be clipped."""
         return self._waiting.pending
 
     def refuse_accumulation(self):
@@ -360,7 +360,7 @@ def fail_to_attach(monkeypatch, part, fail):
 
 
 def is_private(model):
-    """Whether a model is in the list of private models."""
+    """Returns True if a model is in the list of private models."""
     return any(run.model is model for run in attached_runs.all())
 
 

@@ -82,7 +82,7 @@ def killed_at(folder, place):
         return os.pwrite(file, data[: len(data) // 2] if len(data) > FEW else data, place)
 
     class System:
-        """What the ledger file asks of the system, with a death between any two."""
+        """System calls of the ledger file, with a death between any two."""
 
         pwrite = staticmethod(die_before_and_after(half))
 
@@ -98,7 +98,7 @@ def killed_at(folder, place):
 
 
 def released(folder):
-    """What the runs of a folder told."""
+    """Returns the messages of the runs of a folder."""
     path = folder / "released"
     if not path.exists():
         return []

@@ -42,7 +42,7 @@ def started(function: Callable[..., Any], *args: Any, **settings: Any) -> multip
 
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
-    """What ``function(*args)`` returns in each of so many processes, or the exception that it raised.
+    """Returns the result of ``function(*args)`` in each of several processes, or the exception that it raised.
 
     A process that was killed has None.
     """

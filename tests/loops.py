@@ -95,7 +95,7 @@ def train(loop, epochs=1):
 
 
 def expected_gradients(model, batches, *, max_norm=MAX_NORM, divisor=BATCH, loss_fn=F.cross_entropy):
-    """What a step without noise leaves in ``p.grad`` after these batches, by a loop over their rows."""
+    """Returns ``p.grad`` after a step without noise on these batches, by a loop over their rows."""
     plain = copy.deepcopy(model).float()
     rows = [row for inputs, targets in batches for row in per_sample_gradients(plain, loss_fn, (inputs,), targets)]
     if not rows:

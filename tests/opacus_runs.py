@@ -15,7 +15,7 @@ MODES = ["hooks", "functorch", "ew", "ghost"]
 
 
 class Parts(NamedTuple):
-    """What ``make_private`` was asked for, and its engine."""
+    """Arguments of ``make_private``, and its engine."""
 
     engine: Any
     model: Any

@@ -223,7 +223,7 @@ class Spread:
 
 
 def trained(case: Case, topology: str = "data", *, seed: int = 1, steps: int = 20) -> dict[str, Any]:
-    """What training for some steps gives."""
+    """Returns the result of training for some steps."""
     return Spread(case, topology, seed=seed).train(steps).result()
 
 
@@ -239,7 +239,7 @@ def all_trained(cases: list[Case], topology: str, steps: int = 20) -> list[dict[
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Of all weights, relative to the expected ones."""
+    """Returns the relative difference of all weights from the expected ones."""
     a, b = (torch.cat([w.flatten() for w in weights.values()]) for weights in (found, expected))
     return float((a - b).norm() / b.norm())
 

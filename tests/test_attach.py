@@ -1,4 +1,4 @@
-"""What make_private puts on is put on as a whole, or not at all."""
+"""The hooks of make_private are attached all together, or not at all."""
 
 import gc
 import sys

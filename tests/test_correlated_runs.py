@@ -174,7 +174,7 @@ def test_the_noise_that_the_weights_feel_is_less():
 
 
 def gradient_total(loop):
-    """What all steps of the plan wrote into ``p.grad``, added up."""
+    """Returns the sum over all steps of the plan of ``p.grad``."""
     loop.optimizer.param_groups[0]["lr"] = 1e-12
     batches = itertools.chain.from_iterable(iter(loop.loader) for _ in range(5))
     total = 0
@@ -204,7 +204,7 @@ def test_groups_of_a_batch_take_turns(name):
 
 
 def test_turns_that_were_passed_over_are_charged():
-    """Who takes part in a step follows from its number: a run of which steps are left out costs as much as a whole."""
+    """The examples of a step follow from its number: a run of which steps are left out costs as much as a whole one."""
     loop = banded_loop(noise=BLT())
     loop.step(*next(iter(loop.loader)))
     loop.loader.load_state_dict({"position": 4})

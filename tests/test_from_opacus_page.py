@@ -25,7 +25,7 @@ AFTER = [block for block in BLOCKS if block not in BEFORE]
 
 @pytest.fixture(scope="module")
 def after_the_page():
-    """What its blocks leave behind, but for the one that needs Opacus; a reader should see no warning."""
+    """Returns the names that the blocks of the page define, except the one that needs Opacus; without warnings."""
     namespace: dict[str, object] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

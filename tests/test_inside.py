@@ -125,7 +125,7 @@ def _is_self(node: ast.expr) -> bool:
 
 
 def read_module(file: Path, private: Collection[str]) -> Module:
-    """What a module defines, imports and touches by itself."""
+    """Returns the definitions and imports of a module."""
     module, tree = Module(file), ast.parse(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:

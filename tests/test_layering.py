@@ -76,7 +76,7 @@ class Import:
 
 @dataclass(frozen=True)
 class Source:
-    """What is read of a package, by module: texts, statements and imports."""
+    """Contents of a package, by module: texts, statements and imports."""
 
     name: str
     texts: dict[str, str]

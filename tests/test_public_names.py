@@ -62,7 +62,7 @@ def test_no_public_name_is_that_of_a_submodule(path):
 
 
 def faults_of(name, function, doc):
-    """What the docstring of a function or class leaves out; one line alone need not name arguments."""
+    """Yields the gaps in the docstring of a function or class; one line alone need not name arguments."""
     lines = inspect.cleandoc(doc).splitlines()
     if len(lines) == 1:
         return

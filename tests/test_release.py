@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "i
 
 
 class Boom(Exception):
-    """What a user's own code may raise."""
+    """Error that a user's own code raises."""
 
 
 class Fragile(torch.optim.SGD):

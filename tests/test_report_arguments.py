@@ -1,4 +1,4 @@
-"""What a user says of a run for its report is checked at the call."""
+"""Statements of a user about a run for its report are checked at the call."""
 
 import pytest
 import torch.nn.functional as F

@@ -96,7 +96,7 @@ def log_tail(rate, sigma, y):
 
 
 def output(rate, sigma, y):
-    """Where ``log(1 - q + q e^((2x - 1) / (2 s^2)))`` is y; minus infinity where it is always above."""
+    """Returns where ``log(1 - q + q e^((2x - 1) / (2 s^2)))`` is y; minus infinity if it is always above."""
     with np.errstate(divide="ignore", invalid="ignore"):
         inside = np.where(y < 30, np.log((np.expm1(np.minimum(y, 30)) + rate) / rate), y - math.log(rate))
     return np.where(np.isnan(inside), -np.inf, sigma * sigma * inside + 0.5)

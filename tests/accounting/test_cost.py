@@ -25,7 +25,7 @@ print(json.dumps([seconds, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_ma
 
 
 def hardest(number):
-    """Of each class of settings, those with the most steps and those with the most kinds of releases."""
+    """Returns, for each class of settings, those with the most steps and those with the most kinds of events."""
     found = []
     for kind in sorted({row["class"] for row in ROWS}):
         rows = [row for row in ROWS if row["class"] == kind]

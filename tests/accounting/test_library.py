@@ -1,4 +1,4 @@
-"""What the dp-accounting library answers, and where its answers are not passed on."""
+"""Results of the dp-accounting library, and the cases in which they are not passed on."""
 
 import math
 import sys

@@ -191,7 +191,7 @@ class WithoutDelta:
 
 
 class Inherits(Accountant):
-    """Of the contract, with nothing of its own."""
+    """Subclass of the contract without members of its own."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What holds at every legal setting, drawn at random: few examples here, many more by night."""
+"""Properties that hold at every legal setting, drawn at random: few examples here, many more by night."""
 
 import functools
 import math

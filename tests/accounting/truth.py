@@ -155,14 +155,14 @@ class Contour:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - contours are few
     def _excess(self, eps, target):
-        """How far ``log(delta)`` is above a target; minus infinity where it is so small that digits fail."""
+        """Returns the distance of ``log(delta)`` above a target; minus infinity if it is so small that digits fail."""
         try:
             return self.log_delta(eps) - target
         except ArithmeticError:
             return -math.inf
 
     def _saddle(self, eps):
-        """Where ``log M - z eps - log(z (z+1))`` is least on the positive axis, and its curvature there."""
+        """Returns the minimum of ``log M - z eps - log(z (z+1))`` on the positive axis, and the curvature there."""
 
         def f(theta):
             return self.log_moment(np.array([theta + 0j]))[0].real - theta * eps - math.log(theta * (theta + 1))

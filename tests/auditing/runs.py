@@ -20,7 +20,7 @@ def rows(number=ROWS):
 
 
 def made(*, sample_rate=0.1, width=64, seed=0, lr=0.05, reduction="mean", **options):
-    """What `one_run` calls ``make``."""
+    """Function that `one_run` calls as ``make``."""
 
     def make(dataset):
         torch.manual_seed(0)
@@ -34,7 +34,7 @@ def made(*, sample_rate=0.1, width=64, seed=0, lr=0.05, reduction="mean", **opti
 
 
 def trained(steps, *, reduction="mean", see: Callable = lambda optimizer: None):
-    """What `one_run` calls ``train``: so many logical batches."""
+    """Function that `one_run` calls as ``train``, for a number of logical batches."""
 
     def train(engine, model, optimizer, loader):
         while engine.ledger.steps < steps:

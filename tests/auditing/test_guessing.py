@@ -32,7 +32,7 @@ def binomial_tail(made, right, chance):
 
 
 def slow_p_value(guesses, epsilon, delta):
-    """As in the paper, term by term."""
+    """Computes the p-value as in the paper, term by term."""
     chance, v = 1 / (1 + math.exp(-epsilon)), guesses.right
     beta = binomial_tail(guesses.made, v, chance)
     kappa = max((binomial_tail(guesses.made, v - i, chance) - beta) / i for i in range(1, v + 1))

@@ -1,4 +1,4 @@
-"""What computes something else has no time."""
+"""A contender that computes something else has no time."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What runs beside the timing process: JAX, and the measurement of memory."""
+"""Programs beside the timing process: JAX, and the measurement of memory."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the tables say of results that are known."""
+"""Tables of known results."""
 
 import pytest
 

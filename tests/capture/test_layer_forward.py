@@ -1,4 +1,4 @@
-"""What stands in for the forward of layers: exact with hooks and threads of the user, and gone from copies."""
+"""The replaced forward of layers: exact with hooks and threads of the user, and absent from copies."""
 
 import copy
 import itertools

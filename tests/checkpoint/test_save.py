@@ -126,7 +126,7 @@ def still(name, engine=None):
 
 
 def noise_of(run, count):
-    """What was added to the weights in so many steps."""
+    """Returns the noise that was added to the weights in a number of steps."""
     _, model, optimizer, batches = run
     steps = []
     while len(steps) < count:

@@ -60,7 +60,7 @@ class Sealed:
 
 
 def attack(folder, count):
-    """How many could be read."""
+    """Returns the number of files that could be read."""
     Run().train(2).saved(folder)
     sealed, choose, read = Sealed(folder), random.Random(0), 0
     fresh = Run().weights

@@ -19,7 +19,7 @@ NAMES = [command.name for command in commands.COMMANDS]
 
 
 def exit_code(capsys, *argv):
-    """What the shell would see, and what was printed."""
+    """Returns the exit code and the output of a command."""
     try:
         code = main(list(argv))
     except SystemExit as left:

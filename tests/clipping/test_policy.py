@@ -1,4 +1,4 @@
-"""What all policies promise: factors within the thresholds, in exact arithmetic. Exact means fractions, not floats."""
+"""Properties of all policies: factors within the clipping norms, in exact arithmetic, which means fractions."""
 
 import copy
 import math

@@ -19,7 +19,7 @@ from dpengine.errors import BatchStateError, ParameterMismatchError
 
 
 def passes_booked(engine):
-    """How often all of the data was released, as the ledger has it."""
+    """Returns the number of passes over all data in the ledger."""
     return sum(charge.event.cycles(charge.count) for charge in engine.engine.ledger.totals)
 
 

@@ -74,7 +74,7 @@ def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
 
 
 def by_sampler(*, data_loader, max_batch_size, optimizer):
-    """As a script has it that builds the loader of parts itself."""
+    """Builds the loader of parts as a script does."""
     sampler = BatchSplittingSampler(
         sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
     )

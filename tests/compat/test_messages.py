@@ -1,4 +1,4 @@
-"""What a script gets to read where it does what Opacus lets pass, or fails at in words of its own; both doors."""
+"""Messages for scripts that Opacus accepts or rejects with another message, through both interfaces."""
 
 import warnings
 from collections import deque

@@ -15,7 +15,7 @@ from dpengine.errors import BatchStateError
 
 
 class OwnNoise(DPOptimizer):
-    """As research code writes it."""
+    """Noise as in research code."""
 
     drawn = 0
 

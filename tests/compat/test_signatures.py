@@ -37,7 +37,7 @@ BY_POSITION = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL")
 
 
 def call_faults(theirs, ours, spelled_out=False):
-    """What would break a call that Opacus takes, a line each. Ours may take more, as long as nobody has to give it."""
+    """Lists the differences that would break a call that Opacus accepts. Ours may have more optional arguments."""
     swallows = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
     positional = [[one for one in call if one[1] in BY_POSITION] for call in (theirs, ours)]
     keywords = [{one[0]: one for one in call if one[1] not in (*BY_POSITION, "VAR_KEYWORD")} for call in (theirs, ours)]
@@ -55,7 +55,7 @@ def call_faults(theirs, ours, spelled_out=False):
 
 
 def faults(key, theirs, value):
-    """What is wrong with our object for one key of the table, a line each."""
+    """Lists the differences of our object for one key of the table."""
     ours = facts_of(value, "dpengine")
     if theirs["kind"] != ours["kind"]:
         yield f"is a {ours['kind']}, expected a {theirs['kind']}"

@@ -1,4 +1,4 @@
-"""What is written to ``DPOptimizer`` holds from the next step, for clip, noise and ledger alike."""
+"""Values written to ``DPOptimizer`` hold from the next step, for clipping, noise and ledger."""
 
 import inside
 import pytest

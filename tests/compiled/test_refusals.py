@@ -1,4 +1,4 @@
-"""What a compiled pass refuses: what it cannot trace, what mixes rows, what is compiled wrongly."""
+"""Passes that compilation rejects: untraceable code, mixed rows, and wrong compilation."""
 
 import itertools
 import math

@@ -80,7 +80,7 @@ def policy_of(settings: Settings, model: nn.Module) -> Any:
 
 
 class Fault(RuntimeError):
-    """What goes wrong in a user's code."""
+    """A mistake in a user's code."""
 
 
 def fail(*_: Any, **__: Any) -> None:

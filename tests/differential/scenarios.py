@@ -23,7 +23,7 @@ PARAMETERS = 3  # the first ones of a model, which operations freeze and leak
 
 @dataclass(frozen=True)
 class Settings:
-    """How the run of a case is made private, by the keys that ``player`` understands."""
+    """Arguments by which a case is made private, by the keys that ``player`` understands."""
 
     seed: int
     model: str = "mlp"
@@ -54,7 +54,7 @@ Operation = tuple[Any, ...]  # a method of the player, and its arguments
 
 @dataclass(frozen=True)
 class Case:
-    """What both sides play."""
+    """A case that both sides run."""
 
     settings: Settings
     operations: list[Operation] = field(default_factory=list)

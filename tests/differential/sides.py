@@ -289,7 +289,7 @@ def _rank(rank: int, seeds: list[int], recorder: Any, folder: Path) -> None:
 
 
 def _same(before: Any, after: Any) -> bool:
-    """Whether two values are equal: numbers in a list up to the rounding of sums in another order."""
+    """Returns True if two values are equal: numbers in a list up to the rounding of sums in another order."""
     if not (isinstance(before, list) and isinstance(after, list) and len(before) == len(after)):
         return before == after
     if not all(isinstance(value, float | None) for value in before + after):

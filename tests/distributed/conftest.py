@@ -1,4 +1,4 @@
-"""What counts exchanges is a benchmark's, and those are not installed: they are found beside the package."""
+"""The counter of exchanges belongs to the benchmarks, which are not installed: they are found beside the package."""
 
 import sys
 from pathlib import Path

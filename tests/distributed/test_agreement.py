@@ -1,4 +1,4 @@
-"""What ranks must have alike is looked at before the first batch, and again in every sum."""
+"""Values that ranks must share are compared before the first batch, and again in every sum."""
 
 import re
 
@@ -110,7 +110,7 @@ DISAGREEMENTS = {
 
 
 def refusals():
-    """What is refused, on one rank of two, one after the other."""
+    """Returns the errors on one rank of two, one after the other."""
     settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
     settings |= {"changed": changed_at_random, "skips": skips_a_batch, "partly sharded": only_a_part_is_sharded}
     found = {}

@@ -100,7 +100,7 @@ def test_adaptive_thresholds_and_chunks_go_on(tmp_path):
 
 
 def saved_and_looked_at(folder):
-    """What the files of a sharded run hold, and what torch.distributed.checkpoint reads of them."""
+    """Returns the contents of the files of a sharded run, and those that torch.distributed.checkpoint reads."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 

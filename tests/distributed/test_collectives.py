@@ -38,7 +38,7 @@ def exchanged(topology, options=None, chunks=1):
 
 
 def known():
-    """What the counter sees of exchanges whose number and size are known."""
+    """Returns the result of the counter for exchanges of known number and size."""
     with Exchanges() as nothing:
         plain()(data().tensors[0])
     with Exchanges() as seen:

@@ -36,14 +36,14 @@ ENDS_OF_THE_FAILED = ENDS | {"Failed", "RepeatedBackwardError"}
 
 @dataclass(frozen=True)
 class Case:
-    """How the last rank fails, and where."""
+    """The way in which the last rank fails, and the place."""
 
     failure: str
     topology: str
 
     @property
     def steps_alone(self) -> bool:
-        """Whether others have changed their own parts when they hear of it: they exchange nothing with it in a step."""
+        """Returns True if others have changed their own parts already: they exchange nothing with it in a step."""
         return self.topology != "ddp" and self.failure in (
             "raises before the step",
             "stalls before the step",
@@ -53,7 +53,7 @@ class Case:
 
 
 class Failed(Exception):
-    """What the failing rank raises."""
+    """Error that the failing rank raises."""
 
 
 class Failing:
@@ -87,7 +87,7 @@ def loss_of(model, batch, failing):
 
 
 def ending(case, others_ended):
-    """How a run ends on this rank."""
+    """Returns the end of a run on this rank."""
     torch.manual_seed(0)
     failing, model, engine = Failing(case.failure, others_ended), plain(), PrivacyEngine(seed=1)
     model.blocks[1].norm.register_forward_pre_hook(lambda module, args: failing.at("in forward"))
@@ -129,7 +129,7 @@ def ending(case, others_ended):
 
 
 def endings(cases, folder):
-    """How each of several runs ends on this rank, into files. Where one rank is killed, the next runs have one less."""
+    """Writes the ends of several runs on this rank to files. After a killed rank, the next runs have one less."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     for number, case in enumerate(cases):
         meet(folder, number, rank, ranks)
@@ -149,7 +149,7 @@ def endings(cases, folder):
 
 
 def told(cases, ranks, folder):
-    """How each run ended, on each rank; None for one that was killed in it."""
+    """Returns the end of each run on each rank; None for one that was killed."""
     launched(ranks, endings, cases, folder)
     files = {case: [folder / f"ending{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
     return {case: [torch.load(one) if one.exists() else None for one in of] for case, of in files.items()}
@@ -185,7 +185,7 @@ ALL = [
 
 
 def check(case, found):
-    """That a run ended as it should on each rank, of which the last one failed."""
+    """Checks that a run ended as expected on each rank, of which the last one failed."""
     failed = found[-1]
     assert failed is None if case.failure == "is killed" else failed["charged in the end"] > WHOLE_STEPS
     for one in found if failed is not None else found[:-1]:

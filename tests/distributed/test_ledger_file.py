@@ -1,4 +1,4 @@
-"""Where several processes share a run, the first writes the ledger file, and none goes on before it is written."""
+"""The first of several processes that share a run writes the ledger file, and all wait for it."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ RARE = 0.2  # expected rows of a batch, over all processes
 
 
 def mask_of_rank(draws):
-    """Which examples this process saw in each logical batch, of a run with a seed and of one without."""
+    """Returns the examples that this process saw in each logical batch, for a run with a seed and one without."""
     found = []
     for seed in (1, None):
         model = nn.Linear(1, 1)

@@ -140,7 +140,7 @@ def of_one():
     ids="-".join,
 )
 def of_ranks(request):
-    """How many ranks there were, and the noise of each kind."""
+    """Returns the number of ranks, and the noise of each kind."""
     launches, topology = request.param
     ranks, found = request.getfixturevalue(launches)
     return ranks, {noise: found[topology, noise] for noise in NOISE}

@@ -1,4 +1,4 @@
-"""Where a part of a parameter lies in the flat one: what its noise is addressed by."""
+"""Places of parts of a parameter in the flat one, by which their noise is addressed."""
 
 import itertools
 

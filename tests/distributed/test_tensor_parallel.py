@@ -192,7 +192,7 @@ def norms(rank, own, whole, facts=("step", 3)):
 
 
 def all_checks():
-    """What needs two processes, in one start of them."""
+    """Runs all checks that need two processes."""
     rank, inf, nan = dist.get_rank(), float("inf"), float("nan")
     whole = ColwiseParallel(output_layouts=Replicate())
     own = [[[1.0], [2.0], [3.0]], [[4.0], [inf], [6.0]]]

@@ -65,7 +65,7 @@ def without(data, row):
 
 
 def influence(model, data, step=plain_step, *, whole=None, **options):
-    """How far the released sum moves when a row is left out, for the row that moves it most."""
+    """Returns the largest change of the released sum when one row is left out."""
     whole = release_of(model, data, step, **options) if whole is None else whole
     assert whole.isfinite().all() and whole.norm() > 0  # a sum of nothing would move by nothing
     with unprobed():  # the probe is most of a step here, and the batch was probed as a whole

@@ -5,7 +5,7 @@ from scipy import stats
 
 
 def masks(loader, draws, rows):
-    """How often the user sees each example, a row number, in each logical batch: ``(draws, rows)``."""
+    """Returns the number of times that the user sees each example in each logical batch: ``(draws, rows)``."""
     found = np.zeros((draws, rows), dtype=int)
     step = 0
     while step < draws:
@@ -27,6 +27,6 @@ def p_values(found, rate):
 
 
 def largest_pair_correlation(found):
-    """Of any two examples over draws, in units of its standard deviation."""
+    """Returns the largest correlation of two examples over draws, in units of its standard deviation."""
     correlations = np.corrcoef(found.T.astype(float)) - np.eye(found.shape[1])
     return float(np.abs(correlations).max()) * found.shape[0] ** 0.5

@@ -33,7 +33,7 @@ CODE = {
 
 
 class _Watch:
-    """What runs as code while it is on, by the interpreter's own account."""
+    """Records code that runs while it is active, as reported by the interpreter."""
 
     def __init__(self):
         self.on, self.seen = False, []
@@ -50,7 +50,7 @@ def watch():
 
 
 def of_tensors(folder):
-    """Of a file of tensors, and what reads it."""
+    """Damages a file of tensors, and names the function that reads it."""
     path = folder / "x.safetensors"
     parts = {"w": tensor_files.Shard(torch.ones(2, 3), (0, 0)), "b": tensor_files.Shard(torch.arange(4))}
     tensor_files.writer(parts, {"state": "{}"})(path)
@@ -98,7 +98,7 @@ def of_report(folder):
 
 
 def of_sealed_report(folder):
-    """As one who edits the file and knows how its digest is made."""
+    """Edits a sealed report, and recomputes its digest."""
     whole, read, refusal = of_report(folder)
     document = json.loads(whole)
     document.pop("digest")

@@ -130,7 +130,7 @@ def test_f_m2_every_planted_operation_is_found(between, inner_loss):
 
 
 def scaled_without_gradient(hidden, layer):
-    """As quantization scales by the largest value of a batch."""
+    """Scales by the largest value of a batch, as quantization does."""
     return torch.tanh(layer(hidden / hidden.detach().abs().amax()))
 
 

@@ -21,7 +21,7 @@ def wide():
 
 
 def noise_of(engine, steps):
-    """What several steps release, one row for each, in units of the noise's own standard deviation."""
+    """Returns the results of several steps, one row for each, in units of the standard deviation of the noise."""
     model = wide()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     data = torch.utils.data.TensorDataset(torch.zeros(6, 40))

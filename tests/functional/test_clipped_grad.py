@@ -77,7 +77,7 @@ def flat(tree):
 
 
 def gradients(params, x, y):
-    """Of each example, by autograd, ``(B, P)``."""
+    """Returns the gradient of each example by autograd, ``(B, P)``."""
     rows = []
     for i in range(len(x)):
         leaves = copy.deepcopy(params)
@@ -287,7 +287,7 @@ def test_f_n9_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype
 
 
 def test_a_norm_that_shrinking_left_too_large_is_lowered_one_by_one(monkeypatch):
-    """As rounding of the root could leave it."""
+    """Lowers a norm that rounding of the root left too large."""
     monkeypatch.setattr(grid.math, "sqrt", lambda value: 1.0)
     row = grid._within(torch.tensor([3.0, -5.0, 4.0]), 30)
     assert row.tolist() == [3.0, -3.0, 3.0]

@@ -1,4 +1,4 @@
-"""How layers are put together: ``(draw, shape of a row, depth) -> module``."""
+"""Combinations of layers: ``(draw, shape of a row, depth) -> module``."""
 
 from __future__ import annotations
 

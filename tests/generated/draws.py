@@ -29,7 +29,7 @@ class Draw:
         return choices[self._random.randrange(len(choices))]
 
     def chance(self, probability: float) -> bool:
-        """Whether it happened."""
+        """Returns True with a probability."""
         return self._random.random() < probability
 
     def whole(self, low: int, high: int) -> int:

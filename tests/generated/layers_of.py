@@ -244,7 +244,7 @@ LAYERS: dict[int, dict[str, Make]] = {1: VECTOR, 2: SEQUENCE, 3: IMAGE, 4: VOLUM
 
 
 def entry(draw: Draw, tokens: int) -> nn.Module:
-    """What indices below ``tokens`` go through first."""
+    """Returns the layers that process indices below ``tokens`` first."""
     return nn.Embedding(tokens, draw.width(), padding_idx=draw.pick((None, 0)))
 
 

@@ -1,4 +1,4 @@
-"""What must be refused: modules that no clipping by rows fits, each with how the refusal must begin."""
+"""Modules that clipping by rows does not fit, each with the beginning of its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine makes of a subject, by each of its front doors, as ``{name: float64 tensor}``."""
+"""Results of the engine for a subject through each interface, as ``{name: float64 tensor}``."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _reduced(losses_B: Tensor, reduction: str) -> Tensor:
 
 
 def named_in(message: str, model: nn.Module) -> bool:
-    """Whether a message names a layer, a parameter or a buffer of the model."""
+    """Returns True if a message names a layer, a parameter or a buffer of the model."""
     parts = (model.named_modules(), model.named_parameters(), model.named_buffers())
     names = {name for part in parts for name, _ in part if name}
     return not names.isdisjoint(re.split(r"[\s',():]+", message))

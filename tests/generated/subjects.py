@@ -98,7 +98,7 @@ def row_losses(output: Any, targets_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is compared.
+    """The two things that are compared.
 
     Attributes:
         seed: All follows from it.
@@ -143,7 +143,7 @@ def subject_of(seed: int) -> Subject:
 
 
 def trains(subject: Subject, rows: slice) -> bool:
-    """Whether torch by itself can train a subject on these rows, and some gradient comes of it."""
+    """Returns True if torch can train a subject on these rows, with some gradient."""
     model = copy.deepcopy(subject.model)
     tensors, targets_B = [t[rows].clone() for t in subject.tensors], subject.targets_B[rows]
     try:

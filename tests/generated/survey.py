@@ -1,4 +1,4 @@
-"""How many generated models are right, refused and wrong: ``python tests/generated/survey.py --models 1000``."""
+"""Counts generated models that are right, rejected and wrong: ``python tests/generated/survey.py --models 1000``."""
 
 from __future__ import annotations
 

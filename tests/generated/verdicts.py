@@ -26,7 +26,7 @@ RAISED = 1e-8
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """The result of a comparison.
 
     Attributes:
         kind: ``"right"``, ``"refused"`` or ``"wrong"``.
@@ -97,7 +97,7 @@ def _compared(subject: Subject, truths: list[Gradients], own: list[Gradients], m
 
 
 def _broken(subject: Subject, max_norm: float) -> str:
-    """What one row alone, and no row, do wrong."""
+    """Returns the faults of one row alone, and of no row."""
     row = subject.seed % len(subject.targets_B)
     added = length(by_sums(subject, max_norm, slice(row, row + 1)))
     if not added <= max_norm:
@@ -110,7 +110,7 @@ def _broken(subject: Subject, max_norm: float) -> str:
 
 
 def _only_smaller(subject: Subject, truths: list[Gradients], max_norm: float) -> bool:
-    """Whether each row by itself is the true one, in float64, but for factors that are a little smaller."""
+    """Returns True if each row is the true one in float64, up to factors that are a little smaller."""
     if subject.settings["dtype"] is not torch.float64 or subject.settings["path"] == "grad_sample":
         return False
     for i, row in enumerate(truths):

@@ -1,4 +1,4 @@
-"""What the functional fallback must refuse, and what it must not."""
+"""Cases that the functional fallback must reject, and cases that it must accept."""
 
 import pytest
 import torch

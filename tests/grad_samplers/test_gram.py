@@ -19,7 +19,7 @@ MAKERS = {
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """As on a device that is slow in float64."""
+    """Uses float32, as on a device that is slow in float64."""
     monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
 
 

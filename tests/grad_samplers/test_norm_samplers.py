@@ -311,7 +311,7 @@ def call_of(layer):
 
 
 class WrittenForAutograd(Mix):
-    """Which ``torch.func`` cannot look into, so that a fallback runs its rows one by one, with gradients on."""
+    """Layer that ``torch.func`` cannot trace, so that a fallback runs its rows one by one, with gradients on."""
 
     def forward(self, x):
         return Doubled.apply(super().forward(x) / 2)

@@ -22,7 +22,7 @@ def loader(rows=ROWS, **settings):
 
 
 class Plain(lightning.LightningModule):
-    """What one writes without thinking of privacy."""
+    """Module of a user who does not think of privacy."""
 
     def __init__(self):
         super().__init__()

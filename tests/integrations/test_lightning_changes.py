@@ -1,4 +1,4 @@
-"""What changes a run of Lightning behind the engine's back is refused before it reaches the weights."""
+"""Changes to a run of Lightning by other code are rejected before they reach the weights."""
 
 import warnings
 

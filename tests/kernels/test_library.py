@@ -1,4 +1,4 @@
-"""Which library is taken, and when its threads are left alone."""
+"""Selection of the library, and the cases in which its threads are not changed."""
 
 import os
 import subprocess

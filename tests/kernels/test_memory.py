@@ -1,4 +1,4 @@
-"""What is asked of the C library's allocator, and when it is left alone."""
+"""Settings of the allocator of the C library, and the cases in which they are not changed."""
 
 import subprocess
 import sys

@@ -11,7 +11,7 @@ by_operation = pytest.mark.skipif(
 
 @pytest.fixture
 def lowered():
-    """As of a user who asks for speed."""
+    """Lowers the precision, as a user who wants speed does."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield

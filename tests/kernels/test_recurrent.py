@@ -136,7 +136,7 @@ def test_all_processors_give_the_same_bits(name):
 
 
 def gates_of(library, pre: Tensor) -> list[Tensor]:
-    """What an LSTM makes of pre-activations that all four gates share, from an empty memory."""
+    """Returns the result of an LSTM for pre-activations that all four gates share, from an empty memory."""
     rows, size = pre.shape
     gates = pre.repeat(1, 4)
     zeros = torch.zeros(rows, 4 * size)

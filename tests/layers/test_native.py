@@ -61,7 +61,7 @@ def test_compiled_steps_equal_the_plain_ones(name, order, monkeypatch):
 
 
 class Special(torch.Tensor):
-    """What does not keep its numbers where its address says, perhaps."""
+    """Tensor whose values may not be at its address."""
 
 
 @pytest.mark.parametrize(

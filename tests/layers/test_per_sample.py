@@ -1,4 +1,4 @@
-"""What the twins are for: the clipped sum of a batch equals that of a loop over rows, through torch's own layers."""
+"""Property of the replacement layers: the clipped sum of a batch is that of a loop over rows, with torch's layers."""
 
 import pytest
 import torch

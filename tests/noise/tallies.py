@@ -28,7 +28,7 @@ def chunks(total: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
 
 
 def counts_of_normals(draw: Draw, total: int) -> np.ndarray:
-    """How many draws fell into each of the cells of equal width; those outside of ``REACH`` are lost."""
+    """Returns the number of draws in each cell of equal width; those outside of ``REACH`` are lost."""
     cells = 2 * REACH * CELLS_PER_UNIT
     found = torch.zeros(cells, dtype=torch.float64)
     for start, count in chunks(total):
@@ -124,5 +124,5 @@ class Correlation:
         self.sums += [float(torch.dot(one, other)), float(squares) / 2]
 
     def p_values(self) -> list[float]:
-        """Of values and of squares: sums of so many products are normal."""
+        """Returns p-values of values and of squares: sums of so many products are normal."""
         return [float(2 * stats.norm.sf(abs(total) / self.pairs**0.5)) for total in self.sums]

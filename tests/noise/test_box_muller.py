@@ -126,7 +126,7 @@ def test_native_code_gives_the_bits_of_plain_code(vectors, dtype, first, count):
 
 @native
 def test_native_code_that_gives_other_bits_is_not_used(monkeypatch):
-    """As on a machine whose compiler fuses products with sums."""
+    """Native code with other bits is not used, as on a machine whose compiler fuses products with sums."""
 
     def off_by_one_bit(library, key, first, std, scale, to):
         add_native_normals(library, key, first, std, scale, to)

@@ -35,7 +35,7 @@ def test_f_n9_the_law_is_that_of_the_formula(sigma):
 
 
 def variance_of(sigma):
-    """Of the law, below ``sigma ** 2``."""
+    """Returns the variance of the law, below ``sigma ** 2``."""
     reach = np.arange(1, math.ceil(40 * sigma) + 2, dtype=np.float64)
     weights = np.exp(-np.square(reach) / (2 * sigma * sigma))
     return float(2 * (weights @ np.square(reach)) / (1 + 2 * weights.sum()))

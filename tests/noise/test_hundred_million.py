@@ -153,7 +153,7 @@ def test_a_stream_that_comes_again_is_found(source, name):
 
 
 def test_normals_of_another_law_are_found():
-    """Of the same mean and variance, but with steps of 1/64: the cells between hold nothing."""
+    """Finds normals of the same mean and variance in steps of 1/64: the cells between are empty."""
     source = NoiseSource.seeded(27)
     rounded = lambda start, count: (normals_of(source)(start, count) * 64).round() / 64  # noqa: E731
     assert p_values_of_normals(rounded, 10**6)["Kolmogorov-Smirnov"] < LEAST

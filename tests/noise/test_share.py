@@ -37,7 +37,7 @@ def small_messages(monkeypatch):
 
 
 def noised(ranks, held=None, dtypes=(torch.float32,)):
-    """What a rank has after its noise, where all sums are zero, and the buffer."""
+    """Returns the sums of a rank after its noise, if all sums are zero, and the buffer."""
     parameters = [nn.Parameter(torch.zeros(s, dtype=dtypes[i % len(dtypes)])) for i, s in enumerate(SHAPES)]
     layout = ParameterLayout() if held is None else ParameterLayout(local_shard=held)
     topology = Topology(replicas=ranks, layout=layout)

@@ -1,4 +1,4 @@
-"""What is drawn is standard normal and independent over elements, steps, domains and incarnations.
+"""The draws are standard normal and independent over elements, steps, domains and nonces.
 
 Every tolerance is five standard errors of the statistic, so a correct source fails one of these tests in a million.
 """

@@ -38,7 +38,7 @@ def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 @dataclass
 class Private:
-    """What a door gave.
+    """Results of one interface.
 
     Attributes:
         engine: The privacy engine.
@@ -208,7 +208,7 @@ BY_NIGHT = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-
 
 
 def marks_of(door: Door) -> Any:
-    """When a test goes through a door that is not among the first."""
+    """Returns the marks of a test that uses an interface which is not among the first."""
     return (pytest.mark.slow, pytest.mark.nightly) if door.id in BY_NIGHT else pytest.mark.slow
 
 

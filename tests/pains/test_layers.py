@@ -201,7 +201,7 @@ def test_rank_11_a_weight_used_outside_its_module_is_exact_or_refused_by_name(do
 
 
 def used(layer, x, inputs):
-    """What a layer gives for hidden values, or an embedding for entries that follow from the inputs."""
+    """Returns the result of a layer for hidden values, or of an embedding for entries that follow from the inputs."""
     if isinstance(layer, nn.Embedding):
         return layer((inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long())
     return layer(x)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning
 
 
 class Texts(Dataset):
-    """What a text collator gives: numbers of several types, a text and a number of Python's."""
+    """Batch of a text collator: numbers of several types, a text and a Python number."""
 
     def __len__(self):
         return 8
@@ -47,7 +47,7 @@ class Texts(Dataset):
 
 
 def assert_has_the_structure(found, rows):
-    """As the batch of a plain loader, but for the number of rows."""
+    """Compares with the batch of a plain loader, except for the number of rows."""
     expected = next(iter(DataLoader(Texts(), batch_size=4)))
     assert type(found) is type(expected) and list(found) == list(expected)
     assert isinstance(found["text"], list) and len(found["text"]) == rows
@@ -285,7 +285,7 @@ def test_rank_57_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
 
 
 def unit_gradient(model, x, y, reduction):
-    """What its rows make together, by ordinary autograd."""
+    """Returns the gradient of the rows of a unit by ordinary autograd."""
     alone = copy.deepcopy(model).double()
     F.cross_entropy(alone(x.double()), y, reduction=reduction).backward()
     return {name: p.grad for name, p in alone.named_parameters()}

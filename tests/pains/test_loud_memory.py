@@ -33,7 +33,7 @@ def test_the_peak_is_what_was_held_at_once():
 
 
 def peak_of_a_step(private, x, y):
-    """Of the second step, since much is done once only."""
+    """Returns the peak of the second step, because the first allocates what is kept."""
     for _ in private.loader:
         private.step(x, y)
     found = []

@@ -228,7 +228,7 @@ def test_rank_42_checkpoints_of_nested_recurrent_layers_and_attention_load_both_
 
 
 class WithMethods(nn.Module):
-    """What users reach for on a model."""
+    """Methods of a model that users call."""
 
     limit = 3
 

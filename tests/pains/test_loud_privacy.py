@@ -92,7 +92,7 @@ def test_rank_43_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
 
 
 def noise_of(door_options, *, compat):
-    """What a step with noise and no gradient leaves in ``p.grad``, in units of its standard deviation."""
+    """Returns ``p.grad`` after a step with noise and no gradient, in units of its standard deviation."""
     model = nn.Linear(100, 200, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = torch.ones(4, 100)

@@ -92,7 +92,7 @@ def test_rank_26_a_model_that_is_cast_after_the_call_is_still_captured(door):
 
 
 def moved_by(private, before):
-    """What the last step multiplied ``p.grad`` by."""
+    """Returns the factor by which the last step multiplied ``p.grad``."""
     change = torch.cat([(before[name] - p.detach()).flatten() for name, p in private.bare.named_parameters()])
     grad = torch.cat([p.grad.flatten() for p in private.bare.parameters()])
     return float(change @ grad / (grad @ grad))

@@ -242,7 +242,7 @@ def test_small_no_noise_costs_infinity_with_every_accountant_of_compat(mechanism
 
 def test_small_a_checkpoint_of_compat_loads_with_weights_only_or_without(tmp_path):
     class Note:
-        """What a checkpoint of weights alone may not hold."""
+        """Object that a checkpoint of weights alone must not hold."""
 
     engine = opacus().PrivacyEngine(accountant="rdp")
     model = nn.Linear(FEATURES, CLASSES)

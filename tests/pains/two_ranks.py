@@ -1,4 +1,4 @@
-"""What each of two processes does in the tests of rank 54; a module of its own, since they import it by name."""
+"""Functions of two processes in the tests of rank 54, in a module of its own, because they import it by name."""
 
 import copy
 import importlib

@@ -1,4 +1,4 @@
-"""Which doors a test goes through: a few always, the others in the slow suite or by night."""
+"""Interfaces that a test uses: a few always, the others in the slow suite or by night."""
 
 import pytest
 from pains.doors import marks_of

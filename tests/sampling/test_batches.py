@@ -1,4 +1,4 @@
-"""What a private loader yields, hands out and counts, with and without workers."""
+"""Batches and counts of a private loader, with and without workers."""
 
 import copy
 import itertools

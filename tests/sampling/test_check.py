@@ -1,4 +1,4 @@
-"""Which loaders are accepted, and what the others are told."""
+"""Loaders that are accepted, and the errors for the others."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ class Record:
 
 
 class Encoding(collections.UserDict):
-    """As the BatchEncoding of transformers: a UserDict with attributes."""
+    """Batch like the BatchEncoding of transformers: a UserDict with attributes."""
 
     def __init__(self, data=None, encodings=None):
         super().__init__(data)

@@ -1,4 +1,4 @@
-"""Which collate functions make each row from one example, which mix examples, and which cannot be told."""
+"""Collate functions that make each row from one example, that mix examples, and that cannot be decided."""
 
 import copy
 import functools

@@ -33,7 +33,7 @@ def masks(strategy: PoissonDraws, words, steps: int) -> np.ndarray:
 
 
 def words_that_skip(count: int, rate: float) -> int:
-    """How many of the 2**64 words stand for a u = (w + 1/2) * 2**-64 of at most (1 - rate)**count."""
+    """Returns the number of the 2**64 words for a u = (w + 1/2) * 2**-64 of at most (1 - rate)**count."""
     if count <= 40:
         return math.floor((1 - Fraction(rate)) ** count * 2**64 + Fraction(1, 2))
     with mpmath.workdps(80):

@@ -1,4 +1,4 @@
-"""What each law of batches promises: who is in a batch, how often, how far apart; and that a run can be resumed."""
+"""Properties of each sampling scheme: which examples are in a batch, how often, and how far apart; and resuming."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ EXAMPLES, RUNS = 160, 150  # a run costs nearly as much with a quarter of the ex
 
 
 def run(law, seed, examples=EXAMPLES):
-    """Who takes part, ``(iterations, examples)``, as counts."""
+    """Returns the participations, ``(iterations, examples)``, as counts."""
     table = np.zeros((law.iterations, examples), dtype=int)
     for step, batch in enumerate(law.batch_iterator(examples, np.random.default_rng(seed))):
         np.add.at(table[step], batch, 1)

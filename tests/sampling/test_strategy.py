@@ -1,4 +1,4 @@
-"""What every strategy promises."""
+"""Properties of all draws."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""How often batches are cut, and the least cut that costs nothing."""
+"""Frequency of truncation, and the least truncation without cost."""
 
 import math
 

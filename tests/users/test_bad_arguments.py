@@ -38,7 +38,7 @@ from .mistakes import UNREACHABLE, batch_norm, rdp
 
 @dataclass
 class Subject:
-    """What a refused call must leave alone."""
+    """Objects that a rejected call must leave unchanged."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer

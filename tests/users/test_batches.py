@@ -222,7 +222,7 @@ def test_f_a11_s10_two_engines_on_one_data_set_warn_before_the_second_releases(o
 
 
 def one_epoch(dataset, **options):
-    """Of a loop that nobody holds afterwards; the state of its engine."""
+    """Runs a loop over one epoch and returns the state of its engine."""
     loop = make_loop(dataset=dataset, noise_multiplier=1.0, **options)
     train(loop)
     return loop.engine.state_dict()

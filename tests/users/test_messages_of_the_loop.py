@@ -1,4 +1,4 @@
-"""What a loop is told when it spends privacy for nothing, or steps what is not private; the remedies work."""
+"""Messages for a loop that spends privacy for nothing, or steps an optimizer that is not private; the remedies work."""
 
 import gc
 import itertools

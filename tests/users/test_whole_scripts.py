@@ -83,7 +83,7 @@ def trainer(*arguments):
 
 
 def with_meters(model, optimizer, loader, loss_of, steps):
-    """As in timm: the loss is logged before the backward pass, and a scheduler follows."""
+    """Runs a loop as in timm: the loss is logged before the backward pass, and a scheduler follows."""
     scheduler, total = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10), 0.0
     for i, batch in enumerate(loader):
         loss = loss_of(model, batch)
@@ -97,7 +97,7 @@ def with_meters(model, optimizer, loader, loss_of, steps):
 
 
 def accelerated(model, optimizer, loader, loss_of, steps):
-    """As with accelerate: an object runs the backward pass."""
+    """Runs a loop as with accelerate: an object runs the backward pass."""
     accelerator = SimpleNamespace(backward=lambda loss, **kwargs: loss.backward(**kwargs))
     for step, batch in enumerate(loader):
         outputs_loss = loss_of(model, {**batch} if isinstance(batch, dict) else batch)

@@ -1,4 +1,4 @@
-"""What ``check`` says of each kind of layer."""
+"""Results of ``check`` for each kind of layer."""
 
 import pytest
 import torch
@@ -107,7 +107,7 @@ def with_other_forward(layer):
 
 
 def finding_for(layer) -> Finding:
-    """What is said of a layer that sits deep in a model."""
+    """Returns the finding for a layer that is deep in a model."""
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
     found = {finding.name: finding for finding in check(model).findings}
     assert found["0"].verdict == "supported"

@@ -188,7 +188,7 @@ def test_a_layer_and_the_loss_are_both_named():
 
 
 class Counts(nn.Module):
-    """What ordinary models keep: a counter of calls, and the last attention for the eye."""
+    """State of ordinary models: a counter of calls, and the last attention."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What ``fix`` changes, what it keeps, and what it guarantees of the result."""
+"""Changes of ``fix``, parts that it keeps, and its guarantee for the result."""
 
 import copy
 
@@ -15,7 +15,7 @@ CHANNELS = [*range(2, 70), 96, 100, 127, 128, 130, 256, 384, 512, 1000]
 
 
 class Block(nn.Module):
-    """As in a residual network, in-place ReLU included."""
+    """Block as in a residual network, with in-place ReLU."""
 
     def __init__(self, channels):
         super().__init__()

@@ -73,7 +73,7 @@ both = pytest.mark.parametrize("door", [through_default, through_compat])
 
 
 def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Of each row alone."""
+    """Returns the clipped sum, by each row alone."""
     total = [torch.zeros_like(p) for p in trained(model)]
     for i in range(len(inputs)):
         grads = torch.autograd.grad(F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1]), trained(model))

@@ -53,7 +53,7 @@ class Row:
     seconds: float | None = None
 
     def cells(self) -> tuple[str, ...]:
-        """What the table shows."""
+        """Returns the cells of the table."""
         sigma = "–" if self.sigma is None else f"{self.sigma:.2f}"
         seconds = "–" if self.seconds is None else f"{self.seconds:.1f}"
         return (self.run, round_up(self.epsilon), f"{100 * self.accuracy:.1f} %", sigma, seconds)
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all tasks of one demonstration share: the device, the seed if there is one, and where texts go."""
+    """Settings that all tasks of one demonstration share: the device, the seed if any, and the function for texts."""
 
     device: torch.device
     seed: int | None

@@ -118,7 +118,7 @@ def source_for(name: str) -> Source:
 
 
 def cache_folder(name: str) -> Path:
-    """Where downloads of this data set are kept: a folder of the user, outside the checkout."""
+    """Returns the folder of the downloads of this data set: one of the user, outside the checkout."""
     return Path.home() / ".cache" / "dpengine" / name
 
 

@@ -1,4 +1,4 @@
-"""What the demonstration trains: a table of tasks."""
+"""Tasks of the demonstration, as a table."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _CHUNK = 2000  # rows at once where no gradient is needed
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """What a task trains on and is scored on, as the model receives it."""
+    """Data on which a task is trained and evaluated, as the model receives them."""
 
     train_inputs: Tensor
     train_labels: Tensor
@@ -48,7 +48,7 @@ class Outcome:
 
 @dataclass(frozen=True, eq=False)
 class PrivateOutcome:
-    """What a private run left.
+    """Results of a private run.
 
     Attributes:
         trained: The model.

@@ -26,7 +26,7 @@ DELTA = 1e-5
 
 @dataclass(frozen=True)
 class Figure:
-    """What Opacus 1.6.0 answers at delta 1e-5 for a history."""
+    """Epsilon of Opacus 1.6.0 at delta 1e-5 for a history."""
 
     id: str
     history: list[tuple[float, float, int]]

@@ -139,7 +139,7 @@ RELEASES = [(1.5, 0.02, 300), (1.2, 0.05, 31), (0.9, 0.02, 100)]  # noise, rate,
 
 @pytest.fixture(scope="module")
 def composed():
-    """As a script for Opacus does it."""
+    """Composes as a script for Opacus does."""
     prvs = [PoissonSubsampledGaussianPRV(rate, sigma) for sigma, rate, _ in RELEASES]
     counts = [count for _, _, count in RELEASES]
     reach = compute_safe_domain_size(prvs, counts, 0.01, DELTA / 1000)

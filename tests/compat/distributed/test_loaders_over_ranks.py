@@ -97,7 +97,7 @@ def test_a_distributed_sampler_says_the_batch_size_of_each_process(poisson, wrap
 
 
 def in_passes():
-    """Which rows each process has of two shuffled passes."""
+    """Returns the rows that each process has in two shuffled passes."""
     model, rows = DPDDP(nn.Embedding(ROWS, 2)), numbers()
     made, optimizer, loader = PrivacyEngine().make_private(
         module=model,

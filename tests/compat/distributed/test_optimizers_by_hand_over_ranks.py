@@ -73,7 +73,7 @@ def in_parts(optimizer: Any, model: nn.Module) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """How a script puts its parts together."""
+    """The way in which a script combines its parts."""
 
     wrap: Callable[[nn.Module], Any] = MARKED_INSIDE
     kind: type[DPOptimizer] = DistributedDPOptimizer

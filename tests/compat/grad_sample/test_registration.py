@@ -34,7 +34,7 @@ def registries():
 
 
 class Affine(nn.Module):
-    """As in a tutorial on custom layers."""
+    """Layer as in a tutorial on custom layers."""
 
     def __init__(self, features):
         super().__init__()

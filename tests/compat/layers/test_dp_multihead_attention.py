@@ -140,7 +140,7 @@ def test_per_sample_gradients_are_those_of_each_row_alone(settings, batch_first,
 
 
 def opacus_names(state, prefix, packed):
-    """What Opacus writes for a layer that is inside a model."""
+    """Returns the state dict that Opacus writes for a layer inside a model."""
     state = dict(state)
     biases = state.pop(f"{prefix}in_proj_bias", None)
     weights = state.pop(f"{prefix}in_proj_weight").chunk(3) if packed else None

@@ -191,7 +191,7 @@ def test_a_state_without_an_epoch_is_refused():
 
 def test_each_of_several_bounds_follows_the_threshold():
     class PerLayer:
-        """As an optimizer with one bound for each parameter has it: the threshold is their L2 norm."""
+        """Optimizer with one bound for each parameter: the clipping norm is their L2 norm."""
 
         noise_multiplier = 1.0
 

@@ -1,4 +1,4 @@
-"""What is valid, what is fixed and how, and which errors say so."""
+"""Valid models, fixed models, and the errors that name them."""
 
 import copy
 import inspect
@@ -60,7 +60,7 @@ VALID = [
 
 
 class Residual(nn.Module):
-    """As in torchvision: in-place ReLU and addition."""
+    """Block as in torchvision: in-place ReLU and addition."""
 
     def __init__(self, width, wider):
         super().__init__()
