@@ -9,9 +9,9 @@ class BaseEvent:
     """Base of all privacy events, which are frozen records."""
 
     is_whole_run: ClassVar[bool] = False
-    """Whether one charge accounts for a whole run of `num_steps` steps, whose cost is simulated."""
+    """True if one charge accounts for a whole run of `num_steps` steps, whose cost is simulated."""
     is_selection: ClassVar[bool] = False
-    """Whether it is a selection among several runs."""
+    """True if it is a selection among several runs."""
     num_steps: ClassVar[int] = 1
     """Number of steps that one charge accounts for."""
 

@@ -34,15 +34,15 @@ class BaseParticipation:
     epoch_steps: ClassVar[int] = 0
     """Number of batches in an epoch of which each example is in at most one; 0 for other schemes."""
     claims_epochs: ClassVar[bool] = False
-    """Whether epsilon is claimed for each epoch as a whole."""
+    """True if epsilon is claimed for each epoch as a whole."""
     equal_groups: ClassVar[bool] = False
-    """Whether there are groups of equal size, which make the number of examples public."""
+    """True if there are groups of equal size, which make the number of examples public."""
     needs_size: ClassVar[bool] = False
-    """Whether the privacy cost depends on the number of examples, which is then public."""
+    """True if the privacy cost depends on the number of examples, which is then public."""
     relation: ClassVar[Relation | None] = None
     """Neighboring relation of the guarantee, if only one is possible."""
     steps_are_separate: ClassVar[bool] = False
-    """Whether the cost of a step depends neither on others nor on its number."""
+    """True if the cost of a step depends neither on others nor on its number."""
 
     def truncated(self, largest_batch: int) -> Participation:
         """Returns the participation after larger batches were truncated to a uniform subset."""

@@ -45,6 +45,11 @@ class OwnPolicy(AbstractClip):
         return type(self.policy).__name__
 
     @property
+    def has_constant_bounds(self) -> bool:  # type: ignore[override]
+        """See `AbstractClip.has_constant_bounds`."""
+        return bool(self._own("has_constant_bounds", True))
+
+    @property
     def bounds(self) -> tuple[float, ...]:
         """See `AbstractClip.bounds`. A single number may stand alone."""
         found = self.policy.bounds

@@ -42,7 +42,7 @@ class AbstractClip(abc.ABC):
     """
 
     has_constant_bounds: ClassVar[bool] = True
-    """Whether the bounds stay the same in a run, as correlated noise needs."""
+    """True if the bounds stay the same in a run, as correlated noise needs."""
 
     @property
     def name(self) -> str:

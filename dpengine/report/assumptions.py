@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Literal
 
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING
+from dpengine.sampling.own_scheme import OWN_SCHEME
 
-from .facts import DECLARED, NO_RATE, OWN_SCHEME, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
+from .facts import DECLARED, NO_RATE, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
 
 if TYPE_CHECKING:
     from .figures import Figures

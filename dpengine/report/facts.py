@@ -10,6 +10,7 @@ from typing import Any
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, steps_of
 from dpengine.accounting.own_accountant import Accountant
+from dpengine.sampling.own_scheme import OWN_SCHEME
 
 from .history_rows import public_text, public_values
 
@@ -17,9 +18,6 @@ DEFAULT_UNIT = "training example"
 
 UNDECLARED, DECLARED = "external", "external-poisson"
 """Sampling schemes of batches that the training loop draws: without and with a sampling rate declared by the user."""
-
-OWN_SCHEME = "own: "
-"""Prefix of the name of a sampling scheme from outside the library."""
 
 NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
 

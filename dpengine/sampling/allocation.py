@@ -115,11 +115,6 @@ class AllocationDraws(StatefulDraws):
 
     law: ClassVar[str] = "random-allocation"
 
-    @property
-    def participation(self) -> Participation:
-        """See `Draws.participation`."""
-        return self.selection.participation()
-
     def begin(self, words: WordStream) -> Remaining:
         """Returns all participations of each example."""
         return np.full(self.num_examples, self.selection.participations, dtype=np.int32)

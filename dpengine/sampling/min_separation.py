@@ -91,11 +91,6 @@ class MinSeparationDraws(StatefulDraws):
 
     law: ClassVar[str] = "b-min-sep"
 
-    @property
-    def participation(self) -> Participation:
-        """See `Draws.participation`."""
-        return self.selection.participation()
-
     def begin(self, words: WordStream) -> Resting:
         """Returns the examples that rest before the first step: as in a stationary run, or none."""
         slots = self.selection.min_separation - 1

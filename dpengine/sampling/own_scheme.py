@@ -32,6 +32,9 @@ from .scheme import (
     whole_number,
 )
 
+OWN_SCHEME = "own: "
+"""Prefix of the name of a sampling scheme from outside the library."""
+
 _TRIAL_EXAMPLES, _TRIAL_STEPS = 240, 120
 _DEVIATIONS = 7.0  # exceeded by chance once in 10**11 trials; the trial is the same each time
 
@@ -58,7 +61,7 @@ class OwnScheme(SamplingScheme):
     @property
     def law(self) -> str:  # type: ignore[override]
         """Name of the scheme."""
-        return f"own: {type(self.scheme).__name__}"
+        return OWN_SCHEME + type(self.scheme).__name__
 
     @property
     def iterations(self) -> int | None:  # type: ignore[override]
@@ -104,7 +107,7 @@ class OwnDraws(Draws):
     @property
     def law(self) -> str:  # type: ignore[override]
         """Name of the scheme."""
-        return f"own: {self.name}"
+        return OWN_SCHEME + self.name
 
     @property
     def participation(self) -> Participation:
@@ -190,6 +193,11 @@ def _poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool =
     groups_TN = np.arange(len(drawn_TN))[:, None] % cycle
     if cycle > 1 and any(len(set(groups_TN[column, 0])) > 1 for column in drawn_TN.T):
         return f"an example is in batches that are not {cycle} steps apart"
+    if stated.equal_groups:
+        examples = drawn_TN.shape[1] // cycle
+        sizes_of_groups = [int(drawn_TN[group::cycle].any(axis=0).sum()) for group in range(cycle)]
+        if max(sizes_of_groups) > examples:
+            return f"a group has {max(sizes_of_groups)} examples, more than an equal share of {examples}"
     trials = drawn_TN.size / cycle
     excess = int(drawn_TN.sum()) - trials * rate
     # Groups that do not divide the data set or the steps change the number of trials by at most one row and one column.

@@ -112,6 +112,11 @@ class StatefulDraws(Draws):
     steps_per_epoch: int
     _memory: _Memory = dataclasses.field(default_factory=_Memory, init=False, repr=False, compare=False)
 
+    @property
+    def participation(self) -> Participation:
+        """See `Draws.participation`."""
+        return self.selection.participation()  # type: ignore[attr-defined, no-any-return]  # the scheme, of subclasses
+
     @abc.abstractmethod
     def begin(self, words: WordStream) -> Any:
         """Returns the state before the first batch."""

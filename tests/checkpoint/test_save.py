@@ -20,6 +20,9 @@ from dpengine.checkpoint.folder import join_tensors
 from dpengine.errors import BatchStateError, CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 from dpengine.sampling import BMinSepSampling
+from dpengine.sampling.cyclic import CyclicDraws
+from dpengine.sampling.poisson import PoissonDraws
+from dpengine.sampling.shuffle import ShuffleDraws
 
 ROWS = 120
 
@@ -556,3 +559,22 @@ def test_f_p1_files_of_two_checkpoints_do_not_mix(tmp_path):
     with pytest.raises(CorruptFileError, match="changed after it was saved"):
         Run().resumed(tmp_path / "b")
     assert run.engine.ledger.steps == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE012")
+@pytest.mark.parametrize(
+    ("kind", "former", "settings"),
+    [
+        (PoissonDraws, "PoissonSampling", {}),
+        (ShuffleDraws, "ShuffleSampling", {"sampling": "shuffle"}),
+        (CyclicDraws, "CyclicPoissonStrategy", {"noise": BandMF(num_bands=2)}),
+    ],
+)
+def test_a_checkpoint_with_a_former_name_of_a_sampling_scheme_is_loaded(tmp_path, monkeypatch, kind, former, settings):
+    as_now = kind.__repr__
+    with monkeypatch.context() as earlier:
+        earlier.setattr(kind, "__repr__", lambda draws: as_now(draws).replace(kind.__name__, former))
+        Run(**settings).train(2).saved(tmp_path)
+    again = Run(**settings)
+    checkpoint.load(tmp_path, again.engine)
+    assert again.loader.position == 2

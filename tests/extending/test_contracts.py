@@ -341,3 +341,26 @@ def test_the_length_of_an_epoch_may_depend_on_the_number_of_examples():
     assert 2.9 < engine.epsilon <= 3.0
     with pytest.raises(ExtensionError, match="in two batches of one epoch"):
         begun("BandMF", noise=None, sampling=Shuffled(12, shift=1), steps=8)
+
+
+class Unequal(Stated):
+    """Two groups, of which the first has two thirds of the examples."""
+
+    def draw(self, step, words):
+        return np.flatnonzero((np.arange(self.num_examples) % 3 == 0) == step % 2)
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_groups_that_are_not_of_the_stated_size_are_refused(truncated):
+    groups = PoissonParticipation(1.0, 2, equal_groups=True)
+    stated = TruncatedParticipation(groups, 200) if truncated else groups
+    with pytest.raises(ExtensionError, match="a group has 160 examples, more than an equal share of 120"):
+        begun("BandMF", noise=None, sampling=Unequal(1.0, stated))
+
+
+def test_a_policy_that_changes_its_bounds_does_not_fit_correlated_noise():
+    class Changing(Soft):
+        has_constant_bounds = False
+
+    with pytest.raises(InvalidBudgetError, match="needs a constant clipping norm"):
+        begun("Decaying", clipping=Changing(1.0))

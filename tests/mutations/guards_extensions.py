@@ -135,4 +135,11 @@ GUARDS = [
         "    if False:  # an example more may",
         EVENTS + "test_what_has_no_analysis_has_no_claim",
     ),
+    Guard(
+        "scheme-equal-groups",
+        "groups that are not of the stated equal size",
+        "        if max(sizes_of_groups) > examples:",
+        "        if False:",
+        CONTRACTS + "test_groups_that_are_not_of_the_stated_size_are_refused",
+    ),
 ]
