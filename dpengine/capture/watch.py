@@ -58,12 +58,19 @@ Lookup = Callable[[nn.Module], Any]
 
 
 def watch_list(
-    model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
+    model: nn.Module,
+    lookup: Lookup,
+    unit_rule: Callable[[nn.Module], Any],
+    *,
+    by_operations: bool = True,
+    whole_model: bool = False,
 ) -> list[Watch]:
-    """Returns the watches of all modules that own parameters.
+    """Returns the watches of all modules that own parameters, or that of the model as one unit.
 
     Includes frozen parameters: ``requires_grad`` is read in each call, so they may be unfrozen later.
     """
+    if whole_model:
+        return [Watch("", model, Kind.UNIT, unit_rule(model))]
     found: list[Watch] = []
     seen: set[nn.Module] = set()
 

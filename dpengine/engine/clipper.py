@@ -36,7 +36,7 @@ class PerSampleGradientClipper:
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1, as in time-major models.
         loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
             samples of a minibatch; ``"sum"`` if the loss is their sum.
-        grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
+        grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"``, ``"whole_model"`` or ``"ghost"``.
 
     Raises:
         TypeError: If the module is not a ``torch.nn.Module``, or ``norm_clipper`` is not a policy.

@@ -352,8 +352,9 @@ class PassClipper:
             raise MissingGradientError(
                 f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
                 "layer that owns it, so that part of its gradient would escape clipping.",
-                fix="Call the layer itself (share the module to tie weights), or freeze the parameter. Give learned "
-                "weights of losses a layer of their own, which gets the losses of single samples. For a penalty on "
+                fix="Call the layer itself (share the module to tie weights), pass grad_sample_mode='whole_model' if the "
+                "model's forward uses the parameter, or freeze it. Give learned weights of losses a layer of their own, "
+                "which gets the losses of single samples. For a penalty on "
                 "weights in the loss, pass weight_decay= to the optimizer, which costs no privacy.",
             )
 

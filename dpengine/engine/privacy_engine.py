@@ -165,7 +165,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
                 then draws units with all of their examples, and clipping and the guarantee apply to units. The loader's
                 batch size and the sampling rate count units. The loop must not reorder the samples of a batch.
             unit_reduction: ``"mean"`` or ``"sum"``: reduction of the gradients of a unit's examples.
-            grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"`` or ``"ghost"``.
+            grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"``, ``"whole_model"`` or ``"ghost"``.
             unused_parameters: ``"error"``, or ``"zero"`` to update a parameter without a gradient by noise only.
             on_budget: ``"stop"`` ends the loader before the target is exceeded, ``"raise"`` raises, ``"warn"`` warns.
             allow_large_delta: Accepts a delta of ``1 / N`` or more.

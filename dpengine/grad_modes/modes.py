@@ -30,12 +30,14 @@ class Mode:
         build: Creates the object that holds the layer calls, and sets what it needs on the capture.
         lookup: Returns the rule of a layer, or None if it has none.
         by_operations: True if modules with both parameters and children are followed operation by operation.
+        whole_model: True if the model is one unit, of which each sample is run alone.
     """
 
     name: str
     build: Callable[[Capture, MethodTable], AbstractGradients]
     lookup: Callable[[nn.Module], Any] = sampler_for
     by_operations: bool = True
+    whole_model: bool = False
 
 
 def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
@@ -65,6 +67,7 @@ MODES: dict[str, Mode] = {
         "functorch", lambda capture, methods: Materialize(), lookup=_rule_without_vmap, by_operations=False
     ),
     "ew": Mode("ew", _expanded),
+    "whole_model": Mode("whole_model", lambda capture, methods: Materialize(), whole_model=True),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
 }
 

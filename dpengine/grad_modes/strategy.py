@@ -20,7 +20,8 @@ from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (
     "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features); for (T, B, ...), pass "
-    "batch_first=False to make_private."
+    "batch_first=False to make_private. If the model moves samples to other axes inside, pass "
+    "grad_sample_mode='whole_model'."
 )
 
 

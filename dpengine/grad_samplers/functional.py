@@ -276,11 +276,16 @@ def _attributes_kept(module: nn.Module) -> Iterator[None]:
 
 def _refusal(call: LayerCall, what: str) -> UnsupportedLayerError:
     kind = type(call.layer).__name__
+    fix = (
+        f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or freeze it."
+    )
+    if not call.name:
+        fix = "Set the probability of dropout to 0, or move dropout out of it. Keep the batch on axis 0 of all inputs."
+    place = f"Layer '{call.name}'" if call.name else "The model"
     return UnsupportedLayerError(
-        f"Layer '{call.name}' ({kind}) {what}: it draws random numbers in forward, keeps state between calls, mixes "
-        "the rows of a batch, or has an input whose first axis only looks like the batch.",
-        fix=f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or "
-        "freeze it.",
+        f"{place} ({kind}) {what}: it draws random numbers in forward, keeps state between calls, mixes the rows of a "
+        "batch, or has an input whose first axis only looks like the batch.",
+        fix=fix,
     )
 
 

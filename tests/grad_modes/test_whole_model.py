@@ -1,0 +1,190 @@
+"""Mode ``whole_model``: models that no rule of a layer covers are clipped as a loop over single samples clips them."""
+
+import pytest
+import torch
+from reference import clipped_sum, flat_norms, per_sample_gradients
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine
+from dpengine.errors import UnsupportedLayerError
+
+SAMPLES, LENGTH, WIDTH = 5, 4, 6
+WEIGHTS = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
+
+
+class RelativePositions(nn.Module):
+    """Attention with a table of relative positions that all samples share, a class token and a tied output layer."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.words = nn.Embedding(11, WIDTH)
+        self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.positions = nn.Embedding(9, 1)
+        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.register_buffer("temperature", torch.tensor(2.0))
+
+    def forward(self, words, mask=None):
+        hidden = torch.cat([self.start.expand(len(words), -1, -1), self.words(words)], dim=1)
+        place = torch.arange(hidden.shape[1])
+        bias = self.positions((place[None] - place[:, None]).clamp(-4, 4) + 4).squeeze(-1)
+        weights = (self.query(hidden) @ self.key(hidden).mT / self.temperature + bias).softmax(-1)
+        hidden = self.norm(hidden + self.dropout(weights @ hidden))
+        if mask is not None:
+            hidden = hidden * mask[..., None]
+        return {"logits": F.linear(hidden, self.words.weight), "start": hidden[:, 0]}
+
+
+class Experts(nn.Module):
+    """Sends each token of the batch to one of several layers: `vmap` cannot run it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, inputs):
+        tokens = inputs.reshape(-1, WIDTH)
+        weight, chosen = self.gate(tokens).softmax(-1).max(-1)
+        mixed = torch.zeros_like(tokens)
+        for number, expert in enumerate(self.experts):
+            (mine,) = (chosen == number).nonzero(as_tuple=True)
+            mixed = mixed.index_add(0, mine, weight[mine, None] * expert(tokens[mine]))
+        return self.head(mixed.view(inputs.shape)).mean(1)
+
+
+class Windows(nn.Module):
+    """Folds windows of each sample into the batch axis, and mixes their entries with a learned table."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2, 2))
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.GroupNorm(2, WIDTH)
+
+    def forward(self, inputs):
+        windows = self.table.softmax(-1) @ self.layer(inputs.reshape(-1, 2, WIDTH))
+        return self.norm(windows.reshape(inputs.shape).mT).sum(2)
+
+
+class MixesSamples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs):
+        return self.layer(inputs - inputs.mean(0))
+
+
+class ReturnsItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs):
+        return self.layer(inputs).square().mean()
+
+
+def words():
+    return torch.randint(11, (SAMPLES, LENGTH))
+
+
+def features():
+    return torch.randn(SAMPLES, LENGTH, WIDTH)
+
+
+CASES = {
+    "relative positions": (RelativePositions, lambda: {"words": words()}),
+    "keyword mask, as many positions as samples": (
+        RelativePositions,
+        lambda: {"words": words(), "mask": torch.rand(SAMPLES, LENGTH + 1)},
+    ),
+    "experts": (Experts, lambda: {"inputs": features()}),
+    "windows": (Windows, lambda: {"inputs": features()}),
+}
+
+
+def weighted_loss(output, weights):
+    outputs = output.values() if isinstance(output, dict) else [output]
+    return sum((one.flatten(1).sin().sum(1) * weights).sum() for one in outputs)
+
+
+def clipper(model, max_norm):
+    return PerSampleGradientClipper(model, Flat(max_norm), loss_reduction="sum", grad_sample_mode="whole_model")
+
+
+def relative_error(model, expected):
+    found = torch.cat([model.get_parameter(name).grad.flatten() for name in expected])
+    truth = torch.cat([one.flatten() for one in expected.values()])
+    return (found - truth).norm() / truth.norm()
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "one frozen"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_clipped_sum_is_that_of_a_loop_over_samples(name, frozen):
+    make, inputs_of = CASES[name]
+    model = make().double()
+    next(model.parameters()).requires_grad_(not frozen)
+    clipped = None
+    for _ in range(2):
+        inputs = {key: one.double() if one.is_floating_point() else one for key, one in inputs_of().items()}
+        gradients = per_sample_gradients(model, weighted_loss, inputs, WEIGHTS)
+        if clipped is None:
+            max_norm = flat_norms(gradients).median().item()
+            clipped = clipper(model, max_norm)
+        model.zero_grad()
+        weighted_loss(model(**inputs), WEIGHTS).backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        assert relative_error(model, clipped_sum(gradients, max_norm)) < 1e-5
+
+
+def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
+    model = RelativePositions()
+    inputs = {"words": words()}
+    gradients = per_sample_gradients(model, weighted_loss, inputs, WEIGHTS)
+    max_norm = flat_norms(gradients).median().item()
+    clipped = clipper(model, max_norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**inputs)
+    weighted_loss({key: one.float() for key, one in output.items()}, WEIGHTS.float()).backward()
+    clipped.clip_and_accumulate()
+    clipped.pre_step()
+    assert relative_error(model, clipped_sum(gradients, max_norm)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "reason"),
+    [
+        (RelativePositions(dropout=0.5), words, "The model .* Set the probability of dropout to 0"),
+        (MixesSamples(), features, "another output when each row was run alone"),
+        (ReturnsItsLoss(), features, "one number for the whole batch"),
+    ],
+    ids=["dropout", "mixed samples", "loss inside"],
+)
+def test_models_that_cannot_run_each_sample_alone_are_rejected(model, inputs, reason):
+    clipped = clipper(model, 1.0)
+    with pytest.raises(UnsupportedLayerError, match=reason):
+        output = model(inputs())
+        (output if isinstance(output, torch.Tensor) and not output.dim() else weighted_loss(output, WEIGHTS)).backward()
+        clipped.clip_and_accumulate()
+
+
+def test_an_ordinary_loop_trains_with_it():
+    model = RelativePositions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(11, (64, LENGTH + 1))
+    loader = DataLoader(TensorDataset(tokens[:, :-1], tokens), batch_size=16)
+    engine = PrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode="whole_model"
+    )
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs)["logits"].mT, targets).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-5) > 0
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
