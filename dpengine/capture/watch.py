@@ -58,19 +58,12 @@ Lookup = Callable[[nn.Module], Any]
 
 
 def watch_list(
-    model: nn.Module,
-    lookup: Lookup,
-    unit_rule: Callable[[nn.Module], Any],
-    *,
-    by_operations: bool = True,
-    whole_model: bool = False,
+    model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
 ) -> list[Watch]:
-    """Returns the watches of all modules that own parameters, or that of the model as one unit.
+    """Returns the watches of all modules that own parameters.
 
     Includes frozen parameters: ``requires_grad`` is read in each call, so they may be unfrozen later.
     """
-    if whole_model:
-        return [Watch("", model, Kind.UNIT, unit_rule(model))]
     found: list[Watch] = []
     seen: set[nn.Module] = set()
 

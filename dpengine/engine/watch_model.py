@@ -35,9 +35,10 @@ def watch_model(
     # A registered norm rule runs after the pass, when a module no longer holds its whole parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
-    watches = watch_list(
-        model, lookup, functional_sampler, by_operations=chosen.by_operations, whole_model=chosen.whole_model
-    )
+    if chosen.whole_model:
+        watches = [Watch("", model, Kind.UNIT, functional_sampler(model))]
+    else:
+        watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
     capture = Capture(
         model,
         watches,

@@ -280,7 +280,10 @@ def _refusal(call: LayerCall, what: str) -> UnsupportedLayerError:
         f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or freeze it."
     )
     if not call.name:
-        fix = "Set the probability of dropout to 0, or move dropout out of it. Keep the batch on axis 0 of all inputs."
+        fix = (
+            "Set the probability of dropout to 0, or move dropout out of it. Keep the batch on axis 0 of all inputs. "
+            f"In modes 'auto', 'hooks' and 'ghost', @register_grad_sampler({kind}) gives its rule."
+        )
     place = f"Layer '{call.name}'" if call.name else "The model"
     return UnsupportedLayerError(
         f"{place} ({kind}) {what}: it draws random numbers in forward, keeps state between calls, mixes the rows of a "

@@ -1,5 +1,7 @@
 """Mode ``whole_model``: models that no rule of a layer covers are clipped as a loop over single samples clips them."""
 
+import copy
+
 import pytest
 import torch
 from reference import clipped_sum, flat_norms, per_sample_gradients
@@ -69,6 +71,17 @@ class Windows(nn.Module):
         return self.norm(windows.reshape(inputs.shape).mT).sum(2)
 
 
+class GivenPositions(nn.Module):
+    """Gets the positions that all samples share as an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(11, WIDTH), nn.Embedding(9, WIDTH)
+
+    def forward(self, words, places):
+        return (self.words(words) + self.places(places)).sin()
+
+
 class MixesSamples(nn.Module):
     def __init__(self):
         super().__init__()
@@ -95,11 +108,20 @@ def features():
     return torch.randn(SAMPLES, LENGTH, WIDTH)
 
 
+def as_many_positions_as_samples():
+    return torch.randint(11, (SAMPLES, SAMPLES)), torch.arange(SAMPLES)
+
+
 CASES = {
     "relative positions": (RelativePositions, lambda: {"words": words()}),
     "keyword mask, as many positions as samples": (
         RelativePositions,
         lambda: {"words": words(), "mask": torch.rand(SAMPLES, LENGTH + 1)},
+    ),
+    "shared positions": (GivenPositions, lambda: {"words": words(), "places": torch.arange(LENGTH)}),
+    "as many shared positions as samples, on an axis of length 1": (
+        GivenPositions,
+        lambda: {"words": torch.randint(11, (SAMPLES, SAMPLES)), "places": torch.arange(SAMPLES).unsqueeze(0)},
     ),
     "experts": (Experts, lambda: {"inputs": features()}),
     "windows": (Windows, lambda: {"inputs": features()}),
@@ -161,30 +183,40 @@ def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
         (RelativePositions(dropout=0.5), words, "The model .* Set the probability of dropout to 0"),
         (MixesSamples(), features, "another output when each row was run alone"),
         (ReturnsItsLoss(), features, "one number for the whole batch"),
+        (GivenPositions(), as_many_positions_as_samples, "first axis only looks like the batch"),
     ],
-    ids=["dropout", "mixed samples", "loss inside"],
+    ids=["dropout", "mixed samples", "loss inside", "as many shared positions as samples"],
 )
 def test_models_that_cannot_run_each_sample_alone_are_rejected(model, inputs, reason):
     clipped = clipper(model, 1.0)
     with pytest.raises(UnsupportedLayerError, match=reason):
-        output = model(inputs())
+        given = inputs()
+        output = model(*given) if isinstance(given, tuple) else model(given)
         (output if isinstance(output, torch.Tensor) and not output.dim() else weighted_loss(output, WEIGHTS)).backward()
         clipped.clip_and_accumulate()
 
 
-def test_an_ordinary_loop_trains_with_it():
-    model = RelativePositions()
+def train(model, mode, loss_of):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.randint(11, (64, LENGTH + 1))
+    tokens = torch.randint(11, (64, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens), batch_size=16)
-    engine = PrivacyEngine()
-    model, optimizer, loader = engine.make_private(
-        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode="whole_model"
+    model, optimizer, loader = PrivacyEngine(seed=7).make_private(
+        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=10.0, grad_sample_mode=mode
     )
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     for inputs, targets in loader:
         optimizer.zero_grad()
-        F.cross_entropy(model(inputs)["logits"].mT, targets).backward()
+        loss_of(model(inputs), targets).backward()
         optimizer.step()
-    assert engine.get_epsilon(1e-5) > 0
-    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.filterwarnings("error:.*DPE012")
+def test_an_ordinary_loop_passes_the_checks_of_model_and_loss():
+    train(RelativePositions(), "whole_model", lambda output, targets: F.cross_entropy(output["logits"].mT, targets))
+
+
+def test_a_run_ends_with_the_weights_of_the_default_mode():
+    model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Flatten(), nn.Linear(LENGTH * WIDTH, 11))
+    loss_of = lambda output, targets: F.cross_entropy(output, targets[:, -1])  # noqa: E731
+    default = train(copy.deepcopy(model), "auto", loss_of)
+    torch.testing.assert_close(train(model, "whole_model", loss_of), default, rtol=1e-4, atol=1e-5)
