@@ -6,6 +6,9 @@ a seed keeps its nonce, to reproduce the uninterrupted run; its noise is not sec
 Correlated noise continues as one matrix only if nothing after the checkpoint was released. Otherwise there would be two
 continuations of one matrix that share the earlier contributions of an example, and no accountant here has an analysis
 of both. So it starts again, as a separate mechanism, unless the caller states that nothing was released.
+
+A matrix that generates earlier rows again, so that they cancel, continues only with the generator that drew them. With
+several generators the file does not tell which one drew a row, so such a matrix does not continue either.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.rank_consistency import examples_of
 from dpengine.engine.run import Run
 from dpengine.errors import BatchStateError, CorruptFileError, LedgerError, MechanismMismatchError, SamplingError
-from dpengine.noise.correlated import mechanism_for
+from dpengine.noise.correlated import Recurrence, mechanism_for
 from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
@@ -90,6 +93,9 @@ def check_state(state: Any) -> None:
     pairs = isinstance(nonces, list) and all(isinstance(one, list) for one in nonces)
     if not pairs or any([*map(type, one)] != [int, int] for one in nonces):
         raise CorruptFileError("The state of the run has damaged 'earlier_nonces'.", fix=EARLIER)
+    generators = state["noise"].get("generators", [])  # missing in earlier checkpoints
+    if not isinstance(generators, list) or not all(isinstance(one, str) for one in generators):
+        raise CorruptFileError("The state of the noise has damaged 'generators'.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
         raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
@@ -151,6 +157,8 @@ def resumption(
             "perhaps because it was optimized on another machine.",
             fix="Leave out nothing_left_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
         )
+    if plan.noise is not None:
+        _check_generators(run, plan.noise, source, state["noise"])
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
     plan = dataclasses.replace(plan, run=state["run"])
@@ -230,6 +238,19 @@ def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> 
             f"The data set differs from that of the checkpoint: {len(differing)} of {len(now)} compared examples are "
             "different, or at another index.",
             fix="Load with the same data set, in the same order; for another data set, begin a new run.",
+        )
+
+
+def _check_generators(run: Run, noise: Recurrence, source: NoiseSource, state: Mapping[str, Any]) -> None:
+    now = {source.generator_on(parameter.device) for parameter in run.step.passes.trainable().values()}
+    then = state.get("generators", now & {"CPU"} or {"not recorded"})  # earlier checkpoints have none
+    if len({*then, *now}) > 1 and noise.regenerates:
+        source.close()
+        raise MechanismMismatchError(
+            f"The noise cannot continue as one matrix: it comes from {', '.join(sorted(then))}, and this run generates "
+            f"noise on {', '.join(sorted(now))}, which has other values, so that earlier noise would not cancel.",
+            fix="Continue on the card model and torch version of the saved run. Without a seed you can also leave out "
+            "nothing_left_since=True, so that the noise starts again.",
         )
 
 

@@ -125,8 +125,11 @@ class _Files:
 def _merged_noise(states: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the noise state on which the ranks agree; a rank with an empty shard has none."""
     drawn = [one for one in states if one.get("rows") is not None] or states
-    found = {**drawn[0], "next_step": max(one["next_step"] for one in states)}
-    if any({**one, "next_step": found["next_step"]} != found for one in drawn):
+    differing = {"next_step": max(one["next_step"] for one in states)}
+    if "generators" in drawn[0]:
+        differing["generators"] = sorted({name for one in drawn for name in one["generators"]})
+    found = {**drawn[0], **differing}
+    if any({**one, **differing} != found for one in drawn):
         raise BatchStateError(
             "The ranks have not generated noise for the same steps: one of them failed during a step.",
             fix="Save after the next step that all ranks complete.",

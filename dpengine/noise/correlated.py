@@ -78,6 +78,11 @@ class Recurrence:
         """Number of kept rows, K."""
         return len(self.row(0)[1])
 
+    @property
+    def regenerates(self) -> bool:
+        """True if a step may need the fresh rows of earlier steps again."""
+        return self.size is None or any(len(self.row(step)[0]) > 1 for step in range(self.size))
+
 
 def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Tensor) -> None:
     """Adds row ``step`` to ``out`` ``(D,)``, which is zero, and updates the kept rows. Rows are computed in order."""
@@ -123,6 +128,7 @@ class CorrelatedNoise(AbstractNoise):
         self._std: float | None = None
         self._slices: dict[Places, _Slice] = {}
         self._nonces: dict[int, int] = {}  # nonce of the source by the first row that was drawn with it
+        self._generators: dict[Places | None, str] = {}  # of the rows of each slice; of a loaded state under None
 
     def add(
         self,
@@ -154,7 +160,8 @@ class CorrelatedNoise(AbstractNoise):
         where = "noise.CorrelatedNoise.add"
         check_release(where, sums, std)
         self._check(where, std, step, start)
-        part = self._slice(where, sums, step, Places(start, sums.numel() // rows, rows, stride))
+        places = Places(start, sums.numel() // rows, rows, stride)
+        part = self._slice(where, sums, step, places)
         self._std = std
         self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
         if not self._nonces or self._source.nonce != next(reversed(self._nonces.values())):
@@ -164,6 +171,8 @@ class CorrelatedNoise(AbstractNoise):
             part.rows = last + 1
             sums.mul_(scale)
             return
+
+        self._check_generator(where, sums, places)
 
         def fresh(out: Tensor, weight: float, drawn: int) -> None:
             nonce = next(nonce for first, nonce in reversed(self._nonces.items()) if first <= drawn)
@@ -195,6 +204,17 @@ class CorrelatedNoise(AbstractNoise):
                 f"{where}: std changed from {self._std!r} to {std!r}. Correlated noise needs a constant noise "
                 "multiplier and sensitivity in the whole run.",
                 fix="Do not change the noise multiplier or the clipping norm, or use independent noise.",
+            )
+
+    def _check_generator(self, where: str, sums: Tensor, places: Places) -> None:
+        """Raises if earlier rows, which cancel, would be generated again with other values."""
+        now = self._source.generator_on(sums.device)
+        then = self._generators.setdefault(places, self._generators.get(None, now))
+        if now != then and self._recurrence.regenerates:
+            raise PrivacyError(
+                f"{where}: the noise of earlier steps comes from another generator ({then}, now {now}), so it would "
+                "not cancel.",
+                fix="Move the model before training starts, and keep it on the same device model.",
             )
 
     def _slice(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
@@ -238,6 +258,7 @@ class CorrelatedNoise(AbstractNoise):
             "next_step": self._next[0] + (self._next[1] > 0),
             "std": self._std,
             "lives": dict(self._nonces),
+            "generators": sorted(set(self._generators.values())),
             "first": first,
             "rows": rows,
             "slices": {places: part.state_KD.clone() for places, part in self._slices.items()},
@@ -261,6 +282,8 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (state["next_step"], 0)
         self._std = state["std"]
         self._nonces = {int(first): int(nonce) for first, nonce in state["lives"].items()}
+        generators = state.get("generators")  # missing in earlier states
+        self._generators = {None: " and ".join(generators)} if generators else {}
         self._slices = {
             places: _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
             for places, state_KD in state["slices"].items()

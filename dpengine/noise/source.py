@@ -1,8 +1,9 @@
 """Source of private randomness: a secret key, and pure functions of (key, domain, nonce, step, index).
 
 There is no hidden position. An address always has the same values, whatever the chunking, the number of threads or the
-order of the calls. A resumed run, a shard or a correlated mechanism can therefore regenerate noise. Noise at the same
-address also cancels, so the caller must never use one (domain, step, index) for two releases.
+order of the calls. A resumed run, a shard or a correlated mechanism can therefore regenerate noise, with the same
+`NoiseSource.generator_on`. Noise at the same address also cancels, so the caller must never use one (domain, step,
+index) for two releases.
 """
 
 from __future__ import annotations
@@ -117,6 +118,23 @@ class NoiseSource:
             "insecure_seed": self._insecure_seed,
             "largest_normal": LARGEST_NORMAL,
         }
+
+    def generator_on(self, device: torch.device) -> str:
+        """Returns the name of the generator of normals for a device. Two names may have two values at one address.
+
+        CUDA splits the values of a generator over the multiprocessors of the card, and another version of torch may
+        split them in another way.
+
+        Args:
+            device: Device of the tensor that gets the noise.
+
+        Returns:
+            ``"CPU"``, or the model of the card, its number of multiprocessors and the version of torch.
+        """
+        if not self._draws_on(device):
+            return "CPU"
+        card = torch.cuda.get_device_properties(device)
+        return f"{card.name} with {card.multi_processor_count} multiprocessors, torch {torch.__version__}"
 
     @property
     def nonce(self) -> int:

@@ -1,8 +1,10 @@
 """A run that is saved and gone on with is the run that its plan says, and draws nothing twice."""
 
+import contextlib
 import itertools
 import json
 import stat
+from types import SimpleNamespace
 
 import inside
 import numpy as np
@@ -17,8 +19,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Adaptive, PrivacyEngine, checkpoint
 from dpengine.checkpoint.folder import join_tensors
-from dpengine.errors import BatchStateError, CorruptFileError, InvalidBudgetError, LedgerError, MechanismMismatchError
+from dpengine.errors import (
+    BatchStateError,
+    CorruptFileError,
+    InvalidBudgetError,
+    LedgerError,
+    MechanismMismatchError,
+    PrivacyError,
+)
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
+from dpengine.noise import source as noise_source
 from dpengine.sampling import BMinSepSampling
 from dpengine.sampling.cyclic import CyclicDraws
 from dpengine.sampling.poisson import PoissonDraws
@@ -238,6 +248,80 @@ def test_f_p3_a_matrix_that_is_another_does_not_go_on(tmp_path):
     with pytest.raises(MechanismMismatchError, match="cannot continue as one matrix"):
         other.resumed(tmp_path / "run", nothing_left_since=True)
     other.resumed(tmp_path / "run").train(1)
+
+
+CARDS = {"small": ("NVIDIA A30", 56), "sliced": ("NVIDIA H200", 60), "large": ("NVIDIA H200", 132)}
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """Draws noise by torch's generator on the CPU, in the place of a card's."""
+    monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",))
+    monkeypatch.setattr(noise_source, "_DEVICE_CHUNK", 2**10)
+
+    def install(name):
+        card = SimpleNamespace(name=CARDS[name][0], multi_processor_count=CARDS[name][1])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+
+    return install
+
+
+@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("then", ["small", "sliced", "not recorded", None])
+def test_a_matrix_that_generates_rows_again_continues_on_its_card_alone(tmp_path, card, monkeypatch, then, seed):
+    settings = {"noise": BandedInverse(num_bands=2), "steps": 8, "epochs": None, "seed": seed}
+    if then is None:
+        monkeypatch.undo()  # the CPU draws
+    else:
+        card("large" if then == "not recorded" else then)
+    first = Run(**settings).train(2)
+    if then == "not recorded":  # as an earlier version saved it
+        monkeypatch.setattr(checkpoint.run_state, "state_of", _without_generators(checkpoint.run_state.state_of))
+    first.saved(tmp_path / "run")
+    monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",))
+    card("large")
+    with pytest.raises(MechanismMismatchError, match=r"comes from (CPU|not recorded|NVIDIA).*132 multiprocessors"):
+        Run(**settings).resumed(tmp_path / "run", nothing_left_since=True)
+    if seed is None:
+        Run(**settings).resumed(tmp_path / "run").train(1)  # the noise starts again
+    if then not in (None, "not recorded"):
+        card(then)
+        Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+
+
+def _without_generators(state_of):
+    def earlier(run):
+        state = state_of(run)
+        del state["noise"]["generators"]
+        return state
+
+    return earlier
+
+
+@pytest.mark.parametrize("noise", [None, BandMF(num_bands=4), BLT(num_buffers=1)], ids=str)
+def test_noise_that_keeps_its_rows_continues_on_any_card(tmp_path, card, noise):
+    settings = {"noise": noise, "steps": 8, "epochs": None}
+    card("small")
+    Run(**settings).train(2).saved(tmp_path / "run")
+    card("large")
+    Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+
+
+def test_checkpoints_without_a_generator_continue_on_the_cpu(tmp_path, monkeypatch):
+    settings = {"noise": BandedInverse(num_bands=2), "steps": 8, "epochs": None}
+    state_of = checkpoint.run_state.state_of
+    monkeypatch.setattr(checkpoint.run_state, "state_of", _without_generators(state_of))
+    Run(**settings).train(2).saved(tmp_path / "run")
+    Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+
+
+def test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel(card):
+    for noise, refused in ((BandedInverse(num_bands=2), True), (BandMF(num_bands=2), False)):
+        card("small")
+        run = Run(noise=noise, steps=8, epochs=None).train(2)
+        card("large")
+        with pytest.raises(PrivacyError, match="another generator") if refused else contextlib.nullcontext():
+            run.train(1)
 
 
 def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):

@@ -80,6 +80,20 @@ GUARDS = [
         "checkpoint/test_save.py::test_samples_stay_apart_over_two_interruptions_where_nothing_left_since",
     ),
     Guard(
+        "card-kept",
+        "noise that continues on another card",
+        "    if len({*then, *now}) > 1 and noise.regenerates:",
+        "    if False:",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_on_its_card_alone",
+    ),
+    Guard(
+        "generator-kept",
+        "noise of a model that moves to another device",
+        "        if now != then and self._recurrence.regenerates:",
+        "        if False:",
+        "checkpoint/test_save.py::test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel",
+    ),
+    Guard(
         "strategy-checked",
         "a strategy that is not the inverse of the noise",
         "    if not error < _TOLERANCE:",
