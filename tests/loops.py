@@ -108,7 +108,7 @@ def gradients_of(model):
 
 
 def assert_same_gradients(found, expected, *, rtol=1e-5):
-    """Equal, relative to the length of the whole: what the symbol of equality in the user rules means."""
+    """Checks that two dictionaries of tensors are equal, relative to the norm of the whole."""
     assert found.keys() == expected.keys()
     scale = torch.cat([g.flatten().double() for g in expected.values()]).norm()
     for name, gradient in expected.items():

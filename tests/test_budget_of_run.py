@@ -28,11 +28,11 @@ def weights_changed(loop, before):
     return any(not torch.equal(before[name], value) for name, value in state_of(loop.model).items())
 
 
-# V4: the budget
+# The budget
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_v4_stop_ends_the_loader_before_the_target_is_passed(accountant):
+def test_stop_ends_the_loader_before_the_target_is_passed(accountant):
     loop = make_loop(engine=PrivacyEngine(accountant, seed=0), target_epsilon=2.0, epochs=2, target_delta=1e-3)
     steps = train(loop, epochs=4)
     assert steps >= 2 * len(loop.loader)
@@ -48,7 +48,7 @@ def test_v4_stop_ends_the_loader_before_the_target_is_passed(accountant):
     assert not weights_changed(loop, before)
 
 
-def test_v4_raise_refuses_the_step_that_overspends_and_charges_nothing():
+def test_raise_refuses_the_step_that_overspends_and_charges_nothing():
     loop = make_loop(target_epsilon=2.0, steps=3, target_delta=1e-3, on_budget="raise")
     with pytest.raises(BudgetExceeded, match="DPE011"):
         train(loop, epochs=2)
@@ -57,14 +57,14 @@ def test_v4_raise_refuses_the_step_that_overspends_and_charges_nothing():
     assert inside.state(loop.engine).zero
 
 
-def test_v4_a_plan_that_was_changed_is_not_known_to_fit():
+def test_a_plan_that_was_changed_is_not_known_to_fit():
     loop = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
     loop.optimizer.noise_multiplier /= 1.5
     assert 0 < train(loop, epochs=3) < 8
     assert loop.engine.epsilon <= 2.0
 
 
-def test_v4_warn_goes_on_and_says_so_once():
+def test_warn_goes_on_and_says_so_once():
     loop = make_loop(target_epsilon=2.0, steps=3, target_delta=1e-3, on_budget="warn")
     with pytest.warns(PrivacyWarning, match="DPE011") as seen:
         assert train(loop, epochs=2) == 8
@@ -72,7 +72,7 @@ def test_v4_warn_goes_on_and_says_so_once():
     assert loop.engine.epsilon > 2.0
 
 
-def test_v4_batches_that_were_given_up_count():
+def test_batches_that_were_given_up_count():
     loop = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
     handed_out = sum(1 for _ in range(9) for _ in zip(range(1), loop.loader, strict=False))  # draws and breaks off
     assert handed_out == 4
@@ -83,7 +83,7 @@ def test_v4_batches_that_were_given_up_count():
 
 
 @pytest.mark.parametrize("on_budget", ["stop", "raise"])
-def test_v4_undeclared_accumulation_never_passes_the_target(on_budget):
+def test_undeclared_accumulation_never_passes_the_target(on_budget):
     loop = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3, on_budget=on_budget)
     try:
         for _ in range(4):
@@ -99,7 +99,7 @@ def test_v4_undeclared_accumulation_never_passes_the_target(on_budget):
     assert 2 <= loop.engine.ledger.steps < 8  # each costs more than what the noise was found for
 
 
-def test_v4_what_was_spent_before_counts():
+def test_what_was_spent_before_counts():
     first = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
     train(first)
     state = json.loads(json.dumps(first.engine.state_dict()))
@@ -114,7 +114,7 @@ def test_v4_what_was_spent_before_counts():
     assert engine.ledger.steps < 4 + straight.engine.ledger.steps
 
 
-def test_v4_a_second_run_shares_the_target_with_the_first():
+def test_a_second_run_shares_the_target_with_the_first():
     engine = PrivacyEngine(seed=1)
     first = make_loop(engine=engine, target_epsilon=1.0, steps=4, target_delta=1e-3)
     train(first)
@@ -127,7 +127,7 @@ def test_v4_a_second_run_shares_the_target_with_the_first():
         make_loop(engine=engine, target_epsilon=0.99 * engine.epsilon, steps=4, target_delta=1e-3)
 
 
-def test_v4_a_resumed_run_gets_the_steps_that_are_left():
+def test_a_resumed_run_gets_the_steps_that_are_left():
     straight = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
     train(straight)
     state = straight.engine.state_dict()  # half way
@@ -140,7 +140,7 @@ def test_v4_a_resumed_run_gets_the_steps_that_are_left():
     assert engine.epsilon <= 2.0
 
 
-def test_v4_the_budget_agrees_with_the_accountant_on_any_history():
+def test_the_budget_agrees_with_the_accountant_on_any_history():
     loop = make_loop(noise_multiplier=1.5)
     choose = random.Random(0)
     for _ in range(40):
@@ -160,7 +160,7 @@ def test_v4_the_budget_agrees_with_the_accountant_on_any_history():
                 ledger.charge(event, count=count, kind=choose.choice(["release", "void"]))
 
 
-def test_v4_without_a_target_nothing_ends():
+def test_without_a_target_nothing_ends():
     loop = make_loop(noise_multiplier=0.3)
     assert train(loop, epochs=3) == 12
     loop.optimizer.zero_grad()

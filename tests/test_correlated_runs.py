@@ -309,11 +309,13 @@ def test_a_schedule_has_the_strategy_that_is_best_for_it():
 
 
 @pytest.mark.parametrize("rates, loss", [([], "mean"), ([0.0, 1.0], "mean"), ([1.0, -1.0], "mean"), ([1.0], "max")])
-def test_f_s12_bad_schedules_are_refused(rates, loss):
+@pytest.mark.hazard("S12")
+def test_bad_schedules_are_refused(rates, loss):
     with pytest.raises(ValueError, match="learning_rates must be finite"):
         BandMF(num_bands=2, learning_rates=rates, loss=loss)
 
 
-def test_f_s12_a_schedule_is_of_the_whole_run():
+@pytest.mark.hazard("S12")
+def test_a_schedule_is_of_the_whole_run():
     with pytest.raises(ValueError, match="9 learning_rates for 10 steps"):
         banded_loop(noise=BandMF(num_bands=BANDS, learning_rates=[1.0] * 9))

@@ -29,11 +29,11 @@ from dpengine.errors import BatchStateError, InvalidBudgetError, MissingGradient
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-# V2 and V3
+# Arguments and results of make_private
 
 
 @pytest.mark.parametrize("options", [{"noise_multiplier": 1.0, "target_epsilon": 3.0, "epochs": 1}, {}])
-def test_v2_either_the_noise_or_the_target_is_given(options):
+def test_either_the_noise_or_the_target_is_given(options):
     model = mlp()
     with pytest.raises(InvalidBudgetError, match=r"Exactly one of noise_multiplier and target_epsilon"):
         PrivacyEngine().make_private(
@@ -45,7 +45,7 @@ class OwnLoader(DataLoader):
     pass
 
 
-def test_v3_the_loader_keeps_what_the_user_set():
+def test_the_loader_keeps_what_the_user_set():
     model = mlp()
     collate = lambda rows: tuple(torch.stack(column) for column in zip(*rows, strict=True))  # noqa: E731
     mine = OwnLoader(

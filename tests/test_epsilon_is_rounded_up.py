@@ -1,4 +1,4 @@
-"""AR1: an epsilon is rounded up at the last digit shown, wherever one is printed or taught to be printed."""
+"""An epsilon is rounded up at the last digit shown, wherever one is printed or taught to be printed."""
 
 import re
 from pathlib import Path

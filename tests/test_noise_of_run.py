@@ -52,7 +52,8 @@ def noise_of(steps=4, **options):
     ],
     ids=str,
 )
-def test_f_n6_noise_has_the_standard_deviation_that_is_charged(options, std):
+@pytest.mark.hazard("N6")
+def test_noise_has_the_standard_deviation_that_is_charged(options, std):
     noise = noise_of(**options)
     assert float(noise.std()) == pytest.approx(std, rel=0.032)
     assert abs(float(noise.mean())) < 5 * std / math.sqrt(noise.numel())
@@ -66,12 +67,14 @@ def test_adaptive_clipping_leaves_room_for_its_count():
     assert float(noise.std()) == pytest.approx(expected, rel=0.065)
 
 
-def test_f_n7_every_parameter_gets_noise_of_its_own():
+@pytest.mark.hazard("N7")
+def test_every_parameter_gets_noise_of_its_own():
     noise = noise_of(steps=1)[0]
     assert len(noise.unique()) == len(noise)
 
 
-def test_f_n3_parameters_of_two_dtypes_share_no_noise():
+@pytest.mark.hazard("N3")
+def test_parameters_of_two_dtypes_share_no_noise():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()

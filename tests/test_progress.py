@@ -1,4 +1,4 @@
-"""W2: the bar shows what was spent, costs next to nothing, and is silent where nobody looks."""
+"""The progress bar shows the privacy cost, adds little time, and is silent in output that is not interactive."""
 
 import math
 import sys
@@ -40,7 +40,7 @@ def last_line(capsys):
     return capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
 
 
-def test_w2_it_shows_the_spent_and_the_allowed_epsilon(shown, capsys):
+def test_it_shows_the_spent_and_the_allowed_epsilon(shown, capsys):
     spender = Spender()
     for _ in progress(spender, range(142), target_epsilon=3.0):
         spender.step()
@@ -133,7 +133,7 @@ def test_leaving_the_loop_early_shows_the_state_at_that_time(shown, capsys):
     assert "4/10  ε 0.040/1.00" in last_line(capsys)
 
 
-def test_w2_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):
+def test_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):
     monkeypatch.delenv("DPENGINE_PROGRESS", raising=False)
     spender = Spender()
     assert list(progress(spender, range(4))) == [0, 1, 2, 3]
@@ -153,7 +153,7 @@ def test_w2_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):
         (True, "1", 1, False),
     ],
 )
-def test_w2_where_it_is_shown(monkeypatch, terminal, variable, rank, expected):
+def test_where_it_is_shown(monkeypatch, terminal, variable, rank, expected):
     monkeypatch.delenv("DPENGINE_PROGRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("DPENGINE_PROGRESS", variable)

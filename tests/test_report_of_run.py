@@ -70,7 +70,7 @@ def test_the_target_and_the_plan_for_it_are_in_the_report():
     assert facts.steps == len(loop.loader)
 
 
-def test_r1_a_shuffled_run_shows_no_epsilon(recwarn):
+def test_a_shuffled_run_shows_no_epsilon(recwarn):
     loop = trained(sampling="shuffle", noise_multiplier=1.5)
     report = loop.engine.report()
     assert report.to_dict()["guarantee"]["epsilon"] is None
@@ -84,7 +84,8 @@ def shuffled(steps, engine=None, **options):
     return loop
 
 
-def test_f_s1_a_shuffled_run_states_a_bound_without_amplification(recwarn):
+@pytest.mark.hazard("S1")
+def test_a_shuffled_run_states_a_bound_without_amplification(recwarn):
     loop = shuffled(3)
     report = loop.engine.report()
     bound = report.to_dict()["guarantee"]["epsilon_unamplified"]
@@ -100,7 +101,8 @@ def test_f_s1_a_shuffled_run_states_a_bound_without_amplification(recwarn):
     assert bound == pytest.approx(epsilon_of([Charge(GaussianEvent(1.5), 3)], loop.engine.delta), rel=1e-9)
 
 
-def test_f_s1_without_the_charges_of_all_passes_there_is_no_bound(recwarn):
+@pytest.mark.hazard("S1")
+def test_without_the_charges_of_all_passes_there_is_no_bound(recwarn):
     data, other = examples(), PrivacyEngine()
     loop = shuffled(3, dataset=data)
     other.load_state_dict(loop.engine.state_dict())
@@ -115,7 +117,7 @@ def test_f_s1_without_the_charges_of_all_passes_there_is_no_bound(recwarn):
     assert merged.engine.report().to_dict()["guarantee"]["epsilon_unamplified"] is None
 
 
-def test_r3_a_run_without_noise_is_not_private(recwarn):
+def test_a_run_without_noise_is_not_private(recwarn):
     report = trained(noise_multiplier=0.0).engine.report()
     assert report.to_dict()["guarantee"]["epsilon"] == "inf"
     assert "NOT PRIVATE" in str(report)

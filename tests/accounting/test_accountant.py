@@ -40,7 +40,8 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-def test_f_a5_nothing_charged_costs_nothing(accountant):
+@pytest.mark.hazard("A5")
+def test_nothing_charged_costs_nothing(accountant):
     for question in QUESTIONS:
         assert question((), accountant) == 0.0
     spent = privacy_spent((), 1e-5, accountant)
@@ -50,14 +51,16 @@ def test_f_a5_nothing_charged_costs_nothing(accountant):
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("delta", [0, 1, 2, -1e-5, math.nan, math.inf, "1e-5", True, None])
-def test_f_a6_a_delta_outside_zero_one_is_refused(accountant, delta):
+@pytest.mark.hazard("A6")
+def test_a_delta_outside_zero_one_is_refused(accountant, delta):
     for history in ((), (Charge(GaussianEvent(1.0)),)):
         with pytest.raises(InvalidBudgetError, match="delta="):
             epsilon_of(history, delta, accountant)
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_f_a6_epsilon_is_never_negative(accountant):
+@pytest.mark.hazard("A6")
+def test_epsilon_is_never_negative(accountant):
     weak = (Charge(PoissonGaussianEvent(0.001, 100.0)),)
     for delta in (1e-9, 0.1, 0.5, 0.99):
         assert epsilon_of(weak, delta, accountant) >= 0
@@ -65,7 +68,8 @@ def test_f_a6_epsilon_is_never_negative(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_f_a3_split_and_permuted_histories_agree(accountant):
+@pytest.mark.hazard("A3")
+def test_split_and_permuted_histories_agree(accountant):
     pieces = [Charge(c.event, 1, c.kind) for c in MIXED for _ in range(c.count)]
     random.Random(0).shuffle(pieces)
     for question in QUESTIONS:
@@ -75,7 +79,8 @@ def test_f_a3_split_and_permuted_histories_agree(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_f_a3_every_charge_of_a_mixed_history_counts(accountant):
+@pytest.mark.hazard("A3")
+def test_every_charge_of_a_mixed_history_counts(accountant):
     whole = epsilon_of(MIXED, 1e-5, accountant)
     for left_out in range(len(MIXED)):
         assert epsilon_of(MIXED[:left_out] + MIXED[left_out + 1 :], 1e-5, accountant) < whole

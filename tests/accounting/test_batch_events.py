@@ -50,7 +50,8 @@ def integrated(p, q, eps, x):
 
 
 @pytest.mark.parametrize(("event", "steps"), [(TRUNCATED, 50), (MIXTURE, 20)])
-def test_f_s9_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
+@pytest.mark.hazard("S9")
+def test_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
     relation = library_relation(RELATION[event])
     accountant = dp_accounting.pld.PLDAccountant(relation, 1e-2 if event is MIXTURE else 1e-3)
     accountant.compose(to_dp_accounting(event, steps))
@@ -58,7 +59,8 @@ def test_f_s9_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
     assert theirs * (1 - 3e-3) < epsilon_of((Charge(event, steps),), 1e-6, relation=RELATION[event]) < theirs * 1.00001
 
 
-def test_f_s9_the_law_of_a_cut_is_that_of_enumeration():
+@pytest.mark.hazard("S9")
+def test_the_law_of_a_cut_is_that_of_enumeration():
     """Seven rows, one of them ours; how often the others fill the batch, and how often we are in it then."""
     n, q, most = 7, 0.4, 2
     full = taken = 0.0
@@ -82,7 +84,8 @@ def test_room_that_hardly_ever_is_left_still_counts():
     assert found >= alone > 0.2
 
 
-def test_f_s9_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
+@pytest.mark.hazard("S9")
+def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
     plain = epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 50),), 1e-5)
     costs = []
     for largest in (200, 140, 120, 100):
@@ -222,14 +225,16 @@ def test_norms_of_any_size_have_an_answer():
 
 @pytest.mark.parametrize("shape", [0.0, 0.5, 1.0, 3.0])
 @pytest.mark.parametrize("mean", [1.5, 10.0, 1000.0])
-def test_f_a10_the_cost_of_tuning_is_that_of_the_library(mean, shape):
+@pytest.mark.hazard("A10")
+def test_the_cost_of_tuning_is_that_of_the_library(mean, shape):
     event = RepeatAndSelectEvent(SELECTED.base, mean, shape)
     accountant = dp_accounting.rdp.RdpAccountant(orders=ORDERS)
     accountant.compose(to_dp_accounting(event))
     assert epsilon_of((Charge(event),), 1e-6, "rdp") == pytest.approx(accountant.get_epsilon(1e-6), rel=1e-6)
 
 
-def test_f_a10_tuning_costs_more_than_a_run_and_little_for_many_runs():
+@pytest.mark.hazard("A10")
+def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
     one = tuple(Charge(event, count) for event, count in SELECTED.base)
     costs = [
         epsilon_of((Charge(RepeatAndSelectEvent(SELECTED.base, mean, math.inf)),), 1e-6, "rdp")

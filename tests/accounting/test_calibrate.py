@@ -81,25 +81,29 @@ def check_random_target(rng, accountant):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_f_a9_random_targets_are_kept(seed):
+@pytest.mark.hazard("A9")
+def test_random_targets_are_kept(seed):
     check_random_target(random.Random(seed), "pld")
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_f_a9_random_targets_are_kept_by_rdp(seed):
+@pytest.mark.hazard("A9")
+def test_random_targets_are_kept_by_rdp(seed):
     check_random_target(random.Random(1000 + seed), "rdp")
 
 
 @pytest.mark.parametrize(
     ("target", "delta", "rate", "steps"), [(0.0943, 5.7e-7, 0.0033, 3), (0.202, 8.9e-8, 0.00104, 26)]
 )
-def test_f_a9_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, delta, rate, steps):
+@pytest.mark.hazard("A9")
+def test_targets_smaller_than_the_grid_of_the_first_guess_are_kept(target, delta, rate, steps):
     found = calibration(target_epsilon=target, target_delta=delta, sample_rate=rate, steps=steps)
     assert_is_tight(found, target, delta, rate)
 
 
 @pytest.mark.nightly
-def test_f_a9_two_hundred_random_targets_are_kept():
+@pytest.mark.hazard("A9")
+def test_two_hundred_random_targets_are_kept():
     rng = random.Random(2)
     for _ in range(200):
         check_random_target(rng, "pld")
@@ -107,7 +111,8 @@ def test_f_a9_two_hundred_random_targets_are_kept():
 
 @pytest.mark.parametrize("accountant", ["pld", "gdp", "rdp"])
 @pytest.mark.parametrize("relation", [Relation.ADD_OR_REMOVE_ONE, Relation.REPLACE_ONE])
-def test_f_a9_runs_without_sampling_are_calibrated_too(accountant, relation):
+@pytest.mark.hazard("A9")
+def test_runs_without_sampling_are_calibrated_too(accountant, relation):
     for target, delta, steps in [(1.0, 1e-5, 100), (0.01, 1e-9, 3), (30.0, 1e-6, 10_000)]:
         if accountant == "rdp" and target == 0.01:
             continue  # below what its orders reach

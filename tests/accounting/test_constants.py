@@ -7,7 +7,8 @@ from dpengine.accounting.constants import check_delta, sample_rate_of, steps_of_
 from dpengine.errors import InvalidBudgetError
 
 
-def test_f_s4_no_step_is_lost_to_floating_point():
+@pytest.mark.hazard("S4")
+def test_no_step_is_lost_to_floating_point():
     for batches in range(1, 5001):
         assert steps_per_epoch(batches, 1) == batches
     for rows in range(1, 5001):
@@ -17,7 +18,8 @@ def test_f_s4_no_step_is_lost_to_floating_point():
                 assert epochs * steps_per_epoch(rows, batch) == epochs * expected
 
 
-def test_f_s4_the_naive_formula_does_lose_steps():
+@pytest.mark.hazard("S4")
+def test_the_naive_formula_does_lose_steps():
     assert any(int(1 / (1 / rows)) != steps_per_epoch(rows, 1) for rows in range(1, 5000))
 
 

@@ -1,4 +1,4 @@
-"""F-A8: the hardest settings of the table of truths are answered within seconds, and in memory that any machine has."""
+"""The hardest settings of the table of truths are answered within seconds, and in memory that any machine has."""
 
 import json
 import os
@@ -45,7 +45,8 @@ def cost(rows):
 
 
 @pytest.mark.slow
-def test_f_a8_the_hardest_settings_cost_seconds_and_little_memory():
+@pytest.mark.hazard("A8")
+def test_the_hardest_settings_cost_seconds_and_little_memory():
     rows = hardest(3)
     assert len(rows) >= 50
     seconds, most = cost(rows)
@@ -54,6 +55,7 @@ def test_f_a8_the_hardest_settings_cost_seconds_and_little_memory():
     assert most <= MOST_BYTES
 
 
-def test_f_a8_one_of_the_hardest_settings_does_not_take_more_memory_than_it_may():
+@pytest.mark.hazard("A8")
+def test_one_of_the_hardest_settings_does_not_take_more_memory_than_it_may():
     (row,) = sorted(ROWS, key=lambda row: sum(steps for _, _, steps in row["kinds"]))[-1:]
     assert cost([row])[1] <= MOST_BYTES

@@ -51,7 +51,8 @@ def exact_epsilon(mu, delta):
 
 @pytest.mark.parametrize(("sigma", "steps", "delta"), POINTS)
 @pytest.mark.parametrize("accountant", ["gdp", "pld"])
-def test_f_a1_unsampled_gaussians_are_exact_down_to_tiny_delta(accountant, sigma, steps, delta):
+@pytest.mark.hazard("A1")
+def test_unsampled_gaussians_are_exact_down_to_tiny_delta(accountant, sigma, steps, delta):
     truth = exact_epsilon(math.sqrt(steps) / sigma, delta)
     answer = epsilon_of((Charge(GaussianEvent(sigma), steps),), delta, accountant)
     assert truth * (1 - 1e-14) <= answer <= truth * (1 + 1e-9)
@@ -80,7 +81,8 @@ def test_advantage_at_epsilon_zero_is_the_total_variation_distance():
         assert delta_of_mu(mu, 0.0) == pytest.approx(math.erf(mu / math.sqrt(8)), rel=1e-9)
 
 
-def test_f_a4_replace_one_doubles_mu():
+@pytest.mark.hazard("A4")
+def test_replace_one_doubles_mu():
     history = (Charge(GaussianEvent(2.0), 3),)
     for accountant in ("gdp", "pld", "rdp"):
         doubled = epsilon_of((Charge(GaussianEvent(1.0), 3),), 1e-5, accountant)
@@ -89,7 +91,8 @@ def test_f_a4_replace_one_doubles_mu():
     assert mu_gdp(history, relation=Relation.ZERO_OUT) == pytest.approx(math.sqrt(3) / 2)
 
 
-def test_f_a2_no_central_limit_form_for_sampled_releases():
+@pytest.mark.hazard("A2")
+def test_no_central_limit_form_for_sampled_releases():
     with pytest.raises(AccountingRefusedError, match="accountant='pld'"):
         epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0), 3),), 1e-5, "gdp")
 

@@ -72,7 +72,8 @@ def test_a_ledger_survives_json():
     assert copy.state_dict() == ledger.state_dict()
 
 
-def test_f_p1_loading_never_forgets():
+@pytest.mark.hazard("P1")
+def test_loading_never_forgets():
     ledger = Ledger()
     ledger.charge(STEP)
     with pytest.raises(LedgerError, match="would discard"):
@@ -103,7 +104,8 @@ def test_f_p1_loading_never_forgets():
         lambda state: state.update(charges={"event": 1}),
     ],
 )
-def test_f_p1_f_p5_f_p7_a_damaged_state_is_refused_and_changes_nothing(damage):
+@pytest.mark.hazard("P1", "P5", "P7")
+def test_a_damaged_state_is_refused_and_changes_nothing(damage):
     state = mixed_ledger().state_dict()
     damage(state)
     ledger = Ledger()

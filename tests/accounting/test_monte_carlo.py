@@ -111,7 +111,8 @@ def test_losses_of_bins_are_those_of_all_bins_though_outputs_are_drawn_in_their_
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dense", [False, True])
-def test_f_s11_likelihood_ratios_have_mean_one(scheme, dense):
+@pytest.mark.hazard("S11")
+def test_likelihood_ratios_have_mean_one(scheme, dense):
     event = run(scheme, columns=DENSE if dense else ())
     remove, add = losses.loss_sampler(event).draw(40_000, seed=5)
     for ratios in (np.exp(-add), np.exp(-remove)):  # E_Q[dP/dQ], E_P[dQ/dP]: within four standard errors

@@ -106,7 +106,8 @@ def test_delta_is_that_of_the_other_direction_where_one_has_no_such_loss():
         assert truth <= delta_of(history, eps) <= truth * (1 + 1e-3)
 
 
-def test_f_a4_replace_one_costs_more_and_zero_out_the_same():
+@pytest.mark.hazard("A4")
+def test_replace_one_costs_more_and_zero_out_the_same():
     history = poisson(0.01, 1.0, 1000)
     base = epsilon_of(history, 1e-5)
     assert epsilon_of(history, 1e-5, relation=Relation.ZERO_OUT) == base
@@ -120,7 +121,8 @@ def test_the_lattice_reproduces_the_closed_form_as_the_rate_tends_to_one(sigma, 
 
 
 @pytest.mark.parametrize("delta", [1e-12, 1e-40, 1e-100, 1e-250])
-def test_f_a1_rounding_decides_at_no_delta(delta):
+@pytest.mark.hazard("A1")
+def test_rounding_decides_at_no_delta(delta):
     truth = epsilon_of_mu(1.0, delta)
     assert truth * (1 - 1e-9) <= epsilon_of(poisson(1 - 2.0**-40, 10.0, 100), delta) <= truth * (1 + 1e-4)
 

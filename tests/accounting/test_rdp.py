@@ -78,7 +78,8 @@ GRID = [
 
 @pytest.mark.one_in(5, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), GRID)
-def test_f_a7_rdp_is_never_below_the_loss_distribution(rate, sigma, steps, delta):
+@pytest.mark.hazard("A7")
+def test_rdp_is_never_below_the_loss_distribution(rate, sigma, steps, delta):
     composition = compose((Charge(PoissonGaussianEvent(rate, sigma), steps),))
     bound = rdp.epsilon(composition, delta, ADD_REMOVE)
     on_lattice = pld._on_lattices(composition, delta, ADD_REMOVE, 1e-4).epsilon  # not the minimum with RDP
@@ -86,7 +87,8 @@ def test_f_a7_rdp_is_never_below_the_loss_distribution(rate, sigma, steps, delta
     assert pld.epsilon(composition, delta, ADD_REMOVE) <= bound
 
 
-def test_f_a4_poisson_under_replace_one_is_refused():
+@pytest.mark.hazard("A4")
+def test_poisson_under_replace_one_is_refused():
     with pytest.raises(AccountingRefusedError, match="replace-one"):
         epsilon_of((Charge(PoissonGaussianEvent(0.1, 1.0)),), 1e-5, "rdp", Relation.REPLACE_ONE)
 

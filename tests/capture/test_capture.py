@@ -146,7 +146,7 @@ def test_eval_mode_and_no_grad_record_nothing(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_m1_autocast_gives_the_float32_sums_to_half_precision(mode):
+def test_autocast_gives_the_float32_sums_to_half_precision(mode):
     model = Net()
     inputs, targets = batch(torch.float32)
     sums = attached(model, mode)
@@ -218,7 +218,8 @@ def test_time_major_models_clip_along_the_second_axis(mode):
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
-def test_f_l4_an_exception_leaves_a_clean_state(mode, where):
+@pytest.mark.hazard("L4")
+def test_an_exception_leaves_a_clean_state(mode, where):
     class Failing(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -277,7 +278,7 @@ def test_an_interrupt_inside_forward_is_mended_by_the_next_pass():
     assert_nothing_is_left(sums, model)
 
 
-def test_k2_copies_are_plain_models_and_k1_keys_stay():
+def test_copies_are_plain_models_and_keys_stay():
     plain = Net().double()
     keys = list(plain.state_dict())
     sums = attached(plain)
@@ -292,7 +293,8 @@ def test_k2_copies_are_plain_models_and_k1_keys_stay():
     assert not any(p._post_accumulate_grad_hooks for p in plain.parameters())
 
 
-def test_f_m5_a_weight_used_outside_its_layer_is_refused_by_name():
+@pytest.mark.hazard("M5")
+def test_a_weight_used_outside_its_layer_is_refused_by_name():
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
@@ -322,7 +324,8 @@ class TwoInputs(nn.Module):
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("net", [Net, TwoInputs])
-def test_f_c6_a_second_backward_over_one_forward_is_refused(mode, net):
+@pytest.mark.hazard("C6")
+def test_a_second_backward_over_one_forward_is_refused(mode, net):
     model = net().double()
     sums = attached(model, mode, probes=False)
     inputs, targets = batch()
@@ -336,7 +339,8 @@ def test_f_c6_a_second_backward_over_one_forward_is_refused(mode, net):
 
 
 @pytest.mark.parametrize("fold", [lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1)], ids=["folded", "time-first"])
-def test_f_m9_a_layer_that_does_not_see_the_rows_is_refused_by_name(fold):
+@pytest.mark.hazard("M9")
+def test_a_layer_that_does_not_see_the_rows_is_refused_by_name(fold):
     class Folding(nn.Module):
         def __init__(self):
             super().__init__()
@@ -388,7 +392,8 @@ def test_users_hooks_and_in_place_changes_of_the_output_do_no_harm():
     assert relative_error(totals(sums), truth_of(plain, inputs, targets)) < 1e-9
 
 
-def test_f_m5_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
+@pytest.mark.hazard("M5")
+def test_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
     model = Net().double()
     sums = attached(model)
     inputs, targets = batch()

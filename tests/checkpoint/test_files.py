@@ -87,7 +87,8 @@ def test_a_part_that_is_missing_is_told(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_f_p5_damaged_files_are_refused_or_read(tmp_path_factory, data):
+@pytest.mark.hazard("P5")
+def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
     path = put(
         tmp_path_factory.mktemp("x") / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0)), "b": (torch.ones(3),)}
     )
@@ -110,7 +111,8 @@ def test_f_p5_damaged_files_are_refused_or_read(tmp_path_factory, data):
         assert all(isinstance(tensor, torch.Tensor) for tensor in found)
 
 
-def test_f_p5_a_pickle_is_refused(tmp_path):
+@pytest.mark.hazard("P5")
+def test_a_pickle_is_refused(tmp_path):
     import pickle
 
     class Harm:
@@ -156,7 +158,8 @@ def test_what_is_not_plain_is_refused_with_its_place():
 @pytest.mark.parametrize(
     "plain", [{"tensor": "y"}, {"other": 1}, {}, {"a": 1, "b": 2}, {"pairs": [[1]]}, {"float": "x"}]
 )
-def test_f_p5_damaged_values_are_refused(plain):
+@pytest.mark.hazard("P5")
+def test_damaged_values_are_refused(plain):
     with pytest.raises(CorruptFileError):
         join_tensors(plain, {})
 
@@ -191,7 +194,8 @@ def dying(function, calls):
     return call
 
 
-def test_f_p4_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
+@pytest.mark.hazard("P4")
+def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
     old, new, last = ({"a": value, "s": value} for value in (b"1", b"2", b"3"))
     for death in range(1, 40):
         where = tmp_path / str(death) / "run"

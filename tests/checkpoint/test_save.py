@@ -96,7 +96,8 @@ def test_everything_goes_on_where_it_was(tmp_path):
     assert second.engine.ledger.steps == 10
 
 
-def test_f_p2_what_comes_after_is_drawn_afresh(tmp_path):
+@pytest.mark.hazard("P2")
+def test_what_comes_after_is_drawn_afresh(tmp_path):
     first = Run().train(3).saved(tmp_path / "run").train(2)
     others = [Run().resumed(tmp_path / "run").train(2) for _ in range(2)]
     runs = [first.batches[3:], *(run.batches for run in others)]
@@ -154,7 +155,8 @@ def noise_of(run, count):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_f_p3_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
+@pytest.mark.hazard("P3")
+def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
     first, second = still(name), still(name)
     steps = noise_of(first, at)
     checkpoint.save(tmp_path / "run", first[0])
@@ -167,7 +169,8 @@ def test_f_p3_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, nam
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
-def test_f_p2_f_p3_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
+@pytest.mark.hazard("P2", "P3")
+def test_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
     monkeypatch.setattr(NoiseSource, "fresh", lambda kind: NoiseSource(bytes(range(32)), kind=kind))  # no seed
     monkeypatch.setattr("dpengine.checkpoint.run_state.secrets.randbits", lambda bits: 12345)
     first, second = still(name, PrivacyEngine()), still(name, PrivacyEngine())
@@ -186,7 +189,8 @@ def test_f_p2_f_p3_noise_begins_anew_unless_that_is_said(tmp_path, name, at, mon
 
 
 @pytest.mark.parametrize("noise", [BandMF(num_bands=4), BLT(num_buffers=1), BandedInverse(num_bands=2)], ids=str)
-def test_f_p2_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
+@pytest.mark.hazard("P2")
+def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
     """Whoever takes part in each of them was released so often: as in a run of so many passes."""
     settings = {"noise": noise, "steps": 12, "epochs": None}
     run = Run(**settings).train(1).saved(tmp_path / "run")
@@ -204,7 +208,8 @@ def test_f_p2_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
     assert run.engine.epsilon > 1.5 * once
 
 
-def test_f_p3_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
+@pytest.mark.hazard("P3")
+def test_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(**settings).train(2).saved(tmp_path / "run").train(1)
     second = Run(**settings)
@@ -215,7 +220,8 @@ def test_f_p3_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
     assert second.engine.ledger.steps == 6
 
 
-def test_f_s11_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
+@pytest.mark.hazard("S11")
+def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(data=loader(batch_size=60), **settings).train(3).saved(tmp_path / "run")
     for options, apart in (({"nothing_left_since": True}, True), ({}, False)):
@@ -241,7 +247,8 @@ def test_samples_stay_apart_over_two_interruptions_where_nothing_left_since(tmp_
     assert charge.event.cycles(charge.count) == 4
 
 
-def test_f_p3_a_matrix_that_is_another_does_not_go_on(tmp_path):
+@pytest.mark.hazard("P3")
+def test_a_matrix_that_is_another_does_not_go_on(tmp_path):
     settings = {"steps": 8, "epochs": None}
     Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
     other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
@@ -407,7 +414,8 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert torch.equal(Run(model=Tied()).resumed(tmp_path / "run").weights, first.weights)
 
 
-def test_f_n11_f_p6_the_key_is_in_the_private_folder_alone(tmp_path):
+@pytest.mark.hazard("N11", "P6")
+def test_the_key_is_in_the_private_folder_alone(tmp_path):
     run = Run().train(2).saved(tmp_path / "run")
     key = inside.noise_source(run.engine).secret_state()["key"]
     holding = [p.name for p in (tmp_path / "run").rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
@@ -489,7 +497,8 @@ OTHER_ROWS = {
 
 
 @pytest.mark.parametrize("change", OTHER_ROWS)
-def test_f_d6_another_data_set_of_the_same_length_is_refused(tmp_path, change):
+@pytest.mark.hazard("D6")
+def test_another_data_set_of_the_same_length_is_refused(tmp_path, change):
     Run().train(2).saved(tmp_path / "run")
     other = Run(data=other_rows(OTHER_ROWS[change]))
     before = other.weights
@@ -499,7 +508,8 @@ def test_f_d6_another_data_set_of_the_same_length_is_refused(tmp_path, change):
     assert Run(data=other_rows(lambda x, y: (x, y))).resumed(tmp_path / "run").train(1).loader.position == 3
 
 
-def test_f_d6_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_path):
+@pytest.mark.hazard("D6")
+def test_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_path):
     Run(data=DataLoader(Shaken(), batch_size=30)).train(2).saved(tmp_path / "run")
     other = Run(data=DataLoader(Shaken(), batch_size=30))
     random = torch.get_rng_state()
@@ -507,7 +517,8 @@ def test_f_d6_examples_that_change_as_they_are_read_are_no_other_data_set(tmp_pa
     assert torch.equal(random, torch.get_rng_state())
 
 
-def test_f_d6_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_folder(tmp_path):
+@pytest.mark.hazard("D6")
+def test_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_folder(tmp_path):
     first, second = Run().train(1).saved(tmp_path / "one"), Run().train(1).saved(tmp_path / "two")
     found = []
     for name in ("one", "two"):
@@ -620,7 +631,8 @@ def test_nothing_is_found(tmp_path):
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "privacy_state.json",
                                   "private/run.safetensors", "private/seals.json"])  # fmt: skip
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])
-def test_f_p5_damage_is_seen_before_anything_changes(tmp_path, name, damage):
+@pytest.mark.hazard("P5")
+def test_damage_is_seen_before_anything_changes(tmp_path, name, damage):
     Run().train(2).saved(tmp_path / "run")
     path = tmp_path / "run" / name
     data = path.read_bytes()
@@ -637,7 +649,8 @@ def test_f_p5_damage_is_seen_before_anything_changes(tmp_path, name, damage):
     assert other.optimizer.state_dict()["state"] == {}
 
 
-def test_f_p1_files_of_two_checkpoints_do_not_mix(tmp_path):
+@pytest.mark.hazard("P1")
+def test_files_of_two_checkpoints_do_not_mix(tmp_path):
     run = Run().train(2).saved(tmp_path / "a").train(2).saved(tmp_path / "b")
     (tmp_path / "b" / "model.safetensors").write_bytes((tmp_path / "a" / "model.safetensors").read_bytes())
     with pytest.raises(CorruptFileError, match="changed after it was saved"):

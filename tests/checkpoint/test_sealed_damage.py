@@ -1,4 +1,4 @@
-"""F-P5 and F-P7: checkpoints that were changed and sealed again, and those of other versions: a run or a typed error.
+"""Checkpoints that were changed and sealed again, and those of other versions: a run or a typed error.
 
 ``version_2`` was written by ``stored_run().train(3).saved(folder)``, of the first version that had these files.
 """
@@ -78,17 +78,20 @@ def attack(folder, count):
     return read
 
 
-def test_f_p5_what_was_changed_and_sealed_again_is_refused_or_read(tmp_path):
+@pytest.mark.hazard("P5")
+def test_what_was_changed_and_sealed_again_is_refused_or_read(tmp_path):
     assert attack(tmp_path / "run", 60) < 40
 
 
 @pytest.mark.slow
-def test_f_p5_so_are_a_thousand(tmp_path):
+@pytest.mark.hazard("P5")
+def test_a_thousand_files_that_were_changed_and_sealed_again_are_refused_or_read(tmp_path):
     assert attack(tmp_path / "run", 1000) < 600
 
 
 @pytest.mark.parametrize("version", ["1", "99", '"2"', "null", "true"])
-def test_f_p7_a_checkpoint_of_a_version_that_is_not_known_is_refused_by_its_number(tmp_path, version):
+@pytest.mark.hazard("P7")
+def test_a_checkpoint_of_a_version_that_is_not_known_is_refused_by_its_number(tmp_path, version):
     folder, name = tmp_path / "run", "private/run.safetensors"
     Run().train(1).saved(folder)
     sealed = Sealed(folder)
@@ -114,7 +117,8 @@ def stored_run():
 
 @pytest.mark.parametrize("folder", STORED, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("nothing_left_since", [True, False])
-def test_f_p7_stored_checkpoints_of_each_version_go_on(tmp_path, folder, nothing_left_since):
+@pytest.mark.hazard("P7")
+def test_stored_checkpoints_of_each_version_go_on(tmp_path, folder, nothing_left_since):
     shutil.copytree(folder, tmp_path / "run")
     first = stored_run().train(3)
     run = stored_run().resumed(tmp_path / "run", nothing_left_since=nothing_left_since)
@@ -124,5 +128,6 @@ def test_f_p7_stored_checkpoints_of_each_version_go_on(tmp_path, folder, nothing
     assert run.train(2).engine.epsilon >= spent == pytest.approx(first.engine.epsilon, rel=1e-9)
 
 
-def test_f_p7_each_version_that_can_be_read_has_a_stored_checkpoint():
+@pytest.mark.hazard("P7")
+def test_each_version_that_can_be_read_has_a_stored_checkpoint():
     assert f"version_{layout.VERSION}" in [folder.name for folder in STORED]

@@ -54,7 +54,8 @@ def test_total_is_what_an_accountant_says_of_all_charges(path, capsys):
     assert "10 steps charged in 2 runs" in out and "4 of them were reserved" in out and "δ = 0.001" in out
 
 
-def test_f_a11_several_files_add_up_and_none_counts_twice(path, tmp_path, capsys):
+@pytest.mark.hazard("A11")
+def test_several_files_add_up_and_none_counts_twice(path, tmp_path, capsys):
     other = tmp_path / "other.ledger"
     Run(other).train(3).gone()
     alone = json.loads(printed(capsys, "ledger", "total", path, "--json")[1])["epsilon"]

@@ -1,4 +1,4 @@
-"""B1: every command has help with an example, and exit codes are 0 for done, 1 for no, 2 for a wrong call."""
+"""Every command has help with an example, and exit codes are 0 for done, 1 for no, 2 for a wrong call."""
 
 import json
 import re
@@ -28,7 +28,7 @@ def exit_code(capsys, *argv):
 
 
 @pytest.mark.parametrize("command", commands.COMMANDS, ids=lambda command: command.name)
-def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, command):
+def test_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, command):
     code, out, err = exit_code(capsys, command.name, "--help")
     assert (code, err) == (0, "")
     (example,) = re.findall(r"^  dpengine (.+)$", out, flags=re.MULTILINE)
@@ -45,7 +45,7 @@ def test_b1_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, c
         ("audit", "quick"),
     ],
 )
-def test_b1_actions_have_an_example_too(capsys, command, action):
+def test_actions_have_an_example_too(capsys, command, action):
     code, out, _ = exit_code(capsys, command, action, "--help")
     assert code == 0
     assert f"  dpengine {command} {action}" in out
@@ -113,7 +113,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("argv", WRONG.values(), ids=WRONG)
-def test_b1_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv):
+def test_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv):
     code, out, err = exit_code(capsys, *argv)
     assert (code, out) == (2, "")
     assert "dpengine" in err
@@ -136,7 +136,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("argv", FAILING.values(), ids=FAILING)
-def test_b1_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
+def test_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
     code, out, err = exit_code(capsys, *argv)
     assert (code, out) == (1, "")
     assert err.startswith("dpengine: ")

@@ -39,7 +39,7 @@ def released_count(policy, stream=None, size=10.0):
 
 @given(sigma=st.floats(1e-3, 1e3), ratio=st.floats(0.5001, 1e4))
 def test_gradient_and_count_together_cost_what_is_booked(sigma, ratio):
-    """F-C8. Oracle: the squared sensitivity-to-noise ratios of independent Gaussians add up."""
+    """Oracle: the squared sensitivity-to-noise ratios of independent Gaussians add up."""
     policy = Adaptive(1.0, count_noise_multiplier=sigma * ratio)
     sigma_g = policy.gradient_noise_multiplier(sigma)
     assert sigma_g > sigma

@@ -87,7 +87,7 @@ def test_a_clipped_float32_gradient_has_at_most_the_promised_norm(case, entries,
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "automatic", "adaptive"])
 def test_a_million_rows_overshoot_by_nothing(case, dtype):
-    """F-C9. A product of two float32 numbers is exact in long double; of two float64, rounded by 2**-64."""
+    """A product of two float32 numbers is exact in long double; of two float64, rounded by 2**-64."""
     make, bounds_of = CASES[case]
     threshold = 1.3
     generator = torch.Generator().manual_seed(0)
@@ -164,8 +164,8 @@ def test_groups_are_numbered_without_gaps_and_as_many_as_the_thresholds(case):
 
 @every_policy
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, None, "1.0", torch.tensor(1.0)])
-def test_f_c10_f_b2_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
-    """F-C10, F-B2."""
+@pytest.mark.hazard("C10", "B2")
+def test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
     constructors = {
         "flat": lambda: Flat(bad),
         "per-layer-shared-out": lambda: PerLayer(bad),

@@ -1,4 +1,4 @@
-"""A2 and A3: what is read is the published file, whole, and only public constants shape the inputs."""
+"""The loader reads the whole published file, and only public constants shape the inputs."""
 
 import hashlib
 import lzma
@@ -32,7 +32,7 @@ def published_rows(file: str) -> list[list[str]]:
         ("adult.test", 2_003_153, "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05"),
     ],
 )
-def test_a2_the_shipped_files_are_the_published_ones(file, size, sha256):
+def test_the_shipped_files_are_the_published_ones(file, size, sha256):
     content = lzma.decompress((FOLDER / f"{file}.xz").read_bytes())
     assert len(content) == size
     assert hashlib.sha256(content).hexdigest() == sha256
@@ -51,14 +51,14 @@ def test_the_licence_and_the_authors_are_stated():
         assert words in note
 
 
-def test_a2_no_row_is_dropped(adult):
+def test_no_row_is_dropped(adult):
     assert adult.train_inputs.shape == (32_561, 107)
     assert adult.test_inputs.shape == (16_281, 107)
     assert adult.train_labels.shape == (32_561,)
     assert adult.test_labels.shape == (16_281,)
 
 
-def test_a2_missing_values_are_categories_of_their_own(adult):
+def test_missing_values_are_categories_of_their_own(adult):
     missing = [i for i, name in enumerate(adult.feature_names) if name.endswith("=?")]
     assert len(missing) == 3
     assert (adult.train_inputs[:, missing].sum(dim=1) > 0).sum() == 2_399
@@ -76,7 +76,7 @@ def test_the_majority_of_the_test_rows_is_known(adult):
 
 
 @pytest.mark.parametrize(("file", "part"), [("adult.data", "train"), ("adult.test", "test")])
-def test_a3_each_cell_is_what_the_file_says(adult, file, part):
+def test_each_cell_is_what_the_file_says(adult, file, part):
     inputs, labels = getattr(adult, f"{part}_inputs"), getattr(adult, f"{part}_labels")
     order = ["age", "workclass", None, "education", "education_num", "marital_status", "occupation", "relationship"]
     order += ["race", "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country"]
@@ -96,14 +96,14 @@ def test_a3_each_cell_is_what_the_file_says(adult, file, part):
         assert labels[i].item() == row[-1].startswith(">50K")
 
 
-def test_a3_inputs_stay_in_the_unit_interval_and_every_row_has_eight_categories(adult):
+def test_inputs_stay_in_the_unit_interval_and_every_row_has_eight_categories(adult):
     for inputs in (adult.train_inputs, adult.test_inputs):
         assert inputs.min() == 0
         assert inputs.max() == 1
         assert (inputs[:, len(NUMBERS) :].sum(dim=1) == 8).all()
 
 
-def test_a3_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
+def test_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
     # Preprocessing that reads a statistic of the rows would move row 0 when the others are gone
     from dpengine.data import adult as reader
 

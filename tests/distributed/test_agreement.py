@@ -127,7 +127,8 @@ def refused():
     return launched(2, refusals)
 
 
-def test_f_x5_ranks_that_do_not_agree_at_the_start_are_refused(refused):
+@pytest.mark.hazard("X5")
+def test_ranks_that_do_not_agree_at_the_start_are_refused(refused):
     for found in refused:
         for name, (_, what) in DISAGREEMENTS.items():
             assert isinstance(found[name], MechanismMismatchError) and re.search(what, str(found[name]))
@@ -145,7 +146,8 @@ def skips_a_batch():
     one_step(model, optimizer, next(batches))
 
 
-def test_f_x5_a_rank_at_another_step_is_found_in_the_sum(refused):
+@pytest.mark.hazard("X5")
+def test_a_rank_at_another_step_is_found_in_the_sum(refused):
     for found in refused:
         assert isinstance(found["skips"], MechanismMismatchError) and "not at the same step" in str(found["skips"])
 
@@ -169,7 +171,8 @@ def raises_in_the_middle():
         return type(error).__name__, engine.ledger.steps, same
 
 
-def test_f_x3_where_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
+@pytest.mark.hazard("X3")
+def test_where_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
     (kind, charged, same), (other, _, _) = launched(2, raises_in_the_middle, seconds=10.0)
     assert other == "OSError" and kind in {"RuntimeError", "DistBackendError", "DistNetworkError"}
     assert charged == 3 and same  # two steps, and the one that broke off; its gradients were not applied
@@ -211,7 +214,8 @@ def test_a_model_that_is_sharded_in_part_is_refused(refused):
         assert "embedding.weight" in str(found["partly sharded"])
 
 
-def test_f_s8_a_sampler_that_repeats_rows_is_refused():
+@pytest.mark.hazard("S8")
+def test_a_sampler_that_repeats_rows_is_refused():
     model = plain()
     sampler = DistributedSampler(data(), num_replicas=2, rank=0)
     with pytest.raises(SamplingError, match="repeats examples"):

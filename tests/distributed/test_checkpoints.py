@@ -66,7 +66,8 @@ def saved_and_gone_on_alone(folder, names, ends):
     return go_on_with_all([folder / "data"], ["data"], names, ends)[str(folder / "data"), "data"]
 
 
-def test_f_b9_a_run_goes_on_with_another_number_of_processes(tmp_path):
+@pytest.mark.hazard("B9")
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     names, ends = ["gaussian", "bandmf"], [True]
     expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
     assert launched(2, save_all, tmp_path, ["fsdp"], names) == [None] * 2
@@ -139,7 +140,8 @@ def test_no_process_writes_the_whole_model(sharded):
     assert max(sizes) < 0.75 * whole + 3000  # headers
 
 
-def test_f_n11_the_key_is_in_one_private_file(sharded):
+@pytest.mark.hazard("N11")
+def test_the_key_is_in_one_private_file(sharded):
     folder, found = sharded
     assert [one[1] for one in found] == [["run.safetensors"]] * 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "private").iterdir()} == {0o600}
@@ -158,7 +160,8 @@ def test_the_report_says_over_how_many_processes(sharded):
         assert "the network between the processes" in text
 
 
-def test_f_p1_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
+@pytest.mark.hazard("P1")
+def test_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
     folder, _ = sharded
     seals = json.loads((folder / "private" / "seals.json").read_text())
     assert {name for name in seals if name.startswith(("model", "optimizer"))} == {
@@ -183,7 +186,8 @@ def saved_where_one_cannot(folder):
     checkpoint.save(folder, run.engine)
 
 
-def test_f_x3_where_one_rank_cannot_save_none_does(tmp_path):
+@pytest.mark.hazard("X3")
+def test_where_one_rank_cannot_save_none_does(tmp_path):
     first, second = launched(2, saved_where_one_cannot, tmp_path / "run")
     assert isinstance(second, BatchStateError)
     assert isinstance(first, RuntimeError) and "Rank 1" in str(first) and "between two steps" in str(first)
@@ -203,7 +207,8 @@ def loads_others(folder):
     return found
 
 
-def test_f_x5_ranks_that_load_other_checkpoints_are_refused(tmp_path):
+@pytest.mark.hazard("X5")
+def test_ranks_that_load_other_checkpoints_are_refused(tmp_path):
     for name in ("0", "1"):
         checkpoint.save(tmp_path / name, Spread(Case(noise="bandmf"), seed=1 + int(name)).train(2).engine)
     for found in launched(2, loads_others, tmp_path):
@@ -240,7 +245,8 @@ def test_tied_weights_of_which_a_rank_has_nothing_are_stored_once_and_read_again
     assert [same for same, _ in found] == [True] * 3 and found[-1][1] == 0
 
 
-def test_f_n11_a_save_that_fails_leaves_no_key_behind(tmp_path, monkeypatch):
+@pytest.mark.hazard("N11")
+def test_a_save_that_fails_leaves_no_key_behind(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError("no space left")
 

@@ -47,11 +47,13 @@ def compare(cases, topology, ranks, steps):
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp"])
-def test_f_s7_f_x1_f_x2_two_processes_give_the_weights_of_one(topology):
+@pytest.mark.hazard("S7", "X1", "X2")
+def test_two_processes_give_the_weights_of_one(topology):
     compare(A_FEW, topology, 2, steps=6)
 
 
-def test_f_x2_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
+@pytest.mark.hazard("X2")
+def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
     cases = [Case(batch=1, skips_empty=True), Case(batch=1, noise="bandmf", skips_empty=True)]
     found = launched(2, all_trained, cases, "data", 8)
     for i, case in enumerate(cases):
@@ -70,5 +72,6 @@ def test_f_x2_a_process_without_rows_may_leave_out_its_backward_pass_where_it_ha
         pytest.param("fsdp", 4, marks=pytest.mark.nightly),
     ],
 )
-def test_f_s7_f_x1_f_x2_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
+@pytest.mark.hazard("S7", "X1", "X2")
+def test_the_weights_are_those_of_one_process_and_the_same_on_all(topology, ranks):
     compare(CASES, topology, ranks, steps=10)

@@ -202,7 +202,8 @@ def check(case, found):
 
 
 @pytest.mark.parametrize("case", A_FEW, ids=lambda case: f"{case.failure}-{case.topology}")
-def test_f_x3_where_one_rank_fails_all_others_end_with_an_error(few, case):
+@pytest.mark.hazard("X3")
+def test_where_one_rank_fails_all_others_end_with_an_error(few, case):
     check(case, few[case])
 
 
@@ -224,7 +225,8 @@ def few(tmp_path_factory):
         ),
     ],
 )
-def test_f_x3_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
+@pytest.mark.hazard("X3")
+def test_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
     """One that runs twice goes without the splits: gloo ends processes where messages of other sizes meet."""
     kinds = [*ALL, *([] if "tp" in topology else ["runs twice"]), "is killed"]
     cases = [Case(failure, topology) for failure in kinds]
@@ -232,7 +234,8 @@ def test_f_x3_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_pa
         check(case, found)
 
 
-def test_f_x3_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged(monkeypatch):
+@pytest.mark.hazard("X3")
+def test_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged(monkeypatch):
     """The last exchange of a step, when the weights have changed: that of the rows below an adaptive threshold."""
 
     def fails(topology, number):

@@ -42,7 +42,8 @@ def seven_steps(path, wrap):
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
-def test_f_x5_all_ranks_charge_what_the_first_writes(tmp_path, wrap):
+@pytest.mark.hazard("X5")
+def test_all_ranks_charge_what_the_first_writes(tmp_path, wrap):
     path = tmp_path / "run.ledger"
     first, second = launched(2, seven_steps, path, wrap)
     epsilon = epsilon_of(read(path).history, 1e-3)
@@ -69,7 +70,8 @@ def full_disk(path):
     return found, torch.equal(before, torch.cat([p.detach().flatten() for p in model.parameters()]))
 
 
-def test_f_x5_no_rank_makes_a_step_that_the_first_cannot_write(tmp_path):
+@pytest.mark.hazard("X5")
+def test_no_rank_makes_a_step_that_the_first_cannot_write(tmp_path):
     path = tmp_path / "run.ledger"
     first, second = launched(2, full_disk, path, seconds=20)
     assert "No space left" in first[0] or "could not be written" in first[0]
@@ -87,6 +89,7 @@ def of_two_sizes(path):
 
 
 @pytest.mark.parametrize("differing", [of_one_rank, of_two_sizes])
-def test_f_x5_ranks_that_were_told_of_another_ledger_are_refused(tmp_path, differing):
+@pytest.mark.hazard("X5")
+def test_ranks_that_were_told_of_another_ledger_are_refused(tmp_path, differing):
     for answer in launched(2, differing, tmp_path / "run.ledger", seconds=20):
         assert isinstance(answer, MechanismMismatchError)

@@ -42,7 +42,8 @@ def of_two():
 
 
 @pytest.mark.parametrize("seeded", [True, False])
-def test_f_s7_ranks_take_slices_of_one_draw(of_two, seeded):
+@pytest.mark.hazard("S7")
+def test_ranks_take_slices_of_one_draw(of_two, seeded):
     """The largest of 1,770 correlations has p < 1e-6 at six standard deviations."""
     first, second = of_two[0 if seeded else 1]
     whole = first + second
@@ -52,7 +53,8 @@ def test_f_s7_ranks_take_slices_of_one_draw(of_two, seeded):
     assert largest_pair_correlation(whole) < 6
 
 
-def test_f_s7_equal_masks_of_two_ranks_would_be_seen():
+@pytest.mark.hazard("S7")
+def test_equal_masks_of_two_ranks_would_be_seen():
     generator = np.random.default_rng(0)
     mask = (generator.random((DRAWS, ROWS // 2)) < BATCH / ROWS).astype(int)
     assert largest_pair_correlation(np.concatenate([mask, mask], axis=1)) > 20
@@ -65,7 +67,8 @@ def trained_rarely(steps):
     return {**run.result(), "charged": run.engine.ledger.steps}
 
 
-def test_f_x2_every_rank_takes_part_in_every_step_where_nearly_all_have_no_row():
+@pytest.mark.hazard("X2")
+def test_every_rank_takes_part_in_every_step_where_nearly_all_have_no_row():
     """A tenth of a row for each of two processes and step: 40 steps have eight rows in all, on average."""
     steps = 40
     alone, found = trained_rarely(steps), launched(2, trained_rarely, steps)

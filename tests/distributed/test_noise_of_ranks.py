@@ -147,12 +147,14 @@ def of_ranks(request):
 
 
 @every_noise
-def test_f_n5_the_noise_is_that_of_one_process_bit_by_bit(of_ranks, of_one, noise):
+@pytest.mark.hazard("N5")
+def test_the_noise_is_that_of_one_process_bit_by_bit(of_ranks, of_one, noise):
     assert torch.equal(of_ranks[1][noise], of_one[noise][0])
 
 
 @every_noise
-def test_f_n5_the_fresh_noise_under_it_is_standard_normal_and_no_rank_has_that_of_another(of_ranks, of_one, noise):
+@pytest.mark.hazard("N5")
+def test_the_fresh_noise_under_it_is_standard_normal_and_no_rank_has_that_of_another(of_ranks, of_one, noise):
     """1.1 million draws. Moments within five standard deviations, Kolmogorov and Smirnov with p > 1e-6."""
     ranks, found = of_ranks
     fresh = of_one[noise][1] @ found[noise].double().numpy()
@@ -188,7 +190,8 @@ def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(of_ranks,
         pytest.param("of_four", marks=BY_NIGHT),
     ],
 )
-def test_f_n5_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launches, of_one, request):
+@pytest.mark.hazard("N5")
+def test_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launches, of_one, request):
     """Variance 1 in each share: neither the number of ranks times that, nor a part of it. 0.57 million draws at 2."""
     ranks, found = request.getfixturevalue(launches)
     noise = found["no seed"].double()

@@ -241,7 +241,8 @@ def test_an_option_that_does_not_go_is_refused_by_name(of_ranks, name):
         assert re.search(CASES[name].says, str(one[name])), one[name]
 
 
-def test_f_x4_mixed_precision_is_that_of_one_process_and_sums_are_exchanged_in_float32(of_ranks):
+@pytest.mark.hazard("X4")
+def test_mixed_precision_is_that_of_one_process_and_sums_are_exchanged_in_float32(of_ranks):
     """bfloat16 has 8 bits: sums of a rank's rows are rounded to 0.4 % each, other rows in another order."""
     of_two = [one["mixed"] for one in of_ranks]
     refuse_differences([weights for weights, _ in of_two])

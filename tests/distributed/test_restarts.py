@@ -55,7 +55,8 @@ os._exit(0)  # one in eight processes with gloo (torch 2.13, without this packag
 
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [pytest.param("ddp", marks=pytest.mark.nightly), "fsdp"])
-def test_f_p2_a_run_whose_processes_die_goes_on_from_its_last_checkpoint(tmp_path, wrap):
+@pytest.mark.hazard("P2")
+def test_a_run_whose_processes_die_goes_on_from_its_last_checkpoint(tmp_path, wrap):
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}", "OMP_NUM_THREADS": "1"}
     # Without this, processes of a second start may meet the addresses of the first, which are dead (torch 2.13, gloo).

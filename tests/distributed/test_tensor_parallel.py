@@ -69,7 +69,8 @@ def one_trained(case, topology, steps):
     return trained(case, topology, steps=steps)
 
 
-def test_f_x1_layers_split_give_the_run_of_one_process(checks):
+@pytest.mark.hazard("X1")
+def test_layers_split_give_the_run_of_one_process(checks):
     refuse_differences([one["run"] for one in checks], trained(Case(model="tied")))
 
 
@@ -82,7 +83,8 @@ def test_f_x1_layers_split_give_the_run_of_one_process(checks):
         pytest.param("tp_data", 4, marks=pytest.mark.nightly),
     ],
 )
-def test_f_x1_every_kind_of_run_is_that_of_one_process(topology, ranks):
+@pytest.mark.hazard("X1")
+def test_every_kind_of_run_is_that_of_one_process(topology, ranks):
     found = launched(ranks, all_trained, CASES, topology)
     for i, case in enumerate(CASES):
         refuse_differences([one[i] for one in found], trained(case))
@@ -226,14 +228,16 @@ def test_one_exchange_of_norms_is_all_that_privacy_adds(checks):
         assert numbers == 3 * rows + 16
 
 
-def test_f_x1_norms_are_added_up_and_what_all_hold_counts_once(checks):
+@pytest.mark.hazard("X1")
+def test_norms_are_added_up_and_what_all_hold_counts_once(checks):
     for one in checks:
         assert one["norms"] == [[10.0], [float("inf")], [14.0]]
         assert one["one is not finite"] == [[7.0], [9.0], [float("inf")]]
 
 
 @pytest.mark.parametrize("case", ["one differs", "other step"])
-def test_f_x5_ranks_that_differ_are_refused_on_all_of_them(checks, case):
+@pytest.mark.hazard("X5")
+def test_ranks_that_differ_are_refused_on_all_of_them(checks, case):
     assert [one[case] for one in checks] == ["MechanismMismatchError"] * 2
 
 

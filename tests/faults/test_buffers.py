@@ -1,4 +1,4 @@
-"""F-M3: a forward pass that writes a buffer is refused by name; what only looks like it is not."""
+"""A forward pass that writes a buffer is refused by name; what only looks like it is not."""
 
 import pytest
 import torch
@@ -111,7 +111,8 @@ def watched_pass(watch, model, inputs):
 
 @pytest.mark.parametrize("persistent", [True, False])
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
-def test_f_m3_whatever_way_a_buffer_is_written_it_is_refused_and_put_back(write, persistent):
+@pytest.mark.hazard("M3")
+def test_whatever_way_a_buffer_is_written_it_is_refused_and_put_back(write, persistent):
     model = Keeps(write, persistent=persistent)
     before = {name: value.clone() for name, value in model.named_buffers()}
     name = {made: "later", of_a_child: "net.1.seen"}.get(write, "kept")
@@ -122,14 +123,16 @@ def test_f_m3_whatever_way_a_buffer_is_written_it_is_refused_and_put_back(write,
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_f_m3_a_count_of_rows_is_data():
+@pytest.mark.hazard("M3")
+def test_a_count_of_rows_is_data():
     model = Keeps(count_rows, start=COUNTER.clone())
     with pytest.raises(BufferUpdateError, match="'kept'"):
         watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
 
 @pytest.mark.parametrize(("write", "start"), HARMLESS, ids=lambda value: getattr(value, "__name__", ""))
-def test_f_m3_what_does_not_depend_on_the_batch_may_be_written_at_every_pass(write, start):
+@pytest.mark.hazard("M3")
+def test_what_does_not_depend_on_the_batch_may_be_written_at_every_pass(write, start):
     model = Keeps(write, start=None if start is None else start.clone())
     watch = BufferWatch(ModuleTables(model))
     for _ in range(9):
@@ -137,7 +140,8 @@ def test_f_m3_what_does_not_depend_on_the_batch_may_be_written_at_every_pass(wri
 
 
 @pytest.mark.parametrize("write", [in_place, replaced, made, removed], ids=lambda write: write.__name__)
-def test_f_m3_a_buffer_that_is_written_late_is_found(write):
+@pytest.mark.hazard("M3")
+def test_a_buffer_that_is_written_late_is_found(write):
     calls = []
 
     def late(model, inputs):
@@ -153,7 +157,8 @@ def test_f_m3_a_buffer_that_is_written_late_is_found(write):
         watched_pass(watch, model, tensors()[0])
 
 
-def test_f_m3_writes_past_the_version_are_found_at_the_next_comparison_of_values():
+@pytest.mark.hazard("M3")
+def test_writes_past_the_version_are_found_at_the_next_comparison_of_values():
     calls = []
 
     def late(model, inputs):
@@ -169,7 +174,8 @@ def test_f_m3_writes_past_the_version_are_found_at_the_next_comparison_of_values
     assert len(calls) <= 8
 
 
-def test_f_m3_a_pass_that_breaks_off_is_undone():
+@pytest.mark.hazard("M3")
+def test_a_pass_that_breaks_off_is_undone():
     model = Keeps(in_place)
     watch = BufferWatch(ModuleTables(model))
     watch.note()
@@ -179,7 +185,8 @@ def test_f_m3_a_pass_that_breaks_off_is_undone():
     assert not model.kept.any()
 
 
-def test_f_m3_changes_between_passes_are_the_users_own():
+@pytest.mark.hazard("M3")
+def test_changes_between_passes_are_the_users_own():
     model = Keeps(nothing)
     watch = BufferWatch(ModuleTables(model))
     for value in (1.0, 2.0, 3.0, 4.0):
@@ -190,7 +197,8 @@ def test_f_m3_changes_between_passes_are_the_users_own():
     assert model.kept[0] == 5
 
 
-def test_f_m3_not_a_number_stays_what_it_is():
+@pytest.mark.hazard("M3")
+def test_not_a_number_stays_what_it_is():
     model = Keeps(nothing, start=torch.tensor([float("nan"), 1.0]))
     watched_pass(BufferWatch(ModuleTables(model)), model, tensors()[0])
 
@@ -200,7 +208,8 @@ def test_f_m3_not_a_number_stays_what_it_is():
 
 @pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_f_m3_the_engine_refuses_a_written_buffer_and_releases_nothing(mode, write):
+@pytest.mark.hazard("M3")
+def test_the_engine_refuses_a_written_buffer_and_releases_nothing(mode, write):
     model = Keeps(write)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine, model, optimizer, loader = private(model, tensors(), mode=mode, noise_multiplier=1.0)
@@ -215,7 +224,8 @@ def test_f_m3_the_engine_refuses_a_written_buffer_and_releases_nothing(mode, wri
 
 @pytest.mark.parametrize(("write", "start"), HARMLESS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
-def test_f_m3_the_engine_lets_what_is_harmless_through(mode, write, start):
+@pytest.mark.hazard("M3")
+def test_the_engine_lets_what_is_harmless_through(mode, write, start):
     model = Keeps(write, start=None if start is None else start.clone())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
     for _ in range(3):
@@ -223,7 +233,8 @@ def test_f_m3_the_engine_lets_what_is_harmless_through(mode, write, start):
             plain_step(model, optimizer, *batch)
 
 
-def test_f_m3_evaluation_may_write_what_it_likes():
+@pytest.mark.hazard("M3")
+def test_evaluation_may_write_what_it_likes():
     _, model, optimizer, loader = private(Keeps(in_place), tensors())
     model.eval()
     F.cross_entropy(model(tensors()[0]), torch.zeros(6, dtype=torch.long) % CLASSES)

@@ -1,4 +1,4 @@
-"""F-L1: whatever the order of calls, a batch is released at most once, charged exactly once, and clipped by itself."""
+"""In every order of calls, a batch is released at most once, charged exactly once, and clipped by itself."""
 
 import random
 
@@ -217,13 +217,15 @@ def trace_all(seeds, options):
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
-def test_f_l1_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
+@pytest.mark.hazard("L1")
+def test_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
     trace_all(range(10), options)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
-def test_f_l1_nor_do_ten_thousand_others(options):
+@pytest.mark.hazard("L1")
+def test_no_order_of_ten_thousand_releases_a_batch_twice_or_for_nothing(options):
     trace_all(range(10, 2010), options)
 
 

@@ -92,7 +92,8 @@ def make(name, dtype=torch.float32):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])
 @every_model
 @every_mode
-def test_f_c1_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tolerance):
+@pytest.mark.hazard("C1")
+def test_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tolerance):
     model, data = make(name, dtype)
     truth = truth_of(model, data)
     assert float((release_of(model, data, mode=mode) - truth).norm() / truth.norm()) < tolerance
@@ -100,7 +101,8 @@ def test_f_c1_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype
 
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 7.0])
 @every_mode
-def test_f_c2_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_norm):
+@pytest.mark.hazard("C2")
+def test_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_norm):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (100 * F.cross_entropy(model(inputs), targets)).backward()
@@ -115,7 +117,8 @@ def test_f_c2_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_
 
 
 @every_mode
-def test_f_c3_a_loss_of_torch_as_it_is_is_clipped(mode):
+@pytest.mark.hazard("C3")
+def test_a_loss_of_torch_as_it_is_is_clipped(mode):
     assert influence(mlp(), tensors(), mode=mode) <= 1 + ROUNDING
     assert influence(mlp(), tensors(), mode=mode) > 0.99  # some rows are far above the threshold
 
@@ -133,7 +136,8 @@ POLICIES = {
 @pytest.mark.one_in(3, "mode", "name")
 @pytest.mark.parametrize("name", POLICIES)
 @every_mode
-def test_f_c4_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, name):
+@pytest.mark.hazard("C4")
+def test_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, name):
     options = {"mode": mode, "max_grad_norm": None}
     data = tensors()
     whole = release_of(mlp(), data, clipping=POLICIES[name](), **options)
@@ -145,7 +149,8 @@ def test_f_c4_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, n
     assert inside.state(engine).noise_std == pytest.approx(joint * 0.5)
 
 
-def test_f_c8_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
+@pytest.mark.hazard("C8")
+def test_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
     policy = Adaptive(0.5, learning_rate=1.0)
     options = {"clipping": policy, "max_grad_norm": None, "noise_multiplier": 1.0}
     one, two = (private(mlp(), tensors(), **options) for _ in range(2))
@@ -157,7 +162,8 @@ def test_f_c8_two_runs_with_one_policy_object_do_not_move_each_others_threshold(
 
 @pytest.mark.parametrize("chunks", [{}, {"physical_batch_size": 2}, {"accumulation_steps": 4}], ids=str)
 @every_mode
-def test_f_c5_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
+@pytest.mark.hazard("C5")
+def test_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
     def step(model, optimizer, inputs, targets):
         if not optimizer.step_was_skipped:
             optimizer.zero_grad()
@@ -171,7 +177,8 @@ def test_f_c5_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
 
 
 @every_mode
-def test_f_c6_two_backward_passes_over_one_batch_release_nothing(mode):
+@pytest.mark.hazard("C6")
+def test_two_backward_passes_over_one_batch_release_nothing(mode):
     engine, model, _, loader = private(mlp(), tensors(), mode=mode)
     inputs, targets = next(iter(loader))
     F.cross_entropy(model(inputs), targets).backward()
@@ -182,7 +189,8 @@ def test_f_c6_two_backward_passes_over_one_batch_release_nothing(mode):
 
 
 @every_mode
-def test_f_c6_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
+@pytest.mark.hazard("C6")
+def test_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (F.cross_entropy(model(inputs), targets) + F.cross_entropy(model(2 * inputs), targets)).backward()
@@ -206,7 +214,8 @@ def test_f_c6_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
 
 
 @every_mode
-def test_f_c7_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
+@pytest.mark.hazard("C7")
+def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
     def with_copies(model, optimizer, inputs, targets):
         plain_step(model, optimizer, torch.cat([inputs, inputs.flip(1)]), torch.cat([targets, targets]))
 
@@ -222,7 +231,8 @@ def test_f_c7_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode)
     assert influence(mlp(), tensors(), with_their_mean, mode=mode) <= 1 + ROUNDING
 
 
-def test_f_c8_adaptive_clipping_books_what_sum_and_count_cost_together():
+@pytest.mark.hazard("C8")
+def test_adaptive_clipping_books_what_sum_and_count_cost_together():
     options = {"clipping": Adaptive(0.5, count_noise_multiplier=1.5), "max_grad_norm": None, "noise_multiplier": 2.0}
     engine, model, optimizer, loader = private(mlp(), tensors(), **options)
     plain_step(model, optimizer, *next(iter(loader)))
@@ -235,7 +245,8 @@ def test_f_c8_adaptive_clipping_books_what_sum_and_count_cost_together():
         private(mlp(), tensors(), **{**options, "noise_multiplier": 3.0})
 
 
-def test_f_c8_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is_booked():
+@pytest.mark.hazard("C8")
+def test_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is_booked():
     sigma, sigma_b, norm = 2.0, 1.5, 0.5
 
     def joint(data):
@@ -257,7 +268,8 @@ def test_f_c8_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is
 @pytest.mark.one_in(2, "mode", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @every_mode
-def test_f_c9_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
+@pytest.mark.hazard("C9")
+def test_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
     model = mlp().to(dtype)
     engine, model, *_ = private(model, tensors(), mode=mode, max_grad_norm=0.7)
     passes = inside.passes_of_run(engine)
@@ -274,7 +286,8 @@ def test_f_c9_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
 
 @pytest.mark.parametrize("max_norm", [0.1, 0.7, 1.0, 3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_f_c9_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_norm):
+@pytest.mark.hazard("C9")
+def test_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_norm):
     generator = torch.Generator().manual_seed(0)
     exponents = torch.rand(1_000_000, generator=generator, dtype=torch.float64) * 24 - 8
     norms_B = torch.cat([10**exponents, max_norm * (1 + torch.linspace(-1e-5, 1e-5, 1000).double())]).to(dtype)
@@ -285,7 +298,8 @@ def test_f_c9_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_no
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-def test_f_c10_a_threshold_that_means_nothing_is_refused_and_nothing_is_changed(bad):
+@pytest.mark.hazard("C10")
+def test_a_threshold_that_means_nothing_is_refused_and_nothing_is_changed(bad):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(*tensors()), batch_size=3)

@@ -1,4 +1,4 @@
-"""F-P5: whatever stands in a file, reading it gives a value or a typed error, and nothing in it runs as code."""
+"""Reading a damaged file returns a value or raises a typed error, and runs no code from the file."""
 
 import hashlib
 import json
@@ -171,21 +171,24 @@ def attack(name, folder, watch, count):
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_f_p5_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, name):
+@pytest.mark.hazard("P5")
+def test_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, name):
     found = attack(name, tmp_path, watch, 300)
     assert found["refused"] > 50
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", READERS)
-def test_f_p5_and_so_are_a_hundred_thousand(tmp_path, watch, name):
+@pytest.mark.hazard("P5")
+def test_a_hundred_thousand_corrupt_files_are_refused_or_read(tmp_path, watch, name):
     count = READERS[name][1]
     found = attack(name, tmp_path, watch, count)
     assert sum(found.values()) == count and found["refused"] > count / 5
     assert sum(count for _, count in READERS.values()) >= 100_000
 
 
-def test_f_p5_the_watch_sees_a_pickle_that_is_loaded_and_code_that_is_made(watch):
+@pytest.mark.hazard("P5")
+def test_the_watch_sees_a_pickle_that_is_loaded_and_code_that_is_made(watch):
     import pickle
 
     watch.seen.clear()

@@ -73,7 +73,8 @@ def fuzzed(choose, rows):
 @pytest.mark.one_in(2, "mode", "make")
 @pytest.mark.parametrize("make", [mlp, Mixed], ids=lambda make: make.__name__)
 @every_mode
-def test_f_d5_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(mode, make):
+@pytest.mark.hazard("D5")
+def test_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(mode, make):
     choose = random.Random(1)
     for _ in range(4):
         data = fuzzed(choose, 6)
@@ -95,7 +96,8 @@ class Scored(nn.Module):
 
 
 @every_mode
-def test_f_d5_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
+@pytest.mark.hazard("D5")
+def test_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
 
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
@@ -126,7 +128,8 @@ class Broken(Dataset):
 
 
 @pytest.mark.xfail(strict=True, raises=OSError, reason="an error in the data set ends the pass, which shows the row")
-def test_f_d5_a_row_that_cannot_be_decoded_counts_nothing():
+@pytest.mark.hazard("D5")
+def test_a_row_that_cannot_be_decoded_counts_nothing():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = PrivacyEngine(seed=0)
@@ -300,7 +303,8 @@ def loop_with_workers(data):
     return Loop(engine, *made)
 
 
-def test_f_d7_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not_been(
+@pytest.mark.hazard("D7")
+def test_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not_been(
     tmp_path, deaths_are_found_by_asking
 ):
     data = Deadly(7, tmp_path)  # in the last chunk
@@ -320,7 +324,8 @@ def test_f_d7_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_ha
 
 
 @pytest.mark.usefixtures("deaths_are_found_by_asking")
-def test_f_d7_a_worker_that_dies_before_its_batch_is_handed_out_costs_nothing(tmp_path):
+@pytest.mark.hazard("D7")
+def test_a_worker_that_dies_before_its_batch_is_handed_out_costs_nothing(tmp_path):
     """The same batch comes again: nothing was made of it, and nothing about it was decided anew."""
     data = Deadly(1, tmp_path)  # in the first chunk
     data.go.touch()
@@ -331,7 +336,8 @@ def test_f_d7_a_worker_that_dies_before_its_batch_is_handed_out_costs_nothing(tm
     assert train(loop) == 4 and [one.kind for one in loop.engine.ledger.history] == ["release"]
 
 
-def test_f_d6_a_data_set_that_grows_or_shrinks_between_two_passes_is_refused():
+@pytest.mark.hazard("D6")
+def test_a_data_set_that_grows_or_shrinks_between_two_passes_is_refused():
     data = list(examples(8))
     loop = loop_with_workers(data)
     train(loop)

@@ -1,4 +1,4 @@
-"""F-M2: models in which one row moves the others are found by the isolation probe, before anything is released."""
+"""Models in which one row moves the others are found by the isolation probe, before anything is released."""
 
 import random
 import warnings
@@ -121,7 +121,8 @@ def step_on_inner_loss(model, optimizer, inputs, targets):
 
 @pytest.mark.parametrize("between", [*PLANTED, *WITH_TIME], ids=lambda between: between.__name__)
 @pytest.mark.parametrize("inner_loss", [False, True], ids=["outer-loss", "inner-loss"])
-def test_f_m2_every_planted_operation_is_found(between, inner_loss):
+@pytest.mark.hazard("M2")
+def test_every_planted_operation_is_found(between, inner_loss):
     model = Between(between, time=6 if between in WITH_TIME else None)
     data = tensors(*model.shape)
     model, step = (Scored(model), step_on_inner_loss) if inner_loss else (model, plain_step)
@@ -134,7 +135,8 @@ def scaled_without_gradient(hidden, layer):
     return torch.tanh(layer(hidden / hidden.detach().abs().amax()))
 
 
-def test_f_m2_a_maximum_of_the_batch_is_found_whichever_row_has_it():
+@pytest.mark.hazard("M2")
+def test_a_maximum_of_the_batch_is_found_whichever_row_has_it():
     inputs, targets = tensors()
     for row in range(len(inputs)):
         longest = inputs.clone()
@@ -145,12 +147,14 @@ def test_f_m2_a_maximum_of_the_batch_is_found_whichever_row_has_it():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", [sorted_rows, centred_without_gradient])
-def test_f_m2_every_mode_is_probed(between, mode):
+@pytest.mark.hazard("M2")
+def test_every_mode_is_probed(between, mode):
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(Between(between), tensors(), mode=mode)
 
 
-def test_f_m2_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
+@pytest.mark.hazard("M2")
+def test_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
     model = Between(flipped)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine, model, optimizer, loader = private(model, tensors(), noise_multiplier=1.0)
@@ -162,14 +166,16 @@ def test_f_m2_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
 
 
 @pytest.mark.parametrize("between", [sorted_rows, flipped, partner])
-def test_f_m2_what_the_probe_finds_does_break_the_sensitivity(between):
+@pytest.mark.hazard("M2")
+def test_what_the_probe_finds_does_break_the_sensitivity(between):
     try:
         assert influence(Between(between), tensors()) > 1.01
     except PrivacyError:  # found by the engine itself
         pass
 
 
-def test_f_m2_the_engine_probes_by_itself():
+@pytest.mark.hazard("M2")
+def test_the_engine_probes_by_itself():
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(Between(sorted_rows), tensors())
 
@@ -261,7 +267,8 @@ class Cached(nn.Module):
     ],
     ids=["mlp", "dropout", "sorted-at-entry", "packed", "trimmed", "cached"],
 )
-def test_f_m2_models_that_keep_rows_apart_pass(make, shape, mode):
+@pytest.mark.hazard("M2")
+def test_models_that_keep_rows_apart_pass(make, shape, mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*NOT PRIVATE")
@@ -269,14 +276,16 @@ def test_f_m2_models_that_keep_rows_apart_pass(make, shape, mode):
 
 
 @pytest.mark.parametrize("make", [mlp, Sorting, Packed], ids=lambda make: make.__name__)
-def test_f_m2_an_inner_loss_is_no_hindrance(make):
+@pytest.mark.hazard("M2")
+def test_an_inner_loss_is_no_hindrance(make):
     shape = (5, FEATURES) if make is Packed else ()
     if make is Sorting:
         pytest.skip("with the loss inside, an order of its own cannot be told from mixing: it is refused")
     assert release_of(Scored(make()), tensors(*shape), step_on_inner_loss).norm() > 0
 
 
-def test_f_m2_the_batch_on_axis_1_is_probed_there():
+@pytest.mark.hazard("M2")
+def test_the_batch_on_axis_1_is_probed_there():
     inputs, targets = tensors(5, FEATURES)
 
     def step(model, optimizer, inputs, targets):
@@ -285,7 +294,8 @@ def test_f_m2_the_batch_on_axis_1_is_probed_there():
     assert release_of(TimeMajor(), (inputs, targets), step, batch_first=False).norm() > 0
 
 
-def test_f_m2_half_precision_is_no_hindrance():
+@pytest.mark.hazard("M2")
+def test_half_precision_is_no_hindrance():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -299,7 +309,8 @@ def test_f_m2_half_precision_is_no_hindrance():
 # What a probe leaves behind
 
 
-def test_f_m2_a_probe_changes_nothing(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_a_probe_changes_nothing(monkeypatch):
     def run(every):
         set_probe_interval(monkeypatch, every)
         torch.manual_seed(3)
@@ -316,7 +327,8 @@ def test_f_m2_a_probe_changes_nothing(monkeypatch):
     assert torch.equal(random_after, random_without)
 
 
-def test_f_m2_buffers_and_attributes_are_put_back(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_buffers_and_attributes_are_put_back(monkeypatch):
     def after_a_step():
         _, model, optimizer, loader = private(Cached(), tensors(5, FEATURES))
         torch.manual_seed(3)
@@ -340,7 +352,8 @@ def test_f_m2_buffers_and_attributes_are_put_back(monkeypatch):
     assert probed.training
 
 
-def test_f_m2_probes_come_again_and_keep_other_rows(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_probes_come_again_and_keep_other_rows(monkeypatch):
     kept = record_halves(monkeypatch)
     engine, model, optimizer, loader = private(mlp(), tensors(rows=12))
     inside.set_probe_every(engine, 3)
@@ -352,7 +365,8 @@ def test_f_m2_probes_come_again_and_keep_other_rows(monkeypatch):
     assert not inside.pass_recorded(engine)[1]  # no batch is kept from one step to the next
 
 
-def test_f_m2_the_steps_that_are_probed(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_the_steps_that_are_probed(monkeypatch):
     probed_at, asked = [], record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors())
     steps = []
@@ -365,7 +379,8 @@ def test_f_m2_the_steps_that_are_probed(monkeypatch):
     assert probed_at == [1, 8, 64, 512, 1012]
 
 
-def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_much_larger_batches_are_probed_as_well(monkeypatch):
     asked = record_probes(monkeypatch, ask=False)
     model = mlp()
     clipper = PerSampleGradientClipper(model, Flat(1.0))
@@ -376,7 +391,8 @@ def test_f_m2_much_larger_batches_are_probed_as_well(monkeypatch):
     assert asked == [(4, 6), (10, 6), (25, 6), (25, 2)]  # the first, after 9 and 30, all thorough; then as always
 
 
-def test_f_m2_a_batch_of_one_row_waits_for_the_next(monkeypatch):
+@pytest.mark.hazard("M2")
+def test_a_batch_of_one_row_waits_for_the_next(monkeypatch):
     asked = record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.2)
     seen = []
@@ -402,7 +418,8 @@ class Whimsical(nn.Module):
         return self.net(inputs) * self.generator.random()
 
 
-def test_f_m2_a_model_that_does_not_repeat_itself_is_noticed_once():
+@pytest.mark.hazard("M2")
+def test_a_model_that_does_not_repeat_itself_is_noticed_once():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*could not|DPE012.*is not known whether the model"):
         release_of(Whimsical(), tensors())
 
@@ -421,7 +438,8 @@ class OfDataclass(nn.Module):
         return Output(self.net(inputs))
 
 
-def test_f_m2_outputs_in_a_dataclass_are_probed_too():
+@pytest.mark.hazard("M2")
+def test_outputs_in_a_dataclass_are_probed_too():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs).logits, targets).backward()
@@ -439,7 +457,8 @@ def contrastive(outputs, targets):
     return F.cross_entropy(normed @ normed.T, torch.arange(len(outputs)))
 
 
-def test_f_m2_a_loss_between_rows_is_found_by_check_loss_only():
+@pytest.mark.hazard("M2")
+def test_a_loss_between_rows_is_found_by_check_loss_only():
     import dpengine
 
     with pytest.raises(BatchDependentLossError, match="DPE010"):

@@ -1,4 +1,4 @@
-"""F-M2: no false alarm over all built-in layers and a table of models, by the probe of the engine and by ``check``."""
+"""No false alarm over all built-in layers and a table of models, by the probe of the engine and by ``check``."""
 
 import warnings
 from dataclasses import dataclass
@@ -60,7 +60,8 @@ def ordinary():
 
 
 @pytest.mark.slow
-def test_f_m2_the_probe_raises_no_alarm_over_sixty_models_and_more(ordinary):
+@pytest.mark.hazard("M2")
+def test_the_probe_raises_no_alarm_over_sixty_models_and_more(ordinary):
     probed = 0
     for one in ordinary:
         torch.manual_seed(0)
@@ -81,7 +82,8 @@ def test_f_m2_the_probe_raises_no_alarm_over_sixty_models_and_more(ordinary):
 
 
 @pytest.mark.slow
-def test_f_m2_check_raises_no_alarm_over_them_either(ordinary):
+@pytest.mark.hazard("M2")
+def test_check_raises_no_alarm_over_them_either(ordinary):
     asked = 0
     for one in ordinary:
         torch.manual_seed(0)

@@ -38,7 +38,8 @@ def assert_same(found, expected, tolerance=1e-5):
         assert float((found[name].double() - value.double()).norm()) <= tolerance * scale, name
 
 
-def test_f_l1_a_missing_zero_grad_is_refused():
+@pytest.mark.hazard("L1")
+def test_a_missing_zero_grad_is_refused():
     loop = make_loop()
     batches = iter(loop.loader)
     loop.step(*next(batches))
@@ -55,7 +56,8 @@ def test_f_l1_a_missing_zero_grad_is_refused():
     ],
     ids=["no-batch", "no-backward", "eval-mode"],
 )
-def test_f_l2_a_step_with_nothing_to_release_names_the_cause(prepare, says):
+@pytest.mark.hazard("L2")
+def test_a_step_with_nothing_to_release_names_the_cause(prepare, says):
     loop = make_loop(noise_multiplier=1.0)
     before = state_of(loop.model)
     prepare(loop)
@@ -65,7 +67,8 @@ def test_f_l2_a_step_with_nothing_to_release_names_the_cause(prepare, says):
 
 
 @every_mode
-def test_f_l3_forward_passes_for_the_log_leave_no_trace(mode):
+@pytest.mark.hazard("L3")
+def test_forward_passes_for_the_log_leave_no_trace(mode):
     def step(model, optimizer, inputs, targets):
         model(inputs[:1])
         float(F.cross_entropy(model(3 * inputs), targets))
@@ -76,7 +79,8 @@ def test_f_l3_forward_passes_for_the_log_leave_no_trace(mode):
 
 
 @every_mode
-def test_f_l3_eval_mode_between_forward_and_backward_changes_nothing(mode):
+@pytest.mark.hazard("L3")
+def test_eval_mode_between_forward_and_backward_changes_nothing(mode):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(inputs), targets)
@@ -88,7 +92,7 @@ def test_f_l3_eval_mode_between_forward_and_backward_changes_nothing(mode):
     assert_right(nn.Sequential(mlp(), nn.Dropout(0.0)), tensors(), step, plain=mlp(), mode=mode)
 
 
-# F-L4: whatever ends a logical batch early, its sums are destroyed and it is charged
+# Whatever ends a logical batch early, its sums are destroyed and it is charged
 
 
 def stop_iterating(loop, chunks):
@@ -121,7 +125,8 @@ def out_of_memory(loop, chunks):
 
 @pytest.mark.parametrize("end", [stop_iterating, fail_in_forward, fail_in_backward, out_of_memory])
 @every_mode
-def test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode, end):
+@pytest.mark.hazard("L4")
+def test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode, end):
     loop = make_loop(accumulation_steps=3, batch_size=12, grad_sample_mode=mode)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
@@ -149,7 +154,8 @@ def test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind(mode
     assert_same(gradients_of(loop.model), truth)
 
 
-def test_f_l5_the_charge_is_there_before_the_weights_change():
+@pytest.mark.hazard("L5")
+def test_the_charge_is_there_before_the_weights_change():
     seen = []
 
     class Watched(torch.optim.SGD):
@@ -164,7 +170,8 @@ def test_f_l5_the_charge_is_there_before_the_weights_change():
     assert seen == [1, 2, 3, 4]
 
 
-def test_f_l5_a_charge_that_fails_leaves_the_weights_alone(monkeypatch):
+@pytest.mark.hazard("L5")
+def test_a_charge_that_fails_leaves_the_weights_alone(monkeypatch):
     loop = make_loop(noise_multiplier=1.0)
     before = state_of(loop.model)
     charge = loop.engine.ledger.charge
@@ -179,7 +186,8 @@ def test_f_l5_a_charge_that_fails_leaves_the_weights_alone(monkeypatch):
 
 @pytest.mark.parametrize("max_grad_norm", [0.3, 1e7])  # every row is clipped, or none at either scale
 @every_mode
-def test_f_l6_a_loss_scale_changes_neither_the_clipping_nor_the_number_of_steps(mode, max_grad_norm):
+@pytest.mark.hazard("L6")
+def test_a_loss_scale_changes_neither_the_clipping_nor_the_number_of_steps(mode, max_grad_norm):
     def run(scale):
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         loop = make_loop(grad_scaler=scaler, grad_sample_mode=mode, max_grad_norm=max_grad_norm)
@@ -194,7 +202,8 @@ def test_f_l6_a_loss_scale_changes_neither_the_clipping_nor_the_number_of_steps(
     assert_same(run(2.0**16), run(1.0))
 
 
-def test_f_l7_a_closure_is_evaluated_once_for_one_charge():
+@pytest.mark.hazard("L7")
+def test_a_closure_is_evaluated_once_for_one_charge():
     calls = []
     loop = make_loop(noise_multiplier=1.0)
     for inputs, targets in loop.loader:
@@ -212,7 +221,8 @@ def test_f_l7_a_closure_is_evaluated_once_for_one_charge():
 
 
 @every_mode
-def test_f_l8_gradients_that_were_written_by_hand_are_never_used(mode):
+@pytest.mark.hazard("L8")
+def test_gradients_that_were_written_by_hand_are_never_used(mode):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward()
@@ -231,10 +241,11 @@ def test_f_l8_gradients_that_were_written_by_hand_are_never_used(mode):
     assert influence(mlp(), tensors(), afresh, mode=mode) <= 1 + ROUNDING
 
 
-# F-L9: parameters that come, go, thaw or are swapped
+# Parameters that come, go, thaw or are swapped
 
 
-def test_f_l9_a_thawed_parameter_gets_noise_of_its_own():
+@pytest.mark.hazard("L9")
+def test_a_thawed_parameter_gets_noise_of_its_own():
     model = loop_mlp()
     model[0].requires_grad_(False)
     loop = make_loop(model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=50.0)
@@ -250,7 +261,8 @@ def test_f_l9_a_thawed_parameter_gets_noise_of_its_own():
 @pytest.mark.parametrize("when", ["before backward", "before step"])
 @pytest.mark.parametrize("what", ["swap", "freeze", "thaw", "add"])
 @every_mode
-def test_f_l9_inside_a_step_parameters_stay_what_they_are(mode, what, when):
+@pytest.mark.hazard("L9")
+def test_inside_a_step_parameters_stay_what_they_are(mode, what, when):
     model = loop_mlp()
     model[0].weight.requires_grad_(what != "thaw")
     loop = make_loop(
@@ -284,14 +296,16 @@ def first_batch_inputs(loop):
     return inputs
 
 
-def test_f_l9_a_new_group_is_refused_by_name():
+@pytest.mark.hazard("L9")
+def test_a_new_group_is_refused_by_name():
     loop = make_loop(noise_multiplier=1.0)
     loop.model.add_module("3", nn.Linear(CLASSES, CLASSES))
     with pytest.raises(UnknownParameterError, match=r"DPE016.*3\.weight"):
         loop.optimizer.add_param_group({"params": loop.model[3].parameters()})
 
 
-def test_f_l9_a_parameter_swapped_between_steps_is_noticed_since_the_optimizer_does_not_have_it():
+@pytest.mark.hazard("L9")
+def test_a_parameter_swapped_between_steps_is_noticed_since_the_optimizer_does_not_have_it():
     loop = make_loop(noise_multiplier=1.0)
     batches = iter(loop.loader)
     loop.step(*next(batches))
@@ -301,7 +315,8 @@ def test_f_l9_a_parameter_swapped_between_steps_is_noticed_since_the_optimizer_d
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["built-before", "built-after"])
-def test_f_l10_a_scheduler_changes_rates_and_never_goes_around_the_noise(before):
+@pytest.mark.hazard("L10")
+def test_a_scheduler_changes_rates_and_never_goes_around_the_noise(before):
     model = loop_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5) if before else None
@@ -317,7 +332,8 @@ def test_f_l10_a_scheduler_changes_rates_and_never_goes_around_the_noise(before)
         scheduler.step()
 
 
-def test_f_l11_a_schedule_that_follows_the_loss_is_warned_of():
+@pytest.mark.hazard("L11")
+def test_a_schedule_that_follows_the_loss_is_warned_of():
     model = loop_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -333,7 +349,8 @@ def test_f_l11_a_schedule_that_follows_the_loss_is_warned_of():
     ],
     ids=["sgd", "adamw"],
 )
-def test_f_l12_momentum_and_decay_follow_from_released_gradients_alone(kind):
+@pytest.mark.hazard("L12")
+def test_momentum_and_decay_follow_from_released_gradients_alone(kind):
     loop = make_loop(make_optimizer=kind, noise_multiplier=1.0)
     replay = copy.deepcopy(loop.model)
     optimizer = kind(replay.parameters())
@@ -350,7 +367,8 @@ def test_f_l12_momentum_and_decay_follow_from_released_gradients_alone(kind):
     assert_same(dict(replayed.named_parameters()), dict(average.named_parameters()), 1e-6)
 
 
-def test_f_l13_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsys):
+@pytest.mark.hazard("L13")
+def test_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsys):
     caplog.set_level(logging.DEBUG)
     loop = make_loop(noise_multiplier=1.0)
     sizes = []
@@ -366,12 +384,13 @@ def test_f_l13_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsy
     assert f"{inside.state(loop.engine).largest_norm}" not in public and sizes
 
 
-# F-L14: hooks that went away
+# Hooks that went away
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
-def test_f_l14_a_layer_that_runs_another_forward_is_refused(mode, how):
+@pytest.mark.hazard("L14")
+def test_a_layer_that_runs_another_forward_is_refused(mode, how):
     loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
     layer = loop.model[0]
     if how == "removed":
@@ -385,7 +404,8 @@ def test_f_l14_a_layer_that_runs_another_forward_is_refused(mode, how):
     assert ledger_of(loop) == [("void", 1)]
 
 
-def test_f_l14_hooks_dropped_from_the_model_itself_change_nothing_that_is_released():
+@pytest.mark.hazard("L14")
+def test_hooks_dropped_from_the_model_itself_change_nothing_that_is_released():
     loop = make_loop()
     loop.model._forward_pre_hooks.clear()
     loop.model._forward_hooks.clear()
@@ -396,7 +416,8 @@ def test_f_l14_hooks_dropped_from_the_model_itself_change_nothing_that_is_releas
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_f_l14_functional_transforms_of_a_private_model_work_and_leave_no_trace(transform):
+@pytest.mark.hazard("L14")
+def test_functional_transforms_of_a_private_model_work_and_leave_no_trace(transform):
     loop = make_loop()
     inputs, targets = first_batch(loop.loader)
     parameters = {name: p.detach() for name, p in loop.model.named_parameters()}
@@ -415,7 +436,8 @@ def test_f_l14_functional_transforms_of_a_private_model_work_and_leave_no_trace(
 
 
 @pytest.mark.parametrize("leaf", [True, False])
-def test_f_l14_other_tensors_in_the_place_of_parameters_are_refused_by_name(leaf):
+@pytest.mark.hazard("L14")
+def test_other_tensors_in_the_place_of_parameters_are_refused_by_name(leaf):
     loop = make_loop()
     inputs, targets = first_batch(loop.loader)
     given = {
@@ -425,7 +447,8 @@ def test_f_l14_other_tensors_in_the_place_of_parameters_are_refused_by_name(leaf
         F.cross_entropy(torch.func.functional_call(loop.model, given, (inputs,)), targets).backward()
 
 
-def test_f_l15_a_misspelt_keyword_is_a_type_error_that_names_the_right_one():
+@pytest.mark.hazard("L15")
+def test_a_misspelt_keyword_is_a_type_error_that_names_the_right_one():
     model = loop_mlp()
     for wrong, right in {"noise_multplier": "noise_multiplier", "max_norm": "max_grad_norm"}.items():
         with pytest.raises(TypeError, match=right):

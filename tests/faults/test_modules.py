@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-# F-M1
+# Batch normalization mixes samples
 
 NORMS = {
     "affine": lambda: nn.BatchNorm1d(5),
@@ -43,14 +43,15 @@ NORMS = {
 
 
 @pytest.mark.parametrize("name", NORMS)
-def test_f_m1_batch_norm_is_refused_before_training(name):
+@pytest.mark.hazard("M1")
+def test_batch_norm_is_refused_before_training(name):
     model = nn.Sequential(nn.Linear(FEATURES, 5), NORMS[name](), nn.Linear(5, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*1"):
         private(model, tensors())
     assert not model._forward_hooks
 
 
-# F-M6
+# A tensor is changed in place after it was recorded
 
 
 class Overwrites(nn.Module):
@@ -74,7 +75,8 @@ class Overwrites(nn.Module):
 
 @pytest.mark.parametrize("place", ["input", "activation"])
 @every_mode
-def test_f_m6_what_was_saved_may_not_change_before_the_backward_pass(mode, place, request):
+@pytest.mark.hazard("M6")
+def test_what_was_saved_may_not_change_before_the_backward_pass(mode, place, request):
     if (mode, place) == ("ew", "input"):
         request.applymarker(pytest.mark.xfail(strict=True, reason="torch's ExpandedWeights does not watch its inputs"))
     engine, model, optimizer, loader = private(Overwrites(place), tensors(), mode=mode, noise_multiplier=1.0)
@@ -84,7 +86,7 @@ def test_f_m6_what_was_saved_may_not_change_before_the_backward_pass(mode, place
     assert [charge.kind for charge in engine.ledger.history] == ["void"]
 
 
-# F-M9
+# Axis 0 is not the batch
 
 
 class TimeFirst(nn.Module):
@@ -98,18 +100,20 @@ class TimeFirst(nn.Module):
 
 
 @every_mode
-def test_f_m9_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
+@pytest.mark.hazard("M9")
+def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
     with pytest.raises(BatchMismatchError, match=r"DPE018.*'lstm.*3 rows"):
         release_of(TimeFirst(), tensors(3, FEATURES), mode=mode)
 
 
 @every_mode
-def test_f_m9_time_as_long_as_the_batch_is_refused_too(mode):
+@pytest.mark.hazard("M9")
+def test_time_as_long_as_the_batch_is_refused_too(mode):
     with pytest.raises(PrivacyError, match=r"DPE0(01|18)"):
         release_of(TimeFirst(), tensors(6, FEATURES), mode=mode)
 
 
-# F-M9: tables that all rows share
+# Tables that all rows share
 
 
 class Positions(nn.Module):
@@ -133,7 +137,8 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("tied", [False, True], ids=["alone", "with-rows"])
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
 @every_mode
-def test_f_m9_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
+@pytest.mark.hazard("M9")
+def test_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
     plain = Positions(ids, tied)
     data = tensors(8, FEATURES)
     by_row = copy.deepcopy(plain)
@@ -144,7 +149,8 @@ def test_f_m9_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
 
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_f_m9_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_other_pass_can_tell(mode):
+@pytest.mark.hazard("M9")
+def test_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_other_pass_can_tell(mode):
     data = tensors(6, FEATURES)
     assert_right(Positions(torch.arange(9), False), data, plain=Positions(torch.arange(9), False), mode=mode)
 
@@ -161,11 +167,12 @@ def test_f_m9_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_oth
     assert model.table.weight.grad[:5].norm() > 0
 
 
-# F-M10
+# A layer draws random numbers
 
 
 @every_mode
-def test_f_m10_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
+@pytest.mark.hazard("M10")
+def test_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
     class Masked(nn.Module):
         """Dropout whose masks come with the rows, so that a row alone has the mask that it had among the others."""
 
@@ -200,7 +207,7 @@ def test_f_m10_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
-# F-M11
+# Custom autograd functions, double backward, complex or sparse parameters
 
 
 class Double(torch.autograd.Function):
@@ -223,7 +230,8 @@ class OfFunction(nn.Module):
 
 
 @every_mode
-def test_f_m11_a_custom_function_between_layers_is_right(mode):
+@pytest.mark.hazard("M11")
+def test_a_custom_function_between_layers_is_right(mode):
     assert_right(OfFunction(), tensors(), mode=mode)
 
 
@@ -237,7 +245,8 @@ def penalised(model, optimizer, inputs, targets):
 
 
 @every_mode
-def test_f_m11_a_gradient_penalty_is_refused_and_releases_nothing(mode):
+@pytest.mark.hazard("M11")
+def test_a_gradient_penalty_is_refused_and_releases_nothing(mode):
     engine, model, optimizer, loader = private(mlp(), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*create_graph=True.*gradient penalty.*clipped_grad"):
@@ -248,7 +257,8 @@ def test_f_m11_a_gradient_penalty_is_refused_and_releases_nothing(mode):
 
 
 @every_mode
-def test_f_m11_a_gradient_penalty_alone_is_refused(mode):
+@pytest.mark.hazard("M11")
+def test_a_gradient_penalty_alone_is_refused(mode):
     engine, model, _, loader = private(mlp(), tensors(), mode=mode, noise_multiplier=1.0)
     inputs, _ = next(iter(loader))
     (grad,) = torch.autograd.grad(model(inputs.requires_grad_()).sum(), inputs, create_graph=True)
@@ -258,7 +268,8 @@ def test_f_m11_a_gradient_penalty_alone_is_refused(mode):
 
 
 @every_mode
-def test_f_m11_complex_and_lazy_parameters_are_refused_by_name(mode):
+@pytest.mark.hazard("M11")
+def test_complex_and_lazy_parameters_are_refused_by_name(mode):
     class Complex(nn.Module):
         def __init__(self):
             super().__init__()
@@ -273,7 +284,8 @@ def test_f_m11_complex_and_lazy_parameters_are_refused_by_name(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f_m11_sparse_embeddings_are_right(mode):
+@pytest.mark.hazard("M11")
+def test_sparse_embeddings_are_right(mode):
     class Sparse(nn.Module):
         def __init__(self):
             super().__init__()
@@ -329,7 +341,8 @@ UNSEEN = {"elsewhere"}
 @pytest.mark.one_in(5, "mode", "name")
 @pytest.mark.parametrize("name", OUTPUTS)
 @every_mode
-def test_f_m4_a_loss_inside_the_output_is_right_or_refused(mode, name):
+@pytest.mark.hazard("M4")
+def test_a_loss_inside_the_output_is_right_or_refused(mode, name):
     wrap, loss_of = OUTPUTS[name]
 
     def step(model, optimizer, inputs, targets):

@@ -37,7 +37,8 @@ def noise_of(engine, steps):
     return torch.stack(found[:steps])
 
 
-def test_f_n1_all_randomness_follows_from_256_bits_of_the_operating_system(monkeypatch):
+@pytest.mark.hazard("N1")
+def test_all_randomness_follows_from_256_bits_of_the_operating_system(monkeypatch):
     asked = []
     system = os.urandom
 
@@ -54,7 +55,8 @@ def test_f_n1_all_randomness_follows_from_256_bits_of_the_operating_system(monke
 
 
 @pytest.mark.parametrize("secure", [True, False])
-def test_f_n1_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
+@pytest.mark.hazard("N1")
+def test_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
     def run():
         torch.manual_seed(42)
         np.random.seed(42)
@@ -63,7 +65,8 @@ def test_f_n1_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
     assert not torch.equal(run(), run())
 
 
-def test_f_n1_a_seed_that_was_asked_for_is_stamped():
+@pytest.mark.hazard("N1")
+def test_a_seed_that_was_asked_for_is_stamped():
     engine, _, optimizer, _ = private(wide(), tensors(40)[:1], noise_multiplier=1.0)
     assert "INSECURE_SEED" in repr(optimizer)
     assert inside.noise_source(engine).insecure_seed
@@ -72,13 +75,15 @@ def test_f_n1_a_seed_that_was_asked_for_is_stamped():
     assert not torch.equal(*(noise_of(PrivacyEngine(seed=seed), 1) for seed in (5, 5 + 2**32)))
 
 
-def test_f_n1_masks_and_noise_of_one_step_are_of_two_domains():
+@pytest.mark.hazard("N1")
+def test_masks_and_noise_of_one_step_are_of_two_domains():
     source = NoiseSource.fresh()
     assert not set(source.words(64, domain="mask", step=0)) & set(source.words(64, domain="noise", step=0))
 
 
 # 40 releases of 2,000 draws. A correlation of two rows has standard deviation 1 / sqrt(2000) = 0.022; six are allowed.
-def test_f_n2_no_step_epoch_or_run_repeats_the_noise_of_another():
+@pytest.mark.hazard("N2")
+def test_no_step_epoch_or_run_repeats_the_noise_of_another():
     engine = PrivacyEngine(seed=7)
     noise = torch.cat([noise_of(engine, 20), noise_of(engine, 20)])  # passes over the loader have two steps each
     correlations = torch.corrcoef(noise) - torch.eye(len(noise))
@@ -88,7 +93,8 @@ def test_f_n2_no_step_epoch_or_run_repeats_the_noise_of_another():
     assert float(difference.std()) == pytest.approx(2**0.5, rel=0.02)
 
 
-def test_f_n2_sums_whose_noise_cannot_be_drawn_are_destroyed():
+@pytest.mark.hazard("N2")
+def test_sums_whose_noise_cannot_be_drawn_are_destroyed():
     class Failed(Exception):
         pass
 
@@ -108,7 +114,8 @@ def test_f_n2_sums_whose_noise_cannot_be_drawn_are_destroyed():
     assert sums and not any(flat.any() for flat in sums)
 
 
-def test_f_n2_a_step_whose_noise_was_drawn_is_never_drawn_again():
+@pytest.mark.hazard("N2")
+def test_a_step_whose_noise_was_drawn_is_never_drawn_again():
     engine, model, optimizer, loader = private(wide(), (torch.zeros(6, 40),), noise_multiplier=1.0)
     with inside.drawn_noise(engine) as asked:
         for attempt in range(6):

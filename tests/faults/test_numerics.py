@@ -38,7 +38,8 @@ def half_precision_step(dtype, reduction):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3, 1e5])
 @every_mode
-def test_f_u1_half_precision_neither_overflows_a_norm_nor_loses_it(mode, size, dtype):
+@pytest.mark.hazard("U1")
+def test_half_precision_neither_overflows_a_norm_nor_loses_it(mode, size, dtype):
     inputs, targets = tensors()
     torch.manual_seed(0)
     step = half_precision_step(dtype, "sum")
@@ -48,7 +49,8 @@ def test_f_u1_half_precision_neither_overflows_a_norm_nor_loses_it(mode, size, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_f_u1_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_more(dtype):
+@pytest.mark.hazard("U1")
+def test_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_more(dtype):
     """A row more changes the divisor of the mean, and so the rounding of every gradient: a known gap, of this size."""
     torch.manual_seed(0)
     moved = influence(nn.Linear(FEATURES, CLASSES), tensors(), half_precision_step(dtype, "mean"))
@@ -58,7 +60,8 @@ def test_f_u1_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_m
 @pytest.mark.one_in(3, "mode", "size")
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e22, 1e30])
 @every_mode
-def test_f_u1_squares_that_leave_the_range_of_float32_do_no_harm(mode, size):
+@pytest.mark.hazard("U1")
+def test_squares_that_leave_the_range_of_float32_do_no_harm(mode, size):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (size * F.cross_entropy(model(inputs), targets)).backward()
@@ -107,7 +110,8 @@ LAYERS = {
 @pytest.mark.parametrize("size", [1e5, 1e9])
 @pytest.mark.parametrize("name", LAYERS)
 @every_mode
-def test_f_u2_parts_that_cancel_within_a_row_do_not_round_away_the_other_rows(mode, name, size):
+@pytest.mark.hazard("U2")
+def test_parts_that_cancel_within_a_row_do_not_round_away_the_other_rows(mode, name, size):
     """One row has two positions with opposite gradients: their sum is zero, their sizes are not."""
     make, call = LAYERS[name]
     torch.manual_seed(0)
@@ -148,7 +152,8 @@ SMALL_AND_LARGE = {
 
 @pytest.mark.parametrize("name", SMALL_AND_LARGE)
 @every_mode
-def test_f_u1_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode, name):
+@pytest.mark.hazard("U1")
+def test_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode, name):
     make, call, shape, out = SMALL_AND_LARGE[name]
     torch.manual_seed(0)
     inputs, weights = torch.zeros(16, *shape), torch.zeros(16, *out)
@@ -162,7 +167,8 @@ def test_f_u1_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(
 
 @pytest.mark.parametrize("name", ["embedding", "bag", "linear"])
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_f_u2_a_long_sum_of_parts_that_cancel_leaves_no_more_than_the_threshold(mode, name):
+@pytest.mark.hazard("U2")
+def test_a_long_sum_of_parts_that_cancel_leaves_no_more_than_the_threshold(mode, name):
     """Small parts get lost beside large ones, but after the factor they would not: norm and sum must see the same."""
     large, count, factor = 6144.0, 512, 0.53
     parts = [large / count] * count + [0.49 * 2**-11] * count + [-large / count] * count + [1 / factor]
@@ -192,7 +198,8 @@ def test_f_u2_a_long_sum_of_parts_that_cancel_leaves_no_more_than_the_threshold(
 
 
 @every_mode
-def test_f_u3_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
+@pytest.mark.hazard("U3")
+def test_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
     rows = 4000
     torch.manual_seed(0)
     model = nn.Linear(1, 1, bias=False).bfloat16()
@@ -207,7 +214,8 @@ def test_f_u3_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
     assert float(found) == pytest.approx(rows * 2.0**-7, rel=2.0**-8)  # a bfloat16 sum would stop at 4
 
 
-def test_f_u5_the_order_of_rows_moves_a_sum_by_less_than_the_slack():
+@pytest.mark.hazard("U5")
+def test_the_order_of_rows_moves_a_sum_by_less_than_the_slack():
     engine, model, *_ = private(mlp(), tensors())
     passes = inside.passes_of_run(engine)
     inputs, targets = tensors(rows=2000)

@@ -1,4 +1,4 @@
-"""F-M2: what the isolation probe sees beyond the planted operations, what it must not mistake, and what it leaves."""
+"""The independence probe: operations that it finds, false alarms, and the state that it leaves."""
 
 import itertools
 import random
@@ -55,12 +55,14 @@ def cut_to_the_mean_length(model, inputs):
     [(sign_of_the_batch, ()), (scaled_by_the_first_batch, ()), (cut_to_the_mean_length, (7, FEATURES))],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_f_m2_operations_that_keep_norms_or_shapes_in_part_are_found(run, shape, mode):
+@pytest.mark.hazard("M2")
+def test_operations_that_keep_norms_or_shapes_in_part_are_found(run, shape, mode):
     with pytest.raises(UnsupportedLayerError, match=APART):
         release_of(Made(run), tensors(*shape), mode=mode)
 
 
-def test_f_m2_nearly_every_exchange_of_two_rows_is_found_at_once():
+@pytest.mark.hazard("M2")
+def test_nearly_every_exchange_of_two_rows_is_found_at_once():
     found = 0
     for pair in itertools.combinations(range(6), 2):
 
@@ -83,7 +85,8 @@ def in_place(model, inputs):
 
 
 @both_kinds
-def test_f_m2_a_forward_pass_that_writes_its_input_is_right(mode):
+@pytest.mark.hazard("M2")
+def test_a_forward_pass_that_writes_its_input_is_right(mode):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (50 * F.cross_entropy(model(inputs.clone()), targets)).backward()
@@ -131,18 +134,21 @@ def with_a_loss_beside(model, optimizer, inputs, targets):
         (with_a_loss_beside, "do not come through the outputs"),
     ],
 )
-def test_f_m2_gradients_that_do_not_come_through_the_outputs_are_noticed(step, says):
+@pytest.mark.hazard("M2")
+def test_gradients_that_do_not_come_through_the_outputs_are_noticed(step, says):
     with pytest.warns(PrivacyWarning, match=rf"DPE012.*{says}.*not known whether"):
         release_of(TwoDoors(), tensors(), step)
 
 
-def test_f_c1_ghost_refuses_gradients_that_it_cannot_run_again():
+@pytest.mark.hazard("C1")
+def test_ghost_refuses_gradients_that_it_cannot_run_again():
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.[02]' had other gradients.*return"):
         release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
-def test_f_c1_ghost_refuses_another_output_though_its_gradients_have_the_same_norms():
+@pytest.mark.hazard("C1")
+def test_ghost_refuses_another_output_though_its_gradients_have_the_same_norms():
     signs = itertools.chain([1.0], itertools.repeat(-1.0))
 
     class Turned(nn.Module):
@@ -169,7 +175,8 @@ class Inside(nn.Module):
         return self.net[2](self.hidden)
 
 
-def test_f_c1_ghost_refuses_gradients_whose_norm_it_did_not_see():
+@pytest.mark.hazard("C1")
+def test_ghost_refuses_gradients_whose_norm_it_did_not_see():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward(inputs=[model.hidden])
@@ -193,7 +200,8 @@ class Masked(nn.Module):
         return self.head((weights @ hidden).mean(dim=1))
 
 
-def test_f_m2_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
+@pytest.mark.hazard("M2")
+def test_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
@@ -296,7 +304,8 @@ def scale_of_numpy(model, inputs):
     [leaky, noise_where_it_is_real, own_generator, scale_of_python, scale_of_numpy],
     ids=lambda run: run.__name__,
 )
-def test_f_m2_random_numbers_are_no_hindrance(run, mode):
+@pytest.mark.hazard("M2")
+def test_random_numbers_are_no_hindrance(run, mode):
     model = Made(run)
     if run is own_generator:
         model.generator = torch.Generator().manual_seed(3)
@@ -363,7 +372,8 @@ def counting(model, inputs):
 
 
 @both_kinds
-def test_f_m2_what_a_forward_pass_keeps_on_the_model_is_kept_once(mode):
+@pytest.mark.hazard("M2")
+def test_what_a_forward_pass_keeps_on_the_model_is_kept_once(mode):
     model = Made(counting)
     model.calls, model.seen, model.total = [], {}, torch.zeros(())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
@@ -372,7 +382,7 @@ def test_f_m2_what_a_forward_pass_keeps_on_the_model_is_kept_once(mode):
     assert model.calls == [6] and model.seen == {"rows": 6} and int(model.total) == 1
 
 
-# F-M3 for parameters
+# Forward writes a parameter
 
 
 def data_in_a_bias(model, inputs):
@@ -389,7 +399,8 @@ def average_in_a_frozen_weight(model, inputs):
 
 
 @pytest.mark.parametrize("run", [data_in_a_bias, average_in_a_frozen_weight], ids=lambda run: run.__name__)
-def test_f_m3_a_parameter_that_forward_writes_is_refused_and_put_back(run):
+@pytest.mark.hazard("M3")
+def test_a_parameter_that_forward_writes_is_refused_and_put_back(run):
     model = Made(run)
     model.frozen = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -427,7 +438,8 @@ class FirstOfPair(nn.Module):
         return self.head(first - first.mean(dim=0))
 
 
-def test_f_m2_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
+@pytest.mark.hazard("M2")
+def test_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
     wrapped = GradSampleModule(FirstOfPair(), loss_reduction="sum")
     with pytest.raises(UnsupportedLayerError, match="does not keep the samples of a batch independent"):
         wrapped(torch.randn(5, FEATURES)).square().sum().backward()

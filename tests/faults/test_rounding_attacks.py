@@ -51,7 +51,8 @@ def order_matters(positions=9, columns=7):
 
 @pytest.mark.parametrize(("mode", "budget"), [("ghost", 0), ("auto", 0), ("auto", 2**29)])
 @pytest.mark.parametrize("kind", ["Linear", "LayerNorm"])
-def test_f_u2_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budget, monkeypatch):
+@pytest.mark.hazard("U2")
+def test_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budget, monkeypatch):
     rows, positions, width = 87, 9, 1001
     monkeypatch.setattr(entry, "CHUNK_BYTES", 31 * 4 * width)  # for fewer rows than there are
     layer = nn.Linear(1, width) if kind == "Linear" else nn.LayerNorm(width)
@@ -72,7 +73,8 @@ def test_f_u2_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode,
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("rows", [9, 257])
-def test_f_u2_a_float64_row_that_cancels_does_not_wipe_out_the_others(rows, mode):
+@pytest.mark.hazard("U2")
+def test_a_float64_row_that_cancels_does_not_wipe_out_the_others(rows, mode):
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False).double()
     nn.init.zeros_(model.weight)
@@ -86,7 +88,8 @@ def test_f_u2_a_float64_row_that_cancels_does_not_wipe_out_the_others(rows, mode
     assert float((with_it - without).norm()) <= 1e-3
 
 
-def test_f_u2_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
+@pytest.mark.hazard("U2")
+def test_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
     words, head = nn.Embedding(5, 3).double(), nn.Linear(3, 5, bias=False).double()
     head.weight = words.weight
     for seed in range(50):
@@ -103,14 +106,16 @@ def test_f_u2_a_float64_weight_with_two_uses_that_cancel_has_a_norm():
         assert float(both.sq_norm(Algorithm(Method.GHOST, "gram"), 1, None)) >= true**2
 
 
-def test_f_u1_a_factor_below_all_normal_numbers_is_not_rounded_up():
+@pytest.mark.hazard("U1")
+def test_a_factor_below_all_normal_numbers_is_not_rounded_up():
     for k in range(50):
         model, scale = nn.Linear(4, 1, bias=False), 10 ** (36.5 + 0.035 * k)
         worst, total = clipped(model, lambda m: m(torch.ones(1, 4)).sum() * scale, bound=1e-6)  # noqa: B023 - called at once
         assert worst <= 1 + ROUNDING and bool(total.isfinite().all())
 
 
-def test_f_c1_ghost_refuses_a_layer_that_gets_another_input_when_it_runs_again():
+@pytest.mark.hazard("C1")
+def test_ghost_refuses_a_layer_that_gets_another_input_when_it_runs_again():
     count = itertools.count()  # state outside the model, which cannot be put back
 
     class Counting(nn.Module):

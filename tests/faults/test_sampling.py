@@ -29,13 +29,15 @@ def private_loader(dataset, batch_size, *, seed=0, shuffle=True, **options):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_f_s1_batches_are_poisson_whatever_the_order_of_the_users_loader(shuffle):
+@pytest.mark.hazard("S1")
+def test_batches_are_poisson_whatever_the_order_of_the_users_loader(shuffle):
     found = masks(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1], DRAWS, ROWS)
     assert found.max() == 1
     assert min(p_values(found, BATCH / ROWS).values()) > 1e-4
 
 
-def test_f_s1_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
+@pytest.mark.hazard("S1")
+def test_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
     engine, loader = private_loader(range(ROWS), BATCH, sampling="shuffle")
     wrong = p_values(masks(loader, DRAWS, ROWS), BATCH / ROWS)
     assert wrong["each"] < 1e-6 and wrong["spread"] < 1e-6
@@ -51,7 +53,8 @@ def derived(rows, batch_size, *, accountant="pld", **options):
     return engine, *engine.make_private(model, optimizer, loader, **options)
 
 
-def test_f_s2_sampler_divisor_and_ledger_have_one_rate():
+@pytest.mark.hazard("S2")
+def test_sampler_divisor_and_ledger_have_one_rate():
     choose = random.Random(0)
     for _ in range(30):
         rows = choose.randrange(1, 200)
@@ -77,7 +80,8 @@ def assert_divided_by(divisor, run):
     assert float((found - truth).norm()) <= 1e-5 * float(truth.norm())
 
 
-def test_f_s2_a_rate_that_is_a_tenth_too_high_would_be_seen():
+@pytest.mark.hazard("S2")
+def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
     found = masks(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)
     assert p_values(found, BATCH / ROWS)["total"] < 1e-6
     assert min(p_values(found, 1.1 * BATCH / ROWS).values()) > 1e-4
@@ -95,13 +99,15 @@ def test_f_s2_a_rate_that_is_a_tenth_too_high_would_be_seen():
         1 - 2.0**-30,
     ],
 )
-def test_f_s3_the_booked_rate_is_above_every_rate_that_may_be_drawn(rate):
+@pytest.mark.hazard("S3")
+def test_the_booked_rate_is_above_every_rate_that_may_be_drawn(rate):
     engine, _, _, _ = private(mlp(), tensors(), sample_rate=rate, noise_multiplier=1.0)
     booked = inside.event(engine).sample_rate
     assert Fraction(booked) >= Fraction(rate) + Fraction(1, 2**61)
 
 
-def test_f_s4_no_step_is_lost_in_rounding():
+@pytest.mark.hazard("S4")
+def test_no_step_is_lost_in_rounding():
     for rows in range(1, 5001):
         for batch_size in (1, 7, rows // 2 + 1):
             steps = strategy_for(DataLoader(range(rows), batch_size=batch_size)).steps_per_epoch
@@ -114,7 +120,8 @@ def test_f_s4_no_step_is_lost_in_rounding():
 
 
 @pytest.mark.parametrize(("rows", "batch_size", "epochs"), [(7, 3, 3), (49, 7, 2), (10, 10, 5)])
-def test_f_s4_the_noise_lasts_for_all_epochs_that_were_planned(rows, batch_size, epochs):
+@pytest.mark.hazard("S4")
+def test_the_noise_lasts_for_all_epochs_that_were_planned(rows, batch_size, epochs):
     engine, model, optimizer, loader = derived(
         rows, batch_size, accountant="rdp", target_epsilon=3.0, target_delta=1e-3, epochs=epochs
     )
@@ -128,7 +135,8 @@ def test_f_s4_the_noise_lasts_for_all_epochs_that_were_planned(rows, batch_size,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f_s5_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
+@pytest.mark.hazard("S5")
+def test_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
     engine, model, optimizer, loader = private(
         mlp(), tensors(), mode=mode, sample_rate=1 / 6, noise_multiplier=1.0, max_grad_norm=1e-6
     )
@@ -144,13 +152,15 @@ def test_f_s5_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
         assert 0.5e-6 < float(grad.std()) < 2e-6
 
 
-def test_f_s5_batches_have_the_law_where_most_are_empty():
+@pytest.mark.hazard("S5")
+def test_batches_have_the_law_where_most_are_empty():
     found = masks(inside.without_placeholders(private_loader(range(10), 1)[1]), 1500, 10)
     assert (found.sum(1) == 0).mean() == pytest.approx(0.9**10, abs=0.06)
     assert min(p_values(found, 0.1).values()) > 1e-4
 
 
-def test_f_s12_nothing_that_happens_in_a_run_moves_its_rate_or_noise_and_each_step_is_booked_as_drawn():
+@pytest.mark.hazard("S12")
+def test_nothing_that_happens_in_a_run_moves_its_rate_or_noise_and_each_step_is_booked_as_drawn():
     """Counters inside the primitive functions against the ledger: detector DL."""
     engine, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.5, noise_multiplier=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -172,7 +182,8 @@ def empty_tensors():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_f_s6_an_empty_batch_adds_nothing_so_that_one_row_moves_the_sum_by_its_clipped_gradient(mode):
+@pytest.mark.hazard("S6")
+def test_an_empty_batch_adds_nothing_so_that_one_row_moves_the_sum_by_its_clipped_gradient(mode):
     example = tuple(t[0] for t in tensors())
     nothing = release_of(mlp(), empty_tensors(), mode=mode, example_input=example)
     assert not nothing.any()
@@ -180,7 +191,8 @@ def test_f_s6_an_empty_batch_adds_nothing_so_that_one_row_moves_the_sum_by_its_c
     assert all(0 < float(one.norm()) <= 1 for one in alone)
 
 
-def test_f_s5_the_number_and_order_of_releases_does_not_follow_from_the_rows():
+@pytest.mark.hazard("S5")
+def test_the_number_and_order_of_releases_does_not_follow_from_the_rows():
     def kinds(rows):
         data = [t[:rows] for t in tensors()]
         example = tuple(t[0] for t in tensors())

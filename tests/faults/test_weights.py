@@ -1,4 +1,4 @@
-"""F-M4, F-M5, F-M7 and F-M8: weights used more than once or past their layer, computed, adapted or left unused."""
+"""Weights used more than once or past their layer, computed, adapted or left unused."""
 
 import copy
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-# F-M4
+# A parameter is tied, used twice or recurrent
 
 
 class Reused(nn.Module):
@@ -107,7 +107,8 @@ class TiedInBlocks(nn.Module):
 @pytest.mark.one_in(3, "mode", "make")
 @pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, Siamese, Unrolled, TiedInBlocks])
 @every_mode
-def test_f_m4_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
+@pytest.mark.hazard("M4")
+def test_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
     assert_right(make(), tensors(), mode=mode)
 
 
@@ -139,7 +140,8 @@ VARIANTS = {
 @pytest.mark.one_in(2, "mode", "name")
 @pytest.mark.parametrize("name", VARIANTS)
 @every_mode
-def test_f_m4_layers_that_compute_their_weight_are_right(mode, name):
+@pytest.mark.hazard("M4")
+def test_layers_that_compute_their_weight_are_right(mode, name):
     torch.manual_seed(0)
     model = nn.Sequential(VARIANTS[name](), nn.Tanh(), nn.Linear(5, CLASSES))
     if name == "quantised":
@@ -149,12 +151,13 @@ def test_f_m4_layers_that_compute_their_weight_are_right(mode, name):
 
 
 @every_mode
-def test_f_m4_a_container_with_a_way_of_its_own_is_right(mode):
+@pytest.mark.hazard("M4")
+def test_a_container_with_a_way_of_its_own_is_right(mode):
     torch.manual_seed(0)
     assert_right(Skipping(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)), tensors(), mode=mode)
 
 
-# F-M5
+# A weight is used outside its layer
 
 
 class Functional(nn.Module):
@@ -178,7 +181,8 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 @every_mode
-def test_f_m5_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
+@pytest.mark.hazard("M5")
+def test_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
     engine, model, optimizer, loader = private(Functional(USES[use]), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(MissingGradientError, match=r"DPE002.*'(first|second)\.(weight|bias)'"):
@@ -203,7 +207,7 @@ def _every_parameter_of(model):
     return lambda trainable: torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-# F-M7
+# Activations are checkpointed
 
 
 class Whole(nn.Module):
@@ -221,17 +225,20 @@ class Whole(nn.Module):
 @pytest.mark.one_in(2, "mode", "reentrant")
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
-def test_f_m7_checkpointed_blocks_with_tied_weights_are_right(mode, reentrant):
+@pytest.mark.hazard("M7")
+def test_checkpointed_blocks_with_tied_weights_are_right(mode, reentrant):
     assert_right(TiedInBlocks(reentrant), tensors(), plain=TiedInBlocks(), mode=mode)
 
 
 @every_mode
-def test_f_m7_a_model_that_is_one_checkpoint_is_right(mode):
+@pytest.mark.hazard("M7")
+def test_a_model_that_is_one_checkpoint_is_right(mode):
     assert_right(Whole(False), tensors(), plain=Whole(None), mode=mode)
 
 
 @every_mode
-def test_f_m7_a_reentrant_checkpoint_without_gradients_to_pass_on_is_refused(mode):
+@pytest.mark.hazard("M7")
+def test_a_reentrant_checkpoint_without_gradients_to_pass_on_is_refused(mode):
     with pytest.raises(RuntimeError, match=r"does not require grad|DPE002"):
         release_of(Whole(True), tensors(), mode=mode)
 
@@ -248,14 +255,15 @@ def around(reentrant):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
-def test_f_m7_a_checkpoint_around_the_model_is_right_or_refused(mode, reentrant):
+@pytest.mark.hazard("M7")
+def test_a_checkpoint_around_the_model_is_right_or_refused(mode, reentrant):
     try:
         assert_right(mlp(), tensors(), around(reentrant), mode=mode)
     except PrivacyError:
         assert mode == "ghost"
 
 
-# F-M8
+# Parameters are frozen, unused or low-rank adapters
 
 
 class LowRank(nn.Module):
@@ -288,7 +296,8 @@ def adapted(how):
 @pytest.mark.one_in(3, "mode", "how")
 @pytest.mark.parametrize("how", ["modules", "linear", "matmul", "merged"])
 @every_mode
-def test_f_m8_adapters_are_right_or_refused_by_name(mode, how):
+@pytest.mark.hazard("M8")
+def test_adapters_are_right_or_refused_by_name(mode, how):
     try:
         assert_right(adapted(how), tensors(), mode=mode)
     except UnsupportedLayerError as refusal:
@@ -307,7 +316,8 @@ class Spare(nn.Module):
 
 
 @every_mode
-def test_f_m8_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped(mode):
+@pytest.mark.hazard("M8")
+def test_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped(mode):
     with pytest.raises(MissingGradientError, match=r"DPE002.*'spare\.weight'"):
         release_of(Spare(), tensors(), mode=mode)
     _, model, optimizer, loader = private(

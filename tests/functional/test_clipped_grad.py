@@ -274,7 +274,8 @@ def test_no_example_moves_the_sum_further_than_is_said(rows, other, bound, resca
 @pytest.mark.parametrize("scale", [1.0, 10.0, 1e6, 1e9])
 @pytest.mark.parametrize("numbers", [1, 3, 1000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_f_n9_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
+@pytest.mark.hazard("N9")
+def test_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
     if math.sqrt(numbers) >= 2 * scale:
         pytest.skip("too coarse a grid, which is refused")
     torch.manual_seed(0)

@@ -40,7 +40,8 @@ def test_what_was_taken_is_never_written_again():
     assert [len(flat) for flat in flats] == [11]
 
 
-def test_f_u3_thousands_of_small_sums_do_not_stagnate_in_half_precision():
+@pytest.mark.hazard("U3")
+def test_thousands_of_small_sums_do_not_stagnate_in_half_precision():
     parameter = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
     buffer = FlatBuffer([parameter])
     for _ in range(20_000):

@@ -173,7 +173,8 @@ def test_an_empty_batch_of_words_gives_zero_sums(mode, tied, dtype):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("mode", MODES)
-def test_f_d5_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, poison):
+@pytest.mark.hazard("D5")
+def test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, poison):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     inputs, targets = torch.randn(ROWS, 4), torch.tensor([0, 1, 2, 1])
@@ -230,7 +231,8 @@ def test_a_grad_sample_that_holds_several_rows_is_refused_and_not_shown():
 
 
 @pytest.mark.parametrize("values", [torch.ones, torch.rand], ids=["constant", "positive"])
-def test_f_c1_the_norm_of_millions_of_float32_numbers_is_not_too_small(values):
+@pytest.mark.hazard("C1")
+def test_the_norm_of_millions_of_float32_numbers_is_not_too_small(values):
     grad = values(2, 3_000_001)
     truth = grad.double().square().sum(dim=1)
     assert ((sq_norms(grad) - truth) / truth).abs().max() < 2e-6

@@ -29,7 +29,8 @@ def counts(path):
     return [(charge.kind, charge.count) for charge in read(path).history]
 
 
-def test_f_a11_the_next_run_begins_with_what_the_last_one_spent(path):
+@pytest.mark.hazard("A11")
+def test_the_next_run_begins_with_what_the_last_one_spent(path):
     first = Run(path).train(5).gone()
     second = Run(path)
     assert second.engine.ledger.steps == 5 and second.engine.epsilon == first.engine.epsilon
@@ -38,7 +39,8 @@ def test_f_a11_the_next_run_begins_with_what_the_last_one_spent(path):
     assert second.engine.epsilon > first.engine.epsilon
 
 
-def test_f_a11_engines_of_one_process_share_the_books_of_one_file(path, recwarn):
+@pytest.mark.hazard("A11")
+def test_engines_of_one_process_share_the_books_of_one_file(path, recwarn):
     first, second = Run(path).train(2), Run(path).train(3)
     assert first.engine.ledger is second.engine.ledger and first.engine.ledger.steps == 5
     assert first.engine.epsilon == second.engine.epsilon
@@ -58,7 +60,8 @@ def test_epsilon_follows_from_the_file_alone(path):
     assert epsilon_of(read(path).history, 1e-3) == run.engine.epsilon
 
 
-def test_f_l5_a_charge_is_on_disk_before_the_weights_change(path):
+@pytest.mark.hazard("L5")
+def test_a_charge_is_on_disk_before_the_weights_change(path):
     run = Run(path)
     seen, step = [], torch.optim.SGD.step
 
@@ -164,7 +167,8 @@ def test_a_run_by_a_plan_that_broke_off_is_gone_on_with_to_its_end(path, tmp_pat
     assert second.loader.position == 10 and second.engine.ledger.steps == 7 + 6
 
 
-def test_f_p1_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
+@pytest.mark.hazard("P1")
+def test_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
     first = Run(path).train(2)
     older = path.read_bytes()
     checkpoint.save(tmp_path / "saved", first.train(2).engine)
@@ -177,7 +181,8 @@ def test_f_p1_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
     assert torch.equal(second.model.weight, before)
 
 
-def test_f_p1_a_checkpoint_beside_a_file_is_not_loaded_without_it(path, tmp_path):
+@pytest.mark.hazard("P1")
+def test_a_checkpoint_beside_a_file_is_not_loaded_without_it(path, tmp_path):
     checkpoint.save(tmp_path / "saved", Run(path).train(2).engine)
     with pytest.raises(LedgerError, match="PrivacyEngine"):
         checkpoint.load(tmp_path / "saved", Run(None).engine)
@@ -194,7 +199,8 @@ def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path)
     assert engine.ledger.steps == 5 == steps_of(read(path).history)
 
 
-def test_f_p1_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_path):
+@pytest.mark.hazard("P1")
+def test_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_path):
     first = Run(path).train(2)
     checkpoint.save(tmp_path / "saved", first.engine)
     first.train(5).gone()
@@ -278,7 +284,7 @@ def test_the_file_tells_nothing_that_is_private(path):
 
 
 @pytest.mark.parametrize("reserve", [0, -1, 1001, 1.0, True, "1"])
-def test_f_b_a_reservation_that_is_no_number_of_steps_is_refused(path, reserve):
+def test_a_reservation_that_is_no_number_of_steps_is_refused(path, reserve):
     with pytest.raises(ValueError, match="reserve_steps"):
         PrivacyEngine(ledger=path, reserve_steps=reserve)
     assert not path.exists()

@@ -279,7 +279,8 @@ def charge_in_child(run, answers):
         answers.put(str(error))
 
 
-def test_f_n4_a_forked_process_neither_charges_nor_settles(path):
+@pytest.mark.hazard("N4")
+def test_a_forked_process_neither_charges_nor_settles(path):
     run = Run(path, reserve=5).train(5)
     context = multiprocessing.get_context("fork")
     answers = context.Queue()
@@ -307,7 +308,8 @@ def edited(path, change):
     ],
     ids=["taken out", "edited", "another file", "an empty line"],
 )
-def test_f_p1_an_edited_file_is_refused_before_anything_is_changed(path, change):
+@pytest.mark.hazard("P1")
+def test_an_edited_file_is_refused_before_anything_is_changed(path, change):
     Run(path).train(3).gone()
     edited(path, change)
     content = path.read_bytes()
@@ -394,7 +396,8 @@ def test_what_can_have_been_is_read(path):
 
 
 @pytest.mark.parametrize("schema", [0, 2])
-def test_f_p7_another_schema_is_refused_by_its_number(path, schema):
+@pytest.mark.hazard("P7")
+def test_another_schema_is_refused_by_its_number(path, schema):
     forged(path, [], schema=schema)
     with pytest.raises(LedgerError, match=rf"schema {schema}; this version reads 1"):
         PrivacyEngine(ledger=path)

@@ -17,7 +17,8 @@ def charged(folder):
     return steps_of(read(folder / "run.ledger").history)
 
 
-def test_f_l5_a_death_at_each_place_between_draw_and_update_leaves_every_release_charged(tmp_path):
+@pytest.mark.hazard("L5")
+def test_a_death_at_each_place_between_draw_and_update_leaves_every_release_charged(tmp_path):
     """Places are before, amid and after each call of the system, and before and after each change of the weights."""
     unused = []
     for place in itertools.count():
@@ -44,7 +45,8 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("gaussian", marks=pytest.mark.nightly), "bandmf", "seeded"])
-def test_f_p2_a_run_that_is_killed_at_random_goes_on_and_reuses_no_noise(tmp_path, kind):
+@pytest.mark.hazard("P2")
+def test_a_run_that_is_killed_at_random_goes_on_and_reuses_no_noise(tmp_path, kind):
     generator, settings = random.Random(kind), KINDS[kind]
     whole = tmp_path / "whole"
     whole.mkdir()

@@ -8,7 +8,7 @@ GUARDS = [
         "an interrupted pass is forgotten",
         "            self.forget()\n            return True",
         "            return True",
-        "users/test_loop.py::test_s8_a_batch_that_failed_leaves_nothing_in_the_next",
+        "users/test_loop.py::test_a_batch_that_failed_leaves_nothing_in_the_next",
     ),
     Guard(
         "settle-reports",
@@ -36,7 +36,7 @@ GUARDS = [
         "a forward pass that replaces a buffer is found at its end",
         "self._present)) and self._tables.unchanged(children=False)",
         "self._present))",
-        "faults/test_buffers.py::test_f_m3_a_buffer_that_is_written_late_is_found[replaced]",
+        "faults/test_buffers.py::test_a_buffer_that_is_written_late_is_found[replaced]",
     ),
     Guard(
         "restrict-trainable",
@@ -80,7 +80,7 @@ GUARDS = [
         "discarded sums are zeroed",
         "        self.buffer.zero()\n        self.contributed.clear()",
         "        self.contributed.clear()",
-        "faults/test_lifecycle.py::test_f_l4_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
+        "faults/test_lifecycle.py::test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
     ),
     Guard(
         "detach-zeroes",

@@ -64,8 +64,9 @@ def by_the_formula(far, turn):
 
 
 @pytest.mark.parametrize("extreme", [False, True])
-def test_f_n8_normals_are_those_of_the_formula(extreme):
-    """F-N8: 64-bit words reach 9.49; float32 uniforms stop at 5.77."""
+@pytest.mark.hazard("N8")
+def test_normals_are_those_of_the_formula(extreme):
+    """64-bit words reach 9.49; float32 uniforms stop at 5.77."""
     generator = np.random.default_rng(1)
     far = [int(word) for word in generator.integers(0, 2**64, PAIRS, dtype=np.uint64)]
     turn = [int(word) for word in generator.integers(0, 2**32, PAIRS, dtype=np.uint64)]

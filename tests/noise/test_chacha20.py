@@ -72,7 +72,8 @@ VECTORS = [
 
 @every_backend
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: vector[0])
-def test_f_n10_the_keystream_is_that_of_rfc_8439(fill, vector):
+@pytest.mark.hazard("N10")
+def test_the_keystream_is_that_of_rfc_8439(fill, vector):
     _, key, nonce, counter, expected = vector
     # The RFC has a 32-bit counter and three words of nonce; ours takes the first of the three into the counter.
     block, rest = counter | int.from_bytes(nonce[:4], "little") << 32, int.from_bytes(nonce[4:], "little")
@@ -116,7 +117,8 @@ def test_the_keystream_is_that_of_the_slow_cipher_also_across_the_32_bit_counter
 
 
 @pytest.mark.skipif(not HAS_LIBCRYPTO, reason="no libcrypto here")
-def test_f_n10_a_long_stream_is_the_same_from_both_back_ends():
+@pytest.mark.hazard("N10")
+def test_a_long_stream_is_the_same_from_both_back_ends():
     one, other = np.empty(100_003, np.uint64), np.empty(100_003, np.uint64)
     fill_with_numpy(bytes(range(32)), 5, 2**32 - 7000, one)
     fill_with_libcrypto(bytes(range(32)), 5, 2**32 - 7000, other)
@@ -148,13 +150,15 @@ def refusing(key, nonce, block, out):
 
 
 @pytest.mark.parametrize("bad", [wrong, refusing])
-def test_f_n10_a_library_that_fails_its_self_test_is_not_used(bad, undecided, monkeypatch):
+@pytest.mark.hazard("N10")
+def test_a_library_that_fails_its_self_test_is_not_used(bad, undecided, monkeypatch):
     monkeypatch.setattr(chacha20, "_libcrypto", lambda: object())
     monkeypatch.setattr(chacha20, "fill_with_libcrypto", bad)
     assert chacha20.backend() is fill_with_numpy
 
 
-def test_f_n10_without_a_library_numpy_does_it(undecided, monkeypatch):
+@pytest.mark.hazard("N10")
+def test_without_a_library_numpy_does_it(undecided, monkeypatch):
     monkeypatch.setattr(chacha20, "_libcrypto", lambda: None)
     assert chacha20.backend() is fill_with_numpy
     with pytest.raises(OSError, match="libcrypto"):

@@ -100,7 +100,8 @@ def test_a_step_that_was_given_up_has_its_row_all_the_same(kind):
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("stop", [1, 4, 8])
-def test_f_p3_a_resumed_run_is_the_same_bit_by_bit(kind, dtype, stop):
+@pytest.mark.hazard("P3")
+def test_a_resumed_run_is_the_same_bit_by_bit(kind, dtype, stop):
     whole = run(mechanism_of(kind), range(STEPS), dtype=dtype, cuts=(0, 17))
     first = mechanism_of(kind)
     begun = run(first, range(stop), dtype=dtype, cuts=(0, 17))

@@ -18,7 +18,8 @@ def drawn(size, sigma, step=0, seed=0, **settings):
 
 
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 2.7, 40.0])
-def test_f_n9_the_law_is_that_of_the_formula(sigma):
+@pytest.mark.hazard("N9")
+def test_the_law_is_that_of_the_formula(sigma):
     """200,000 draws: chi-square at 1e-4, places of less than 10 expected draws together."""
     found = drawn(200_000, sigma, seed=1)
     reach = math.ceil(6 * sigma)

@@ -41,8 +41,9 @@ def test_two_domains_of_one_source_are_two_mechanisms():
 
 
 @pytest.mark.parametrize(("step", "start"), [(5, 0), (5, 99), (4, 0), (4, 10_000), (0, 0)])
-def test_f_n2_f_n3_an_address_that_was_used_is_refused_and_the_sums_are_untouched(step, start):
-    """F-N2, F-N3: two vectors of one step, or a step that lies behind."""
+@pytest.mark.hazard("N2", "N3")
+def test_an_address_that_was_used_is_refused_and_the_sums_are_untouched(step, start):
+    """Two vectors of one step, or a step that lies behind."""
     mechanism, sums = GaussianNoise(NoiseSource.seeded(1)), torch.zeros(100)
     mechanism.add(torch.zeros(100), std=1.0, step=5)
     with pytest.raises(PrivacyError, match="cancels"):
@@ -76,8 +77,8 @@ def test_a_standard_deviation_of_zero_adds_nothing():
 
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
-def test_f_b1_a_standard_deviation_out_of_range_is_refused(std):
-    """F-B1."""
+@pytest.mark.hazard("B1")
+def test_a_standard_deviation_out_of_range_is_refused(std):
     sums = torch.zeros(3)
     with pytest.raises(InvalidBudgetError, match="std must be finite and nonnegative"):
         GaussianNoise(NoiseSource.seeded(1)).add(sums, std=std, step=0)
@@ -86,7 +87,8 @@ def test_f_b1_a_standard_deviation_out_of_range_is_refused(std):
 
 @pytest.mark.parametrize("std", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_f_n12_sums_narrower_than_float32_are_refused(dtype, std):
-    """F-N12: bfloat16 sums absorb noise."""
+@pytest.mark.hazard("N12")
+def test_sums_narrower_than_float32_are_refused(dtype, std):
+    """Bfloat16 sums absorb noise."""
     with pytest.raises(TypeError, match="absorbs noise"):
         GaussianNoise(NoiseSource.seeded(1)).add(torch.zeros(3, dtype=dtype), std=std, step=0)

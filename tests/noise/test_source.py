@@ -46,8 +46,9 @@ def test_one_address_gives_the_same_values_in_every_call_and_object(kind):
 
 
 @every_kind
-def test_f_n2_f_n3_two_addresses_share_no_value(kind):
-    """F-N2, F-N3, RN4: 64-bit values that coincide by chance: 10**-13."""
+@pytest.mark.hazard("N2", "N3")
+def test_two_addresses_share_no_value(kind):
+    """64-bit values that coincide by chance: 10**-13."""
     addresses = [
         (NoiseSource.seeded(seed, kind, nonce=incarnation), domain, step)
         for seed in (0, 1, -1, 2**32, 2**64)  # a generator that keeps 32 bits of its seed would repeat
@@ -156,8 +157,9 @@ def test_global_generators_are_neither_read_nor_advanced():
         assert before[0].equal(after[0]) and np.array_equal(before[1], after[1]) and before[2:] == after[2:]
 
 
-def test_f_n1_no_private_draw_comes_from_the_generators_of_torch_numpy_or_python(monkeypatch):
-    """RN2, for the default kind."""
+@pytest.mark.hazard("N1")
+def test_no_private_draw_comes_from_the_generators_of_torch_numpy_or_python(monkeypatch):
+    """For the default kind."""
 
     def forbidden(*args, **kwargs):
         raise AssertionError("a stock generator was used")
@@ -178,8 +180,8 @@ def test_f_n1_no_private_draw_comes_from_the_generators_of_torch_numpy_or_python
 # Secrets
 
 
-def test_f_n1_a_fresh_key_is_256_bits_from_the_operating_system(monkeypatch):
-    """F-N1."""
+@pytest.mark.hazard("N1")
+def test_a_fresh_key_is_256_bits_from_the_operating_system(monkeypatch):
     asked = []
     monkeypatch.setattr(os, "urandom", lambda size: asked.append(size) or bytes(range(size)))
     source = NoiseSource.fresh()
@@ -206,8 +208,8 @@ def test_the_description_says_what_is_cryptographic(kind):
     assert NoiseSource.fresh(kind).describe("cuda")["cryptographic"] is False
 
 
-def test_f_p6_the_key_is_nowhere_in_what_is_printed():
-    """F-P6."""
+@pytest.mark.hazard("P6")
+def test_the_key_is_nowhere_in_what_is_printed():
     source = NoiseSource(bytes(range(32)))
     shown = f"{source!r} {source!s} {source.describe()}"
     assert bytes(range(32)).hex() not in shown and "0, 1, 2, 3" not in shown and "\\x00\\x01" not in shown
@@ -244,8 +246,8 @@ def test_a_closed_source_has_no_key_and_draws_nothing():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("use", [normals, NoiseSource.secret_state, lambda s: s.words(1, domain="a", step=0)])
-def test_f_n4_a_fork_cannot_draw(use):
-    """F-N4."""
+@pytest.mark.hazard("N4")
+def test_a_fork_cannot_draw(use):
     source, (reader, writer) = NoiseSource.fresh(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -282,8 +284,8 @@ def test_an_error_in_a_thread_reaches_the_caller(threads):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64], ids=str)
-def test_f_n12_a_tensor_that_is_narrower_than_float32_is_refused(dtype):
-    """F-N12."""
+@pytest.mark.hazard("N12")
+def test_a_tensor_that_is_narrower_than_float32_is_refused(dtype):
     with pytest.raises(TypeError, match="float32 or float64"):
         NoiseSource.seeded(1).add_normal_(torch.zeros(3, dtype=dtype), 1.0, domain="a", step=0)
 
@@ -298,8 +300,9 @@ def test_a_tensor_that_is_not_flat_and_contiguous_is_refused(tensor):
 
 @pytest.mark.parametrize("bad", [-1, 2**64])
 @pytest.mark.parametrize("name", ["step", "block", "count", "nonce", "start"])
-def test_f_u4_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, bad):
-    """F-U4: counters never wrap."""
+@pytest.mark.hazard("U4")
+def test_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, bad):
+    """Counters never wrap."""
     source, out = NoiseSource.seeded(1), torch.ones(3)
     with pytest.raises(ValueError, match=name):
         if name == "nonce":
@@ -311,7 +314,8 @@ def test_f_u4_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, b
     assert out.equal(torch.ones(3))
 
 
-def test_f_u4_an_address_that_would_pass_the_end_is_refused():
+@pytest.mark.hazard("U4")
+def test_an_address_that_would_pass_the_end_is_refused():
     source = NoiseSource.seeded(1)
     assert source.words(8, domain="a", step=0, block=2**64 - 1).shape == (8,)
     with pytest.raises(ValueError, match="exceed the last block"):

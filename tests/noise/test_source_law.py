@@ -48,8 +48,9 @@ def test_the_distribution_is_normal(kind):
 
 
 @every_kind
-def test_f_n8_the_tails_are_as_heavy_as_they_should_be(kind):
-    """F-N8: counts beyond each level are Poisson; 10 million draws hold 5.7 beyond 5 on average."""
+@pytest.mark.hazard("N8")
+def test_the_tails_are_as_heavy_as_they_should_be(kind):
+    """Counts beyond each level are Poisson; 10 million draws hold 5.7 beyond 5 on average."""
     drawn = normals(NoiseSource.seeded(13, kind), 10 * MILLION, dtype=torch.float32).abs()
     for level in (2.0, 3.0, 4.0, 5.0):
         expected = 10 * MILLION * 2 * stats.norm.sf(level)
@@ -58,8 +59,9 @@ def test_f_n8_the_tails_are_as_heavy_as_they_should_be(kind):
 
 
 @every_kind
-def test_f_n2_steps_are_uncorrelated(kind):
-    """F-N2, lag one and two."""
+@pytest.mark.hazard("N2")
+def test_steps_are_uncorrelated(kind):
+    """Lag one and two."""
     source = NoiseSource.seeded(14, kind)
     steps = [normals(source, step=step) for step in range(3)]
     assert correlation(steps[0], steps[1]) < SIGMAS and correlation(steps[1], steps[2]) < SIGMAS

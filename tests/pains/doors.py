@@ -3,7 +3,7 @@
 A test runs the same loop through each door::
 
     @through(ALL_DOORS)
-    def test_rank_99_what_holds(door):
+    def test_the_sum_is_right(door):
         found = door.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
         assert_equal(found, true_sum(model, criterion, (inputs, targets), max_grad_norm))
 

@@ -1,4 +1,4 @@
-"""Ranks 14 to 16, 20, 23, 28 and 36: a step holds its own batch, whole, and nothing that went around clipping."""
+"""A step holds its own batch, whole, and nothing that went around clipping."""
 
 import contextlib
 import math
@@ -42,12 +42,13 @@ def assert_unmoved(model, before):
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-# Rank 14
+# One sample that is not finite makes the step NaN
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @through(ALL_DOORS)
-def test_rank_14_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
+@pytest.mark.hazard("O14")
+def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
     inputs, targets = batch()
     inputs[2, 1] = value
     others = [0, 1, 3, 4, 5]
@@ -63,7 +64,7 @@ def test_rank_14_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, 
         assert private.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == 1
 
 
-# Rank 15
+# A batch that was cut short enters the next one
 
 
 @contextlib.contextmanager
@@ -92,7 +93,8 @@ def charges_of(door, private):
 @pytest.mark.parametrize("end", ["break", pytest.param("exception", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @through(ALL_DOORS)
-def test_rank_15_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):
+@pytest.mark.hazard("O15")
+def test_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):
     inputs, targets = batch()
     model = mlp()
     private = open_in_chunks(door, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
@@ -117,7 +119,8 @@ def test_rank_15_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, 
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_rank_15_nor_where_wrapper_and_optimizer_were_made_by_hand_around_a_plain_loader(workers):
+@pytest.mark.hazard("O15")
+def test_a_batch_that_was_cut_leaves_nothing_if_wrapper_and_optimizer_were_built_by_hand(workers):
     inputs, targets = batch()
     model = opacus().GradSampleModule(mlp())
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -137,11 +140,12 @@ def test_rank_15_nor_where_wrapper_and_optimizer_were_made_by_hand_around_a_plai
     assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
 
 
-# Rank 16
+# A training step bypasses the wrapper and is not private
 
 
 @through(ALL_DOORS)
-def test_rank_16_gradients_that_were_written_by_hand_are_no_step(door):
+@pytest.mark.hazard("O16")
+def test_gradients_that_were_written_by_hand_are_no_step(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
@@ -154,7 +158,8 @@ def test_rank_16_gradients_that_were_written_by_hand_are_no_step(door):
 
 
 @through(LAYER_DOORS)
-def test_rank_16_a_gradient_that_went_around_the_model_raises_before_the_weights_change(door):
+@pytest.mark.hazard("O16")
+def test_a_gradient_that_went_around_the_model_raises_before_the_weights_change(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
@@ -168,7 +173,8 @@ def test_rank_16_a_gradient_that_went_around_the_model_raises_before_the_weights
 
 
 @through([door for door in COMPAT_DOORS if not door.writes])
-def test_rank_16_the_optimizer_from_before_has_nothing_to_apply(door):
+@pytest.mark.hazard("O16")
+def test_the_optimizer_from_before_has_nothing_to_apply(door):
     held = []
 
     def make_optimizer(parameters):
@@ -187,7 +193,8 @@ def test_rank_16_the_optimizer_from_before_has_nothing_to_apply(door):
 
 
 @through([door for door in COMPAT_DOORS if not door.writes])
-def test_rank_16_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(door):
+@pytest.mark.hazard("O16")
+def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(door):
     private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     private.model = private.bare  # as a LightningModule that made itself private calls itself
     next(iter(private.loader))
@@ -195,11 +202,12 @@ def test_rank_16_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_
     assert_equal(private.sum(), true_sum(mlp(), LOSS, batch(), NORM))
 
 
-# Rank 20
+# Ranks make different numbers of steps
 
 
 @pytest.mark.slow
-def test_rank_20_two_processes_make_40_steps_each_and_have_equal_weights_though_many_batches_are_empty():
+@pytest.mark.hazard("O20")
+def test_two_processes_make_40_steps_each_and_have_equal_weights_though_many_batches_are_empty():
     found = launched(2, all_trained, [Case(batch=2)], "ddp", 40)
     assert all(isinstance(one, list) for one in found), found
     (first,), (second,) = found
@@ -209,7 +217,8 @@ def test_rank_20_two_processes_make_40_steps_each_and_have_equal_weights_though_
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_20_the_compat_sampler_of_each_rank_gives_as_many_batches_as_it_says(monkeypatch, rank):
+@pytest.mark.hazard("O20")
+def test_the_compat_sampler_of_each_rank_gives_as_many_batches_as_it_says(monkeypatch, rank):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
     sampler = opacus("utils.uniform_sampler").DistributedUniformWithReplacementSampler(
@@ -220,7 +229,7 @@ def test_rank_20_the_compat_sampler_of_each_rank_gives_as_many_batches_as_it_say
     assert 0 in sizes
 
 
-# Rank 23
+# Adaptive clipping uses the last physical batch only
 
 
 def norms_of(model, inputs, targets):
@@ -229,7 +238,8 @@ def norms_of(model, inputs, targets):
 
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(DEFAULT_DOORS)
-def test_rank_23_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(door, chunk):
+@pytest.mark.hazard("O23")
+def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(door, chunk):
     inputs, targets = batch()
     policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # as good as without noise
     options = {"clipping": policy, "sample_rate": 1.0, "expected_batch_size": 9.0, "target_delta": 1e-3}
@@ -244,7 +254,8 @@ def test_rank_23_the_next_threshold_depends_on_the_whole_batch_and_a_public_size
     assert found == pytest.approx(2.0 * math.exp(-0.5 * (share - 0.5)), rel=1e-6)
 
 
-def test_rank_23_the_count_has_its_noise_and_its_part_of_what_is_booked():
+@pytest.mark.hazard("O23")
+def test_the_count_has_its_noise_and_its_part_of_what_is_booked():
     found = set()
     for seed in (0, 1):
         policy = Adaptive(2.0, count_noise_multiplier=1.5)
@@ -278,7 +289,8 @@ ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.5, "m
 
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(COMPAT_DOORS)
-def test_rank_23_the_next_compat_threshold_depends_on_the_whole_batch(door, chunk):
+@pytest.mark.hazard("O23")
+def test_the_next_compat_threshold_depends_on_the_whole_batch(door, chunk):
     options = {"clipping": "adaptive", "min_clipbound": 1e-8, "unclipped_num_std": 1e-9, **ADAPTIVE}
     private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=2.0, **options)
     assert next_threshold(door, private, chunk) == pytest.approx(expected_threshold(2.0), rel=1e-5)
@@ -286,7 +298,8 @@ def test_rank_23_the_next_compat_threshold_depends_on_the_whole_batch(door, chun
 
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(COMPAT_DOORS)
-def test_rank_23_so_does_that_of_the_adaptive_engine(door, chunk):
+@pytest.mark.hazard("O23")
+def test_the_next_threshold_of_the_adaptive_engine_depends_on_the_whole_batch(door, chunk):
     engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
     seeded = torch.Generator().manual_seed(0)  # noise of the usual size, ROWS / 20 of a count: 2.5 % of the threshold
     options = {"min_clipbound": 1e-8, **ADAPTIVE, "make_engine": engine, "noise_generator": seeded}
@@ -296,11 +309,12 @@ def test_rank_23_so_does_that_of_the_adaptive_engine(door, chunk):
     assert next_threshold(door, private, chunk) == pytest.approx(expected, rel=0.07)
 
 
-# Rank 28
+# Ghost: the first of two backward passes is dropped
 
 
 @through(ALL_DOORS)
-def test_rank_28_physical_batches_make_up_the_logical_one(door):
+@pytest.mark.hazard("O28")
+def test_physical_batches_make_up_the_logical_one(door):
     inputs, targets = batch()
     private = open_in_chunks(door, mlp(), 2)
     with in_chunks(door, private, 2) as loader:
@@ -310,7 +324,8 @@ def test_rank_28_physical_batches_make_up_the_logical_one(door):
 
 
 @through(LAYER_DOORS)
-def test_rank_28_two_backward_passes_over_two_batches_and_one_step_count_both(door):
+@pytest.mark.hazard("O28")
+def test_two_backward_passes_over_two_batches_and_one_step_count_both(door):
     inputs, targets = batch()
     private = door.open(mlp(), fixed_loader(ROWS, batch_size=3), max_grad_norm=NORM, poisson=False)
     private.optimizer.zero_grad()
@@ -321,7 +336,7 @@ def test_rank_28_two_backward_passes_over_two_batches_and_one_step_count_both(do
     assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
 
 
-# Rank 36
+# A step changes flags of torch.backends
 
 
 class Words(nn.Module):
@@ -346,7 +361,8 @@ def flags():
 
 
 @through([door for door in ALL_DOORS if door.id != "compat-ew"])  # Opacus's own ew mode takes no empty batches
-def test_rank_36_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(door):
+@pytest.mark.hazard("O36")
+def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(door):
     tokens, targets = indices(5, 4), classes()
     private = door.open(seeded(Words), fixed_loader(ROWS, batch_size=1), poisson=True)
     before, sizes = flags(), set()

@@ -1,4 +1,4 @@
-"""Ranks 4 to 6: what is clipped to, what scales the noise, what is booked and what is shown are one C, at each step."""
+"""One clipping norm bounds the sum, scales the noise, is charged and is shown, at each step."""
 
 import math
 
@@ -52,11 +52,12 @@ def std_of(total):
     return float(torch.cat([t.flatten() for t in total.values()]).std())
 
 
-# Rank 4
+# Adaptive ghost: the default loss is reduced
 
 
 @through(DEFAULT_DOORS)
-def test_rank_04_adaptive_clipping_obeys_the_threshold_of_the_same_step(door):
+@pytest.mark.hazard("O4")
+def test_adaptive_clipping_obeys_the_threshold_of_the_same_step(door):
     model, policy = mlp(), Adaptive(0.5, count_noise_multiplier=1.0)
     private = door.open(model, fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
     seen = set()
@@ -84,7 +85,8 @@ def open_adaptive(door, model, **options):
 
 
 @through(COMPAT_DOORS)
-def test_rank_04_adaptive_clipping_of_every_compat_mode_too(door):
+@pytest.mark.hazard("O4")
+def test_adaptive_clipping_of_every_compat_mode_too(door):
     model = mlp()
     private = open_adaptive(door, model, max_grad_norm=0.5)
     seen = []
@@ -97,11 +99,12 @@ def test_rank_04_adaptive_clipping_of_every_compat_mode_too(door):
     assert len(set(seen)) == 2
 
 
-# Rank 5
+# Ghost: the noise follows a schedule of the clipping norm, and the clipping does not
 
 
 @through(COMPAT_DOORS)
-def test_rank_05_a_grad_clip_scheduler_moves_the_clip(door):
+@pytest.mark.hazard("O5")
+def test_a_grad_clip_scheduler_moves_the_clip(door):
     private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.0)
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
@@ -115,7 +118,8 @@ def test_rank_05_a_grad_clip_scheduler_moves_the_clip(door):
 
 
 @through(GHOST_DOORS)
-def test_rank_05_a_threshold_written_on_the_module_is_said_to_change_nothing(door):
+@pytest.mark.hazard("O5")
+def test_a_threshold_written_on_the_module_is_said_to_change_nothing(door):
     private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
     with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
         private.module.max_grad_norm = 0.1
@@ -124,7 +128,8 @@ def test_rank_05_a_threshold_written_on_the_module_is_said_to_change_nothing(doo
 
 
 @through(COMPAT_DOORS)
-def test_rank_05_and_the_noise_and_not_what_is_booked(door):
+@pytest.mark.hazard("O5")
+def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(door):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
     private = door.open(model, fixed_loader(COUNT), **options)
@@ -136,7 +141,8 @@ def test_rank_05_and_the_noise_and_not_what_is_booked(door):
 
 
 @through(COMPAT_DOORS)
-def test_rank_05_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
+@pytest.mark.hazard("O5")
+def test_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
     private = door.open(model, fixed_loader(COUNT), **options)
@@ -149,7 +155,8 @@ def test_rank_05_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
 
 
 @through(DEFAULT_DOORS)
-def test_rank_05_noise_and_ledger_follow_a_threshold_that_moves(door):
+@pytest.mark.hazard("O5")
+def test_noise_and_ledger_follow_a_threshold_that_moves(door):
     model, nothings = silent()
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
     options = {"criterion": nothing, "max_grad_norm": None, "clipping": policy, "noise_multiplier": SIGMA}
@@ -166,7 +173,7 @@ def test_rank_05_noise_and_ledger_follow_a_threshold_that_moves(door):
     assert (event.noise_multiplier, count) == (SIGMA, 2)
 
 
-# Rank 6
+# Per layer: the noise follows a schedule of the clipping norm, and the bounds do not
 
 
 def layer_of(name):
@@ -174,7 +181,8 @@ def layer_of(name):
 
 
 @through(DEFAULT_DOORS)
-def test_rank_06_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_norm_of_all(door):
+@pytest.mark.hazard("O6")
+def test_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_norm_of_all(door):
     options = {"max_grad_norm": [0.3, 0.05], "clipping": "per_layer"}
     found = door.clipped_sum(mlp(), nn.CrossEntropyLoss(), batch(), **options)
     bounds = {"0": 0.3, "2": 0.05}
@@ -189,7 +197,8 @@ BOUNDS = [0.3, 0.2, 0.05, 0.4]
 
 
 @through(PER_LAYER_DOORS)
-def test_rank_06_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(door):
+@pytest.mark.hazard("O6")
+def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(door):
     private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=BOUNDS, clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for factor in (1.0, 0.1):
@@ -204,7 +213,8 @@ def test_rank_06_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(do
 
 
 @through(PER_LAYER_DOORS)
-def test_rank_06_and_the_noise_keeps_to_the_norm_of_the_thresholds_in_force(door):
+@pytest.mark.hazard("O6")
+def test_the_noise_follows_the_norm_of_the_thresholds_in_force(door):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": [0.6, 0.8], "clipping": "per_layer", "noise_multiplier": SIGMA}
     private = door.open(model, fixed_loader(COUNT), **options)

@@ -1,4 +1,4 @@
-"""Ranks 7 to 13, and 30: layers in every layout and setting, and every use of a weight, count for what they add."""
+"""Layers in every layout and setting, and every use of a weight, count for what they add."""
 
 import itertools
 
@@ -35,7 +35,7 @@ def assert_right(door, model, inputs, targets=None, *, row=None):
     assert_equal(door.clipped_sum(model, LOSS, batch, NORM), true_sum(model, LOSS, batch, NORM, row=row))
 
 
-# Rank 7
+# Convolution: channels-last or transposed inputs are misread
 
 
 def images():
@@ -44,19 +44,21 @@ def images():
 
 @pytest.mark.parametrize("layout", [channels_last, transposed, sliced])
 @through(LAYER_DOORS, quick=BOTH)
-def test_rank_07_a_convolution_reads_its_input_whatever_the_memory_layout(door, layout):
+@pytest.mark.hazard("O7")
+def test_a_convolution_reads_its_input_whatever_the_memory_layout(door, layout):
     model, inputs = seeded(images), layout(rows(3, 5, 4))
     assert not inputs.is_contiguous()
     assert_right(door, model, inputs)
 
 
 @through(LAYER_DOORS, quick=("compat-ghost",))
-def test_rank_07_a_row_of_channels_last_adds_no_more_than_the_bound(door):
+@pytest.mark.hazard("O7")
+def test_a_row_of_channels_last_adds_no_more_than_the_bound(door):
     # Opacus's ghost mode: 24.9 x C
     assert_bounded(door, seeded(images), LOSS, (channels_last(rows(3, 5, 4)), classes()), NORM)
 
 
-# Rank 8
+# Functional fallback: keyword and second inputs are lost
 
 
 class Scaled(nn.Module):
@@ -94,17 +96,19 @@ class Calling(nn.Module):
 
 @pytest.mark.parametrize("name", CALLS)
 @through(LAYER_DOORS, quick=BOTH)
-def test_rank_08_a_layer_may_be_called_with_keywords_pairs_and_nothing(door, name):
+@pytest.mark.hazard("O8")
+def test_a_layer_may_be_called_with_keywords_pairs_and_nothing(door, name):
     assert_right(door, seeded(lambda: Calling(name)), rows(4))
 
 
 @through(LAYER_DOORS, quick=("compat-ghost",))
-def test_rank_08_a_row_adds_no_more_than_the_bound_through_a_second_input(door):
+@pytest.mark.hazard("O8")
+def test_a_row_adds_no_more_than_the_bound_through_a_second_input(door):
     # Opacus's ghost mode: 100 x C
     assert_bounded(door, seeded(lambda: Calling("keyword")), LOSS, (rows(4), classes()), NORM)
 
 
-# Rank 9
+# EmbeddingBag: an index that is repeated in a bag counts once
 
 
 class Bags(nn.Module):
@@ -120,7 +124,8 @@ class Bags(nn.Module):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @through(LAYER_DOORS, quick=BOTH)
-def test_rank_09_an_entry_that_a_bag_has_twice_counts_twice(door, mode):
+@pytest.mark.hazard("O9")
+def test_an_entry_that_a_bag_has_twice_counts_twice(door, mode):
     entries = indices(5, 6)
     entries[:, 3:] = entries[:, :1]
     assert_right(door, seeded(lambda: Bags(mode)), entries)
@@ -128,21 +133,23 @@ def test_rank_09_an_entry_that_a_bag_has_twice_counts_twice(door, mode):
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "weights"])
 @through(LAYER_DOORS, quick=BOTH)
-def test_rank_09_bags_with_offsets_and_weights_too(door, mode):
+@pytest.mark.hazard("O9")
+def test_bags_with_offsets_and_weights_too(door, mode):
     model = seeded(lambda: Bags("sum" if mode == "weights" else mode))
     entries, offsets, *weights = flat_bags(5, weights=mode == "weights")(5, torch.float32)
     assert_right(door, model, (entries, offsets, *weights), classes(5), row=bag_alone())
 
 
 @through(LAYER_DOORS, quick=("compat-ghost",))
-def test_rank_09_a_row_of_repeated_entries_adds_no_more_than_the_bound(door):
+@pytest.mark.hazard("O9")
+def test_a_row_of_repeated_entries_adds_no_more_than_the_bound(door):
     # Opacus's ghost mode: 50 x C
     entries = indices(5, 50)
     entries[1] = 1
     assert_bounded(door, seeded(lambda: Bags("sum")), LOSS, (entries, classes()), NORM)
 
 
-# Rank 10
+# Convolution: padding modes are ignored
 
 
 class Padded(nn.Module):
@@ -163,17 +170,19 @@ class Padded(nn.Module):
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @through(LAYER_DOORS, quick=BOTH)
-def test_rank_10_what_a_convolution_is_padded_with_counts(door, mode):
+@pytest.mark.hazard("O10")
+def test_what_a_convolution_is_padded_with_counts(door, mode):
     assert_right(door, seeded(lambda: Padded(mode)), rows(1, 3, 2, 2))
 
 
 @through(LAYER_DOORS, quick=("compat-ghost",))
-def test_rank_10_a_row_adds_no_more_than_the_bound_whatever_the_padding(door):
+@pytest.mark.hazard("O10")
+def test_a_row_adds_no_more_than_the_bound_whatever_the_padding(door):
     # Opacus's ghost mode: 1.56 x C
     assert_bounded(door, seeded(lambda: Padded("circular")), LOSS, (rows(1, 3, 2, 2), classes()), NORM)
 
 
-# Rank 11
+# A weight that is used outside its module is missed
 
 
 class Borrowed(nn.Module):
@@ -189,7 +198,8 @@ class Borrowed(nn.Module):
 
 
 @through(LAYER_DOORS)
-def test_rank_11_a_weight_used_outside_its_module_is_exact_or_refused_by_name(door):
+@pytest.mark.hazard("O11")
+def test_a_weight_used_outside_its_module_is_exact_or_refused_by_name(door):
     tokens = indices(CLASSES, 5)
     try:
         assert_right(door, seeded(Borrowed), tokens)
@@ -197,7 +207,7 @@ def test_rank_11_a_weight_used_outside_its_module_is_exact_or_refused_by_name(do
         assert "embedding.weight" in str(refused)
 
 
-# Rank 12
+# Ghost: a parameter tied between two kinds of layers has a wrong norm
 
 
 def used(layer, x, inputs):
@@ -239,17 +249,19 @@ PAIRS = list(itertools.product(LAYERS, LAYERS))
 @pytest.mark.one_in(3, "first")
 @pytest.mark.parametrize(("first", "last"), PAIRS)
 @through(LAYER_DOORS, quick=("default-auto",))
-def test_rank_12_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(door, first, last):
+@pytest.mark.hazard("O12")
+def test_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(door, first, last):
     assert_right(door, seeded(lambda: Tied(first, last)), rows(4))
 
 
 @through(LAYER_DOORS, quick=("compat-ghost",))
-def test_rank_12_a_row_adds_no_more_than_the_bound_through_a_tied_pair(door):
+@pytest.mark.hazard("O12")
+def test_a_row_adds_no_more_than_the_bound_through_a_tied_pair(door):
     # Opacus's ghost mode: 2.5 x C
     assert_bounded(door, seeded(lambda: Tied("linear", "unknown")), LOSS, (rows(4), classes()), NORM)
 
 
-# Rank 13
+# BatchNorm without affine parameters passes validation
 
 MIXING = {
     "without-parameters": lambda: nn.BatchNorm1d(4, affine=False),
@@ -259,14 +271,16 @@ MIXING = {
 
 @pytest.mark.parametrize("name", MIXING)
 @through(ALL_DOORS)
-def test_rank_13_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
+@pytest.mark.hazard("O13")
+def test_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dpengine\.fix\(model\)"):
         door.open(model, fixed_loader(ROWS))
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_rank_13_check_shows_that_a_row_is_moved_by_its_neighbours(name):
+@pytest.mark.hazard("O13")
+def test_check_shows_that_a_row_is_moved_by_its_neighbours(name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     (finding,) = dpengine.check(model).blocked
     assert (finding.name, finding.type) == ("1", "BatchNorm1d")
@@ -274,12 +288,13 @@ def test_rank_13_check_shows_that_a_row_is_moved_by_its_neighbours(name):
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_rank_13_validation_by_opacuss_names_stays_as_permissive_as_it_was(name):
+@pytest.mark.hazard("O13")
+def test_validation_by_opacuss_names_stays_as_permissive_as_it_was(name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     assert opacus("validators").ModuleValidator.is_valid(model)
 
 
-# Rank 30
+# Embedding: padding_idx and scale_grad_by_freq are ignored
 
 
 class Words(nn.Module):
@@ -293,7 +308,8 @@ class Words(nn.Module):
 
 
 @through(LAYER_DOORS)
-def test_rank_30_the_padding_entry_has_no_gradient(door):
+@pytest.mark.hazard("O30")
+def test_the_padding_entry_has_no_gradient(door):
     model = seeded(lambda: Words(padding_idx=1))
     batch = (indices(4, 5), classes())
     assert (batch[0] == 1).any()
@@ -303,6 +319,7 @@ def test_rank_30_the_padding_entry_has_no_gradient(door):
 
 
 @through(ALL_DOORS)
-def test_rank_30_gradients_divided_by_counts_over_the_batch_are_refused(door):
+@pytest.mark.hazard("O30")
+def test_gradients_divided_by_counts_over_the_batch_are_refused(door):
     with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
         door.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))

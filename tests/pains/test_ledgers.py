@@ -1,4 +1,4 @@
-"""Ranks 17 to 19, 21, 22, 24, 25 and 35: epsilon is that of what was drawn and added, and public numbers are public."""
+"""Epsilon is that of what was drawn and added, and public numbers are public."""
 
 import itertools
 import math
@@ -25,12 +25,13 @@ def a_step(private):
     private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
 
 
-# Rank 17
+# The divisor reveals the number of examples
 
 
 @pytest.mark.parametrize("count", [104, 103])
 @through(ALL_DOORS)
-def test_rank_17_the_divisor_does_not_tell_whether_one_row_is_there(door, count):
+@pytest.mark.hazard("O17")
+def test_the_divisor_does_not_tell_whether_one_row_is_there(door, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
     inputs, targets = rows(FEATURES, count=count), classes(count)
     private = door.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
@@ -41,7 +42,8 @@ def test_rank_17_the_divisor_does_not_tell_whether_one_row_is_there(door, count)
 
 
 @through(DEFAULT_DOORS)
-def test_rank_17_the_neighbouring_relation_is_in_the_report(door):
+@pytest.mark.hazard("O17")
+def test_the_neighbouring_relation_is_in_the_report(door):
     private = door.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
     assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
     a_step(private)
@@ -51,7 +53,7 @@ def test_rank_17_the_neighbouring_relation_is_in_the_report(door):
     assert private.engine.describe()["relation"] == "add-or-remove-one"
 
 
-# Rank 18
+# A custom sampler is replaced silently
 
 
 class EveryOther(Sampler):
@@ -77,7 +79,8 @@ class SubclassedBatchSampler(BatchSampler):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @through(ALL_DOORS)
-def test_rank_18_a_sampler_that_is_not_known_is_refused_by_name(door, name):
+@pytest.mark.hazard("O18")
+def test_a_sampler_that_is_not_known_is_refused_by_name(door, name):
     data = TensorDataset(torch.arange(48))
     with pytest.raises(SamplingError, match=rf"(?s){name}.*(shuffle|sampler)"):
         door.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
@@ -85,7 +88,8 @@ def test_rank_18_a_sampler_that_is_not_known_is_refused_by_name(door, name):
 
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
 @through(ALL_DOORS)
-def test_rank_18_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, size):
+@pytest.mark.hazard("O18")
+def test_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, size):
     private = door.open(mlp(), fixed_loader(rows, batch_size=size), poisson=True, noise_multiplier=1.0)
     a_step(private)
     if door.compat:
@@ -100,11 +104,12 @@ def test_rank_18_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, 
     assert private.size == size
 
 
-# Rank 19
+# Shuffled batches are reported with amplification by sampling
 
 
 @through(ALL_DOORS)
-def test_rank_19_without_poisson_sampling_the_divisor_is_the_batch_size(door):
+@pytest.mark.hazard("O19")
+def test_without_poisson_sampling_the_divisor_is_the_batch_size(door):
     private = door.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
     assert private.size == 64
     batches = [len(drawn) for (drawn,) in private.loader]
@@ -112,7 +117,8 @@ def test_rank_19_without_poisson_sampling_the_divisor_is_the_batch_size(door):
 
 
 @through(ALL_DOORS)
-def test_rank_19_without_poisson_sampling_no_amplification_is_claimed(door):
+@pytest.mark.hazard("O19")
+def test_without_poisson_sampling_no_amplification_is_claimed(door):
     private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
     for (drawn,) in private.loader:
         private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
@@ -124,7 +130,8 @@ def test_rank_19_without_poisson_sampling_no_amplification_is_claimed(door):
 
 
 @through(DEFAULT_DOORS)
-def test_rank_19_the_event_says_how_batches_were_drawn(door):
+@pytest.mark.hazard("O19")
+def test_the_event_says_how_batches_were_drawn(door):
     for poisson, kind in ((True, PoissonGaussianEvent), (False, UnclaimedEvent)):
         private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
         a_step(private)
@@ -134,11 +141,12 @@ def test_rank_19_the_event_says_how_batches_were_drawn(door):
         private.engine.get_epsilon(DELTA)
 
 
-# Rank 21
+# A step hook of the user removes the accounting
 
 
 @through(COMPAT_DOORS)
-def test_rank_21_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
+@pytest.mark.hazard("O21")
+def test_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
     private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     for name in ("first", "second"):
@@ -149,7 +157,8 @@ def test_rank_21_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
 
 
 @through(DEFAULT_DOORS)
-def test_rank_21_torchs_own_step_hooks_leave_the_ledger_alone(door):
+@pytest.mark.hazard("O21")
+def test_torchs_own_step_hooks_leave_the_ledger_alone(door):
     private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     private.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -159,10 +168,11 @@ def test_rank_21_torchs_own_step_hooks_leave_the_ledger_alone(door):
     assert private.engine.ledger.steps == 1
 
 
-# Rank 22
+# A rejected step empties the history
 
 
-def test_rank_22_a_refused_charge_leaves_the_history_as_it_was():
+@pytest.mark.hazard("O22")
+def test_a_refused_charge_leaves_the_history_as_it_was():
     ledger = Ledger()
     ledger.charge(GaussianEvent(1.0), count=3)
     before = ledger.history
@@ -174,7 +184,8 @@ def test_rank_22_a_refused_charge_leaves_the_history_as_it_was():
 
 @pytest.mark.parametrize("change", [{"noise_multiplier": 2.0}, {"sample_rate": 0.2}, {"noise_multiplier": -1.0}])
 @pytest.mark.parametrize("mechanism", ["gdp", "rdp", "prv"])
-def test_rank_22_a_compat_accountant_that_refuses_a_step_keeps_its_history(mechanism, change):
+@pytest.mark.hazard("O22")
+def test_a_compat_accountant_that_refuses_a_step_keeps_its_history(mechanism, change):
     accountant = opacus("accountants").create_accountant(mechanism)
     step = {"noise_multiplier": 1.0, "sample_rate": 0.1}
     accountant.step(**step)
@@ -188,7 +199,7 @@ def test_rank_22_a_compat_accountant_that_refuses_a_step_keeps_its_history(mecha
         assert len(accountant.history) == 2
 
 
-# Rank 24
+# Calibration exceeds the target
 
 QUICK_LENGTHS = (1, 93)
 TARGET = 2.0
@@ -205,7 +216,8 @@ def lengths():
 
 @pytest.mark.parametrize("steps", lengths())
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_rank_24_the_planned_steps_cost_the_target_and_no_more(steps, accountant):
+@pytest.mark.hazard("O24")
+def test_the_planned_steps_cost_the_target_and_no_more(steps, accountant):
     planned = {"sample_rate": 1 / steps, "steps": steps, "accountant": accountant}
     sigma = dpengine.calibrate(target_epsilon=TARGET, target_delta=DELTA, **planned)
     assert_on_target(epsilon(noise_multiplier=sigma, delta=DELTA, **planned))
@@ -213,7 +225,8 @@ def test_rank_24_the_planned_steps_cost_the_target_and_no_more(steps, accountant
 
 @pytest.mark.parametrize("steps", lengths())
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("prv", marks=pytest.mark.slow)])
-def test_rank_24_and_so_do_those_that_compat_plans(steps, accountant):
+@pytest.mark.hazard("O24")
+def test_the_steps_that_compat_plans_cost_the_target_and_no_more(steps, accountant):
     planned = {"sample_rate": 1 / steps, "epochs": 1, "accountant": accountant, "epsilon_tolerance": 0.001}
     sigma = opacus("accountants.utils").get_noise_multiplier(target_epsilon=TARGET, target_delta=DELTA, **planned)
     spending = opacus("accountants").create_accountant(accountant)
@@ -222,7 +235,8 @@ def test_rank_24_and_so_do_those_that_compat_plans(steps, accountant):
     assert_on_target(spending.get_epsilon(delta=DELTA))
 
 
-def test_rank_24_a_run_to_a_target_ends_on_it():
+@pytest.mark.hazard("O24")
+def test_a_run_to_a_target_ends_on_it():
     model = mlp()
     engine = dpengine.PrivacyEngine(seed=0)
     options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 2, "max_grad_norm": 1.0}
@@ -242,7 +256,8 @@ def test_rank_24_a_run_to_a_target_ends_on_it():
     assert_on_target(engine.epsilon)
 
 
-def test_rank_24_noise_is_found_for_every_step_of_the_planned_passes():
+@pytest.mark.hazard("O24")
+def test_noise_is_found_for_every_step_of_the_planned_passes():
     model = mlp()
     engine = dpengine.PrivacyEngine("rdp", seed=0)
     options = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 1, "max_grad_norm": 1.0}
@@ -253,7 +268,8 @@ def test_rank_24_noise_is_found_for_every_step_of_the_planned_passes():
 
 
 @through(COMPAT_DOORS, quick=("compat-hooks",))
-def test_rank_24_a_compat_run_to_a_target_ends_on_it(door):
+@pytest.mark.hazard("O24")
+def test_a_compat_run_to_a_target_ends_on_it(door):
     model = mlp()
     engine = opacus().PrivacyEngine(accountant="rdp")
     _, optimizer, *_, loader = engine.make_private_with_epsilon(
@@ -274,13 +290,14 @@ def test_rank_24_a_compat_run_to_a_target_ends_on_it(door):
     assert_on_target(engine.get_epsilon(delta=DELTA))
 
 
-# Rank 25
+# Epsilon is negative, or the accountant fails
 
 GRID = list(itertools.product((0.3, 1.0, 50.0, 1e4), (1e-4, 0.5, 1.0), (1, 1000), (1e-9, 0.5, 0.99)))
 
 
 @pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp"])
-def test_rank_25_epsilon_is_a_number_of_at_least_zero_or_refused_by_name(accountant):
+@pytest.mark.hazard("O25")
+def test_epsilon_is_a_number_of_at_least_zero_or_refused_by_name(accountant):
     for sigma, rate, steps, delta in GRID:
         if accountant == "gdp" and rate < 1:
             continue
@@ -291,7 +308,8 @@ def test_rank_25_epsilon_is_a_number_of_at_least_zero_or_refused_by_name(account
 
 @pytest.mark.parametrize("grid", [GRID[::8], pytest.param(GRID, marks=pytest.mark.slow)], ids=["a-few", "all"])
 @pytest.mark.parametrize("mechanism", ["gdp", "rdp"])
-def test_rank_25_a_compat_accountant_answers_with_a_number_of_at_least_zero(mechanism, grid):
+@pytest.mark.hazard("O25")
+def test_a_compat_accountant_answers_with_a_number_of_at_least_zero(mechanism, grid):
     for sigma, rate, steps, delta in grid:
         accountant = opacus("accountants").create_accountant(mechanism)
         accountant.history = [(sigma, rate, steps)]
@@ -299,18 +317,20 @@ def test_rank_25_a_compat_accountant_answers_with_a_number_of_at_least_zero(mech
         assert found >= 0 and not math.isnan(found), (sigma, rate, steps, delta)
 
 
-# Rank 35
+# An epoch loses a batch to rounding
 
 LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
 
 
-def test_rank_35_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_batches():
+@pytest.mark.hazard("O35")
+def test_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_batches():
     for batches in range(1, 2001):
         assert strategy_for(DataLoader(range(batches))).steps_per_epoch == batches
 
 
 @through(ALL_DOORS)
-def test_rank_35_the_private_loader_is_as_long_as_the_users(door):
+@pytest.mark.hazard("O35")
+def test_the_private_loader_is_as_long_as_the_users(door):
     for batches in LENGTHS:
         loader = fixed_loader(batches, batch_size=1)
         options = {} if door.compat else {"target_delta": DELTA}
@@ -318,7 +338,8 @@ def test_rank_35_the_private_loader_is_as_long_as_the_users(door):
 
 
 @pytest.mark.slow
-def test_rank_35_so_is_the_compat_loader_for_1_to_2000_batches():
+@pytest.mark.hazard("O35")
+def test_the_compat_loader_has_the_length_of_the_users_for_1_to_2000_batches():
     data_loaders = opacus("data_loader")
     for batches in range(1, 2001):
         private = data_loaders.DPDataLoader.from_data_loader(DataLoader(range(batches)))

@@ -1,4 +1,4 @@
-"""Ranks 1 to 3 and 29: whichever criterion the loop calls, and whatever shape it gives, the sum is the clipped one."""
+"""Every criterion, of every shape, leads to the clipped sum."""
 
 import functools
 
@@ -29,7 +29,8 @@ GHOSTS = ("default-ghost", "compat-ghost")
 
 
 @through(ALL_DOORS)
-def test_rank_01_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(door):
+@pytest.mark.hazard("O1")
+def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(door):
     criterion = nn.CrossEntropyLoss()
     truth = true_sum(mlp(), criterion, batch(), 1.5)
     assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5, plain=True), truth)
@@ -38,7 +39,8 @@ def test_rank_01_the_users_own_criterion_is_clipped_like_the_one_that_was_return
 
 
 @through(COMPAT_DOORS, quick=("compat-ghost",))
-def test_rank_01_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(door):
+@pytest.mark.hazard("O1")
+def test_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(door):
     assert_bounded(door, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
 
 
@@ -52,7 +54,8 @@ CRITERIA = {
 
 @pytest.mark.parametrize("name", CRITERIA)
 @through(ALL_DOORS, quick=("compat-ghost",))
-def test_rank_02_a_criterion_may_be_a_function_or_a_module(door, name):
+@pytest.mark.hazard("O2")
+def test_a_criterion_may_be_a_function_or_a_module(door, name):
     criterion = CRITERIA[name]()
     assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
     assert not hasattr(F.cross_entropy, "reduction")  # nothing is left on a function that all the world shares
@@ -70,13 +73,15 @@ def one_output():
     [pytest.param(nn.BCEWithLogitsLoss(), id="bce"), pytest.param(nn.MSELoss(), id="mse", marks=pytest.mark.slow)],
 )
 @through(ALL_DOORS)
-def test_rank_03_losses_with_a_column_per_row_are_not_spread_over_the_batch(door, criterion):
+@pytest.mark.hazard("O3")
+def test_losses_with_a_column_per_row_are_not_spread_over_the_batch(door, criterion):
     model, rows16 = one_output()
     assert_equal(door.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
 
 
 @through(DEFAULT_DOORS)
-def test_rank_03_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(door):
+@pytest.mark.hazard("O3")
+def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(door):
     model, (inputs, targets) = one_output()
     truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
     private = door.open(model, fixed_loader(16), max_grad_norm=0.3)
@@ -91,7 +96,8 @@ def test_rank_03_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape
 
 @pytest.mark.parametrize("shape", ["vector", "column", "number"])
 @through(COMPAT_DOORS, quick=("compat-ghost",))
-def test_rank_03_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(door, shape):
+@pytest.mark.hazard("O3")
+def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(door, shape):
     model, rows16 = one_output()
 
     def criterion(outputs, targets):
@@ -108,7 +114,7 @@ def test_rank_03_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_
     assert_equal(found, truth)
 
 
-# Rank 29
+# The modes disagree for token losses
 
 
 class Tokens(nn.Module):
@@ -148,7 +154,8 @@ class TokenLoss(nn.Module):
 
 
 @through(ALL_DOORS)
-def test_rank_29_token_losses_with_ignored_positions_give_one_sum_in_all_modes(door):
+@pytest.mark.hazard("O29")
+def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(door):
     torch.manual_seed(1)
     model, tokens = Tokens(), token_batch(equal=False)
     if not door.writes:
@@ -171,7 +178,8 @@ def part_of(targets):
 
 
 @through(GHOST_DOORS)
-def test_rank_29_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
+@pytest.mark.hazard("O29")
+def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
     torch.manual_seed(1)
     model, tokens = Tokens(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)
@@ -184,7 +192,8 @@ def test_rank_29_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
     assert_equal(private.sum(), truth)
 
 
-def test_rank_29_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named():
+@pytest.mark.hazard("O29")
+def test_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named():
     torch.manual_seed(1)
     model = Tokens()
     with pytest.raises(BatchDependentLossError, match=r"per_example\(loss_fn\)"):

@@ -40,7 +40,8 @@ def traces(model):
     return hooks, own, [(type(p), sorted(vars(p)), bool(p._backward_hooks)) for p in model.parameters()]
 
 
-def test_rank_47_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_up():
+@pytest.mark.hazard("O47")
+def test_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_up():
     model, rows, found = mlp(), batch(), []
     before, never = traces(model), copy.deepcopy(model)
     engine = PrivacyEngine(seed=0)
@@ -61,7 +62,8 @@ def test_rank_47_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_
     assert engine.ledger.steps == 10
 
 
-def test_rank_47_a_second_engine_composes_what_the_first_spent():
+@pytest.mark.hazard("O47")
+def test_a_second_engine_composes_what_the_first_spent():
     first = PrivacyEngine(seed=0)
     second = PrivacyEngine(seed=1)
     for engine in (first, second):
@@ -82,7 +84,8 @@ def test_rank_47_a_second_engine_composes_what_the_first_spent():
 
 
 @pytest.mark.parametrize("functorch", [False, True])
-def test_rank_47_wrapping_ten_times_in_compat_leaves_nothing(functorch):
+@pytest.mark.hazard("O47")
+def test_wrapping_ten_times_in_compat_leaves_nothing(functorch):
     model, (x, y) = mlp(), batch()
     before = traces(model)
     truth = {
@@ -100,7 +103,8 @@ def test_rank_47_wrapping_ten_times_in_compat_leaves_nothing(functorch):
         assert not any(hasattr(p, "grad_sample") for p in model.parameters())
 
 
-def test_rank_47_a_wrapper_is_made_private_again_and_again_in_compat_and_engines_compose():
+@pytest.mark.hazard("O47")
+def test_a_wrapper_is_made_private_again_and_again_in_compat_and_engines_compose():
     model, (x, y) = mlp(), batch(20)
     wrapper, accountants = model, []
     for _ in range(3):  # rounds of a federated loop, each with an engine of its own
@@ -131,7 +135,8 @@ WRAPPED = [door for door in COMPAT_DOORS if not door.id.endswith("unwrapped")]
 
 
 @through_some(WRAPPED)
-def test_rank_48_both_spellings_of_keys_load(door):
+@pytest.mark.hazard("O48")
+def test_both_spellings_of_keys_load(door):
     private, plain = opened(door), mlp()
     bare = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
     for state in (bare, {f"_module.{name}": value + 1 for name, value in bare.items()}):
@@ -144,7 +149,8 @@ def test_rank_48_both_spellings_of_keys_load(door):
 
 
 @through_some([door for door in ALL_DOORS if door not in WRAPPED])
-def test_rank_48_keys_are_those_of_the_users_model(door):
+@pytest.mark.hazard("O48")
+def test_keys_are_those_of_the_users_model(door):
     private, plain = opened(door), mlp()
     for name, value in plain.state_dict().items():
         plain.state_dict()[name].copy_(torch.randn_like(value))
@@ -177,7 +183,8 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @through_some(ALL_DOORS, always={"default-auto", "compat-hooks"})
-def test_rank_48_a_copy_of_a_private_model_runs_forward_and_backward(door, copied):
+@pytest.mark.hazard("O48")
+def test_a_copy_of_a_private_model_runs_forward_and_backward(door, copied):
     private, (x, y) = opened(door, nn.Sequential(mlp(), Own())), batch()
     for _ in private.loader:
         private.step(x, y)
@@ -202,7 +209,8 @@ def test_rank_48_a_copy_of_a_private_model_runs_forward_and_backward(door, copie
 
 
 @pytest.mark.parametrize("place", ["before the end of an epoch", pytest.param("after it", marks=pytest.mark.slow)])
-def test_rank_48_a_run_gone_on_with_equals_one_that_never_stopped_noise_included(tmp_path, place):
+@pytest.mark.hazard("O48")
+def test_a_run_gone_on_with_equals_one_that_never_stopped_noise_included(tmp_path, place):
     stop = 3 if place.startswith("before") else 8
 
     def run():
@@ -236,7 +244,8 @@ def test_rank_48_a_run_gone_on_with_equals_one_that_never_stopped_noise_included
 
 
 @through_some(COMPAT_DOORS, always={"compat-hooks"})
-def test_rank_48_a_checkpoint_of_compat_is_gone_on_with(door, tmp_path):
+@pytest.mark.hazard("O48")
+def test_a_checkpoint_of_compat_is_gone_on_with(door, tmp_path):
     first, second = opened(door, noise_multiplier=1.0), opened(door, noise_multiplier=1.0)
     rows = batch()
     for _ in first.loader:

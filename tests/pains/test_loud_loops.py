@@ -60,7 +60,8 @@ def assert_has_the_structure(found, rows):
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "only"])
-def test_rank_39_empty_batches_have_the_structure_of_others_wherever_they_come(place):
+@pytest.mark.hazard("O39")
+def test_empty_batches_have_the_structure_of_others_wherever_they_come(place):
     for seed in range(50):  # until the draw has an empty batch there
         model = mlp().double()
         settings = {
@@ -90,7 +91,8 @@ def test_rank_39_empty_batches_have_the_structure_of_others_wherever_they_come(p
 
 @pytest.mark.parametrize("skips", [True, False], ids=["without a backward pass", "with one"])
 @through_some(LAYER_DOORS)
-def test_rank_39_an_empty_batch_is_a_step_with_noise(door, skips):
+@pytest.mark.hazard("O39")
+def test_an_empty_batch_is_a_step_with_noise(door, skips):
     model = mlp()
     data = TensorDataset(torch.arange(ROWS))
     private = door.open(model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True)
@@ -112,7 +114,8 @@ def test_rank_39_an_empty_batch_is_a_step_with_noise(door, skips):
 
 
 @pytest.mark.parametrize("place", ["first", "middle", "only"])
-def test_rank_39_empty_batches_of_compat_have_the_structure_of_others(place):
+@pytest.mark.hazard("O39")
+def test_empty_batches_of_compat_have_the_structure_of_others(place):
     compat = opacus("data_loader")
     rate = 1e-9 if place == "only" else 1 / 8
     for _ in range(50):
@@ -145,7 +148,8 @@ def has_a_second_loss(private, rows):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_40_what_looks_like_accumulation_has_a_message_for_each_cause(door):
+@pytest.mark.hazard("O40")
+def test_what_looks_like_accumulation_has_a_message_for_each_cause(door):
     said = []
     for cause, expected in ((forgets_zero_grad, "zero_grad"), (has_a_second_loss, "backward")):
         private = opened(door, poisson=True)
@@ -158,7 +162,8 @@ def test_rank_40_what_looks_like_accumulation_has_a_message_for_each_cause(door)
 
 
 @through_some(ALL_DOORS, always={"default-auto", "compat-hooks"})
-def test_rank_40_an_optimizer_over_a_part_of_the_model_takes_two_steps(door):
+@pytest.mark.hazard("O40")
+def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(door):
     model, rows = mlp(), batch()
     some = list(model[2].parameters())
     private = opened(door, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
@@ -174,7 +179,8 @@ def test_rank_40_an_optimizer_over_a_part_of_the_model_takes_two_steps(door):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_56_contributions_of_one_batch_add_before_they_are_clipped(door):
+@pytest.mark.hazard("O56")
+def test_contributions_of_one_batch_add_before_they_are_clipped(door):
     model, (x, y) = mlp(), batch()
     both = lambda m, r: CRITERION(m(x[r]), y[r]) + CRITERION(m(2 * x[r]), y[r])  # noqa: E731
     rows = []
@@ -192,7 +198,8 @@ def test_rank_56_contributions_of_one_batch_add_before_they_are_clipped(door):
 
 
 @through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
-def test_rank_56_two_models_with_two_optimizers_have_two_budgets(door):
+@pytest.mark.hazard("O56")
+def test_two_models_with_two_optimizers_have_two_budgets(door):
     """A generator that is trained through a private discriminator, and is private itself, at another price."""
     x, y = batch()
     judge, other = opened(door, noise_multiplier=1.0), opened(door, noise_multiplier=4.0)
@@ -210,7 +217,8 @@ def test_rank_56_two_models_with_two_optimizers_have_two_budgets(door):
 
 
 @through_some([d for d in COMPAT_DOORS if not d.writes and d.mode != "ew"])
-def test_rank_56_the_memory_manager_takes_batches_of_none(door):
+@pytest.mark.hazard("O56")
+def test_the_memory_manager_takes_batches_of_none(door):
     private = door.open(
         mlp(),
         DataLoader(TensorDataset(*batch(8)), batch_size=1),
@@ -233,7 +241,8 @@ def test_rank_56_the_memory_manager_takes_batches_of_none(door):
 # 57
 
 
-def test_rank_57_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_drawn():
+@pytest.mark.hazard("O57")
+def test_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_drawn():
     x, y = batch(40)
     weight = torch.randn(FEATURES, CLASSES)
     gradient = clipped_grad(
@@ -258,7 +267,8 @@ def test_rank_57_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_d
     assert len(sizes) > 2
 
 
-def test_rank_57_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
+@pytest.mark.hazard("O57")
+def test_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -291,7 +301,8 @@ def unit_gradient(model, x, y, reduction):
     return {name: p.grad for name, p in alone.named_parameters()}
 
 
-def test_rank_61_a_unit_with_a_thousand_rows_weighs_as_one():
+@pytest.mark.hazard("O61")
+def test_a_unit_with_a_thousand_rows_weighs_as_one():
     x, y = batch(1001)
     model, unit = mlp(), torch.tensor([0] * 1000 + [1])
     for reduction in ("mean", "sum"):
@@ -332,7 +343,8 @@ def plain_gradients(model, rows):
 
 @pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
 @through_some(DEFAULT_DOORS)
-def test_rank_62_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(door, when):
+@pytest.mark.hazard("O62")
+def test_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(door, when):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
     private = opened(door, model, max_grad_norm=0.1)
     public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
@@ -364,13 +376,15 @@ def test_rank_62_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stay
     assert private.engine.ledger.steps == 1
 
 
-def test_rank_62_a_public_pass_needs_a_private_model():
+@pytest.mark.hazard("O62")
+def test_a_public_pass_needs_a_private_model():
     with pytest.raises(UnknownParameterError, match="make_private"), public(PrivacyEngine()):
         pass
 
 
 @through_some([door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")])
-def test_rank_62_the_hooks_of_compat_can_be_switched_off_and_on(door):
+@pytest.mark.hazard("O62")
+def test_the_hooks_of_compat_can_be_switched_off_and_on(door):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
     private, truth = opened(door, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
     private.module.disable_hooks()
@@ -387,7 +401,8 @@ def test_rank_62_the_hooks_of_compat_can_be_switched_off_and_on(door):
 
 
 @through_some(ALL_DOORS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
-def test_rank_63_without_noise_and_without_a_threshold_it_is_ordinary_training(door):
+@pytest.mark.hazard("O63")
+def test_without_noise_and_without_a_threshold_it_is_ordinary_training(door):
     plain, (x, y) = mlp(), batch(24)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     private = opened(

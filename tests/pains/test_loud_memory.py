@@ -46,7 +46,8 @@ def peak_of_a_step(private, x, y):
 
 
 @through_some(FRUGAL, always={"default-auto", "compat-hooks"})
-def test_rank_51_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(door):
+@pytest.mark.hazard("O51")
+def test_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(door):
     entries, width = 10**6, 2
     table = 4 * entries * width
     peaks = {}
@@ -76,7 +77,8 @@ def by_estimates(monkeypatch):
 
 
 @through_some(FRUGAL, always={"default-auto", "compat-hooks"})
-def test_rank_52_a_convolution_does_not_unfold_its_input(door, by_estimates):
+@pytest.mark.hazard("O52")
+def test_a_convolution_does_not_unfold_its_input(door, by_estimates):
     rows = 16
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -90,7 +92,8 @@ def test_rank_52_a_convolution_does_not_unfold_its_input(door, by_estimates):
     assert found < ordinary + 24 * activations  # unfolded, the second input alone would be 49 activations
 
 
-def test_rank_52_without_a_budget_nothing_large_is_kept_and_the_sums_are_right():
+@pytest.mark.hazard("O52")
+def test_without_a_budget_nothing_large_is_kept_and_the_sums_are_right():
     rows, width = 32, 256
     torch.manual_seed(1)
     model = nn.Sequential(

@@ -44,7 +44,8 @@ def assert_sum_is_right(door, model, rows, max_norm=1.0, *, rtol=1e-5, **options
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
-def test_rank_37_networks_with_in_place_operations_train_after_fix(door, block):
+@pytest.mark.hazard("O37")
+def test_networks_with_in_place_operations_train_after_fix(door, block):
     model = fixed(door, network(block))
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     assert any(getattr(layer, "inplace", False) for layer in model.modules())  # otherwise unchanged
@@ -99,7 +100,8 @@ CAUSES = {
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 @through_some(LAYER_DOORS)
-def test_rank_38_each_cause_of_a_missing_gradient_has_its_own_message(door, cause):
+@pytest.mark.hazard("O38")
+def test_each_cause_of_a_missing_gradient_has_its_own_message(door, cause):
     private = door.open(WithSpare(), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
         with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
@@ -108,7 +110,8 @@ def test_rank_38_each_cause_of_a_missing_gradient_has_its_own_message(door, caus
 
 
 @through_some(LAYER_DOORS)
-def test_rank_38_a_part_in_eval_mode_takes_part(door):
+@pytest.mark.hazard("O38")
+def test_a_part_in_eval_mode_takes_part(door):
     model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
     for part in (model[0], model[1]):
         part.eval()
@@ -121,7 +124,8 @@ def test_rank_38_a_part_in_eval_mode_takes_part(door):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_38_a_forward_pass_without_backward_is_forgotten(door):
+@pytest.mark.hazard("O38")
+def test_a_forward_pass_without_backward_is_forgotten(door):
     model, rows = mlp(), batch()
     private = door.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
@@ -163,7 +167,8 @@ class CallsMixed(nn.Module):
 
 @pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
 @through_some(LAYER_DOORS)
-def test_rank_41_layers_take_tuples_keywords_and_none_and_return_several(door):
+@pytest.mark.hazard("O41")
+def test_layers_take_tuples_keywords_and_none_and_return_several(door):
     generator = torch.Generator().manual_seed(3)
     inputs = {
         name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
@@ -210,7 +215,8 @@ class Nested(nn.Module):
 
 
 @through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
-def test_rank_42_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(door):
+@pytest.mark.hazard("O42")
+def test_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(door):
     plain, x = Nested(), torch.randn(ROWS, 6, FEATURES)
     mended = fixed(door, Nested())
     for source, target in ((plain, mended), (mended, plain)):
@@ -249,7 +255,8 @@ class WithMethods(nn.Module):
 
 
 @through(ALL_DOORS)
-def test_rank_46_the_users_model_and_what_it_has_are_reachable(door):
+@pytest.mark.hazard("O46")
+def test_the_users_model_and_what_it_has_are_reachable(door):
     model = WithMethods()
     private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
     if not door.compat or door.id.endswith("unwrapped"):
@@ -267,7 +274,8 @@ def test_rank_46_the_users_model_and_what_it_has_are_reachable(door):
 
 
 @through_some(ALL_DOORS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
-def test_rank_49_parameters_may_be_frozen_and_thawed_between_steps(door):
+@pytest.mark.hazard("O49")
+def test_parameters_may_be_frozen_and_thawed_between_steps(door):
     model, rows = mlp(), batch()
     everything = list(model.parameters())
     options = {"make_optimizer": lambda _: torch.optim.SGD(everything, lr=0.1)}
@@ -324,14 +332,16 @@ STRICT = [door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "
 
 @buffered
 @through_some([door for door in LAYER_DOORS if door not in STRICT])
-def test_rank_58_buffers_that_forward_does_not_write_are_accepted(door, make):
+@pytest.mark.hazard("O58")
+def test_buffers_that_forward_does_not_write_are_accepted(door, make):
     torch.manual_seed(1)
     assert_sum_is_right(door, make(), batch())
 
 
 @buffered
 @through_some(STRICT)
-def test_rank_58_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make):
+@pytest.mark.hazard("O58")
+def test_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make):
     torch.manual_seed(1)
     model, rows = make(), batch()
     with pytest.raises(NotImplementedError, match=r"strict=False.*harmless"):
@@ -350,7 +360,8 @@ def test_rank_58_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make)
 
 
 @through_some(LAYER_DOORS)
-def test_rank_58_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
+@pytest.mark.hazard("O58")
+def test_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
     class Counts(nn.Linear):
         def __init__(self):
             super().__init__(FEATURES, CLASSES)
@@ -370,7 +381,8 @@ def test_rank_58_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
 
 # torch's ExpandedWeights cannot be compiled
 @through_some([door for door in LAYER_DOORS if door.mode != "ew"], always=set())
-def test_rank_59_a_compiled_model_gives_the_eager_sums(door):
+@pytest.mark.hazard("O59")
+def test_a_compiled_model_gives_the_eager_sums(door):
     model, rows = mlp(), batch()
     truth = true_sum(model, CRITERION, rows)
     private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
@@ -384,7 +396,8 @@ def test_rank_59_a_compiled_model_gives_the_eager_sums(door):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_60_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(door):
+@pytest.mark.hazard("O60")
+def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(door):
     model, rows = mlp(), batch()
     private = door.open(model.eval(), fixed_loader(ROWS), criterion=CRITERION)
     other = batch(7, seed=9)[0].requires_grad_()

@@ -65,7 +65,8 @@ RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, lo
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_rank_43_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
+@pytest.mark.hazard("O43")
+def test_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
     sigma, rate, steps, delta = run
     asked = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
     lower = epsilon_bounds(**asked)[0]
@@ -79,7 +80,8 @@ def test_rank_43_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that RDP answers instead, where it does
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_rank_43_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
+@pytest.mark.hazard("O43")
+def test_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
     sigma, rate, steps, delta = run
     lower = epsilon_bounds(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta)[0]
     accountant = opacus("accountants").PRVAccountant()
@@ -114,7 +116,8 @@ def noise_of(door_options, *, compat):
 
 
 @pytest.mark.parametrize("compat", [False, True], ids=["default", "compat"])
-def test_rank_44_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
+@pytest.mark.hazard("O44")
+def test_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchcsprng", None)  # importing it would raise
     flag = {"secure_mode": True} if compat else {"secure_rng": True}
     found = []
@@ -127,7 +130,8 @@ def test_rank_44_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypat
     assert abs(stats.pearsonr(*[noise.numpy() for noise in found]).statistic) < 6 / math.sqrt(len(found[0]))
 
 
-def test_rank_44_a_generator_beside_secure_mode_is_refused_in_compat():
+@pytest.mark.hazard("O44")
+def test_a_generator_beside_secure_mode_is_refused_in_compat():
     model = mlp()
     with pytest.raises(ValueError, match="noise_generator"):
         opacus().PrivacyEngine(secure_mode=True).make_private(
@@ -141,7 +145,8 @@ def test_rank_44_a_generator_beside_secure_mode_is_refused_in_compat():
 
 
 @pytest.mark.gpu
-def test_rank_44_secure_noise_for_an_accelerator():
+@pytest.mark.hazard("O44")
+def test_secure_noise_for_an_accelerator():
     model = nn.Linear(100, 200, bias=False).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = PrivacyEngine(secure_rng=True)
@@ -169,7 +174,8 @@ class Autocast(nn.Module):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_45_under_autocast_no_row_exceeds_the_threshold(door):
+@pytest.mark.hazard("O45")
+def test_under_autocast_no_row_exceeds_the_threshold(door):
     model, rows, criterion = Autocast(mlp()), batch(scale=3.0), nn.CrossEntropyLoss(reduction="sum")
 
     def sum_of(*rows):  # of losses that are added: a mean would round the other rows anew when one is left out
@@ -182,7 +188,8 @@ def test_rank_45_under_autocast_no_row_exceeds_the_threshold(door):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_45_a_model_in_bfloat16_is_clipped_by_norms_in_float32(door):
+@pytest.mark.hazard("O45")
+def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(door):
     x, y = batch(64)
     torch.manual_seed(1)
     wide = nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, CLASSES)).to(torch.bfloat16)
@@ -196,7 +203,8 @@ def test_rank_45_a_model_in_bfloat16_is_clipped_by_norms_in_float32(door):
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
 @pytest.mark.parametrize("mode", [door.mode for door in DEFAULT_DOORS])
-def test_rank_45_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
+@pytest.mark.hazard("O45")
+def test_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
     model, (x, y) = mlp(), batch()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     private = copy.deepcopy(model)
@@ -213,7 +221,8 @@ def test_rank_45_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
 
 
 @through_some(LAYER_DOORS)
-def test_rank_45_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
+@pytest.mark.hazard("O45")
+def test_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
     private, (x, y) = door.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
     scaler = torch.amp.GradScaler("cpu")
     for _ in private.loader:
@@ -228,7 +237,8 @@ def test_rank_45_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
 
 @pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
 @through_some(DEFAULT_DOORS)
-def test_rank_50_adaptive_clipping_needs_no_more_than_its_name(door, multiplier):
+@pytest.mark.hazard("O50")
+def test_adaptive_clipping_needs_no_more_than_its_name(door, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=1)
@@ -243,7 +253,8 @@ def test_rank_50_adaptive_clipping_needs_no_more_than_its_name(door, multiplier)
     assert all(p.isfinite().all() for p in model.parameters())
 
 
-def test_rank_50_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works():
+@pytest.mark.hazard("O50")
+def test_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works():
     with pytest.raises(InvalidBudgetError, match=r"Try count_noise_multiplier=125") as seen:
         DEFAULT_DOORS[0].open(mlp(), fixed_loader(ROWS), clipping="adaptive", noise_multiplier=25.0)
     assert "count_noise_multiplier above 12.5" in str(seen.value)
@@ -251,7 +262,8 @@ def test_rank_50_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works()
 
 @pytest.mark.parametrize("multiplier", [0.5, 1])
 @through_some([door for door in COMPAT_DOORS if door.mode != "ghost" and not door.writes])
-def test_rank_50_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(door, multiplier):
+@pytest.mark.hazard("O50")
+def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(door, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     private = door.open(
@@ -280,7 +292,8 @@ def test_rank_50_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batche
 # 64
 
 
-def test_rank_64_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
+@pytest.mark.hazard("O64")
+def test_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
     model = mlp()
     engine = PrivacyEngine(seed=0)
     data = DataLoader(TensorDataset(*batch(40)), batch_size=8)
@@ -326,7 +339,8 @@ class Half(AbstractClip):
 
 
 @through_some(DEFAULT_DOORS)
-def test_rank_65_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(door):
+@pytest.mark.hazard("O65")
+def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(door):
     model, rows, bound = mlp(), batch(), 0.3
     private = door.open(
         copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, clipping=Half(bound), max_grad_norm=None
@@ -349,7 +363,8 @@ def test_rank_65_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows
 
 
 @through(DEFAULT_DOORS[:1])
-def test_rank_65_a_policy_without_a_bound_cannot_be_made(door):
+@pytest.mark.hazard("O65")
+def test_a_policy_without_a_bound_cannot_be_made(door):
     class Boundless(AbstractClip):
         def group_of(self, names):
             return [0] * len(names)

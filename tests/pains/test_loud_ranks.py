@@ -46,7 +46,8 @@ class Split(nn.Module):
 
 @pytest.mark.gpu
 @through_some(LAYER_DOORS)
-def test_rank_53_a_model_on_two_devices_gives_the_sums_of_one(door):
+@pytest.mark.hazard("O53")
+def test_a_model_on_two_devices_gives_the_sums_of_one(door):
     rows = batch(ROWS)
     truth = true_sum(Split("cpu", "cpu"), CRITERION, rows, 0.5)
     private = door.open(Split("cpu", "cuda"), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
@@ -60,7 +61,8 @@ def test_rank_53_a_model_on_two_devices_gives_the_sums_of_one(door):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
-def test_rank_54_two_ranks_under_torchs_own_wrapper_are_one_process(clipping):
+@pytest.mark.hazard("O54")
+def test_two_ranks_under_torchs_own_wrapper_are_one_process(clipping):
     found = launched(2, default_step, clipping)
     assert all(isinstance(one, dict) for one in found), found
     truth = true_sum(mlp(), CRITERION, batch(), 0.6)
@@ -83,7 +85,8 @@ SPREAD = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("wrapper", "mode", "clipping"), SPREAD, ids=["-".join(one) for one in SPREAD])
-def test_rank_54_two_ranks_of_compat_are_one_process(wrapper, mode, clipping):
+@pytest.mark.hazard("O54")
+def test_two_ranks_of_compat_are_one_process(wrapper, mode, clipping):
     opacus("distributed")
     found = launched(2, compat_step, OPACUS, wrapper, mode, clipping, 0.0)
     assert all(isinstance(one, dict) for one in found), found
@@ -97,7 +100,8 @@ def test_rank_54_two_ranks_of_compat_are_one_process(wrapper, mode, clipping):
 
 
 @pytest.mark.slow
-def test_rank_54_noise_of_compat_is_added_once_and_is_the_same_on_both_ranks():
+@pytest.mark.hazard("O54")
+def test_noise_of_compat_is_added_once_and_is_the_same_on_both_ranks():
     opacus("distributed")
     quiet, noisy = (launched(2, compat_step, OPACUS, "DPDDP", "hooks", "flat", noise) for noise in (0.0, 2.0))
     first, second = noisy
@@ -137,7 +141,8 @@ class Plain:
 
 
 @through_some(LAYER_DOORS)
-def test_rank_55_a_trainer_that_steps_by_closure_gives_the_sums(door):
+@pytest.mark.hazard("O55")
+def test_a_trainer_that_steps_by_closure_gives_the_sums(door):
     model, rows = mlp(), batch(ROWS)
     private = door.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
     losses = Plain(private).fit(rows)
@@ -145,7 +150,8 @@ def test_rank_55_a_trainer_that_steps_by_closure_gives_the_sums(door):
     assert float(losses[0].item()) == pytest.approx(float(CRITERION(model(rows[0]), rows[1])), rel=1e-5)
 
 
-def test_rank_55_a_plain_lightning_module_trains_with_one_callback():
+@pytest.mark.hazard("O55")
+def test_a_plain_lightning_module_trains_with_one_callback():
     lightning = pytest.importorskip("lightning.pytorch")
     from dpengine.integrations.lightning import DPCallback
 
@@ -170,7 +176,8 @@ def test_rank_55_a_plain_lightning_module_trains_with_one_callback():
     assert all(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
-def test_rank_55_the_data_module_of_compat_makes_the_train_loader_private():
+@pytest.mark.hazard("O55")
+def test_the_data_module_of_compat_makes_the_train_loader_private():
     lightning = pytest.importorskip("lightning")
 
     class Data(lightning.LightningDataModule):

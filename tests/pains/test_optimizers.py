@@ -1,4 +1,4 @@
-"""Ranks 26, 27 and 34: the optimizer moves the model that is trained, at the rate that was set, as it was asked to."""
+"""The optimizer moves the model that is trained, at the rate that was set, as it was asked to."""
 
 import copy
 import warnings
@@ -26,18 +26,20 @@ def one_step(private):
     private.step(*batch())
 
 
-# Rank 26
+# The optimizer holds parameters that the model no longer has
 
 
 @through(ALL_DOORS)
-def test_rank_26_an_optimizer_over_other_tensors_is_refused_before_training(door):
+@pytest.mark.hazard("O26")
+def test_an_optimizer_over_other_tensors_is_refused_before_training(door):
     held = list(mlp().parameters())
     with pytest.raises(ValueError, match=r"(?i)optimizer.*after|Module parameters are different"):
         door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
 
 
 @through(ALL_DOORS)
-def test_rank_26_weights_change_in_the_first_step(door):
+@pytest.mark.hazard("O26")
+def test_weights_change_in_the_first_step(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     one_step(private)
@@ -45,7 +47,8 @@ def test_rank_26_weights_change_in_the_first_step(door):
 
 
 @through(LAYER_DOORS)
-def test_rank_26_a_step_after_training_a_copy_raises(door):
+@pytest.mark.hazard("O26")
+def test_a_step_after_training_a_copy_raises(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     moved = copy.deepcopy(private.bare)  # as a launcher moves a model to its device
@@ -59,7 +62,8 @@ def test_rank_26_a_step_after_training_a_copy_raises(door):
 
 
 @through(LAYER_DOORS)
-def test_rank_26_a_step_raises_where_every_parameter_was_replaced_after_the_call(door):
+@pytest.mark.hazard("O26")
+def test_a_step_raises_where_every_parameter_was_replaced_after_the_call(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     for module in private.bare:
         for name, p in list(module.named_parameters()):
@@ -69,7 +73,8 @@ def test_rank_26_a_step_raises_where_every_parameter_was_replaced_after_the_call
 
 
 @through(LAYER_DOORS)
-def test_rank_26_a_single_one_is_noticed(door):
+@pytest.mark.hazard("O26")
+def test_a_single_replaced_parameter_is_noticed(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     private.bare[2].weight = nn.Parameter(private.bare[2].weight.detach().clone())
     with warnings.catch_warnings():
@@ -79,7 +84,8 @@ def test_rank_26_a_single_one_is_noticed(door):
 
 
 @through(LAYER_DOORS)
-def test_rank_26_a_model_that_is_cast_after_the_call_is_still_captured(door):
+@pytest.mark.hazard("O26")
+def test_a_model_that_is_cast_after_the_call_is_still_captured(door):
     private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.5)
     private.model.to(torch.float64)
     next(iter(private.loader))
@@ -88,7 +94,7 @@ def test_rank_26_a_model_that_is_cast_after_the_call_is_still_captured(door):
     assert_equal(private.sum(), true_sum(mlp(), LOSS, batch(), 1.5), rtol=1e-6)
 
 
-# Rank 27
+# A learning-rate scheduler does not reach the optimizer
 
 
 def moved_by(private, before):
@@ -99,7 +105,8 @@ def moved_by(private, before):
 
 
 @through(ALL_DOORS)
-def test_rank_27_the_rate_of_the_update_follows_the_schedule(door):
+@pytest.mark.hazard("O27")
+def test_the_rate_of_the_update_follows_the_schedule(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     scheduler = torch.optim.lr_scheduler.StepLR(private.optimizer, step_size=1, gamma=0.1)
     for rate in (1.0, 0.1):
@@ -110,7 +117,8 @@ def test_rank_27_the_rate_of_the_update_follows_the_schedule(door):
 
 
 @through(ALL_DOORS)
-def test_rank_27_also_where_param_groups_are_replaced(door):
+@pytest.mark.hazard("O27")
+def test_the_rate_of_the_update_follows_replaced_param_groups(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     private.optimizer.param_groups = [{**group, "lr": 0.25} for group in private.optimizer.param_groups]
     before = weights_of(private.bare)
@@ -119,7 +127,8 @@ def test_rank_27_also_where_param_groups_are_replaced(door):
 
 
 @through(ALL_DOORS)
-def test_rank_27_and_where_the_optimizer_loads_a_state(door):
+@pytest.mark.hazard("O27")
+def test_the_rate_of_the_update_follows_a_loaded_state(door):
     private = door.open(mlp(), fixed_loader(ROWS))
     state = private.optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.5
@@ -130,25 +139,28 @@ def test_rank_27_and_where_the_optimizer_loads_a_state(door):
 
 
 @through(ALL_DOORS)
-def test_rank_27_lbfgs_is_refused_with_the_reason(door):
+@pytest.mark.hazard("O27")
+def test_lbfgs_is_refused_with_the_reason(door):
     with pytest.raises(PrivacyError, match="reads the data several times in one step"):
         door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda parameters: torch.optim.LBFGS(list(parameters)))
 
 
-# Rank 34
+# Misspelled keywords are accepted
 
 MISSPELT = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sampling", "poisson_sampling")}
 
 
 @through(ALL_DOORS)
-def test_rank_34_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(door):
+@pytest.mark.hazard("O34")
+def test_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(door):
     wrong, right = MISSPELT["compat" if door.compat else "default"]
     with pytest.raises(TypeError, match=rf"{wrong}.*Did you mean '{right}'"):
         door.open(mlp(), fixed_loader(ROWS), **{wrong: False})
 
 
 @pytest.mark.parametrize("path", ["PrivacyEngine", "DPDataLoader", "GradSampleModule"])
-def test_rank_34_so_is_one_in_the_names_of_compat(path):
+@pytest.mark.hazard("O34")
+def test_a_misspelled_keyword_of_compat_is_a_type_error(path):
     calls = {
         "PrivacyEngine": lambda: opacus().PrivacyEngine(acountant="rdp"),
         "DPDataLoader": lambda: opacus("data_loader").DPDataLoader(range(4), sample_rate=0.5, batch_frist=True),
@@ -161,6 +173,7 @@ def test_rank_34_so_is_one_in_the_names_of_compat(path):
 
 @pytest.mark.parametrize("bad", [{"noise_multiplier": -1.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}])
 @through(ALL_DOORS)
-def test_rank_34_a_number_out_of_its_range_is_a_value_error_that_names_it(door, bad):
+@pytest.mark.hazard("O34")
+def test_a_number_out_of_its_range_is_a_value_error_that_names_it(door, bad):
     with pytest.raises(ValueError, match="noise_multiplier" if "noise_multiplier" in bad else "max_(grad_)?norm"):
         door.open(mlp(), fixed_loader(ROWS), **bad)

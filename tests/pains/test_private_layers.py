@@ -1,4 +1,4 @@
-"""Ranks 31 to 33: the layers that take the place of torch's compute what those compute, or something as useful."""
+"""The layers that take the place of torch's compute what those compute, or something as useful."""
 
 import copy
 import itertools
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 LOSS = nn.CrossEntropyLoss()
 
 
-# Rank 31
+# Batch-first attention mixes heads and time
 
 FLAGS = [
     {"batch_first": batch_first, "bias": bias, "add_bias_kv": added, "add_zero_attn": added, **sizes}
@@ -48,7 +48,8 @@ ATTENTIONS = {"default": default_attention, "compat": compat_attention}
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_rank_31_attention_gives_what_torchs_gives_values_and_gradients(name, flags):
+@pytest.mark.hazard("O31")
+def test_attention_gives_what_torchs_gives_values_and_gradients(name, flags):
     original = seeded(lambda: nn.MultiheadAttention(4, 2, **flags)).double()
     twin = ATTENTIONS[name](original).double()
     sizes = (4, flags.get("kdim", 4), flags.get("vdim", 4))
@@ -76,7 +77,8 @@ class Attending(nn.Module):
 
 
 @through(LAYER_DOORS)
-def test_rank_31_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(door):
+@pytest.mark.hazard("O31")
+def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(door):
     torchs = seeded(lambda: Attending(nn.MultiheadAttention))
     model = torchs
     if door.compat:
@@ -94,7 +96,7 @@ def test_rank_31_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(
         )
 
 
-# Rank 32
+# Recurrent layers drop out in the wrong place
 
 RECURRENT = {
     "default-LSTM": lambda: PrivateLSTM,
@@ -108,21 +110,23 @@ RECURRENT = {
 
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.filterwarnings("ignore:dropout option adds dropout")
-def test_rank_32_one_layer_with_dropout_is_not_random(name):
+@pytest.mark.hazard("O32")
+def test_one_layer_with_dropout_is_not_random(name):
     layer = seeded(lambda: RECURRENT[name]()(4, 4, num_layers=1, dropout=0.9, batch_first=True)).train()
     inputs = rows(5, 4)
     assert torch.equal(layer(inputs)[0], layer(inputs)[0])
 
 
 @pytest.mark.parametrize("name", RECURRENT)
-def test_rank_32_dropout_is_between_layers_and_nowhere_else(name):
+@pytest.mark.hazard("O32")
+def test_dropout_is_between_layers_and_nowhere_else(name):
     layer = seeded(lambda: RECURRENT[name]()(4, 4, num_layers=2, dropout=0.9, batch_first=True)).train()
     first, second = layer(rows(5, 4))[0], layer(rows(5, 4))[0]
     assert not torch.equal(first, second)  # between the layers
     assert first.count_nonzero() == first.numel()  # after the last one nothing is dropped
 
 
-# Rank 33
+# The replacement of a BatchNorm has groups of one value
 
 NORMS = {"BatchNorm1d": (nn.BatchNorm1d, (16,)), "BatchNorm2d": (nn.BatchNorm2d, (16, 3, 3))}
 FIXES = {
@@ -134,7 +138,8 @@ FIXES = {
 @pytest.mark.parametrize("channels", [16, 17, 64])
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.parametrize("fix", FIXES)
-def test_rank_33_no_group_of_a_fixed_batch_norm_has_one_value(fix, name, channels):
+@pytest.mark.hazard("O33")
+def test_no_group_of_a_fixed_batch_norm_has_one_value(fix, name, channels):
     make, shape = NORMS[name]
     fixed = FIXES[fix](nn.Sequential(make(channels)))
     inputs = torch.randn(200, channels, *shape[1:])

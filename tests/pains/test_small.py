@@ -57,7 +57,8 @@ class Last(nn.Module):
         return self.head(self.layer(x)[0][:, -1])
 
 
-def test_small_a_star_import_of_the_optimizers_works():
+@pytest.mark.hazard("O66")
+def test_a_star_import_of_the_optimizers_works():
     found = {}
     exec(f"from {opacus('optimizers').__name__} import *", found)
     module = opacus("optimizers")
@@ -65,7 +66,8 @@ def test_small_a_star_import_of_the_optimizers_works():
     assert {"DPOptimizer", "DPPerLayerOptimizer", "AdaClipDPOptimizer", "get_optimizer_class"} <= set(module.__all__)
 
 
-def test_small_fix_to_instance_norm_beside_an_lstm():
+@pytest.mark.hazard("O67")
+def test_fix_to_instance_norm_beside_an_lstm():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -85,7 +87,8 @@ def test_small_fix_to_instance_norm_beside_an_lstm():
 
 
 @pytest.mark.parametrize("mend", fix(), ids=str)
-def test_small_fix_of_an_lstm_with_a_projection(mend):
+@pytest.mark.hazard("O68")
+def test_fix_of_an_lstm_with_a_projection(mend):
     torch.manual_seed(1)
     plain, x = Last(nn.LSTM(FEATURES, 6, batch_first=True, proj_size=2), 2), torch.randn(ROWS, 5, FEATURES)
     mended = fix()[mend](plain)
@@ -96,7 +99,8 @@ def test_small_fix_of_an_lstm_with_a_projection(mend):
 
 
 @pytest.mark.parametrize("mend", fix(), ids=str)
-def test_small_fix_takes_classes_that_cannot_be_pickled(mend):
+@pytest.mark.hazard("O69")
+def test_fix_takes_classes_that_cannot_be_pickled(mend):
     class OfANotebook(nn.Module):  # local, as those of a notebook are to another process
         def __init__(self):
             super().__init__()
@@ -113,14 +117,16 @@ def test_small_fix_takes_classes_that_cannot_be_pickled(mend):
 
 
 @through_some(LAYER_DOORS)
-def test_small_layer_norm_without_a_bias(door):
+@pytest.mark.hazard("O70")
+def test_layer_norm_without_a_bias(door):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(FEATURES, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, CLASSES))
     assert_sum_is_right(door, model, torch.randn(ROWS, FEATURES))
 
 
 @through_some(LAYER_DOORS)
-def test_small_a_linear_layer_on_four_axes(door):
+@pytest.mark.hazard("O71")
+def test_a_linear_layer_on_four_axes(door):
     class Grid(nn.Module):
         def __init__(self):
             super().__init__()
@@ -149,7 +155,8 @@ def from_the_left(x, weight):
 
 
 @through_some(LAYER_DOORS)
-def test_small_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(door):
+@pytest.mark.hazard("O72")
+def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(door):
     x = torch.randn(ROWS, FEATURES)
     for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
@@ -172,7 +179,8 @@ def test_small_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refuse
 
 
 @through_some(LAYER_DOORS)
-def test_small_a_plain_rnn_trains_or_is_refused_before_it_does(door):
+@pytest.mark.hazard("O73")
+def test_a_plain_rnn_trains_or_is_refused_before_it_does(door):
     torch.manual_seed(1)
     model, x = Last(nn.RNN(FEATURES, 6, batch_first=True), 6), torch.randn(ROWS, 5, FEATURES)
     if door.compat:
@@ -200,13 +208,15 @@ class Bag(nn.Module):
 
 @pytest.mark.parametrize("way", ["rows", "keywords", "offsets"])
 @through_some(LAYER_DOORS)
-def test_small_an_embedding_bag_takes_its_inputs_in_any_way(door, way):
+@pytest.mark.hazard("O74")
+def test_an_embedding_bag_takes_its_inputs_in_any_way(door, way):
     torch.manual_seed(1)
     inputs = (torch.randint(0, 7, (ROWS, 3)), torch.rand(ROWS, 3))
     assert_sum_is_right(door, Bag(way), inputs)
 
 
-def test_small_no_accountant_raises_before_the_first_step():
+@pytest.mark.hazard("O75")
+def test_no_accountant_raises_before_the_first_step():
     model = nn.Linear(FEATURES, CLASSES)
     for name in ("pld", "rdp", "gdp", "prv"):
         assert epsilon_of([], 1e-5, accountant=name) == 0.0
@@ -218,12 +228,14 @@ def test_small_no_accountant_raises_before_the_first_step():
 
 
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
-def test_small_no_accountant_of_compat_raises_before_the_first_step(mechanism):
+@pytest.mark.hazard("O75")
+def test_no_accountant_of_compat_raises_before_the_first_step(mechanism):
     assert opacus("accountants").create_accountant(mechanism).get_epsilon(delta=1e-5) == 0.0
     assert opacus().PrivacyEngine(accountant=mechanism).get_epsilon(delta=1e-5) == 0.0
 
 
-def test_small_no_noise_costs_infinity_with_every_accountant():
+@pytest.mark.hazard("O76")
+def test_no_noise_costs_infinity_with_every_accountant():
     for name in ("pld", "rdp", "gdp", "prv"):
         assert name in ACCOUNTANTS
         assert epsilon_of([Charge(NonPrivateEvent(), 1)], 1e-5, accountant=name) == math.inf
@@ -234,13 +246,15 @@ def test_small_no_noise_costs_infinity_with_every_accountant():
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
-def test_small_no_noise_costs_infinity_with_every_accountant_of_compat(mechanism):
+@pytest.mark.hazard("O76")
+def test_no_noise_costs_infinity_with_every_accountant_of_compat(mechanism):
     accountant = opacus("accountants").create_accountant(mechanism)
     accountant.step(noise_multiplier=0.0, sample_rate=0.1)
     assert accountant.get_epsilon(delta=1e-5) == math.inf
 
 
-def test_small_a_checkpoint_of_compat_loads_with_weights_only_or_without(tmp_path):
+@pytest.mark.hazard("O77")
+def test_a_checkpoint_of_compat_loads_with_weights_only_or_without(tmp_path):
     class Note:
         """Object that a checkpoint of weights alone must not hold."""
 

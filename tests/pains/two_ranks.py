@@ -1,4 +1,4 @@
-"""Functions of two processes in the tests of rank 54, in a module of its own, because they import it by name."""
+"""Functions of two processes in tests of distributed training, in a module of its own: they are imported by name."""
 
 import copy
 import importlib

@@ -55,7 +55,8 @@ def test_noise_ends_with_the_run(name):
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("stop", [0, 1, 5])
-def test_f_p3_resumed_noise_is_the_same_bit_by_bit(name, stop):
+@pytest.mark.hazard("P3")
+def test_resumed_noise_is_the_same_bit_by_bit(name, stop):
     transform = CONFIGS[name].make().noise_addition_transform
     sums = [torch.randn(7), torch.randn(2, 3, dtype=torch.float64)]
     state, kept, whole = transform.init(sums), None, []

@@ -45,7 +45,8 @@ def found(facts, word):
         ("on disk", {"ledger_on_disk": False}, "no", "amber"),
     ],
 )
-def test_f_n9_each_assumption_is_judged_by_the_facts(make_facts, word, changes, holds, light):
+@pytest.mark.hazard("N9")
+def test_each_assumption_is_judged_by_the_facts(make_facts, word, changes, holds, light):
     assert found(make_facts(**changes), word) == (holds, light)
 
 

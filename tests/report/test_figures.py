@@ -42,7 +42,7 @@ def test_a_sampled_run_agrees_with_dp_accounting(make_facts):
     assert figures_of(make_facts()).spent.epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
 
 
-def test_r2_epsilon_at_another_delta_is_recomputed(make_facts):
+def test_epsilon_at_another_delta_is_recomputed(make_facts):
     facts = [make_facts("full-batch", delta=delta) for delta in (1e-5, 1e-7, 1e-5)]
     first, smaller, again = (figures_of(item).spent.epsilon for item in facts)
     assert first == again
@@ -117,7 +117,8 @@ def test_without_a_guarantee_every_member_may_be_found(make_facts):
 
 
 @pytest.mark.parametrize(("relation", "shift"), [(Relation.ZERO_OUT, 2.0), (Relation.REPLACE_ONE, 4.0)])
-def test_f_n8_the_floor_under_delta_is_the_tail_beyond_the_last_normal(make_facts, relation, shift):
+@pytest.mark.hazard("N8")
+def test_the_floor_under_delta_is_the_tail_beyond_the_last_normal(make_facts, relation, shift):
     history = (Charge(PoissonGaussianEvent(0.1, 0.5), 30),)
     facts = make_facts(relation=relation, history=history, noise={"largest_normal": 6.0})
     assert delta_floor(facts) == pytest.approx(30 * 0.1 * norm.sf(6.0 - shift), rel=1e-9)

@@ -136,7 +136,8 @@ SPOILT_TEXTS = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILT_TEXTS.values(), ids=SPOILT_TEXTS)
-def test_f_p1_f_p7_a_text_that_is_not_as_it_was_written_is_refused(report, spoil, message):
+@pytest.mark.hazard("P1", "P7")
+def test_a_text_that_is_not_as_it_was_written_is_refused(report, spoil, message):
     text = report.to_json()
     assert spoil(text) != text
     with pytest.raises(CorruptFileError, match=rf"DPE024. report\.from_json: .*{message}"):

@@ -39,7 +39,8 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
         assert part in text, part
 
 
-def test_f_d4_statement_and_guarantees_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
+@pytest.mark.hazard("D4")
+def test_statement_and_guarantees_say_that_preprocessing_fitted_to_rows_is_not_paid_for(make_facts):
     assert "preprocessing that was fitted to rows" in flat(statement(make_facts()))
     not_covered = GUARANTEES.read_text(encoding="utf-8").split("**Not covered.**")[1].split("##")[0]
     assert "for preprocessing" in " ".join(not_covered.split())
@@ -66,7 +67,7 @@ def test_relation_and_unit_are_in_words(make_facts, relation, words):
     assert "several rows" not in text
 
 
-def test_r1_a_shuffled_run_never_shows_a_bare_epsilon(make_facts):
+def test_a_shuffled_run_never_shows_a_bare_epsilon(make_facts):
     facts = make_facts("shuffled")
     report = PrivacyReport(facts)
     for text in (statement(facts), repr(report), report.to_markdown(), report.to_html()):
@@ -84,12 +85,12 @@ def test_r1_a_shuffled_run_never_shows_a_bare_epsilon(make_facts):
         (Charge(PoissonGaussianEvent(0.02, 1.5), 9), Charge(UnclaimedEvent("shuffled"), 1)),
     ],
 )
-def test_r1_holds_whatever_the_history_of_a_shuffled_run(make_facts, history):
+def test_holds_whatever_the_history_of_a_shuffled_run(make_facts, history):
     text = statement(make_facts("shuffled", history=history))
     assert text.startswith("ε not claimed: Poisson assumption not met")
 
 
-def test_r1_one_shuffled_step_in_a_poisson_run_takes_the_claim_away(make_facts):
+def test_one_shuffled_step_in_a_poisson_run_takes_the_claim_away(make_facts):
     history = (Charge(PoissonGaussianEvent(0.02, 1.5), 9), Charge(UnclaimedEvent("shuffled"), 1))
     assert statement(make_facts(history=history)).startswith("ε not claimed: Poisson assumption not met (shuffled)")
 
@@ -108,7 +109,7 @@ def test_a_shuffled_run_shows_its_bound_under_another_name(make_facts):
         {"history": (Charge(GaussianEvent(1.0), 4), Charge(NonPrivateEvent(), 1))},
     ],
 )
-def test_r3_without_noise_epsilon_is_infinite_and_the_run_not_private(make_facts, changes):
+def test_without_noise_epsilon_is_infinite_and_the_run_not_private(make_facts, changes):
     facts = make_facts(**changes)
     report = PrivacyReport(facts)
     for text in (statement(facts), repr(report), report.to_markdown(), report.to_html()):

@@ -17,7 +17,8 @@ WORKERS = [0, 2]
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_f_s5_f_d2_s6_empty_batches_come_first_last_and_between(workers):
+@pytest.mark.hazard("S5", "D2")
+def test_empty_batches_come_first_last_and_between(workers):
     recorder = Recorder()
     strategy = Fixed([], [3, 7], [], [], [1, 2, 19], [])
     batches = list(private(strategy, recorder=recorder, workers=workers))
@@ -36,7 +37,7 @@ def test_a_run_of_empty_batches_only(workers):
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("physical", [1, 2, 3, 4, 5, 100])
-def test_s2_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physical):
+def test_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physical):
     recorder = Recorder()
     logical = [[*range(13)], [], [4], [*range(7)]]
     batches = rows_of(private(Fixed(*logical), recorder=recorder, workers=workers, physical_batch_size=physical))
@@ -52,7 +53,7 @@ def test_s2_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, phys
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_s2_accumulation_gives_exactly_so_many_chunks(workers):
+def test_accumulation_gives_exactly_so_many_chunks(workers):
     recorder = Recorder()
     batches = rows_of(private(Fixed([5, 6], [], [*range(7)]), recorder=recorder, workers=workers, accumulation_steps=3))
     assert [len(batch) for batch in batches] == [1, 1, 0, 0, 0, 0, 3, 2, 2]
@@ -82,7 +83,8 @@ def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_f_s10_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
+@pytest.mark.hazard("S10")
+def test_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
     recorder = Recorder()
     strategy = PoissonDraws(20, 0.2, 8, 4.0)
     loader = private(strategy, words=seeded_words(2), recorder=recorder, workers=workers)
@@ -123,7 +125,7 @@ def test_a_failing_callback_uses_up_the_step():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_v4_a_pass_ends_before_the_step_that_may_not_be_drawn(workers):
+def test_a_pass_ends_before_the_step_that_may_not_be_drawn(workers):
     recorder = Recorder(budget=2)
     loader = private(Fixed([1], [2], [3], [4]), recorder=recorder, workers=workers)
     assert rows_of(loader) == [[1], [2]]
@@ -213,13 +215,14 @@ def test_a_copy_continues_the_same_run():
         assert [ticket.step for ticket, _ in recorder.handed] == [0, 1]
 
 
-def test_f_n4_a_private_loader_cannot_be_pickled():
+@pytest.mark.hazard("N4")
+def test_a_private_loader_cannot_be_pickled():
     with pytest.raises(TypeError, match="another process would return the same batches"):
         pickle.dumps(private(Fixed([1])))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_x1_a_loader_built_around_the_batch_sampler_hands_out_too(workers):
+def test_a_loader_built_around_the_batch_sampler_hands_out_too(workers):
     recorder = Recorder(budget=5)
     loader = private(Fixed([1], [], [2, 3]), recorder=recorder)
     around = DataLoader(

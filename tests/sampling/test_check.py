@@ -138,7 +138,8 @@ def test_loaders_with_equal_chances_are_accepted(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_u2_f_s8_f_d1_f_b15_other_loaders_are_refused_by_name(name):
+@pytest.mark.hazard("S8", "D1", "B15")
+def test_other_loaders_are_refused_by_name(name):
     make, class_name, says = REFUSED[name]
     with pytest.raises(SamplingError, match=says) as raised:
         check_loader(make())

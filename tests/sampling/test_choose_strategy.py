@@ -20,13 +20,15 @@ def loader_of(rows: int, size: int, **options) -> DataLoader:
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 64, 99])
-def test_f_s4_v3_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_rows(sampling, drop_last, size):
+@pytest.mark.hazard("S4")
+def test_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_rows(sampling, drop_last, size):
     for rows in range(1, 2001):
         loader = loader_of(rows, size, drop_last=drop_last)
         assert strategy_for(loader, sampling=sampling).steps_per_epoch == len(loader)
 
 
-def test_f_s2_rate_and_divisor_follow_from_the_batch_size():
+@pytest.mark.hazard("S2")
+def test_rate_and_divisor_follow_from_the_batch_size():
     strategy = strategy_for(loader_of(60000, 256))
     assert strategy == PoissonDraws(60000, 256 / 60000, 235, 256.0)
 
@@ -41,7 +43,8 @@ def test_a_batch_sampler_of_torch_is_read():
     assert strategy_for(loader) == PoissonDraws(10, 0.4, 2, 4.0)
 
 
-def test_f_s1_shuffling_must_be_asked_for_and_claims_nothing():
+@pytest.mark.hazard("S1")
+def test_shuffling_must_be_asked_for_and_claims_nothing():
     loader = loader_of(10, 4, shuffle=True)
     assert strategy_for(loader).law == "poisson"
     shuffled = strategy_for(loader, sampling="shuffle")
@@ -50,12 +53,14 @@ def test_f_s1_shuffling_must_be_asked_for_and_claims_nothing():
 
 
 @pytest.mark.parametrize("rows", [0, 900, 1000, 1100])
-def test_f_s13_declared_constants_leave_no_trace_of_the_size(rows):
+@pytest.mark.hazard("S13")
+def test_declared_constants_leave_no_trace_of_the_size(rows):
     strategy = strategy_for(DataLoader(range(rows), batch_size=32), sample_rate=0.03, expected_batch_size=30.0)
     assert (strategy.sample_rate, strategy.expected_batch_size, strategy.steps_per_epoch) == (0.03, 30.0, 34)
 
 
-def test_f_s4_a_declared_rate_gives_whole_numbers_of_steps():
+@pytest.mark.hazard("S4")
+def test_a_declared_rate_gives_whole_numbers_of_steps():
     for steps in range(1, 2001):
         assert strategy_for(loader_of(10, 1), sample_rate=1 / steps).steps_per_epoch == steps
 
@@ -71,7 +76,8 @@ def test_a_declared_batch_size_replaces_the_loaders():
     assert strategy_for(loader_of(10, 1), expected_batch_size=64) == PoissonDraws(10, 1.0, 1, 64.0)
 
 
-def test_f_b14_an_empty_data_set_without_constants_is_refused():
+@pytest.mark.hazard("B14")
+def test_an_empty_data_set_without_constants_is_refused():
     for constants in ({}, {"sample_rate": 0.1}, {"expected_batch_size": 3}):
         with pytest.raises(SamplingError, match=r"empty.*sample_rate= and expected_batch_size="):
             strategy_for(DataLoader(TensorDataset(torch.zeros(0, 2)), batch_size=3), **constants)

@@ -81,7 +81,7 @@ STRUCTURES = {  # collate, example, what is left of it
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_s6_an_empty_batch_has_the_structure_of_a_real_one(name):
+def test_an_empty_batch_has_the_structure_of_a_real_one(name):
     collate, example, left = STRUCTURES[name]
     assert empty(EmptyAwareCollate(collate, empty_template(collate, example))([])) == left
 
@@ -133,7 +133,8 @@ def test_without_evidence_the_declared_axis_counts_rows():
     assert empty(late) == {"x": (F, 1, 0, 2), "y": (F, 0), "names": []}
 
 
-def test_f_s5_the_user_collate_never_meets_an_empty_list():
+@pytest.mark.hazard("S5")
+def test_the_user_collate_never_meets_an_empty_list():
     sizes = []
 
     def collate(rows):

@@ -21,7 +21,8 @@ def sampling(rows=ROWS, rate=RATE, cycle=CYCLE, partition=Partition.EQUAL_SPLIT)
 
 
 @both
-def test_f_s11_no_example_is_drawn_outside_the_steps_of_its_group(seeded_words, partition):
+@pytest.mark.hazard("S11")
+def test_no_example_is_drawn_outside_the_steps_of_its_group(seeded_words, partition):
     strategy, words = sampling(partition=partition), seeded_words()
     groups = strategy.group_of(words)
     seen = [set() for _ in range(CYCLE)]

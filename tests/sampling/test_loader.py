@@ -76,7 +76,7 @@ class Around(DataLoader):
         self.finished.append(True)
 
 
-def test_v3_the_users_class_and_settings_are_kept():
+def test_the_users_class_and_settings_are_kept():
     class Custom(DataLoader):
         pass
 
@@ -107,7 +107,7 @@ def test_v3_the_users_class_and_settings_are_kept():
     assert type(private(Fixed([1]), loader=loader)) is type(copied)
 
 
-def test_x1_the_batch_sampler_says_its_expected_size():
+def test_the_batch_sampler_says_its_expected_size():
     loader = private(Fixed([1]))
     assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (2, False)
 
@@ -145,7 +145,7 @@ def test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named(kind, s
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_x1_a_loader_around_another_hands_out_what_was_drawn(workers):
+def test_a_loader_around_another_hands_out_what_was_drawn(workers):
     recorder = Recorder()
     loader = Around(DataLoader([{"y": index} for index in range(20)], batch_size=2, num_workers=workers))
     private_copy = private(Fixed([1], [], [2, 3]), loader=loader, recorder=recorder)
@@ -218,7 +218,8 @@ def test_the_loaders_generator_gives_the_seed_of_workers():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_f_d3_f_b14_an_empty_data_set_runs_on_an_example(workers, seeded_words):
+@pytest.mark.hazard("D3", "B14")
+def test_an_empty_data_set_runs_on_an_example(workers, seeded_words):
     loader = DataLoader(Rows(0), batch_size=4, num_workers=workers)
     strategy = strategy_for(loader, sample_rate=0.25, expected_batch_size=4)
     with pytest.raises(SamplingError, match="example_input="):
@@ -269,7 +270,7 @@ def test_a_strategy_for_other_data_is_refused():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 93, 99, 105, 1999])
-def test_v3_the_length_is_that_of_the_users_loader(rows, drop_last, seeded_words):
+def test_the_length_is_that_of_the_users_loader(rows, drop_last, seeded_words):
     loader = DataLoader(Rows(rows), batch_size=16, drop_last=drop_last)
     copied = private(strategy_for(loader), words=seeded_words(), loader=loader)
     assert len(copied) == len(loader) == sum(1 for _ in copied)

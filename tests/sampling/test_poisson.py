@@ -65,7 +65,8 @@ THRESHOLDS = [
 
 
 @pytest.mark.parametrize(("rate", "count"), THRESHOLDS)
-def test_f_s3_thresholds_are_exact_for_rates_from_1e_12_to_1(rate, count, replayed_words):
+@pytest.mark.hazard("S3")
+def test_thresholds_are_exact_for_rates_from_1e_12_to_1(rate, count, replayed_words):
     limit = words_that_skip(count, rate)
     strategy = sampling(10**9 if rate < 1e-6 else 2 * count + 2, rate)
     assert strategy.draw(0, replayed_words(limit - 1))[0] >= count
@@ -73,7 +74,8 @@ def test_f_s3_thresholds_are_exact_for_rates_from_1e_12_to_1(rate, count, replay
 
 
 @pytest.mark.parametrize("rate", [0.9, 0.5, 0.1, 0.02, 256 / 60000])
-def test_f_s3_each_conditional_probability_is_within_2_to_the_minus_61(rate, replayed_words):
+@pytest.mark.hazard("S3")
+def test_each_conditional_probability_is_within_2_to_the_minus_61(rate, replayed_words):
     strategy = sampling(10**4, rate)
     # The smallest word shows how far one word can skip.
     longest = 1
@@ -87,7 +89,8 @@ def test_f_s3_each_conditional_probability_is_within_2_to_the_minus_61(rate, rep
         alive = next_alive
 
 
-def test_f_s3_an_example_after_a_cut_gap_has_the_same_threshold(replayed_words):
+@pytest.mark.hazard("S3")
+def test_an_example_after_a_cut_gap_has_the_same_threshold(replayed_words):
     rate, longest = 0.5, 3
     limit = words_that_skip(1, rate)
     assert sampling(1000, rate).draw(0, replayed_words(0, limit))[0] == longest
@@ -148,7 +151,8 @@ def test_batch_sizes_are_binomial(seeded_words):
     assert chi_square_p(sizes, ROWS, RATE) > 1e-4
 
 
-def test_f_s1_f_s2_the_size_test_rejects_fixed_sizes_and_another_rate(seeded_words):
+@pytest.mark.hazard("S1", "S2")
+def test_the_size_test_rejects_fixed_sizes_and_another_rate(seeded_words):
     fixed = np.full(STEPS, round(ROWS * RATE))
     other = masks(sampling(ROWS, 1.1 * RATE), seeded_words(7), STEPS).sum(axis=1).astype(int)
     assert chi_square_p(fixed, ROWS, RATE) < 1e-6
@@ -164,7 +168,8 @@ def chi_square_p(sizes: np.ndarray, rows: int, rate: float) -> float:
     return float(stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue)
 
 
-def test_f_s5_about_a_third_of_the_batches_is_empty_at_one_expected_example(seeded_words):
+@pytest.mark.hazard("S5")
+def test_about_a_third_of_the_batches_is_empty_at_one_expected_example(seeded_words):
     # 3000 draws; 4 standard deviations.
     strategy = sampling(1000, 0.001)
     empty = sum(len(strategy.draw(step, seeded_words(8))) == 0 for step in range(3000))
@@ -250,7 +255,8 @@ GOOD = {"num_examples": 10, "sample_rate": 0.1, "steps_per_epoch": 10, "expected
         ("expected_batch_size", math.nan, ValueError),
     ],
 )
-def test_f_b3_a_bad_argument_is_named(name, value, error):
+@pytest.mark.hazard("B3")
+def test_a_bad_argument_is_named(name, value, error):
     with pytest.raises(error, match=name) as raised:
         PoissonDraws(**{**GOOD, name: value})
     assert "PoissonDraws" in str(raised.value)

@@ -165,7 +165,8 @@ def test_the_union_over_a_cycle_is_everybody():
 
 
 @pytest.mark.parametrize("name, gap", [("rest", 4), ("cold", 4), ("rest, cut", 3)])
-def test_f_s11_who_took_part_rests(name, gap, runs):
+@pytest.mark.hazard("S11")
+def test_who_took_part_rests(name, gap, runs):
     made = runs(name)[:200]
     for lag in range(1, gap):
         assert not (made[:, lag:] & made[:, :-lag]).any()
@@ -187,7 +188,8 @@ def test_with_certainty_rest_is_balls_in_bins():
     assert stats.chisquare(np.bincount(firsts.ravel(), minlength=4)).pvalue > SURE
 
 
-def test_f_s9_what_is_cut_is_a_uniform_subset(runs):
+@pytest.mark.hazard("S9")
+def test_what_is_cut_is_a_uniform_subset(runs):
     made, whole = runs("truncated"), runs("poisson")
     assert made.sum(axis=2).max() == 46
     assert (made <= whole).all()  # the same words drew both

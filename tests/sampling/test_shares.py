@@ -26,7 +26,8 @@ def batches_of(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_f_s7_f_s8_ranks_load_each_row_of_one_mask_once(ranks):
+@pytest.mark.hazard("S7", "S8")
+def test_ranks_load_each_row_of_one_mask_once(ranks):
     whole = batches_of(0, 1)
     shares = [batches_of(rank, ranks) for rank in range(ranks)]
     for step, rows in enumerate(whole):

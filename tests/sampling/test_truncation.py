@@ -12,7 +12,8 @@ def slowly(n, q, k):
 
 
 @pytest.mark.parametrize("n, q", [(1, 0.5), (7, 0.3), (40, 0.1), (40, 0.0), (40, 1.0)])
-def test_f_s9_a_cut_is_as_likely_as_others_fill_the_batch(n, q):
+@pytest.mark.hazard("S9")
+def test_a_cut_is_as_likely_as_others_fill_the_batch(n, q):
     for k in range(n + 2):
         assert cut_probability(n, q, k) == pytest.approx(slowly(n, q, k), rel=1e-9, abs=1e-300)
 

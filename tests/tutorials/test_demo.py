@@ -97,16 +97,16 @@ def table_of(text):
     return [[cell.strip() for cell in row] for row in rows]
 
 
-def test_g1_the_exit_code_is_0_without_a_network(demo):
+def test_the_exit_code_is_0_without_a_network(demo):
     assert demo.code == 0, demo.err
 
 
-def test_g2_every_file_is_there_and_named_on_the_screen(demo):
+def test_every_file_is_there_and_named_on_the_screen(demo):
     assert sorted(path.name for path in demo.folder.iterdir()) == FILES
     assert [name for name in FILES if name not in demo.out] == []
 
 
-def test_g2_every_file_parses(demo):
+def test_every_file_parses(demo):
     report = json.loads((demo.folder / "privacy_report.json").read_text(encoding="utf-8"))
     assert report["guarantee"]["epsilon"] <= 1
     assert report["guarantee"]["adjacency"] == "add-or-remove-one"
@@ -119,34 +119,34 @@ def test_g2_every_file_parses(demo):
     assert {row["run"] for row in rows} == {"private-0.5", "private-1", "private-3", "non-private"}
 
 
-def test_g2_the_metrics_rise_to_the_budget_and_not_above(demo):
+def test_the_metrics_rise_to_the_budget_and_not_above(demo):
     rows = [json.loads(line) for line in (demo.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     spent = [row["epsilon"] for row in rows if row["run"] == "private-3" and "epsilon" in row]
     assert spent == sorted(spent)
     assert 2.9 < spent[-1] <= 3.0
 
 
-def test_g3_nothing_is_written_to_standard_error(demo):
+def test_nothing_is_written_to_standard_error(demo):
     assert demo.err == ""
 
 
-def test_g4_a_pipe_gets_no_control_characters(demo):
+def test_a_pipe_gets_no_control_characters(demo):
     assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", demo.out) == []
 
 
-def test_g4_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
+def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert on_terminal.code == 0, on_terminal.out
     assert "\033[1m" not in on_terminal.out
     assert re.findall(r"\033\[[0-9;]*m", on_terminal.out) == []
     assert "training ███████████████████ 40/40  ε 1.00/1.00 (100 %)" in on_terminal.out
 
 
-def test_g5_the_same_seed_gives_the_same_table(demo, on_terminal):
+def test_the_same_seed_gives_the_same_table(demo, on_terminal):
     assert len(table_of(demo.out)) == 6
     assert table_of(demo.out) == table_of(on_terminal.out)
 
 
-def test_g5_the_same_seed_gives_the_same_model(demo, on_terminal):
+def test_the_same_seed_gives_the_same_model(demo, on_terminal):
     one, other = (load_file(run.folder / "model.safetensors") for run in (demo, on_terminal))
     assert all(torch.equal(one[name], other[name]) for name in one)
 

@@ -127,7 +127,7 @@ def test_a_damaged_file_is_refused_and_not_replaced_by_another_set(bare_machine,
         load_images()
 
 
-def test_n2_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
+def test_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
     rows = "\n".join(",".join(["255", *["0"] * 783, str(i % 10)]) for i in range(50))
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -144,7 +144,7 @@ def test_n2_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
     assert data.test_labels.tolist() == [4, 9] * 5
 
 
-def test_n2_digits_of_scikit_learn_are_the_last_resort(bare_machine):
+def test_digits_of_scikit_learn_are_the_last_resort(bare_machine):
     pytest.importorskip("sklearn")
     data = load_images()
     assert data.name == "digits"
@@ -157,7 +157,7 @@ def test_n2_digits_of_scikit_learn_are_the_last_resort(bare_machine):
     assert load_images("digits").note == ""
 
 
-def test_i4_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
+def test_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(
         MissingDependencyError, match=r"data_sets get fashion-mnist.*pip install scikit-learn"

@@ -113,7 +113,7 @@ def test_the_users_style_is_neither_used_nor_changed(tmp_path):
     assert (tmp_path / "styled.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
 
 
-def test_i4_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"DPE020.*matplotlib.*pip install 'dpengine.plots.'"):
         plots.tradeoff(trained(), tmp_path / "tradeoff")

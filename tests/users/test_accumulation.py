@@ -1,4 +1,4 @@
-"""Section 1.2 of the user rules, S1 to S3: schedulers, and several batches or parts of one in a step."""
+"""Schedulers, and several batches or parts of one in a step."""
 
 import copy
 import itertools
@@ -50,10 +50,10 @@ def released(loop, batches):
     return found
 
 
-# S1
+# Schedulers
 
 
-def test_s1_step_was_skipped_says_that_a_step_only_accumulated():
+def test_step_was_skipped_says_that_a_step_only_accumulated():
     loop = make_loop(accumulation_steps=3)
     skipped = []
     before = state_of(loop.model)
@@ -67,7 +67,7 @@ def test_s1_step_was_skipped_says_that_a_step_only_accumulated():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_s1_a_scheduler_that_was_passed_counts_logical_steps_only():
+def test_a_scheduler_that_was_passed_counts_logical_steps_only():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -84,7 +84,7 @@ def test_s1_a_scheduler_that_was_passed_counts_logical_steps_only():
     assert type(scheduler) is lr_scheduler.StepLR
 
 
-def test_s1_a_scheduler_driven_by_a_metric_is_passed_its_metric():
+def test_a_scheduler_driven_by_a_metric_is_passed_its_metric():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
@@ -95,12 +95,13 @@ def test_s1_a_scheduler_driven_by_a_metric_is_passed_its_metric():
     assert optimizer.param_groups[0]["lr"] == 0.5  # two logical steps: the first sets the best, the second is no better
 
 
-# S2
+# Physical batches and batches fetched ahead
 
 
 @every_mode
 @pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])
-def test_f_s9_s2_chunks_add_up_to_one_large_batch(chunks, mode):
+@pytest.mark.hazard("S9")
+def test_chunks_add_up_to_one_large_batch(chunks, mode):
     whole, parts = make_loop(grad_sample_mode=mode), make_loop(grad_sample_mode=mode, **chunks)
     drawn = [len(targets) for _, targets in inside.without_placeholders(parts.loader)]
     assert 0 in drawn or "accumulation_steps" not in chunks or len(drawn) < 36
@@ -109,7 +110,7 @@ def test_f_s9_s2_chunks_add_up_to_one_large_batch(chunks, mode):
         assert_same_gradients(small, {name: value.double() for name, value in large.items()})
 
 
-def test_s2_one_step_after_all_chunks_is_the_same():
+def test_one_step_after_all_chunks_is_the_same():
     whole, parts = make_loop(), make_loop(accumulation_steps=4)
     chunks = iter(parts.loader)
     for inputs, targets in whole.loader:
@@ -122,7 +123,7 @@ def test_s2_one_step_after_all_chunks_is_the_same():
     assert parts.engine.ledger.history == whole.engine.ledger.history
 
 
-def test_s2_the_loop_without_noise_is_the_loop_over_rows():
+def test_the_loop_without_noise_is_the_loop_over_rows():
     loop = make_loop(accumulation_steps=2, max_grad_norm=0.1)
     chunks = iter(loop.loader)
     for _ in range(len(loop.loader)):
@@ -145,7 +146,7 @@ def fetching_ahead(loader, count):
 
 @pytest.mark.parametrize("chunks", [{}, {"accumulation_steps": 3}, {"batch_size": 1}])
 @pytest.mark.parametrize("ahead", [1, 3])
-def test_s2_trainers_may_fetch_ahead(ahead, chunks):
+def test_trainers_may_fetch_ahead(ahead, chunks):
     plain, loop = make_loop(**chunks), make_loop(**chunks)
     fetch_ahead(loop.engine, ahead)
     expected = released(plain, plain.loader)
@@ -157,7 +158,7 @@ def test_s2_trainers_may_fetch_ahead(ahead, chunks):
 
 
 @pytest.mark.parametrize(("declared", "ahead"), [(1, 1), (3, 1), (3, 0)])
-def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
+def test_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
     loop = make_loop()
     fetch_ahead(loop.engine, declared)
     batches = fetching_ahead(loop.loader, ahead)
@@ -172,7 +173,7 @@ def test_s2_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
     assert sorted(kinds) == ["release"] * (len(loop.loader) - 1) + ["void"]
 
 
-def test_s2_empty_batches_fetched_ahead_need_no_backward():
+def test_empty_batches_fetched_ahead_need_no_backward():
     plain, loop = make_loop(batch_size=1, noise_multiplier=1.0), make_loop(batch_size=1, noise_multiplier=1.0)
     fetch_ahead(loop.engine, 2)
     for one in (plain, loop):
@@ -191,7 +192,7 @@ def test_s2_empty_batches_fetched_ahead_need_no_backward():
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
-def test_s2_chunks_of_physical_batches_may_be_fetched_ahead_across_logical_batches(ahead):
+def test_chunks_of_physical_batches_may_be_fetched_ahead_across_logical_batches(ahead):
     options = {"physical_batch_size": 2, "noise_multiplier": 1.0}
     plain, loop = make_loop(**options), make_loop(**options)
     fetch_ahead(loop.engine, ahead)
@@ -203,7 +204,7 @@ def test_s2_chunks_of_physical_batches_may_be_fetched_ahead_across_logical_batch
     assert loop.engine.ledger.history == plain.engine.ledger.history
 
 
-def test_s2_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
+def test_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
     loop = make_loop()
     fetch_ahead(loop.engine, 2)
     batches = fetching_ahead(loop.loader, 2)
@@ -221,14 +222,14 @@ def test_s2_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
     assert loop.engine.ledger.steps == ROWS // BATCH
 
 
-def test_s2_fetching_further_ahead_than_declared_is_an_error():
+def test_fetching_further_ahead_than_declared_is_an_error():
     loop = make_loop()
     fetch_ahead(loop.engine, 1)
     with pytest.raises((BatchStateError, BatchMismatchError)):
         released(loop, fetching_ahead(loop.loader, 3))
 
 
-def test_s2_the_declaration_may_be_withdrawn():
+def test_the_declaration_may_be_withdrawn():
     plain, loop = make_loop(), make_loop()
     fetch_ahead(loop.engine, 2)
     fetch_ahead(loop.engine, 0)
@@ -244,19 +245,19 @@ def test_s2_the_declaration_may_be_withdrawn():
         (True, TypeError, "batches must be a whole number, got True"),
     ],
 )
-def test_s2_the_number_of_batches_is_checked(batches, error, words):
+def test_the_number_of_batches_is_checked(batches, error, words):
     with pytest.raises(error, match=words):
         fetch_ahead(make_loop().engine, batches)
 
 
-def test_s2_look_ahead_is_declared_of_a_private_run():
+def test_look_ahead_is_declared_of_a_private_run():
     with pytest.raises(InvalidBudgetError, match=r"DPE007.*Call make_private first"):
         fetch_ahead(PrivacyEngine(), 2)
     with pytest.raises(TypeError, match="Did you mean 'batches'"):
         fetch_ahead(make_loop().engine, batchs=2)
 
 
-def test_s2_detaching_charges_what_was_fetched_and_not_used():
+def test_detaching_charges_what_was_fetched_and_not_used():
     loop = make_loop(noise_multiplier=1.0, accumulation_steps=2)
     fetch_ahead(loop.engine, 3)
     chunks = iter(loop.loader)
@@ -266,11 +267,11 @@ def test_s2_detaching_charges_what_was_fetched_and_not_used():
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 2)]
 
 
-# S3
+# Undeclared accumulation
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_s3_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(count):
+def test_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(count):
     loop = make_loop(noise_multiplier=2.0)
     batches = list(itertools.islice(loop.loader, 0))
     chunks = iter(loop.loader)
@@ -289,7 +290,7 @@ def test_s3_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(c
     assert loop.engine.get_epsilon(1e-3) > apart
 
 
-def test_s3_undeclared_accumulation_is_the_mean_over_all_rows():
+def test_undeclared_accumulation_is_the_mean_over_all_rows():
     loop = make_loop(max_grad_norm=0.3)
     batches = list(itertools.islice(make_loop().loader, 2))
     expected = expected_gradients(loop.model, batches, max_norm=0.3, divisor=2 * BATCH)
@@ -300,7 +301,7 @@ def test_s3_undeclared_accumulation_is_the_mean_over_all_rows():
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s3_zero_grad_between_batches_discards_as_it_does_without_an_engine():
+def test_zero_grad_between_batches_discards_as_it_does_without_an_engine():
     loop = make_loop(noise_multiplier=1.0)
     quiet = make_loop()
     chunks, same = iter(loop.loader), iter(quiet.loader)
@@ -316,7 +317,7 @@ def test_s3_zero_grad_between_batches_discards_as_it_does_without_an_engine():
     assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
 
 
-def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
+def test_zero_grad_before_the_step_leaves_nothing_to_release():
     loop = make_loop(noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     loop.optimizer.zero_grad()
@@ -327,7 +328,7 @@ def test_s3_zero_grad_before_the_step_leaves_nothing_to_release():
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_s2_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ahead):
+def test_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ahead):
     """Each step releases the gradient of one sampled batch, and of no other samples."""
     loop = make_loop(physical_batch_size=1, seed=3)
     fetch_ahead(loop.engine, ahead)

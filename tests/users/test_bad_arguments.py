@@ -164,68 +164,68 @@ def given(id, kind, argument, values, *, match="", noise=True, **rest):
 
 
 BAD = [
-    *given("F-B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
-    Bad("F-B1", Budget, r"noise_multiplier=1e-30.*would round to",
+    *given("B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
+    Bad("B1", Budget, r"noise_multiplier=1e-30.*would round to",
         {"noise_multiplier": 1e-30, "max_grad_norm": 1e-3}),
-    Bad("F-B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
+    Bad("B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
         {"noise_multiplier": 4.0, "clipping": Adaptive(count_noise_multiplier=1.0)}),
-    *given("F-B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
-    Bad("F-B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
-    Bad("F-B2", ValueError, "3 thresholds for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
-    Bad("F-B2", ValueError, "contradict each other", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
-    *given("F-B3", ValueError, "sample_rate", (0, -0.1, 1.5, nan), match="sample_rate"),
-    *given("F-B3", ValueError, "expected_batch_size", (0, -1, nan, inf), match="expected_batch_size"),
-    Bad("F-B3", TypeError, r"sample_rate.*'a'", {"sample_rate": "a"}),
-    *given("F-B4", Budget, "epochs", (0, -1, 1.5, True, "2")),
-    *given("F-B4", Budget, "steps", (0, -1, 2.0)),
-    Bad("F-B4", Budget, "epochs and steps were both given", {"epochs": 1, "steps": 1}),
-    *given("F-B4", (TypeError, ValueError), "physical_batch_size", (0, -1, 1.5), match="physical_batch_size"),
-    *given("F-B4", (TypeError, ValueError), "accumulation_steps", (0, -1, 1.5), match="accumulation_steps"),
-    Bad("F-B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
+    *given("B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
+    Bad("B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
+    Bad("B2", ValueError, "3 thresholds for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
+    Bad("B2", ValueError, "contradict each other", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
+    *given("B3", ValueError, "sample_rate", (0, -0.1, 1.5, nan), match="sample_rate"),
+    *given("B3", ValueError, "expected_batch_size", (0, -1, nan, inf), match="expected_batch_size"),
+    Bad("B3", TypeError, r"sample_rate.*'a'", {"sample_rate": "a"}),
+    *given("B4", Budget, "epochs", (0, -1, 1.5, True, "2")),
+    *given("B4", Budget, "steps", (0, -1, 2.0)),
+    Bad("B4", Budget, "epochs and steps were both given", {"epochs": 1, "steps": 1}),
+    *given("B4", (TypeError, ValueError), "physical_batch_size", (0, -1, 1.5), match="physical_batch_size"),
+    *given("B4", (TypeError, ValueError), "accumulation_steps", (0, -1, 1.5), match="accumulation_steps"),
+    Bad("B4", ValueError, "physical_batch_size=2 and accumulation_steps=2",
         {"physical_batch_size": 2, "accumulation_steps": 2}),
-    *given("F-B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
-    Bad("F-B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
-    *given("F-B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
-    Bad("F-B6", errors.CalibrationError, "DPE008", UNREACHABLE, with_rdp, noise=False),
-    Bad("F-B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
-    Bad("F-B7", Budget, "neither was given", {}, noise=False),
-    Bad("F-B7", Budget, "Pass epochs= or steps=", {"target_epsilon": 3.0}, noise=False),
-    Bad("F-B7", Budget, "sampling='shuffle'", {"target_epsilon": 3.0, "steps": 2, "sampling": "shuffle"}, noise=False),
-    Bad("F-B8", ValueError, r"clipping='flatt' is not known.*flat, per_layer, automatic", {"clipping": "flatt"}),
-    Bad("F-B8", TypeError, "clipping=1.0 is not a policy", {"clipping": 1.0}),
-    Bad("F-B8", ValueError, r"sampling.*'poisson', 'shuffle'.*'poison'", {"sampling": "poison"}),
-    Bad("F-B8", ValueError, r"grad_sample_mode='fast' is not known.*'auto', 'hooks'", {"grad_sample_mode": "fast"}),
-    Bad("F-B8", ValueError, r"loss_reduction='none' is not known.*'mean', 'sum'", {"loss_reduction": "none"}),
-    Bad("F-B8", ValueError, "unused_parameters=None", {"unused_parameters": None}),
-    Bad("F-B8", ValueError, r"on_budget='ignore'.*'stop', 'raise', 'warn'", {"on_budget": "ignore"}),
-    Bad("F-B10", errors.UnsupportedLayerError, "no trainable parameter", {}, frozen),
-    Bad("F-B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {}, with_foreign_optimizer),
-    Bad("F-B12", errors.ParameterMismatchError, r"twice.*List each parameter once", {}, with_parameter_twice),
+    *given("B5", Budget, "target_delta", (0.0, 1.0, -1.0, 2.0, nan), match="delta="),
+    Bad("B5", Budget, "target_delta=0.1 is too large for 24 examples", {"target_delta": 0.1}),
+    *given("B6", Budget, "target_epsilon", (0.0, -1.0, nan, inf), noise=False, steps=2),
+    Bad("B6", errors.CalibrationError, "DPE008", UNREACHABLE, with_rdp, noise=False),
+    Bad("B7", Budget, "both were given", {"target_epsilon": 3.0, "steps": 2}),
+    Bad("B7", Budget, "neither was given", {}, noise=False),
+    Bad("B7", Budget, "Pass epochs= or steps=", {"target_epsilon": 3.0}, noise=False),
+    Bad("B7", Budget, "sampling='shuffle'", {"target_epsilon": 3.0, "steps": 2, "sampling": "shuffle"}, noise=False),
+    Bad("B8", ValueError, r"clipping='flatt' is not known.*flat, per_layer, automatic", {"clipping": "flatt"}),
+    Bad("B8", TypeError, "clipping=1.0 is not a policy", {"clipping": 1.0}),
+    Bad("B8", ValueError, r"sampling.*'poisson', 'shuffle'.*'poison'", {"sampling": "poison"}),
+    Bad("B8", ValueError, r"grad_sample_mode='fast' is not known.*'auto', 'hooks'", {"grad_sample_mode": "fast"}),
+    Bad("B8", ValueError, r"loss_reduction='none' is not known.*'mean', 'sum'", {"loss_reduction": "none"}),
+    Bad("B8", ValueError, "unused_parameters=None", {"unused_parameters": None}),
+    Bad("B8", ValueError, r"on_budget='ignore'.*'stop', 'raise', 'warn'", {"on_budget": "ignore"}),
+    Bad("B10", errors.UnsupportedLayerError, "no trainable parameter", {}, frozen),
+    Bad("B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {}, with_foreign_optimizer),
+    Bad("B12", errors.ParameterMismatchError, r"twice.*List each parameter once", {}, with_parameter_twice),
     *[
-        Bad("F-B13", errors.UnknownParameterError, r"private already.*detach", {}, functools.partial(attached, part))
+        Bad("B13", errors.UnknownParameterError, r"private already.*detach", {}, functools.partial(attached, part))
         for part in ("model", "parent", "child")
     ],
-    Bad("F-B13", errors.UnknownParameterError, r"optimizer \(DPSGD\) is private already", {}, with_private_optimizer),
-    Bad("F-B14", errors.SamplingError, r"empty.*example_input=", {}, loading(empty)),
-    Bad("F-B14", errors.SamplingError, r"empty.*example_input=",
+    Bad("B13", errors.UnknownParameterError, r"optimizer \(DPSGD\) is private already", {}, with_private_optimizer),
+    Bad("B14", errors.SamplingError, r"empty.*example_input=", {}, loading(empty)),
+    Bad("B14", errors.SamplingError, r"empty.*example_input=",
         {"sample_rate": 0.1, "expected_batch_size": 3, "target_delta": 1e-5}, loading(empty)),
-    Bad("F-B15", errors.SamplingError, "WeightedRandomSampler", {},
+    Bad("B15", errors.SamplingError, "WeightedRandomSampler", {},
         loading(lambda: DataLoader(examples(), 6, sampler=WeightedRandomSampler([1.0] * ROWS, ROWS)))),
-    Bad("F-B15", errors.SamplingError, "SubsetRandomSampler", {},
+    Bad("B15", errors.SamplingError, "SubsetRandomSampler", {},
         loading(lambda: DataLoader(examples(), 6, sampler=SubsetRandomSampler(range(9))))),
-    Bad("F-B15", errors.SamplingError, "replacement=True", {},
+    Bad("B15", errors.SamplingError, "replacement=True", {},
         loading(lambda: DataLoader(examples(), 6, sampler=RandomSampler(examples(), replacement=True)))),
-    Bad("F-B15", errors.SamplingError, "batch_sampler=OwnBatches", {},
+    Bad("B15", errors.SamplingError, "batch_sampler=OwnBatches", {},
         loading(lambda: DataLoader(examples(), batch_sampler=OwnBatches(SequentialSampler(examples()), 6, False)))),
-    Bad("F-B15", errors.SamplingError, "IterableDataset", {}, loading(lambda: DataLoader(Stream(), 6))),
-    Bad("F-B15", errors.SamplingError, "is not a torch DataLoader", {}, loading(lambda: [1, 2])),
-    Bad("F-B17", errors.UnsupportedLayerError, "float16", {}, modelling(lambda: mlp().half())),
+    Bad("B15", errors.SamplingError, "IterableDataset", {}, loading(lambda: DataLoader(Stream(), 6))),
+    Bad("B15", errors.SamplingError, "is not a torch DataLoader", {}, loading(lambda: [1, 2])),
+    Bad("B17", errors.UnsupportedLayerError, "float16", {}, modelling(lambda: mlp().half())),
     Bad("layer", errors.UnsupportedLayerError, "BatchNorm1d", {}, modelling(batch_norm)),
     Bad("scripted", errors.UnsupportedLayerError, r"The model \(\w+\) is compiled by torch.jit.*original module", {},
         modelling(scripted)),
     Bad("scripted", errors.UnsupportedLayerError, r"1 \(\w+\) is compiled by torch.jit.*original module", {},
         modelling(lambda: nn.Sequential(nn.Linear(4, 4), scripted()))),
-    Bad("F-B18", TypeError, "Did you mean 'noise_multiplier'", {"noise_multipler": 1.0}),
+    Bad("B18", TypeError, "Did you mean 'noise_multiplier'", {"noise_multipler": 1.0}),
     Bad("type", TypeError, "module is a list", {}, modelling(lambda: [mlp()])),
     Bad("type", TypeError, "optimizer is a dict", {}, lambda: Subject.make(optimizer={"lr": 1})),
     Bad("type", TypeError, "grad_scaler is a str", {"grad_scaler": "cpu"}),
@@ -262,83 +262,99 @@ def refuse(bad):
     assert subject.snapshot() == before
 
 
-@rows_of("F-B1")
-def test_f_b1_a_noise_multiplier_that_means_nothing_is_refused(bad):
+@rows_of("B1")
+@pytest.mark.hazard("B1")
+def test_a_noise_multiplier_that_means_nothing_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B2")
-def test_f_b2_a_threshold_that_means_nothing_is_refused(bad):
+@rows_of("B2")
+@pytest.mark.hazard("B2")
+def test_a_threshold_that_means_nothing_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B3")
-def test_f_b3_a_rate_or_size_out_of_range_is_refused(bad):
+@rows_of("B3")
+@pytest.mark.hazard("B3")
+def test_a_rate_or_size_out_of_range_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B4")
-def test_f_b4_epochs_steps_and_chunks_are_whole_positive_numbers(bad):
+@rows_of("B4")
+@pytest.mark.hazard("B4")
+def test_epochs_steps_and_chunks_are_whole_positive_numbers(bad):
     refuse(bad)
 
 
-@rows_of("F-B5")
-def test_f_b5_a_delta_out_of_range_or_too_large_for_the_rows_is_refused(bad):
+@rows_of("B5")
+@pytest.mark.hazard("B5")
+def test_a_delta_out_of_range_or_too_large_for_the_rows_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B6")
-def test_f_b6_a_target_that_means_nothing_or_cannot_be_reached_is_refused(bad):
+@rows_of("B6")
+@pytest.mark.hazard("B6")
+def test_a_target_that_means_nothing_or_cannot_be_reached_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B7")
-def test_f_b7_a_target_and_a_noise_multiplier_exclude_each_other_and_one_is_needed(bad):
+@rows_of("B7")
+@pytest.mark.hazard("B7")
+def test_a_target_and_a_noise_multiplier_exclude_each_other_and_one_is_needed(bad):
     refuse(bad)
 
 
-@rows_of("F-B8")
-def test_f_b8_unknown_names_are_refused_with_the_choices(bad):
+@rows_of("B8")
+@pytest.mark.hazard("B8")
+def test_unknown_names_are_refused_with_the_choices(bad):
     refuse(bad)
 
 
-@rows_of("F-B10")
-def test_f_b10_a_model_without_trainable_parameters_is_refused(bad):
+@rows_of("B10")
+@pytest.mark.hazard("B10")
+def test_a_model_without_trainable_parameters_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B11")
-def test_f_b11_parameters_of_another_model_are_refused(bad):
+@rows_of("B11")
+@pytest.mark.hazard("B11")
+def test_parameters_of_another_model_are_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B12")
-def test_f_b12_a_parameter_twice_is_refused(bad):
+@rows_of("B12")
+@pytest.mark.hazard("B12")
+def test_a_parameter_twice_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B13")
-def test_f_b13_what_is_private_already_is_refused(bad):
+@rows_of("B13")
+@pytest.mark.hazard("B13")
+def test_what_is_private_already_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B14")
-def test_f_b14_an_empty_data_set_without_an_example_is_refused(bad):
+@rows_of("B14")
+@pytest.mark.hazard("B14")
+def test_an_empty_data_set_without_an_example_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B15")
-def test_f_b15_a_loader_with_batches_of_its_own_is_refused(bad):
+@rows_of("B15")
+@pytest.mark.hazard("B15")
+def test_a_loader_with_batches_of_its_own_is_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B17")
-def test_f_b17_float16_parameters_are_refused(bad):
+@rows_of("B17")
+@pytest.mark.hazard("B17")
+def test_float16_parameters_are_refused(bad):
     refuse(bad)
 
 
-@rows_of("F-B18")
-def test_f_b18_an_unknown_keyword_is_refused_with_the_nearest_name(bad):
+@rows_of("B18")
+@pytest.mark.hazard("B18")
+def test_an_unknown_keyword_is_refused_with_the_nearest_name(bad):
     refuse(bad)
 
 
@@ -377,7 +393,8 @@ def test_errors_a_warning_that_is_an_error_changes_nothing_either():
     assert subject.snapshot() == before
 
 
-def test_f_b8_a_plan_takes_relations_of_the_enum_only():
+@pytest.mark.hazard("B8")
+def test_a_plan_takes_relations_of_the_enum_only():
     sampling = PoissonDraws(10, 0.1, 10, 1.0)
     for relation in ("zero-out", "anything", None):
         with pytest.raises(TypeError, match=r"relation=.*Relation\.ADD_OR_REMOVE_ONE"):
@@ -388,17 +405,20 @@ def test_f_b8_a_plan_takes_relations_of_the_enum_only():
             Plan(sampling, Flat(1.0), 1.0, size, Relation.ZERO_OUT)
 
 
-def test_f_b8_an_unknown_accountant_is_refused():
+@pytest.mark.hazard("B8")
+def test_an_unknown_accountant_is_refused():
     with pytest.raises(ValueError, match=r"moments.*pld"):
         PrivacyEngine(accountant="moments")
 
 
-def test_f_b11_a_model_with_more_parameters_than_the_optimizer_is_told():
+@pytest.mark.hazard("B11")
+def test_a_model_with_more_parameters_than_the_optimizer_is_told():
     with pytest.warns(errors.PrivacyWarning, match=r"DPE003.*2 trainable parameters.*'2\.weight'"):
         make_loop(make_optimizer=lambda ps: torch.optim.SGD(ps[:2], lr=0.1), noise_multiplier=1.0)
 
 
-def test_f_b14_an_empty_data_set_trains_on_noise_alone():
+@pytest.mark.hazard("B14")
+def test_an_empty_data_set_trains_on_noise_alone():
     loop = make_loop(
         dataset=TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)),
         noise_multiplier=1.0,
@@ -416,7 +436,8 @@ def test_f_b14_an_empty_data_set_trains_on_noise_alone():
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
-def test_f_b13_a_second_make_private_after_detach_is_fine():
+@pytest.mark.hazard("B13")
+def test_a_second_make_private_after_detach_is_fine():
     loop = make_loop()
     loop.engine.detach(loop.model)
     with pytest.raises(errors.UnknownParameterError, match="private in this engine, or was detached before"):

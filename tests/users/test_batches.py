@@ -1,4 +1,4 @@
-"""Section 1.2 of the user rules, S6, S7, S9, S10 and U2: odd batches, data that models share, odd loaders."""
+"""Odd batches, data that models share, odd loaders."""
 
 import gc
 import math
@@ -34,7 +34,7 @@ from dpengine.errors import BatchMismatchError, PrivacyWarning, SamplingError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-# S6
+# Empty batches
 
 
 class OfDicts(Dataset):
@@ -46,7 +46,7 @@ class OfDicts(Dataset):
         return {"x": {"values": torch.randn(FEATURES, generator=generator)}, "y": index % CLASSES}
 
 
-def test_s6_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
+def test_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
     loop = make_loop(batch_size=1, noise_multiplier=1.0)
     empty = 0
     for inputs, targets in loop.loader:
@@ -68,7 +68,7 @@ def test_s6_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
 
 
 @pytest.mark.parametrize("leave_out", [True, False], ids=["without backward", "with backward"])
-def test_s6_an_empty_batch_of_dicts_goes_through_the_loop(leave_out):
+def test_an_empty_batch_of_dicts_goes_through_the_loop(leave_out):
     loop = make_loop(batch_size=1, dataset=OfDicts(), seed=1)
     sizes = []
     for batch in loop.loader:
@@ -113,7 +113,7 @@ EMPTY_MODELS = {
 
 @every_mode
 @pytest.mark.parametrize(("make_model", "shape"), EMPTY_MODELS.values(), ids=EMPTY_MODELS)
-def test_s6_layers_take_batches_without_rows(make_model, shape, mode):
+def test_layers_take_batches_without_rows(make_model, shape, mode):
     torch.manual_seed(0)
     inputs = torch.randint(0, 5, (6, *shape)) if shape == (3,) else torch.randn(6, *shape)
     dataset = torch.utils.data.TensorDataset(inputs, torch.randint(0, CLASSES, (6,)))
@@ -127,12 +127,12 @@ def test_s6_layers_take_batches_without_rows(make_model, shape, mode):
     assert sizes > {0}
 
 
-# S7
+# Samples that are not finite
 
 
 @every_mode
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
-def test_s7_rows_that_are_not_finite_count_for_nothing(bad, mode):
+def test_rows_that_are_not_finite_count_for_nothing(bad, mode):
     dataset = examples()
     dataset.tensors[0][::3] = bad
     loop = make_loop(dataset=dataset, grad_sample_mode=mode)
@@ -153,10 +153,10 @@ def test_s7_rows_that_are_not_finite_count_for_nothing(bad, mode):
         assert loop.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == dropped
 
 
-# S9
+# Batches of another size
 
 
-def test_s9_more_rows_than_were_drawn_are_refused():
+def test_more_rows_than_were_drawn_are_refused():
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
     size = len(targets)
@@ -166,7 +166,7 @@ def test_s9_more_rows_than_were_drawn_are_refused():
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
 
 
-def test_s9_rows_for_an_empty_batch_are_refused():
+def test_rows_for_an_empty_batch_are_refused():
     loop = make_loop(batch_size=1, noise_multiplier=1.0)
     loader = inside.without_placeholders(loop.loader)
     assert any(len(targets) == 0 for _, targets in loader)  # the loop ends at the empty batch
@@ -175,17 +175,18 @@ def test_s9_rows_for_an_empty_batch_are_refused():
         loop.backward(inputs, targets)
 
 
-def test_s9_fewer_rows_are_refused_too_since_axis_0_may_not_be_the_batch():
+def test_fewer_rows_are_refused_too_since_axis_0_may_not_be_the_batch():
     loop = make_loop()
     inputs, targets = first_batch(loop.loader, least=2)
     with pytest.raises(BatchMismatchError, match=r"DPE018.*axis 0"):
         loop.backward(inputs[1:], targets[1:])
 
 
-# S10
+# Several engines on one data set
 
 
-def test_f_a11_s10_a_second_model_on_one_engine_composes():
+@pytest.mark.hazard("A11")
+def test_a_second_model_on_one_engine_composes():
     dataset = examples()
     one = make_loop(dataset=dataset, noise_multiplier=1.0)
     two = make_loop(mlp(), engine=one.engine, dataset=dataset, noise_multiplier=2.0, batch_size=3)
@@ -210,7 +211,8 @@ def one_step(loop):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_f_a11_s10_two_engines_on_one_data_set_warn_before_the_second_releases(order):
+@pytest.mark.hazard("A11")
+def test_two_engines_on_one_data_set_warn_before_the_second_releases(order):
     dataset = examples()
     loops = [make_loop(dataset=dataset, noise_multiplier=1.0) for _ in range(2)]
     with warnings.catch_warnings():
@@ -234,7 +236,7 @@ def engine_with(state):
     return engine
 
 
-def test_s10_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
+def test_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
     dataset = examples()
     one_epoch(dataset)
     gc.collect()
@@ -242,7 +244,7 @@ def test_s10_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
         one_epoch(dataset)
 
 
-def test_s10_a_run_that_outlives_its_engine_is_noticed():
+def test_a_run_that_outlives_its_engine_is_noticed():
     dataset = examples()
     kept = make_loop(dataset=dataset, noise_multiplier=1.0)
     engine = weakref.ref(kept.engine)
@@ -254,7 +256,7 @@ def test_s10_a_run_that_outlives_its_engine_is_noticed():
         train(kept)
 
 
-def test_s10_each_data_set_is_told_of_once():
+def test_each_data_set_is_told_of_once():
     for dataset in (examples(), examples()):
         one_epoch(dataset)
         with pytest.warns(PrivacyWarning, match=OTHER_ENGINE) as seen:
@@ -264,7 +266,7 @@ def test_s10_each_data_set_is_told_of_once():
 
 
 @pytest.mark.parametrize("when", ["before make_private", "after make_private", "of one that was detached"])
-def test_s10_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed(when):
+def test_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed(when):
     dataset = examples()
     first = make_loop(dataset=dataset, noise_multiplier=1.0)
     train(first)
@@ -281,7 +283,7 @@ def test_s10_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed(w
             train(second)
 
 
-def test_s10_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed():
+def test_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed():
     dataset = examples()
     first = make_loop(dataset=dataset, noise_multiplier=1.0)
     train(first)
@@ -291,7 +293,7 @@ def test_s10_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed(
         one_step(first)
 
 
-def test_s10_steps_over_other_data_do_not_count_as_known():
+def test_steps_over_other_data_do_not_count_as_known():
     one, other = examples(), examples()
     spent = one_epoch(one)
     second = make_loop(dataset=other, noise_multiplier=1.0)
@@ -301,7 +303,7 @@ def test_s10_steps_over_other_data_do_not_count_as_known():
     assert len(spent["ledger"]["charges"]) == 1
 
 
-def test_s10_steps_over_other_data_need_not_be_known():
+def test_steps_over_other_data_need_not_be_known():
     one, other = examples(), examples()
     first = make_loop(dataset=one, noise_multiplier=1.0)
     train(first)
@@ -313,7 +315,7 @@ def test_s10_steps_over_other_data_need_not_be_known():
 
 
 @pytest.mark.parametrize("as_list", [True, False])
-def test_s10_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
+def test_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
     def data():
         return list(examples()) if as_list else examples()
 
@@ -327,7 +329,7 @@ def test_s10_other_data_or_an_engine_that_made_no_step_do_not_warn(as_list):
     assert unused.engine.ledger.steps == 0
 
 
-# U2
+# Loaders that are refused
 
 
 REFUSED_LOADERS = {
@@ -340,7 +342,7 @@ REFUSED_LOADERS = {
 
 
 @pytest.mark.parametrize("name", REFUSED_LOADERS)
-def test_u2_loaders_with_unequal_or_unknown_chances_are_refused(name):
+def test_loaders_with_unequal_or_unknown_chances_are_refused(name):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(SamplingError, match=f"DPE004.*{name}") as seen:

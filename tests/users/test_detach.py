@@ -1,4 +1,4 @@
-"""Section 1.1 of the user rules, O11: after detach nothing is left, and the user's objects go on."""
+"""After detach nothing is left, and the user's objects go on."""
 
 import warnings
 
@@ -42,7 +42,7 @@ def plain_training(model, optimizer, batches):
 
 @pytest.mark.parametrize("make_model", [mlp, Recurrent])
 @every_mode
-def test_o11_after_detach_nothing_is_left(make_model, mode):
+def test_after_detach_nothing_is_left(make_model, mode):
     model, never = make_model(), make_model()
     model.load_state_dict(start := state_of(never))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -73,7 +73,7 @@ def test_o11_after_detach_nothing_is_left(make_model, mode):
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
-def test_o11_a_scheduler_from_in_between_goes_on_counting_after_detach():
+def test_a_scheduler_from_in_between_goes_on_counting_after_detach():
     loop = make_loop()
     scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
     loop.step(*first_batch(loop.loader))

@@ -1,4 +1,4 @@
-"""Section 6 of the user rules, the error catalogue: class, code, cause, and a remedy that works when it is typed."""
+"""The error catalogue: class, code, cause, and a remedy that works when it is typed."""
 
 import copy
 import subprocess

@@ -1,4 +1,4 @@
-"""Section "install" of the user rules: what an import loads, and what a built wheel holds and asks for. No network."""
+"""Modules that an import loads; contents and requirements of a built wheel. No network."""
 
 import ast
 import email
@@ -66,11 +66,11 @@ def modules_loaded(*, allowed: set[str], then: str = "") -> set[str]:
     return set(result.stdout.split())
 
 
-def test_i1_importing_needs_nothing_but_torch_and_numpy():
+def test_importing_needs_nothing_but_torch_and_numpy():
     assert modules_loaded(allowed={"torch", "numpy"}) == {"dpengine"}
 
 
-def test_i1_importing_a_package_loads_neither_torch_nor_scipy():
+def test_importing_a_package_loads_neither_torch_nor_scipy():
     """Each ``__init__`` alone, and every name of accounting, whose functions load scipy when they are called."""
     packages = [path.parent.relative_to(ROOT) for path in sorted((ROOT / "dpengine").rglob("__init__.py"))]
     names = [".".join(path.parts) for path in packages if "opacus" not in path.parts]  # which mirrors eager packages
@@ -86,7 +86,7 @@ def test_i1_importing_a_package_loads_neither_torch_nor_scipy():
     assert not done.stdout.split(), done.stdout
 
 
-def test_i1_every_public_name_loads_without_the_optional_packages():
+def test_every_public_name_loads_without_the_optional_packages():
     # Names are lazy, so each is touched. Torch may then load what it requires itself.
     allowed = needs_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
     loaded = modules_loaded(allowed=allowed - HEAVY, then="[getattr(dpengine, name) for name in dpengine.__all__]")
@@ -94,7 +94,7 @@ def test_i1_every_public_name_loads_without_the_optional_packages():
     assert {name for name in loaded if "cython" not in name} <= {"dpengine"} | allowed  # parts of NumPy
 
 
-def test_i1_importing_leaves_the_root_logger_and_the_warnings_alone():
+def test_importing_leaves_the_root_logger_and_the_warnings_alone():
     then = (
         "import logging, warnings\nassert not logging.root.handlers\nassert logging.root.level == logging.WARNING\n"
         "assert all('dpengine' not in str(f) for f in warnings.filters)"
@@ -115,13 +115,13 @@ def setup_arguments() -> dict[str, object]:
     return literal
 
 
-def test_i2_an_installed_torch_is_left_alone():
+def test_an_installed_torch_is_left_alone():
     # A lower bound is the only condition on torch, so any newer one that is there satisfies it
     (torch_line,) = [line for line in setup_arguments()["install_requires"] if line.startswith("torch")]
     assert torch_line == "torch>=2.6"
 
 
-def test_i2_building_never_asks_for_torch():
+def test_building_never_asks_for_torch():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (line,) = re.findall(r"^requires = (\[.*?\])", text, flags=re.MULTILINE)
     assert ast.literal_eval(line) == ["setuptools>=77"]
@@ -151,20 +151,20 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
-def test_a1_a_built_wheel_holds_the_data_and_the_type_marker(wheel):
+def test_a_built_wheel_holds_the_data_and_the_type_marker(wheel):
     names = set(wheel.namelist())
     for file in ["py.typed", "data/adult/adult.data.xz", "data/adult/adult.test.xz", "data/adult/SOURCE.md"]:
         assert f"dpengine/{file}" in names
 
 
-def test_a1_a_built_wheel_holds_every_module_and_no_test(wheel):
+def test_a_built_wheel_holds_every_module_and_no_test(wheel):
     names = {name for name in wheel.namelist() if name.endswith(".py")}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "dpengine").rglob("*.py")}
     assert {name for name in names if name.startswith("dpengine/")} == modules
     assert not [name for name in names if not name.startswith("dpengine/")]
 
 
-def test_a1_the_data_can_be_read_from_a_built_wheel(wheel, tmp_path):
+def test_the_data_can_be_read_from_a_built_wheel(wheel, tmp_path):
     wheel.extractall(tmp_path)
     script = (
         "from dpengine.data import load_adult; d = load_adult(); print(d.__class__.__module__, len(d.train_labels))"

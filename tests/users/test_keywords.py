@@ -1,4 +1,4 @@
-"""Section 1.1 of the user rules, O12: a keyword that does not exist is refused, and the nearest one named."""
+"""A keyword that does not exist is refused, and the nearest one named."""
 
 import functools
 
@@ -21,7 +21,7 @@ def unknown_keywords():
 
 
 @pytest.mark.parametrize("call", unknown_keywords())
-def test_o12_an_unknown_keyword_is_a_type_error(call):
+def test_an_unknown_keyword_is_a_type_error(call):
     with pytest.raises(TypeError, match="no argument 'entirely_unknown'"):
         call(entirely_unknown=1)
 
@@ -44,6 +44,6 @@ def test_o12_an_unknown_keyword_is_a_type_error(call):
         (dpengine.fix, "modle", "model"),
     ],
 )
-def test_o12_the_nearest_name_is_suggested(call, given, near):
+def test_the_nearest_name_is_suggested(call, given, near):
     with pytest.raises(TypeError, match=f"no argument '{given}'. Did you mean '{near}'"):
         call(**{given: 1})

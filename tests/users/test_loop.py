@@ -1,4 +1,4 @@
-"""Section 1.2 of the user rules, S4, S5 and S8: backward passes, zero_grad, and what happens between them."""
+"""Backward passes, zero_grad, and what happens between them."""
 
 import copy
 
@@ -30,7 +30,7 @@ from dpengine.errors import (
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-# S4 and S5
+# Backward passes and zero_grad
 
 
 def two_forward_passes(loop, inputs, targets):
@@ -46,7 +46,7 @@ def one_forward_pass(loop, inputs, targets):
 
 @every_mode
 @pytest.mark.parametrize("twice", [two_forward_passes, one_forward_pass])
-def test_s4_a_second_backward_over_the_same_rows_is_refused(twice, mode):
+def test_a_second_backward_over_the_same_rows_is_refused(twice, mode):
     loop = make_loop(grad_sample_mode=mode, noise_multiplier=1.0)
     chunks = iter(loop.loader)
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*\(.*a \+ .*b\)\.backward\(\)"):
@@ -58,7 +58,7 @@ def test_s4_a_second_backward_over_the_same_rows_is_refused(twice, mode):
 
 
 @every_mode
-def test_s4_an_old_graph_cannot_serve_another_batch(mode):
+def test_an_old_graph_cannot_serve_another_batch(mode):
     loop = make_loop(grad_sample_mode=mode, sampling="shuffle")  # for batches of one size
     chunks = iter(loop.loader)
     inputs, targets = next(chunks)
@@ -73,7 +73,7 @@ def test_s4_an_old_graph_cannot_serve_another_batch(mode):
 
 
 @every_mode
-def test_s4_the_sum_of_two_losses_is_one_backward(mode):
+def test_the_sum_of_two_losses_is_one_backward(mode):
     loop = make_loop(grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     both = lambda outputs, t: F.cross_entropy(outputs, t) + outputs.square().sum(1).mean()  # noqa: E731
@@ -84,7 +84,7 @@ def test_s4_the_sum_of_two_losses_is_one_backward(mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s5_a_forgotten_zero_grad_and_accumulation_are_told_apart():
+def test_a_forgotten_zero_grad_and_accumulation_are_told_apart():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
@@ -98,7 +98,7 @@ def test_s5_a_forgotten_zero_grad_and_accumulation_are_told_apart():
         loop.optimizer.step()
 
 
-def test_s5_zero_grad_of_the_model_will_do():
+def test_zero_grad_of_the_model_will_do():
     loop = make_loop()
     for inputs, targets in loop.loader:
         loop.model.zero_grad()
@@ -107,7 +107,7 @@ def test_s5_zero_grad_of_the_model_will_do():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_s5_zero_grad_after_the_step_will_do():
+def test_zero_grad_after_the_step_will_do():
     loop = make_loop()
     for inputs, targets in loop.loader:
         loop.backward(inputs, targets)
@@ -116,7 +116,7 @@ def test_s5_zero_grad_after_the_step_will_do():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_s5_a_forgotten_zero_grad_is_seen_on_an_empty_batch_too():
+def test_a_forgotten_zero_grad_is_seen_on_an_empty_batch_too():
     loop = make_loop(batch_size=1)
     stepped = False
     with pytest.raises(StaleGradientError):
@@ -128,7 +128,7 @@ def test_s5_a_forgotten_zero_grad_is_seen_on_an_empty_batch_too():
                 stepped = True
 
 
-# S8
+# What happens between the calls of a loop
 
 
 def evaluate(loop, inputs, targets):
@@ -186,7 +186,7 @@ INTERLUDES = [
 
 @every_mode
 @pytest.mark.parametrize("interlude", INTERLUDES, ids=lambda f: f.__name__)
-def test_s8_what_is_no_training_leaves_no_trace(interlude, mode):
+def test_what_is_no_training_leaves_no_trace(interlude, mode):
     loop = make_loop(grad_sample_mode=mode)
     other = examples(7, scale=3.0).tensors
     for inputs, targets in loop.loader:
@@ -202,7 +202,7 @@ def test_s8_what_is_no_training_leaves_no_trace(interlude, mode):
 
 @every_mode
 @pytest.mark.parametrize("interlude", [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate])
-def test_s8_nor_between_backward_and_step(interlude, mode):
+def test_what_is_no_training_leaves_no_trace_between_backward_and_step(interlude, mode):
     loop = make_loop(grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     expected = expected_gradients(loop.model, [(inputs, targets)])
@@ -213,7 +213,7 @@ def test_s8_nor_between_backward_and_step(interlude, mode):
 
 
 @every_mode
-def test_s8_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
+def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 
@@ -231,7 +231,7 @@ def test_s8_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
 
 
 @every_mode
-def test_s8_two_forward_passes_may_share_a_backward(mode):
+def test_two_forward_passes_may_share_a_backward(mode):
     loop = make_loop(grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     twice = lambda outputs, t: F.cross_entropy(outputs[0], t) + F.cross_entropy(outputs[1], t)  # noqa: E731
@@ -252,7 +252,7 @@ def test_s8_two_forward_passes_may_share_a_backward(mode):
 
 
 @every_mode
-def test_s8_two_older_forward_passes_never_escape_the_threshold(mode):
+def test_two_older_forward_passes_never_escape_the_threshold(mode):
     loop = make_loop(grad_sample_mode=mode, max_grad_norm=0.01)
     inputs, targets = first_batch(loop.loader)
     older, oldest = loop.model(inputs), loop.model(2 * inputs)
@@ -267,7 +267,7 @@ def test_s8_two_older_forward_passes_never_escape_the_threshold(mode):
 
 
 @every_mode
-def test_s8_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
+def test_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
     loop = make_loop(grad_sample_mode=mode, max_grad_norm=100.0)  # a doubled gradient would be clipped back
     inputs, targets = first_batch(loop.loader)
     expected = expected_gradients(loop.model, [(inputs, targets)], max_norm=100.0)
@@ -284,7 +284,7 @@ def test_s8_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
 @pytest.mark.parametrize(
     ("fail", "says"), [(fail_in_backward, "no backward pass ran"), (fail_inside_backward, "discarded")]
 )
-def test_s8_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
+def test_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
     loop = make_loop(accumulation_steps=2)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
@@ -301,7 +301,7 @@ def test_s8_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s8_a_failure_while_gradients_are_summed_voids_the_batch():
+def test_a_failure_while_gradients_are_summed_voids_the_batch():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     batch = next(chunks)

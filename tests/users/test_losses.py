@@ -1,4 +1,4 @@
-"""Section 1.2 of the user rules, S11 and S12: how a loss is reduced, and losses that mix rows."""
+"""Reductions of a loss, and losses that mix samples."""
 
 import inside
 import pytest
@@ -25,7 +25,7 @@ from dpengine.validation.loss import check_loss, per_example
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-# S11 and S12
+# Reductions, and losses that mix samples
 
 
 def token_mean(outputs, targets):
@@ -39,7 +39,8 @@ def token_batch():
     return inputs, targets
 
 
-def test_f_b16_s11_a_summed_loss_is_found_where_a_mean_was_declared():
+@pytest.mark.hazard("B16")
+def test_a_summed_loss_is_found_where_a_mean_was_declared():
     batch = examples().tensors
     summed = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum")  # noqa: E731
     with pytest.raises(ReductionError, match=r'DPE013.*looks like a sum, expected a mean.*loss_reduction="sum"'):
@@ -51,7 +52,7 @@ def test_f_b16_s11_a_summed_loss_is_found_where_a_mean_was_declared():
 
 
 @every_mode
-def test_s11_a_declared_sum_gives_the_same_sums(mode):
+def test_a_declared_sum_gives_the_same_sums(mode):
     loop = make_loop(loss_reduction="sum", grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     expected = expected_gradients(loop.model, [(inputs, targets)], divisor=1)
@@ -60,7 +61,7 @@ def test_s11_a_declared_sum_gives_the_same_sums(mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s12_a_loss_that_mixes_rows_is_found_and_its_remedy_works():
+def test_a_loss_that_mixes_rows_is_found_and_its_remedy_works():
     with pytest.raises(
         BatchDependentLossError, match=r"DPE010.*sample 0 depends on the other samples.*per_example\(loss_fn\)"
     ):
@@ -76,7 +77,7 @@ def per_row_tokens(outputs, targets):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @every_mode
-def test_s12_backward_of_the_engine_keeps_rows_apart(reduction, mode):
+def test_backward_of_the_engine_keeps_rows_apart(reduction, mode):
     dataset = torch.utils.data.TensorDataset(*token_batch())
     loop = make_loop(dataset=dataset, batch_size=3, loss_reduction=reduction, grad_sample_mode=mode, max_grad_norm=0.8)
     inputs, targets = first_batch(loop.loader, least=2)
@@ -88,7 +89,7 @@ def test_s12_backward_of_the_engine_keeps_rows_apart(reduction, mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_s12_backward_of_the_engine_takes_batches_without_rows():
+def test_backward_of_the_engine_takes_batches_without_rows():
     loop = make_loop(batch_size=1)
     sizes = set()
     for inputs, targets in loop.loader:
@@ -101,7 +102,8 @@ def test_s12_backward_of_the_engine_takes_batches_without_rows():
 
 
 @pytest.mark.parametrize("shape", [(), (5, 7)])
-def test_f_b16_s12_backward_of_the_engine_wants_one_loss_for_each_row(shape):
+@pytest.mark.hazard("B16")
+def test_backward_of_the_engine_wants_one_loss_for_each_row(shape):
     loop = make_loop()
     next(iter(loop.loader))
     with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number per sample.*reduction="none"'):
@@ -110,7 +112,7 @@ def test_f_b16_s12_backward_of_the_engine_wants_one_loss_for_each_row(shape):
         loop.engine.backward(torch.zeros(99, requires_grad=True))
 
 
-def test_s12_backward_of_the_engine_scales_with_the_scaler():
+def test_backward_of_the_engine_scales_with_the_scaler():
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loop = make_loop(grad_scaler=scaler)
     inputs, targets = first_batch(loop.loader)

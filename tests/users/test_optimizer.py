@@ -1,4 +1,4 @@
-"""Section 1.1 of the user rules, O1 to O10: the optimizer stays the object that the user's tools know."""
+"""The optimizer stays the object that the user's tools know."""
 
 import copy
 import functools
@@ -66,7 +66,7 @@ class Shadow:
 
 
 @every_optimizer
-def test_o1_the_objects_stay_what_they_are(kind):
+def test_the_objects_stay_what_they_are(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
     groups, state, defaults, keys = optimizer.param_groups, optimizer.state, optimizer.defaults, optimizer.state_dict()
@@ -85,7 +85,7 @@ def test_o1_the_objects_stay_what_they_are(kind):
 
 
 @every_optimizer
-def test_o2_a_scheduler_from_before_counts_private_steps(kind):
+def test_a_scheduler_from_before_counts_private_steps(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
     scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -102,7 +102,7 @@ def test_o2_a_scheduler_from_before_counts_private_steps(kind):
 
 @every_scheduler
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_o2_o3_the_learning_rate_follows_the_schedule(schedule, before):
+def test_the_learning_rate_follows_the_schedule(schedule, before):
     model = mlp(bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scheduler = schedule(optimizer) if before else None
@@ -122,7 +122,7 @@ def test_o2_o3_the_learning_rate_follows_the_schedule(schedule, before):
 
 
 @every_optimizer
-def test_o3_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
+def test_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
     loop = loop_with(kind)
     scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.1)
     shadow = Shadow(loop.model, kind)
@@ -144,7 +144,7 @@ class ClosureSpy(torch.optim.SGD):
 
 
 @every_optimizer
-def test_o4_a_closure_runs_once_and_its_loss_comes_back(kind):
+def test_a_closure_runs_once_and_its_loss_comes_back(kind):
     loop = loop_with(kind)
     inputs, targets = first_batch(loop.loader)
     calls, losses = [], []
@@ -162,7 +162,7 @@ def test_o4_a_closure_runs_once_and_its_loss_comes_back(kind):
     assert loop.engine.ledger.steps == 1
 
 
-def test_o4_a_closure_that_detaches_the_model_releases_nothing():
+def test_a_closure_that_detaches_the_model_releases_nothing():
     loop = loop_with(torch.optim.SGD)
     inputs, targets = first_batch(loop.loader)
     before = copy.deepcopy(loop.model.state_dict())
@@ -179,7 +179,7 @@ def test_o4_a_closure_that_detaches_the_model_releases_nothing():
     assert loop.engine.ledger.steps == 1
 
 
-def test_o4_the_base_step_never_gets_the_closure():
+def test_the_base_step_never_gets_the_closure():
     loop = loop_with(ClosureSpy)
     inputs, targets = first_batch(loop.loader)
     expected = expected_gradients(loop.model, [(inputs, targets)])
@@ -189,7 +189,7 @@ def test_o4_the_base_step_never_gets_the_closure():
 
 
 @every_optimizer
-def test_o5_user_hooks_fire_once_and_see_noised_gradients(kind):
+def test_user_hooks_fire_once_and_see_noised_gradients(kind):
     loop = loop_with(kind, noise_multiplier=1.0)
     seen = {"pre": [], "post": []}
     loop.optimizer.register_step_pre_hook(lambda *_: seen["pre"].append(gradients_of(loop.model)))
@@ -214,7 +214,7 @@ def replace_groups(optimizer):
 
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
-def test_o6_rates_take_effect_after_the_groups_were_replaced(kind, replace):
+def test_rates_take_effect_after_the_groups_were_replaced(kind, replace):
     loop = loop_with(kind)
     shadow = Shadow(loop.model, kind)
     for position, batch in enumerate(loop.loader):
@@ -239,7 +239,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 
 @every_optimizer
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_o7_a_copy_has_the_state_and_no_engine(kind, make_copy):
+def test_a_copy_has_the_state_and_no_engine(kind, make_copy):
     loop = loop_with(kind)
     lr_scheduler.StepLR(loop.optimizer, 1)  # leaves a step of its own on the instance
     loop.step(*first_batch(loop.loader))
@@ -258,7 +258,7 @@ def test_o7_a_copy_has_the_state_and_no_engine(kind, make_copy):
     assert not any(torch.equal(a, b) for a, b in zip(before, other.param_groups[0]["params"], strict=True))
 
 
-def test_o7_a_copy_can_be_attached_again():
+def test_a_copy_can_be_attached_again():
     loop = make_loop()
     model, optimizer = copy.deepcopy((loop.model, loop.optimizer))
     second = make_loop(model, make_optimizer=lambda parameters: optimizer, engine=loop.engine)
@@ -271,7 +271,7 @@ def test_o7_a_copy_can_be_attached_again():
 
 
 @every_optimizer
-def test_o8_the_repr_says_that_it_is_private(kind):
+def test_the_repr_says_that_it_is_private(kind):
     loop = loop_with(kind, noise_multiplier=1.25, max_grad_norm=0.5)
     assert repr(loop.optimizer).startswith(f"DP{kind.__name__}(noise_multiplier=1.25, max_grad_norm=0.5")
     assert "INSECURE_SEED" in repr(loop.optimizer)
@@ -281,7 +281,7 @@ def test_o8_the_repr_says_that_it_is_private(kind):
     assert shown.endswith(f") of {loop.optimizer!r}")
 
 
-def test_o9_a_group_added_later_is_refused_by_name():
+def test_a_group_added_later_is_refused_by_name():
     loop = make_loop()
     extra = nn.Linear(2, 2)
     with pytest.raises(UnknownParameterError, match=r"DPE016.*Parameter\(2, 2\), Parameter\(2,\).*engine\.detach"):
@@ -293,7 +293,7 @@ def test_o9_a_group_added_later_is_refused_by_name():
     assert len(loop.optimizer.param_groups) == 1
 
 
-def test_o9_a_step_that_would_change_no_weight_is_refused():
+def test_a_step_that_would_change_no_weight_is_refused():
     loop = make_loop(noise_multiplier=1.0)
     for layer in loop.model.modules():
         for name, parameter in list(layer.named_parameters(recurse=False)):
@@ -302,7 +302,7 @@ def test_o9_a_step_that_would_change_no_weight_is_refused():
         loop.step(*first_batch(loop.loader))
 
 
-def test_o9_a_detached_copy_takes_groups():
+def test_a_detached_copy_takes_groups():
     other = copy.deepcopy(make_loop().optimizer)
     other.add_param_group({"params": nn.Linear(2, 2).parameters()})
     assert len(other.param_groups) == 2
@@ -310,7 +310,7 @@ def test_o9_a_detached_copy_takes_groups():
 
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_o10_zero_grad_works_either_way(kind, set_to_none):
+def test_zero_grad_works_either_way(kind, set_to_none):
     loop = loop_with(kind)
     shadow = Shadow(loop.model, kind)
     with warnings.catch_warnings():
@@ -326,14 +326,14 @@ def test_o10_zero_grad_works_either_way(kind, set_to_none):
     shadow.assert_equal(loop.model)
 
 
-def test_o10_every_optimizer_of_torch_is_private_or_refused():
+def test_every_optimizer_of_torch_is_private_or_refused():
     assert {kind.__name__ for kind in KINDS} == {kind.__name__ for kind in PRIVATE} | set(REJECTED_OPTIMIZERS)
     assert set(REJECTED_OPTIMIZERS) == {"LBFGS", "SparseAdam"}
 
 
 @pytest.mark.parametrize("name", sorted(REJECTED_OPTIMIZERS))
 @pytest.mark.parametrize("derived", [False, True])
-def test_o10_two_optimizers_are_refused_and_left_alone(name, derived):
+def test_two_optimizers_are_refused_and_left_alone(name, derived):
     kind = getattr(torch.optim, name)
     kind = type("Mine", (kind,), {}) if derived else kind
     model = mlp(bias=False)

@@ -1,4 +1,4 @@
-"""Section 1.3 of the user rules, first half: mixed precision, loss scalers and compiled models."""
+"""Mixed precision, loss scalers and compiled models."""
 
 import copy
 import math
@@ -44,13 +44,13 @@ class Small(nn.Module):
         return self.head(self.norm(self.conv(inputs.unsqueeze(1))).tanh().flatten(1))
 
 
-# M1
+# Half precision and autocast
 
 
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
 @pytest.mark.parametrize("how", ["autocast", "parameters"])
-def test_m1_bfloat16_works_in_every_mode(how, max_norm, mode):
+def test_bfloat16_works_in_every_mode(how, max_norm, mode):
     model = Small()
     dataset = examples()
     if how == "parameters":
@@ -73,7 +73,7 @@ def test_m1_bfloat16_works_in_every_mode(how, max_norm, mode):
 
 
 @every_mode
-def test_m1_sums_of_bfloat16_gradients_do_not_stagnate(mode):
+def test_sums_of_bfloat16_gradients_do_not_stagnate(mode):
     rows, max_norm = 400, 2.0**-10
     model = nn.Linear(1, 1, bias=False).bfloat16()
     dataset = TensorDataset(torch.ones(rows, 1, dtype=torch.bfloat16), torch.zeros(rows))
@@ -86,7 +86,8 @@ def test_m1_sums_of_bfloat16_gradients_do_not_stagnate(mode):
     assert total == pytest.approx(rows * max_norm, rel=1e-5)  # in bfloat16 it would stop at 256 * max_norm
 
 
-def test_f_n12_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
+@pytest.mark.hazard("N12")
+def test_noise_is_drawn_in_float32_and_cast_after_the_division():
     model = nn.Linear(FEATURES, CLASSES).bfloat16()
     dataset = TensorDataset(examples().tensors[0].bfloat16(), examples().tensors[1])
     loop = make_loop(model, dataset=dataset, noise_multiplier=1.0)
@@ -97,12 +98,12 @@ def test_f_n12_m1_noise_is_drawn_in_float32_and_cast_after_the_division():
     assert model.weight.grad.dtype is torch.bfloat16
 
 
-# M2
+# Gradient scalers
 
 
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipping", "not clipping"])
-def test_m2_a_scaler_changes_nothing(max_norm, mode):
+def test_a_scaler_changes_nothing(max_norm, mode):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     on = make_loop(grad_scaler=scaler, max_grad_norm=max_norm, grad_sample_mode=mode)
     off = make_loop(max_grad_norm=max_norm, grad_sample_mode=mode)
@@ -125,7 +126,7 @@ def test_m2_a_scaler_changes_nothing(max_norm, mode):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_m2_a_scaler_that_was_not_passed_is_refused(unscale):
+def test_a_scaler_that_was_not_passed_is_refused(unscale):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
@@ -141,7 +142,7 @@ def test_m2_a_scaler_that_was_not_passed_is_refused(unscale):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_m2_a_scaler_that_is_off_is_no_hindrance(given):
+def test_a_scaler_that_is_off_is_no_hindrance(given):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     loop = make_loop(grad_scaler=scaler if given else None)
     inputs, targets = first_batch(loop.loader)
@@ -152,11 +153,11 @@ def test_m2_a_scaler_that_is_off_is_no_hindrance(given):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-# M3
+# Overflow
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_m3_no_row_makes_the_scaler_skip_a_step(bad):
+def test_no_row_makes_the_scaler_skip_a_step(bad):
     dataset = examples()
     dataset.tensors[0][::2] = bad
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
@@ -174,7 +175,7 @@ def test_m3_no_row_makes_the_scaler_skip_a_step(bad):
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_m3_a_loss_that_overflows_releases_noise_alone():
+def test_a_loss_that_overflows_releases_noise_alone():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     loop = make_loop(grad_scaler=scaler)
     inputs, targets = first_batch(loop.loader, least=3)
@@ -184,7 +185,7 @@ def test_m3_a_loss_that_overflows_releases_noise_alone():
     assert all(not p.grad.any() for p in loop.model.parameters())
 
 
-# C1
+# torch.compile
 
 
 def compiled(model):
@@ -193,7 +194,7 @@ def compiled(model):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize("when", ["before", "before, and used", "after", "in place", "in place, and used"])
-def test_c1_a_compiled_model_trains_as_it_does_eager(when):
+def test_a_compiled_model_trains_as_it_does_eager(when):
     model, batches = mlp(), []
     outer = compiled(model) if when.startswith("before") else model
     if when.startswith("in place"):

@@ -1,4 +1,4 @@
-"""Section 1.3 of the user rules, second half: what is saved is the plain model, and copies of it are plain."""
+"""State dicts are those of the plain model, and copies are plain models."""
 
 import copy
 import io
@@ -59,7 +59,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 
 
 @every_model
-def test_k1_the_state_is_that_of_a_plain_model(make_model, tmp_path):
+def test_the_state_is_that_of_a_plain_model(make_model, tmp_path):
     loop = make_loop(make_model(), noise_multiplier=1.0)
     for batch in loop.loader:
         loop.step(*batch)
@@ -74,7 +74,7 @@ def test_k1_the_state_is_that_of_a_plain_model(make_model, tmp_path):
 
 
 @every_model
-def test_k1_a_state_loads_into_a_private_model(make_model):
+def test_a_state_loads_into_a_private_model(make_model):
     torch.manual_seed(8)
     other = {name: torch.randn_like(value) for name, value in make_model().state_dict().items()}
     loop = make_loop(make_model())
@@ -88,7 +88,7 @@ def test_k1_a_state_loads_into_a_private_model(make_model):
 @every_mode
 @every_model
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
-def test_k2_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
+def test_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
     loop = make_loop(make_model(), noise_multiplier=1.0, grad_sample_mode=mode)
     batches = iter(loop.loader)
     loop.step(*next(batches))
@@ -106,7 +106,7 @@ def test_k2_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
     assert loop.engine.ledger.steps == 2
 
 
-def test_k2_a_copy_holds_nothing_of_the_engine():
+def test_a_copy_holds_nothing_of_the_engine():
     loop = make_loop(noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     size = len(pickle.dumps(loop.model))
@@ -119,7 +119,7 @@ def test_k2_a_copy_holds_nothing_of_the_engine():
 
 
 @every_model
-def test_k2_a_copy_can_be_made_private_itself(make_model):
+def test_a_copy_can_be_made_private_itself(make_model):
     first = make_loop(make_model())
     loop = make_loop(copy.deepcopy(first.model), engine=first.engine)
     inputs, targets = first_batch(loop.loader)
@@ -130,7 +130,7 @@ def test_k2_a_copy_can_be_made_private_itself(make_model):
 
 
 @every_model
-def test_k2_averaged_models_follow(make_model):
+def test_averaged_models_follow(make_model):
     loop = make_loop(make_model(), noise_multiplier=1.0)
     averaged = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     truth = None

@@ -1,4 +1,4 @@
-"""Section 1.1 of the user rules, O13 and O14: which gradients a step applies, and when it is charged."""
+"""Gradients that a step applies, and the time of its charge."""
 
 import inside
 import pytest
@@ -21,7 +21,7 @@ def clipped_by_hand(model):
 
 
 @pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
-def test_o13_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none):
+def test_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none):
     loop = make_loop()
     batches = iter(loop.loader)
     loop.step(*next(batches))
@@ -35,13 +35,13 @@ def test_o13_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_n
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_o13_no_gradient_is_there_before_the_step():
+def test_no_gradient_is_there_before_the_step():
     loop = make_loop()
     loop.backward(*first_batch(loop.loader))
     assert all(p.grad is None for p in loop.model.parameters())
 
 
-def test_o13_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
+def test_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     nn.functional.cross_entropy(model(torch.randn(4, 4)), torch.tensor([0, 1, 2, 0])).backward()
@@ -55,7 +55,7 @@ def test_o13_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
     assert all(torch.equal(frozen[name], value) for name, value in state_of(model[0]).items())
 
 
-def test_o13_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn():
+def test_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn():
     loop = make_loop(noise_multiplier=1.0)
     loop.step(*first_batch(loop.loader))
     weights = state_of(loop.model)
@@ -76,7 +76,7 @@ class FailingSGD(torch.optim.SGD):
         raise Boom
 
 
-def test_o14_the_ledger_is_written_before_the_weights_change():
+def test_the_ledger_is_written_before_the_weights_change():
     loop = make_loop(make_optimizer=lambda parameters: FailingSGD(parameters, lr=0.5), noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     before = state_of(loop.model)
@@ -87,7 +87,7 @@ def test_o14_the_ledger_is_written_before_the_weights_change():
 
 
 @pytest.mark.parametrize("error", [LedgerError("The disk is full."), OSError(28, "No space left"), KeyboardInterrupt()])
-def test_o14_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
+def test_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
     loop = make_loop(noise_multiplier=1.0)
     batches = iter(loop.loader)
     loop.backward(*next(batches))

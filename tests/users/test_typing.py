@@ -1,4 +1,4 @@
-"""Y1: a program of a user passes a strict type check against the public names."""
+"""A program of a user passes a strict type check against the public names."""
 
 import subprocess
 import sys
@@ -72,10 +72,10 @@ def errors(tmp_path_factory) -> dict[str, list[str]]:
 
 
 @pytest.mark.slow
-def test_y1_a_program_of_a_user_passes_a_strict_check(errors):
+def test_a_program_of_a_user_passes_a_strict_check(errors):
     assert errors["program"] == []
 
 
 @pytest.mark.slow
-def test_y1_wrong_types_misspelt_arguments_and_unknown_names_are_found(errors):
+def test_wrong_types_misspelt_arguments_and_unknown_names_are_found(errors):
     assert [line.split(":")[1] for line in errors["mistakes"]] == ["11", "12", "13"]

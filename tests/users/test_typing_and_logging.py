@@ -1,4 +1,4 @@
-"""Rules Y1 and Y2 of the user rules, as far as they show at run time; ``test_typing.py`` asks a type checker for Y1."""
+"""Types and logging at run time. ``test_typing.py`` runs a type checker."""
 
 import inspect
 import logging
@@ -17,12 +17,12 @@ from dpengine import PrivacyEngine
 ROOT = Path(dpengine.__file__).parents[1]
 
 
-def test_y1_the_package_says_that_it_is_typed():
+def test_the_package_says_that_it_is_typed():
     assert (Path(dpengine.__file__).parent / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("name", ["make_private", "make_private_with_epsilon"])
-def test_y1_make_private_always_returns_three(name):
+def test_make_private_always_returns_three(name):
     hints = get_type_hints(getattr(PrivacyEngine, name))
     assert get_origin(hints["return"]) is tuple
     assert len(hints["return"].__args__) == 3
@@ -42,7 +42,7 @@ def plain_loader():
     return DataLoader(examples(), batch_size=6)
 
 
-def test_y1_every_public_parameter_is_annotated():
+def test_every_public_parameter_is_annotated():
     for name in dpengine.__all__:
         value = getattr(dpengine, name)
         call = value.__init__ if isinstance(value, type) else value
@@ -113,14 +113,14 @@ assert ours.level == logging.NOTSET and ours.propagate
 """
 
 
-def test_y2_a_normal_run_prints_nothing_and_touches_no_logger():
+def test_a_normal_run_prints_nothing_and_touches_no_logger():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", NORMAL_RUN], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
-def test_y2_nothing_of_the_batch_is_logged(caplog):
+def test_nothing_of_the_batch_is_logged(caplog):
     with caplog.at_level(logging.DEBUG):
         loop = make_loop(noise_multiplier=1.0)
         loop.step(*first_batch(loop.loader))

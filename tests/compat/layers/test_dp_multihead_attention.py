@@ -82,7 +82,8 @@ def values_and_gradients(layer, given, cotangents, **kwargs):
 
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_rank_31_attention_computes_what_torch_computes_over_all_flags(settings, batch_first):
+@pytest.mark.hazard("O31")
+def test_attention_computes_what_torch_computes_over_all_flags(settings, batch_first):
     theirs, ours = pair(SETTINGS[settings], batch_first)
     given = inputs(SETTINGS[settings])
     for kind in MASKS:
@@ -96,7 +97,8 @@ def test_rank_31_attention_computes_what_torch_computes_over_all_flags(settings,
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=lambda m: f"{kind}: {m}")  # noqa: B023
 
 
-def test_rank_42_a_causal_hint_needs_its_mask():
+@pytest.mark.hazard("O42")
+def test_a_causal_hint_needs_its_mask():
     _, ours = pair({}, True)
     with pytest.raises(ValueError, match="Pass attn_mask as well"):
         ours(*inputs({}), is_causal=True)
@@ -156,7 +158,8 @@ def opacus_names(state, prefix, packed):
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_rank_42_state_dicts_load_strictly_both_ways_nested_too(settings):
+@pytest.mark.hazard("O42")
+def test_state_dicts_load_strictly_both_ways_nested_too(settings):
     theirs, ours = (nn.ModuleDict({"deep": nn.ModuleList([one])}) for one in pair(SETTINGS[settings], True))
     assert list(theirs.state_dict()) == list(ours.state_dict())
     for source, target in ((theirs, ours), (ours, theirs)):

@@ -90,7 +90,8 @@ def assert_same(theirs, ours, lengths, given):
 
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", PAIRS)
-def test_rank_32_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
+@pytest.mark.hazard("O32")
+def test_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
     for place, flags in enumerate(FLAGS[:: 1 if lengths == "whole" else 3]):
         assert_same(*twins(kind, flags), LENGTHS[lengths], given=(place // 4 + place) % 2 == 0)
 
@@ -104,7 +105,8 @@ def test_cells_over_time_compute_what_torch_computes(kind, lengths):
 
 @pytest.mark.parametrize("cells", [False, True], ids=["layer", "cells"])
 @pytest.mark.parametrize("kind", ["gru", "lstm"])
-def test_rank_32_dropout_acts_between_layers_only(kind, cells):
+@pytest.mark.hazard("O32")
+def test_dropout_acts_between_layers_only(kind, cells):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         _, one = twins(kind, {"num_layers": 1, "dropout": 0.9}, cells=cells)
@@ -162,7 +164,8 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm"])
-def test_rank_42_state_dicts_load_strictly_both_ways_nested_too(kind):
+@pytest.mark.hazard("O42")
+def test_state_dicts_load_strictly_both_ways_nested_too(kind):
     cells = kind.startswith("cells-")
     flags = {"num_layers": 2, "bidirectional": True}
     theirs, ours = (Net(layer) for layer in twins(kind.removeprefix("cells-"), flags, cells=cells))

@@ -26,7 +26,8 @@ def test_state_is_written_under_the_new_names_in_the_same_order():
     assert list(Renamed().state_dict()) == NAMES
 
 
-def test_rank_42_new_names_hold_inside_a_model():
+@pytest.mark.hazard("O42")
+def test_new_names_hold_inside_a_model():
     model = nn.ModuleDict({"a": Renamed(), "b": nn.Linear(1, 1), "c": Renamed()})
     expected = [*(f"a.{name}" for name in NAMES), "b.weight", "b.bias", *(f"c.{name}" for name in NAMES)]
     assert list(model.state_dict()) == expected

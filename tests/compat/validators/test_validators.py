@@ -102,12 +102,14 @@ def test_what_opacus_refuses_is_refused_with_the_class_and_the_layer(make, kind)
 
 
 @pytest.mark.parametrize("make", VALID)
-def test_rank_13_what_opacus_lets_pass_is_valid(make):
+@pytest.mark.hazard("O13")
+def test_what_opacus_lets_pass_is_valid(make):
     assert ModuleValidator.validate(nn.Sequential(nn.Linear(2, 2), make()), strict=True) == []
     assert ModuleValidator.is_valid(make())
 
 
-def test_rank_60_a_model_in_eval_mode_is_one_error():
+@pytest.mark.hazard("O60")
+def test_a_model_in_eval_mode_is_one_error():
     model = nn.Sequential(nn.Linear(2, 2)).eval()
     (error,) = ModuleValidator.validate(model)
     assert type(error) is IllegalModuleConfigurationError
@@ -143,7 +145,8 @@ def test_errors_are_a_family(kind):
 
 
 @pytest.mark.parametrize("layer", BATCH_NORMS, ids=lambda layer: layer.__name__)
-def test_rank_33_no_group_has_one_value_and_variance_stays_of_order_one(layer):
+@pytest.mark.hazard("O33")
+def test_no_group_has_one_value_and_variance_stays_of_order_one(layer):
     torch.manual_seed(0)
     for channels in (2, 3, 4, 8, 16, 32, 48, 64, 100, 127, 256):
         fixed = ModuleValidator.fix(layer(channels))
@@ -154,7 +157,8 @@ def test_rank_33_no_group_has_one_value_and_variance_stays_of_order_one(layer):
         assert vectors or fixed.num_groups == math.gcd(32, channels)
 
 
-def test_rank_33_one_channel_refuses_vectors_rather_than_give_zero():
+@pytest.mark.hazard("O33")
+def test_one_channel_refuses_vectors_rather_than_give_zero():
     fixed = ModuleValidator.fix(nn.Sequential(nn.BatchNorm1d(1)))
     series = 3 + 5 * torch.randn(8, 1, 50)
     assert fixed(series).var().item() == pytest.approx(1, abs=0.05)
@@ -215,7 +219,8 @@ REPLACED = [
 
 
 @pytest.mark.parametrize(("file", "make", "private", "inputs"), REPLACED)
-def test_rank_42_recurrent_and_attention_layers_keep_weights_settings_and_values(file, make, private, inputs):
+@pytest.mark.hazard("O42")
+def test_recurrent_and_attention_layers_keep_weights_settings_and_values(file, make, private, inputs):
     torch.manual_seed(0)
     layer = make().double()
     next(layer.parameters()).requires_grad_(False)
