@@ -76,7 +76,10 @@ def test_both_sides_of_the_diff_run(side, outcomes):
     assert outcomes[side].code == 0, outcomes[side].output
 
 
-def test_the_diff_is_the_script_of_the_quickstart():
+def test_the_diff_and_the_script_are_those_of_the_quickstart(outcomes):
+    (whole,) = snippets_of("README.md")
+    assert f"`{outcomes[whole].output.strip()}`" in README
+    assert whole.code == snippets_of("docs/quickstart.md")[0].code
     script = [line for line in snippets_of("docs/quickstart.md")[0].code.splitlines() if line]
     loop = [line for line in lines_of_the_diff("-") if not line.startswith("print(")]
     start = script.index(loop[0])
