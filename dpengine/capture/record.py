@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +39,8 @@ class LayerCall:
         name: Dotted name of the layer in the model.
         batch_first: True if the layer itself has the batch on axis 0; else see ``turned``.
         mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
+        drawn: How the forward pass ran each sample alone, if it drew random numbers: what ``JointSampler.forward``
+            returned. The rule draws the same numbers again.
     """
 
     layer: nn.Module
@@ -49,6 +51,7 @@ class LayerCall:
     name: str = ""
     batch_first: bool = True
     mean_loss: bool = False
+    drawn: Any = None
 
     @property
     def batch_size(self) -> int:
@@ -68,6 +71,29 @@ class LayerCall:
     def replace(self, **changes: Any) -> LayerCall:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardCall:
+    """A call of a module that has not run yet.
+
+    Attributes:
+        layer: The module.
+        forward: Runs it.
+        args: Positional inputs.
+        kwargs: Keyword inputs.
+        parameters: The parameters that gradients are wanted of, by name in the module.
+        name: Dotted name of the module in the model.
+        batch_first: See `LayerCall`.
+    """
+
+    layer: nn.Module
+    forward: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    parameters: Mapping[str, nn.Parameter]
+    name: str
+    batch_first: bool
 
 
 class LayerUses(dict[str, "Use"]):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpengine.errors import UnsupportedLayerError
 
+from .forward_state import ForwardState
 from .model_state import ModelState
 from .tap import CopyTap, map_outputs, put_tensors, take_tensors, tensors_in, tensors_in_outputs
 
@@ -29,9 +28,7 @@ class Pass:
         args: Copies of its inputs.
         kwargs: Copies of its inputs by keyword.
         state: The state of the model before the pass.
-        random: The state of torch's random generators, by device.
-        host_random: The state of the random generators of Python and NumPy.
-        autocast: Device type, enabled, and dtype of autocast.
+        began: The state of random generators and of autocast before the pass.
         outputs: The tensors of its output, detached.
         grads: Their gradients; None for an output without one.
         name: Name of the model in messages.
@@ -43,9 +40,7 @@ class Pass:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: ModelState
-    random: list[tuple[str, Tensor]]
-    host_random: tuple[Any, Any]
-    autocast: list[tuple[str, bool, torch.dtype]]
+    began: ForwardState
     outputs: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
     name: str = "the model"
@@ -70,7 +65,7 @@ class Pass:
         """
         with self.as_it_began(model):
             outputs = self.forward(model, args, kwargs)
-            self.random_after = _random_states([name for name, _ in self.random])
+            self.random_after = self.began.random_now()
             pairs = zip(outputs, grads_of(outputs), strict=True)
             roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
             torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
@@ -79,24 +74,14 @@ class Pass:
     @contextlib.contextmanager
     def as_it_began(self, model: nn.Module) -> Iterator[None]:
         """Restores the state of the model and of the random generators before the pass, in the context."""
-        devices = [name for name, _ in self.random if name != "cpu"]
-        with (
-            torch.random.fork_rng(devices=devices),
-            with_host_random(self.host_random),
-            torch.enable_grad(),
-            _with_state(model, self.state),
-        ):
-            for name, state in self.random:
-                torch.set_rng_state(state) if name == "cpu" else torch.cuda.set_rng_state(state, name)
+        with self.began.random_again(), torch.enable_grad(), _with_state(model, self.state):
             yield
 
     def forward(self, model: nn.Module, args: Any = None, kwargs: Any = None) -> list[Tensor]:
         """Runs the model forward on the inputs of the pass, or on others, and returns the output tensors."""
         given = (self.args, self.kwargs) if args is None else (args, kwargs)
         args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
-        with contextlib.ExitStack() as stack:
-            for device_type, enabled, dtype in self.autocast:
-                stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype))
+        with self.began.with_autocast():
             return tensors_in_outputs(model(*args, **kwargs))
 
 
@@ -134,12 +119,9 @@ class Replay:
         if self.loop is not None:
             self._given = args, kwargs
             self.loop.model_started()
-        devices = {t.device for t in (*tensors_in((args, kwargs)), *model.parameters())}
-        states = _random_states(["cpu", *sorted(str(d) for d in devices if d.type == "cuda")])
-        kinds = {"cpu", *(d.type for d in devices if torch.amp.is_autocast_available(d.type))}
-        autocast = [(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in sorted(kinds)]
+        began = ForwardState.now((*tensors_in((args, kwargs)), *model.parameters()))
         given = _copies(args), _copies(kwargs)
-        self._current = Pass(self, *given, ModelState.of(model), states, host_random(), autocast)
+        self._current = Pass(self, *given, ModelState.of(model), began)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Records the outputs of the pass, and returns them with a tap on them."""
@@ -194,28 +176,6 @@ class Replay:
 def _copies(tree: Any) -> Any:
     tensors, others, spec = take_tensors(tree)
     return put_tensors([t.detach().clone() for t in tensors], others, spec)
-
-
-def _random_states(devices: Sequence[str]) -> list[tuple[str, Tensor]]:
-    return [(d, torch.get_rng_state() if d == "cpu" else torch.cuda.get_rng_state(d)) for d in devices]
-
-
-def host_random() -> tuple[Any, Any]:
-    """Returns the states of the random generators of Python and NumPy."""
-    return random.getstate(), np.random.get_state()
-
-
-@contextlib.contextmanager
-def with_host_random(states: tuple[Any, Any]) -> Iterator[None]:
-    """Sets these states in the context, and restores the current ones on exit."""
-    current = host_random()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    try:
-        yield
-    finally:
-        random.setstate(current[0])
-        np.random.set_state(current[1])
 
 
 @contextlib.contextmanager

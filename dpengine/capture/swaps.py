@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .fewer_samples import is_in_inputs, run_with_fewer_samples
-from .record import Use
+from .record import ForwardCall, Use
 from .tap import CallReport, RowsReport, RowsTap, tensors_in
 from .watch import Kind, Watch
 from .watched_parameter import Origin, WatchedParameter, realize
@@ -25,6 +25,21 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 Finish = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(eq=False)
+class _Running:
+    """A call of a module that runs.
+
+    Attributes:
+        mark: Length of `Capture.swapped` before it.
+        real: Its trainable parameters, by name in the module.
+        finish: Applied to its output.
+    """
+
+    mark: int
+    real: Mapping[str, nn.Parameter]
+    finish: Finish | None
 
 
 class PartSwap:
@@ -56,8 +71,8 @@ class PartSwap:
             return swap.begin(module, args, kwargs)
         mesh = args[0].device_mesh
         given = swap.begin(module, (args[0].to_local(),), kwargs)
-        mark, finish = swap.open.pop()
-        swap.open.append((mark, partial(self._distribute, mesh, finish)))
+        running = swap.open[-1]
+        running.finish = partial(self._distribute, mesh, running.finish)
         for owner, name, _ in swap.slots:
             present = owner._parameters[name]
             if present is not None:
@@ -70,12 +85,12 @@ class PartSwap:
         assert self.part is not None
         return self.part.empty_output(output if finish is None else finish(args, kwargs, output), mesh)
 
-    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
         """Returns the output of a call, with a tap on it."""
         swap, part = self.swap, self.part
         if part is None:
             args, kwargs = local_inputs(swap.watch.name, (args, kwargs))
-            return swap.tapped(real, args, kwargs, output)
+            return swap.tapped(real, args, kwargs, output, drawn)
         uses = swap.uses(real, part.shapes)
         report = CallReport(swap.capture, replace(swap.watch, module=part.layer), uses)
         if not is_dtensor(output):
@@ -97,8 +112,7 @@ class ParameterSwap:
         self.slots = watch.slots()
         self.is_embedding = layer_type(watch.module) is nn.Embedding
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
-        # For each running call: length of `Capture.swapped` before it, and the function that is applied to its output.
-        self.open: list[tuple[int, Finish | None]] = []
+        self.open: list[_Running] = []
         self.shared = False  # True once 1-D indices were not as many as samples: they are shared positions
         self._told_apart = False  # True once a pass with fewer samples was run, because they were as many
         self._begin, self.tap = self.begin, self.tapped
@@ -111,10 +125,23 @@ class ParameterSwap:
         args, kwargs = self._begin(self.module, args, kwargs)
         output = None
         try:
-            output = forward(*args, **kwargs)
+            output = self._forward(forward, args, kwargs)
         finally:
             replaced = self._after(args, kwargs, output)
         return output if replaced is None else replaced
+
+    def _forward(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the module, by its rule if that can run each sample alone."""
+        watch, running = self.watch, self.open[-1]
+        by_rows = getattr(watch.rule, "forward", None) if watch.kind is Kind.UNIT else None
+        if by_rows is None or not running.real:
+            return forward(*args, **kwargs)
+        batch_first = watch.in_rows or self.capture.batch_first
+        call = ForwardCall(self.module, forward, args, kwargs, running.real, watch.name, batch_first)
+        output, drawn = by_rows(call)
+        if drawn is not None:
+            running.finish = partial(self.tap, running.real, drawn=drawn)
+        return output
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Replaces the parameters before a call. Returns the inputs."""
@@ -127,7 +154,7 @@ class ParameterSwap:
                 live.append((owner, name, dotted, p))
                 real[dotted] = p
         stand_ins, finish = self._stand_ins(real, args, kwargs)
-        self.open.append((len(capture.swapped), finish))
+        self.open.append(_Running(len(capture.swapped), real, finish))
         for owner, name, dotted, p in live:
             capture.swapped.append((owner, name, p))
             owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
@@ -208,11 +235,11 @@ class ParameterSwap:
     def _after(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if not self.open:
             return None
-        mark, finish = self.open.pop()
-        self.capture.unswap(mark)
-        if output is None or finish is None or not self.capture.recording:
+        running = self.open.pop()
+        self.capture.unswap(running.mark)
+        if output is None or running.finish is None or not self.capture.recording:
             return None
-        return finish(args, kwargs, output)
+        return running.finish(args, kwargs, output)
 
     def _use(self, parameter: nn.Parameter, dotted: str, place: slice | None = None) -> Use:
         """Creates the use of a parameter, and counts it."""
@@ -220,10 +247,11 @@ class ParameterSwap:
         self.capture.uses[registered] += 1
         return Use(registered, dotted, place)
 
-    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any) -> Any:
+    def tapped(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
         """Returns the output of a call, with a tap on it."""
         uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
-        return CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows).tap(args, kwargs, output)
+        report = CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows, drawn=drawn)
+        return report.tap(args, kwargs, output)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Creates the uses of parameters of a split layer, with the shapes of their parts on this process."""

@@ -121,6 +121,7 @@ class CallReport:
         rule: Any = None,
         *,
         batch_first: bool = False,
+        drawn: Any = None,
     ):
         self.capture = capture
         self.watch = watch
@@ -129,6 +130,7 @@ class CallReport:
         self.name = watch.name
         self.needs_output = getattr(self.rule, "needs_output", False)
         self.batch_first = batch_first or capture.batch_first
+        self.drawn = drawn
 
     def tap(self, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output of a tap on ``output``."""
@@ -157,7 +159,7 @@ class CallReport:
         inputs = saved if self.batch_first else map(turned, saved)
         args, kwargs = put_tensors(inputs, self.other_inputs, self.input_spec)
         order, mean_loss = self.batch_first, self.capture.mean_loss
-        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss)
+        call = LayerCall(self.watch.module, args, front, kwargs, output, self.name, order, mean_loss, self.drawn)
         self.capture.report(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:

@@ -110,7 +110,7 @@ def _is_elementary(rule: Any) -> bool:
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    """Returns True for dropout, which would draw other random numbers if a joint sampler ran it again."""
+    """Returns True for dropout, which would make a joint sampler run each sample alone in the forward pass also."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 

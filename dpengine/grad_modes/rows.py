@@ -22,7 +22,12 @@ NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
 def widened(call: LayerCall) -> LayerCall:
-    """Returns the call with half-precision tensors in float32, the lowest precision of norms and sums."""
+    """Returns the call with half-precision tensors in float32, the lowest precision of norms and sums.
+
+    A call that draws its random numbers again is left as it is: they may depend on the precision.
+    """
+    if call.drawn is not None:
+        return call
     for leaf in _leaves((call.inputs, call.kwargs, call.grad_output, call.output)):
         if isinstance(leaf, Tensor) and leaf.dtype in NARROW:
             break

@@ -2,8 +2,8 @@
 
 Note [replay]: the gradient of a row is that of a run with this row as a batch of one, so that whatever the module does,
 the gradient belongs to the row alone. Where the replayed output is not the recorded one, it would be the gradient of
-another computation, and the module is refused: it is random, keeps state, mixes rows, or has an input that only looks
-batched.
+another computation, and the module is refused: it keeps state, mixes rows, or has an input that only looks batched.
+A module that draws random numbers draws them again, see note [random numbers] of `forward_by_rows`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,13 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.record import LayerCall, turned
+from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 
 from .embedding import refuse_unsafe_embedding
+from .forward_by_rows import Drawn, ForwardByRows, Inputs, RowsError, attributes_kept, chunk_of, in_order
 from .sampler import JointSampler
-
-CHUNK_BYTES = 256 * 2**20  # of per-sample gradients in one vectorised run
 
 
 def functional_sampler(module: nn.Module) -> JointSampler:
@@ -39,14 +39,22 @@ def functional_sampler(module: nn.Module) -> JointSampler:
     """
     for name, part in module.named_modules():
         refuse_unsafe_embedding(part, name)
-    return JointSampler(_Fallback().grads, needs_output=True)
+    fallback = _Fallback()
+    return JointSampler(fallback.grads, needs_output=True, forward=fallback.forward)
 
 
 class _Fallback:
-    """Remembers whether the module can be vectorised, which is tried once."""
+    """Remembers whether the module can be vectorised, which is tried once, and whether it draws random numbers."""
 
     def __init__(self) -> None:
         self.vectorises = True
+        self.by_rows = ForwardByRows()
+
+    def forward(self, call: ForwardCall) -> tuple[Any, Drawn | None]:
+        try:
+            return self.by_rows(call)
+        except RowsError as error:
+            raise _refusal(call, f"could not be run on each row alone ({_first_line(error)})") from error
 
     def grads(self, call: LayerCall) -> dict[str, Tensor]:
         if call.output is None:
@@ -54,15 +62,17 @@ class _Fallback:
         rows = _Rows.of(call)
         if rows.count == 0:
             return {name: parameter.new_zeros(0, *parameter.shape) for name, parameter in rows.parameters.items()}
-        with _attributes_kept(call.layer):
+        with attributes_kept(call.layer), rows.as_drawn():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
                 raise _refusal(call, "gave another output when each row was run alone") from obstacle
-        return grads
+        return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
 
     def _run(self, rows: _Rows, call: LayerCall) -> tuple[dict[str, Tensor], list[Tensor], Exception | None]:
         obstacle = None
         try:
+            if rows.drawn is not None:
+                return *(rows.vectorised() if rows.drawn.chunk else rows.one_by_one()), None
             if self.vectorises:
                 try:
                     return *rows.vectorised(), None
@@ -85,26 +95,22 @@ class _Rows:
         parameters: What gradients are wanted of, by name.
         frozen: Its other parameters.
         buffers: Its buffers.
-        leaves: Inputs, of all containers.
-        spec: How the leaves make ``(args, kwargs)``.
-        cut: Places of the leaves that carry the batch.
+        inputs: Its inputs.
         used: Places, among the leaves of the output, that have a gradient.
         outputs: Recorded outputs at these places.
         grads: Their gradients.
-        batch_first: Whether the module's own order has the batch on axis 0.
+        drawn: How the forward pass ran the rows, if it drew random numbers.
     """
 
     layer: nn.Module
     parameters: dict[str, Tensor]
     frozen: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    leaves: list[Any]
-    spec: Any
-    cut: list[int]
+    inputs: Inputs
     used: list[int]
     outputs: list[Tensor]
     grads: list[Tensor]
-    batch_first: bool
+    drawn: Drawn | None
 
     @classmethod
     def of(cls, call: LayerCall) -> _Rows:
@@ -114,20 +120,19 @@ class _Rows:
             grads = [next(given) if isinstance(leaf, Tensor) else None for leaf in outputs]
         used = [place for place, grad in enumerate(grads) if isinstance(grad, Tensor)]
         count, dtype = grads[used[0]].shape[0], grads[used[0]].dtype
-        own = {name: (p.requires_grad, _widened(p, dtype)) for name, p in call.layer.named_parameters()}
-        leaves, spec = pytree.tree_flatten((call.inputs, dict(call.kwargs)))
+        own_type = call.drawn is not None  # random numbers may depend on it
+        widened = (lambda tensor: tensor.detach()) if own_type else partial(_widened, dtype=dtype)
+        own = {name: (p.requires_grad, widened(p)) for name, p in call.layer.named_parameters()}
         return cls(
             layer=call.layer,
             parameters={name: p for name, (trainable, p) in own.items() if trainable},
             frozen={name: p for name, (trainable, p) in own.items() if not trainable},
-            buffers={name: _widened(b, dtype) for name, b in call.layer.named_buffers()},
-            leaves=leaves,
-            spec=spec,
-            cut=[i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)],
+            buffers={name: widened(b) for name, b in call.layer.named_buffers()},
+            inputs=Inputs.of(call.inputs, call.kwargs, count, batch_first=call.batch_first),
             used=used,
             outputs=[outputs[place] for place in used],
             grads=[grads[place] for place in used],
-            batch_first=call.batch_first,
+            drawn=call.drawn,
         )
 
     @property
@@ -136,17 +141,12 @@ class _Rows:
 
     def run(self, parameters: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
         """The outputs that have a gradient, for a batch of any size; batch first, whatever the module's order."""
-        leaves = list(self.leaves)
-        for place, tensor in zip(self.cut, inputs, strict=True):
-            leaves[place] = tensor
-        if not self.batch_first:
-            leaves = [turned(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = self.inputs.arguments(inputs)
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write into them
-        output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
-        output_leaves = pytree.tree_leaves(output)
-        used = [output_leaves[place] for place in self.used]
-        return used if self.batch_first else [turned(one) for one in used]
+        with contextlib.nullcontext() if self.drawn is None else self.drawn.state.with_autocast():
+            output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
+        leaves = pytree.tree_leaves(output)
+        return [in_order(leaves[place], batch_first=self.inputs.batch_first) for place in self.used]
 
     def vectorised(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients and outputs of all rows, by vmap."""
@@ -157,10 +157,10 @@ class _Rows:
             outputs, pull = pulled
             return pull([g.unsqueeze(0).to(o.dtype) for o, g in zip(outputs, grads, strict=True)])[0], outputs
 
-        row_bytes = sum(p.numel() * p.element_size() for p in self.parameters.values())
-        chunk = min(self.count, max(1, CHUNK_BYTES // max(1, row_bytes)))
+        chunk = chunk_of(self.parameters.values(), self.count) if self.drawn is None else self.drawn.chunk
+        run = vmap(one, chunk_size=chunk, randomness="error" if self.drawn is None else "different")
         with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule
-            grads, outputs = vmap(one, chunk_size=chunk)([self.leaves[place] for place in self.cut], self.grads)
+            grads, outputs = run(self.inputs.batched, self.grads)
         return grads, [output.flatten(0, 1) for output in outputs]
 
     def one_by_one(self) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -178,10 +178,8 @@ class _Rows:
     def alone(self, row: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Gradients and outputs of one row, by autograd."""
         parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
-        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
-        inputs = [self.leaves[place][row : row + 1].contiguous() for place in self.cut]
         with torch.enable_grad():
-            one = self.run(parameters, inputs)
+            one = self.run(parameters, self.inputs.row(row))
         ends = [(o, g[row : row + 1].to(o.dtype)) for o, g in zip(one, self.grads, strict=True) if o.requires_grad]
         grads: Any = [None] * len(parameters)
         if ends:
@@ -193,14 +191,26 @@ class _Rows:
         }
         return found, [o.detach() for o in one]
 
+    @contextlib.contextmanager
+    def as_drawn(self) -> Iterator[None]:
+        """Draws the random numbers of the forward pass in the context."""
+        if self.drawn is None:
+            yield
+            return
+        with self.drawn.state.random_again(), sdpa_kernel(SDPBackend.MATH):
+            yield
+
     def agree(self, outputs: list[Tensor]) -> bool:
         """Returns True if the replay gave the recorded values, up to rounding."""
+        if self.drawn is not None:
+            half = self.drawn.state.half or self.grads[0].dtype not in _ROUNDING
+            return _close(outputs, self.outputs, _HALF_PRECISION if half else _ROUNDING[self.grads[0].dtype])
         if _close(outputs, self.outputs, _ROUNDING[self.grads[0].dtype]):
             return True
         if not _close(outputs, self.outputs, _HALF_PRECISION):
             return False
         # Perhaps forward ran in half precision. Then the whole batch, run in the rows' precision, agrees with them.
-        whole = self.run(self.parameters, [self.leaves[place] for place in self.cut])
+        whole = self.run(self.parameters, self.inputs.batched)
         return _close(outputs, whole, _ROUNDING[self.grads[0].dtype])
 
 
@@ -210,10 +220,10 @@ def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int
     The call needs no output. Raises RuntimeError if the output of a sample alone is not that of the batch.
     """
     devices = {leaf.device for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor)}
-    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), _attributes_kept(call.layer):
+    with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), attributes_kept(call.layer):
         rows = _Rows.of(call.replace(output=_output_of(call)) if call.output is None else call)
         with torch.no_grad():
-            whole = rows.run({**rows.parameters}, [rows.leaves[place] for place in rows.cut])
+            whole = rows.run({**rows.parameters}, rows.inputs.batched)
         for sample in samples:
             grads, outputs = rows.alone(sample)
             if not _close(outputs, [o[sample : sample + 1] for o in whole], _ROUNDING[rows.grads[0].dtype]):
@@ -261,33 +271,20 @@ def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
     return bool(((now - then).abs() <= tolerance * scale_B.unsqueeze(1)).logical_or(~finite).all())
 
 
-@contextlib.contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back what forward stores on its modules: in a replay those are tensors of a finished transform."""
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
-    try:
-        yield
-    finally:
-        for now, then in before:
-            for name in now.keys() - then.keys():
-                del now[name]
-            now.update(then)
-
-
-def _refusal(call: LayerCall, what: str) -> UnsupportedLayerError:
+def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
     kind = type(call.layer).__name__
     fix = (
         f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or freeze it."
     )
     if not call.name:
         fix = (
-            "Set the probability of dropout to 0, or move dropout out of it. Keep the batch on axis 0 of all inputs. "
+            "Keep the batch on axis 0 of all inputs. Draw from the global generators, or move dropout out of it. "
             f"In modes 'auto', 'hooks' and 'ghost', @register_grad_sampler({kind}) gives its rule."
         )
     place = f"Layer '{call.name}'" if call.name else "The model"
     return UnsupportedLayerError(
-        f"{place} ({kind}) {what}: it draws random numbers in forward, keeps state between calls, mixes the rows of a "
-        "batch, or has an input whose first axis only looks like the batch.",
+        f"{place} ({kind}) {what}: it draws random numbers that a second run does not repeat, keeps state between "
+        "calls, mixes the rows of a batch, or has an input whose first axis only looks like the batch.",
         fix=fix,
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpengine.capture.record import LayerCall
+from dpengine.capture.record import ForwardCall, LayerCall
 
 
 def argument(call: LayerCall, position: int, name: str) -> Any:
@@ -120,10 +120,12 @@ class JointSampler:
     Attributes:
         grads: Maps a call to ``{name within the module: (B, *param.shape)}``.
         needs_output: True if the call must contain the module's output.
+        forward: Runs the module. Returns its output, and `LayerCall.drawn` if each sample was run alone.
     """
 
     grads: Callable[[LayerCall], dict[str, Tensor]]
     needs_output: bool = False
+    forward: Callable[[ForwardCall], tuple[Any, Any]] | None = None
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,7 @@ class IndependenceCheck:
         self._grads = [grad for one in replay.reached for grad in one.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
-        half = half or any(on for one in replay.reached for _, on, _ in one.autocast)
+        half = half or any(one.began.half for one in replay.reached)
         self._tolerance = _HALF if half else _EXACT
 
     def run(self) -> None:
@@ -215,7 +215,7 @@ class IndependenceCheck:
 
         If shapes depend on the data, as with padding to the longest sample, dropout masks differ.
         """
-        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.random])
+        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.began.random])
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
 
     def _all_gradients_seen(self, whole: _Run) -> bool:

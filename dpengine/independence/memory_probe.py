@@ -106,7 +106,7 @@ class MemoryCheck:
                 state.put(slots)
                 runs.append([output.detach() for output in one.forward(model)])
         then, now = ([t for t, g in zip(run, one.grads, strict=False) if g is not None] for run in runs)
-        half = any(on for _, on, _ in one.autocast) or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
+        half = one.began.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
         return not _agree(then, now, HALF if half else EXACT)
 
     def _warn_unknown(self, reason: str) -> None:

@@ -120,7 +120,7 @@ class _Comparison:
         # A loss that the model computes is compared for equal samples; other outputs for the kept ones.
         self._of_whole = any(g is not None and g.dim() == 0 for g in one.grads)
         self._drew = not one.random_after or not all(
-            torch.equal(then, now) for (_, then), (_, now) in zip(one.random, one.random_after, strict=True)
+            torch.equal(then, now) for (_, then), (_, now) in zip(one.began.random, one.random_after, strict=True)
         )
 
     def depends(self) -> bool | None:
@@ -193,7 +193,7 @@ class _Comparison:
             used = narrowed(used, axis, size, self._padding.at_end)
         if used.count_nonzero() != total:
             return True
-        half = full.dtype in (torch.float16, torch.bfloat16) or any(on for _, on, _ in self._one.autocast)
+        half = full.dtype in (torch.float16, torch.bfloat16) or self._one.began.half
         finite = full.isfinite()
         sizes = torch.where(finite, full.abs(), 0)
         far = (full - cut).abs() > (HALF if half else EXACT) * (sizes + (sizes.max() if sizes.numel() else 0.0))

@@ -33,14 +33,15 @@ class Unused(Inner):
 
 
 class Noisy(nn.Module):
-    """Draws random numbers beside its parameter."""
+    """Draws random numbers from a generator of its own."""
 
     def __init__(self, width: int):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
+        self.generator = torch.Generator()
 
     def forward(self, x):
-        return F.dropout(x, 0.5) * self.scale
+        return x * torch.rand(x.shape[-1], generator=self.generator).to(x) * self.scale
 
 
 class Counting(nn.Module):

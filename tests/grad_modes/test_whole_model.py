@@ -1,7 +1,9 @@
 """Mode ``whole_model``: models that no rule of a layer covers are clipped as a loop over single samples clips them."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from reference import clipped_sum, flat_norms, per_sample_gradients
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine
 from dpengine.errors import UnsupportedLayerError
+from dpengine.grad_samplers import forward_by_rows
 
 SAMPLES, LENGTH, WIDTH = 5, 4, 6
 WEIGHTS = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -19,13 +22,13 @@ WEIGHTS = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
 class RelativePositions(nn.Module):
     """Attention with a table of relative positions that all samples share, a class token and a tied output layer."""
 
-    def __init__(self, dropout=0.0):
+    def __init__(self):
         super().__init__()
         self.words = nn.Embedding(11, WIDTH)
         self.start = nn.Parameter(torch.randn(1, 1, WIDTH))
         self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.positions = nn.Embedding(9, 1)
-        self.norm, self.dropout = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.norm = nn.LayerNorm(WIDTH)
         self.register_buffer("temperature", torch.tensor(2.0))
 
     def forward(self, words, mask=None):
@@ -33,7 +36,7 @@ class RelativePositions(nn.Module):
         place = torch.arange(hidden.shape[1])
         bias = self.positions((place[None] - place[:, None]).clamp(-4, 4) + 4).squeeze(-1)
         weights = (self.query(hidden) @ self.key(hidden).mT / self.temperature + bias).softmax(-1)
-        hidden = self.norm(hidden + self.dropout(weights @ hidden))
+        hidden = self.norm(hidden + weights @ hidden)
         if mask is not None:
             hidden = hidden * mask[..., None]
         return {"logits": F.linear(hidden, self.words.weight), "start": hidden[:, 0]}
@@ -80,6 +83,61 @@ class GivenPositions(nn.Module):
 
     def forward(self, words, places):
         return (self.words(words) + self.places(places)).sin()
+
+
+def dropout(ones):
+    return F.dropout(ones, 0.5)
+
+
+def dropout_in_half_precision(ones):
+    return F.dropout(ones.bfloat16(), 0.3).to(ones.dtype)
+
+
+def skipped_by_python(ones):
+    return ones * random.choice([0.5, 1.0, 2.0])
+
+
+def skipped_by_numpy(ones):
+    return ones * float(np.random.randint(1, 4))
+
+
+def skipped_by_torch(ones):
+    return ones * 2 if torch.rand(()) < 0.5 else ones * 0.5  # `vmap` cannot take a branch
+
+
+class Draws(nn.Module):
+    """Multiplies by random numbers twice, and returns them. Takes them as an input instead, to run a sample again."""
+
+    def __init__(self, draw, parts=None):
+        super().__init__()
+        self.draw = draw
+        self.layer, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        self.parts = parts
+
+    def forward(self, inputs, masks=None):
+        one, two = (None, None) if masks is None else masks.unbind(-1)
+        one = self.draw(torch.ones_like(inputs)) if one is None else one
+        hidden = self.layer(inputs * one).sin() * self.scale
+        two = self.draw(torch.ones_like(hidden)) if two is None else two
+        hidden = hidden * two
+        if self.parts is not None:
+            hidden = self.parts(hidden)
+        return {"hidden": hidden, "masks": torch.stack([one, two], -1)}
+
+
+DRAWS = [dropout, dropout_in_half_precision, skipped_by_python, skipped_by_numpy, skipped_by_torch]
+
+
+class OwnGenerator(nn.Module):
+    """Draws from a generator whose state is not that of torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.generator = torch.Generator()
+
+    def forward(self, inputs):
+        return self.layer(inputs * torch.rand(inputs.shape[1:], generator=self.generator))
 
 
 class MixesSamples(nn.Module):
@@ -163,6 +221,94 @@ def test_the_clipped_sum_is_that_of_a_loop_over_samples(name, frozen):
         assert relative_error(model, clipped_sum(gradients, max_norm)) < 1e-5
 
 
+class Branching(torch.autograd.Function):
+    """A sine whose backward pass takes a branch, so that `vmap` can run it forward only."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inputs):
+        return inputs.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inputs,) = ctx.saved_tensors
+        return grad * inputs.cos() if grad.abs().sum() >= 0 else grad
+
+
+class BranchesBackward(nn.Module):
+    def forward(self, inputs):
+        return Branching.apply(inputs)
+
+
+@pytest.mark.parametrize(
+    "parts", [None, Experts, Windows, BranchesBackward], ids=lambda parts: getattr(parts, "__name__", "")
+)
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
+def test_a_model_that_draws_random_numbers_is_clipped_with_those_that_the_loss_saw(draw, parts):
+    assert_masks_are_those_that_the_loss_saw(Draws(draw, parts and parts()).double(), 1e-5)
+
+
+def assert_masks_are_those_that_the_loss_saw(model, tolerance):
+    clipped = None
+    for _ in range(3):
+        inputs = features().to(model.scale.dtype)
+        model.zero_grad()
+        output = model(inputs)
+        given = {"inputs": inputs, "masks": output["masks"].detach()}
+        gradients = per_sample_gradients(model, lambda o, w: weighted_loss({"": o["hidden"]}, w), given, WEIGHTS)
+        if clipped is None:
+            max_norm = flat_norms(gradients).median().item()
+            clipped = clipper(model, max_norm)
+            continue
+        after = host_states()
+        weighted_loss({"": output["hidden"]}, WEIGHTS).backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        assert host_states() == after
+        assert relative_error(model, clipped_sum(gradients, max_norm)) < tolerance
+
+
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
+def test_random_numbers_are_drawn_once_and_from_the_first_batch_on_in_the_same_way(draw, monkeypatch):
+    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", 1)
+    model = Draws(draw)
+    clipper(model, 1.0)
+    inputs, outputs, states = features(), [], []
+    for _ in range(2):
+        torch.manual_seed(2), random.seed(2), np.random.seed(2)
+        before = host_states()
+        outputs.append(model(inputs)["hidden"])
+        outputs.append(model(inputs)["hidden"])
+        states.append(host_states())
+        assert states[-1] != before
+    assert torch.equal(outputs[0], outputs[2]) and torch.equal(outputs[1], outputs[3]) and states[0] == states[1]
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def host_states():
+    return str((torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1:]))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_masks_are_drawn_again_in_chunks_of_any_size(rows, monkeypatch):
+    model = Draws(dropout).double()
+    row_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
+    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", rows * row_bytes)
+    assert_masks_are_those_that_the_loss_saw(model, 1e-5)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_masks_are_drawn_again_in_bfloat16(autocast):
+    model = Draws(dropout)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        assert_masks_are_those_that_the_loss_saw(model if autocast else model.bfloat16(), 0.05)
+
+
 def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
     model = RelativePositions()
     inputs = {"words": words()}
@@ -180,12 +326,12 @@ def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
 @pytest.mark.parametrize(
     ("model", "inputs", "reason"),
     [
-        (RelativePositions(dropout=0.5), words, "The model .* Set the probability of dropout to 0"),
+        (OwnGenerator(), features, "draws random numbers that a second run does not repeat"),
         (MixesSamples(), features, "another output when each row was run alone"),
         (ReturnsItsLoss(), features, "one number for the whole batch"),
         (GivenPositions(), as_many_positions_as_samples, "first axis only looks like the batch"),
     ],
-    ids=["dropout", "mixed samples", "loss inside", "as many shared positions as samples"],
+    ids=["own generator", "mixed samples", "loss inside", "as many shared positions as samples"],
 )
 def test_models_that_cannot_run_each_sample_alone_are_rejected(model, inputs, reason):
     clipped = clipper(model, 1.0)

@@ -10,8 +10,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
-from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers import functional
+from dpengine.grad_samplers import forward_by_rows
 from dpengine.grad_samplers.functional import functional_sampler
 
 F64 = torch.float64
@@ -187,7 +186,7 @@ def counted(layer):
 
 
 def test_gradients_are_formed_some_rows_at_a_time_and_are_the_same(monkeypatch):
-    monkeypatch.setattr(functional, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
+    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
     call = make_call(nn.Linear(3, 2).double(), normal(5, 3))
     assert_exact(call)
     runs = counted(call.layer)
@@ -350,8 +349,8 @@ class Gated(nn.Module):
         return self.drop(x * self.factor)
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost"])
-def test_a_module_that_drops_out_is_followed_by_its_operations(mode):
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost", "functorch"])
+def test_a_module_that_drops_out_is_followed_by_its_operations_or_draws_again(mode):
     model, (x, cotangent) = Gated().double(), torch.randn(2, 4, 3, dtype=F64)
     torch.manual_seed(3)
     mask = model.drop(torch.ones_like(x))
@@ -360,8 +359,3 @@ def test_a_module_that_drops_out_is_followed_by_its_operations(mode):
     rows = x * mask * cotangent
     truth = {"factor": (rows * (1 / rows.norm(dim=1, keepdim=True)).clamp(max=1)).sum(0)}
     assert mask.eq(0).any() and relative_error(found, truth) <= 1e-5  # thresholds are met with 1e-6 to spare
-
-
-def test_a_module_that_drops_out_is_refused_where_each_row_runs_alone():
-    with pytest.raises(UnsupportedLayerError, match=r"Gated.*random numbers.*move dropout"):
-        clip_by_engine(Gated(), (torch.randn(4, 3),), torch.sum, mode="functorch")

@@ -1,0 +1,226 @@
+"""Runs the forward pass of a module on each row of a batch alone, where it draws random numbers.
+
+Note [random numbers]: a batch as a whole draws its random numbers in another order than its rows alone. So a module
+that draws some runs by rows in the forward pass also, and the loss sees the outputs of rows alone. The replay in the
+backward pass starts from the same state of the random generators, and runs the rows in the same chunks by the same
+method, so that it draws the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.forward_state import ForwardState
+from dpengine.capture.record import ForwardCall, turned
+
+CHUNK_BYTES = 256 * 2**20  # of per-sample gradients in one vectorised run
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
+_TENSOR = object()
+
+
+def chunk_of(parameters: Iterable[Tensor], rows: int) -> int:
+    """Returns the number of rows in one vectorised run."""
+    row_bytes = sum(p.numel() * p.element_size() for p in parameters)
+    return min(rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Inputs of a module, of which some are cut into rows.
+
+    Attributes:
+        leaves: The inputs in all containers, with the batch on axis 0.
+        spec: Structure of ``(args, kwargs)``.
+        cut: Places of the leaves that carry the batch.
+        batch_first: True if the module itself has the batch on axis 0.
+    """
+
+    leaves: list[Any]
+    spec: Any
+    cut: list[int]
+    batch_first: bool
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Mapping[str, Any], count: int, *, batch_first: bool) -> Inputs:
+        """Takes inputs apart that have the batch on axis 0."""
+        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+        cut = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
+        return cls(leaves, spec, cut, batch_first)
+
+    @property
+    def batched(self) -> list[Tensor]:
+        """The tensors that carry the batch."""
+        return [self.leaves[place] for place in self.cut]
+
+    def row(self, row: int) -> list[Tensor]:
+        """Returns these tensors for one row, as a batch of one."""
+        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
+        return [tensor[row : row + 1].contiguous() for tensor in self.batched]
+
+    def arguments(self, tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+        """Returns the inputs with other tensors that carry the batch, in the order of axes of the module."""
+        leaves = list(self.leaves)
+        for place, tensor in zip(self.cut, tensors, strict=True):
+            leaves[place] = tensor
+        return pytree.tree_unflatten([in_order(leaf, batch_first=self.batch_first) for leaf in leaves], self.spec)
+
+
+def in_order(leaf: Any, *, batch_first: bool) -> Any:
+    """Exchanges the order of axes of a module for that with the batch on axis 0, or back."""
+    return leaf if batch_first or not isinstance(leaf, Tensor) else turned(leaf)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Record of a forward pass by rows that drew random numbers.
+
+    Attributes:
+        state: Random generators and autocast before it.
+        chunk: Number of rows in one vectorised run; 0 if they ran one by one.
+    """
+
+    state: ForwardState
+    chunk: int
+
+
+class ForwardByRows:
+    """Runs a module by rows from the first call in which it draws random numbers.
+
+    Attributes:
+        vectorises: False if vmap cannot run the module.
+    """
+
+    def __init__(self) -> None:
+        self.vectorises = True
+        self._batch_place: int | None = None  # of an input that carries the batch, once the module drew
+
+    def __call__(self, call: ForwardCall) -> tuple[Any, Drawn | None]:
+        """Returns the output of a call, and how its rows ran if they ran alone."""
+        order = {"batch_first": call.batch_first}
+        args, kwargs = pytree.tree_map(lambda leaf: in_order(leaf, **order), (call.args, dict(call.kwargs)))
+        leaves = pytree.tree_leaves((args, kwargs))
+        state = ForwardState.now([t for t in (*leaves, *call.parameters.values()) if isinstance(t, Tensor)])
+        first = self._batch_place is None
+        if first:
+            output = call.forward(*call.args, **call.kwargs)
+            self._batch_place = _place_of_batch(leaves, output, call.batch_first) if state.has_drawn() else None
+            if self._batch_place is None:
+                return output, None
+        count = len(leaves[self._batch_place])
+        if count == 0:
+            return call.forward(*call.args, **call.kwargs), None
+        inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
+        with attributes_kept(call.layer):
+            if first:
+                self.vectorises = _can_vectorise(call, inputs)
+            if self.vectorises:
+                state.restore_random()
+                try:
+                    chunk = chunk_of(call.parameters.values(), count)
+                    return _run(call, inputs, chunk), Drawn(state, chunk)
+                except Exception:  # there is no list of what vmap cannot do
+                    self.vectorises = False
+            state.restore_random()
+            try:
+                return _run(call, inputs, 0), Drawn(state, 0)
+            except Exception as error:
+                raise RowsError(error) from error
+
+
+def _place_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
+    """Returns the place of the first input with as many rows as the first output; None if there is none."""
+    outputs = [in_order(leaf, batch_first=batch_first) for leaf in pytree.tree_leaves(output)]
+    count = next((len(leaf) for leaf in outputs if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
+    return places[0] if count and places else None
+
+
+def _plain(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, _PLAIN) else None
+
+
+class RowsError(Exception):
+    """The rows of a batch cannot run alone; the text is the reason."""
+
+
+def _run(call: ForwardCall, inputs: Inputs, chunk: int) -> Any:
+    """Returns the outputs of all rows. Objects among them that are neither tensors nor plain values become None."""
+    others: list[Any] = []
+    spec: Any = None
+
+    def one(tensors: list[Tensor]) -> list[Tensor]:
+        nonlocal others, spec
+        args, kwargs = inputs.arguments(tensors)
+        leaves, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
+        others = [_TENSOR if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+        rows = [in_order(leaf, batch_first=call.batch_first) for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(row.shape[:1] != (1,) for row in rows):
+            raise RowsError("it returns a tensor that does not have the batch on axis 0")
+        return rows
+
+    with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule, and other masks with gradients
+        if chunk:
+            batches_of_one = [tensor.unsqueeze(1) for tensor in inputs.batched]
+            outputs = [o.flatten(0, 1) for o in vmap(one, chunk_size=chunk, randomness="different")(batches_of_one)]
+        else:
+            rows = [one(inputs.row(row)) for row in range(len(inputs.batched[0]))]
+            outputs = [torch.cat(parts) for parts in zip(*rows, strict=True)]
+    following = iter(outputs)
+    found = [next(following) if other is _TENSOR else other for other in others]
+    return pytree.tree_unflatten([in_order(leaf, batch_first=call.batch_first) for leaf in found], spec)
+
+
+def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
+    """Returns True if vmap can run two rows of a module, forward and backward."""
+    direct = _Direct(call)
+
+    def one(tensors: list[Tensor]) -> Any:
+        args, kwargs = inputs.arguments(tensors)
+
+        def outputs_of(parameters: dict[str, Tensor]) -> list[Tensor]:
+            leaves = pytree.tree_leaves(functional_call(direct, parameters, args, kwargs))
+            return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+        outputs, pull = vjp(outputs_of, {f"layer.{name}": p.detach() for name, p in call.parameters.items()})
+        return pull([torch.zeros_like(output) for output in outputs])[0]
+
+    try:
+        with sdpa_kernel(SDPBackend.MATH), ForwardState.now(inputs.batched).with_autocast():
+            vmap(one, randomness="different")([tensor[:2].unsqueeze(1) for tensor in inputs.batched])
+    except Exception:  # there is no list of what vmap cannot do
+        return False
+    return True
+
+
+class _Direct(nn.Module):
+    """Runs a module without its hooks, and with other parameters by `functional_call`."""
+
+    def __init__(self, call: ForwardCall):
+        super().__init__()
+        self.layer = call.layer
+        self.call = call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call.forward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """Puts back what forward stores on its modules: in a replay those are tensors of a finished transform."""
+    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for now, then in before:
+            for name in now.keys() - then.keys():
+                del now[name]
+            now.update(then)
