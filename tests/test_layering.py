@@ -4,6 +4,7 @@ the size of files and functions and on the length of a chain of imports.
 
 import ast
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,6 +251,14 @@ def source():
 def test_the_package_keeps_its_order(source):
     found = faults(source)
     assert not found, "\n".join(found)
+
+
+def test_the_architecture_page_lists_the_packages_in_the_order_of_imports():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.split("## Packages")[1].split("## ")[0]
+    listed = re.findall(r"^\| `(\w+)/` \|", table, flags=re.MULTILINE)
+    assert listed == [part for part in ORDER if not (PACKAGE / f"{part}.py").exists()]
+    assert {path.parent.name for path in PACKAGE.glob("*/*.py")} == set(listed)
 
 
 def test_the_top_level_has_three_modules():
