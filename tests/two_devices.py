@@ -32,8 +32,75 @@ class OnSecond(Tensor):
         return _run(func, args, kwargs or {})
 
 
+class FakeStreams:
+    """Streams of ``SECOND``, and a check that no operation reads what another stream wrote without waiting for it.
+
+    In the place of ``torch.cuda``. Each stream knows up to which operation of each other stream it has waited.
+    """
+
+    def __init__(self) -> None:
+        self.now = "main"
+        self.known: dict[str, dict[str, int]] = {}
+        self.written: dict[int, tuple[str, int]] = {}  # stream and operation that wrote to a storage last
+        self.count = self.last_read = 0  # number of operations, and the last one that read a gradient
+        self.grads: set[int] = set()
+
+    def current_stream(self, device: torch.device) -> _Stream:
+        return _Stream(self, self.now)
+
+    def known_to(self, name: str) -> dict[str, int]:
+        return self.known.setdefault(name, {})
+
+    def wait(self, name: str, other: str) -> None:
+        known = self.known_to(name)
+        for stream, number in {**self.known_to(other), other: self.count}.items():
+            known[stream] = max(known.get(stream, 0), number)
+
+    def arrives(self, grad: Tensor, name: str) -> None:
+        """Runs what follows on another stream, which waits for this gradient alone, as autograd does."""
+        self.now = name
+        self.written[_storage(grad)] = (name, self.count)
+        self.grads.add(_storage(grad))
+
+    def read(self, tensors: list[OnSecond], func: Any) -> None:
+        for tensor in tensors:
+            if _storage(tensor) in self.grads:
+                self.last_read = self.count + 1
+            name, number = self.written.get(_storage(tensor), (self.now, 0))
+            if name != self.now and self.known_to(self.now).get(name, 0) < number:
+                raise RuntimeError(f"{func} on {self.now} reads what {name} may not have written yet")
+
+    def write(self, tensors: list[OnSecond]) -> None:
+        self.count += 1
+        for tensor in tensors:
+            self.written[_storage(tensor)] = (self.now, self.count)
+            self.grads.discard(_storage(tensor))  # the memory of a gradient that is free
+
+
+class _Stream:
+    device = SECOND
+
+    def __init__(self, streams: FakeStreams, name: str) -> None:
+        self.streams, self.name = streams, name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.streams.wait(self.name, other.name)
+
+
+def _storage(tensor: Any) -> int:
+    return tensor.held.untyped_storage().data_ptr()
+
+
 class TwoDevices(TorchDispatchMode):
     """Creates tensors on ``SECOND`` where they are asked for. An operation on tensors of both devices raises."""
+
+    streams: FakeStreams | None = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return _run(func, args, kwargs or {})
@@ -56,9 +123,15 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     device = kwargs.get("device")
     if device is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
+    streams, given = TwoDevices.streams, [tensor for tensor in tensors if isinstance(tensor, OnSecond)]
+    if streams is not None:
+        streams.read(given, func)
     args, kwargs = pytree.tree_map_only(OnSecond, lambda tensor: tensor.held, (args, kwargs))
     found = func(*args, **kwargs)
     if not (second if device is None else torch.device(device) == SECOND):
         return found
     written = lambda tensor: second[id(tensor)] if id(tensor) in second else OnSecond(tensor)  # noqa: E731
-    return pytree.tree_map_only(Tensor, written, found)
+    made = pytree.tree_map_only(Tensor, written, found)
+    if streams is not None and not func.is_view:
+        streams.write([leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, OnSecond)])
+    return made

@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch._C import _functorch
 from torch.autograd.variable import Variable
 
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import UnknownParameterError, UnsupportedLayerError
+from dpengine.errors import UnknownParameterError
 from dpengine.kernels.precision import without_autocast
 from dpengine.layers.replacements import to_original, to_replacement
 
@@ -27,7 +27,9 @@ from .hooks import Hook, LayerForward, RootHook
 from .module_tables import ModuleTables
 from .own_loss import token_mean_guards
 from .plain_copies import PlainReduce
-from .record import LayerCall, TensorCall, Use, turned
+from .record import LayerCall, Listener, Recipient, Use, turned
+from .tap import tensors_in
+from .threads import Lock, Streams, second_thread
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -46,34 +48,6 @@ class CaptureState(enum.Enum):
     DETACHED = "detached"  # no hook on the model
     ATTACHED = "attached"  # train-mode forward passes are recorded
     PAUSED = "paused"  # the hooks are attached and do nothing, as inside a replay
-
-
-class Recipient(Protocol):
-    """Receives the layer calls of a backward pass, as a grad mode does."""
-
-    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        """Receives a layer call, once the gradient of the layer's output is computed."""
-
-    def receive_tensor_call(self, call: TensorCall) -> None:
-        """The same for a layer with one input and one output tensor.
-
-        Other threads may call this method at the same time, and autocast may be on, so a recipient that does more than
-        store the call must do so within ``Capture.reporting``.
-        The recipient must set ``call.inputs`` and ``call.grad`` to None when it has used them.
-        """
-
-    def receive_rows(self, use: Use, grad: Tensor) -> None:
-        """Receives a part ``(B, *param.shape)`` of a parameter's per-sample gradient."""
-
-
-class Listener(Recipient, Protocol):
-    """Receives the layer calls and the events of a capture."""
-
-    def forward_started(self, rows: int | None) -> None:
-        """Called before a train-mode forward pass of the whole model, with its batch size if known."""
-
-    def backward_ended(self) -> None:
-        """Called at the end of a backward pass that reached the model's output."""
 
 
 Swap = Callable[[Watch, Mapping[str, nn.Parameter], Sequence[Tensor], "int | None"], "Mapping[str, Tensor] | None"]
@@ -123,13 +97,17 @@ class Capture:
     counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     tables: ModuleTables = field(init=False)
+    streams: Streams = field(default_factory=Streams, init=False)  # on which calls were reported; note [streams]
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass that has not ended
 
     def __post_init__(self) -> None:
         """Creates the private state, which ``attach`` fills."""
         self.anchor = torch.zeros((), requires_grad=True)
         self.tables = ModuleTables(self.model, self.topology)
-        self._report_lock = _ReportLock()
+        self._report_lock, self._switch_lock = Lock(), Lock()
+        self._pauses = 0  # number of ``paused`` contexts, and the state before the first
+        self._unpaused = self.state
+        self._redirecting: int | None = None  # thread that is inside ``redirected``
         self._reporting: int | None = None  # thread in which the recipient handles a layer call now
         self.recipient = self.listener
         self._handles: list[Any] = []
@@ -228,14 +206,22 @@ class Capture:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Makes the hooks ignore forward passes in the context."""
-        before, self.state = self.state, CaptureState.PAUSED
+        with self._switch_lock.lock:  # contexts of several threads may overlap: the last one to end resumes
+            self._pauses += 1
+            if self._pauses == 1:
+                self._unpaused, self.state = self.state, CaptureState.PAUSED
         try:
             yield
         finally:
-            self.state = before
+            with self._switch_lock.lock:
+                self._pauses -= 1
+                if not self._pauses and self.state is CaptureState.PAUSED:  # not detached meanwhile
+                    self.state = self._unpaused
 
     def report(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         """Sends a layer call to the recipient."""
+        for tensor in tensors_in(call.grad_output)[:1]:
+            self.streams.note(tensor)
         with self.reporting():
             self.recipient.receive(call, uses, rule)
 
@@ -244,29 +230,42 @@ class Capture:
         """Lets one thread compute at a time, without autocast. Forward passes of a grad sampler are not recorded."""
         with self._report_lock.lock, without_autocast():
             before, self._reporting = self._reporting, threading.get_ident()
+            self.streams.join()
             try:
                 yield
             finally:
                 self._reporting = before
+                self.streams.release()
 
     def report_rows(self, use: Use, grad: Tensor) -> None:
         """Sends the per-sample gradient of a parameter to the recipient."""
-        with self._report_lock.lock, without_autocast():
+        self.streams.note(grad)
+        with self.reporting():
             self.recipient.receive_rows(use, grad)
 
     @contextlib.contextmanager
     def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:
-        """Sends the layer calls of passes in the context to another recipient. The root hook does nothing meanwhile."""
-        before, mark = (self.recipient, self.rows, self.unfinished, self.swap), len(self.swapped)
-        self.recipient, self.rows, self.swap = recipient, rows, None
+        """Sends the layer calls of passes in the context to another recipient. The root hook does nothing meanwhile.
+
+        Contexts may be nested in one thread. Another thread raises UnsupportedLayerError: it cannot wait, because the
+        first one may wait for a thread of autograd that this one occupies.
+        """
+        with self._switch_lock.lock:
+            if self._redirecting not in (None, threading.get_ident()):
+                raise second_thread(self.model)
+            before = (self.recipient, self.rows, self.unfinished, self.swap, self._redirecting)
+            mark = len(self.swapped)
+            self.recipient, self.rows, self.swap, self._redirecting = recipient, rows, None, threading.get_ident()
         try:
             yield
         finally:
-            self.recipient, self.rows, self.unfinished, self.swap = before
+            with self._switch_lock.lock:
+                self.recipient, self.rows, self.unfinished, self.swap, self._redirecting = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
             for forward in self._forwards:
                 forward.swap.open.clear()
+            self.streams.join()
 
     def begin(self, rows: int | None) -> None:
         """Starts to record a forward pass of the whole model."""
@@ -293,10 +292,7 @@ class Capture:
         """Raises UnsupportedLayerError if a forward pass of another thread is inside a layer."""
         running = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         if self.thread in running:
-            raise UnsupportedLayerError(
-                f"The model ({type(self.model).__name__}) runs in two threads at the same time.",
-                fix="Run it in one thread at a time, or give each thread a model of its own.",
-            )
+            raise second_thread(self.model)
 
     def unswap(self, mark: int) -> None:
         """Restores all parameters replaced since ``swapped`` had length ``mark``."""
@@ -374,16 +370,6 @@ class Capture:
             if tensor.dim():
                 return (tensor if self.batch_first else turned(tensor)).shape[0]
         return None
-
-
-class _ReportLock:
-    """Lock for calls of the recipient: autograd runs a thread per device. Can be copied, unlike a lock of Python."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-
-    def __reduce__(self) -> tuple[type[_ReportLock], tuple[()]]:
-        return _ReportLock, ()
 
 
 def attached_captures() -> list[Capture]:

@@ -179,6 +179,8 @@ class Arrival(TensorCall):
         if grad is None:  # from an autograd.Function that returned None
             grad = inputs.new_zeros(self.grad_shape, dtype=self.uses.dtype)
         self.grad = grad.detach() if grad.requires_grad else grad  # it requires a gradient with create_graph=True
+        if not grad.is_cpu:
+            self.capture.streams.note(grad)
         # Not by `Capture.report`: most recipients only store this call, and need no lock and no autocast guard.
         self.capture.recipient.receive_tensor_call(self)
         return refuse_second_derivative(grad) if grad.requires_grad else None

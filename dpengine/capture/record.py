@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -173,3 +173,31 @@ class Use:
     def numel(self) -> int:
         """Number of elements of ``shape``."""
         return math.prod(self.shape)
+
+
+class Recipient(Protocol):
+    """Receives the layer calls of a backward pass, as a grad mode does."""
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
+        """Receives a layer call, once the gradient of the layer's output is computed."""
+
+    def receive_tensor_call(self, call: TensorCall) -> None:
+        """The same for a layer with one input and one output tensor.
+
+        Other threads may call this method at the same time, and autocast may be on, so a recipient that does more than
+        store the call must do so within ``Capture.reporting``.
+        The recipient must set ``call.inputs`` and ``call.grad`` to None when it has used them.
+        """
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None:
+        """Receives a part ``(B, *param.shape)`` of a parameter's per-sample gradient."""
+
+
+class Listener(Recipient, Protocol):
+    """Receives the layer calls and the events of a capture."""
+
+    def forward_started(self, rows: int | None) -> None:
+        """Called before a train-mode forward pass of the whole model, with its batch size if known."""
+
+    def backward_ended(self) -> None:
+        """Called at the end of a backward pass that reached the model's output."""

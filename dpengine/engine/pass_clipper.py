@@ -169,8 +169,6 @@ class PassClipper:
         """True if a backward pass was recorded that is neither clipped, taken nor forgotten."""
         return bool(self.mode.rows)
 
-    # Events of capture
-
     def forward_started(self, rows: int | None) -> None:
         """Settles the last backward pass, because a new forward pass begins."""
         self.settle()
@@ -189,10 +187,10 @@ class PassClipper:
 
     def backward_ended(self) -> None:
         """Reports the backward pass that has ended."""
+        if self.capture.streams.used:
+            self.capture.streams.join()
         self.mode.backward_ended()
         self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
-
-    # For the owner
 
     def report(self, recorded: RecordedPass) -> None:
         """Reports a pass that ran outside the hooks, as a compiled one does."""
@@ -205,6 +203,8 @@ class PassClipper:
             return True
         if self.mode.rows:
             self.backward_ended()
+        if self.capture.streams.used:
+            self.capture.streams.join()  # sums may have been added on another stream than that of the step
         return False
 
     @torch.no_grad()
@@ -369,6 +369,8 @@ class PassClipper:
 
     def forget(self) -> None:
         """Forgets the backward pass in ``mode``. The sums stay."""
+        if self.capture.streams.used:
+            self.capture.streams.release()
         self.mode.clear()
         self.capture.forget_backward()
         if self.capture.replay is not None and not self.capture.replay.running:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from dpengine.capture.capture import Capture, Listener
+from dpengine.capture.capture import Capture
+from dpengine.capture.record import Listener
 from dpengine.capture.watch import Kind, Watch, watch_list
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import UnsupportedLayerError

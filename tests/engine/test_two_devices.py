@@ -2,11 +2,15 @@
 
 import pytest
 import torch
+from inside_parts import ClippedPasses
+from oracle import clip_by_loop, relative_error
 from pains.doors import DEFAULT_DOORS, assert_equal, fixed_loader, true_sum
 from torch import nn
-from two_devices import SECOND, TwoDevices, to_second
+from torch.autograd.variable import Variable
+from two_devices import SECOND, FakeStreams, TwoDevices, to_second
 
 import dpengine
+from dpengine.capture import threads
 
 CRITERION = nn.CrossEntropyLoss()
 
@@ -70,3 +74,58 @@ def test_policies_get_norms_on_one_device(clipping):
                     optimizer.step()
             trained.append({name: p.detach().cpu().double() for name, p in model.named_parameters()})
     assert_equal(trained[1], trained[0])
+
+
+class Branches(nn.Module):
+    """Two branches on streams of their own, on the second device if ``streams`` are given."""
+
+    def __init__(self, streams=None):
+        super().__init__()
+        torch.manual_seed(1)
+        self.main, self.side, self.streams = nn.Linear(4, 3), nn.Linear(4, 3), streams
+        if streams is not None:
+            to_second(self)
+
+    def run(self, name, x):
+        if self.streams is None:
+            return getattr(self, name)(x)
+        self.streams.wait(name, self.streams.now)
+        before, self.streams.now = self.streams.now, name
+        output = getattr(self, name)(x)
+        self.streams.now = before
+        self.streams.wait(before, name)
+        if output.requires_grad:
+            output.register_hook(lambda grad: self.streams.arrives(grad, name))
+        return output
+
+    def forward(self, x):
+        return self.run("main", x) + self.run("side", x)
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    found = FakeStreams()
+    monkeypatch.setattr(TwoDevices, "streams", found)
+    monkeypatch.setitem(threads.STREAM_MODULES, SECOND.type, found)
+    return found
+
+
+@pytest.mark.parametrize("end", ["main", "side", "caller"])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_sums_wait_for_every_stream_that_computed_a_gradient(streams, mode, end):
+    """The end of the backward pass is called on each of them, and on another one."""
+    inputs, targets = rows(broken=False)
+    with TwoDevices():
+        model = Branches(streams)
+        passes = ClippedPasses(model, mode=mode)
+        output = model(inputs.to(SECOND)).cpu()
+        loss = CRITERION(output, targets)
+        back = lambda: setattr(streams, "now", end)  # noqa: E731
+        loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(back))
+        loss.backward()
+        passes.clip(rows=len(inputs))
+        for name in {"main", "side", end} - {streams.now}:  # else memory could be used again before it was read
+            assert streams.known_to(name)[streams.now] >= streams.last_read > 0
+        found = {name: total.cpu().double() for name, total in passes.totals().items()}
+    truth, _ = clip_by_loop(Branches(), (inputs,), lambda output, i: CRITERION(output, targets[i]), len(targets))
+    assert relative_error(found, truth) < 1e-5
