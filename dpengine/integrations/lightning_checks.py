@@ -109,7 +109,7 @@ def refuse_settings(trainer: Any) -> None:
     if trainer.world_size != 1:
         raise SamplingError(
             f"The trainer runs {trainer.world_size} processes, each of which would draw batches of its own.",
-            fix="Trainer(devices=1); for several processes, write the loop: see docs/scale.md.",
+            fix="Trainer(devices=1); for several processes, write the loop: see docs/distributed.md.",
         )
     if getattr(trainer.strategy, "launcher", None) is not None:
         raise SamplingError(
