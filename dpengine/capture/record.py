@@ -39,8 +39,8 @@ class LayerCall:
         name: Dotted name of the layer in the model.
         batch_first: True if the layer itself has the batch on axis 0; else see ``turned``.
         mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
-        drawn: How the forward pass ran each sample alone, if it drew random numbers: what ``JointSampler.forward``
-            returned. The rule draws the same numbers again.
+        drawn: How the forward pass ran each sample alone, if it drew random numbers or gave one number for the batch:
+            what ``JointSampler.forward`` returned. The rule draws the same random numbers again.
     """
 
     layer: nn.Module

@@ -251,7 +251,8 @@ class ParameterSwap:
         """Returns the output of a call, with a tap on it."""
         uses = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
         report = CallReport(self.capture, self.watch, uses, batch_first=self.watch.in_rows, drawn=drawn)
-        return report.tap(args, kwargs, output)
+        output = report.tap(args, kwargs, output)
+        return output if drawn is None else drawn.reduced(output, mean=self.capture.mean_loss)
 
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Creates the uses of parameters of a split layer, with the shapes of their parts on this process."""

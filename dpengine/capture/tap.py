@@ -156,6 +156,8 @@ class CallReport:
                 saved, outputs = saved[: -self.output_count], saved[-self.output_count :]
                 output = self._outputs(outputs)
             front = self._outputs(grad)
+            if self.needs_output and self.output_count > 1:
+                front = tuple(self._fronts(grad))  # since containers of outputs may leave out those that are None
         inputs = saved if self.batch_first else map(turned, saved)
         args, kwargs = put_tensors(inputs, self.other_inputs, self.input_spec)
         order, mean_loss = self.batch_first, self.capture.mean_loss
@@ -163,8 +165,10 @@ class CallReport:
         self.capture.report(call, self.uses, self.rule)
 
     def _outputs(self, values: Sequence[Tensor | None]) -> Any:
-        front = [v if v is None or self.batch_first else turned(v) for v in values]
-        return put_tensors(front, self.other_outputs, self.output_spec)
+        return put_tensors(self._fronts(values), self.other_outputs, self.output_spec)
+
+    def _fronts(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
+        return [v if v is None or self.batch_first else turned(v) for v in values]
 
 
 class RowsReport:

@@ -1,9 +1,12 @@
-"""Runs the forward pass of a module on each row of a batch alone, where it draws random numbers.
+"""Runs the forward pass of a module on each row of a batch alone, where it draws random numbers or returns its loss.
 
 Note [random numbers]: a batch as a whole draws its random numbers in another order than its rows alone. So a module
 that draws some runs by rows in the forward pass also, and the loss sees the outputs of rows alone. The replay in the
 backward pass starts from the same state of the random generators, and runs the rows in the same chunks by the same
 method, so that it draws the same numbers.
+
+Note [loss inside]: a model that returns one number for the batch does not show the losses of single rows. Run by rows,
+it returns the loss of each, and the caller gets their mean, or their sum if losses are declared to be sums.
 """
 
 from __future__ import annotations
@@ -20,9 +23,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
+from dpengine.capture.model_state import preserve_modes
 from dpengine.capture.record import ForwardCall, turned
+from dpengine.errors import BatchDependentLossError
+from dpengine.kernels.library import traced
 
 CHUNK_BYTES = 256 * 2**20  # of per-sample gradients in one vectorised run
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
+HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
 
@@ -81,19 +89,28 @@ def in_order(leaf: Any, *, batch_first: bool) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Record of a forward pass by rows that drew random numbers.
+    """Record of a forward pass by rows.
 
     Attributes:
         state: Random generators and autocast before it.
         chunk: Number of rows in one vectorised run; 0 if they ran one by one.
+        numbers: Places, among the leaves of the output, of numbers. There is one for each row now.
     """
 
     state: ForwardState
     chunk: int
+    numbers: tuple[int, ...]
+
+    def reduced(self, output: Any, *, mean: bool) -> Any:
+        """Returns the output with one number in place of those of the rows. See note [loss inside]."""
+        leaves, spec = pytree.tree_flatten(output)
+        for place in self.numbers:
+            leaves[place] = leaves[place].mean() if mean else leaves[place].sum()
+        return pytree.tree_unflatten(leaves, spec) if self.numbers else output
 
 
 class ForwardByRows:
-    """Runs a module by rows from the first call in which it draws random numbers.
+    """Runs a module by rows from the first call in which it draws random numbers, or returns one for the batch.
 
     Attributes:
         vectorises: False if vmap cannot run the module.
@@ -112,7 +129,9 @@ class ForwardByRows:
         first = self._batch_place is None
         if first:
             output = call.forward(*call.args, **call.kwargs)
-            self._batch_place = _place_of_batch(leaves, output, call.batch_first) if state.has_drawn() else None
+            gives_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
+            if gives_number or state.has_drawn():
+                self._batch_place = _place_of_batch(leaves, output, call.batch_first)
             if self._batch_place is None:
                 return output, None
         count = len(leaves[self._batch_place])
@@ -122,24 +141,24 @@ class ForwardByRows:
         with attributes_kept(call.layer):
             if first:
                 self.vectorises = _can_vectorise(call, inputs)
+                _check_whole(call, inputs, state)
             if self.vectorises:
                 state.restore_random()
                 try:
-                    chunk = chunk_of(call.parameters.values(), count)
-                    return _run(call, inputs, chunk), Drawn(state, chunk)
+                    return _run(call, inputs, state, chunk_of(call.parameters.values(), count))
                 except Exception:  # there is no list of what vmap cannot do
                     self.vectorises = False
             state.restore_random()
             try:
-                return _run(call, inputs, 0), Drawn(state, 0)
+                return _run(call, inputs, state, 0)
             except Exception as error:
                 raise RowsError(error) from error
 
 
 def _place_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
-    """Returns the place of the first input with as many rows as the first output; None if there is none."""
+    """Returns the place of the first input with as many rows as the first output that has any; None without one."""
     outputs = [in_order(leaf, batch_first=batch_first) for leaf in pytree.tree_leaves(output)]
-    count = next((len(leaf) for leaf in outputs if isinstance(leaf, Tensor) and leaf.dim()), 0)
+    count = next((len(leaf) for leaf in (*outputs, *leaves) if isinstance(leaf, Tensor) and leaf.dim()), 0)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
     return places[0] if count and places else None
 
@@ -148,20 +167,35 @@ def _plain(leaf: Any) -> Any:
     return leaf if isinstance(leaf, _PLAIN) else None
 
 
+def _is_number(leaf: Any) -> bool:
+    """Returns True for a tensor that is one number, such as a loss."""
+    return isinstance(leaf, Tensor) and not leaf.dim() and leaf.is_floating_point()
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point()
+
+
 class RowsError(Exception):
     """The rows of a batch cannot run alone; the text is the reason."""
 
 
-def _run(call: ForwardCall, inputs: Inputs, chunk: int) -> Any:
-    """Returns the outputs of all rows. Objects among them that are neither tensors nor plain values become None."""
+def _run(call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int) -> tuple[Any, Drawn]:
+    """Returns the outputs of all rows, and how they ran.
+
+    Objects in outputs that are neither tensors nor plain values become None.
+    """
     others: list[Any] = []
+    numbers: tuple[int, ...] = ()
     spec: Any = None
 
     def one(tensors: list[Tensor]) -> list[Tensor]:
-        nonlocal others, spec
+        nonlocal others, numbers, spec
         args, kwargs = inputs.arguments(tensors)
         leaves, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
         others = [_TENSOR if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
+        numbers = () if call.name else tuple(i for i, leaf in enumerate(leaves) if _is_number(leaf))
+        leaves = [leaf.reshape(1) if i in numbers else leaf for i, leaf in enumerate(leaves)]
         rows = [in_order(leaf, batch_first=call.batch_first) for leaf in leaves if isinstance(leaf, Tensor)]
         if any(row.shape[:1] != (1,) for row in rows):
             raise RowsError("it returns a tensor that does not have the batch on axis 0")
@@ -176,7 +210,41 @@ def _run(call: ForwardCall, inputs: Inputs, chunk: int) -> Any:
             outputs = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     following = iter(outputs)
     found = [next(following) if other is _TENSOR else other for other in others]
-    return pytree.tree_unflatten([in_order(leaf, batch_first=call.batch_first) for leaf in found], spec)
+    found = [in_order(leaf, batch_first=call.batch_first) for leaf in found]
+    return pytree.tree_unflatten(found, spec), Drawn(state, chunk, numbers)
+
+
+def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState) -> None:
+    """Raises if rows alone give other outputs than the batch, without dropout and the like. Then rows are not samples.
+
+    Nothing is compared if the module draws random numbers in eval mode also, or does not run.
+    """
+    with preserve_modes(call.layer), state.random_again(), torch.no_grad():
+        call.layer.eval()
+        try:
+            whole = [leaf for leaf in pytree.tree_leaves(call.forward(*call.args, **call.kwargs)) if _is_float(leaf)]
+            output = _run(call, inputs, state, 0)[0]
+        except RowsError:
+            raise
+        except Exception:  # perhaps it has no eval mode
+            return
+        if state.has_drawn():
+            return
+    alone = [leaf for leaf in pytree.tree_leaves(output) if _is_float(leaf)]
+    if len(alone) != len(whole):
+        return
+    for one, rows in zip(whole, alone, strict=True):
+        tolerance = HALF_PRECISION if state.half or one.dtype not in ROUNDING else ROUNDING[one.dtype]
+        if one.dim():
+            one, rows = (in_order(leaf, batch_first=call.batch_first) for leaf in (one, rows))
+            if not _rows_close(rows, one, tolerance):
+                raise RowsError("the batch as a whole gives another output")
+        elif not any(_rows_close(total.reshape(1), one.reshape(1), tolerance) for total in (rows.mean(), rows.sum())):
+            raise BatchDependentLossError(
+                "The loss that the model computes is neither the mean nor the sum of the losses of single samples.",
+                fix="Compute the loss outside the model as a mean over samples; for tokens that is "
+                "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
+            )
 
 
 def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
@@ -224,3 +292,23 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             for name in now.keys() - then.keys():
                 del now[name]
             now.update(then)
+
+
+def close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:
+    """Returns True if the rows of all tensors agree within a fraction of their largest entry."""
+    return all(_rows_close(n.detach(), t.detach(), tolerance) for n, t in zip(now, then, strict=True))
+
+
+def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
+    """Returns True if the rows agree within a fraction of their largest entry, wherever ``then`` is finite."""
+    if now.shape != then.shape:
+        return False
+    if traced(then):  # no numbers to look at; a pass before looked
+        return True
+    if now.numel() == 0:
+        return True
+    now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
+    finite = then.isfinite()
+    scale_B = torch.where(finite, then.abs(), 0).amax(dim=1)
+    scale_B = scale_B + 0.01 * scale_B.median()  # a row near zero may have lost digits on its way there
+    return bool(((now - then).abs() <= tolerance * scale_B.unsqueeze(1)).logical_or(~finite).all())

@@ -22,10 +22,20 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels.library import traced
 
 from .embedding import refuse_unsafe_embedding
-from .forward_by_rows import Drawn, ForwardByRows, Inputs, RowsError, attributes_kept, chunk_of, in_order
+from .forward_by_rows import (
+    HALF_PRECISION,
+    ROUNDING,
+    Drawn,
+    ForwardByRows,
+    Inputs,
+    RowsError,
+    attributes_kept,
+    chunk_of,
+    close,
+    in_order,
+)
 from .sampler import JointSampler
 
 
@@ -99,7 +109,7 @@ class _Rows:
         used: Places, among the leaves of the output, that have a gradient.
         outputs: Recorded outputs at these places.
         grads: Their gradients.
-        drawn: How the forward pass ran the rows, if it drew random numbers.
+        drawn: How the forward pass ran the rows, if it ran them alone.
     """
 
     layer: nn.Module
@@ -146,6 +156,8 @@ class _Rows:
         with contextlib.nullcontext() if self.drawn is None else self.drawn.state.with_autocast():
             output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
         leaves = pytree.tree_leaves(output)
+        for place in () if self.drawn is None else self.drawn.numbers:
+            leaves[place] = leaves[place].reshape(1)
         return [in_order(leaves[place], batch_first=self.inputs.batch_first) for place in self.used]
 
     def vectorised(self) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -203,15 +215,15 @@ class _Rows:
     def agree(self, outputs: list[Tensor]) -> bool:
         """Returns True if the replay gave the recorded values, up to rounding."""
         if self.drawn is not None:
-            half = self.drawn.state.half or self.grads[0].dtype not in _ROUNDING
-            return _close(outputs, self.outputs, _HALF_PRECISION if half else _ROUNDING[self.grads[0].dtype])
-        if _close(outputs, self.outputs, _ROUNDING[self.grads[0].dtype]):
+            half = self.drawn.state.half or self.grads[0].dtype not in ROUNDING
+            return close(outputs, self.outputs, HALF_PRECISION if half else ROUNDING[self.grads[0].dtype])
+        if close(outputs, self.outputs, ROUNDING[self.grads[0].dtype]):
             return True
-        if not _close(outputs, self.outputs, _HALF_PRECISION):
+        if not close(outputs, self.outputs, HALF_PRECISION):
             return False
         # Perhaps forward ran in half precision. Then the whole batch, run in the rows' precision, agrees with them.
         whole = self.run(self.parameters, self.inputs.batched)
-        return _close(outputs, whole, _ROUNDING[self.grads[0].dtype])
+        return close(outputs, whole, ROUNDING[self.grads[0].dtype])
 
 
 def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -226,7 +238,7 @@ def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int
             whole = rows.run({**rows.parameters}, rows.inputs.batched)
         for sample in samples:
             grads, outputs = rows.alone(sample)
-            if not _close(outputs, [o[sample : sample + 1] for o in whole], _ROUNDING[rows.grads[0].dtype]):
+            if not close(outputs, [o[sample : sample + 1] for o in whole], ROUNDING[rows.grads[0].dtype]):
                 raise RuntimeError("its output for a sample depends on the others or on random numbers")
             yield sample, grads
 
@@ -244,31 +256,8 @@ def _output_of(call: LayerCall) -> Any:
         return pytree.tree_map(turn, functional_call(call.layer, state, args, kwargs))
 
 
-_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-_HALF_PRECISION = 0.05
-
-
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-
-
-def _close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:
-    return all(_rows_close(n.detach(), t.detach(), tolerance) for n, t in zip(now, then, strict=True))
-
-
-def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
-    """Returns True if the rows agree within a fraction of their largest entry, wherever ``then`` is finite."""
-    if now.shape != then.shape:
-        return False
-    if traced(then):  # no numbers to look at; a pass before looked
-        return True
-    if now.numel() == 0:
-        return True
-    now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
-    finite = then.isfinite()
-    scale_B = torch.where(finite, then.abs(), 0).amax(dim=1)
-    scale_B = scale_B + 0.01 * scale_B.median()  # a row near zero may have lost digits on its way there
-    return bool(((now - then).abs() <= tolerance * scale_B.unsqueeze(1)).logical_or(~finite).all())
 
 
 def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:

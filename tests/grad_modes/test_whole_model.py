@@ -9,10 +9,11 @@ import torch
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine
-from dpengine.errors import UnsupportedLayerError
+from dpengine.errors import BatchDependentLossError, UnsupportedLayerError
 from dpengine.grad_samplers import forward_by_rows
 
 SAMPLES, LENGTH, WIDTH = 5, 4, 6
@@ -149,13 +150,20 @@ class MixesSamples(nn.Module):
         return self.layer(inputs - inputs.mean(0))
 
 
-class ReturnsItsLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 3)
-
+class MixesSamplesAndDropsOut(MixesSamples):
     def forward(self, inputs):
-        return self.layer(inputs).square().mean()
+        return F.dropout(super().forward(inputs), 0.5, self.training)
+
+
+class ReturnsItsLoss(nn.Module):
+    def __init__(self, reduce, dropout=0.0):
+        super().__init__()
+        self.layer, self.reduce, self.dropout = nn.Linear(WIDTH, 3), reduce, dropout
+
+    def forward(self, inputs, masks=None):
+        masks = F.dropout(torch.ones_like(inputs), self.dropout, self.training) if masks is None else masks
+        values = self.layer(inputs * masks).sin()
+        return {"loss": self.reduce(values.square().mean(dim=(1, 2))), "masks": masks}
 
 
 def words():
@@ -328,18 +336,83 @@ def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
     [
         (OwnGenerator(), features, "draws random numbers that a second run does not repeat"),
         (MixesSamples(), features, "another output when each row was run alone"),
-        (ReturnsItsLoss(), features, "one number for the whole batch"),
+        (ReturnsItsLoss(lambda losses_B: losses_B.logsumexp(0)), features, "neither the mean nor the sum"),
+        (MixesSamplesAndDropsOut(), features, "the batch as a whole gives another output"),
         (GivenPositions(), as_many_positions_as_samples, "first axis only looks like the batch"),
     ],
-    ids=["own generator", "mixed samples", "loss inside", "as many shared positions as samples"],
+    ids=[
+        "own generator",
+        "mixed samples",
+        "mixed losses",
+        "mixed samples and dropout",
+        "as many shared positions as samples",
+    ],
 )
 def test_models_that_cannot_run_each_sample_alone_are_rejected(model, inputs, reason):
     clipped = clipper(model, 1.0)
-    with pytest.raises(UnsupportedLayerError, match=reason):
+    with pytest.raises((UnsupportedLayerError, BatchDependentLossError), match=reason):
         given = inputs()
         output = model(*given) if isinstance(given, tuple) else model(given)
-        (output if isinstance(output, torch.Tensor) and not output.dim() else weighted_loss(output, WEIGHTS)).backward()
+        (output["loss"] if isinstance(model, ReturnsItsLoss) else weighted_loss(output, WEIGHTS)).backward()
         clipped.clip_and_accumulate()
+
+
+class Fields(dict):
+    """Outputs by name, without those that are None, as in transformers."""
+
+
+pytree.register_pytree_node(
+    Fields,
+    lambda fields: (list(fields.values()), list(fields)),
+    lambda values, names: Fields({k: v for k, v in zip(names, values, strict=True) if v is not None}),
+)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, inputs):
+        return Fields(one=self.one(inputs), two=self.two(inputs))
+
+
+def test_an_output_that_the_loss_does_not_use_gets_no_gradient():
+    model, inputs = TwoOutputs(), {"inputs": features()}
+    clipped = clipper(model, 0.1)
+    second = lambda output, weights: weighted_loss(output["two"], weights)  # noqa: E731
+    gradients = per_sample_gradients(model, second, inputs, WEIGHTS)
+    second(model(**inputs), WEIGHTS).backward()
+    clipped.clip_and_accumulate()
+    clipped.pre_step()
+    assert relative_error(model, clipped_sum(gradients, 0.1)) < 1e-5
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_loss_that_a_model_returns_is_taken_apart(reduction, dropout):
+    model = ReturnsItsLoss(getattr(torch.Tensor, reduction), dropout).double()
+    clipped = None
+    for _ in range(3):
+        inputs = features().double()
+        plain = copy.deepcopy(model)
+        model.zero_grad()
+        output = model(inputs)
+        given = {"inputs": inputs, "masks": output["masks"].detach()}
+        gradients = per_sample_gradients(plain, lambda o, _: o["loss"], given, WEIGHTS)
+        if clipped is None:
+            max_norm = flat_norms(gradients).median().item()
+            clipped = PerSampleGradientClipper(
+                model, Flat(max_norm), loss_reduction=reduction, grad_sample_mode="whole_model"
+            )
+            continue
+        torch.testing.assert_close(output["loss"], plain(**given)["loss"])
+        output["loss"].backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        parts = SAMPLES if reduction == "mean" else 1
+        truth = {name: total / parts for name, total in clipped_sum(gradients, max_norm).items()}
+        assert relative_error(model, truth) < 1e-5
 
 
 def train(model, mode, loss_of):
