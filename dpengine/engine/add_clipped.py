@@ -91,10 +91,11 @@ def add_clipped(
         policy.observe(norms_BK)
     else:
         factors_BK = own_factors(policy, norms_BK)
-    dropped = _drop_not_finite(mode, norms_BK)
     samples = common_rows(mode.rows)
+    total, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0)
+    dropped = 0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)
     # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
-    largest = max(1.0, float(factors_BK.max())) if samples else 1.0
+    largest = max(1.0, largest)
     weights_BK = factors_BK / largest if largest > 1 else factors_BK
     # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
     weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
@@ -111,10 +112,18 @@ def add_clipped(
     return ClipStatistics(samples, dropped, norms_BK, factors_BK) if samples else ClipStatistics()
 
 
+def _read(norms_BK: Tensor, factors_BK: Tensor) -> list[float]:
+    """Returns the sum of the norms, in which one that is not finite shows, and the largest factor.
+
+    The only values of an ordinary step that the host reads, because each read makes it wait for an accelerator. The
+    kernels of the sums need the largest factor, and samples must be dropped before they are summed.
+    """
+    found: list[float] = torch.stack([norms_BK.sum(), factors_BK.max().to(norms_BK)]).cpu().tolist()
+    return found
+
+
 def _drop_not_finite(mode: AbstractGradients, norms_BK: Tensor) -> int:
     """Drops the samples that have a norm that is not finite, and returns their number."""
-    if math.isfinite(float(norms_BK.sum())):  # a norm that is not finite shows in the sum
-        return 0
     dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
     if dropped := int(dropped_B.sum()):
         mode.drop(dropped_B)
