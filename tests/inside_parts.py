@@ -308,11 +308,11 @@ def set_compiled_loss(backward, loss):
 
 
 def record_probes(monkeypatch, *, ask=True):
-    """A list that gets the numbers of rows and of halves of each probe; without ``ask`` probes do nothing."""
+    """A list that gets the number of rows of each probe; without ``ask`` probes do nothing."""
     asked, original = [], probe.IndependenceCheck.run
 
     def recorded(self):
-        asked.append((len(self._usable_B), len(self._halves)))
+        asked.append(len(self._usable_B))
         return original(self) if ask else None
 
     monkeypatch.setattr(probe.IndependenceCheck, "run", recorded)

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, ReductionError
+from dpengine.grad_modes.flat_buffer import Sums
 
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
+_WIDTH = 4096  # length of a sketch; shorter vectors are stored in full
+_REPETITIONS = 4
 
 
 class Kept(NamedTuple):
@@ -277,3 +280,45 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
         if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
             return told
     return "neither"
+
+
+class Sketches(Sums):
+    """Replacement of a ``FlatBuffer`` that stores a linear sketch of each sum: its products with random signs.
+
+    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996); the error is about a half.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Parameter, Tensor] = {}
+
+    def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
+        """Adds ``scale * total``."""
+        sketch = _sketched(total.reshape(-1)) * scale
+        self.of[parameter] = self.of[parameter] + sketch if parameter in self.of else sketch
+
+    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
+        """Adds the sum that ``write`` computes. See ``FlatBuffer.fill``."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        total = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        write(total, 0.0)
+        self.add(parameter, total)
+
+    def complete(self, parameter: nn.Parameter) -> None:
+        """Does nothing."""
+
+
+def norm_of_sketch(sketch: Tensor) -> Tensor:
+    """Estimates the norm of the sketched vector."""
+    return sketch.norm() / (len(sketch) ** 0.5 if sketch.dim() == 2 else 1)
+
+
+def _sketched(flat: Tensor) -> Tensor:
+    if flat.numel() <= _WIDTH:
+        return flat.clone()
+    rows = flat.numel() // _WIDTH
+    generator = torch.Generator().manual_seed(rows)  # equal signs for sums that are compared
+    signs = torch.randint(0, 2, (_REPETITIONS, rows + 1), generator=generator).to(flat) * 2 - 1
+    sketch = signs[:, :rows] @ flat[: rows * _WIDTH].view(rows, _WIDTH)
+    rest = flat[rows * _WIDTH :]
+    sketch[:, : len(rest)] += signs[:, rows:] * rest
+    return sketch

@@ -2,15 +2,17 @@
 
 Clipping bounds the contribution of a sample only if the model keeps samples independent and in order. A layer that
 sorts the batch, averages over it or has time on axis 0 mixes gradients of several samples, which capture cannot detect.
-The check therefore reruns the model, forward and backward, with the same random numbers and output gradients:
+The check therefore reruns the model, forward and backward, with the same random numbers:
 
-1. unchanged;
-2. with half of the samples kept, and zero output gradients for the others;
-3. also with other data for the others.
+1. unchanged, with the output gradients multiplied by a random weight for each sample;
+2. with half of the samples kept, and other data and zero output gradients for the others;
+3. the same for the other half.
 
-Then at most the kept samples may have a gradient, their norms must be those of the full batch, and their outputs, norms
-and sum of gradients must not depend on the others. The check repeats this with the other half kept, and with further
-halves, because two exchanged samples are detected only if exactly one of them is kept.
+The norms of run 1 must be those of the batch times the weights, or samples exchange gradients. In runs 2 and 3 a kept
+sample must have the output and the norm of run 1, no other sample a gradient, and the sums of gradients must add up to
+that of run 1. If they do not, for example because a layer sorts samples or a hook changes gradients, further runs
+decide. They tell the effect of the data of others from that of the gradients of others, by halves of samples that are
+kept with the data of the others unchanged.
 
 Axes: B samples, P parameters.
 """
@@ -31,58 +33,12 @@ from dpengine.capture.replay import Pass, Replay
 from dpengine.errors import BatchDependentLossError, UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.flat_buffer import Sums
 
+from .compare_runs import EXACT, HALF, Sketches, norm_of_sketch
 from .copy_probe import graph_note
 
-_WIDTH = 4096  # length of a sketch; shorter vectors are stored in full
-_REPETITIONS = 4
-
-
-class Sketches(Sums):
-    """Replacement of a ``FlatBuffer`` that stores a linear sketch of each sum: its products with random signs.
-
-    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996); the error is about a half.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[nn.Parameter, Tensor] = {}
-
-    def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
-        """Adds ``scale * total``."""
-        sketch = _sketched(total.reshape(-1)) * scale
-        self.of[parameter] = self.of[parameter] + sketch if parameter in self.of else sketch
-
-    def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        """Adds the sum that ``write`` computes. See ``FlatBuffer.fill``."""
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        total = torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        write(total, 0.0)
-        self.add(parameter, total)
-
-    def complete(self, parameter: nn.Parameter) -> None:
-        """Does nothing."""
-
-
-def norm_of_sketch(sketch: Tensor) -> Tensor:
-    """Estimates the norm of the sketched vector."""
-    return sketch.norm() / (len(sketch) ** 0.5 if sketch.dim() == 2 else 1)
-
-
-def _sketched(flat: Tensor) -> Tensor:
-    if flat.numel() <= _WIDTH:
-        return flat.clone()
-    rows = flat.numel() // _WIDTH
-    generator = torch.Generator().manual_seed(rows)  # equal signs for sums that are compared
-    signs = torch.randint(0, 2, (_REPETITIONS, rows + 1), generator=generator).to(flat) * 2 - 1
-    sketch = signs[:, :rows] @ flat[: rows * _WIDTH].view(rows, _WIDTH)
-    rest = flat[rows * _WIDTH :]
-    sketch[:, : len(rest)] += signs[:, rows:] * rest
-    return sketch
-
-
-_HALVES = 4  # further halves of a thorough check, for which only gradients are compared
-_EXACT, _HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
+_HALVES = 4  # further halves, for which only gradients are compared
+_SPREAD = 650.0  # largest over smallest squared weight of a sample
 _NORM_TOLERANCE = 0.05  # relative tolerance between squared norms by two methods
 _NO_GRADIENT = 1e-8  # fraction of the largest squared norm below which a sample counts as without gradient
 
@@ -112,39 +68,41 @@ class _Run:
         return self.norms_BP.sum(dim=1)
 
 
-def _halves(usable_B: Tensor, seed: int, further: int) -> list[Tensor]:
-    """Returns masks of usable samples: a random half, the other half, and ``further`` other halves."""
+def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
+    """Returns masks of usable samples: a random half, the other half, and further halves."""
     usable = usable_B.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
-    orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + further)]
+    orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + _HALVES)]
     parts = [*usable[orders[0]].tensor_split(2), *(usable[order].tensor_split(2)[0] for order in orders[1:])]
     nothing_B = torch.zeros_like(usable_B)
     return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
 
 
 class IndependenceCheck:
-    """Independence check of one batch. Samples without a finite norm are not kept.
+    """Independence check of one batch. Samples without a finite norm are not kept."""
 
-    ``thorough`` adds halves that detect samples exchanged with few others, in nearly twice the time.
-    """
-
-    def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int, *, thorough: bool):
+    def __init__(self, capture: Capture, replay: Replay, sq_norms_B: Tensor, seed: int):
         self._capture = capture
         self._replay = replay
         self._sq_norms_B = sq_norms_B
         self._usable_B = sq_norms_B.isfinite()
-        self._halves = _halves(self._usable_B, seed, _HALVES if thorough else 0)
+        self._halves = _halves(self._usable_B, seed)
+        self._seed = seed
         self._keep_B = torch.ones_like(self._usable_B)
+        self._weight_B: Tensor | None = None  # factors of output gradients
         self._first_inputs = [t for one in replay.reached for t in _tensors_with_axes((one.args, one.kwargs))[:1]]
         self._outputs = [output for one in replay.reached for output in one.outputs]
         self._grads = [grad for one in replay.reached for grad in one.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
         half = half or any(one.began.half for one in replay.reached)
-        self._tolerance = _HALF if half else _EXACT
+        self._tolerance = HALF if half else EXACT
 
     def run(self) -> None:
         """Raises UnsupportedLayerError if samples are not independent."""
+        if self._apart_at_once():
+            return
+        self._keep_B, self._weight_B = torch.ones_like(self._usable_B), None
         whole = self._try(_unchanged_input) if self._replay.reached else None
         if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
             if self._replay.reached:
@@ -167,6 +125,45 @@ class IndependenceCheck:
         for i, keep_B in enumerate(self._halves):
             self._keep_B = keep_B
             self._check_half(whole, replaces_others=i < 2)
+
+    def _apart_at_once(self) -> bool:
+        """Returns True if three runs show that samples are independent; False leaves it open."""
+        if not self._replay.reached or len(self._halves) < 2:
+            return False
+        square_B = torch.ones_like(self._sq_norms_B)
+        if self._all_masked:
+            generator = torch.Generator().manual_seed(self._seed)
+            rank_B = torch.randperm(len(square_B), generator=generator).to(square_B)
+            square_B = _SPREAD ** (-rank_B / len(square_B))
+            self._weight_B = square_B.sqrt()
+        self._keep_B = self._usable_B
+        whole = self._try(_unchanged_input)
+        if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._usable_B):
+            return False
+        expected_B = (square_B * self._sq_norms_B).to(whole.norms_B)
+        if not _close(whole.norms_B[self._usable_B], expected_B[self._usable_B], 10 * self._tolerance):
+            return False
+        left = dict(whole.sums)
+        for keep_B in self._halves[:2]:
+            self._keep_B = keep_B
+            half = self._try(self._others_replaced)
+            if half is None or not (self._comparable(whole, half) and self._kept_agree(whole, half)):
+                return False
+            left = {p: left.get(p, 0) - half.sums.get(p, 0) for p in left.keys() | half.sums.keys()}
+        return all(self._is_small(rest, whole) for rest in left.values())
+
+    def _kept_agree(self, whole: _Run, half: _Run) -> bool:
+        """Returns True if the kept samples have the outputs and norms of the whole batch, and others no gradient."""
+        expected_B = torch.where(self._keep_B, whole.norms_B, 0) if self._all_masked else whole.norms_B[self._keep_B]
+        found_B = half.norms_B if self._all_masked else half.norms_B[self._keep_B]
+        return _close(found_B, expected_B, self._tolerance) and self._outputs_agree(
+            self._outputs, half.outputs, self._keep_B
+        )
+
+    def _is_small(self, sketch: Tensor, run: _Run) -> bool:
+        """Returns True if a difference of sums is rounding. An overflow (NaN) counts as small."""
+        size = float(run.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
+        return not bool(norm_of_sketch(sketch) > 10 * self._tolerance * size)
 
     def _check_half(self, whole: _Run, *, replaces_others: bool) -> None:
         same = self._try(_unchanged_input)
@@ -241,7 +238,8 @@ class IndependenceCheck:
         norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0).to(self._keep_B.device)
         sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
-        recorder.mode.drop(~finite_B)  # their data may have been copied to other samples
+        if not finite_B.all():
+            recorder.mode.drop(~finite_B)  # their data may have been copied to other samples
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
         recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
@@ -259,9 +257,6 @@ class IndependenceCheck:
         front = self._capture.batch_to_front(tensor)
         return front if front.dim() and front.shape[0] == len(self._keep_B) else None
 
-    def _keep_mask(self, front: Tensor) -> Tensor:
-        return self._keep_B.to(front.device).view(-1, *[1] * (front.dim() - 1))
-
     def _can_replace(self, inputs: Any) -> bool:
         """Returns False if indices may be flat bags, whose length is the batch size by chance."""
         tensors = _tensors_with_axes(inputs)
@@ -275,7 +270,7 @@ class IndependenceCheck:
         if front is None:
             return tensor
         first = front[int(self._keep_B.nonzero()[0])]
-        return self._capture.batch_to_front(torch.where(self._keep_mask(front), front, first))
+        return self._capture.batch_to_front(torch.where(_by_row(self._keep_B, front), front, first))
 
     def _first_replaced(self, tensor: Tensor) -> Tensor:
         """Replaces samples in the first input only. Other inputs may have the length of the batch by chance."""
@@ -285,7 +280,10 @@ class IndependenceCheck:
         front = self._front(grad)
         if front is None:
             return grad
-        return self._capture.batch_to_front(front.masked_fill(~self._keep_mask(front), 0))
+        kept = front.masked_fill(~_by_row(self._keep_B, front), 0)
+        if self._weight_B is not None:
+            kept *= _by_row(self._weight_B, front).to(kept.dtype)
+        return self._capture.batch_to_front(kept)
 
     # Comparison
 
@@ -311,11 +309,9 @@ class IndependenceCheck:
         ]
         then, now = (found.sort().values if self._all_masked else found for found in norms)
         agree = then.shape == now.shape and _close(now, then, self._tolerance)
-        size = float(same.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
         for parameter in same.sums.keys() | changed.sums.keys():
             zero = torch.zeros(())
-            moved = norm_of_sketch(same.sums.get(parameter, zero) - changed.sums.get(parameter, zero))
-            agree = agree and not bool(moved > 10 * self._tolerance * size)  # an overflow (NaN) counts as equal
+            agree = agree and self._is_small(same.sums.get(parameter, zero) - changed.sums.get(parameter, zero), same)
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
 
     def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
@@ -324,6 +320,8 @@ class IndependenceCheck:
             if grad is None or front is None or front_now is None or front.shape != front_now.shape:
                 continue
             a, b = front[rows_B.to(front.device)], front_now[rows_B.to(front.device)]
+            if torch.equal(a, b):
+                continue  # the common case, in a tenth of the time
             finite = a.isfinite()
             scale = float(torch.where(finite, a.abs(), 0).max()) if a.numel() else 0.0
             if not ((a - b).abs() <= self._tolerance * (a.abs() + scale)).logical_or(~finite).all():
@@ -350,6 +348,10 @@ class IndependenceCheck:
             "one graph there. Sort before the model, or restore the order before the next layer. Give inputs that all "
             "samples share, such as positions, a leading axis of length one: torch.arange(T)[None].",
         )
+
+
+def _by_row(values_B: Tensor, front: Tensor) -> Tensor:
+    return values_B.to(front.device).view(-1, *[1] * (front.dim() - 1))
 
 
 def _tensors_with_axes(tree: Any) -> list[Tensor]:

@@ -49,11 +49,12 @@ class LoopCheck:
         others: True if the batch holds data that are no tensors, such as texts.
     """
 
-    def __init__(self, record: LoopRecord, rows: Rows):
-        self.rows, self.rerun, self.tolerance = rows, Rerun(record), _tolerance(record)
+    def __init__(self, record: LoopRecord, rows: Rows, *, settled: bool):
+        self.rows, self.rerun, self.tolerance = rows, Rerun(record, settled=settled), _tolerance(record)
         self.others = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
         self._record = record
         self._moves_outputs = True
+        self._sizes: dict[Place, float] = {}  # of outputs
 
     def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
         """Returns the error if a kept sample changes when tensors of these kinds change for others."""
@@ -107,7 +108,7 @@ class LoopCheck:
             up = None if grad is None else self.rows.of(grad)
             if rows is None or up is None:
                 return exchanged(tensor, place)
-            rows, size = rows[source_B.to(rows.device)], float(torch.linalg.vector_norm(tensor, torch.inf))
+            rows, size = rows[source_B.to(rows.device)], self._size(tensor, place)
             if size < torch.inf:
                 above = up[source_B[others].to(up.device)].sign_().mul_(times * (1 + size))
                 rows.index_add_(0, others.to(rows.device), above)
@@ -122,6 +123,12 @@ class LoopCheck:
         except NotRecordedError:  # such as a loss of probabilities
             self._moves_outputs = False
             return None
+
+    def _size(self, output: Tensor, place: Place) -> float:
+        """Returns the largest absolute entry of an output; NaN if it has one."""
+        if place not in self._sizes:
+            self._sizes[place] = float(output.abs().max())
+        return self._sizes[place]
 
     def differ(self, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], kept: Kept | None = None) -> float:
         """Returns the largest relative change of a sample; 0 within the tolerance."""

@@ -131,7 +131,9 @@ class LoopProbe:
             for k, grad in enumerate(call.recorded.grads)
             if grad is not None
         }
-        check = LoopCheck(record, Rows(record.samples, self._capture.batch_to_front))
+        settled = self.checked > 0 and self.wants_other_size is None
+        rows = Rows(record.samples, self._capture.batch_to_front)
+        check = LoopCheck(record, rows, settled=settled)
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
             self.why_not = "the model computes the loss, and its layers alone were probed"
             return None  # or the outputs do not reach the loss
@@ -140,6 +142,8 @@ class LoopProbe:
         except NotRecordedError as error:
             return str(error)
         except OutOfTimeError:
+            if settled:  # the next checked step may have more time
+                return None
             self._open, self.why_not, self.wants_other_size = self._open + 1, _SLOW, record.samples
             return _SLOW if self._open == _MOST_OPEN else None
 

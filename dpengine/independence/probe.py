@@ -19,11 +19,11 @@ EVERY = 500  # backward passes between checks; the first checks are at passes 1,
 class Probe:
     """Checks backward passes for gradients that depend on other samples of the batch.
 
-    The first pass gets a thorough check, and so does the pass after one with more than twice the samples of any checked
-    pass. Samples that are not independent raise UnsupportedLayerError, which names the parameter with the largest
-    deviation. A model that remembers data of a checked batch raises BufferUpdateError in the next one. Two cases cannot
-    be checked and give a warning once: a model whose forward pass is not repeatable under the same random state, and
-    gradients that do not come through the model's outputs.
+    The pass after one with more than twice the samples of any checked pass is checked, too. Samples that are not
+    independent raise UnsupportedLayerError, which names the parameter with the largest deviation. A model that
+    remembers data of a checked batch raises BufferUpdateError in the next one. Two cases cannot be checked and give a
+    warning once: a model whose forward pass is not repeatable under the same random state, and gradients that do not
+    come through the model's outputs.
 
     Attributes:
         every: Number of passes between checks; None for no check.
@@ -37,7 +37,6 @@ class Probe:
         self._own = Replay() if capture.replay is None else None  # a grad mode may record every pass itself
         self._passes = 0
         self._next = 1  # the pass that is checked next
-        self._thorough = True  # because it has more samples than any checked pass
         self._most_samples = 0  # of the passes that were checked, or made the next one be checked
         self._remembered: list[Remembered] = []  # attributes; the next pass decides whether it reads them
         self._padding = PaddingProbe(capture)
@@ -82,13 +81,12 @@ class Probe:
             MemoryCheck(self._capture, replay).refuse_read(remembered)
         due = self.every is not None and self._passes >= self._next and samples > 1
         if due and replay is not None:
-            thorough, self._thorough = self._thorough, False
             self._next = min(8 * self._passes, self._passes + (self.every or EVERY))
             self._most_samples = max(self._most_samples, samples)
-            IndependenceCheck(self._capture, replay, sq_norms_B(), self._passes, thorough=thorough).run()
+            IndependenceCheck(self._capture, replay, sq_norms_B(), self._passes).run()
             self._remembered = MemoryCheck(self._capture, replay).remembered(samples)
         elif samples > 2 * self._most_samples > 0:  # a model may mix samples only in large batches
-            self._next, self._most_samples, self._thorough = self._passes + 1, samples, True
+            self._next, self._most_samples = self._passes + 1, samples
         if replay is not None and (due or self.wants_other_length):
             self._padding.check(replay, samples)
             self.wants_other_length = self._padding.open

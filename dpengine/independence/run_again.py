@@ -22,7 +22,7 @@ from .torch_calls import COMPARISONS, name_of
 
 Arrange = Callable[[Tensor, Place], Tensor]
 
-LEAST_SECONDS = 1.0  # for all runs of a record, however short the step
+LEAST_SECONDS = 1.0  # for all runs of a record, however short the step, until a loop was checked once
 # Multiples of the forward part of a step, which is about a third of it: twice the step, and five times the step where
 # the outputs are much larger than the data, as those of a language model.
 _MOST_TIMES, _MOST_TIMES_LARGE, _LARGE = 6, 15, 16
@@ -53,16 +53,20 @@ class Run(NamedTuple):
 class Rerun:
     """Runs the calls of a record again, as long as there is time.
 
+    ``settled`` if the loop was checked in an earlier step: then the time is that of the step alone.
+
     Attributes:
         record: The record.
     """
 
-    def __init__(self, record: LoopRecord):
+    def __init__(self, record: LoopRecord, *, settled: bool):
         self.record = record
         calls = [call for call in record.calls if isinstance(call, ModelCall)]
         outputs = sum(tensor.numel() for call in calls for tensor in call.outputs)
         large = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
-        self._left = max(LEAST_SECONDS, (_MOST_TIMES_LARGE if large else _MOST_TIMES) * record.seconds)
+        self._left = max(
+            0.0 if settled else LEAST_SECONDS, (_MOST_TIMES_LARGE if large else _MOST_TIMES) * record.seconds
+        )
         self._longest = 0.0  # seconds of a run and its comparison
         self._began: float | None = None
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpengine.independence.live_probe import Sketches, norm_of_sketch
+from dpengine.independence.compare_runs import Sketches, norm_of_sketch
 
 
 def sketch_of(values):

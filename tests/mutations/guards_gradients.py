@@ -262,11 +262,25 @@ GUARDS = [
         "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found",
     ),
     Guard(
-        "probe-thorough",
-        "the first probe is thorough",
-        "self._thorough = True  #",
-        "self._thorough = False  #",
+        "probe-weights",
+        "samples that exchange gradients change their norms by their weights",
+        "            self._weight_B = square_B.sqrt()\n",
+        "            square_B = torch.ones_like(square_B)\n",
         "faults/test_probe.py::test_nearly_every_exchange_of_two_rows_is_found_at_once",
+    ),
+    Guard(
+        "probe-kept-output",
+        "outputs of kept samples do not change with the data of others",
+        "self._tolerance) and self._outputs_agree(\n            self._outputs, half.outputs, self._keep_B\n        )",
+        "self._tolerance)",
+        "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[shifted_by_the_mean--auto]",
+    ),
+    Guard(
+        "probe-sums",
+        "sums of the two halves add up to that of the batch",
+        "return all(self._is_small(rest, whole) for rest in left.values())",
+        "return True",
+        "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[sign_of_the_batch--auto]",
     ),
     Guard(
         "watched-join",
@@ -414,7 +428,7 @@ GUARDS = [
     Guard(
         "probe-others",
         "the other rows get other data",
-        "torch.where(self._keep_mask(front), front, first)",
+        "torch.where(_by_row(self._keep_B, front), front, first)",
         "front",
         "faults/test_isolation.py::test_a_maximum_of_the_batch_is_found_whichever_row_has_it",
     ),
