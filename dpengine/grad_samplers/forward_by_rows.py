@@ -132,9 +132,9 @@ class ForwardByRows:
             gives_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
             if gives_number or state.has_drawn():
                 self._batch_place = _place_of_batch(leaves, output, call.batch_first)
-            if self._batch_place is None:
-                return output, None
-        count = len(leaves[self._batch_place])
+        if (place := self._batch_place) is None:
+            return output, None
+        count = len(leaves[place])
         if count == 0:
             return call.forward(*call.args, **call.kwargs), None
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
@@ -258,7 +258,7 @@ def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
             leaves = pytree.tree_leaves(functional_call(direct, parameters, args, kwargs))
             return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
-        outputs, pull = vjp(outputs_of, {f"layer.{name}": p.detach() for name, p in call.parameters.items()})
+        outputs, pull, *_ = vjp(outputs_of, {f"layer.{name}": p.detach() for name, p in call.parameters.items()})
         return pull([torch.zeros_like(output) for output in outputs])[0]
 
     try:

@@ -149,7 +149,8 @@ class IndependenceCheck:
             half = self._try(self._others_replaced)
             if half is None or not (self._comparable(whole, half) and self._kept_agree(whole, half)):
                 return False
-            left = {p: left.get(p, 0) - half.sums.get(p, 0) for p in left.keys() | half.sums.keys()}
+            for parameter, sketch in half.sums.items():
+                left[parameter] = left.get(parameter, torch.zeros_like(sketch)) - sketch
         return all(self._is_small(rest, whole) for rest in left.values())
 
     def _kept_agree(self, whole: _Run, half: _Run) -> bool:
