@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,8 +125,32 @@ class LoopCheck:
             self._moves_outputs = False
             return None
 
+    def try_other_branches(self, whole: Run) -> None:
+        """Runs the loop with all outputs, or all data, far away, where it may take a branch that no batch takes.
+
+        Raises:
+            BranchError: If it takes one.
+        """
+        if not self.rerun.has_branches():
+            return
+        for kind, times in itertools.product(("output", "data"), (_FAR, -_FAR)):
+
+            def moved(tensor: Tensor, place: Place, kind: str = kind, times: float = times) -> Tensor:
+                if place[0] != kind or not tensor.is_floating_point() or not self._size(tensor, place) < torch.inf:
+                    return tensor
+                grad = whole.grads.get(place)
+                away = torch.ones_like(tensor) if grad is None else grad.sign()
+                return tensor + away * (times * (1 + self._size(tensor, place)))
+
+            try:
+                self.rerun.try_branches(moved)
+            except BranchError:
+                raise
+            except NotRecordedError:  # such as a loss of probabilities
+                continue
+
     def _size(self, output: Tensor, place: Place) -> float:
-        """Returns the largest absolute entry of an output; NaN if it has one."""
+        """Returns the largest absolute entry of an output or of data; NaN if it has one."""
         if place not in self._sizes:
             self._sizes[place] = float(output.abs().max())
         return self._sizes[place]

@@ -163,6 +163,7 @@ class LoopProbe:
         if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
             reason = "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
             return self._at_second_size(error, record.samples, reason)
+        check.try_other_branches(whole)
         if self._padding.check(check.rerun, whole, check.rows, check.tolerance) and self._probe is not None:
             self._probe.wants_other_length = True
         return self._compare_with_earlier(check, record, whole, one)
@@ -209,6 +210,8 @@ class LoopProbe:
                 "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
                 "weight of the loss followed the step or the number of samples"
             )
+        if record.tested is not None:
+            return f"the loop tests a number of the batch, which it reads by {record.tested}"
         if record.left is None or told in ("mean", "sum"):
             self.checked += 1
             if self.why_not == _SLOW and self._open < _MOST_OPEN:

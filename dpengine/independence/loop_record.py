@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
+from .branch_source import raises_at, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import OLDER, attribute_of_batch, unseen_input
 from .random_states import random_states
@@ -48,6 +50,7 @@ class Call(NamedTuple):
         grad: Whether gradients were enabled.
         autocast: Device type and dtype of each autocast that was enabled.
         random: State of the random generators before the call, if it changed them.
+        raises: Whether the loop raises an error in one of the branches that the result chooses.
     """
 
     function: Any
@@ -57,6 +60,7 @@ class Call(NamedTuple):
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     random: list[Tensor] | None
+    raises: bool
 
 
 class ModelCall(NamedTuple):
@@ -85,6 +89,7 @@ class LoopRecord(TorchFunctionMode):
         dependent: Ids of the tensors that depend on the batch.
         older: Tensors with the graph of an earlier batch, and what comes from them, by id.
         leavers: Calls by which numbers left torch: number of recorded calls before, and name.
+        tested: Name of a call by which a number left torch that the loop then tests, if any.
         why_not: Why the loop cannot be run again, if so.
     """
 
@@ -107,6 +112,7 @@ class LoopRecord(TorchFunctionMode):
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
         self.older: dict[int, Tensor] = {}
         self.leavers: list[tuple[int, str]] = []
+        self.tested: str | None = None
         self._thread = threading.get_ident()
         self.seconds, self._began = 0.0, _now()
         if not _open and "torch._dynamo" in sys.modules:
@@ -168,7 +174,7 @@ class LoopRecord(TorchFunctionMode):
         kwargs = kwargs or {}
         if not self._recording or self._in_model:
             return function(*args, **kwargs)
-        return self._record(function, args, kwargs)
+        return self._record(function, args, kwargs, sys._getframe(1))
 
     def backward_started(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Ends the record, because a backward pass starts from ``roots``, with gradients."""
@@ -190,7 +196,7 @@ class LoopRecord(TorchFunctionMode):
         end = max(made[id(root)] for root in roots)
         self.left = next((name for before, name in self.leavers if before <= end), None)
 
-    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         name = name_of(function)
         if name == "__set__":  # of an attribute; torch may hold a lock of the tensor meanwhile
             return function(*args, **kwargs)
@@ -204,9 +210,13 @@ class LoopRecord(TorchFunctionMode):
             self._keep(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
         result = function(*args, **kwargs)
+        branches = name in BRANCHES
         if dependent and name in OUT_OF_TORCH:
             self.leavers.append((len(self.calls), f"Tensor.{name}"))
-            return result
+            branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float))
+            if not branches:
+                self.tested = self.tested or (f"Tensor.{name}" if tests_number(caller) else None)
+                return result
         results, unseen = tensors_in(result), self._unseen(tensors)
         self.drew |= (drew := not all(map(torch.equal, random, random_states())))
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
@@ -215,7 +225,7 @@ class LoopRecord(TorchFunctionMode):
             else:
                 self._constants.update(id(t) for t in results if not t.is_leaf)
             return result
-        if not (results or writes or name in BRANCHES):
+        if not (results or writes or branches):
             return result
         if unseen is not None:
             self._give_up(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
@@ -223,7 +233,8 @@ class LoopRecord(TorchFunctionMode):
         if any(id(t) in self.older for t in tensors):
             self._give_up(OLDER)
             return result
-        self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None))
+        raises = branches and raises_at(caller)
+        self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, raises))
         self._made.update(map(id, results))
         self.dependent.update(map(id, results))
         if writes:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from dpengine.capture.tap import tensors_in, tensors_in_outputs
 from .compare_runs import arranged_batch
 from .loop_record import Call, LoopRecord, ModelCall, Place
 from .random_states import restored_random_states, set_random_states
-from .torch_calls import COMPARISONS, name_of
+from .torch_calls import ERROR_TESTS, name_of
 
 Arrange = Callable[[Tensor, Place], Tensor]
+Result = TypeVar("Result")
 
 LEAST_SECONDS = 1.0  # for all runs of a record, however short the step, until a loop was checked once
 # Multiples of the forward part of a step, which is about a third of it: twice the step, and five times the step where
@@ -36,7 +37,7 @@ class NotRecordedError(Exception):
 
 
 class BranchError(NotRecordedError):
-    """The calls take another branch, by a comparison of sizes."""
+    """The calls take another branch, and the loop raises no error in it."""
 
 
 class OutOfTimeError(Exception):
@@ -79,7 +80,23 @@ class Rerun:
         Raises:
             NotRecordedError: If the calls take another path than before, or fail.
             OutOfTimeError: If there is not enough time for a run.
-        """
+        """  # noqa: DOC502 - the runs raise
+        return self._in_time(lambda: _Values(self.record, arrange).run())
+
+    def try_branches(self, arrange: Arrange) -> None:
+        """Runs the calls without the gradients, past branches that end in an error.
+
+        Raises:
+            NotRecordedError: If the calls fail, or take another branch (BranchError).
+            OutOfTimeError: If there is not enough time for a run.
+        """  # noqa: DOC502 - the runs raise
+        self._in_time(lambda: _Values(self.record, arrange).run_calls(refuse=False))
+
+    def has_branches(self) -> bool:
+        """Returns True if the loop has a branch in which it may go on with other values."""
+        return any(is_branch(call) and not ends_in_error(self.record, call) for call in self.record.calls)
+
+    def _in_time(self, run: Callable[[], Result]) -> Result:
         now = time.perf_counter()
         if self._began is not None:
             self._left -= now - self._began
@@ -90,12 +107,32 @@ class Rerun:
         try:
             with warnings.catch_warnings(), torch.enable_grad(), restored_random_states():
                 warnings.simplefilter("ignore")  # shown once, by the loop itself
-                return _Values(self.record, arrange).run()
+                return run()
         except NotRecordedError:
             raise
         except Exception as error:
             shown = str(error).split("\n", maxsplit=1)[0][:100]
             raise NotRecordedError(f"running it again raised {type(error).__name__}: {shown}") from error
+
+
+def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
+    """Returns True if the result of a call may choose a branch of the loop."""
+    return isinstance(call, Call) and isinstance(call.result, (bool, int, float))
+
+
+def ends_in_error(record: LoopRecord, branch: Call) -> bool:
+    """Returns True if the loop raises an error in another branch, or tests only for values that are no numbers."""
+    makers = {id(t): call for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
+
+    def finds_errors(tensor: Tensor) -> bool:
+        maker = makers.get(id(tensor))
+        if maker is None:
+            return False
+        given = tensors_in((maker.args, maker.kwargs))
+        combines = len(given) > 0 and all(t.dtype is torch.bool and t is not tensor for t in given)
+        return name_of(maker.function) in ERROR_TESTS or (combines and all(map(finds_errors, given)))
+
+    return branch.raises or all(map(finds_errors, tensors_in(branch.args)))
 
 
 class _Values:
@@ -107,7 +144,8 @@ class _Values:
         self._leaves: dict[Place, Tensor] = {}
         self._of: dict[int, Any] = dict(zip(map(id, record.data), self._data(), strict=True))
 
-    def run(self) -> Run:
+    def run_calls(self, *, refuse: bool = True) -> None:
+        """Runs the calls. With ``refuse=False``, goes on where another branch would end in an error."""
         record, drawn = self._record, 0
         for call in record.calls:
             if isinstance(call, ModelCall):
@@ -122,9 +160,15 @@ class _Values:
                 now = [self._arrange(t, ("random", drawn, k)) if known[k] else t for k, t in enumerate(now)]
                 drawn += 1
             self._of.update(zip(map(id, then), now, strict=True))
-            if isinstance(call.result, bool) and bool(result) is not call.result:
-                error = BranchError if self._compares(call) else NotRecordedError
-                raise error("the loop takes a branch that depends on the batch")
+            if is_branch(call) and result != call.result:
+                error = NotRecordedError if ends_in_error(record, call) else BranchError
+                if refuse or error is BranchError:
+                    raise error("the loop takes a branch that depends on the batch")
+
+    def run(self) -> Run:
+        """Runs the calls and the backward pass."""
+        record = self._record
+        self.run_calls()
         roots = [(self._put(root), self._put(grad)) for root, grad in record.roots]
         live = [(root, grad) for root, grad in roots if root.requires_grad]
         if not live or not self._leaves:
@@ -136,11 +180,6 @@ class _Values:
         return Run(
             self._inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found}
         )
-
-    def _compares(self, branch: Call) -> bool:
-        tested = set(map(id, tensors_in(branch.args)))
-        made = (c for c in self._record.calls if isinstance(c, Call) and tested & set(map(id, tensors_in(c.result))))
-        return any(name_of(call.function) in COMPARISONS for call in made)
 
     def _data(self) -> list[Tensor]:
         """Returns the tensors of the batch, arranged."""

@@ -15,8 +15,8 @@ OUT_OF_TORCH = frozenset(
 BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 """Functions whose result may choose a branch of the loop."""
 
-COMPARISONS = frozenset({"gt", "lt", "ge", "le", "greater", "less", "__gt__", "__lt__", "__ge__", "__le__"})
-"""Functions that compare sizes. Other branches may test for errors, as ``isfinite`` does."""
+ERROR_TESTS = frozenset({"isnan", "isfinite", "isinf"})
+"""Functions that find values that are no numbers, which a loop may leave out."""
 
 DRAW_IN_PLACE = frozenset(
     {f"{name}_" for name in ("uniform", "normal", "bernoulli", "random", "exponential", "geometric", "cauchy")}

@@ -1,6 +1,7 @@
 """The run-time check of loops whose effect shows late: bounds on a loss, Python numbers, and limited time."""
 
 import contextlib
+import math
 import warnings
 
 import inside
@@ -18,8 +19,11 @@ CLASSES, EXAMPLES, BATCH = 3, 80, 16
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lambda model: None):
-    """Trains a few private steps; returns the engine and the warnings that name the loss."""
+def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lambda model: None, with_data=False):
+    """Trains a few private steps; returns the engine and the warnings that name the loss.
+
+    ``loss_of`` takes outputs, labels, texts (or data) and the number of the step.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES), last())
     data = [(torch.randn(4), i % CLASSES, "a word " * (1 + i % 3)) for i in range(EXAMPLES)]
@@ -34,7 +38,7 @@ def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lamb
             for x, y, texts in loader:
                 step += 1
                 optimizer.zero_grad()
-                loss_of(model(x), y, texts, step).backward()
+                loss_of(model(x), y, x if with_data else texts, step).backward()
                 optimizer.step()
                 if step == steps:
                     break
@@ -84,6 +88,85 @@ def test_a_branch_that_losses_far_away_would_take_is_reported():
 
     _, (text,) = trained(damped)
     assert "the loop takes a branch that depends on the batch" in text
+
+
+def right(o, y):
+    return o.argmax(1) == y
+
+
+def gated(test, *, to=0.1):
+    """A loss that is scaled if a test of outputs, labels and data is passed."""
+    return lambda o, y, x: F.cross_entropy(o, y) * (to if test(o, y, x) else 1.0)
+
+
+def leave_out(test):
+    return lambda o, y, x: 0 * o.sum() if test(F.cross_entropy(o, y)) else F.cross_entropy(o, y)
+
+
+def checked(o, y, test):
+    if test:
+        raise ValueError("no valid outputs")
+    return F.cross_entropy(o, y)
+
+
+def asserted(o, y, test):
+    assert not test
+    return F.cross_entropy(o, y)
+
+
+def limited(o, y, x):
+    largest = o.abs().max().item()
+    if largest > 50:
+        raise ValueError("no valid outputs")
+    return F.cross_entropy(o, y)
+
+
+def named(o, y, x):
+    accuracy = right(o, y).float().mean().item()
+    loss = F.cross_entropy(o, y)
+    if accuracy > 0.99:
+        loss = 0.1 * loss
+    return loss
+
+
+OTHER_BRANCH = {  # none of these tests changes its result within the first batches
+    "all are right": gated(lambda o, y, x: right(o, y).all()),
+    "any is wrong": gated(lambda o, y, x: not (~right(o, y)).any(), to=0.5),
+    "int of a bool": lambda o, y, x: F.cross_entropy(o, y) * (1 + int(right(o, y).all())),
+    "float of a bool": lambda o, y, x: F.cross_entropy(o, y) * (1 + float(right(o, y).all())),
+    "item of a bool": gated(lambda o, y, x: right(o, y).all().item()),
+    "high accuracy": gated(lambda o, y, x: right(o, y).float().mean() > 0.99),
+    "confident": gated(lambda o, y, x: (o.softmax(1).amax(1) > 0.999).all()),
+    "large output": gated(lambda o, y, x: (o > 20).any()),
+    "large data": gated(lambda o, y, x: x.max() > 100),
+    "any label": gated(lambda o, y, x: (y[:8] == 0).any() and not (o < 50).all()),
+    "a number in a test": gated(lambda o, y, x: right(o, y).sum().item() == len(y)),
+    "a number with a name": named,
+    "beside an assert": lambda o, y, x: asserted(o, y, (o.abs() > 50).any()) * (1 + int(right(o, y).all())),
+}
+NO_OTHER_BRANCH = {
+    "NaN": leave_out(torch.isnan),
+    "not finite": leave_out(lambda loss: not (torch.isfinite(loss).all() and not loss.isinf().any())),
+    "error for outputs": lambda o, y, x: checked(o, y, (o.abs() > 50).any()),
+    "error for labels": lambda o, y, x: checked(o, y, (y >= CLASSES).any()),
+    "assert": lambda o, y, x: asserted(o, y, o.abs().max() > 50),
+    "error for a number": limited,
+    "number for infinity": leave_out(lambda loss: not math.isfinite(loss.item())),
+    "number that is shown": lambda o, y, x: (F.cross_entropy(o, y), right(o, y).sum().item())[0],
+}
+
+
+@pytest.mark.parametrize("loss", OTHER_BRANCH.values(), ids=OTHER_BRANCH)
+def test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_take_it(loss):
+    _, (text,) = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
+    assert "the loop takes a branch that depends on the batch" in text or "the loop tests a number of the batch" in text
+
+
+@pytest.mark.parametrize("loss", NO_OTHER_BRANCH.values(), ids=NO_OTHER_BRANCH)
+def test_a_branch_for_errors_is_accepted(loss):
+    engine, shown = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
+    assert inside.checked_loops(engine) > 0
+    assert not shown
 
 
 def test_a_weight_by_the_text_of_a_sample_is_accepted():

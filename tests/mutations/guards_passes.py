@@ -279,8 +279,8 @@ GUARDS = [
         "a gradient that changes with other samples",
         "        share = self.differ(whole.grads, run.grads, kept)",
         "        share = 0.0",
-        "independence/test_loop_probe.py::test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass[class "
-        "weights]",
+        "independence/test_bounds_and_numbers.py::test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_"
+        "batch",
     ),
     Guard(
         "loop-bound",
@@ -289,6 +289,22 @@ GUARDS = [
         "            if False:",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it",
+    ),
+    Guard(
+        "loop-branches",
+        "a branch that the batch does not take",
+        "        check.try_other_branches(whole)\n",
+        "",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
+        "take_it[all are right]",
+    ),
+    Guard(
+        "loop-tests",
+        "a number that the loop reads and tests",
+        "        if record.tested is not None:",
+        "        if False:",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
+        "take_it[a number in a test]",
     ),
     Guard(
         "loop-outliers",
@@ -301,7 +317,7 @@ GUARDS = [
     Guard(
         "loop-far-branch",
         "a branch that losses far away would take",
-        "                error = BranchError if self._compares(call) else NotRecordedError",
+        "                error = NotRecordedError if ends_in_error(record, call) else BranchError",
         "                error = NotRecordedError",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
     ),
