@@ -1,17 +1,25 @@
 """Detects how a model is distributed over ranks."""
 
+from dataclasses import replace
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .data_parallel import data_parallel
 from .fully_sharded import fully_sharded
+from .ranks import device_guard
 from .tensor_parallel import tensor_parallel
 from .topology import Topology
 
 
 def topology_of(model: nn.Module) -> Topology:
     """Returns the topology of a model, detected from its wrappers and parameters."""
-    return tensor_parallel(unwrapped(model), fully_sharded(model) or data_parallel(model))
+    device = next((parameter.device for parameter in model.parameters()), None)
+    with device_guard(device):
+        found = tensor_parallel(unwrapped(model), fully_sharded(model) or data_parallel(model))
+    ranks = {name: getattr(found, name) for name in ("replicas", "shards", "splits", "everyone")}
+    moved = {name: replace(some, device=device) for name, some in ranks.items() if some.size > 1}
+    return replace(found, **moved) if moved else found
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,11 +25,14 @@ class Ranks:
         group: Process group of ``torch.distributed``; None for a single process.
         rank: Rank of this process in the group.
         size: Number of ranks.
+        device: Device of the model, through which NCCL sends Python objects. The current CUDA device, which it takes
+            otherwise, is that of rank 0 on all ranks unless the script sets it.
     """
 
     group: Any = None
     rank: int = 0
     size: int = 1
+    device: torch.device | None = None
 
     @classmethod
     def of(cls, group: Any) -> Ranks:
@@ -60,7 +64,8 @@ class Ranks:
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        with device_guard(self.device):
+            dist.all_gather_object(found, value, group=self.group)
         return found
 
     def each(self, action: Callable[[], T]) -> list[T]:
@@ -87,7 +92,8 @@ class Ranks:
             return value
         shared = [value if self.rank == 0 else None]
         first = 0 if self.group is None else dist.get_global_rank(self.group, 0)
-        dist.broadcast_object_list(shared, src=first, group=self.group)
+        with device_guard(self.device):
+            dist.broadcast_object_list(shared, src=first, group=self.group)
         return shared[0]
 
 
@@ -96,6 +102,11 @@ def world() -> Ranks:
     if not (dist.is_available() and dist.is_initialized()):
         return SINGLE_PROCESS
     return Ranks.of(dist.group.WORLD)
+
+
+def device_guard(device: torch.device | None) -> AbstractContextManager[Any]:
+    """Returns a context in which ``device`` is the current CUDA device, if it is one."""
+    return torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()
 
 
 def _waiting(work: Any, *tensors: Tensor) -> Callable[[], None]:

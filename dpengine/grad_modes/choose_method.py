@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
+from dpengine.distributed.ranks import world
 from dpengine.grad_samplers.machine import memory_for, operations_per_byte, operations_per_second
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
@@ -122,15 +123,14 @@ class MethodTable:
     def share(self) -> None:
         """Broadcasts rank 0's times to all ranks of ``torch.distributed`` and ends timing, so that all choose equally.
 
-        A collective operation: all ranks must call it at the same place. Without it, ranks may choose differently,
-        which affects speed and rounding only.
+        A collective operation: all ranks must call it at the same place, with NCCL after ``torch.cuda.set_device``.
+        Without it, ranks may choose differently, which affects speed and rounding only.
         """
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return
-        shared = [dict(self.seconds)]
-        torch.distributed.broadcast_object_list(shared, src=0)
+        shared = world().broadcast(dict(self.seconds))
         self.seconds.clear()
-        self.seconds.update(shared[0])
+        self.seconds.update(shared)
         self.timed = False
         self.version += 1
 

@@ -1,5 +1,7 @@
 """A private step exchanges what an ordinary one does, and where layers are split some numbers for each row more."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from benchmarks.exchanges import Exchanges
 from dpengine import PrivacyEngine
-from dpengine.distributed.ranks import RankFingerprint
+from dpengine.distributed.detect import topology_of
+from dpengine.distributed.ranks import RankFingerprint, Ranks
 
 TOPOLOGIES = ("ddp", "fsdp", "tp")
 RANKS = 2
@@ -35,6 +38,38 @@ def exchanged(topology, options=None, chunks=1):
                 F.cross_entropy(model(words).flatten(0, 1), following.flatten()).backward()
                 optimizer.step()
     return {kind: (count, seen.sizes[kind]) for kind, count in seen.calls.items()}
+
+
+def test_objects_are_exchanged_through_the_device_of_the_model(monkeypatch):
+    current = []
+
+    @contextmanager
+    def on_device(device):
+        current.append(device)
+        yield
+        current.pop()
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "device", on_device)
+    monkeypatch.setattr(dist, "all_gather_object", lambda found, value, group: seen.append(list(current)))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda shared, src, group: seen.append(list(current)))
+    second = torch.device("cuda", 1)
+    for device, expected in ((second, [second]), (torch.device("cpu"), []), (None, [])):
+        ranks = Ranks(size=RANKS, device=device)
+        ranks.all_gather(1)
+        ranks.broadcast(1)
+        assert seen == [expected] * 2
+        seen.clear()
+
+
+def _devices_of_topology():
+    topology = topology_of(nn.Linear(2, 2))
+    return topology.replicas.device, topology.everyone.device, topology.shards.device
+
+
+def test_the_topology_of_a_model_has_its_device():
+    cpu = torch.device("cpu")
+    assert launched(RANKS, _devices_of_topology) == [(cpu, cpu, None)] * RANKS
 
 
 def known():
