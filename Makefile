@@ -6,6 +6,7 @@ JOBS ?= 2
 STAMP := $(VENV)/.installed
 RUN := $(VENV)/bin/python -m
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q
+BY_FILE := --dist loadfile --no-loadscope-reorder  # so that one worker makes what the tests of a file share
 
 $(STAMP): setup.py pyproject.toml constraints.txt
 	@echo "[1/2] creating $(VENV) (about 1 minute)"
@@ -20,24 +21,24 @@ demo-quick: $(STAMP)
 	@$(RUN) tutorials.demo --data adult --quick --out $(OUT)
 
 test: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup
+	@$(PYTEST) -n $(JOBS) $(BY_FILE)
 
 slow: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m "slow and not gpu and not nightly"
+	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m "slow and not gpu and not nightly"
 
 # Compares with the baseline commit: see tests/differential/test_differential.py.
 differential: $(STAMP)
 	@$(PYTEST) tests/differential -m "nightly or not nightly"
 
 planted: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m planted
+	@$(PYTEST) -n $(JOBS) -m planted
 
 mutations: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations
 
 # Long random searches, and cases that `test` and `slow` leave out. `make mutations` and `make differential` have the other tests with this marker.
 searches: $(STAMP)
-	@$(PYTEST) -n $(JOBS) --dist loadgroup -m nightly --ignore=tests/mutations --ignore=tests/differential
+	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/differential
 
 readme: $(STAMP)
 	@$(PYTEST) tests/test_readme.py

@@ -3,7 +3,6 @@
 ``pytest --plant PB-7 TESTS`` runs tests with that bug planted in the engine; see `mutations`.
 """
 
-import functools
 import os
 import socket
 import sys
@@ -50,27 +49,6 @@ def pytest_configure(config):
         context = planted(BUGS[name])
         context.__enter__()
         config.add_cleanup(lambda: context.__exit__(None, None, None))
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Sends the tests of a module that is marked with ``xdist_group`` to one worker.
-
-    xdist 3.8 does so by the ids of tests, which pytest 9.2 no longer lets it change: what such a module makes once was
-    made by each worker.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    @functools.cache
-    def grouped(file):
-        return "\npytestmark = pytest.mark.xdist_group(" in (config.rootpath / file).read_text(encoding="utf-8")
-
-    class ByModule(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return file if grouped(file) else nodeid
-
-    return ByModule(config, log) if config.getvalue("dist") == "loadgroup" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks

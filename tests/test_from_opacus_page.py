@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from dpengine.compat import opacus
 from dpengine.errors import PrivacyError
 
-pytestmark = pytest.mark.xdist_group("from_opacus_page")  # one worker, so that the page runs once
-
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_opacus.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)

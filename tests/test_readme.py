@@ -16,8 +16,6 @@ SNIPPETS = [snippet for page in PAGES if page not in CHECKED_ELSEWHERE for snipp
 SLOW = ("compile_backward(", "from lightning import")  # takes seconds
 MOST_WORDS = 600
 
-pytestmark = pytest.mark.xdist_group("readme")  # one worker, so that torch is loaded once for all snippets
-
 
 # The diff of the README: without and with what it adds, it is an ordinary loop and a private one.
 SETUP = """

@@ -15,8 +15,6 @@ from dpengine import PrivacyEngine
 from dpengine.distributed.ranks import RankFingerprint
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
 
-pytestmark = pytest.mark.xdist_group("agreement")  # what they all look at is made once
-
 
 def private(*, seed=1, weights=0, topology="data", batch=12, lr=0.1, rows=None, **more):
     """A private run, as each rank sets it up; ``weights`` seeds the model."""

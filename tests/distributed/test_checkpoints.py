@@ -13,8 +13,6 @@ from torch.utils.data import DataLoader
 from dpengine import checkpoint
 from dpengine.errors import BatchStateError, CorruptFileError, MechanismMismatchError
 
-pytestmark = pytest.mark.xdist_group("checkpoints")  # what they all look at is made once
-
 CASES = {
     "gaussian": Case(model="tied"),
     "bandmf": Case(noise="bandmf", clipping="per_layer"),

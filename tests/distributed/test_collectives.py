@@ -99,9 +99,6 @@ def everything():
     return {"known": known(), **found, **chunked}
 
 
-pytestmark = pytest.mark.xdist_group("collectives")  # what they all look at is made once
-
-
 @pytest.fixture(scope="module")
 def counts():
     first, second = launched(RANKS, everything)

@@ -25,8 +25,6 @@ from dpengine.distributed.local_shards import local_part
 from dpengine.distributed.ranks import Ranks
 from dpengine.distributed.topology import Topology
 
-pytestmark = pytest.mark.xdist_group("failures")  # what they all look at is made once
-
 TIMEOUT = 4.0  # seconds, of the process groups
 LATE = 4.0  # seconds after the timeout by which all must have ended: two steps, and a busy machine
 WHOLE_STEPS = 2  # before the one in which a rank fails

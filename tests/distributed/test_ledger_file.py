@@ -14,8 +14,6 @@ from dpengine.accounting.ledger import steps_of
 from dpengine.errors import LedgerError, MechanismMismatchError
 from dpengine.ledger_file import read
 
-pytestmark = pytest.mark.xdist_group("ledger file")
-
 
 def private(path, reserve=1, wrap="ddp"):
     torch.manual_seed(0)

@@ -32,9 +32,6 @@ def mask_of_rank(draws):
     return found
 
 
-pytestmark = pytest.mark.xdist_group("masks")  # what they all look at is made once
-
-
 @pytest.fixture(scope="module")
 def of_two():
     first, second = launched(2, mask_of_rank, DRAWS)

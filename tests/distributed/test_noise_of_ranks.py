@@ -19,8 +19,6 @@ from dpengine import PrivacyEngine
 from dpengine.noise import BandedInverse, BandMF
 from dpengine.noise.toeplitz import matrix
 
-pytestmark = pytest.mark.xdist_group("noise_of_ranks")  # what they all look at is made once
-
 STEPS, BATCH, ROWS, SEED = 8, 4, 32, 7
 INPUTS, HIDDEN, OUTPUTS = 251, 401, 101  # nothing that two or four ranks cut evenly
 NOISE = {"gaussian": None, "bandmf": BandMF(num_bands=4), "inverse": BandedInverse(num_bands=4)}

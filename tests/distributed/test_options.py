@@ -24,8 +24,6 @@ from torch.utils.data import DataLoader
 from dpengine import PrivacyEngine
 from dpengine.grad_samplers.table import sampler_for
 
-pytestmark = pytest.mark.xdist_group("options")  # what they all look at is made once
-
 
 def itself(model):
     return model

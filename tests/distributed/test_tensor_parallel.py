@@ -35,8 +35,6 @@ from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import GaussianNoise
 from dpengine.noise.share import add_noise
 
-pytestmark = pytest.mark.xdist_group("tensor_parallel")  # what they all look at is made once
-
 ROWS, INPUTS, HIDDEN = 24, 6, 8
 MIXED = Case(model="tied", noise="bandmf", clipping="per_layer", physical=3)
 CASES = [

@@ -16,8 +16,6 @@ from safetensors.torch import load_file
 from dpengine.data import load_adult
 from tutorials.demo.tasks import adult_network
 
-pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that each demonstration runs once
-
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     *["metrics.jsonl", "model.safetensors", "privacy_report.html", "privacy_report.json", "privacy_report.md"],

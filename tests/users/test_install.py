@@ -15,8 +15,6 @@ import pytest
 
 import dpengine
 
-pytestmark = pytest.mark.xdist_group("install")  # one worker, so that the wheel is built once
-
 ROOT = Path(__file__).resolve().parents[2]
 
 # Runs in a process of its own: imports the package while every foreign module but torch's own needs is refused

@@ -49,9 +49,6 @@ dp.NoSuchName
 """
 
 
-pytestmark = pytest.mark.xdist_group("typing")  # what they all look at is made once
-
-
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> dict[str, list[str]]:
     """The errors of a strict check of both programs, by file."""
