@@ -54,16 +54,17 @@ MATRIX = MatrixGaussianEvent(2.0, 10, (1.0, 2.5), "a")
 @pytest.mark.parametrize("event", [EVENT, CUT, MATRIX], ids=["cyclic", "truncated", "matrix"])
 def test_runs_without_a_name_are_never_merged(event):
     unnamed = replace(event, run="")
+    rel = 1e-11  # sketches of one kind and of three choose tilts that differ in the sixth digit
     runs = [(Charge(replace(event, run=name)),) for name in ("a", "b", "c")]
     for charges in ((Charge(unnamed),) * 3, (Charge(unnamed, 3),), (Charge(unnamed, 2), Charge(unnamed, 1, "void"))):
         found = epsilon_of(charges, DELTA, relation=Relation.ZERO_OUT)
-        assert found == pytest.approx(epsilon_of(sum(runs, ()), DELTA, relation=Relation.ZERO_OUT), rel=1e-12)
+        assert found == pytest.approx(epsilon_of(sum(runs, ()), DELTA, relation=Relation.ZERO_OUT), rel=rel)
     assert found > 1.2 * epsilon_of((Charge(event, 3),), DELTA, relation=Relation.ZERO_OUT)
     ledger = Ledger()
     for _ in range(2):
         ledger.charge(unnamed)
     twice = epsilon_of((*runs[0], *runs[1]), DELTA, relation=Relation.ZERO_OUT)
-    assert epsilon_of(ledger.history, DELTA, relation=Relation.ZERO_OUT) == pytest.approx(twice, rel=1e-12)
+    assert epsilon_of(ledger.history, DELTA, relation=Relation.ZERO_OUT) == pytest.approx(twice, rel=rel)
     assert to_dp_accounting(unnamed, 3) == to_dp_accounting(replace(event, cycle_length=1, run=""), 3)
 
 

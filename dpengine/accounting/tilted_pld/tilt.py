@@ -111,9 +111,10 @@ _OUTSIDE_BELOW = 32.0  # the same for lower bounds, from which all of it is take
 _SETBACKS = (0.0, 2.0, 4.0, 7.0, 11.0, 16.0)
 _MARGIN = 0.02
 _LIFTED = 1e-11  # share of the tilted mass that is moved up, over all releases
-_NEAREST, _FARTHEST, _MOVES = 0.05, 500.0, 60  # of the tilts that bound the ends, in units of 1 / deviation
+_NEAREST, _FARTHEST = 0.05, 500.0  # of the tilts that bound the ends, in units of 1 / deviation
 _FARTHEST_PLACE = 2.0**50  # places are whole numbers in float64
-_POINTS, _ZOOMS = 49, 5
+_POINTS = 11  # of a search among tilts, which it narrows to a fifth each time
+_ZOOMS, _ZOOMS_OF_ENDS = 10, 2
 _LEAST_POINTS = 201  # of a sketch, where releases are of many kinds
 _EXCESS, _ROUNDING = 0.4, 4e-14  # what a lattice and an FFT add, from measurements of both
 
@@ -223,16 +224,19 @@ class Overview:
         view = View(focus, tilt, self._tail, self._share)
         # Under a smaller tilt the bulk may be narrow and far from the answer, whose own spread counts too.
         widest, narrowest = max(deviation, self._deviation(focus)), min(deviation, self._deviation(focus))
-        moves = np.geomspace(_NEAREST / widest, _FARTHEST / narrowest, _MOVES)
+        nearest, farthest = _NEAREST / widest, _FARTHEST / narrowest
         left_out = outside - self.log_moment(tilt)
-        above = (self._sketches.log_moments(tilt + moves) + left_out) / moves
         lifted = self._sketches.lifted((focus, tilt), view.share)
-        below = -(lifted.log_moments(tilt - moves) + left_out) / moves
-        high, low = int(np.argmin(above)), int(np.argmax(below))
-        margin = _MARGIN * float(above[high] - below[low])  # what a lattice adds to losses must not reach beyond
-        return Window(
-            view, float(below[low]) - margin, float(above[high]) + margin, -float(moves[low]), float(moves[high])
-        )
+
+        def end(of: Sketches, sign: int) -> tuple[float, float]:
+            def at(moves: Floats) -> Floats:
+                return (of.log_moments(tilt + sign * moves) + left_out) / moves
+
+            return _least(at, nearest, farthest, _ZOOMS_OF_ENDS)
+
+        (up, high), (down, below) = end(self._sketches, 1), end(lifted, -1)
+        margin = _MARGIN * (high + below)  # what a lattice adds to losses must not reach beyond
+        return Window(view, -below - margin, high + margin, -down, up)
 
     def _set_back(self, tilt: float, top: float, answer: float, setback: float) -> float:
         """The smaller tilt under which e^-setback of the mass lies above the answer."""
@@ -247,10 +251,17 @@ class Overview:
         return math.sqrt(max(self._sketches.moments(tilt)[1], 1e-300))
 
     def _least(self, score: Callable[[Floats, Floats], Floats]) -> float:
-        low, high = math.log(1e-5 / self._spread), math.log(1e14 / self._spread)
-        for _ in range(_ZOOMS):
-            grid = np.linspace(low, high, _POINTS)
-            tilts = np.exp(grid)
-            best = int(np.argmin(score(self._sketches.log_moments(tilts), tilts)))
-            low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _POINTS - 1)])
-        return math.exp((low + high) / 2)
+        def of(tilts: Floats) -> Floats:
+            return score(self._sketches.log_moments(tilts), tilts)
+
+        return _least(of, 1e-5 / self._spread, 1e14 / self._spread, _ZOOMS)[0]
+
+
+def _least(score: Callable[[Floats], Floats], low: float, high: float, zooms: int) -> tuple[float, float]:
+    """Returns where a function that falls and then rises is about least between two numbers, and its value there."""
+    for _ in range(zooms):
+        grid = np.geomspace(low, high, _POINTS)
+        values = score(grid)
+        best = int(np.argmin(values))
+        low, high = float(grid[max(best - 1, 0)]), float(grid[min(best + 1, _POINTS - 1)])
+    return float(grid[best]), float(values[best])
