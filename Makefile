@@ -41,7 +41,7 @@ searches: $(STAMP)
 	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/differential
 
 readme: $(STAMP)
-	@$(PYTEST) tests/test_readme.py
+	@$(PYTEST) -m "not gpu" tests/test_readme.py
 
 lint: $(STAMP)
 	@$(RUN) ruff format --check .

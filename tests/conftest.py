@@ -3,6 +3,7 @@
 ``pytest --plant PB-7 TESTS`` runs tests with that bug planted in the engine; see `mutations`.
 """
 
+import gc
 import os
 import socket
 import sys
@@ -63,6 +64,10 @@ def pytest_collection_modifyitems(items):
             n, *names = mark.args
             if sum(_number_of_value(item, name) for name in names) % n:
                 item.add_marker("nightly")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # a collection that a test asks for need not go through all tests and their modules
 
 
 PARAM = type(pytest.param())

@@ -77,6 +77,7 @@ def test_the_engine_answers_with_it():
     assert engine.spent.steps == 4
 
 
+@pytest.mark.one_in(2, "noise", "make")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=2), BLT()], ids=["independent", "BandMF", "BLT"])
 @pytest.mark.parametrize("make", [lambda: Own(1.5), Plain])
 def test_a_target_is_its_own_in_calibration_and_in_the_loader(make, noise):

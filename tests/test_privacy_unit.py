@@ -110,6 +110,7 @@ def of_user(model, rows, members, how):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
+@pytest.mark.one_in(3, "settings", "how", "name")
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 @pytest.mark.parametrize("settings", [{}, {"physical_batch_size": 4}, {"accumulation_steps": 3}], ids=str)
 @pytest.mark.parametrize("how", ["mean", "sum"])

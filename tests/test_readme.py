@@ -14,6 +14,7 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 CHECKED_ELSEWHERE = {"docs/errors.md": "test_error_docs.py", "docs/from_opacus.md": "test_from_opacus_page.py"}
 SNIPPETS = [snippet for page in PAGES if page not in CHECKED_ELSEWHERE for snippet in snippets_of(page)]
 SLOW = ("compile_backward(", "from lightning import")  # takes seconds
+IN_EVERY_RUN = {"README.md", "docs/quickstart.md", "docs/accounting.md"}  # of the pages; the others in the slow suite
 MOST_WORDS = 600
 
 
@@ -50,11 +51,19 @@ def is_slow(snippet: Snippet) -> bool:
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return run([snippet for snippet in [*SNIPPETS, *SIDES] if not is_slow(snippet)])
+def outcomes(request):
+    asked = {item.callspec.params.get("snippet") for item in request.session.items if hasattr(item, "callspec")}
+    return run([one for one in [*SNIPPETS, *SIDES] if not is_slow(one) and (one in asked or one.page == "README.md")])
 
 
-@pytest.mark.parametrize("snippet", [s for s in SNIPPETS if not is_slow(s)], ids=lambda s: s.id)
+@pytest.mark.parametrize(
+    "snippet",
+    [
+        pytest.param(one, marks=[] if one.page in IN_EVERY_RUN else pytest.mark.slow, id=one.id)
+        for one in SNIPPETS
+        if not is_slow(one)
+    ],
+)
 def test_a_snippet_runs_in_its_own_process_without_a_warning(snippet, outcomes):
     assert outcomes[snippet].code == 0, outcomes[snippet].output
 

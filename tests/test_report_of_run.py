@@ -163,6 +163,7 @@ def sampling_light(engine):
     return light["holds"]
 
 
+@pytest.mark.one_in(2, "on_disk", "first")
 @pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_declared_rate_of_any_run_is_in_the_report(tmp_path, first, on_disk):
@@ -255,6 +256,7 @@ def two_runs(request, tmp_path):
     return make
 
 
+@pytest.mark.one_in(2, "first", "second")
 @pytest.mark.parametrize("first", [{}, CONSTANTS])
 @pytest.mark.parametrize("second", [{}, CONSTANTS])
 def test_a_report_states_the_relation_of_all_runs(two_runs, first, second):

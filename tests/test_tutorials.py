@@ -10,13 +10,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "tutorials").glob("[0-9]*.py"))
-LONG = {"02_correlated_noise"}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else [], id=path.stem) for path in TUTORIALS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_runs_without_a_warning(path, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::Warning"}
     command = [sys.executable, "-W", "error", str(path)]

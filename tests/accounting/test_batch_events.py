@@ -153,6 +153,7 @@ def test_probabilities_above_1_cost_no_less_than_those_of_sum_1():
     assert epsilon_of((Charge(over, 10),), 1e-6) >= epsilon_of((Charge(plain, 10),), 1e-6) * (1 - 1e-6)
 
 
+@pytest.mark.one_in(2, "rate", "eps")
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.2), (0.3, 0.8), (1.0, 2.0)])
 @pytest.mark.parametrize("eps", [0.05, 1.0, 4.0])
 def test_the_pair_of_subsets_of_one_size_is_the_theorem_on_both_sides(rate, sigma, eps):

@@ -80,12 +80,14 @@ def check_random_target(rng, accountant):
         assert found.epsilon <= target
 
 
+@pytest.mark.one_in(3, "seed")
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.hazard("A9")
 def test_random_targets_are_kept(seed):
     check_random_target(random.Random(seed), "pld")
 
 
+@pytest.mark.one_in(3, "seed")
 @pytest.mark.parametrize("seed", range(30))
 @pytest.mark.hazard("A9")
 def test_random_targets_are_kept_by_rdp(seed):
@@ -179,6 +181,7 @@ def test_what_the_accountant_refuses_cannot_be_calibrated():
         calibration(**arguments | {"steps": 100}, target_delta=1e-15, accountant="prv")
 
 
+@pytest.mark.one_in(2, "accountant")
 @pytest.mark.parametrize(
     ("accountant", "relation"),
     [

@@ -27,6 +27,7 @@ MIXED = (*SAMPLED, Charge(GaussianEvent(40.0), 9), Charge(PoissonGaussianEvent(0
 UNSAMPLED = (Charge(GaussianEvent(10.0), 60), Charge(GaussianEvent(20.0), 160))
 
 
+@pytest.mark.one_in(3, "history", "relation", "delta")
 @pytest.mark.parametrize("history", [SAMPLED, MIXED], ids=["sampled", "mixed"])
 @pytest.mark.parametrize("relation", Relation)
 @pytest.mark.parametrize("delta", [1e-3, 1e-9])

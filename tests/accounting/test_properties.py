@@ -50,7 +50,7 @@ PROPERTIES = {}
 
 
 def holds(examples, **drawn):
-    """Checks a property at so many settings, and by night at 4 times as many."""
+    """Checks a property at so many settings, and by night at 8 times as many."""
 
     def decorate(check):
         def run(times):
@@ -63,7 +63,7 @@ def holds(examples, **drawn):
             )
             return quiet(given(**drawn)(check))
 
-        PROPERTIES[check.__name__] = functools.partial(run, 4 * examples)
+        PROPERTIES[check.__name__] = functools.partial(run, 8 * examples)
         return run(examples)
 
     return decorate
@@ -84,7 +84,7 @@ def silent_bounds(history, delta, relation=ADD_REMOVE):
 # The whole range
 
 
-@holds(5, runs=st.lists(RUNS, min_size=1, max_size=3), delta=DELTAS, relation=RELATIONS, share=st.floats(0, 2))
+@holds(3, runs=st.lists(RUNS, min_size=1, max_size=3), delta=DELTAS, relation=RELATIONS, share=st.floats(0, 2))
 def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, share):
     history = history_of(*runs)
     _, upper = silent_bounds(history, delta, relation)
@@ -135,7 +135,7 @@ MORE = {
 }
 
 
-@holds(5, run=RUNS, delta=DELTAS, what=st.sampled_from(sorted(MORE)), by=st.floats(1.0001, 2), relation=RELATIONS)
+@holds(3, run=RUNS, delta=DELTAS, what=st.sampled_from(sorted(MORE)), by=st.floats(1.0001, 2), relation=RELATIONS)
 def test_more_steps_rows_and_certainty_and_less_noise_cost_more(run, delta, what, by, relation):
     *larger, smaller_delta = MORE[what](*run, delta, by)
     less, less_upper = silent_bounds(history_of(run), delta, relation)
@@ -145,21 +145,21 @@ def test_more_steps_rows_and_certainty_and_less_noise_cost_more(run, delta, what
         assert less_upper <= more_upper * (1 + LATTICE)
 
 
-@holds(30, run=RUNS, delta=DELTAS, what=st.sampled_from(sorted(MORE)), by=st.floats(1.0001, 2))
+@holds(15, run=RUNS, delta=DELTAS, what=st.sampled_from(sorted(MORE)), by=st.floats(1.0001, 2))
 def test_the_same_costs_more_by_rdp(run, delta, what, by):
     *larger, smaller_delta = MORE[what](*run, delta, by)
     less = epsilon_of(history_of(run), delta, "rdp")
     assert less <= epsilon_of(history_of(tuple(larger)), smaller_delta, "rdp") * (1 + 1e-12)
 
 
-@holds(3, run=RUNS, eps=power_of_ten(-3, 1), by=st.floats(1.01, 3), relation=RELATIONS)
+@holds(2, run=RUNS, eps=power_of_ten(-3, 1), by=st.floats(1.01, 3), relation=RELATIONS)
 def test_delta_falls_with_epsilon(run, eps, by, relation):
     history = history_of(run)
     small = delta_of(history, eps, relation=relation)
     assert delta_of(history, by * eps, relation=relation) <= small * (1 + LATTICE)
 
 
-@holds(3, runs=st.lists(RUNS, min_size=2, max_size=3), delta=DELTAS, data=st.data())
+@holds(2, runs=st.lists(RUNS, min_size=2, max_size=3), delta=DELTAS, data=st.data())
 def test_neither_order_nor_splits_show(runs, delta, data):
     pieces = []
     for rate, sigma, steps in runs:
@@ -174,7 +174,7 @@ def test_neither_order_nor_splits_show(runs, delta, data):
 # Inverse questions
 
 
-@holds(6, run=RUNS, delta=DELTAS, relation=RELATIONS)
+@holds(3, run=RUNS, delta=DELTAS, relation=RELATIONS)
 def test_delta_at_the_epsilon_of_a_delta_is_that_delta(run, delta, relation):
     history = history_of(run)
     upper = epsilon_of(history, delta, relation=relation)
@@ -182,7 +182,7 @@ def test_delta_at_the_epsilon_of_a_delta_is_that_delta(run, delta, relation):
     assert delta_of(history, upper * (1 + LATTICE), relation=relation) <= delta * (1 + 1e-2)
 
 
-@holds(6, run=RUNS, eps=power_of_ten(-2, 1.5), relation=RELATIONS)
+@holds(3, run=RUNS, eps=power_of_ten(-2, 1.5), relation=RELATIONS)
 def test_epsilon_at_the_delta_of_an_epsilon_is_that_epsilon(run, eps, relation):
     history = history_of(run)
     delta = delta_of(history, eps, relation=relation)
@@ -213,12 +213,12 @@ def check_calibration(target, delta, rate, steps, accountant):
     )
 
 
-@holds(4, **TARGETS, steps=power_of_ten(0, 5).map(int))
+@holds(2, **TARGETS, steps=power_of_ten(0, 5).map(int))
 def test_calibration_keeps_to_the_target_and_uses_it(target, delta, rate, steps):
     check_calibration(target, delta, rate, steps, "pld")
 
 
-@holds(20, **TARGETS, steps=power_of_ten(0, 5).map(int))
+@holds(10, **TARGETS, steps=power_of_ten(0, 5).map(int))
 def test_calibration_by_rdp_keeps_to_the_target_and_uses_it(target, delta, rate, steps):
     check_calibration(target, delta, rate, steps, "rdp")
 
@@ -229,12 +229,12 @@ def check_steps(target, delta, rate, sigma, accountant):
     assert epsilon(steps=steps, delta=delta, **run) <= target < epsilon(steps=steps + 1, delta=delta, **run)
 
 
-@holds(3, **TARGETS, sigma=power_of_ten(-0.3, 1))
+@holds(2, **TARGETS, sigma=power_of_ten(-0.3, 1))
 def test_steps_within_a_budget_fit_and_one_more_does_not(target, delta, rate, sigma):
     check_steps(target, delta, rate, sigma, "pld")
 
 
-@holds(15, **TARGETS, sigma=power_of_ten(-0.3, 1))
+@holds(8, **TARGETS, sigma=power_of_ten(-0.3, 1))
 def test_steps_within_a_budget_by_rdp_fit_and_one_more_does_not(target, delta, rate, sigma):
     check_steps(target, delta, rate, sigma, "rdp")
 
@@ -312,7 +312,7 @@ def lattices(rate, sigma, direction, steps):
     return pair, step, [lambda _: every, lambda one: cell_ends(one, view, step, above=True)]
 
 
-@holds(30, **PAIRS)
+@holds(15, **PAIRS)
 def test_a_discrete_pair_holds_all_of_both_masses(rate, sigma, direction, steps):
     pair, step, kinds = lattices(rate, sigma, direction, steps)
     exact = Exact(rate, sigma, direction)
@@ -329,7 +329,7 @@ def test_a_discrete_pair_holds_all_of_both_masses(rate, sigma, direction, steps)
         assert of_q + missing == pytest.approx(1, abs=1e-10)
 
 
-@holds(10, **PAIRS)
+@holds(5, **PAIRS)
 def test_one_discrete_pair_dominates_and_another_is_dominated_at_every_epsilon(rate, sigma, direction, steps):
     pair, step, kinds = lattices(rate, sigma, direction, steps)
     exact = Exact(rate, sigma, direction)

@@ -26,6 +26,7 @@ def divergence(rate, sigma, order):
         return float(mpmath.log1p(mpmath.quad(integrand, ends, maxdegree=4)) / (a - 1))
 
 
+@pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "order"),
     [(0.01, 1.0, 1.1), (0.3, 0.5, 10.9), (0.9, 3.0, 2.7), (1e-4, 30.0, 1.1), (1e-7, 5.0, 2.5), (0.5, 0.15, 1.5)],

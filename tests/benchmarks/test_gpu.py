@@ -9,6 +9,7 @@ from benchmarks.cells import CELLS
 from dpengine.clipping import policy
 
 
+@pytest.mark.slow
 def test_all_parts_run_with_tiny_models(tmp_path, monkeypatch):
     out = tmp_path / "gpu.json"
     arguments = ["gpu", "--device", "cpu", "--tiny", "--steps", "1", "--ways", "dpengine auto"]

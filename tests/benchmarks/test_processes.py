@@ -27,6 +27,7 @@ def test_a_model_that_is_not_written_in_jax_is_refused():
         start_jax(CELLS["lstm"])
 
 
+@pytest.mark.slow
 def test_memory_of_two_steps_is_more_than_the_parameters_take():
     held = peak_memory("cnn", "plain", SETTING)
     assert held is not None

@@ -167,6 +167,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at
     assert agrees(covariance(np.stack(steps)), expected, DRAWS).all()
 
 
+@pytest.mark.one_in(3, "name", "at")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P2", "P3")
@@ -628,6 +629,7 @@ def test_nothing_is_found(tmp_path):
         Run().resumed(tmp_path / "none")
 
 
+@pytest.mark.one_in(2, "name", "damage")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "privacy_state.json",
                                   "private/run.safetensors", "private/seals.json"])  # fmt: skip
 @pytest.mark.parametrize("damage", ["missing", "cut", "flipped", "empty"])

@@ -51,6 +51,7 @@ def test_chunks_are_one_logical_batch(through, mode):
         assert sum(steps for *_, steps in parts.engine.accountant.history) == 2
 
 
+@pytest.mark.one_in(2, "workers", "through")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
 def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
@@ -133,6 +134,7 @@ def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed(in_parts):
     assert_same(gradients(wrapped._module, 6), expected)
 
 
+@pytest.mark.one_in(2, "in_parts", "workers")
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_parts, workers):
@@ -177,9 +179,11 @@ def backward_and_step(wrapped, optimizer, inputs, targets):
     return optimizer.step_was_skipped
 
 
+@pytest.mark.one_in(2, "in_parts", "workers")
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers):
+def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers, monkeypatch):
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that a worker gets to end
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = in_parts(data_loader=DataLoader(Torn(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer)
     with pytest.raises(OSError, match="row 3"):

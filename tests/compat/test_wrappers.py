@@ -184,6 +184,7 @@ def _saved(one):
     return file.getvalue()
 
 
+@pytest.mark.one_in(3, "moment", "copied", "wrap")
 @pytest.mark.parametrize("moment", ["new", "after backward"])
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("wrap", [*SHOWING.values(), GradSampleModuleFastGradientClipping])

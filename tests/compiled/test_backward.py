@@ -65,7 +65,9 @@ def test_inductor_trains_as_the_hooks_do(passes):
     assert passes
 
 
-@pytest.mark.parametrize("name", ["linear", "convolution", "sequence"])
+@pytest.mark.parametrize(
+    "name", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convolution", "sequence"))]
+)
 def test_under_autocast_no_row_exceeds_the_threshold(name, passes):
     make, shape = MODELS[name]
     x, y = data(shape).tensors
@@ -129,7 +131,7 @@ def test_what_is_thawed_later_trains(passes):
     make, shape = MODELS["linear"]
 
     def trained(compiled):
-        training = Training(make, data(shape), compiled, unused_parameters="error")
+        training = Training(make, data(shape), compiled, multiple_of=64, unused_parameters="error")
         for i, batch in enumerate(itertools.islice(training.loader, 7)):
             training.step(batch)
             training.model[0].requires_grad_(i not in {1, 2})
@@ -187,7 +189,7 @@ def test_plain_arguments_are_told_apart(passes):
 
 
 def test_an_attack_in_eval_mode_between_steps_is_none_of_ours(passes):
-    training = Training(MODELS["linear"][0], data((6,)), compiled=True)
+    training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     for batch in itertools.islice(training.loader, 6):
         training.model.eval()
         training.model(batch[0]).sum().backward()
@@ -196,6 +198,7 @@ def test_an_attack_in_eval_mode_between_steps_is_none_of_ours(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_two_threads_compile_in_turn():
     trained = {}
 
@@ -227,7 +230,7 @@ class Remembering(nn.Module):
 
 
 def test_a_trace_leaves_no_trace():
-    training = Training(Remembering, data((6,)), compiled=True)
+    training = Training(Remembering, data((6,)), compiled=True, multiple_of=64)
     training.run()
     assert type(training.model.mean) is torch.Tensor
     assert type(training.model.positions) is torch.Tensor
@@ -238,7 +241,9 @@ def test_a_trace_leaves_no_trace():
 
 @pytest.mark.parametrize("where", [0, 1])
 def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(where, monkeypatch):
-    training = Training(lambda: nn.Sequential(nn.PReLU(6), nn.Linear(6, CLASSES)), data((6,)), compiled=True)
+    training = Training(
+        lambda: nn.Sequential(nn.PReLU(6), nn.Linear(6, CLASSES)), data((6,)), compiled=True, multiple_of=64
+    )
     batch = after_first(training)
     calls = []
     original = F.prelu

@@ -43,6 +43,7 @@ def rows(*, broken):
 DOORS = [door for door in DEFAULT_DOORS if door.mode != "ew"]  # whose own tensors cannot hold others
 
 
+@pytest.mark.one_in(2, "broken", "door")
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.id)
 def test_sums_over_two_devices_are_those_of_one(door, broken):
@@ -110,6 +111,7 @@ def streams(monkeypatch):
     return found
 
 
+@pytest.mark.one_in(3, "end", "mode")
 @pytest.mark.parametrize("end", ["main", "side", "caller"])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 def test_sums_wait_for_every_stream_that_computed_a_gradient(streams, mode, end):

@@ -254,6 +254,7 @@ class Cached(nn.Module):
         return self.head(mixed.mean(dim=1))
 
 
+@pytest.mark.one_in(3, "mode", "make")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("make", "shape"),

@@ -150,6 +150,7 @@ SMALL_AND_LARGE = {
 }
 
 
+@pytest.mark.one_in(3, "name", "mode")
 @pytest.mark.parametrize("name", SMALL_AND_LARGE)
 @every_mode
 @pytest.mark.hazard("U1")

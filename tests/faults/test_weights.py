@@ -253,6 +253,7 @@ def around(reentrant):
     return step
 
 
+@pytest.mark.one_in(2, "reentrant", "mode")
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
 @pytest.mark.hazard("M7")

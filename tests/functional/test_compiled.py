@@ -27,7 +27,7 @@ def assert_same(one, other):
     "options",
     [
         {"return_values": True},
-        {"microbatch_size": 2},
+        pytest.param({"microbatch_size": 2}, marks=pytest.mark.slow),
         *(
             pytest.param(options, marks=pytest.mark.nightly)
             for options in ({}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True})
@@ -52,6 +52,7 @@ def test_it_gives_the_same_by_inductor():
     assert_same(compiled(mean, problem()[1])(problem()[1]), mean(problem()[1]))
 
 
+@pytest.mark.slow
 def test_a_bounded_gradient_stays_bounded():
     def bounded(params, x, y):
         return (clip_gradient(x @ params["w"], -0.01, 0.01) - y).square().sum()

@@ -48,6 +48,7 @@ def assert_exact(call):
         assert not found[name].requires_grad
 
 
+@pytest.mark.one_in(2, "case")
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.row is None and c.id != "linear-no-positions"], ids=lambda case: case.id
 )

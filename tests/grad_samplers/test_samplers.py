@@ -61,6 +61,7 @@ def factors(dtype=F64):
     return torch.tensor([0.3, 1.0, 0.0, 0.7, 0.01], dtype=dtype)
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_gradients_are_those_of_each_row_alone(case, dtype):
@@ -87,6 +88,7 @@ def parts_of(run):
         yield part.movedim(-1, 1) if isinstance(run.layer, FEATURES_FIRST) else part
 
 
+@pytest.mark.one_in(2, "case")
 @every_case
 def test_the_spread_is_at_least_what_the_parts_of_a_row_add_up_to(case):
     run = Run(case)
@@ -101,6 +103,7 @@ def test_the_spread_is_at_least_what_the_parts_of_a_row_add_up_to(case):
             assert (spread >= sum(parts) * (1 - 1e-9)).all()
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
@@ -116,6 +119,7 @@ def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
             assert (found <= true * (1 + (0.0101 if dtype == F32 else 1e-9)) + 1e-30).all()
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
@@ -134,6 +138,7 @@ def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
             assert cost.grads.keys() <= sampler.grads.keys() and cost.sq_norms.keys() <= sampler.sq_norms.keys()
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_weighted_sums_are_added_where_they_belong(case, dtype):
@@ -151,6 +156,7 @@ def test_weighted_sums_are_added_where_they_belong(case, dtype):
         assert ((out.double() - 2 * expected).abs() <= 10 * TOLERANCE[dtype] * scale).all()
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
@@ -164,6 +170,7 @@ def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
         assert ((found.double() - expected).abs() <= TOLERANCE[dtype] * scale).all()
 
 
+@pytest.mark.one_in(2, "case")
 @every_case
 def test_joined_calls_give_the_sum_of_their_gradients(case):
     layer = random_layer(case, F64)
@@ -177,6 +184,7 @@ def test_joined_calls_give_the_sum_of_their_gradients(case):
             assert_close(sampler.total(joined, factors()), torch.tensordot(factors(), expected[name], dims=1), 1e-8)
 
 
+@pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
 def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
@@ -196,6 +204,7 @@ def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
             assert sampler.cost(call).grads.keys() <= sampler.grads.keys()
 
 
+@pytest.mark.one_in(2, "case")
 @every_case
 def test_the_memory_layout_of_the_output_gradient_does_not_matter(case):
     run = Run(case)
@@ -212,6 +221,7 @@ def test_the_memory_layout_of_the_output_gradient_does_not_matter(case):
             torch.testing.assert_close(run.samplers[name].total(call, factors()), sum_before)
 
 
+@pytest.mark.one_in(2, "case")
 @every_case
 def test_a_constant_output_gradient_without_memory_works(case):
     run = Run(case)
@@ -222,6 +232,7 @@ def test_a_constant_output_gradient_without_memory_works(case):
         assert_close(run.samplers[name].grad(call), truth[name], 1e-9, floor=1e-12)  # zero after instance norm
 
 
+@pytest.mark.one_in(2, "case")
 @every_case
 def test_a_row_does_not_depend_on_the_others(case):
     if case.row is not None:

@@ -267,6 +267,7 @@ def _without_lightning():
     raise PrivacyError(done.stderr.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_the_names_of_opacus_do_not_import_lightning_before_it_is_asked_for():
     code = (
         "import sys; from dpengine.compat import opacus; print('lightning' in sys.modules); "

@@ -35,6 +35,7 @@ def said(**environment):
         pytest.param("MALLOC_MMAP_THRESHOLD_", marks=pytest.mark.nightly),
     ],
 )
+@pytest.mark.slow
 def test_an_allocator_that_the_user_set_is_left_alone(name):
     value = "glibc.malloc.trim_threshold=65536" if name == "GLIBC_TUNABLES" else "65536"
     assert said(**{name: value}) == "False"

@@ -101,6 +101,7 @@ def _gru_back(gates, extra, h_old, grad, grad_old, _delta, _delta_hidden, _packe
 _EXPECTED = dict(zip(KERNELS, [_lstm_step, _lstm_back, _gru_step, _gru_back], strict=True))
 
 
+@pytest.mark.one_in(2, "size", "name")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_argument_ends_as_algebra_says(library, name, size):
@@ -160,6 +161,7 @@ def test_functions_end_where_they_should(library):
     assert tanh.tolist() == [[-1, -1, -1, 1, 1, 1, 0]]
 
 
+@pytest.mark.one_in(2, "bad", "name")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", KERNELS)
 def test_what_is_not_finite_stays_in_its_row_and_nan_stays_nan(library, name, bad):

@@ -26,6 +26,7 @@ def correlation(one, other):
     return abs((one * other).mean().item()) * one.numel() ** 0.5
 
 
+@pytest.mark.one_in(2, "kind", "dtype")
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_moments_are_those_of_the_standard_normal(kind, dtype):

@@ -86,6 +86,7 @@ def test_a_sampler_that_is_not_known_is_refused_by_name(door, name):
         door.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
 
 
+@pytest.mark.one_in(2, "rows", "door")
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
 @through(ALL_DOORS)
 @pytest.mark.hazard("O18")

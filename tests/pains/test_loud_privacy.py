@@ -64,6 +64,7 @@ RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, lo
 ]
 
 
+@pytest.mark.one_in(2, "run")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.hazard("O43")
 def test_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):

@@ -246,6 +246,7 @@ def test_options_of_the_plan_cannot_be_given_again():
             plan.clipped_grad(lambda p, x: p, **option)
 
 
+@pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_epsilon_of_the_first_steps(name):
     config = noisy(CONFIGS[name])

@@ -272,6 +272,7 @@ FORGED = {
 }
 
 
+@pytest.mark.one_in(4, "variant", "forge")
 @pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
 def test_a_number_of_another_version_below_the_lower_bound_is_refused(make_facts, variant, forge):

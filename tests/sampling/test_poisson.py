@@ -129,6 +129,7 @@ def test_examples_are_pairwise_independent(seeded_words):
     assert np.abs(scores).max() < 7
 
 
+@pytest.mark.one_in(2, "lag")
 @pytest.mark.parametrize("lag", [1, 2, 3, 10, 40, 60])
 def test_neighbours_in_the_data_set_are_independent(lag, seeded_words):
     # 4000 draws of 200 - lag pairs; 4 standard deviations. Lags on both sides of the longest gap, 40.

@@ -132,6 +132,7 @@ def test_a_pipe_gets_no_control_characters(demo):
     assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", demo.out) == []
 
 
+@pytest.mark.slow
 def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert on_terminal.code == 0, on_terminal.out
     assert "\033[1m" not in on_terminal.out
@@ -139,11 +140,13 @@ def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert "training ███████████████████ 40/40  ε 1.00/1.00 (100 %)" in on_terminal.out
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_table(demo, on_terminal):
     assert len(table_of(demo.out)) == 6
     assert table_of(demo.out) == table_of(on_terminal.out)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_model(demo, on_terminal):
     one, other = (load_file(run.folder / "model.safetensors") for run in (demo, on_terminal))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -175,6 +178,7 @@ def test_the_report_has_no_folder_of_this_machine_in_it(demo):
         assert str(ROOT) not in text
 
 
+@pytest.mark.slow
 def test_json_replaces_the_screen(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, "--json")
     (shown,) = json.loads(run.out)
@@ -184,6 +188,7 @@ def test_json_replaces_the_screen(tmp_path):
     assert run.err == ""
 
 
+@pytest.mark.slow
 def test_it_runs_on_a_bare_machine_and_says_what_it_left_out(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, blocked=OPTIONAL)
     assert run.code == 0, run.err

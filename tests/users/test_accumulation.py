@@ -98,6 +98,7 @@ def test_a_scheduler_driven_by_a_metric_is_passed_its_metric():
 # Physical batches and batches fetched ahead
 
 
+@pytest.mark.one_in(3, "mode", "chunks")
 @every_mode
 @pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])
 @pytest.mark.hazard("S9")
@@ -144,6 +145,7 @@ def fetching_ahead(loader, count):
     yield from held
 
 
+@pytest.mark.one_in(2, "chunks", "ahead")
 @pytest.mark.parametrize("chunks", [{}, {"accumulation_steps": 3}, {"batch_size": 1}])
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_trainers_may_fetch_ahead(ahead, chunks):

@@ -149,6 +149,7 @@ def wheel(tmp_path_factory):
     return zipfile.ZipFile(path)
 
 
+@pytest.mark.slow
 def test_a_built_wheel_holds_the_data_and_the_type_marker(wheel):
     names = set(wheel.namelist())
     for file in ["py.typed", "data/adult/adult.data.xz", "data/adult/adult.test.xz", "data/adult/SOURCE.md"]:
@@ -162,6 +163,7 @@ def test_a_built_wheel_holds_every_module_and_no_test(wheel):
     assert not [name for name in names if not name.startswith("dpengine/")]
 
 
+@pytest.mark.slow
 def test_the_data_can_be_read_from_a_built_wheel(wheel, tmp_path):
     wheel.extractall(tmp_path)
     script = (

@@ -184,6 +184,7 @@ INTERLUDES = [
 ]
 
 
+@pytest.mark.one_in(3, "mode", "interlude")
 @every_mode
 @pytest.mark.parametrize("interlude", INTERLUDES, ids=lambda f: f.__name__)
 def test_what_is_no_training_leaves_no_trace(interlude, mode):
@@ -200,6 +201,7 @@ def test_what_is_no_training_leaves_no_trace(interlude, mode):
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", len(loop.loader))]
 
 
+@pytest.mark.one_in(2, "mode", "interlude")
 @every_mode
 @pytest.mark.parametrize("interlude", [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate])
 def test_what_is_no_training_leaves_no_trace_between_backward_and_step(interlude, mode):

@@ -100,6 +100,7 @@ def test_a_scheduler_from_before_counts_private_steps(kind):
     assert inside.state(loop.engine).written == set(model.parameters())
 
 
+@pytest.mark.one_in(2, "schedule", "before")
 @every_scheduler
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 def test_the_learning_rate_follows_the_schedule(schedule, before):
@@ -212,6 +213,7 @@ def replace_groups(optimizer):
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # as accelerate.prepare does
 
 
+@pytest.mark.one_in(2, "kind", "replace")
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
 def test_rates_take_effect_after_the_groups_were_replaced(kind, replace):
@@ -237,6 +239,7 @@ def by_torch_save(optimizer):
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_torch_save}
 
 
+@pytest.mark.one_in(3, "kind", "make_copy")
 @every_optimizer
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_a_copy_has_the_state_and_no_engine(kind, make_copy):
@@ -308,6 +311,7 @@ def test_a_detached_copy_takes_groups():
     assert len(other.param_groups) == 2
 
 
+@pytest.mark.one_in(2, "kind", "set_to_none")
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_works_either_way(kind, set_to_none):

@@ -47,6 +47,7 @@ class Small(nn.Module):
 # Half precision and autocast
 
 
+@pytest.mark.one_in(3, "mode", "max_norm", "how")
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
 @pytest.mark.parametrize("how", ["autocast", "parameters"])
@@ -101,6 +102,7 @@ def test_noise_is_drawn_in_float32_and_cast_after_the_division():
 # Gradient scalers
 
 
+@pytest.mark.one_in(2, "mode", "max_norm")
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipping", "not clipping"])
 def test_a_scaler_changes_nothing(max_norm, mode):

@@ -85,6 +85,7 @@ def test_a_state_loads_into_a_private_model(make_model):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
+@pytest.mark.one_in(3, "mode", "make_model", "make_copy")
 @every_mode
 @every_model
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)

@@ -113,6 +113,7 @@ assert ours.level == logging.NOTSET and ours.propagate
 """
 
 
+@pytest.mark.slow
 def test_a_normal_run_prints_nothing_and_touches_no_logger():
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", NORMAL_RUN], capture_output=True, text=True, check=False, cwd=ROOT

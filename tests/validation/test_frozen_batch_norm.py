@@ -118,6 +118,7 @@ def without_statistics(model):
     model[1].running_mean = model[1].running_var = None
 
 
+@pytest.mark.one_in(3, "change", "door")
 @pytest.mark.parametrize("change", [into_train_mode, without_momentum, without_statistics])
 @doors
 def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass(door, mode, change):

@@ -63,6 +63,7 @@ def test_sums_keep_the_batch_and_the_last_axes():
 SHAPES_2D = list(itertools.product([(1, 1), (2, 3)], [(0, 0), (1, 2)], [(1, 1), (2, 1)], [(1, 1), (1, 2)]))
 
 
+@pytest.mark.one_in(3, "layout", "kernel")
 @each_layout
 @pytest.mark.parametrize("kernel, padding, stride, dilation", SHAPES_2D, ids=str)
 def test_windows_in_two_dimensions_are_those_of_torch(layout, kernel, padding, stride, dilation):
@@ -73,6 +74,7 @@ def test_windows_in_two_dimensions_are_those_of_torch(layout, kernel, padding, s
     assert torch.equal(found, expected)
 
 
+@pytest.mark.one_in(3, "layout", "padding", "dilation")
 @each_layout
 @pytest.mark.parametrize("padding", ["same", "valid", (1, 0, 2)], ids=str)
 @pytest.mark.parametrize("dilation", [(1, 1, 1), (2, 1, 2)], ids=str)
