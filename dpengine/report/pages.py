@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 
@@ -18,6 +19,9 @@ from .figures import Figures, attack_bound, epsilon_by_step
 from .history_rows import rows_of
 from .privacy_statement import entries
 
+if TYPE_CHECKING:
+    import jinja2
+
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&])")
 _SHOWN_RUNS = 12
 _TICKS = 5
@@ -26,15 +30,16 @@ _TICKS = 5
 def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
     """Renders the page. It loads nothing, and its only script copies the model card."""
     context = _context(facts, figures) | {"card": card, "charts": _charts(facts, figures)}
-    return _render("page.html.jinja", context, autoescape=True)
+    return _template("page.html.jinja", autoescape=True).render(context)
 
 
 def model_card(facts: RunFacts, figures: Figures) -> str:
     """Renders the Markdown, with front matter and an entry for the Differential Privacy Deployments Registry."""
-    return _render("card.md.jinja", _context(facts, figures), autoescape=False)
+    return _template("card.md.jinja", autoescape=False).render(_context(facts, figures))
 
 
-def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
+@functools.cache
+def _template(name: str, *, autoescape: bool) -> jinja2.Template:
     import jinja2  # only reports need it
 
     source = resources.files("dpengine.report").joinpath(name).read_text(encoding="utf-8")
@@ -49,7 +54,7 @@ def _render(name: str, context: Mapping[str, Any], *, autoescape: bool) -> str:
     # A string in JSON is valid YAML. YAML 1.1 reads 1e-05 as a string: a number needs a decimal point.
     environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False)
     environment.filters["number"] = lambda text: text if "." in text else text.replace("e", ".0e")
-    return environment.from_string(source).render(context)
+    return environment.from_string(source)
 
 
 def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
