@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from dpengine.errors import (
     BatchStateError,
@@ -31,6 +32,10 @@ REFUSED = {
     "LBFGS": "it reads the data several times in one step",
     "SparseAdam": "it updates only rows with a gradient, and noise is dense",
 }
+
+
+# Hooks of runs that were collected, to be removed later: an optimizer may be iterating over the hooks at that moment.
+_OF_ENDED_RUNS: list[RemovableHandle] = []
 
 
 @dataclass(eq=False)
@@ -217,7 +222,9 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 
 def refuse_other_optimizers(step: PrivateStep) -> Any:
     """Registers a hook that raises if another optimizer steps on parameters of this run, which gave it no gradients."""
-    reference = weakref.ref(step, lambda _: handle.remove())
+    while _OF_ENDED_RUNS:
+        _OF_ENDED_RUNS.pop().remove()
+    reference = weakref.ref(step, lambda _: _OF_ENDED_RUNS.append(handle))
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         this = reference()

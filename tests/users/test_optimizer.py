@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import io
 import pickle
 import warnings
@@ -13,6 +14,7 @@ from inside_parts import REJECTED_OPTIMIZERS
 from loops import assert_same_gradients, expected_gradients, first_batch, gradients_of, make_loop, mlp
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 
 import dpengine
 from dpengine.errors import BatchStateError, DetachedError, ParameterMismatchError, UnknownParameterError
@@ -348,6 +350,24 @@ def test_two_optimizers_are_refused_and_left_alone(name, derived):
     assert type(optimizer) is kind
     assert optimizer.__dict__ == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_run_that_is_collected_within_the_step_of_another_optimizer_disturbs_nothing():
+    before = len(_global_optimizer_pre_hooks)
+    held, other = [make_loop(noise_multiplier=1.0)], torch.optim.SGD(mlp().parameters())
+
+    def collect(*_):
+        held.clear()
+        gc.collect()
+
+    handles = [register_optimizer_step_pre_hook(hook) for hook in (collect, lambda *_: None)]
+    try:
+        other.step()
+    finally:
+        for handle in handles:
+            handle.remove()
+    held.append(make_loop(noise_multiplier=1.0))
+    assert len(_global_optimizer_pre_hooks) <= before + 1  # none of the run that is gone
 
 
 class SkipsEverySecond(torch.optim.Optimizer):
