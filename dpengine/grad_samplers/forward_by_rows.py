@@ -176,6 +176,23 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
+def run_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
+    """Runs a module with other parameters and buffers, given by the names of ``named_parameters``.
+
+    ``torch.func.functional_call`` with ``tie_weights=True`` does not restore the tensors of a module that has several
+    names.
+    """
+    first: dict[Tensor, str] = {}
+    given = {}
+    for prefix, part in module.named_modules():
+        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+            if tensor is not None:
+                dotted = f"{prefix}.{name}" if prefix else name
+                if (known := first.setdefault(tensor, dotted)) in tensors:
+                    given[dotted] = tensors[known]
+    return functional_call(module, given, args, kwargs, tie_weights=False)
+
+
 class RowsError(Exception):
     """The rows of a batch cannot run alone; the text is the reason."""
 
@@ -255,7 +272,7 @@ def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
         args, kwargs = inputs.arguments(tensors)
 
         def outputs_of(parameters: dict[str, Tensor]) -> list[Tensor]:
-            leaves = pytree.tree_leaves(functional_call(direct, parameters, args, kwargs))
+            leaves = pytree.tree_leaves(functional_call(direct, parameters, args, kwargs, tie_weights=False))
             return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
         outputs, pull, *_ = vjp(outputs_of, {f"layer.{name}": p.detach() for name, p in call.parameters.items()})

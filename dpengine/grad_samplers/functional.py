@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -35,6 +35,7 @@ from .forward_by_rows import (
     chunk_of,
     close,
     in_order,
+    run_with,
 )
 from .sampler import JointSampler
 
@@ -154,7 +155,7 @@ class _Rows:
         args, kwargs = self.inputs.arguments(inputs)
         buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write into them
         with contextlib.nullcontext() if self.drawn is None else self.drawn.state.with_autocast():
-            output = functional_call(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
+            output = run_with(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
         leaves = pytree.tree_leaves(output)
         for place in () if self.drawn is None else self.drawn.numbers:
             leaves[place] = leaves[place].reshape(1)
@@ -253,7 +254,7 @@ def _output_of(call: LayerCall) -> Any:
     tensors = [*call.layer.named_parameters(), *call.layer.named_buffers()]
     state = {name: _widened(tensor, dtype).clone() for name, tensor in tensors}
     with torch.no_grad():
-        return pytree.tree_map(turn, functional_call(call.layer, state, args, kwargs))
+        return pytree.tree_map(turn, run_with(call.layer, state, args, kwargs))
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,6 +75,18 @@ class Windows(nn.Module):
         return self.norm(windows.reshape(inputs.shape).mT).sum(2)
 
 
+class SharedLayer(nn.Module):
+    """Holds one layer under three names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.one, self.two = nn.Sequential(self.layer, nn.Tanh()), nn.Sequential(self.layer, nn.Sigmoid())
+
+    def forward(self, inputs):
+        return self.layer(self.two(self.one(inputs)))
+
+
 class GivenPositions(nn.Module):
     """Gets the positions that all samples share as an input."""
 
@@ -191,6 +203,7 @@ CASES = {
     ),
     "experts": (Experts, lambda: {"inputs": features()}),
     "windows": (Windows, lambda: {"inputs": features()}),
+    "a layer of three names": (SharedLayer, lambda: {"inputs": features()}),
 }
 
 
