@@ -21,12 +21,14 @@ class PrivacyError(RuntimeError):
     Args:
         message: Where, what was found, and why it matters.
         fix: What to do about it, best as a line to type.
+        where: Dotted name of the layer or parameter at fault, if it is one.
     """
 
     code = "DPE000"
 
-    def __init__(self, message: str, *, fix: str = ""):
+    def __init__(self, message: str, *, fix: str = "", where: str | None = None):
         self.fix = fix
+        self.where = where
         super().__init__(f"[{self.code}] {message} {fix}".rstrip())
 
     def __reduce__(self) -> tuple[Any, ...]:

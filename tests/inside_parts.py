@@ -6,6 +6,7 @@ The drivers take public objects (a model, a clipping policy) and return plain va
 from __future__ import annotations
 
 import unittest.mock
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from dpengine.accounting.run_events import accounted_sample_rate
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
 from dpengine.compiled.one_pass import OnePass
+from dpengine.distributed.topology import SINGLE
 from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_runs
@@ -211,6 +213,18 @@ class ShownPasses:
     def clear_shown(self):
         """Sets ``p.grad_sample`` to None."""
         self._waiting.clear()
+
+
+def share_units(model, inputs, others):
+    """Chooses units as one process of several, of which the others chose ``others``. Returns the units of all."""
+    everyone = SimpleNamespace(size=1 + len(others), rank=0, all_gather=lambda own: [own, *others])
+    listener = SimpleNamespace(forward_started=lambda _: None)
+    capture, *_ = watch_model(model, listener, "auto", topology=replace(SINGLE, everyone=everyone))
+    capture.attach()
+    model(**inputs)
+    capture.choice.share(capture)
+    capture.detach()
+    return capture.units
 
 
 def rows_of_forward(model, inputs):

@@ -23,14 +23,14 @@ from dpengine.kernels.precision import without_autocast
 from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
-from .hooks import Hook, LayerForward, RootHook
+from .hooks import Forwards, Hook, RootHook
 from .module_tables import ModuleTables
 from .own_loss import token_mean_guards
 from .plain_copies import PlainReduce
 from .record import LayerCall, Listener, Recipient, Use, turned
 from .tap import tensors_in
 from .threads import Lock, Streams, second_thread
-from .watch import Watch
+from .watch import Watch, WatchChoice
 
 if TYPE_CHECKING:
     from .replay import Replay
@@ -68,6 +68,7 @@ class Capture:
             default, detached views.
         replay: Records forward passes that will run again; None if none will.
         topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
+        choice: Changes the watches in the first batches, until it calls `stop_choosing`.
         error_note: Note for an exception of the next forward pass; empty if there is nothing to say.
     """
 
@@ -80,6 +81,7 @@ class Capture:
     swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE
+    choice: WatchChoice | None = None
     error_note: str = field(default="", init=False)
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass
@@ -95,6 +97,9 @@ class Capture:
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
     thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
     counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
+    units: tuple[str, ...] = field(default=(), init=False)  # names of the modules that the choice made units
+    # Rows of the operations on parameters of a module that is followed operation by operation; None: not recorded.
+    rows_seen: list[tuple[Watch, int]] | None = field(default=None, init=False)
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     tables: ModuleTables = field(init=False)
     streams: Streams = field(default_factory=Streams, init=False)  # on which calls were reported; note [streams]
@@ -111,7 +116,7 @@ class Capture:
         self._reporting: int | None = None  # thread in which the recipient handles a layer call now
         self.recipient = self.listener
         self._handles: list[Any] = []
-        self._forwards: list[LayerForward] = []
+        self._forwards = Forwards(self)
         self._copies: list[PlainReduce] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
@@ -129,10 +134,7 @@ class Capture:
             )
         _forget_compiled_code()
         self._replaced = [layer for layer in self.model.modules() if to_replacement(layer) is not None]
-        for watch in self.watches:
-            forward = LayerForward(self, watch)
-            self._forwards.append(forward)
-            forward.attach()
+        self._forwards.attach()
         self._handles += batch_norm_guards(self.model, self._acts)
         self._handles += token_mean_guards(self.model, lambda: self.recording)
         root = RootHook(self)
@@ -147,6 +149,18 @@ class Capture:
         _watched.update(self.model.modules())
         self.state = CaptureState.ATTACHED
         _attached.add(self)
+
+    def watch(self, watches: Sequence[Watch], units: tuple[str, ...] = ()) -> None:
+        """Watches other modules from now on, of which some are chosen units. No forward pass may be running."""
+        self.watches, self.units = watches, units
+        if self.state is not CaptureState.DETACHED:
+            _forget_compiled_code()
+            self._forwards.renew()
+
+    def stop_choosing(self) -> None:
+        """Ends the choice of watches."""
+        self.choice = None
+        self._forwards.settle()
 
     def registered(self, present: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
         """Returns the optimizer's parameter for the one that a module of a sharded model holds while it runs."""
@@ -185,9 +199,7 @@ class Capture:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        for forward in self._forwards:
-            forward.detach()
-        self._forwards.clear()
+        self._forwards.detach()
         for copies in self._copies:
             copies.detach()
         self._copies.clear()
@@ -263,8 +275,7 @@ class Capture:
                 self.recipient, self.rows, self.unfinished, self.swap, self._redirecting = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
-            for forward in self._forwards:
-                forward.swap.open.clear()
+            self._forwards.forget_running()
             self.streams.join()
 
     def begin(self, rows: int | None) -> None:

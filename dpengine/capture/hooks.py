@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .buffers import BufferWatch
 from .record import LayerUses, TensorCall, Use
+from .replaced_forward import ReplacedForward
 from .swaps import ParameterSwap
 from .tap import repeated_backward, tensors_in, tensors_in_outputs
 from .watch import Kind, Watch
@@ -61,17 +61,6 @@ _MOST_SHAPES = 100  # shapes of a layer's calls, for sequences of varying length
 _saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # returns None outside checkpoints
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Returns True if the instance overrides the ``forward`` of its class, not counting the override by capture."""
-    own = vars(module).get("forward")
-    own = own.replaced if isinstance(own, LayerForward) else own
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
-
-
-def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
-    return types.MethodType(type(module).forward, module)
-
-
 class RootHook:
     """Records the batch size of a forward pass, checks its buffers, and registers the end of its backward pass.
 
@@ -98,7 +87,9 @@ class RootHook:
         self.buffers.note()
         if not capture.recording or recomputes:
             return
-        capture.begin(_rows_of(capture, args, kwargs))
+        if capture.choice is not None:
+            capture.choice(capture, args, kwargs)
+        capture.begin(rows_of_pass(capture, args, kwargs))
         capture.inputs = args, kwargs
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
@@ -127,7 +118,7 @@ class RootHook:
         self.capture.expect_end()
 
 
-def _rows_of(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def rows_of_pass(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Returns the batch size of a call of the model."""
     first = next(iter((*args, *kwargs.values())), None)
     if isinstance(first, PackedSequence):  # axis 0 of its data is time steps of all samples
@@ -186,24 +177,20 @@ class Arrival(TensorCall):
         return refuse_second_derivative(grad) if grad.requires_grad else None
 
 
-class LayerForward:
+class LayerForward(ReplacedForward):
     """Replaces a watched module's ``forward``, and reports the gradient of its output in the backward pass.
 
     While the original ``forward`` runs, the parameters do not require gradients, so autograd computes none for them.
     There are two paths. For a layer of ``torch.nn`` with one input and one output tensor, ``requires_grad`` is set to
     False, and an `Arrival` on the output reports the layer call. For all other modules, `ParameterSwap` replaces the
     parameters by detached tensors, and the output goes through a tap, which saves the inputs as autograd saves them.
-
-    Copies and pickles of the module get the ``forward`` of its class.
     """
 
     def __init__(self, capture: Capture, watch: Watch):
+        super().__init__(watch.module)
         self.capture = capture
         self.watch = watch
-        self.module = watch.module
-        self.forward: Callable[..., Any] = watch.module.forward
         self.swap = ParameterSwap(capture, watch)
-        self.replaced = vars(watch.module).get("forward")  # the instance attribute, if any; put back by `detach`
         self._compiled = torch.compiler.disable(self._call, recursive=True)
         sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
         self._may_hook = (
@@ -223,26 +210,6 @@ class LayerForward:
         self._uses_by_shape: dict[tuple[object, ...], LayerUses] = {}
         self._last_call: tuple[Any, ...] = ()  # shapes, dtypes, device and settings of the last call
         self._last_uses: LayerUses
-
-    def attach(self) -> None:
-        """Replaces the module's ``forward``."""
-        vars(self.module)["forward"] = self
-
-    def detach(self) -> None:
-        """Restores the module's ``forward``, unless other code replaced it since."""
-        own = vars(self.module)
-        if own.get("forward") is not self:
-            return
-        if self.replaced is None:
-            del own["forward"]
-        else:
-            own["forward"] = self.replaced
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        return _forward_of_class(memo.get(id(self.module), self.module))
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
-        return getattr, (self.module, "forward")  # has no instance attributes yet while it is unpickled: the class's
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -338,3 +305,48 @@ class LayerForward:
         else:  # hooks that the user's own forward registered
             hooked.register_hook(arrival)
         return output
+
+
+class Forwards:
+    """The replaced ``forward`` of the watched modules, and that of the model while the watches may change."""
+
+    def __init__(self, capture: Capture):
+        self._capture = capture
+        self._layers: list[LayerForward] = []
+        # Torch reads the model's ``forward`` before it calls the root hook, which may change the watches.
+        self._outermost: ReplacedForward | None = None
+
+    def attach(self) -> None:
+        """Replaces each ``forward``."""
+        for watch in self._capture.watches:
+            self._layers.append(LayerForward(self._capture, watch))
+            self._layers[-1].attach()
+        if self._capture.choice is not None:
+            self._outermost = self._outermost or ReplacedForward(self._capture.model)
+            self._outermost.read()
+            self._outermost.attach()
+
+    def renew(self) -> None:
+        """Follows a change of the watches, also if torch has read the model's ``forward`` already."""
+        outermost = self._outermost
+        self.detach()
+        self._outermost = outermost
+        self.attach()
+
+    def detach(self) -> None:
+        """Restores each ``forward``."""
+        self.settle()
+        for forward in self._layers:
+            forward.detach()
+        self._layers.clear()
+
+    def settle(self) -> None:
+        """Restores the outermost ``forward``, because the watches will not change."""
+        if self._outermost is not None:
+            self._outermost.detach()
+        self._outermost = None
+
+    def forget_running(self) -> None:
+        """Forgets calls that an exception ended."""
+        for forward in self._layers:
+            forward.swap.open.clear()

@@ -8,7 +8,8 @@ from torch import nn
 
 from dpengine.layers.replacements import ORIGINALS
 
-from .hooks import Hook, LayerForward
+from .hooks import Hook
+from .replaced_forward import ReplacedForward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -57,11 +58,11 @@ class PlainReduce:
 def _without_hooks(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes that a module would have without hooks."""
     own = {name: value for name, value in vars(module).items() if not isinstance(value, PlainReduce)}
-    forward = own.get("forward")
-    if isinstance(forward, LayerForward):
-        own["forward"] = forward.replaced
-        if forward.replaced is None:
-            del own["forward"]
+    while isinstance(forward := own.pop("forward", None), ReplacedForward):
+        if forward.replaced is not None:
+            own["forward"] = forward.replaced
+    if forward is not None:
+        own["forward"] = forward
     kept: set[int] = set()
     for name in _HOOKS:
         hooks = own[name]

@@ -80,7 +80,7 @@ class Pass:
     def forward(self, model: nn.Module, args: Any = None, kwargs: Any = None) -> list[Tensor]:
         """Runs the model forward on the inputs of the pass, or on others, and returns the output tensors."""
         given = (self.args, self.kwargs) if args is None else (args, kwargs)
-        args, kwargs = _copies(given)  # because forward may write to its inputs, and the pass may run again
+        args, kwargs = copies_of(given)  # because forward may write to its inputs, and the pass may run again
         with self.began.with_autocast():
             return tensors_in_outputs(model(*args, **kwargs))
 
@@ -120,7 +120,7 @@ class Replay:
             self._given = args, kwargs
             self.loop.model_started()
         began = ForwardState.now((*tensors_in((args, kwargs)), *model.parameters()))
-        given = _copies(args), _copies(kwargs)
+        given = copies_of(args), copies_of(kwargs)
         self._current = Pass(self, *given, ModelState.of(model), began)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
@@ -173,7 +173,8 @@ class Replay:
         return other
 
 
-def _copies(tree: Any) -> Any:
+def copies_of(tree: Any) -> Any:
+    """Returns a tree with copies of its tensors, detached."""
     tensors, others, spec = take_tensors(tree)
     return put_tensors([t.detach().clone() for t in tensors], others, spec)
 

@@ -254,6 +254,10 @@ class ParameterSwap:
         output = report.tap(args, kwargs, output)
         return output if drawn is None else drawn.reduced(output, mean=self.capture.mean_loss)
 
+    def _note(self, rows: int) -> None:
+        if self.capture.rows_seen is not None:
+            self.capture.rows_seen.append((self.watch, rows))
+
     def uses(self, real: Mapping[str, nn.Parameter], parts: Mapping[str, tuple[int, ...]]) -> dict[str, Use]:
         """Creates the uses of parameters of a split layer, with the shapes of their parts on this process."""
         found = {name: self._use(p, self._dotted[name]) for name, p in real.items()}
@@ -263,10 +267,12 @@ class ParameterSwap:
         capture, dotted = self.capture, self._dotted[name]
 
         def tap_rows(origin: Origin, rows: int) -> Tensor:
+            self._note(rows)
             report = RowsReport(capture, self._use(parameter, dotted))
             return RowsTap.apply(capture.anchor, report, parameter.detach(), rows)
 
         def tap_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+            self._note(len(inputs))
             uses = {n: self._use(o.parameter, o.name, o.place) for n, o in origins.items()}
             report = CallReport(capture, self.watch, uses, capture.linear_rule, batch_first=True)
             return report.tap((inputs,), {}, output)
@@ -279,6 +285,7 @@ def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) ->
     raise UnsupportedLayerError(
         f"Entries of '{origin.name}' that all rows share are used as the weight of F.linear.",
         fix="Tie weights by sharing the parameter of a layer.",
+        where=origin.name,
     )
 
 

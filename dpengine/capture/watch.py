@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.nn.utils import parametrize
 
 from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
+
+if TYPE_CHECKING:
+    from .capture import Capture
 
 
 class Kind(enum.Enum):
@@ -54,13 +57,31 @@ class Watch:
         ]
 
 
+class WatchChoice(Protocol):
+    """Changes the watches of a model in its first batches."""
+
+    def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called before a forward pass of the model that is recorded."""
+
+    def use(self, capture: Capture, units: Collection[str]) -> None:
+        """Makes the modules with these names units, and ends the choice."""
+
+    def share(self, capture: Capture) -> None:
+        """Makes the units of all processes those of each. Called by all of them at the end of a step."""
+
+
 Lookup = Callable[[nn.Module], Any]
 
 
 def watch_list(
-    model: nn.Module, lookup: Lookup, unit_rule: Callable[[nn.Module], Any], *, by_operations: bool = True
+    model: nn.Module,
+    lookup: Lookup,
+    unit_rule: Callable[[nn.Module], Any],
+    *,
+    by_operations: bool = True,
+    units: Collection[str] = (),
 ) -> list[Watch]:
-    """Returns the watches of all modules that own parameters.
+    """Returns the watches of all modules that own parameters. The modules named in ``units`` are one unit each.
 
     Includes frozen parameters: ``requires_grad`` is read in each call, so they may be unfrozen later.
     """
@@ -71,11 +92,13 @@ def watch_list(
         if module in seen:
             return
         seen.add(module)
-        watch = _watch(module, name, lookup, unit_rule, by_operations)
+        if name in units:
+            watch: Watch | None = Watch(name, module, Kind.UNIT, unit_rule(module))
+        else:
+            watch = _watch(module, name, lookup, unit_rule, by_operations)
         if watch is not None:
             found.append(replace(watch, in_rows=in_rows))
-            if watch.kind is Kind.UNIT:
-                seen.update(module.modules())
+            if watch.kind is Kind.UNIT:  # a submodule that is also called outside the unit is found by another path
                 return
         for child_name, child in module.named_children():
             dotted = f"{name}.{child_name}" if name else child_name

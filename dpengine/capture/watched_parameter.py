@@ -142,6 +142,7 @@ def _escaped(origin: Origin, grad: Tensor) -> None:
         f"Parameter '{origin.name}' is used in a torch.autograd.Function, which has no per-sample gradients in a "
         "module that also contains other layers.",
         fix=_SEPARATE,
+        where=origin.name,
     )
 
 
@@ -159,6 +160,7 @@ def _unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
         f"Parameter '{origin.name}' is used by {operation}, which has no per-sample gradients in a module that also "
         "contains other layers.",
         fix=_SEPARATE,
+        where=origin.name,
     )
 
 

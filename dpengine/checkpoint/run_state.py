@@ -74,6 +74,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "dropped_rows": step.dropped_rows,
         "joined": step.batches.merged,
         "examples": examples_of(run, step.source),
+        "units": None if step.passes.capture.choice is not None else list(step.passes.capture.units),
     }
 
 
@@ -96,6 +97,9 @@ def check_state(state: Any) -> None:
     generators = state["noise"].get("generators", [])  # missing in earlier checkpoints
     if not isinstance(generators, list) or not all(isinstance(one, str) for one in generators):
         raise CorruptFileError("The state of the noise has damaged 'generators'.", fix=EARLIER)
+    units = state.get("units")  # missing in earlier checkpoints; None before the first batch
+    if not (units is None or (isinstance(units, list) and all(isinstance(name, str) for name in units))):
+        raise CorruptFileError("The state of the run has damaged 'units'.", fix=EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
         raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
 
@@ -122,6 +126,9 @@ class Resumption:
         first = step.passes.topology.everyone.rank == 0
         step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is that of all ranks
         step.earlier_nonces = self.earlier_nonces
+        capture = step.passes.capture
+        if state.get("units") is not None and capture.choice is not None:
+            capture.choice.use(capture, state["units"])
         run.resumed = True
         run.batches.load_state_dict({"position": state["last_step"] + 1})
 

@@ -314,8 +314,9 @@ class PrivateStep:
             self._charge()
             plan, step = self.plan, self.batches.last_step  # those of the next batch if the update fetches it
             yield
-            total = self.passes.topology.total
-            plan.clipping.finish_step(self.source, step, plan.expected_batch_size, total)  # may wait for other ranks
+            plan.clipping.finish_step(self.source, step, plan.expected_batch_size, self.passes.topology.total)
+            if self.passes.capture.choice is not None:
+                self.passes.capture.choice.share(self.passes.capture)  # like the line above, may wait for other ranks
         self.passes.contributed.clear()
         self.batches.finished()
         self._follow_plan()
@@ -367,11 +368,10 @@ class PrivateStep:
         sums = buffer.drain()
         self.noise_drawn.update((self.source, flat.device.type) for flat in sums.flats.values())
         try:
-            std, step, scale = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor
-            if topology.replicas.size == 1:
+            std, step, scale, ranks = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor, topology.replicas
+            if ranks.size == 1:
                 sums.add_noise(self.noise, std=std, step=step, scale=scale)
             else:
-                ranks = topology.replicas
                 add_noise(sums, self.noise, std=std, step=step, scale=scale, replicas=ranks, fingerprint=fingerprint)
         except BaseException:
             for flat in sums.flats.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
@@ -16,6 +17,7 @@ from dpengine.grad_modes.modes import MODES, Mode
 from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.grad_samplers.functional import functional_sampler
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
+from dpengine.independence.choose_units import UnitChoice, is_plain
 from dpengine.independence.probe import EVERY, Probe
 
 _ONE_PASS = ("auto", "hooks", "functorch")
@@ -36,10 +38,8 @@ def watch_model(
     # A registered norm rule runs after the pass, when a module no longer holds its whole parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
-    if chosen.whole_model:
-        watches = [Watch("", model, Kind.UNIT, functional_sampler(model))]
-    else:
-        watches = watch_list(model, lookup, functional_sampler, by_operations=chosen.by_operations)
+    watches_of = partial(watch_list, model, lookup, functional_sampler, by_operations=chosen.by_operations)
+    watches = watches_of(units=("",) if chosen.whole_model else ())
     capture = Capture(
         model,
         watches,
@@ -48,6 +48,7 @@ def watch_model(
         batch_first=batch_first,
         mean_loss=mean_loss,
         topology=topology,
+        choice=UnitChoice(watches_of) if chosen.smallest_units and not sharded and not is_plain(model) else None,
     )
     _check_mode(chosen.name, topology, watches)
     methods = MethodTable() if methods is None else methods

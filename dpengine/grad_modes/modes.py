@@ -31,6 +31,7 @@ class Mode:
         lookup: Returns the rule of a layer, or None if it has none.
         by_operations: True if modules with both parameters and children are followed operation by operation.
         whole_model: True if the model is one unit, of which each sample is run alone.
+        smallest_units: True if parts of the model that need it become units, which the first batch decides.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Mode:
     lookup: Callable[[nn.Module], Any] = sampler_for
     by_operations: bool = True
     whole_model: bool = False
+    smallest_units: bool = False
 
 
 def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
@@ -61,7 +63,12 @@ def _rule_without_vmap(module: nn.Module) -> Any:
 
 
 MODES: dict[str, Mode] = {
-    "auto": Mode("auto", lambda capture, methods: BookKeeping(methods, capture.paused), lookup=rule_for),
+    "auto": Mode(
+        "auto",
+        lambda capture, methods: BookKeeping(methods, capture.paused),
+        lookup=rule_for,
+        smallest_units=True,
+    ),
     "hooks": Mode("hooks", lambda capture, methods: Materialize()),
     "functorch": Mode(
         "functorch", lambda capture, methods: Materialize(), lookup=_rule_without_vmap, by_operations=False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
+_COMPARED = 4  # rows of a batch, where a module is compared with its rows alone
 
 
 def chunk_of(parameters: Iterable[Tensor], rows: int) -> int:
@@ -197,10 +198,13 @@ class RowsError(Exception):
     """The rows of a batch cannot run alone; the text is the reason."""
 
 
-def _run(call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int) -> tuple[Any, Drawn]:
+def _run(
+    call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int, *, strict: bool = True
+) -> tuple[Any, Drawn]:
     """Returns the outputs of all rows, and how they ran.
 
-    Objects in outputs that are neither tensors nor plain values become None.
+    Objects in outputs that are neither tensors nor plain values become None. Without ``strict``, tensors that do not
+    have the batch on axis 0 become empty.
     """
     others: list[Any] = []
     numbers: tuple[int, ...] = ()
@@ -214,9 +218,9 @@ def _run(call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int) -> 
         numbers = () if call.name else tuple(i for i, leaf in enumerate(leaves) if _is_number(leaf))
         leaves = [leaf.reshape(1) if i in numbers else leaf for i, leaf in enumerate(leaves)]
         rows = [in_order(leaf, batch_first=call.batch_first) for leaf in leaves if isinstance(leaf, Tensor)]
-        if any(row.shape[:1] != (1,) for row in rows):
+        if strict and any(row.shape[:1] != (1,) for row in rows):
             raise RowsError("it returns a tensor that does not have the batch on axis 0")
-        return rows
+        return [row if row.shape[:1] == (1,) else row.new_empty(0) for row in rows]
 
     with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule, and other masks with gradients
         if chunk:
@@ -231,27 +235,36 @@ def _run(call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int) -> 
     return pytree.tree_unflatten(found, spec), Drawn(state, chunk, numbers)
 
 
-def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState) -> None:
+def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choosing: bool = False) -> None:
     """Raises if rows alone give other outputs than the batch, without dropout and the like. Then rows are not samples.
 
-    Nothing is compared if the module draws random numbers in eval mode also, or does not run.
+    Nothing is compared if the module draws random numbers in eval mode also, or has no eval mode. If units are being
+    chosen, it must run in eval mode, and outputs of the model that do not have the batch on axis 0 are not compared.
     """
+    strict = bool(call.name) or not choosing
     with preserve_modes(call.layer), state.random_again(), torch.no_grad():
         call.layer.eval()
         try:
             whole = [leaf for leaf in pytree.tree_leaves(call.forward(*call.args, **call.kwargs)) if _is_float(leaf)]
-            output = _run(call, inputs, state, 0)[0]
-        except RowsError:
-            raise
-        except Exception:  # perhaps it has no eval mode
+        except Exception as error:  # perhaps it has no eval mode
+            if choosing:
+                raise RowsError(error) from error
             return
+        try:
+            output = _run(call, inputs, state, 0, strict=strict)[0]
+        except Exception as error:
+            raise error if isinstance(error, RowsError) else RowsError(error) from error
         if state.has_drawn():
             return
     alone = [leaf for leaf in pytree.tree_leaves(output) if _is_float(leaf)]
     if len(alone) != len(whole):
         return
+    compared = 0
     for one, rows in zip(whole, alone, strict=True):
         tolerance = HALF_PRECISION if state.half or one.dtype not in ROUNDING else ROUNDING[one.dtype]
+        if one.dim() and not strict and not rows.numel() and len(one) != len(inputs.batched[0]):
+            continue
+        compared += 1
         if one.dim():
             one, rows = (in_order(leaf, batch_first=call.batch_first) for leaf in (one, rows))
             if not _rows_close(rows, one, tolerance):
@@ -262,6 +275,27 @@ def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState) -> None
                 fix="Compute the loss outside the model as a mean over samples; for tokens that is "
                 "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
             )
+    if not (compared or strict):
+        raise RowsError("it returns no tensor that has the batch on axis 0")
+
+
+def check_rows_alone(call: ForwardCall, count: int) -> None:
+    """Runs the first rows of a call that has ended as one batch and alone, in eval mode, and compares the outputs.
+
+    Raises RowsError or BatchDependentLossError if they differ, or if an input may hold state.
+    """
+    for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
+        if not isinstance(leaf, (Tensor, type(None), *_PLAIN)):  # such as a cache, to which each row would append
+            raise RowsError(f"it gets a {type(leaf).__name__}, which may keep state between the rows")
+    order = {"batch_first": call.batch_first}
+    args, kwargs = pytree.tree_map(lambda leaf: in_order(leaf, **order), (call.args, dict(call.kwargs)))
+    whole = Inputs.of(args, kwargs, count, **order)
+    first = [leaf[:_COMPARED].detach() if i in whole.cut else leaf for i, leaf in enumerate(whole.leaves)]
+    inputs = replace(whole, leaves=first)
+    args, kwargs = inputs.arguments(inputs.batched)
+    tensors = [leaf for leaf in (*first, *call.parameters.values()) if isinstance(leaf, Tensor)]
+    with attributes_kept(call.layer):
+        _check_whole(replace(call, args=args, kwargs=kwargs), inputs, ForwardState.now(tensors), choosing=True)
 
 
 def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:

@@ -276,6 +276,7 @@ def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
         f"{place} ({kind}) {what}: it draws random numbers that a second run does not repeat, keeps state between "
         "calls, mixes the rows of a batch, or has an input whose first axis only looks like the batch.",
         fix=fix,
+        where=call.name,
     )
 
 

@@ -304,7 +304,7 @@ def test_a_weight_used_outside_its_layer_is_refused_by_name():
             return F.linear(self.mix(self.embedding(ids).mean(dim=1)), self.embedding.weight)
 
     model = Functional()
-    sums = attached(model)
+    sums = attached(model, mode="hooks")
     F.cross_entropy(model(torch.randint(0, 7, (ROWS, 3))), torch.arange(ROWS)).backward()
     with pytest.raises(MissingGradientError, match=r"DPE002.*'embedding.weight'.*Call the layer itself"):
         sums.clip(rows=ROWS)

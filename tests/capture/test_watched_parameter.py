@@ -107,7 +107,7 @@ REFUSED = {
 @pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
 def test_other_uses_are_refused_by_name_before_any_gradient(use):
     model = Holder(*use).double()
-    ClippedPasses(model)
+    ClippedPasses(model, mode="hooks")
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*functorch"):
         model(torch.randn(ROWS, TIME, WIDTH).double())
     assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)

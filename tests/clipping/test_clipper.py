@@ -82,7 +82,7 @@ class Folded(nn.Module):
 
 def test_layers_that_see_other_numbers_of_rows_are_refused_by_name():
     model = Folded().double()
-    clipper = PerSampleGradientClipper(model, Flat(0.4))
+    clipper = PerSampleGradientClipper(model, Flat(0.4), grad_sample_mode="hooks")
     inputs, targets = data(4)
     F.cross_entropy(model(inputs), targets).backward()
     with pytest.raises(BatchMismatchError, match=r"DPE018.*'(first|second)' saw [48] rows and layer '(first|second)'"):

@@ -8,7 +8,18 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from faults.neighbours import CLASSES, FEATURES, MODES, influence, mlp, plain_step, private, release_of, tensors
+from faults.neighbours import (
+    CLASSES,
+    FEATURES,
+    MODES,
+    assert_right,
+    influence,
+    mlp,
+    plain_step,
+    private,
+    release_of,
+    tensors,
+)
 from inside_parts import record_halves, record_probes, set_probe_interval
 from torch import nn
 
@@ -126,8 +137,16 @@ def test_every_planted_operation_is_found(between, inner_loss):
     model = Between(between, time=6 if between in WITH_TIME else None)
     data = tensors(*model.shape)
     model, step = (Scored(model), step_on_inner_loss) if inner_loss else (model, plain_step)
+    mode = "hooks" if between is time_first else "auto"  # in which each sample is run alone through this model
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*does not keep the samples of a batch independent"):
-        release_of(model, data, step)
+        release_of(model, data, step, mode=mode)
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE028")
+@pytest.mark.hazard("M2")
+def test_as_many_time_steps_as_samples_are_told_apart_in_the_default_mode():
+    model = Between(time_first, time=6)
+    assert_right(model, tensors(*model.shape))
 
 
 def scaled_without_gradient(hidden, layer):

@@ -6,8 +6,8 @@ GUARDS = [
     Guard(
         "finish-step-size",
         "the expected batch size as the divisor of an adaptive threshold",
-        "step, plan.expected_batch_size, total)",
-        'step, plan.divisor(1, mean=self.passes.loss_reduction == "mean"), total)',
+        "step, plan.expected_batch_size, self.passes.topology.total)",
+        'step, plan.divisor(1, mean=self.passes.loss_reduction == "mean"), self.passes.topology.total)',
         "faults/test_clipping.py::test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size",
     ),
     Guard(
@@ -83,8 +83,8 @@ GUARDS = [
     Guard(
         "noise-std",
         "noise has the standard deviation of the plan",
-        "std, step, scale = self.plan.noise_std, ",
-        "std, step, scale = 0.0, ",
+        "std, step, scale, ranks = self.plan.noise_std, ",
+        "std, step, scale, ranks = 0.0, ",
         "test_noise_of_run.py::test_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(
@@ -300,8 +300,8 @@ GUARDS = [
     Guard(
         "finish-step-total",
         "counts of all ranks move an adaptive threshold",
-        "total = self.passes.topology.total\n",
-        "total = float\n",
+        "plan.expected_batch_size, self.passes.topology.total)",
+        "plan.expected_batch_size, float)",
         "distributed/test_failures.py::test_a_count_that_cannot_be_exchanged_is_destroyed_and_its_step_stays_charged",
     ),
     Guard(

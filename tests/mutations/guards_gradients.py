@@ -4,6 +4,13 @@ from .guard import Guard
 
 GUARDS = [
     Guard(
+        "units-run-alone",
+        "a part of a model becomes a unit only if rows that run alone give the outputs of the batch",
+        "                check_rows_alone(call, rows)\n",
+        "                pass\n",
+        "grad_modes/test_smallest_units.py::test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer",
+    ),
+    Guard(
         "leaks-of-unfrozen",
         "leaks of parameters that are unfrozen later",
         "            self.watch_leaks()\n        self.rows = rows",

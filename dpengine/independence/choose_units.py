@@ -1,0 +1,307 @@
+"""Choice of the smallest modules of which each sample is run alone, where the rules of single layers do not apply.
+
+A rule of a layer needs the batch on axis 0 of the layer's input, and sees only what the layer itself does. Before its
+first batch the model runs forward once, on that batch. Where a layer, or the use of a parameter, does not meet this,
+the module around it becomes one unit of the fallback of `functional_sampler`; if that module is not enough, the one
+around that, up to the model. Nothing is released by then.
+
+Privacy: the choice changes how per-sample gradients are computed, and never whether they are checked. A unit is
+accepted if rows of the batch that run alone give the outputs of the batch, and each later batch compares them again. So
+data of a batch influence the choice only as they influence the check of independence: by an error, or by the names of
+modules, which follow from shapes and from the code of the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.capture import Capture, CaptureState
+from dpengine.capture.forward_state import ForwardState
+from dpengine.capture.hooks import rows_of_pass
+from dpengine.capture.model_state import ModelState
+from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
+from dpengine.capture.replaced_forward import has_own_forward
+from dpengine.capture.replay import copies_of
+from dpengine.capture.tap import tensors_in, tensors_in_outputs
+from dpengine.capture.watch import Kind, Watch
+from dpengine.capture.watched_parameter import WatchedParameter
+from dpengine.errors import PrivacyError, notice
+from dpengine.grad_samplers.forward_by_rows import RowsError, check_rows_alone
+from dpengine.kernels.library import traced
+from dpengine.layers.replacements import ORIGINALS
+
+_logger = logging.getLogger(__name__)
+
+
+class WatchesOf(Protocol):
+    """Returns the watches of a model in which the modules with these names are units."""
+
+    def __call__(self, *, units: Collection[str]) -> Sequence[Watch]: ...
+
+
+class _Obstacle(NamedTuple):
+    """A watched module whose rule does not apply, and why."""
+
+    watch: Watch
+    why: str
+
+
+class UnitChoice:
+    """Chooses the units of a model before its first forward pass with two samples or more.
+
+    Processes that train one model choose apart from each other, since their samples need not come at the same time.
+    The gradients of each are exact. At the end of the first step in which all have chosen, the units of one become
+    those of all.
+    """
+
+    def __init__(self, watches_of: WatchesOf):
+        self._watches_of = watches_of
+        self._made = False
+
+    def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Chooses the units, if that is not done. Leaves the model, its inputs and the random generators unchanged."""
+        rows = 0 if self._made else rows_of_pass(capture, args, kwargs)
+        if not rows or any(map(traced, tensors_in((args, kwargs)))):
+            return
+        if capture.replay is not None and capture.replay.loop is not None:
+            capture.replay.loop.model_started()  # the runs below are not part of the loop
+        before = capture.watches, capture.units
+        reasons = self._choose(_Trial(capture, args, kwargs, rows))
+        if reasons is None and capture.watches is not before[0]:
+            capture.watch(*before)  # the live pass raises the error of the layer
+        self._made = rows > 1  # a single sample does not tell its own axis from one that samples share
+        if self._made and capture.topology.everyone.size == 1:
+            capture.stop_choosing()
+        for name, reason in (reasons or {}).items():
+            _give_notice(capture.model, name, reason)
+
+    def use(self, capture: Capture, units: Collection[str]) -> None:
+        """Makes the modules with these names units, and ends the choice."""
+        outer = tuple(sorted(name for name in units if not _is_inside_other(name, units)))
+        if outer != capture.units:
+            capture.watch(self._watches_of(units=outer), outer)
+        capture.stop_choosing()
+
+    def share(self, capture: Capture) -> None:
+        """Makes the units of all processes those of each, once all have chosen."""
+        everyone = capture.topology.everyone
+        if everyone.size > 1:
+            chosen = everyone.all_gather(capture.units if self._made else None)
+            if all(units is not None for units in chosen):
+                self.use(capture, {name for units in chosen for name in units})
+
+    def _choose(self, trial: _Trial) -> dict[str, str] | None:
+        """Returns the names of the units, each with the reason for it; None if no choice of units is accepted."""
+        model, reasons = trial.capture.model, dict.fromkeys(trial.capture.units, "")
+        while obstacles := trial.obstacles():
+            tried = frozenset(reasons)
+            for watch, why in obstacles:
+                name = _module_around(model, watch, tried)
+                if name is None:
+                    return None
+                reasons.setdefault(name, reasons.get(watch.name) or why)
+            reasons = {name: why for name, why in reasons.items() if not _is_inside_other(name, reasons)}
+            try:
+                trial.capture.watch(self._watches_of(units=reasons), tuple(sorted(reasons)))
+            except PrivacyError:  # a layer that no method can follow
+                return None
+        return None if obstacles is None else reasons
+
+
+class _Trial:
+    """Runs the forward pass of a model, to find the layers whose rules do not apply."""
+
+    def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int):
+        self.capture = capture
+        self._inputs, self._rows = (args, kwargs), rows
+        self._ambiguous = False  # a tensor of a layer has the length of the batch on two axes
+        self._began = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
+        self._found: list[_Obstacle] = []
+
+    def obstacles(self) -> list[_Obstacle] | None:
+        """Returns the layers and units whose rules do not apply; None if the pass fails for another reason."""
+        found = self._run()
+        if found or found is None or not self._ambiguous or self._rows < 3:
+            return found
+        whole, rows = self._inputs, self._rows
+        self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), whole), rows - 1
+        try:
+            return self._run() or []  # with one sample less, the batch has another length
+        finally:
+            self._inputs, self._rows = whole, rows
+
+    def _run(self) -> list[_Obstacle] | None:
+        capture, model = self.capture, self.capture.model
+        state, (args, kwargs) = ModelState.of(model), copies_of(self._inputs)
+        seen: list[tuple[Watch, int]] = []
+        self._found, inputs = [], capture.inputs
+        handles = [
+            watch.module.register_forward_hook(partial(self._called, watch, seen), with_kwargs=True)
+            for watch in capture.watches
+            if watch.kind is not Kind.OPERATIONS
+        ]
+        try:
+            with self._began.random_again(), self._began.with_autocast(), capture.redirected(_NOBODY, self._rows):
+                capture.inputs, capture.rows_seen = (args, kwargs), seen
+                outputs = tensors_in_outputs(model(*args, **kwargs))
+        except Exception as error:
+            watch = self._watch_of(getattr(error, "where", None))
+            _logger.debug("The forward pass that chooses the units failed.", exc_info=True)
+            return None if watch is None else [_Obstacle(watch, _reason(error))]
+        finally:
+            capture.inputs, capture.rows_seen = inputs, None
+            for handle in handles:
+                handle.remove()
+            state.restore()
+        return [*self._found, *self._without_the_batch(seen, outputs), *self._used_outside(outputs)]
+
+    def _called(
+        self, watch: Watch, seen: list[tuple[Watch, int]], module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
+        """Records the rows of a layer or unit. Runs some rows of a unit alone, and compares them."""
+        own = [p for p in module._parameters.values() if p is not None]
+        if self.capture.state is CaptureState.PAUSED or not all(isinstance(p, nn.Parameter) for p in own):
+            return  # inside a unit, which holds detached tensors in place of parameters while it runs
+        batch_first = watch.in_rows or self.capture.batch_first
+        fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
+        rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)
+        if rows is None:
+            return
+        seen.append((watch, rows))
+        self._ambiguous |= any(leaf.shape.count(rows) > 1 for leaf in tensors_in((args, kwargs, output)))
+        if watch.kind is not Kind.UNIT or rows != self._rows:
+            return
+        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        try:
+            with self.capture.paused():
+                call = ForwardCall(module, module.forward, args, kwargs, named, watch.name, batch_first)
+                check_rows_alone(call, rows)
+        except (RowsError, PrivacyError):
+            _logger.debug("Rows of %s cannot run alone.", _named(watch), exc_info=True)
+            self._found.append(_Obstacle(watch, f"the rows of a batch cannot run through {_named(watch)} alone"))
+
+    def _without_the_batch(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
+        """Returns the layers whose outputs do not have the batch on axis 0."""
+        sizes = {rows for _, rows in seen}
+        fronts = [self.capture.batch_to_front(output) for output in outputs if output.dim()]
+        alike = len(sizes) == 1 and all(len(front) != self._rows for front in fronts)
+        if alike and not any(watch.kind is Kind.UNIT for watch, _ in seen):
+            return []  # perhaps the first input is not that with the batch; the step compares with the sampler
+        return [
+            _Obstacle(watch, f"axis 0 of the output of {_named(watch)} is not the batch")
+            for watch, rows in seen
+            if rows != self._rows
+        ]
+
+    def _used_outside(self, outputs: Sequence[Tensor]) -> list[_Obstacle]:
+        """Returns the layers of parameters that autograd would give a gradient."""
+        names: dict[Tensor, str] = {p: name for name, p in self.capture.model.named_parameters() if p.requires_grad}
+        leaves = [p for p in _leaves_of(outputs) if p in names]
+        watches = [(self._watch_of(names[p]), names[p]) for p in leaves]
+        return [
+            _Obstacle(watch, f"parameter '{name}' is used outside the forward of the layer that owns it")
+            for watch, name in watches
+            if watch is not None
+        ]
+
+    def _watch_of(self, where: str | None) -> Watch | None:
+        """Returns the watch of a layer or parameter, by its dotted name."""
+        if where is None:
+            return None
+        named = dict(self.capture.model.named_parameters(remove_duplicate=False))
+        for watch in self.capture.watches:
+            if watch.name == where:
+                return watch
+            if where in named and any(owner._parameters[n] is named[where] for owner, n, _ in watch.slots()):
+                return watch
+        return None
+
+
+class _Nobody:
+    """Receives nothing: no backward pass follows."""
+
+    def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None: ...
+
+    def receive_tensor_call(self, call: TensorCall) -> None: ...
+
+    def receive_rows(self, use: Use, grad: Tensor) -> None: ...
+
+
+_NOBODY = _Nobody()
+
+
+def is_plain(model: nn.Module) -> bool:
+    """Returns True if a model consists of layers of torch alone, none of which moves the batch to another axis."""
+    return all(
+        (type(module).__module__.startswith("torch.nn.modules.") or type(module) in ORIGINALS)
+        and not has_own_forward(module)
+        and not (isinstance(module, nn.Flatten) and module.start_dim == 0)
+        and not (isinstance(module, nn.Unflatten) and module.dim == 0)
+        for module in model.modules()
+    )
+
+
+def _module_around(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
+    """Returns the name of the smallest module around a watched one that is not a unit yet; None outside the model."""
+    name: str | None = watch.name
+    if watch.kind is not Kind.OPERATIONS:  # else the module itself, with its children
+        name = _parent_of(watch.name)
+    while name is not None and (name in units or type(model.get_submodule(name)).forward is nn.Module.forward):
+        name = _parent_of(name)
+    return name
+
+
+def _parent_of(name: str) -> str | None:
+    return name.rpartition(".")[0] if name else None
+
+
+def _is_inside_other(name: str, units: Collection[str]) -> bool:
+    return any(other != name and (not other or name.startswith(f"{other}.")) for other in units)
+
+
+def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the leaves of the autograd graph."""
+    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, leaves = set(waiting), []
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            leaves.append(leaf)
+        following = {one for one, _ in node.next_functions if one is not None} - seen
+        seen |= following
+        waiting += following
+    return leaves
+
+
+def _without_last(rows: int, leaf: Any) -> Any:
+    return leaf[:-1] if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) else leaf
+
+
+def _named(watch: Watch) -> str:
+    return f"'{watch.name}'" if watch.name else "the model"
+
+
+def _reason(error: Exception) -> str:
+    text = str(error)
+    if isinstance(error, PrivacyError):
+        text = text.removeprefix(f"[{error.code}] ").removesuffix(error.fix)
+    return text.rstrip(" .")
+
+
+def _give_notice(model: nn.Module, name: str, reason: str) -> None:
+    module = model.get_submodule(name)
+    size = sum(p.numel() for p in module.parameters() if p.requires_grad) * 4 / 2**20
+    part = f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
+    notice(
+        "DPE028",
+        f"Each sample is run alone through {part}, because no rule of a layer applies: {reason}. This costs another "
+        f"forward and backward pass of this part, and {size:.3g} MiB for the gradients of each sample.",
+        key=name,
+        of=model,
+    )
