@@ -61,6 +61,7 @@ def test_convolution_and_fft_agree_where_both_can_be_had():
     assert 0.9 * by_fft < cut_short <= from_below
 
 
+@pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.01, 1.0, 1e-6), (0.2, 6.0, 1e-30), (1e-4, 0.8, 1e-5)])
 def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
     """Counts of one range share a lattice; the answer is that of a lattice of their own."""
@@ -108,6 +109,7 @@ def test_delta_is_as_close_as_epsilon(rate, sigma, steps, delta):
     assert delta_of(history, epsilon_of(history, delta) * (1 + 1e-4)) <= delta
 
 
+@pytest.mark.slow
 def test_an_epsilon_next_to_nothing_is_no_error():
     history = (Charge(PoissonGaussianEvent(1.2949933072100793e-06, 182.37435719328894), 2),)
     delta = delta_of(history, 0.0, relation=Relation.REPLACE_ONE)

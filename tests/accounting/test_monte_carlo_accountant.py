@@ -76,6 +76,7 @@ def test_the_accountant_is_a_function_of_the_charges(few):
     assert epsilon_of(restored, 1e-2, "monte_carlo") == found
 
 
+@pytest.mark.slow
 def test_every_kind_of_release_beside_a_run_counts(few):
     cut = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
     alone = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)

@@ -34,6 +34,7 @@ def test_memory_of_two_steps_is_more_than_the_parameters_take():
     assert held["first"] > 1 and held["later"] > 1  # 256 images of 784 float32 alone take 0.77 MiB
 
 
+@pytest.mark.slow
 def test_memory_of_what_fails_is_not_known():
     assert peak_memory("cnn", "jax plain", SETTING) is None
     assert peak_memory("cnn", "nobody", SETTING) is None

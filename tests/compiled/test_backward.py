@@ -33,7 +33,7 @@ def test_trains_as_the_hooks_do(name, passes):
     assert training.engine.ledger.steps == 7
 
 
-@pytest.mark.one_in(2, "settings")
+@pytest.mark.one_in(3, "settings")
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 @pytest.mark.parametrize(
     "settings",
@@ -113,8 +113,8 @@ def test_a_row_that_is_not_finite_is_dropped(passes):
 def test_the_loss_is_that_of_the_batch():
     make, shape = MODELS["linear"]
     hooks, compiled = (Training(make, data(shape), compiled, multiple_of=1) for compiled in (False, True))
-    hooks.run()
-    compiled.run()
+    hooks.run(3)
+    compiled.run(3)
     assert compiled.losses == pytest.approx(hooks.losses, rel=1e-4)
 
 
@@ -148,7 +148,9 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "a module" else pytest.mark.slow) for name in SETTINGS]
+)
 def test_settings_that_change_are_seen(name, passes):
     def trained(compiled):
         make = lambda: nn.Sequential(nn.Linear(6, 7), nn.LeakyReLU(0.1), nn.Linear(7, CLASSES))  # noqa: E731

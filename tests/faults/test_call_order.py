@@ -219,7 +219,7 @@ def trace_all(seeds, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
 def test_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
-    trace_all(range(10), options)
+    trace_all(range(6), options)
 
 
 @pytest.mark.nightly

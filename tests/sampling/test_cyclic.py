@@ -85,15 +85,15 @@ def test_groups_do_not_hang_together(seeded_words, partition):
 
 @both
 def test_inclusion_in_the_steps_of_the_group_is_poisson(seeded_words, partition):
-    """4,000 steps: the number of inclusions of each example, and the sizes of batches, chi-square at 1e-4."""
+    """2,000 steps: the number of inclusions of each example, and the sizes of batches, chi-square at 1e-4."""
     strategy, words = sampling(partition=partition), seeded_words()
     groups, counts = strategy.group_of(words), np.zeros(ROWS)
     sizes = [[] for _ in range(CYCLE)]
-    for step in range(4000):
+    for step in range(2000):
         drawn = strategy.draw(step, words)
         counts[drawn] += 1
         sizes[step % CYCLE].append(len(drawn))
-    trials = 4000 // CYCLE
+    trials = 2000 // CYCLE
     inside = counts[groups >= 0]
     statistic = ((inside - trials * RATE) ** 2 / (trials * RATE * (1 - RATE))).sum()
     assert 1e-4 < stats.chi2(len(inside)).cdf(statistic) < 1 - 1e-4

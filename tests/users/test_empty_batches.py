@@ -136,6 +136,7 @@ def test_a_frozen_model_and_a_second_backward_are_treated_as_for_other_batches()
         loop.backward(inputs, targets)
 
 
+@pytest.mark.slow
 def test_a_compiled_pass_drops_the_placeholder():
     loop, plain = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
     backward = loop.engine.compile_backward(lambda x, y: F.cross_entropy(loop.model(x), y), backend="eager")

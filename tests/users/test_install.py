@@ -84,6 +84,7 @@ def test_importing_a_package_loads_neither_torch_nor_scipy():
     assert not done.stdout.split(), done.stdout
 
 
+@pytest.mark.slow
 def test_every_public_name_loads_without_the_optional_packages():
     # Names are lazy, so each is touched. Torch may then load what it requires itself.
     allowed = needs_of("torch") | {"torch", "numpy", "torchgen", "functorch", "mpmath"}
@@ -92,6 +93,7 @@ def test_every_public_name_loads_without_the_optional_packages():
     assert {name for name in loaded if "cython" not in name} <= {"dpengine"} | allowed  # parts of NumPy
 
 
+@pytest.mark.slow
 def test_importing_leaves_the_root_logger_and_the_warnings_alone():
     then = (
         "import logging, warnings\nassert not logging.root.handlers\nassert logging.root.level == logging.WARNING\n"
@@ -156,6 +158,7 @@ def test_a_built_wheel_holds_the_data_and_the_type_marker(wheel):
         assert f"dpengine/{file}" in names
 
 
+@pytest.mark.slow
 def test_a_built_wheel_holds_every_module_and_no_test(wheel):
     names = {name for name in wheel.namelist() if name.endswith(".py")}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "dpengine").rglob("*.py")}
@@ -173,6 +176,7 @@ def test_the_data_can_be_read_from_a_built_wheel(wheel, tmp_path):
     assert result.stdout.split() == ["dpengine.data.adult", "32561"], result.stderr
 
 
+@pytest.mark.slow
 def test_the_metadata_names_both_licences_and_the_requirements(wheel):
     (file,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
     metadata = email.message_from_bytes(wheel.read(file))

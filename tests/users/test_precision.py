@@ -195,7 +195,14 @@ def compiled(model):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize("when", ["before", "before, and used", "after", "in place", "in place, and used"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        "before",
+        "in place, and used",
+        *(pytest.param(when, marks=pytest.mark.slow) for when in ("before, and used", "after", "in place")),
+    ],
+)
 def test_a_compiled_model_trains_as_it_does_eager(when):
     model, batches = mlp(), []
     outer = compiled(model) if when.startswith("before") else model
