@@ -36,7 +36,7 @@ LAWS = {
     "fixed": FixedBatchSampling(batch_size=32, iterations=20),
     "fixed, again": FixedBatchSampling(batch_size=32, iterations=20, replace=True),
 }
-EXAMPLES, RUNS = 160, 100  # a run costs nearly as much with a quarter of the examples
+EXAMPLES, RUNS = 160, 150  # a run costs nearly as much with a quarter of the examples
 
 
 def run(law, seed, examples=EXAMPLES):
