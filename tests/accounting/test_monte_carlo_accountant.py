@@ -66,6 +66,7 @@ def test_the_accountant_bounds_the_truth(few):
     assert discretization_of(history, 1e-2, "monte_carlo") is None
 
 
+@pytest.mark.slow
 def test_the_accountant_is_a_function_of_the_charges(few):
     history = (Charge(run("cold")), Charge(GaussianEvent(9.0), 3), Charge(PoissonGaussianEvent(0.1, 2.0), 4, "void"))
     found = epsilon_of(history, 1e-2, "monte_carlo")

@@ -88,6 +88,7 @@ def test_many_steps_take_a_coarser_mesh_and_stay_bounds():
     check_bracket(poisson(0.001, 1.0, 100_000), 1e-6, truth, width=2e-2)
 
 
+@pytest.mark.one_in(2, "relation")
 @pytest.mark.parametrize(
     ("relation", "directions"),
     [(ADD_REMOVE, ("remove", "add")), (REPLACE, ("replace",))],

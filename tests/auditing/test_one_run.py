@@ -191,6 +191,7 @@ def test_runs_that_cannot_be_watched_are_refused(make, message):
         one_run(make, trained(2), rows(), canaries=40, seed=0)
 
 
+@pytest.mark.slow
 def test_a_compiled_pass_goes_past_the_canaries_and_is_refused():
     def train(engine, model, optimizer, loader):
         backward = engine.compile_backward(

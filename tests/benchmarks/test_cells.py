@@ -13,7 +13,7 @@ ROWS = 2
 MARKED = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in CELLS]
 
 
-@pytest.mark.one_in(3, "name")
+@pytest.mark.one_in(5, "name")
 @pytest.mark.parametrize("name", MARKED)
 def test_default_mode_equals_the_loop_over_rows_and_keeps_to_its_threshold(name):
     verdict = judge(CONTENDERS["dpengine auto"], CELLS[name], Setting(threads=1), rows=ROWS)

@@ -223,6 +223,7 @@ def test_a_copy_runs_its_own_layers_and_can_be_watched_itself(make):
     assert error_of(of_copy, plain, inputs, targets) < 1e-9
 
 
+@pytest.mark.slow
 def test_a_saved_model_loads_without_dpengine(tmp_path):
     model = net()
     ClippedPasses(model)

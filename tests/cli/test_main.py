@@ -192,6 +192,7 @@ def test_help_is_quick_since_it_loads_no_torch():
     subprocess.run([sys.executable, "-c", script], capture_output=True, check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error():
     line = f"{shlex.quote(sys.executable)} -m dpengine doctor | true"
     result = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, cwd=ROOT)

@@ -108,6 +108,7 @@ def test_every_name_of_a_path_has_its_arguments_kinds_and_defaults(path):
     assert not found, "\n".join(found)
 
 
+@pytest.mark.slow
 def test_every_path_is_an_attribute_after_the_bare_import():
     reach = f"""
 import {ROOT} as opacus, sys

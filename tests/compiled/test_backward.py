@@ -16,7 +16,7 @@ from dpengine.compiled.compiled_pass import model_key
 
 from .trainings import CLASSES, MODELS, Training, after_first, data
 
-IN_EVERY_RUN = {"linear", "sequence"}
+IN_EVERY_RUN = {"linear"}
 
 
 @pytest.mark.parametrize(

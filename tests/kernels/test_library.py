@@ -20,6 +20,7 @@ print(before is not None, os.waitstatus_to_exitcode(os.wait()[1]))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+@pytest.mark.slow
 def test_a_fork_has_no_team():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_FORK], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "0"

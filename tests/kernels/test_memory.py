@@ -42,5 +42,6 @@ def test_an_allocator_that_the_user_set_is_left_alone(name):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
+@pytest.mark.slow
 def test_freed_memory_is_kept_once_a_model_on_the_cpu_is_private():
     assert said() == "True"

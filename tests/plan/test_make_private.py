@@ -85,7 +85,7 @@ def test_batches_of_a_size_are_drawn_charged_and_stated(name):
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
             sizes.append(len(x))
-            if len(sizes) % 5 == 1 or len(sizes) == config.iterations:
+            if len(sizes) % 20 == 1 or len(sizes) == config.iterations:
                 assert engine.epsilon == config.epsilon(1e-5, len(sizes)) > 0
     assert max(sizes) == largest
     assert (min(sizes) == largest) == (name == "fixed")

@@ -198,6 +198,7 @@ def test_it_runs_on_a_bare_machine_and_says_what_it_left_out(tmp_path):
     assert report["accounting"]["accountant"] == "pld"
 
 
+@pytest.mark.slow
 def test_the_doctor_runs_on_a_bare_machine():
     line = command("doctor", blocked=OPTIONAL, module="dpengine")
     result = subprocess.run(line, capture_output=True, text=True, check=False, env=environment())
