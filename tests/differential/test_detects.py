@@ -13,7 +13,7 @@ from differential.test_differential import SHORT, cases
 CASES = cases({**SHORT, "model": 4, "alone": 8, "sequence": 60, "spread": 3})
 MISTAKES = {  # name: the text that is replaced, in which « » holds the part that becomes what follows
     "finish_step gets the divisor": (
-        "plan.clipping.finish_step(self.source, step, «plan.expected_batch_size», total)",
+        "plan.clipping.finish_step(self.source, step, «plan.expected_batch_size», self.passes.",
         "2 * plan.expected_batch_size",
     ),
     "finish_step gets the next step": ("plan.clipping.finish_step(self.source, step«», plan.", " + 1"),
@@ -25,7 +25,7 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
     "no finite check after samples were dropped": ("if «dropped and not buffer.is_finite()»:", "False"),
     "a second norm in ghost mode is taken": ("            if «use.parameter in self._met»:", "False"),
     "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«», 1 / divisor", " + 1"),
-    "the divisor is one too large": ("self.batches.batches[-1].step, 1 / «divisor»\n", "(divisor + 1)"),
+    "the divisor is one too large": ("self.batches.batches[-1].step, 1 / «divisor», topology", "(divisor + 1)"),
     "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
     "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
     "another error code": ('code = "«DPE018»"', "DPE017"),
