@@ -50,7 +50,7 @@ def flat_norms(gradients):
 
 def clipped_sum(gradients, max_norm):
     """The sum of rows, each scaled down to norm ``max_norm`` at most."""
-    factors = [min(1.0, max_norm / max(norm.item(), 1e-300)) for norm in flat_norms(gradients)]
+    factors = [(max_norm / norm.clamp(min=1e-300)).clamp(max=1.0) for norm in flat_norms(gradients)]
     return {name: sum(f * row[name] for f, row in zip(factors, gradients, strict=True)) for name in gradients[0]}
 
 

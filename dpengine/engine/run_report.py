@@ -85,7 +85,7 @@ def _loss_checked(run: Run) -> tuple[bool | None, str]:
     """Returns whether the loss of a run was checked in this process (None: it was not), and what was checked."""
     loop = run.step.loop
     steps = f"no mixing of samples was seen in {loop.checked} probed step{'s' if loop.checked != 1 else ''}"
-    if loss_was_checked(run.model):
+    if loss_was_checked(run.model) and loop.for_check_loop:
         by_user = "check_loss or check_loop found no mixing of samples"
         return True, f"{by_user}; {steps}" if loop.checked else by_user
     if loop.why_not is not None:

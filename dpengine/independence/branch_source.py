@@ -1,4 +1,4 @@
-"""Reads in the source of a loop whether a value of a tensor chooses a branch, and whether a branch raises an error."""
+"""Reads in the source of a loop whether a value of a tensor chooses a branch, and what the branch does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import functools
 import itertools
 import linecache
 import sys
+from collections.abc import Set
 from types import FrameType
 
 from .torch_calls import ERROR_TESTS
@@ -16,36 +17,39 @@ Span = tuple[tuple[int, int], tuple[int, int]]  # line and column of the start a
 _SCOPES = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
-def raises_at(frame: FrameType) -> bool:
-    """Returns True if the call of a frame is in a condition, and one of the two branches only raises an error."""
-    return _raises(frame.f_code.co_filename, _call_of(frame))
+def changes_no_loss(frame: FrameType) -> bool:
+    """Returns True if the call of a frame is in a condition, of which a branch only raises an error or notes values."""
+    return _is_harmless(frame.f_code.co_filename, _call_of(frame))
 
 
 @functools.lru_cache(maxsize=1024)
-def _raises(path: str, call: Span) -> bool:
+def _is_harmless(path: str, call: Span) -> bool:
     # Python 3.11 gives a jump the place of the whole statement, later versions that of the condition.
     nodes = _nodes(path)
-    return any(_may_raise(node) and (_span(node) == call or _holds(_test(node), call)) for node in nodes)
+    return any(_only_reports(node, nodes) and (_span(node) == call or _holds(_test(node), call)) for node in nodes)
 
 
-def tests_number(frame: FrameType) -> bool:
+def tests_number(frame: FrameType, *, array: bool) -> bool:
     """Returns True if the result of the call of a frame is tested, or gets a name that the same loop or function tests.
 
-    Tests for NaN or infinity do not count, nor tests of which one branch only raises an error.
+    Tests for NaN or infinity do not count, nor tests of which a branch only raises an error or notes values, nor
+    comparisons of the entries of an ``array``.
     """
-    return _tests(frame.f_code.co_filename, _call_of(frame))
+    return _tests(frame.f_code.co_filename, _call_of(frame), array)
 
 
 @functools.lru_cache(maxsize=1024)
-def _tests(path: str, call: Span) -> bool:
+def _tests(path: str, call: Span, array: bool) -> bool:
     nodes = _nodes(path)
     scope = max((_span(node) for node in nodes if isinstance(node, _SCOPES) and _holds(node, call)), default=None)
     nodes = [node for node in nodes if scope is None or (scope[0] <= _span(node)[0] and _span(node)[1] <= scope[1])]
-    errors = [_test(node) for node in nodes if _may_raise(node)]
+    named = {ast.unparse(target) for node in nodes if _holds(node, call) for target in _targets(node)}
+    harmless = [_test(node) for node in nodes if _only_reports(node, _nodes(path), named)]
     tests = [test for node in nodes if (test := _test(node)) is not None and not ERROR_TESTS & _names(test)]
-    tests = [test for test in tests if not any(_holds(error, _span(test)) for error in errors)]
-    names = {name for node in nodes if _holds(node, call) for target in _targets(node) for name in _names(target)}
-    return any(_holds(test, call) or names & _names(test) for test in tests)
+    tests = [test for test in tests if not any(_holds(one, _span(test)) for one in harmless)]
+    if any(_holds(test, call) for test in tests):
+        return True
+    return any(named & _values(test) for test in tests if not (array and isinstance(test, ast.Compare)))
 
 
 def _call_of(frame: FrameType) -> Span:
@@ -66,23 +70,74 @@ def _holds(node: ast.expr | ast.stmt | None, part: Span) -> bool:
 
 
 def _test(node: ast.AST) -> ast.expr | None:
-    """Returns the condition of a node; a comparison is one."""
-    if isinstance(node, ast.Compare):
+    """Returns the condition of a node: that of a branch, or an expression that has the same value for many numbers."""
+    if isinstance(node, (ast.Compare, ast.BoolOp)) or (isinstance(node, ast.Call) and _is_bound(node)):
         return node
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)):
+        return None if isinstance(node.left, ast.Constant) else node  # a text that is formatted
+    if isinstance(node, ast.Match):
+        return node.subject
     return node.test if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) else None
 
 
-def _may_raise(node: ast.AST) -> bool:
-    """Returns True if one of the branches of a statement only raises an error."""
-    branches = (node.body, node.orelse) if isinstance(node, ast.If) else ()
-    return isinstance(node, ast.Assert) or any(isinstance(branch[-1], ast.Raise) for branch in branches if branch)
+def _is_bound(node: ast.Call) -> bool:
+    """Returns True if a call bounds a number, other than to divide by it, as ``max(1, n)`` does."""
+    name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+    divides = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
+    return name in ("min", "max", "clip", "range") and not divides
+
+
+def _only_reports(node: ast.expr | ast.stmt, nodes: list[ast.expr | ast.stmt], named: Set[str] = frozenset()) -> bool:
+    """Returns True if a branch of a statement only raises an error that nothing around it catches, or notes values.
+
+    It notes values if it only calls functions, and keeps a number that it tests, as the best loss so far.
+
+    Args:
+        node: The statement.
+        nodes: All nodes of the file.
+        named: Names of the number.
+    """
+    branches = [branch for branch in (node.body, node.orelse) if branch] if isinstance(node, ast.If) else []
+    if isinstance(node, ast.Assert) or any(isinstance(branch[-1], ast.Raise) for branch in branches):
+        return not any(_catches(other, node) for other in nodes)
+    tested = _values(node.test) if isinstance(node, ast.If) else set()
+    return bool(branches) and all(_notes(part, tested, named) for branch in branches for part in branch)
+
+
+def _notes(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
+    if isinstance(statement, ast.Assign):
+        value = statement.value
+        reads = isinstance(value, ast.Call) and bool({"item", "float", "int"} & _names(value.func))
+        kept = {ast.unparse(target) for target in statement.targets}
+        return kept <= tested if reads else ast.unparse(value) in named and kept <= tested - named
+    return isinstance(statement, ast.Pass) or (
+        isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
+    )
+
+
+def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
+    """Returns True if a statement catches an error of another one, and goes on."""
+    if isinstance(outer, ast.With):
+        return _holds(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
+    if not isinstance(outer, ast.Try) or not any(_holds(one, _span(node)) for one in outer.body):
+        return False
+    handlers = (one for one in outer.handlers if one.type is None or "KeyboardInterrupt" not in _names(one.type))
+    return any(not isinstance(one.body[-1], ast.Raise) for one in handlers)
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
     """Returns what a statement assigns to. A sum over batches is left out."""
     if isinstance(node, ast.Assign):
-        return node.targets
+        parts = (one.elts if isinstance(one, (ast.Tuple, ast.List)) else [one] for one in node.targets)
+        return [target for some in parts for target in some]
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) else []
+
+
+def _values(node: ast.AST) -> set[str]:
+    """Returns the variables, attributes and items in an expression, without the objects that they belong to."""
+    values = [one for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))]
+    owners = {id(one.value) for one in values if not isinstance(one, ast.Name)}
+    return {ast.unparse(one) for one in values if id(one) not in owners}
 
 
 def _names(node: ast.AST) -> set[str]:

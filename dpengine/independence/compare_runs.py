@@ -68,6 +68,10 @@ class Rows(NamedTuple):
         rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
         return {place: found[which].clone() for place, found in rows.items() if found is not None}
 
+    def are_ambiguous(self, data: Sequence[Tensor]) -> bool:
+        """Returns True if a tensor whose batch is not on axis 0 has as many entries there as samples."""
+        return any(t.shape[:2] == (self.samples, self.samples) and self.to_front(t) is not t for t in data)
+
     def can_move(self, data: Sequence[Tensor]) -> bool:
         """Returns True if every tensor of a batch has the samples on axis 0, so that all of them move together."""
         return bool(data) and all(self.to_front(t) is t and self.of(t) is not None for t in data)
@@ -207,6 +211,16 @@ def mixed_inputs() -> BatchDependentLossError:
     )
 
 
+def depends_on_place() -> BatchDependentLossError:
+    """Returns the error for a loop in which the gradient of a sample depends on its place in the batch."""
+    return BatchDependentLossError(
+        "The input of the model or the gradient of a sample changed with its place in the batch, which depends on the "
+        "samples before it: the loop has a weight, a position or a random number for each place.",
+        fix="Give all samples the same weights, or store a weight with each sample in the data set. Draw random "
+        "numbers with torch, or with the global generator of numpy or Python.",
+    )
+
+
 def mixed_outputs() -> BatchDependentLossError:
     """Returns the error for a model whose output for a sample changes with others, though its input does not."""
     return BatchDependentLossError(
@@ -223,7 +237,7 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     other, causes = (
-        ("far larger or smaller losses", "bounds on losses of several samples, as loss.mean().clamp(max=5)")
+        ("far larger or smaller losses or data", "bounds on losses of several samples, as loss.mean().clamp(max=5)")
         if by_bound
         else (
             "other data",

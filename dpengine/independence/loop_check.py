@@ -13,7 +13,18 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.tap import tensors_in
 from dpengine.errors import BatchDependentLossError
 
-from .compare_runs import EXACT, HALF, Kept, Rows, largest_change, mixed_inputs, mixed_loss, norms, reduction_of
+from .compare_runs import (
+    EXACT,
+    HALF,
+    Kept,
+    Rows,
+    depends_on_place,
+    largest_change,
+    mixed_inputs,
+    mixed_loss,
+    norms,
+    reduction_of,
+)
 from .loop_record import Call, LoopRecord, ModelCall, Place
 from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
 from .torch_calls import takes_one
@@ -52,9 +63,10 @@ class LoopCheck:
 
     def __init__(self, record: LoopRecord, rows: Rows, *, settled: bool):
         self.rows, self.rerun, self.tolerance = rows, Rerun(record, settled=settled), _tolerance(record)
+        self._settled = settled
         self.others = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
         self._record = record
-        self._moves_outputs = True
+        self._refused: set[str] = set()  # kinds of values that the loop refuses if they are far away
         self._sizes: dict[Place, float] = {}  # of outputs
 
     def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
@@ -62,6 +74,16 @@ class LoopCheck:
         if "random" in kinds and not self._draws_for_samples():
             return None
         moves = not self._has_order() and self.rows.can_move(self._record.data)
+        error = self._mixing_of_halves(whole, reached, kinds, moves=moves)
+        if error is not None and moves and self._mixing_of_halves(whole, reached, kinds, moves=False) is None:
+            if any(self.rows.samples in shape[:2] for shape, *_ in self._record.foreign):
+                raise NotRecordedError("a tensor with an entry for each sample comes from code without a record")
+            return depends_on_place()
+        return error if error is not None or "random" in kinds else self._mixing_of_one(whole, reached)
+
+    def _mixing_of_halves(
+        self, whole: Run, reached: Collection[int], kinds: Collection[str], *, moves: bool
+    ) -> BatchDependentLossError | None:
         for kept, source_B in self.rows.halves(moves=moves):
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
@@ -75,19 +97,32 @@ class LoopCheck:
                 error = mixed_loss(1.0, by_bound=True)
             if error is not None:
                 return error
-        return None if "random" in kinds else self._mixing_of_one(whole)
+        return None
 
-    def _mixing_of_one(self, whole: Run) -> BatchDependentLossError | None:
-        """Keeps the sample with the largest gradient alone, beside outputs whose losses are low."""
-        at = self.largest(whole.grads)[0]
-        kept, source_B = Kept(at, at), at.expand(self.rows.samples)
+    def _mixing_of_one(self, whole: Run, reached: Collection[int]) -> BatchDependentLossError | None:
+        """Keeps one sample beside copies of it whose losses are low, or high, or whose data are far away.
 
-        def exchanged(tensor: Tensor, place: Place) -> Tensor:
-            return self.rows.rearranged(tensor, source_B) if place[0] != "random" else tensor
+        The losses are low beside the largest gradient. Unless the loop was checked before, they are also high beside
+        it, so that every output may be wrong, and low beside the smallest gradient, so that every one may be right.
+        """
+        sq_norm_B = self._sq_norms(whole.grads)
+        largest, smallest = sq_norm_B.argmax(), sq_norm_B.where(sq_norm_B > 0, torch.inf).argmin()
+        cases = [("output", largest, -_FAR), ("output", largest, _FAR), ("output", smallest, -_FAR)]
+        if any(tensor.is_floating_point() for tensor in self._record.data):
+            cases += [("data", largest, -_FAR), ("data", largest, _FAR)]
+        for kind, one, times in cases[:1] if self._settled else cases:
+            at = one[None]
+            kept, source_B = Kept(at, at), at.expand(self.rows.samples)
 
-        far = self._far(whole, kept, source_B, exchanged, -_FAR)
-        mixed = far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE
-        return mixed_loss(1.0, by_bound=True) if mixed else None
+            def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
+                return self.rows.rearranged(tensor, source_B) if place[0] != "random" else tensor
+
+            far = self._far(whole, kept, source_B, exchanged, times, kind)
+            if far is not None and self.differ(of_calls(whole.inputs, reached), of_calls(far.inputs, reached), kept):
+                return mixed_inputs()
+            if far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE:
+                return mixed_loss(1.0, by_bound=True)
+        return None
 
     def _change(self, whole: Run, run: Run, reached: Collection[int], kept: Kept) -> BatchDependentLossError | None:
         if self._record.lists and _shapes(run) != _shapes(whole):
@@ -97,17 +132,25 @@ class LoopCheck:
         share = self.differ(whole.grads, run.grads, kept)
         return mixed_loss(share) if share else None
 
-    def _far(self, whole: Run, kept: Kept, source_B: Tensor, exchanged: Arrange, times: float = _FAR) -> Run | None:
-        """Runs with the outputs of the others far away, where their losses are high, or low for negative ``times``.
+    def _far(
+        self,
+        whole: Run,
+        kept: Kept,
+        source_B: Tensor,
+        exchanged: Arrange,
+        times: float = _FAR,
+        kind: str = "output",
+    ) -> Run | None:
+        """Runs with outputs or data of the others far away: outputs where losses are high, or low for ``times < 0``.
 
-        Returns None if the loop refuses such outputs, and raises BranchError if it takes another branch.
+        Returns None if the loop refuses them, and raises BranchError if it takes another branch.
         """
         others = torch.ones(self.rows.samples, dtype=torch.bool).index_fill(0, kept.now, False).nonzero().flatten()
 
         def moved(tensor: Tensor, place: Place) -> Tensor:
-            rows, grad = self.rows.of(tensor), whole.grads.get(place)
-            up = None if grad is None else self.rows.of(grad)
-            if rows is None or up is None:
+            grad = torch.ones_like(tensor) if kind == "data" and tensor.is_floating_point() else whole.grads.get(place)
+            rows, up = self.rows.of(tensor), None if grad is None else self.rows.of(grad)
+            if rows is None or up is None or place[0] != kind:
                 return exchanged(tensor, place)
             rows, size = rows[source_B.to(rows.device)], self._size(tensor, place)
             if size < torch.inf:
@@ -115,14 +158,14 @@ class LoopCheck:
                 rows.index_add_(0, others.to(rows.device), above)
             return self.rows.like(tensor, rows)
 
-        if not self._moves_outputs:
+        if kind in self._refused:
             return None
         try:
             return self.rerun(moved)
         except BranchError:
             raise
         except NotRecordedError:  # such as a loss of probabilities
-            self._moves_outputs = False
+            self._refused.add(kind)
             return None
 
     def try_other_branches(self, whole: Run) -> None:
@@ -170,7 +213,12 @@ class LoopCheck:
         So may inputs of the model that are constant, as positions are.
         """
         record = self._record
-        if record.left or record.drew or self._has_constants([call.inputs for call in models(record)]):
+        if (
+            record.left
+            or record.drew
+            or record.drew_by_python
+            or self._has_constants([call.inputs for call in models(record)])
+        ):
             return True
         calls = [call for call in record.calls if isinstance(call, Call)]
         return self.others and (self._has_constants(calls) or any(takes_one(c.function, c.args) for c in calls))
@@ -184,7 +232,8 @@ class LoopCheck:
 
     def with_sample(self, grads: Mapping[Place, Tensor]) -> tuple[Run, Sample | None]:
         """Runs the loop unchanged. Also returns the sample with the largest finite gradient; None if all are 0."""
-        at, size = self.largest(grads)
+        sq_norm_B = self._sq_norms(grads)
+        at, size = sq_norm_B.argmax(), sq_norm_B.max()
         one, values = slice(int(at), int(at) + 1), dict[Place, Tensor]()
 
         def note(tensor: Tensor, place: Place) -> Tensor:
@@ -197,11 +246,10 @@ class LoopCheck:
         sample = Sample(self.rows.samples, values, kept, inputs, self.numbers())
         return whole, sample if size > 0 else None
 
-    def largest(self, grads: Mapping[Place, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns the index ``(1,)`` of the sample with the largest finite gradient, and its squared norm."""
+    def _sq_norms(self, grads: Mapping[Place, Tensor]) -> Tensor:
+        """Returns the squared norms ``(B,)`` of the gradients of each sample; 0 for those that are not finite."""
         rows = [found for grad in grads.values() if (found := self.rows.of(grad)) is not None]
-        sq_norm_B = sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1)).nan_to_num(0, 0, 0)
-        return sq_norm_B.argmax()[None], sq_norm_B.max()
+        return sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1)).nan_to_num(0, 0, 0)
 
     def can_tell(self, earlier: Sample, whole: Run) -> bool:
         """Returns True if a mean and a sum over batches of these sizes differ by more than rounding."""
@@ -213,7 +261,7 @@ class LoopCheck:
         # Elements of a list, and constants with an entry for each sample, were those of another batch.
         if self._record.lists or self._has_constants(self._record.calls):
             return None
-        comparable = not self._record.drew
+        comparable = not self._record.drew_for_loss
 
         def put(tensor: Tensor, place: Place) -> Tensor:
             nonlocal comparable
@@ -230,7 +278,7 @@ class LoopCheck:
         except NotRecordedError:
             return None
         now, inputs = (self.rows.some(some, slice(1)) for some in (run.grads, all_inputs(run)))
-        if self._record.left and comparable:
+        if self._record.left and comparable and not self._record.drew:
             alike = {p: one for p, one in earlier.inputs.items() if p in inputs and inputs[p].shape == one.shape}
             if largest_change(Rows(1, lambda tensor: tensor), alike, inputs, self.tolerance):
                 raise mixed_inputs()

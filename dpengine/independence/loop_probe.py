@@ -27,15 +27,26 @@ from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import Rows, refuse_reduction
 from .loop_check import LoopCheck, Sample, models, of_calls
-from .loop_record import LoopRecord, Place
+from .loop_record import TESTS, Digest, LoopRecord, Place
 from .loop_writes import refuse_written
 from .padding_loop import LoopPadding
 from .probe import Probe
-from .run_again import NotRecordedError, OutOfTimeError, Run
+from .run_again import BRANCH, NotRecordedError, OutOfTimeError, Run
 from .watch_step import CHECKED_LOOPS
 
 _MOST_OPEN = 2  # probed steps after which a loop that numbers leave, or that takes long, is reported as not checked
 _SLOW = "running its calls again takes too long"
+OTHER_BATCHES = (
+    "a tensor in it changes from batch to batch, and comes from an earlier batch or from code without a record"
+)
+_CHECK_LOOP = "dpengine.check_loop(step, batches) decides, for a step that computes the loss."
+_CHOOSE = "Choose by single samples, as torch.where does, or by numbers that do not follow from the batch."
+_REMEDIES = {  # where check_loop need not see the effect
+    BRANCH: _CHOOSE,
+    TESTS: _CHOOSE,
+    OTHER_BATCHES: "Use no values of other batches, as a running mean or a queue of outputs has, and compute what is "
+    "needed of a sample by calls of torch.",
+}
 _MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
 _MOST_IN_VAIN = 8  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
 
@@ -47,6 +58,7 @@ class LoopProbe:
         record: The record of the current batch; None on most steps.
         checked: Number of probed steps in which no mixing was seen.
         why_not: Why the loop of a probed step could not be checked, without numbers of the batch; None if it could.
+        for_check_loop: Whether `check_loop` decides then.
         wants_other_size: Number of samples of the first record, until a batch of another size told mean from sum.
     """
 
@@ -54,12 +66,14 @@ class LoopProbe:
         self.record: LoopRecord | None = None
         self.checked = 0
         self.why_not: str | None = None
+        self.for_check_loop = True
         self.wants_other_size: int | None = None
         self._capture = capture
         self._mean_loss = mean_loss
         self._earlier: Sample | None = None
         self._open = self._in_vain = 0
         self._other_told = False  # whether a batch with texts showed a reduction that was not declared
+        self._foreign: set[Digest] | None = None  # those of the records before
         self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
         self._probe: Probe | None = None
@@ -108,12 +122,14 @@ class LoopProbe:
             refuse_written(record, self._capture.model)
             if reason := self._reason_or_raise(record):
                 self.why_not = reason.partition(":")[0]  # the message of an error may show data
-                if self._capture.model in CHECKED_LOOPS:
+                remedy = next((text for start, text in _REMEDIES.items() if reason.startswith(start)), None)
+                self.for_check_loop = remedy is None
+                if self._capture.model in CHECKED_LOOPS and self.for_check_loop:
                     return
                 notice(
                     "DPE012",
                     f"The loss could not be checked: {reason}. So it is not known whether it keeps the samples of a "
-                    "batch independent. dpengine.check_loop(step, batches) decides, for a step that computes the loss.",
+                    f"batch independent. {remedy or _CHECK_LOOP}",
                     key="loss",
                     of=self._capture.model,
                 )
@@ -157,6 +173,11 @@ class LoopProbe:
         if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
             return "running it again gives other gradients, so a part of it is not recorded"
         if (error := check.mixing(whole, reached, "data", "output")) is not None:
+            if check.rows.are_ambiguous(record.data):
+                first = self._doubtful is None
+                reason = "two axes of a tensor have as many entries as the batch has samples"
+                reason = self._at_second_size(error, record.samples, reason)
+                return None if first else reason  # another batch may decide
             if not record.ambiguous:
                 raise error
             return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
@@ -167,6 +188,11 @@ class LoopProbe:
         if self._padding.check(check.rerun, whole, check.rows, check.tolerance) and self._probe is not None:
             self._probe.wants_other_length = True
         return self._compare_with_earlier(check, record, whole, one)
+
+    def _doubt_of_constants(self, record: LoopRecord) -> str | None:
+        """Returns a reason if a constant of the loop has other values than in an earlier record."""
+        before, self._foreign = self._foreign, (self._foreign or set()) | record.foreign
+        return None if before is None or record.drew_by_python or record.foreign <= before else OTHER_BATCHES
 
     def _at_second_size(self, error: BatchDependentLossError, samples: int, reason: str) -> str:
         """Returns the reason of a doubt about an error, and raises the error if it is seen at a second batch size."""
@@ -200,18 +226,19 @@ class LoopProbe:
                 f"({record.left}): between two batches it was scaled by neither their sizes nor 1.",
                 fix="Divide by the number of samples only, or use dpengine.validation.per_example(loss_fn).",
             )
-        if told == "neither" and not record.drew:
+        if (doubt := record.doubt or self._doubt_of_constants(record)) is not None:
+            return doubt
+        if told == "neither" and not record.drew_for_loss:
             if earlier is not None and earlier.numbers != check.numbers():
                 return (
                     "a number in the loss changed between batches of two sizes, by more than they explain: it may "
-                    "follow the step, as a warm-up does, or data of the batch, as a count of words does"
+                    "follow the step, as a warm-up does, be random, or follow data of the batch, as a count of words "
+                    "does"
                 )
             return (
                 "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
                 "weight of the loss followed the step or the number of samples"
             )
-        if record.tested is not None:
-            return f"the loop tests a number of the batch, which it reads by {record.tested}"
         if record.left is None or told in ("mean", "sum"):
             self.checked += 1
             if self.why_not == _SLOW and self._open < _MOST_OPEN:

@@ -20,21 +20,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
-from .branch_source import raises_at, tests_number
+from .branch_source import changes_no_loss, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import OLDER, attribute_of_batch, unseen_input
-from .random_states import random_states
-from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, name_of, origin_of, writes_to
+from .random_states import python_states, random_states
+from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, chooses_size, name_of, origin_of, reads_size, writes_to
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
+TESTS = "the loop tests a number of the batch"
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
+
+Digest = tuple[tuple[int, ...], str, str]  # of a tensor: shape, sum, sum of squares
 
 Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
 
@@ -50,7 +54,7 @@ class Call(NamedTuple):
         grad: Whether gradients were enabled.
         autocast: Device type and dtype of each autocast that was enabled.
         random: State of the random generators before the call, if it changed them.
-        raises: Whether the loop raises an error in one of the branches that the result chooses.
+        harmless: Whether a branch that the result chooses only raises an error or notes values.
     """
 
     function: Any
@@ -60,7 +64,7 @@ class Call(NamedTuple):
     grad: bool
     autocast: tuple[tuple[str, torch.dtype], ...]
     random: list[Tensor] | None
-    raises: bool
+    harmless: bool
 
 
 class ModelCall(NamedTuple):
@@ -84,12 +88,16 @@ class LoopRecord(TorchFunctionMode):
         roots: The tensors from which backward started, with the gradients that it was given.
         left: Name of the first call by which a number of the batch left torch before the loss was computed, if any.
         drew: Whether random numbers were drawn outside the model.
+        drew_by_python: Whether numbers were drawn from the generators of Python or numpy.
+        drew_for_loss: Whether such numbers reach the loss other than through the model, or left torch.
         lists: Lists of the batch with an element for each sample.
         ambiguous: True if a list of the batch may hold samples or columns.
         dependent: Ids of the tensors that depend on the batch.
         older: Tensors with the graph of an earlier batch, and what comes from them, by id.
+        foreign: Digests of constants that reach the loss or an input of the model, and come neither from a parameter
+            nor from a call in the record: from before the batch, or from code that torch does not show.
         leavers: Calls by which numbers left torch: number of recorded calls before, and name.
-        tested: Name of a call by which a number left torch that the loop then tests, if any.
+        doubt: What the loop does with numbers of the batch that leaves open whether it mixes samples, if anything.
         why_not: Why the loop cannot be run again, if so.
     """
 
@@ -103,7 +111,8 @@ class LoopRecord(TorchFunctionMode):
         self.roots: list[tuple[Tensor, Tensor | None]] = []
         self.left: str | None = None
         self.why_not: str | None = None
-        self._recording, self._in_model, self.drew = True, False, False
+        self._recording, self._in_model = True, False
+        self.drew = self.drew_for_loss = self.drew_by_python = False
         self._bytes = 0
         self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
         self._written = {id(t): t for t in self.data}  # keeps the tensors of `before` alive
@@ -111,8 +120,15 @@ class LoopRecord(TorchFunctionMode):
         self._made: set[int] = set()  # results of recorded calls
         self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
         self.older: dict[int, Tensor] = {}
+        self.foreign: set[Digest] = set()
+        self._foreign: dict[int, frozenset[Digest]] = {}  # by id of a tensor
+        self._held: list[Tensor] = []  # keeps their ids
+        self._chosen: set[int] = set()  # tensors whose size follows from values, as that of o[mask]
+        self._random: set[int] = set()  # random tensors and what comes from them, other than through the model
         self.leavers: list[tuple[int, str]] = []
-        self.tested: str | None = None
+        self.doubt: str | None = None
+        self._states = random_states()  # after the last call of torch or of the model
+        self._python_states = python_states()
         self._thread = threading.get_ident()
         self.seconds, self._began = 0.0, _now()
         if not _open and "torch._dynamo" in sys.modules:
@@ -147,7 +163,7 @@ class LoopRecord(TorchFunctionMode):
     def clear(self) -> None:
         """Frees all tensors."""
         self.calls, self.roots, self.data, self.lists, self.batch = [], [], [], [], None
-        self.before, self._written, self.older = {}, {}, {}
+        self.before, self._written, self.older, self._held = {}, {}, {}, []
 
     # Events
 
@@ -159,13 +175,16 @@ class LoopRecord(TorchFunctionMode):
 
     def model_ended(self, given: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
         """Adds a forward pass of the model."""
-        self._in_model = False
+        inputs = tensors_in(given) if self._recording else []
+        self.foreign.update(*map(self._foreign_of, inputs))
+        self._in_model, self._states = False, random_states()
         if self._recording:
             if (reason := unseen_input(self, given)) is not None:
                 self._give_up(reason)
                 return
-            self.calls.append(ModelCall(tensors_in(given), list(outputs), recorded))
+            self.calls.append(ModelCall(inputs, list(outputs), recorded))
             self.dependent.update(map(id, outputs))
+            self._set_foreign(outputs, frozenset())
             self._made.update(map(id, outputs))
 
     def __torch_function__(
@@ -188,6 +207,9 @@ class LoopRecord(TorchFunctionMode):
         self.close()
         self.seconds = _now() - self._began
         self.roots = list(zip(roots, grads, strict=True))
+        self.drew_by_python = self._python_states != python_states()
+        self.drew_for_loss |= any(id(t) in self._random for t in tensors_in(self.roots))
+        self.foreign.update(*map(self._foreign_of, tensors_in(self.roots)))
         for root in roots:
             if id(root) not in self._made:
                 self._give_up(f"the loss comes from {origin_of(root)}, which is not recorded")
@@ -209,16 +231,27 @@ class LoopRecord(TorchFunctionMode):
         if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
             self._keep(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
-        result = function(*args, **kwargs)
-        branches = name in BRANCHES
+        if (own := kwargs.get("generator")) is not None:
+            kwargs = {**kwargs, "generator": own.clone_state()}  # for runs of the record
+            result = function(*args, **{**kwargs, "generator": own})
+        else:
+            result = function(*args, **kwargs)
+        branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._chosen)
         if dependent and name in OUT_OF_TORCH:
             self.leavers.append((len(self.calls), f"Tensor.{name}"))
-            branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float))
+            branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float, list))
             if not branches:
-                self.tested = self.tested or (f"Tensor.{name}" if tests_number(caller) else None)
+                if tests_number(caller, array=not isinstance(result, (bool, int, float))):
+                    self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
                 return result
         results, unseen = tensors_in(result), self._unseen(tensors)
-        self.drew |= (drew := not all(map(torch.equal, random, random_states())))
+        if chooses_size(name, args) or any(id(t) in self._chosen for t in tensors):
+            self._chosen.update(id(t) for t in results if t.dim())
+        changed = [*results, *(tensors[:1] if writes else ())]
+        self._set_foreign(changed, frozenset().union(*map(self._foreign_of, tensors)))
+        if (drew := self._drew(random, own=own is not None)) or any(id(t) in self._random for t in tensors):
+            self._random.update(map(id, changed))
+            self.drew_for_loss |= name in OUT_OF_TORCH
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
             if unseen is not None or any(id(t) in self.older for t in tensors):
                 self.older.update((id(t), t) for t in results)
@@ -233,8 +266,8 @@ class LoopRecord(TorchFunctionMode):
         if any(id(t) in self.older for t in tensors):
             self._give_up(OLDER)
             return result
-        raises = branches and raises_at(caller)
-        self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, raises))
+        harmless = branches and changes_no_loss(caller)
+        self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, harmless))
         self._made.update(map(id, results))
         self.dependent.update(map(id, results))
         if writes:
@@ -244,9 +277,38 @@ class LoopRecord(TorchFunctionMode):
             self._give_up("the loss has too many intermediate results")
         return result
 
+    def _drew(self, random: Sequence[Tensor], *, own: bool) -> bool:
+        """Returns True if a call drew random numbers.
+
+        Args:
+            random: States of the default generators before the call.
+            own: Whether it had a generator of its own.
+        """
+        before, self._states = self._states, random_states()
+        drew = own or not all(map(torch.equal, random, self._states))
+        if drew and self.leavers and (own or not all(map(torch.equal, before, random))):
+            self.doubt = f"{TESTS}, or sets the state of a random generator by it"
+        self.drew |= drew
+        return drew
+
     def drawn_for_samples(self, function: Any, tensor: Tensor) -> bool:
         """Returns True if a random tensor has a number for each sample, which is not the index of a sample."""
         return name_of(function) != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
+
+    def _foreign_of(self, tensor: Tensor) -> frozenset[Digest]:
+        """Returns digests of the constants from which a tensor comes, other than through the model."""
+        known = self._foreign.get(id(tensor))
+        if known is None:
+            known = frozenset()
+            is_constant = tensor.is_leaf and type(tensor) is Tensor and not tensor.requires_grad
+            if is_constant and id(tensor) not in self.before and not is_functorch_wrapped_tensor(tensor):
+                known = frozenset([_digest(tensor)])
+            self._set_foreign([tensor], known)
+        return known
+
+    def _set_foreign(self, tensors: Sequence[Tensor], digests: frozenset[Digest]) -> None:
+        self._foreign.update((id(tensor), digests) for tensor in tensors)
+        self._held.extend(tensors)
 
     def _give_up(self, reason: str) -> None:
         self.why_not, self._recording = reason, False
@@ -305,6 +367,12 @@ _PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autog
 
 def _results(call: Call | ModelCall) -> list[Tensor]:
     return call.outputs if isinstance(call, ModelCall) else tensors_in(call.result)
+
+
+def _digest(tensor: Tensor) -> Digest:
+    values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())
 
 
 def _now() -> float:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,12 @@ def random_states() -> list[Tensor]:
     """Returns the states of torch's generators of the CPU and of the current GPU."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
+
+
+def python_states() -> tuple[object, ...]:
+    """Returns the states of the generators of Python and numpy, to compare them."""
+    kind, keys, *others = np.random.get_state()
+    return random.getstate(), kind, np.asarray(keys).tobytes(), others
 
 
 def set_random_states(states: Sequence[Tensor]) -> None:

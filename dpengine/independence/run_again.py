@@ -18,7 +18,9 @@ from dpengine.capture.tap import tensors_in, tensors_in_outputs
 from .compare_runs import arranged_batch
 from .loop_record import Call, LoopRecord, ModelCall, Place
 from .random_states import restored_random_states, set_random_states
-from .torch_calls import ERROR_TESTS, name_of
+from .torch_calls import ERROR_TESTS, name_of, reads_size
+
+BRANCH = "the loop takes a branch that depends on the batch"
 
 Arrange = Callable[[Tensor, Place], Tensor]
 Result = TypeVar("Result")
@@ -117,11 +119,15 @@ class Rerun:
 
 def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
     """Returns True if the result of a call may choose a branch of the loop."""
-    return isinstance(call, Call) and isinstance(call.result, (bool, int, float))
+    if not isinstance(call, Call):
+        return False
+    return isinstance(call.result, (bool, int, float, torch.Size)) or (
+        isinstance(call.result, list) and not tensors_in(call.result)
+    )
 
 
 def ends_in_error(record: LoopRecord, branch: Call) -> bool:
-    """Returns True if the loop raises an error in another branch, or tests only for values that are no numbers."""
+    """Returns True if another branch only raises an error or notes values, or is for values that are no numbers."""
     makers = {id(t): call for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
 
     def finds_errors(tensor: Tensor) -> bool:
@@ -132,7 +138,7 @@ def ends_in_error(record: LoopRecord, branch: Call) -> bool:
         combines = len(given) > 0 and all(t.dtype is torch.bool and t is not tensor for t in given)
         return name_of(maker.function) in ERROR_TESTS or (combines and all(map(finds_errors, given)))
 
-    return branch.raises or all(map(finds_errors, tensors_in(branch.args)))
+    return branch.harmless or all(map(finds_errors, tensors_in(branch.args)))
 
 
 class _Values:
@@ -145,7 +151,10 @@ class _Values:
         self._of: dict[int, Any] = dict(zip(map(id, record.data), self._data(), strict=True))
 
     def run_calls(self, *, refuse: bool = True) -> None:
-        """Runs the calls. With ``refuse=False``, goes on where another branch would end in an error."""
+        """Runs the calls. With ``refuse=False``, goes on where another branch would end in an error.
+
+        Sizes that follow from values are compared then alone, as those of single samples may be read in any loop.
+        """
         record, drawn = self._record, 0
         for call in record.calls:
             if isinstance(call, ModelCall):
@@ -160,10 +169,10 @@ class _Values:
                 now = [self._arrange(t, ("random", drawn, k)) if known[k] else t for k, t in enumerate(now)]
                 drawn += 1
             self._of.update(zip(map(id, then), now, strict=True))
-            if is_branch(call) and result != call.result:
+            if is_branch(call) and result != call.result and not (refuse and reads_size(call.function)):
                 error = NotRecordedError if ends_in_error(record, call) else BranchError
                 if refuse or error is BranchError:
-                    raise error("the loop takes a branch that depends on the batch")
+                    raise error(BRANCH)
 
     def run(self) -> Run:
         """Runs the calls and the backward pass."""
@@ -222,6 +231,8 @@ class _Values:
 
     def _again(self, call: Call) -> Any:
         args, kwargs = self._put(call.args), self._put(call.kwargs)
+        if kwargs.get("generator") is not None:
+            kwargs = {**kwargs, "generator": kwargs["generator"].clone_state()}
         if call.grad and call.random is None and not call.autocast:
             return call.function(*args, **kwargs)
         with ExitStack() as stack:

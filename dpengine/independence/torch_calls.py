@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 OUT_OF_TORCH = frozenset(
@@ -17,6 +18,9 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 
 ERROR_TESTS = frozenset({"isnan", "isfinite", "isinf"})
 """Functions that find values that are no numbers, which a loop may leave out."""
+
+_CHOOSE = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
+_SIZES = frozenset({"__len__", "numel", "nelement", "size"})
 
 DRAW_IN_PLACE = frozenset(
     {f"{name}_" for name in ("uniform", "normal", "bernoulli", "random", "exponential", "geometric", "cauchy")}
@@ -36,6 +40,21 @@ def writes_to(name: str, kwargs: Mapping[str, Any]) -> bool:
     in_place = name.endswith("_") and not name.endswith("__")
     augmented = name.startswith("__i") and name not in _NOT_IN_PLACE
     return in_place or augmented or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def chooses_size(name: str, args: Sequence[Any]) -> bool:
+    """Returns True if the size of the result of a function follows from values of its arguments."""
+    if name == "where":
+        return len(args) == 1
+    index = args[1] if name == "__getitem__" and len(args) > 1 else None
+    parts = index if isinstance(index, tuple) else (index,)
+    return name in _CHOOSE or any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts)
+
+
+def reads_size(function: Any) -> bool:
+    """Returns True if a function returns a size of a tensor."""
+    attribute = getattr(getattr(function, "__self__", None), "__name__", None)
+    return name_of(function) in _SIZES or (name_of(function) == "__get__" and attribute == "shape")
 
 
 def origin_of(tensor: Tensor) -> str:

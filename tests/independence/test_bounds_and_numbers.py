@@ -2,9 +2,12 @@
 
 import contextlib
 import math
+import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import inside
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,10 +22,20 @@ CLASSES, EXAMPLES, BATCH = 3, 80, 16
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lambda model: None, with_data=False):
+def trained(
+    loss_of,
+    *,
+    steps=6,
+    last=nn.Identity,
+    reduction="mean",
+    before=lambda model: None,
+    with_data=False,
+    of_model=False,
+    augmented=lambda x: x,
+):
     """Trains a few private steps; returns the engine and the warnings that name the loss.
 
-    ``loss_of`` takes outputs, labels, texts (or data) and the number of the step.
+    ``loss_of`` takes outputs (or the model), labels, texts (or data) and the number of the step.
     """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES), last())
@@ -38,7 +51,8 @@ def trained(loss_of, *, steps=6, last=nn.Identity, reduction="mean", before=lamb
             for x, y, texts in loader:
                 step += 1
                 optimizer.zero_grad()
-                loss_of(model(x), y, x if with_data else texts, step).backward()
+                given = (model, y, x) if of_model else (model(augmented(x)), y, x if with_data else texts)
+                loss_of(*given, step).backward()
                 optimizer.step()
                 if step == steps:
                     break
@@ -50,6 +64,10 @@ def each(o, y):
     return F.cross_entropy(o, y, reduction="none")
 
 
+def right(o, y):
+    return o.argmax(1) == y
+
+
 # Bounds that no checked batch reaches
 
 BEYOND = {
@@ -59,6 +77,10 @@ BEYOND = {
     "outliers left out": lambda o, y: (lambda loss: (loss * (loss < 4 * loss.mean())).mean())(each(o, y)),
     "scaled down": lambda o, y: (lambda loss: loss / loss.detach().clamp(min=5))(F.cross_entropy(o, y)),
     "mean of absolute outputs": lambda o, y: F.cross_entropy(o, y) * (o.detach().abs().mean() < 3),
+    "all are right": lambda o, y: F.cross_entropy(o, y) * (1 - 0.9 * right(o, y).all().float()),
+    "all are wrong": lambda o, y: F.cross_entropy(o, y) * (1 + (~right(o, y)).all().float()),
+    "one predicted class": lambda o, y: F.cross_entropy(o, y) * (1 + (o.argmax(1) == o[0].argmax()).all().float()),
+    "high accuracy": lambda o, y: F.cross_entropy(o, y) * (1 + 20 * F.relu(right(o, y).float().mean() - 0.95)),
     "largest output": lambda o, y: F.cross_entropy(o / o.detach().abs().max().clamp(min=10), y),
 }
 OF_SAMPLES = {
@@ -90,10 +112,6 @@ def test_a_branch_that_losses_far_away_would_take_is_reported():
     assert "the loop takes a branch that depends on the batch" in text
 
 
-def right(o, y):
-    return o.argmax(1) == y
-
-
 def gated(test, *, to=0.1):
     """A loss that is scaled if a test of outputs, labels and data is passed."""
     return lambda o, y, x: F.cross_entropy(o, y) * (to if test(o, y, x) else 1.0)
@@ -114,6 +132,28 @@ def asserted(o, y, test):
     return F.cross_entropy(o, y)
 
 
+def caught(o, y, x):
+    try:
+        if o.abs().max() > 50:
+            raise ValueError("too large")
+    except ValueError:
+        return F.mse_loss(o, F.one_hot(y, CLASSES).float())
+    return F.cross_entropy(o, y)
+
+
+def suppressed(o, y, x):
+    weight = 0.1
+    with contextlib.suppress(AssertionError):
+        assert not (o.abs() < 20).all()
+        weight = 1.0
+    return weight * F.cross_entropy(o, y)
+
+
+def finite(o, y, x):
+    loss = F.cross_entropy(o, y)
+    return loss if math.isfinite(loss.item()) else 0 * o.sum()
+
+
 def limited(o, y, x):
     largest = o.abs().max().item()
     if largest > 50:
@@ -129,6 +169,26 @@ def named(o, y, x):
     return loss
 
 
+class Trainer:
+    step, last, best = 0, 0.0, 1e9
+
+    def loss(self, o, y, x):
+        loss = F.cross_entropy(o, y)
+        self.last, stats = loss.item(), {"loss": loss.item(), "n": self.step}
+        if self.step % 4 == 0 and stats["n"] % 2 == 0:
+            self.step = 0
+        self.step += 1
+        return loss
+
+    def best_loss(self, o, y, x):
+        loss = F.cross_entropy(o, y)
+        if loss.item() < self.best:
+            self.best = loss.item()
+        if loss > 6:
+            warnings.warn("a large loss", stacklevel=1)
+        return loss
+
+
 OTHER_BRANCH = {  # none of these tests changes its result within the first batches
     "all are right": gated(lambda o, y, x: right(o, y).all()),
     "any is wrong": gated(lambda o, y, x: not (~right(o, y)).any(), to=0.5),
@@ -138,10 +198,19 @@ OTHER_BRANCH = {  # none of these tests changes its result within the first batc
     "high accuracy": gated(lambda o, y, x: right(o, y).float().mean() > 0.99),
     "confident": gated(lambda o, y, x: (o.softmax(1).amax(1) > 0.999).all()),
     "large output": gated(lambda o, y, x: (o > 20).any()),
+    "large outputs": gated(lambda o, y, x: (o.abs() > 9).all()),
     "large data": gated(lambda o, y, x: x.max() > 100),
     "any label": gated(lambda o, y, x: (y[:8] == 0).any() and not (o < 50).all()),
     "a number in a test": gated(lambda o, y, x: right(o, y).sum().item() == len(y)),
     "a number with a name": named,
+    "an error that is caught": caught,
+    "an error that is suppressed": suppressed,
+    "a number of bools": lambda o, y, x: F.cross_entropy(o, y) * 0.5 ** sum((o.amax(1) > 20).tolist()),
+    "a length": lambda o, y, x: F.cross_entropy(o, y) / (1 + len((o.amax(1) > 20).nonzero())),
+    "a shape": lambda o, y, x: F.cross_entropy(o, y) / (1 + o[o > 20].flatten().shape[0]),
+    "a bounded number": lambda o, y, x: F.cross_entropy(o, y) * min(1.0, 5 / F.cross_entropy(o, y).item()),
+    "a number with a lower bound": lambda o, y, x: F.cross_entropy(o, y) / max(50.0, o.abs().max().item()),
+    "a number that is rounded down": lambda o, y, x: F.cross_entropy(o, y) / (1 + o.max().item() // 5),
     "beside an assert": lambda o, y, x: asserted(o, y, (o.abs() > 50).any()) * (1 + int(right(o, y).all())),
 }
 NO_OTHER_BRANCH = {
@@ -151,7 +220,12 @@ NO_OTHER_BRANCH = {
     "error for labels": lambda o, y, x: checked(o, y, (y >= CLASSES).any()),
     "assert": lambda o, y, x: asserted(o, y, o.abs().max() > 50),
     "error for a number": limited,
-    "number for infinity": leave_out(lambda loss: not math.isfinite(loss.item())),
+    "number for infinity": finite,
+    "count that is divided by": lambda o, y, x: (1 / max(1, right(o, y).sum().item()), F.cross_entropy(o, y))[1],
+    "number in a text": lambda o, y, x: ("%.3f" % o.mean().item(), F.cross_entropy(o, y))[1],  # noqa: UP031
+    "a length of labels": lambda o, y, x: F.cross_entropy(o, y) + 0 * len(o[y == 0]) + 0 * o[y == 1].shape[0],
+    "other attributes and items": Trainer().loss,
+    "the best loss": Trainer().best_loss,
     "number that is shown": lambda o, y, x: (F.cross_entropy(o, y), right(o, y).sum().item())[0],
 }
 
@@ -167,6 +241,118 @@ def test_a_branch_for_errors_is_accepted(loss):
     engine, shown = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
     assert inside.checked_loops(engine) > 0
     assert not shown
+
+
+def test_a_check_of_a_loop_does_not_decide_its_branches():
+    loss = gated(lambda o, y, x: right(o, y).all())
+
+    def first_checked(model):
+        batch = torch.randn(BATCH, 4), torch.arange(BATCH) % CLASSES
+        assert dpengine.check_loop(lambda batch: loss(model(batch[0]), batch[1], batch[0]), [batch]).ok
+
+    engine, (text,) = trained(lambda o, y, x, _: loss(o, y, x), with_data=True, before=first_checked)
+    assert "Choose by single samples" in text
+    assert engine.report().facts.loss_checked is None
+
+
+FAR_DATA = {
+    "before the model": lambda model, x, y: each(model(torch.where((x > 9).any(), x / 2, x)), y).mean(),
+    "clipped before the model": lambda model, x, y: each(model(x * (99 / x.norm()).clamp(max=1)), y).mean(),
+    "in the loss": lambda model, x, y: each(model(x), y).mean() / (x.abs().max() / 9).clamp(min=1),
+}
+
+
+@pytest.mark.parametrize("loss", FAR_DATA.values(), ids=FAR_DATA)
+def test_a_bound_on_data_of_several_samples_is_rejected_though_no_batch_reaches_it(loss):
+    with pytest.raises(BatchDependentLossError):
+        trained(lambda model, y, x, _: loss(model, x, y), of_model=True, steps=1)
+
+
+def running_mean(model, y, x, state):
+    mean = state.get("mean", torch.zeros(4))
+    state["mean"] = 0.9 * mean + 0.1 * x.mean(0)
+    return F.cross_entropy(model(x - mean), y)
+
+
+def queue(model, y, x, state):
+    o = model(x)
+    others = state.get("queue", torch.ones(4, CLASSES))
+    state["queue"] = torch.cat([o.detach(), others])[:4]
+    return F.cross_entropy(o, y) + (o @ others.T).mean()
+
+
+@torch.jit.script
+def scripted_mean(x: torch.Tensor) -> torch.Tensor:
+    return x.mean(0)
+
+
+def in_thread(x):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(lambda: x.mean(0)).result()
+
+
+OF_OTHERS = {
+    "running mean": running_mean,
+    "queue": queue,
+    "scripted": lambda model, y, x, _: F.cross_entropy(model(x - scripted_mean(x)), y),
+    "vmap": lambda model, y, x, _: F.cross_entropy(model(x - torch.func.vmap(torch.mean, in_dims=1)(x)), y),
+    "thread": lambda model, y, x, _: F.cross_entropy(model(x - in_thread(x)), y),
+}
+
+
+@pytest.mark.parametrize("loss", OF_OTHERS.values(), ids=OF_OTHERS)
+def test_a_tensor_of_other_batches_or_without_a_record_is_reported(loss):
+    state = {}
+    _, (text,) = trained(lambda model, y, x, _: loss(model, y, x, state), of_model=True)
+    assert "a tensor in it changes from batch to batch" in text
+    assert "Use no values of other batches" in text
+
+
+def test_constants_and_running_sums_that_do_not_reach_the_loss_are_accepted():
+    total, mean = torch.zeros(()), torch.ones(4)
+
+    def loss_of(model, y, x, _):
+        nonlocal total
+        o = model(x - mean)
+        loss = F.cross_entropy(o, y, weight=None) + 0.1 * (o * torch.tensor([1.0, 0.0, 1.0])).mean()
+        total = total + loss.detach()
+        return loss
+
+    engine, shown = trained(loss_of, of_model=True)
+    assert inside.checked_loops(engine) > 0
+    assert not shown
+
+
+def cut_out(x, number):
+    x = x.clone()
+    for row in x:
+        row[number()] = 0
+    return x
+
+
+OWN = torch.Generator()
+RANDOM_FOR_SAMPLES = {
+    "Python": lambda x: cut_out(x, lambda: random.randrange(4)),
+    "numpy": lambda x: cut_out(x, lambda: np.random.randint(4)),
+    "numpy matrix": lambda x: x + torch.from_numpy(np.random.normal(size=x.shape)).float(),
+    "own generator": lambda x: x + torch.randn(x.shape, generator=OWN).mul_(0.1),
+}
+
+
+@pytest.mark.parametrize("augmented", RANDOM_FOR_SAMPLES.values(), ids=RANDOM_FOR_SAMPLES)
+def test_random_numbers_for_each_sample_are_accepted(augmented):
+    engine, shown = trained(lambda o, y, *_: F.cross_entropy(o, y), augmented=augmented)
+    assert inside.checked_loops(engine) > 0
+    assert not shown
+
+
+def test_a_seed_from_the_batch_is_reported():
+    def seeded(o, y, *_):
+        torch.manual_seed(int(y.sum()))
+        return F.cross_entropy(F.dropout(o), y)
+
+    _, (text,) = trained(seeded)
+    assert "or sets the state of a random generator by it" in text
 
 
 def test_a_weight_by_the_text_of_a_sample_is_accepted():
@@ -229,6 +415,14 @@ def test_a_weight_that_follows_the_step_is_named_unless_check_loop_decided():
     engine, shown = trained(lambda o, y, _, step: warming_up(o, y, step), before=first_checked)
     assert not shown
     assert engine.report().facts.loss_checked
+
+
+def test_random_inputs_do_not_hide_a_weight_that_follows_the_step():
+    noisy = lambda x: x + 0.1 * torch.randn_like(x)  # noqa: E731
+    _, (text,) = trained(lambda o, y, _, step: F.cross_entropy(o, y) * min(1, step / 100), augmented=noisy)
+    assert "a number in the loss changed between batches of two sizes" in text
+    assert trained(lambda o, y, *_: F.cross_entropy(o, y), augmented=noisy)[1] == []
+    assert trained(lambda o, y, *_: F.cross_entropy(o, y) * torch.rand(()), augmented=noisy)[1] == []
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])

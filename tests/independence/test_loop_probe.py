@@ -7,6 +7,7 @@ import weakref
 from collections import UserDict
 
 import inside
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,7 +310,8 @@ def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
         assert inside.checked_loops(engine) == 0
     texts = [str(one.message) for one in shown if "could not be checked" in str(one.message)]
     assert len(texts) <= 1
-    assert all("dpengine.check_loop(step, batches) decides" in text for text in texts)
+    remedies = ("dpengine.check_loop(step, batches) decides", "Choose by single samples, as torch.where does")
+    assert all(any(remedy in text for remedy in remedies) for text in texts)
 
 
 def test_a_batch_in_an_object_is_checked():
@@ -338,6 +340,47 @@ def test_data_that_do_not_move_with_the_samples_are_accepted():
         optimizer.zero_grad()
         F.cross_entropy(model(batch.T).flatten(0, 1), batch.T.flatten()).backward()
         optimizer.step()
+
+
+@pytest.mark.parametrize("weights", [torch.linspace, np.linspace])
+def test_a_weight_that_follows_the_place_of_a_sample_is_named_so(weights):
+    weighted = lambda o, y: (each(o, y) * torch.as_tensor(weights(0, 1, len(y))).float()).mean()  # noqa: E731
+    with pytest.raises(BatchDependentLossError, match="changed with its place in the batch"):
+        trained(lambda model, x, y: weighted(model(x), y))
+
+
+def test_values_of_single_samples_without_a_record_are_reported_as_such():
+    def taught(model, x, y):
+        taught = torch.func.vmap(lambda row: (row / 2).softmax(0))(x[:, :CLASSES])
+        return F.kl_div(model(x).log_softmax(1), taught, reduction="batchmean")
+
+    with pytest.warns(PrivacyWarning, match="a tensor with an entry for each sample comes from code without a record"):
+        trained(taught)
+
+
+def test_a_batch_with_as_many_samples_as_positions_is_no_reason_to_reject():
+    def sizes(length, step=lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten())):
+        ids = torch.randint(9, (80, length))
+        model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
+        data, optimizer = DataLoader(TensorDataset(ids), batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1)
+        settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_first": False}
+        engine, found = dpengine.PrivacyEngine(seed=1), []
+        for (batch,) in engine.make_private(model, optimizer, data, **settings)[2]:
+            found.append(len(batch))
+            optimizer.zero_grad()
+            step(model(batch.T), batch.T).backward()
+            optimizer.step()
+        return found, inside.checked_loops(engine)
+
+    (first, *_), _ = sizes(99)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", PrivacyWarning)
+        warnings.filterwarnings("ignore", message=".*INSECURE|.*seed", category=PrivacyWarning)
+        (again, *_), checked = sizes(first)
+    assert again == first
+    assert checked > 0
+    with pytest.raises(BatchDependentLossError):
+        sizes(first, lambda logits, ids: F.cross_entropy((logits - logits.mean(1, keepdim=True))[0], ids[0]))
 
 
 def test_a_second_model_gets_its_own_warning():

@@ -281,6 +281,12 @@ GUARDS = [
         "        share = 0.0",
         "independence/test_bounds_and_numbers.py::test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_"
         "batch",
+        also=(
+            (
+                "        for kind, one, times in cases[:1] if self._settled else cases:",
+                "        for kind, one, times in ():",
+            ),
+        ),
     ),
     Guard(
         "loop-bound",
@@ -289,6 +295,12 @@ GUARDS = [
         "            if False:",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it",
+        also=(
+            (
+                "        for kind, one, times in cases[:1] if self._settled else cases:",
+                "        for kind, one, times in ():",
+            ),
+        ),
     ),
     Guard(
         "loop-branches",
@@ -296,21 +308,82 @@ GUARDS = [
         "        check.try_other_branches(whole)\n",
         "",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
-        "take_it[all are right]",
+        "take_it[large outputs]",
     ),
     Guard(
         "loop-tests",
         "a number that the loop reads and tests",
-        "        if record.tested is not None:",
-        "        if False:",
+        "        if (doubt := record.doubt or self._doubt_of_constants(record)) is not None:",
+        "        if (doubt := self._doubt_of_constants(record)) is not None:",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
         "take_it[a number in a test]",
     ),
     Guard(
+        "loop-gates",
+        "samples that are all right or all wrong",
+        "        for kind, one, times in cases[:1] if self._settled else cases:",
+        "        for kind, one, times in cases[:1]:",
+        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
+        "reaches_it[all are right]",
+    ),
+    Guard(
+        "loop-far-data",
+        "a bound on data of several samples",
+        '            cases += [("data", largest, -_FAR), ("data", largest, _FAR)]',
+        "            pass",
+        "independence/test_bounds_and_numbers.py::test_a_bound_on_data_of_several_samples_is_rejected_though_no_batch_"
+        "reaches_it[in the loss]",
+    ),
+    Guard(
+        "loop-caught",
+        "an error that the loop catches",
+        "        return not any(_catches(other, node) for other in nodes)",
+        "        return True",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
+        "take_it[an error that is caught]",
+    ),
+    Guard(
+        "loop-drew",
+        "a weight that follows the step, beside random inputs",
+        '        if told == "neither" and not record.drew_for_loss:',
+        '        if told == "neither" and not record.drew:',
+        "independence/test_bounds_and_numbers.py::test_random_inputs_do_not_hide_a_weight_that_follows_the_step",
+    ),
+    Guard(
+        "loop-constants",
+        "a constant that changes from batch to batch",
+        "        return None if before is None or record.drew_by_python or record.foreign <= before else OTHER_BATCHES",
+        "        return None",
+        "independence/test_bounds_and_numbers.py::test_a_tensor_of_other_batches_or_without_a_record_is_reported["
+        "running mean]",
+    ),
+    Guard(
+        "loop-sizes",
+        "a size that follows from values",
+        "        branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._chosen)",
+        "        branches = name in BRANCHES",
+        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
+        "take_it[a shape]",
+    ),
+    Guard(
+        "loop-seed",
+        "a seed that the loop reads from the batch",
+        "        if drew and self.leavers and (own or not all(map(torch.equal, before, random))):",
+        "        if False:",
+        "independence/test_bounds_and_numbers.py::test_a_seed_from_the_batch_is_reported",
+    ),
+    Guard(
+        "loop-branches-checked",
+        "a branch that check_loop did not see",
+        "                if self._capture.model in CHECKED_LOOPS and self.for_check_loop:",
+        "                if self._capture.model in CHECKED_LOOPS:",
+        "independence/test_bounds_and_numbers.py::test_a_check_of_a_loop_does_not_decide_its_branches",
+    ),
+    Guard(
         "loop-outliers",
         "a bound that drops a sample beside others with low losses",
-        '        return None if "random" in kinds else self._mixing_of_one(whole)',
-        "        return None",
+        '        return error if error is not None or "random" in kinds else self._mixing_of_one(whole, reached)',
+        "        return error",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it[outliers left out]",
     ),
@@ -463,7 +536,7 @@ GUARDS = [
     Guard(
         "loop-number-in-input",
         "a number of the batch in the input of the model",
-        "        if self._record.left and comparable:",
+        "        if self._record.left and comparable and not self._record.drew:",
         "        if False:",
         "independence/test_unseen_data.py::test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_"
         "size[divided_by_a_number]",
@@ -507,7 +580,7 @@ GUARDS = [
     Guard(
         "loop-size",
         "a loss that changes with the number of samples by a number of Python",
-        '        if told == "neither" and not record.drew:',
+        '        if told == "neither" and not record.drew_for_loss:',
         "        if False:",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[temperature_of_size-zero-out]",
