@@ -147,7 +147,7 @@ class LoopProbe:
             for k, grad in enumerate(call.recorded.grads)
             if grad is not None
         }
-        settled = self.checked > 0 and self.wants_other_size is None
+        settled = self.checked > 0 and self.wants_other_size is None and record.left is None
         rows = Rows(record.samples, self._capture.batch_to_front)
         check = LoopCheck(record, rows, settled=settled)
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
