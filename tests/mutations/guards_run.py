@@ -4,6 +4,20 @@ from .guard import Guard
 
 GUARDS = [
     Guard(
+        "same-card",
+        "noise that is drawn again continues on its own card alone",
+        '        _check_generators(run, plan.noise, source, state["noise"])',
+        "        pass",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_on_its_card_alone[small-1]",
+    ),
+    Guard(
+        "device-of-objects",
+        "NCCL sends objects through the device of the model",
+        'torch.cuda.device(device) if device is not None and device.type == "cuda" else nullcontext()',
+        "nullcontext()",
+        "distributed/test_collectives.py::test_objects_are_exchanged_through_the_device_of_the_model",
+    ),
+    Guard(
         "noise-narrow",
         "sums narrower than float32",
         "sums.dtype not in (torch.float32, torch.float64)",
