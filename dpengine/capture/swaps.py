@@ -179,43 +179,48 @@ class ParameterSwap:
         return {name: p.detach() for name, p in real.items()}, partial(self.tap, real)
 
     def is_shared_table(self, args: Any, kwargs: Any) -> bool:
-        """Returns True if all samples share the entries of an embedding: positions ``(1, T)`` or ``(T,)``."""
+        """Returns True if all samples share the entries of an embedding: indices ``(1, T)``, ``(T,)`` or ``(T, T)``."""
         capture = self.capture
         if capture.rows is None or not capture.batch_first:
             return False
         indices = tensors_in((args, kwargs))[0]
-        if indices.dim() == 1:
+        if indices.dim() == 1 or (indices.dim() == 2 and indices.shape[0] == indices.shape[1]):
             # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
             self.shared = self.shared or len(indices) != capture.rows
             if not (self.shared or self._told_apart or len(indices) < 2 or is_in_inputs(capture, indices)):
                 self._told_apart = True
                 if capture.sharded:
                     self._refuse_consecutive(indices)
-                self.shared = len(indices) in self._lengths_with_fewer_samples()
+                self.shared = indices.shape in self._shapes_with_fewer_samples()
             return self.shared
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
 
     def _refuse_consecutive(self, indices: Tensor) -> None:
-        if torch.equal(indices, indices[0] + torch.arange(len(indices), device=indices.device)):
+        if indices.dim() == 2:
+            consecutive = torch.equal(indices[1:, 1:], indices[:-1, :-1])  # as distances between positions are
+        else:
+            consecutive = torch.equal(indices, indices[0] + torch.arange(len(indices), device=indices.device))
+        if consecutive:
             raise UnsupportedLayerError(
                 f"Embedding '{self.watch.name}' got {len(indices)} consecutive indices, as many as samples. They may "
                 "be positions that all samples share.",
                 fix="Give positions an axis of length 1: torch.arange(T).unsqueeze(0).",
+                where=self.watch.name,
             )
 
-    def _lengths_with_fewer_samples(self) -> set[int]:
-        """Returns the lengths of the 1-D indices of this layer if the running pass has one sample less."""
-        lengths: set[int] = set()
+    def _shapes_with_fewer_samples(self) -> set[torch.Size]:
+        """Returns the shapes of the indices of this layer if the running pass has one sample less."""
+        shapes: set[torch.Size] = set()
 
         def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            lengths.update(len(indices) for indices in tensors_in((args, kwargs))[:1] if indices.dim() == 1)
+            shapes.update(indices.shape for indices in tensors_in((args, kwargs))[:1])
 
         handle = self.module.register_forward_pre_hook(note, with_kwargs=True)
         try:
             run_with_fewer_samples(self.capture)
         finally:
             handle.remove()
-        return lengths
+        return shapes
 
     def _watched_entries(self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any, output: Tensor) -> Tensor:
         """Follows shared entries operation by operation until they are combined with a tensor that has a batch axis."""

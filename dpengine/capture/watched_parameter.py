@@ -4,8 +4,8 @@ During the forward of the module, each such parameter is a ``WatchedParameter``:
 on it. Three uses are supported, each with its own tap:
 
 * ``F.linear(x, weight, bias)`` or ``linear_place``: captured like a Linear layer;
-* an elementwise operation with a batched tensor, or a product ``x @ parameter``, also as an ``einsum``: the parameter
-  is repeated for each sample (``RowsTap``);
+* an elementwise operation with a batched tensor, a product ``x @ parameter``, also as an ``einsum``, or the bias of
+  ``scaled_dot_product_attention``: the parameter is repeated for each sample (``RowsTap``);
 * ``parameter.expand(B, ...)`` or ``repeat``, later concatenated with a batched tensor: the same.
 
 Operations on the parameter alone (an index, a view, ``1 + scale``) are recorded and replayed for each sample. Every
@@ -28,7 +28,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.layers.linear_place import linear_place
 
-_SEPARATE = "Move the parameter to a separate module, freeze it, or pass grad_sample_mode='functorch'."
+_SEPARATE = "Move the parameter to a separate module, freeze it, or pass grad_sample_mode='functorch' or 'whole_model'."
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,6 +243,29 @@ def _check_batch_axis(origin: Origin, other: Tensor, func: Any) -> None:
         raise _unsupported(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
 
 
+def _where(func, args, kwargs):
+    """Handles ``where`` of a condition, a parameter and a number. Samples may share the condition."""
+    watched = [v for v in args if isinstance(v, WatchedParameter)]
+    condition = args[0] if len(args) == 3 else None
+    others = [v for v in args[1:] if isinstance(v, Tensor) and v.dim() and not isinstance(v, WatchedParameter)]
+    if len(watched) != 1 or condition is None or condition is watched[0] or others or kwargs:
+        raise _unsupported(_first(args, kwargs).origin, func)
+    rows = watched[0].origin.batch_size()
+    if rows is not None and condition.dim() and condition.shape[0] == 1:
+        condition = condition.expand(rows, *condition.shape[1:])
+    per_sample = _broadcastable(watched[0], condition, func)
+    return func(condition, *[per_sample if v is watched[0] else v for v in args[1:]])
+
+
+def _attention(func, args, kwargs):
+    """Handles attention with a bias that is derived from a parameter."""
+    bias = kwargs.get("attn_mask")
+    if not isinstance(bias, WatchedParameter) or any(isinstance(v, WatchedParameter) for v in args):
+        raise _unsupported(_first(args, kwargs).origin, func)
+    query = args[0] if args else kwargs["query"]
+    return func(*args, **{**kwargs, "attn_mask": _broadcastable(bias, query, func)})
+
+
 def _join(func, args, kwargs):
     """Handles ``cat`` or ``stack`` of a parameter, expanded over the batch, with batched tensors."""
     tensors = list(args[0])
@@ -337,4 +360,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys([F.linear, linear_place], _linear),
     **dict.fromkeys([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm], _product),
     torch.einsum: _einsum,
+    torch.where: _where,
+    F.scaled_dot_product_attention: _attention,
 }

@@ -346,8 +346,9 @@ class IndependenceCheck:
             "contribution of a sample.",
             fix=f"{graph_note([(one.args, one.kwargs) for one in self._replay.reached])}"
             "Look for a layer that sorts, averages, normalizes or multiplies over axis 0, or has time or the nodes of "
-            "one graph there. Sort before the model, or restore the order before the next layer. Give inputs that all "
-            "samples share, such as positions, a leading axis of length one: torch.arange(T)[None].",
+            "one graph there. Sort before the model, or restore the order before the next layer; a model that restores "
+            "it later trains with grad_sample_mode='whole_model'. Give inputs that all samples share, such as "
+            "positions, a leading axis of length one: torch.arange(T)[None].",
         )
 
 

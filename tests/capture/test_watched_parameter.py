@@ -41,6 +41,9 @@ USES = {
     "einsum": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti, io -> bto", x, p)),
     "einsum-of-a-list": ((TIME, WIDTH), lambda p, x: torch.einsum("ti,bti->bi", [p, x]).unsqueeze(1)),
     "einsum-of-three": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti,ij,btj->bt", x, p, x).unsqueeze(2) * x),
+    "where": ((1, TIME, WIDTH), lambda p, x: x + torch.where(x.detach() > 0, p, 0.5)),
+    "where-of-a-shared-mask": ((TIME, WIDTH), lambda p, x: x + torch.where(torch.ones(1, TIME, 1) > 0, p.exp(), -1.0)),
+    "attention-bias": ((1, TIME, TIME), lambda p, x: F.scaled_dot_product_attention(x, x, x, attn_mask=p)),
     # As many positions as rows: axis 0 of the expanded parameter is time, not the batch.
     "time-looks-like-rows": ((1, WIDTH), lambda p, x: _as_wide(x) + p.expand(ROWS, WIDTH)),
 }
@@ -121,6 +124,43 @@ def test_what_is_refused_works_through_the_fallback(use):
     found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean")
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9
+
+
+class Distances(nn.Module):
+    """Two layers of attention with biases by distance that all samples share, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.inner = nn.Embedding(9, 1), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        place = torch.arange(x.shape[1])
+        bias = self.table((place[None] - place[:, None]).clamp(-4, 4) + 4).permute(2, 0, 1).unsqueeze(0)
+        past = torch.ones(1, 1, len(place), len(place)).tril() > 0
+        for attn_mask in (bias, torch.where(past, bias, -9.0)):
+            y = self.inner(x).unsqueeze(1)
+            x = x + F.scaled_dot_product_attention(y, y, y, attn_mask=attn_mask).squeeze(1)
+        return x.mean(dim=1)
+
+
+@pytest.mark.filterwarnings("error:.*DPE028")
+@pytest.mark.parametrize("time", [TIME, ROWS])
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+def test_a_table_of_distances_is_followed_until_it_meets_the_samples(mode, time):
+    torch.manual_seed(0)
+    model = Distances().double()
+    inputs, targets = (torch.randn(ROWS, time, WIDTH).double(),), torch.arange(ROWS) % 3
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
+    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
+    assert relative_error(found, truth) < 1e-9
+
+
+def test_as_many_distances_as_samples_are_rejected_in_a_sharded_model(monkeypatch):
+    monkeypatch.setattr("dpengine.capture.capture.Capture.sharded", True)
+    model = Distances().double()
+    ClippedPasses(model, mode="hooks")
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'table' got 5 consecutive indices"):
+        model(torch.randn(ROWS, ROWS, WIDTH).double())
 
 
 class Times(torch.autograd.Function):

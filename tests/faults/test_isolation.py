@@ -149,6 +149,14 @@ def test_as_many_time_steps_as_samples_are_told_apart_in_the_default_mode():
     assert_right(model, tensors(*model.shape))
 
 
+@pytest.mark.hazard("M2")
+@pytest.mark.parametrize("between", [sorted_rows, flipped])
+def test_an_order_that_the_model_restores_is_rejected_by_what_accepts_it(between):
+    with pytest.raises(UnsupportedLayerError, match=r"restores it later trains with grad_sample_mode='whole_model'"):
+        release_of(Between(between), tensors())
+    assert_right(Between(between), tensors(), mode="whole_model")
+
+
 def scaled_without_gradient(hidden, layer):
     """Scales by the largest value of a batch, as quantization does."""
     return torch.tanh(layer(hidden / hidden.detach().abs().amax()))

@@ -32,7 +32,7 @@ class Attention(nn.Module):
     def forward(self, hidden, bias=None):
         if bias is None:
             place = torch.arange(hidden.shape[1])
-            bias = self.table((place[None] - place[:, None]).clamp(-4, 4) + 4).squeeze(-1)
+            bias = self.table((place[None] - place[:, None]).clamp(-4, 4) + 4).squeeze(-1).cumsum(-1)
         weights = (self.query(hidden) @ self.key(hidden).mT + bias).softmax(-1)
         return hidden + weights @ hidden, bias
 

@@ -1,7 +1,8 @@
-"""Models of transformers that rules of layers do not cover, in mode ``whole_model``."""
+"""Models of transformers that rules of layers do not cover, in modes ``whole_model`` and ``auto``."""
 
 import copy
 import re
+import warnings
 
 import pytest
 import torch
@@ -89,6 +90,33 @@ MODELS = {
 }
 
 
+# What the default mode runs for each sample alone.
+UNITS = {
+    "BartForConditionalGeneration": ["model.decoder"],
+    "MarianMTModel": ["model.decoder", "model.encoder"],
+    "OPTForCausalLM": ["model.decoder"],
+    "MixtralForCausalLM": ["model.layers.0.mlp", "model.layers.1.mlp"],
+    "Qwen3MoeForCausalLM": ["model.layers.0.mlp", "model.layers.1.mlp"],
+    "SwinForImageClassification": ["swin.encoder.layers.0.blocks.0", "swin.encoder.layers.1.blocks.0.attention"],
+    "Swinv2ForImageClassification": [
+        "swinv2.encoder.layers.0.blocks.0",
+        "swinv2.encoder.layers.1.blocks.0.attention.self",
+    ],
+    "BeitForImageClassification": ["beit.layers.0", "beit.layers.1"],
+    "ViTMAEForPreTraining": ["decoder", "vit.embeddings"],
+    "CLIPVisionModelWithProjection": ["vision_model.embeddings"],
+    "DebertaForMaskedLM": ["deberta.encoder"],
+    "DebertaV2ForMaskedLM": ["deberta.encoder"],
+    "LongformerForMaskedLM": [
+        "longformer.encoder.layer.0.attention.self",
+        "longformer.encoder.layer.1.attention.self",
+    ],
+    "MambaForCausalLM": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],
+    "Mamba2ForCausalLM": ["backbone.layers.0.mixer", "backbone.layers.1.mixer"],
+    "XLNetLMHeadModel": [""],
+}
+
+
 def made(name, dropout=0.0):
     torch.manual_seed(0)
     kind = getattr(transformers, name)
@@ -121,7 +149,7 @@ def assert_clipped(model, max_norm, gradients):
     assert (found - expected).norm() < 1e-4 * expected.norm()
 
 
-def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum"):
+def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum", mode="whole_model"):
     """Compares two steps with the gradients that ``gradients_of`` gives, after one that sets the clipping norm."""
     clipped = None
     for _ in range(3):
@@ -135,9 +163,7 @@ def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum"):
         torch.set_rng_state(after)
         if clipped is None:
             max_norm = flat_norms(gradients).median().item()
-            clipped = PerSampleGradientClipper(
-                model, Flat(max_norm), loss_reduction=reduction, grad_sample_mode="whole_model"
-            )
+            clipped = PerSampleGradientClipper(model, Flat(max_norm), loss_reduction=reduction, grad_sample_mode=mode)
             continue
         loss.backward()
         clipped.clip_and_accumulate()
@@ -150,6 +176,18 @@ def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum"):
 def test_a_model_is_clipped_as_by_a_loop_over_samples(name):
     model, inputs_of = made(name)
     steps_of(model, inputs_of, loss_of, lambda m, inputs: per_sample_gradients(in_double(m), loss_of, inputs, WEIGHTS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_clipped_so_in_the_default_mode_and_its_smallest_parts_run_alone(name):
+    model, inputs_of = made(name)
+    gradients_of = lambda m, inputs: per_sample_gradients(in_double(m), loss_of, inputs, WEIGHTS)  # noqa: E731
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        steps_of(model, inputs_of, loss_of, gradients_of, mode="auto")
+    texts = [str(one.message) for one in seen if "[DPE028]" in str(one.message)]
+    units = [re.search(r"through (?:'(.*?)'|the model) \(", text).group(1) or "" for text in texts]
+    assert sorted(units) == UNITS.get(name, [])
 
 
 @pytest.mark.parametrize(
