@@ -89,7 +89,25 @@ def adapted() -> nn.Module:
     return model
 
 
-MODELS = {"plain": plain, "tied": tied, "frozen": frozen, "adapted": adapted}
+class Flattened(nn.Module):
+    """Runs a block on all tokens of the batch, so that each sample must run alone through it."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x.flatten(0, 1)).view(x.shape)
+
+
+def flattened() -> nn.Module:
+    """One block gets a batch of tokens."""
+    model = Words()
+    model.blocks[1] = Flattened(model.blocks[1])
+    return model
+
+
+MODELS = {"plain": plain, "tied": tied, "frozen": frozen, "adapted": adapted, "flattened": flattened}
 NOISE: dict[str, Any] = {
     "gaussian": lambda: {},
     "bandmf": lambda: {"noise": BandMF(num_bands=4), "steps": 20},
