@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import textwrap
 from argparse import Namespace
@@ -30,12 +31,12 @@ _LEAD = "A run that keeps to these settings would be stated so:"
 
 
 def run(arguments: Namespace) -> int:
-    """Prints the noise multiplier or epsilon, with the statement of a completed run with these settings."""
+    """Prints the noise multiplier or epsilon in one line, or with the statement of a run with these settings."""
     try:
         facts = _facts(arguments)
         asked = facts.accounting
         epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is no epsilon
-        shown = _json(facts) if arguments.json else _text(facts)
+        shown = _json(facts) if arguments.json else _text(facts) if arguments.full else _line(facts)
     except AccountingRefusedError as error:
         raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error))) from error
     except PrivacyError:
@@ -49,9 +50,22 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
+def _line(facts: RunFacts) -> str:
+    asked = facts.accounting
+    cost = epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)
+    epsilon = f"ε = {round_up(cost) if math.isfinite(cost) else '∞ [NOT PRIVATE]'}"
+    terms = f"δ = {asked.delta:g}, {facts.steps:,} steps, {asked.relation.value}, accountant {asked.accountant}"
+    if asked.target_epsilon is None:
+        return f"{strong(epsilon)} ({terms})"
+    return f"{strong(_sigma(facts))} ({epsilon}, {terms})"
+
+
+def _sigma(facts: RunFacts) -> str:
+    return f"noise_multiplier = {round_up(facts.plan['noise_multiplier'], 4)}"
+
+
 def _text(facts: RunFacts) -> str:
-    sigma = round_up(facts.plan["noise_multiplier"], 4)
-    found = f"noise_multiplier = {sigma}\n\n" if facts.accounting.target_epsilon is not None else ""
+    found = f"{_sigma(facts)}\n\n" if facts.accounting.target_epsilon is not None else ""
     first, rest = _would_be(facts).split("\n", 1)
     return f"{strong(found)}{_LEAD}\n\n{strong(first)}\n{rest}".removesuffix("\n")
 

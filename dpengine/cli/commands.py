@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,13 @@ def _folder(text: str) -> Path:
 
 
 def _count(text: str) -> int:
-    digits = text.strip().lstrip("0")
-    # By their number first: Python reads no integer of more than 4,300 digits.
-    if not digits.isdecimal() or len(digits) > len(str(MOST_COUNT)) or not 1 <= int(digits) <= MOST_COUNT:
-        raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not an integer from 1 to 2**62")
-    return int(digits)
+    try:
+        value = Decimal(text)  # also 6e4; compared before it is an integer, which may have any number of digits
+        if 1 <= value <= MOST_COUNT and value == value.to_integral_value():
+            return int(value)
+    except InvalidOperation:  # no number, or NaN
+        pass
+    raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not an integer from 1 to 2**62")
 
 
 def _shortened(text: str) -> str:
@@ -105,7 +108,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "default: add-remove if these are given, else zero-out",
     )
     _accountant(parser)
-    _json(parser)
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--full", action="store_true", help="print the privacy statement instead of one line")
+    shown.add_argument("--json", action="store_true", help="print JSON, with the statement")
 
 
 def _accountant(parser: argparse.ArgumentParser) -> None:
@@ -231,16 +236,16 @@ COMMANDS = (
     Command(
         "calibrate",
         "budget",
-        "the noise for a budget, with a privacy statement",
-        "Computes the least noise for DP-SGD with Poisson batches within a budget, and states the guarantee.",
+        "the noise for a budget",
+        "Computes the least noise for DP-SGD with Poisson batches within a budget.",
         "dpengine calibrate --epsilon 3 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
         _calibrate,
     ),
     Command(
         "epsilon",
         "budget",
-        "the privacy cost of a run, with a privacy statement",
-        "Computes the privacy cost of DP-SGD with Poisson batches for a given noise, and states the guarantee.",
+        "the privacy cost of a run",
+        "Computes the privacy cost of DP-SGD with Poisson batches for a given noise.",
         "dpengine epsilon --sigma 1.1 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
         _epsilon,
     ),

@@ -42,7 +42,7 @@ def test_epsilon_undoes_calibrate(capsys):
 
 @pytest.mark.parametrize("argv", [["calibrate", "--epsilon", "3", *ADULT], ["epsilon", "--sigma", "1.236", *ADULT]])
 def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
-    out = printed(capsys, *argv)
+    out = printed(capsys, *argv, "--full")
     for needed in ("zero-out", "δ = 1e-05", "Unit:", "Not covered:", "'pld' of dpengine"):
         assert needed in out
     statement = json.loads(printed(capsys, *argv, "--json"))["statement"]
@@ -50,10 +50,20 @@ def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
 
 
 def test_the_noise_that_is_printed_is_enough(capsys):
-    out = printed(capsys, "calibrate", "--epsilon", "1", *ADULT)
-    sigma = out.split("noise_multiplier = ")[1].split("\n")[0]
+    sigma = re.match(r"noise_multiplier = (\S+) \(ε = 1.00, ", printed(capsys, "calibrate", "--epsilon", "1", *ADULT))[
+        1
+    ]
+    full = printed(capsys, "calibrate", "--epsilon", "1", *ADULT, "--full")
+    assert full.startswith(f"noise_multiplier = {sigma}\n")
     again = json.loads(printed(capsys, "epsilon", "--sigma", sigma, *ADULT, "--json"))
     assert again["epsilon"] <= 1
+
+
+@pytest.mark.parametrize("rows", ["6e4", "60000.0", "6.0E+4", " 60_000"])
+def test_a_count_may_have_an_exponent(capsys, rows):
+    options = "--batch 2.048e3 --steps 6e2 --delta 1e-5".split()
+    same = printed(capsys, "epsilon", "--sigma", "2.15", *FASHION)
+    assert printed(capsys, "epsilon", "--sigma", "2.15", "--n", rows, *options) == same
 
 
 def test_delta_follows_from_the_rows_where_it_is_not_given(capsys):
@@ -80,14 +90,16 @@ CONSTANTS = {"--sample-rate": ["--sample-rate", "0.03"], "--delta": ["--delta", 
 @pytest.mark.parametrize("given", [[], ["--delta"], ["--sample-rate"]], ids=str)
 def test_what_follows_from_the_number_of_rows_makes_it_public(capsys, given):
     argv = [*RUN, *(word for name in given for word in CONSTANTS[name])]
-    out = printed(capsys, *argv)
+    assert ", zero-out, " in printed(capsys, *argv)
+    out = printed(capsys, *argv, "--full")
     assert "(zero-out)" in out and "public (60,000)" in out and "add-or-remove-one" not in out
     assert json.loads(printed(capsys, *argv, "--json"))["adjacency"] == "zero-out"
 
 
 def test_constants_keep_the_number_of_rows_private(capsys):
     argv = [*RUN, *CONSTANTS["--sample-rate"], *CONSTANTS["--delta"]]
-    out = printed(capsys, *argv)
+    assert ", add-or-remove-one, " in printed(capsys, *argv)
+    out = printed(capsys, *argv, "--full")
     assert "add-or-remove-one" in out and "rate 0.03," in out and "60,000" not in out
     found = json.loads(printed(capsys, *argv, "--json"))
     assert (found["adjacency"], found["sample_rate"]) == ("add-or-remove-one", 0.03)
@@ -101,7 +113,8 @@ def test_a_rate_without_the_number_of_steps_is_a_wrong_call(capsys):
 
 @pytest.mark.parametrize("argv", [RUN, ["calibrate", "--epsilon", "3", *RUN[3:]]], ids=["epsilon", "calibrate"])
 def test_no_run_is_claimed_to_have_taken_place(capsys, argv):
-    out = printed(capsys, *argv)
+    assert printed(capsys, *argv).count("\n") == 1
+    out = printed(capsys, *argv, "--full")
     assert "Steps: 600 would be charged." in out
     for claimed in ("steps charged", "planned", "in memory", "of the ledger", "[yes]", "[no]", "was not probed"):
         assert claimed not in out
@@ -150,19 +163,21 @@ def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
 
 @pytest.mark.parametrize("sigma", ["1e-200", "1e-320"])
 def test_noise_that_is_almost_none_is_said_to_be_not_private(capsys, sigma):
-    first = printed(capsys, *SHORT, "--sigma", sigma).split("\n\n")[1].splitlines()[0]
-    assert "ε = ∞" in first and "[NOT PRIVATE]" in first
+    first = printed(capsys, *SHORT, "--sigma", sigma, "--full").split("\n\n")[1].splitlines()[0]
+    for line in (first, printed(capsys, *SHORT, "--sigma", sigma)):
+        assert "ε = ∞" in line and "[NOT PRIVATE]" in line
     assert "[NOT PRIVATE]" in json.loads(printed(capsys, *SHORT, "--sigma", sigma, "--json"))["statement"]
 
 
 @pytest.mark.parametrize("sigma", ["1e16", "1e300", "1.7e308"])
 def test_noise_beyond_measure_costs_nothing(capsys, sigma):
-    out = printed(capsys, *SHORT, "--sigma", sigma)
+    assert printed(capsys, *SHORT, "--sigma", sigma).startswith("ε = 0.00 (δ = 1e-05, 5 steps, ")
+    out = printed(capsys, *SHORT, "--sigma", sigma, "--full")
     assert "(ε = 0.00, δ = 1e-05)" in out and f"{float(sigma):.6g}" in out
     assert json.loads(printed(capsys, *SHORT, "--sigma", sigma, "--json"))["epsilon"] == 0
 
 
 def test_the_largest_number_of_steps_is_answered(capsys):
-    out = printed(capsys, *SHORT, "--steps", str(2**62))
+    out = printed(capsys, *SHORT, "--steps", str(2**62), "--full")
     assert f"Steps: {2**62:,} would be charged." in out
     assert float(re.search(r"\(ε = ([\d.]+), ", out)[1]) > 2**62 * 0.01**2  # the mean of the losses is about that

@@ -103,7 +103,7 @@ WRONG = {
             *[("--sigma", value) for value in ("-1", "nan", "inf", "")],
             *[("--n", value) for value in ("0", "-5", "1.5", "nan")],
             *[("--batch", value) for value in ("0", "-3", "1001", "2.5")],
-            *[("--steps", value) for value in ("0", "-1", "1e3", str(2**62 + 1))],
+            *[("--steps", value) for value in ("0", "-1", "1e-3", "1e99", str(2**62 + 1))],
             *[("--delta", value) for value in ("0", "1", "-1", "nan", "inf", "0.002")],
             *[("--sample-rate", value) for value in ("0", "-1", "1.5", "nan")],
         )
