@@ -123,6 +123,10 @@ class Ledger:
         """Number of charged batches, released or discarded."""
         return self._steps
 
+    def __repr__(self) -> str:
+        """Returns the number of charged steps and of different events."""
+        return f"{type(self).__name__}(steps={self.steps}, events={len(self._counts)})"
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the complete history as plain JSON values."""
         charges = [{"event": event_to_state(c.event), "count": c.count, "kind": c.kind} for c in self._charges]

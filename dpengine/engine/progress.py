@@ -21,8 +21,8 @@ B = TypeVar("B")
 
 _MIN_INTERVAL = 1.0  # seconds between two computations of epsilon
 _COST_SHARE = 20  # minimum ratio of that interval and the time of a computation
-_BAR = "training {bar:19} {n_fmt}/{total_fmt}  {desc}  {elapsed}"
-_BAR_WITHOUT_TOTAL = "training {n_fmt} steps  {desc}  {elapsed}"
+_BAR = "training {bar:12} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}, {rate_fmt}"
+_BAR_WITHOUT_TOTAL = "training {n_fmt} steps  {desc}  {elapsed}, {rate_fmt}"
 
 
 class Spender(Protocol):

@@ -216,6 +216,11 @@ class PrivateIteration:
         """Returns the number of logical batches in a pass."""
         return len(self.batch_sampler)
 
+    def __repr__(self) -> str:
+        """Returns the class, the scheme of the batches, their number in a pass, and the position."""
+        draws = self._batches.strategy
+        return f"{type(self).__name__}({draws!r}, steps={len(self)}, position={self.position})"
+
     @property
     def position(self) -> int:
         """Number of logical batches returned since the start of the run."""
