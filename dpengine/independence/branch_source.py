@@ -45,6 +45,7 @@ def _tests(path: str, call: Span, array: bool) -> bool:
     nodes = [node for node in nodes if scope is None or (scope[0] <= _span(node)[0] and _span(node)[1] <= scope[1])]
     named = {ast.unparse(target) for node in nodes if _holds(node, call) for target in _targets(node)}
     harmless = [_test(node) for node in nodes if _only_reports(node, _nodes(path), named)]
+    harmless += [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "exp"]  # a perplexity
     tests = [test for node in nodes if (test := _test(node)) is not None and not ERROR_TESTS & _names(test)]
     tests = [test for test in tests if not any(_holds(one, _span(test)) for one in harmless)]
     if any(_holds(test, call) for test in tests):
@@ -82,7 +83,7 @@ def _test(node: ast.AST) -> ast.expr | None:
 
 def _is_bound(node: ast.Call) -> bool:
     """Returns True if a call bounds a number, other than to divide by it, as ``max(1, n)`` does."""
-    name = getattr(node.func, "id", None) or getattr(node.func, "attr", None)
+    name = _name(node.func)
     divides = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
     return name in ("min", "max", "clip", "range") and not divides
 
@@ -138,6 +139,10 @@ def _values(node: ast.AST) -> set[str]:
     values = [one for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))]
     owners = {id(one.value) for one in values if not isinstance(one, ast.Name)}
     return {ast.unparse(one) for one in values if id(one) not in owners}
+
+
+def _name(function: ast.expr) -> str | None:
+    return getattr(function, "id", None) or getattr(function, "attr", None)
 
 
 def _names(node: ast.AST) -> set[str]:

@@ -221,6 +221,7 @@ NO_OTHER_BRANCH = {
     "assert": lambda o, y, x: asserted(o, y, o.abs().max() > 50),
     "error for a number": limited,
     "number for infinity": finite,
+    "perplexity": lambda o, y, x: (math.exp(min(20, o.mean().item())), F.cross_entropy(o, y))[1],
     "count that is divided by": lambda o, y, x: (1 / max(1, right(o, y).sum().item()), F.cross_entropy(o, y))[1],
     "number in a text": lambda o, y, x: ("%.3f" % o.mean().item(), F.cross_entropy(o, y))[1],  # noqa: UP031
     "a length of labels": lambda o, y, x: F.cross_entropy(o, y) + 0 * len(o[y == 0]) + 0 * o[y == 1].shape[0],
