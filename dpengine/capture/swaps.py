@@ -183,7 +183,7 @@ class ParameterSwap:
         capture = self.capture
         if capture.rows is None or not capture.batch_first:
             return False
-        indices = tensors_in((args, kwargs))[0]
+        indices = local_part(tensors_in((args, kwargs))[0])
         if indices.dim() == 1 or (indices.dim() == 2 and indices.shape[0] == indices.shape[1]):
             # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
             self.shared = self.shared or len(indices) != capture.rows
