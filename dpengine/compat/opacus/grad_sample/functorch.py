@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpengine.capture.record import LayerCall, turned
+from dpengine.grad_samplers.forward_by_rows import run_with
 from dpengine.grad_samplers.functional import functional_sampler
 
 
@@ -64,7 +65,7 @@ def _compute(
     given = activations.detach().to(dtype) if activations.is_floating_point() else activations
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     values = {name: p.to(dtype) for name, p in layer.named_parameters()}
-    output = functional_call(layer, {**values, **buffers}, (given if batch_first else turned(given),))
+    output = run_with(layer, {**values, **buffers}, (given if batch_first else turned(given),), {})
     output = output if batch_first else turned(output)
     call = LayerCall(layer, (given,), backprops.to(dtype), output=output, batch_first=batch_first)
     found = functional_sampler(layer).grads(call)
