@@ -85,7 +85,7 @@ def _is_bound(node: ast.Call) -> bool:
     """Returns True if a call bounds a number, other than to divide by it, as ``max(1, n)`` does."""
     name = _name(node.func)
     divides = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
-    return name in ("min", "max", "clip", "range") and not divides
+    return name in ("min", "max", "clip", "clamp", "range") and not divides
 
 
 def _only_reports(node: ast.expr | ast.stmt, nodes: list[ast.expr | ast.stmt], named: Set[str] = frozenset()) -> bool:

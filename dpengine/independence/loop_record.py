@@ -217,6 +217,9 @@ class LoopRecord(TorchFunctionMode):
         made = {id(t): i for i, call in enumerate(self.calls) for t in _results(call)}
         end = max(made[id(root)] for root in roots)
         self.left = next((name for before, name in self.leavers if before <= end), None)
+        last = max(i for i, call in enumerate(self.calls) if isinstance(call, ModelCall))
+        if self.drew and any(before <= last for before, _ in self.leavers):
+            self.doubt = self.doubt or f"the input of the model may follow a number that leaves torch by {self.left}"
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         name = name_of(function)

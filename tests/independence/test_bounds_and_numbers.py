@@ -208,6 +208,7 @@ OTHER_BRANCH = {  # none of these tests changes its result within the first batc
     "a number of bools": lambda o, y, x: F.cross_entropy(o, y) * 0.5 ** sum((o.amax(1) > 20).tolist()),
     "a length": lambda o, y, x: F.cross_entropy(o, y) / (1 + len((o.amax(1) > 20).nonzero())),
     "a shape": lambda o, y, x: F.cross_entropy(o, y) / (1 + o[o > 20].flatten().shape[0]),
+    "a number that bounds": lambda o, y, x: F.cross_entropy(o.clamp(max=9 * o.detach().std().item()), y),
     "a bounded number": lambda o, y, x: F.cross_entropy(o, y) * min(1.0, 5 / F.cross_entropy(o, y).item()),
     "a number with a lower bound": lambda o, y, x: F.cross_entropy(o, y) / max(50.0, o.abs().max().item()),
     "a number that is rounded down": lambda o, y, x: F.cross_entropy(o, y) / (1 + o.max().item() // 5),
@@ -345,6 +346,13 @@ def test_random_numbers_for_each_sample_are_accepted(augmented):
     engine, shown = trained(lambda o, y, *_: F.cross_entropy(o, y), augmented=augmented)
     assert inside.checked_loops(engine) > 0
     assert not shown
+
+
+@pytest.mark.parametrize("noisy", [lambda x: x + 0.01 * torch.randn_like(x), F.dropout], ids=["noise", "dropout"])
+def test_a_number_before_the_model_is_reported_if_random_inputs_cannot_be_compared(noisy):
+    scaled = lambda x: noisy(x / x.abs().max().item())  # noqa: E731
+    _, (text,) = trained(lambda o, y, *_: F.cross_entropy(o, y), augmented=scaled)
+    assert "the input of the model may follow a number that leaves torch by Tensor.item" in text
 
 
 def test_a_seed_from_the_batch_is_reported():

@@ -366,6 +366,14 @@ GUARDS = [
         "take_it[a shape]",
     ),
     Guard(
+        "loop-number-and-noise",
+        "a number of the batch before the model, in a loop that draws random inputs",
+        "        if self.drew and any(before <= last for before, _ in self.leavers):",
+        "        if False:",
+        "independence/test_bounds_and_numbers.py::test_a_number_before_the_model_is_reported_if_random_inputs_cannot_be_"
+        "compared[noise]",
+    ),
+    Guard(
         "loop-seed",
         "a seed that the loop reads from the batch",
         "        if drew and self.leavers and (own or not all(map(torch.equal, before, random))):",
