@@ -14,6 +14,7 @@ from .torch_calls import ERROR_TESTS
 
 Span = tuple[tuple[int, int], tuple[int, int]]  # line and column of the start and of the end
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _SCOPES = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -51,6 +52,81 @@ def _tests(path: str, call: Span, array: bool) -> bool:
     if any(_holds(test, call) for test in tests):
         return True
     return any(named & _values(test) for test in tests if not (array and isinstance(test, ast.Compare)))
+
+
+def reaches_loss(frame: FrameType) -> bool:
+    """Returns True if the number that the call of a frame returns reaches the loss by the assignments of its function.
+
+    The loss is what ``backward`` is called on, or else the first value that the function returns. Numbers of single
+    samples, as ``int(y[i])``, are left out, and so are expressions without a name (``lambda``).
+    """
+    return _reaches(frame.f_code.co_filename, _call_of(frame))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reaches(path: str, call: Span) -> bool:
+    nodes = _nodes(path)
+    functions = [node for node in nodes if isinstance(node, _FUNCTIONS) and _holds(node, call)]
+    scope = max(functions, key=lambda node: _span(node)[0], default=None)
+    nodes = nodes if scope is None else [node for node in nodes if _holds(scope, _span(node))]
+    read = [node for node in nodes if isinstance(node, ast.Call) and _span(node) == call]
+    if isinstance(scope, ast.Lambda) or any(isinstance(_source(node), ast.Subscript) for node in read):
+        return False
+    if any(isinstance(node, ast.Call) and _name(node.func) in ERROR_TESTS and _holds(node, call) for node in nodes):
+        return False
+    assigned = [(value, _texts(target)) for node in nodes for value, target in _assignments(node)]
+    found: set[str] = set()
+    for _ in assigned:  # until nothing is added
+        more = {text for value, texts in assigned if _holds(value, call) or found & _reads(value) for text in texts}
+        if more <= found:
+            break
+        found |= more
+    calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    losses = [function.value for function in calls if function.attr == "backward"]
+    if not losses:
+        returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
+        losses = [value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value for value in returned]
+    return any(_holds(loss, call) or found & _reads(loss) for loss in losses if not isinstance(loss, ast.Dict))
+
+
+def _source(read: ast.Call) -> ast.expr | None:
+    """Returns the tensor of ``tensor.item()`` or ``int(tensor)``."""
+    if read.args:
+        return read.args[0]
+    return read.func.value if isinstance(read.func, ast.Attribute) else None
+
+
+def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
+    """Returns each value that a node assigns, with its target."""
+    if isinstance(node, ast.AugAssign):
+        return [(node.value, node.target)]
+    if isinstance(node, (ast.For, ast.comprehension)):
+        return [(node.iter, node.target)]
+    value, found = getattr(node, "value", None), []
+    for target in node.targets if isinstance(node, ast.Assign) else _targets(node):
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            found += list(zip(value.elts, target.elts, strict=True))
+        elif value is not None:
+            found.append((value, target))
+    return found
+
+
+def _texts(target: ast.expr) -> set[str]:
+    """Returns the texts of a target; an entry of a tensor or list is the whole."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return {text for part in target.elts for text in _texts(part)}
+    return {ast.unparse(target.value if isinstance(target, ast.Subscript) and _is_entry(target) else target)}
+
+
+def _reads(node: ast.AST) -> set[str]:
+    """Returns the variables, attributes and items in an expression, and the wholes of entries."""
+    entries = (one for one in ast.walk(node) if isinstance(one, ast.Subscript) and _is_entry(one))
+    return _values(node) | {ast.unparse(one.value) for one in entries}
+
+
+def _is_entry(item: ast.Subscript) -> bool:
+    """Returns True for an item of a tensor or list, whose index is not a text."""
+    return not (isinstance(item.slice, ast.Constant) and isinstance(item.slice.value, str))
 
 
 def _call_of(frame: FrameType) -> Span:

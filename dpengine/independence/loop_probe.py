@@ -27,7 +27,7 @@ from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import Rows, refuse_reduction
 from .loop_check import LoopCheck, Sample, models, of_calls
-from .loop_record import TESTS, Digest, LoopRecord, Place
+from .loop_record import FOLLOWS, TESTS, Digest, LoopRecord, Place
 from .loop_writes import refuse_written
 from .padding_loop import LoopPadding
 from .probe import Probe
@@ -44,6 +44,7 @@ _CHOOSE = "Choose by single samples, as torch.where does, or by numbers that do 
 _REMEDIES = {  # where check_loop need not see the effect
     BRANCH: _CHOOSE,
     TESTS: _CHOOSE,
+    FOLLOWS: "Compute with tensors of single samples, or with numbers that do not follow from the batch.",
     OTHER_BATCHES: "Use no values of other batches, as a running mean or a queue of outputs has, and compute what is "
     "needed of a sample by calls of torch.",
 }

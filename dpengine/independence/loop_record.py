@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
-from .branch_source import changes_no_loss, tests_number
+from .branch_source import changes_no_loss, reaches_loss, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import OLDER, attribute_of_batch, unseen_input
 from .random_states import python_states, random_states
@@ -35,6 +35,7 @@ from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, chooses_size, na
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
 TESTS = "the loop tests a number of the batch"
+FOLLOWS = "the loss follows a number of the batch"
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -244,8 +245,11 @@ class LoopRecord(TorchFunctionMode):
             self.leavers.append((len(self.calls), f"Tensor.{name}"))
             branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float, list))
             if not branches:
-                if tests_number(caller, array=not isinstance(result, (bool, int, float))):
+                is_number = isinstance(result, (int, float))
+                if tests_number(caller, array=not is_number):
                     self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
+                elif is_number and reaches_loss(caller):
+                    self.doubt = self.doubt or f"{FOLLOWS}, which the loop reads by Tensor.{name}"
                 return result
         results, unseen = tensors_in(result), self._unseen(tensors)
         if chooses_size(name, args) or any(id(t) in self._chosen for t in tensors):

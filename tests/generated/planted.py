@@ -90,12 +90,14 @@ class Planted:
         error: The class of the refusal.
         says: A part of its message.
         settings: With which the engine is asked.
+        may_run_alone: Whether mode "auto" may run each row alone through a part of the model, and be right.
     """
 
     make: Callable[[int], nn.Module]
     error: type[PrivacyError]
     says: str
     settings: dict[str, Any] = field(default_factory=dict)
+    may_run_alone: bool = False
 
 
 class OverFeatures(Inner):
@@ -130,19 +132,22 @@ PLANTED: dict[str, Planted] = {
     ),
     "float16": Planted(lambda width: Cast(nn.Linear(width, width)), UnsupportedLayerError, "float16"),
     "borrowed-weight": Planted(
-        lambda width: Borrowed(nn.Linear(width, width)), MissingGradientError, "outside the forward of the layer"
+        lambda width: Borrowed(nn.Linear(width, width)),
+        MissingGradientError,
+        "outside the forward of the layer",
+        may_run_alone=True,
     ),
     "unused": Planted(
         lambda width: Unused(nn.Linear(width, width)), MissingGradientError, "has no gradient in this step"
     ),
     "random": Planted(Noisy, UnsupportedLayerError, "draws random numbers"),
     "buffer": Planted(lambda width: Counting(), BufferUpdateError, "was written by the forward pass"),
-    "beside-product": Planted(BesideProduct, UnsupportedLayerError, "is used by", _ONE_PASS),
+    "beside-product": Planted(BesideProduct, UnsupportedLayerError, "is used by", _ONE_PASS, may_run_alone=True),
     "centred": Planted(
         lambda width: Apply("centred over rows", lambda x: x - x.mean(dim=0)), UnsupportedLayerError, _MIXES
     ),
     "sorted": Planted(
         lambda width: Apply("sorted rows", lambda x: x.sort(dim=0).values), UnsupportedLayerError, _MIXES
     ),
-    "time-first": Planted(lambda width: TimeFirst(nn.LSTM(width, width)), PrivacyError, " rows"),
+    "time-first": Planted(lambda width: TimeFirst(nn.LSTM(width, width)), PrivacyError, " rows", may_run_alone=True),
 }

@@ -45,7 +45,7 @@ class Verdict:
 
 def verdict_on(subject: Subject) -> Verdict:
     """Runs a subject through the engine and through the loop."""
-    if subject.planted is not None:
+    if subject.planted is not None and (not PLANTED[subject.planted].may_run_alone or _is_refused(subject)):
         return _planted(subject)
     truths, own = rows_alone(subject, wide=True), rows_alone(subject, wide=False)
     max_norm = threshold(truths, subject.settings["quantile"])
@@ -62,6 +62,16 @@ def verdict_on(subject: Subject) -> Verdict:
     if not error <= allowed and not (error <= RAISED and _only_smaller(subject, truths, max_norm)):
         why = f"off by {error:.3g}, where {allowed:.3g} is allowed"
     return Verdict("wrong" if why else "right", why, error, roundings, notices)
+
+
+def _is_refused(subject: Subject) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            by_engine(subject, 1.0)
+        except Exception:
+            return True
+    return False
 
 
 def _planted(subject: Subject) -> Verdict:

@@ -355,6 +355,45 @@ def test_a_number_before_the_model_is_reported_if_random_inputs_cannot_be_compar
     assert "the input of the model may follow a number that leaves torch by Tensor.item" in text
 
 
+def gap_of_groups(o, y, x, state):
+    rates = [right(o[group], y[group]).float().mean().nan_to_num().item() * 0 for group in (y < 1, y > 0)]
+    weight = torch.ones(len(y))
+    weight[y > 0] += rates[1] - rates[0]
+    return (weight * each(o, y)).mean()
+
+
+def by_first_loss(o, y, x, state):
+    loss = F.cross_entropy(o, y)
+    if "first" not in state:
+        state["first"] = loss.item()
+    return loss / state["first"]
+
+
+def shown(o, y, x, state):
+    loss, hits = F.cross_entropy(o, y), right(o, y).sum().item()
+    state["loss"], state["total"] = loss.item(), state.get("total", 0.0) + loss.item()
+    rate = hits / len(y)
+    loss = loss * 1.0
+    return loss, rate
+
+
+FOLLOWS = {"rates of groups": gap_of_groups, "first loss": by_first_loss}
+
+
+@pytest.mark.parametrize("loss", FOLLOWS.values(), ids=FOLLOWS)
+def test_a_number_that_the_source_carries_to_the_loss_is_reported(loss):
+    state = {}
+    _, (text,) = trained(lambda o, y, x, _: loss(o, y, x, state), with_data=True)
+    assert "the loss follows a number of the batch, which the loop reads by Tensor.item" in text
+
+
+def test_numbers_that_are_only_shown_are_accepted():
+    state = {}
+    engine, seen = trained(lambda o, y, x, _: shown(o, y, x, state)[0], with_data=True)
+    assert inside.checked_loops(engine) > 0
+    assert not seen
+
+
 def test_a_seed_from_the_batch_is_reported():
     def seeded(o, y, *_):
         torch.manual_seed(int(y.sum()))
