@@ -6,6 +6,7 @@ import ast
 import functools
 import itertools
 import linecache
+import re
 import sys
 from collections.abc import Set
 from types import FrameType
@@ -54,26 +55,35 @@ def _tests(path: str, call: Span, array: bool) -> bool:
     return any(named & _values(test) for test in tests if not (array and isinstance(test, ast.Compare)))
 
 
-def reaches_loss(frame: FrameType) -> bool:
-    """Returns True if the number that the call of a frame returns reaches the loss by the assignments of its function.
+def reaches_loss(frame: FrameType) -> str | None:
+    """Returns where a number that the call of a frame returns goes to, by the assignments of its function.
 
-    The loss is what ``backward`` is called on, or else the first value that the function returns. Numbers of single
-    samples, as ``int(y[i])``, are left out, and so are expressions without a name (``lambda``).
+    Numbers of single samples, as ``int(y[i])``, are left out, and so are expressions without a name (``lambda``).
+
+    Returns:
+        "differentiated" if ``backward`` is called on it, "returned" if it is the first value that a function without
+        such a call returns; else None.
     """
     return _reaches(frame.f_code.co_filename, _call_of(frame))
 
 
+def function_of(frame: FrameType) -> str:
+    """Returns the file and the name of the function of a frame, also if it is inside a comprehension."""
+    name = re.sub(r"(\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr)>)+$", "", frame.f_code.co_qualname)
+    return f"{frame.f_code.co_filename}:{name}"
+
+
 @functools.lru_cache(maxsize=1024)
-def _reaches(path: str, call: Span) -> bool:
+def _reaches(path: str, call: Span) -> str | None:
     nodes = _nodes(path)
     functions = [node for node in nodes if isinstance(node, _FUNCTIONS) and _holds(node, call)]
     scope = max(functions, key=lambda node: _span(node)[0], default=None)
     nodes = nodes if scope is None else [node for node in nodes if _holds(scope, _span(node))]
     read = [node for node in nodes if isinstance(node, ast.Call) and _span(node) == call]
     if isinstance(scope, ast.Lambda) or any(isinstance(_source(node), ast.Subscript) for node in read):
-        return False
+        return None
     if any(isinstance(node, ast.Call) and _name(node.func) in ERROR_TESTS and _holds(node, call) for node in nodes):
-        return False
+        return None
     assigned = [(value, _texts(target)) for node in nodes for value, target in _assignments(node)]
     found: set[str] = set()
     for _ in assigned:  # until nothing is added
@@ -83,10 +93,12 @@ def _reaches(path: str, call: Span) -> bool:
         found |= more
     calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     losses = [function.value for function in calls if function.attr == "backward"]
+    place = "differentiated" if losses else "returned"
     if not losses:
         returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
         losses = [value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value for value in returned]
-    return any(_holds(loss, call) or found & _reads(loss) for loss in losses if not isinstance(loss, ast.Dict))
+    values = [loss for loss in losses if not isinstance(loss, ast.Dict)]
+    return place if any(_holds(loss, call) or found & _reads(loss) for loss in values) else None
 
 
 def _source(read: ast.Call) -> ast.expr | None:

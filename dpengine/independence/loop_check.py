@@ -25,7 +25,8 @@ from .compare_runs import (
     norms,
     reduction_of,
 )
-from .loop_record import Call, LoopRecord, ModelCall, Place
+from .loop_record import LoopRecord
+from .recorded_call import Call, ModelCall, Place
 from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
 from .torch_calls import takes_one
 

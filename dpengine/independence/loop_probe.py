@@ -27,10 +27,12 @@ from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import Rows, refuse_reduction
 from .loop_check import LoopCheck, Sample, models, of_calls
-from .loop_record import FOLLOWS, TESTS, Digest, LoopRecord, Place
+from .loop_record import FOLLOWS, TESTS, LoopRecord
 from .loop_writes import refuse_written
+from .model_inputs import Digest
 from .padding_loop import LoopPadding
 from .probe import Probe
+from .recorded_call import Place
 from .run_again import BRANCH, NotRecordedError, OutOfTimeError, Run
 from .watch_step import CHECKED_LOOPS
 

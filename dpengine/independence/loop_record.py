@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +26,22 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from dpengine.capture.replay import Pass
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
-from .branch_source import changes_no_loss, reaches_loss, tests_number
+from .branch_source import changes_no_loss, function_of, reaches_loss, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples
-from .model_inputs import OLDER, attribute_of_batch, unseen_input
+from .model_inputs import OLDER, Digest, attribute_of_batch, digest, unseen_input
 from .random_states import python_states, random_states
-from .torch_calls import BRANCHES, DRAW_IN_PLACE, OUT_OF_TORCH, chooses_size, name_of, origin_of, reads_size, writes_to
+from .recorded_call import Call, ModelCall, results_of
+from .torch_calls import (
+    BRANCHES,
+    DRAW_IN_PLACE,
+    OUT_OF_TORCH,
+    autocasts,
+    chooses_size,
+    name_of,
+    origin_of,
+    reads_size,
+    writes_to,
+)
 
 MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
 MOST_CALLS = 20_000
@@ -38,42 +49,6 @@ TESTS = "the loop tests a number of the batch"
 FOLLOWS = "the loss follows a number of the batch"
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
-
-Digest = tuple[tuple[int, ...], str, str]  # of a tensor: shape, sum, sum of squares
-
-Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
-
-
-class Call(NamedTuple):
-    """A call of a torch function.
-
-    Attributes:
-        function: The function.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-        grad: Whether gradients were enabled.
-        autocast: Device type and dtype of each autocast that was enabled.
-        random: State of the random generators before the call, if it changed them.
-        harmless: Whether a branch that the result chooses only raises an error or notes values.
-    """
-
-    function: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    grad: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]
-    random: list[Tensor] | None
-    harmless: bool
-
-
-class ModelCall(NamedTuple):
-    """A forward pass of the model: its inputs, the outputs that the loop got, and the recorded pass."""
-
-    inputs: list[Tensor]
-    outputs: list[Tensor]
-    recorded: Pass
 
 
 class LoopRecord(TorchFunctionMode):
@@ -128,6 +103,10 @@ class LoopRecord(TorchFunctionMode):
         self._random: set[int] = set()  # random tensors and what comes from them, other than through the model
         self.leavers: list[tuple[int, str]] = []
         self.doubt: str | None = None
+        self._followed: list[tuple[str | None, str]] = []  # numbers that reach a loss, or what this function returns
+        self._function_of: dict[int, str] = {}  # which computed a tensor
+        self._read_before_model: str | None = None
+        self._draws: set[int] = set()  # random tensors
         self._states = random_states()  # after the last call of torch or of the model
         self._python_states = python_states()
         self._thread = threading.get_ident()
@@ -215,12 +194,14 @@ class LoopRecord(TorchFunctionMode):
             if id(root) not in self._made:
                 self._give_up(f"the loss comes from {origin_of(root)}, which is not recorded")
                 return
-        made = {id(t): i for i, call in enumerate(self.calls) for t in _results(call)}
+        made = {id(t): i for i, call in enumerate(self.calls) for t in results_of(call)}
         end = max(made[id(root)] for root in roots)
         self.left = next((name for before, name in self.leavers if before <= end), None)
-        last = max(i for i, call in enumerate(self.calls) if isinstance(call, ModelCall))
-        if self.drew and any(before <= last for before, _ in self.leavers):
-            self.doubt = self.doubt or f"the input of the model may follow a number that leaves torch by {self.left}"
+        of_loss = {None, *(self._function_of.get(id(root)) for root in roots)}
+        self.doubt = self.doubt or next((text for function, text in self._followed if function in of_loss), None)
+        if self.drew and self._read_before_model is not None:
+            reason = f"the input of the model may follow a number that leaves torch by {self._read_before_model}"
+            self.doubt = self.doubt or reason
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         name = name_of(function)
@@ -234,7 +215,7 @@ class LoopRecord(TorchFunctionMode):
         writes, dependent = writes_to(name, kwargs), any(id(t) in self.dependent for t in tensors)
         if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
             self._keep(tensors[0])
-        random, grad, autocast = random_states(), torch.is_grad_enabled(), _autocasts()
+        random, grad, autocast = random_states(), torch.is_grad_enabled(), autocasts()
         if (own := kwargs.get("generator")) is not None:
             kwargs = {**kwargs, "generator": own.clone_state()}  # for runs of the record
             result = function(*args, **{**kwargs, "generator": own})
@@ -242,14 +223,9 @@ class LoopRecord(TorchFunctionMode):
             result = function(*args, **kwargs)
         branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._chosen)
         if dependent and name in OUT_OF_TORCH:
-            self.leavers.append((len(self.calls), f"Tensor.{name}"))
             branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float, list))
+            self._note_read(name, tensors[0], result, caller, branches=branches)
             if not branches:
-                is_number = isinstance(result, (int, float))
-                if tests_number(caller, array=not is_number):
-                    self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
-                elif is_number and reaches_loss(caller):
-                    self.doubt = self.doubt or f"{FOLLOWS}, which the loop reads by Tensor.{name}"
                 return result
         results, unseen = tensors_in(result), self._unseen(tensors)
         if chooses_size(name, args) or any(id(t) in self._chosen for t in tensors):
@@ -258,6 +234,7 @@ class LoopRecord(TorchFunctionMode):
         self._set_foreign(changed, frozenset().union(*map(self._foreign_of, tensors)))
         if (drew := self._drew(random, own=own is not None)) or any(id(t) in self._random for t in tensors):
             self._random.update(map(id, changed))
+            self._draws.update(() if dependent else map(id, results))
             self.drew_for_loss |= name in OUT_OF_TORCH
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
             if unseen is not None or any(id(t) in self.older for t in tensors):
@@ -276,6 +253,7 @@ class LoopRecord(TorchFunctionMode):
         harmless = branches and changes_no_loss(caller)
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, harmless))
         self._made.update(map(id, results))
+        self._function_of.update((id(t), function_of(caller)) for t in results)
         self.dependent.update(map(id, results))
         if writes:
             self.dependent.add(id(tensors[0]))
@@ -283,6 +261,20 @@ class LoopRecord(TorchFunctionMode):
         if self._bytes > MOST_BYTES or len(self.calls) > MOST_CALLS:
             self._give_up("the loss has too many intermediate results")
         return result
+
+    def _note_read(self, name: str, tensor: Tensor, result: Any, caller: FrameType, *, branches: bool) -> None:
+        """Notes that a number leaves torch, and what the source does with it. ``branches`` if runs compare it."""
+        self.leavers.append((len(self.calls), f"Tensor.{name}"))
+        if id(tensor) not in self._draws and not any(isinstance(call, ModelCall) for call in self.calls):
+            self._read_before_model = f"Tensor.{name}"
+        is_number = isinstance(result, (int, float))
+        if branches:
+            return
+        if tests_number(caller, array=not is_number):
+            self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
+        elif is_number and (place := reaches_loss(caller)) is not None:
+            function = function_of(caller) if place == "returned" else None
+            self._followed.append((function, f"{FOLLOWS}, which the loop reads by Tensor.{name}"))
 
     def _drew(self, random: Sequence[Tensor], *, own: bool) -> bool:
         """Returns True if a call drew random numbers.
@@ -309,7 +301,7 @@ class LoopRecord(TorchFunctionMode):
             known = frozenset()
             is_constant = tensor.is_leaf and type(tensor) is Tensor and not tensor.requires_grad
             if is_constant and id(tensor) not in self.before and not is_functorch_wrapped_tensor(tensor):
-                known = frozenset([_digest(tensor)])
+                known = frozenset([digest(tensor)])
             self._set_foreign([tensor], known)
         return known
 
@@ -372,21 +364,7 @@ def _without_records() -> Iterator[None]:
 _PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autograd_backward, _of_autograd))
 
 
-def _results(call: Call | ModelCall) -> list[Tensor]:
-    return call.outputs if isinstance(call, ModelCall) else tensors_in(call.result)
-
-
-def _digest(tensor: Tensor) -> Digest:
-    values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
-    return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())
-
-
 def _now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from dpengine.capture.tap import tensors_in
 from dpengine.errors import BufferUpdateError
 
-from .loop_record import LoopRecord, ModelCall
+from .loop_record import LoopRecord
+from .recorded_call import ModelCall
 from .torch_calls import name_of, writes_to
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -11,6 +12,8 @@ from dpengine.capture.tap import tensors_in
 
 if TYPE_CHECKING:
     from .loop_record import LoopRecord
+
+Digest = tuple[tuple[int, ...], str, str]  # of a tensor: shape, sum, sum of squares
 
 OLDER = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
 
@@ -41,3 +44,10 @@ def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
             if any(id(t) in record.dependent and record.samples not in t.shape[:2] for t in held):
                 return f"attribute '{name}' of {f'layer {prefix!r}' if prefix else 'the model'}"
     return None
+
+
+def digest(tensor: Tensor) -> Digest:
+    """Returns numbers that tell whether the values of a tensor changed."""
+    values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
+    return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())

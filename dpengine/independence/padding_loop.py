@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .compare_runs import Kept, Rows, largest_change
-from .loop_record import Call, Place
 from .padding_probe import Padding, depends_on_padding, narrowed, paddings, shorter
+from .recorded_call import Call, Place
 from .run_again import NotRecordedError, Rerun, Run
 
 

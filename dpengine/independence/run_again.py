@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.tap import tensors_in, tensors_in_outputs
 
 from .compare_runs import arranged_batch
-from .loop_record import Call, LoopRecord, ModelCall, Place
+from .loop_record import LoopRecord
 from .random_states import restored_random_states, set_random_states
+from .recorded_call import Call, ModelCall, Place
 from .torch_calls import ERROR_TESTS, name_of, reads_size
 
 BRANCH = "the loop takes a branch that depends on the batch"

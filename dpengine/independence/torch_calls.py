@@ -69,3 +69,8 @@ def takes_one(function: Any, args: Sequence[Any]) -> bool:
         return True
     index = args[1] if name == "__getitem__" and len(args) > 1 else None
     return type(index[0] if isinstance(index, tuple) and index else index) is int
+
+
+def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
+    """Returns device type and dtype of each autocast that is enabled."""
+    return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))

@@ -369,8 +369,14 @@ def by_first_loss(o, y, x, state):
     return loss / state["first"]
 
 
+def share_right(o, y):
+    count = right(o, y).sum().item()
+    return count / len(y)
+
+
 def shown(o, y, x, state):
     loss, hits = F.cross_entropy(o, y), right(o, y).sum().item()
+    state["accuracy"] = share_right(o, y)
     state["loss"], state["total"] = loss.item(), state.get("total", 0.0) + loss.item()
     rate = hits / len(y)
     loss = loss * 1.0

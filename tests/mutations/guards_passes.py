@@ -368,7 +368,7 @@ GUARDS = [
     Guard(
         "loop-number-and-noise",
         "a number of the batch before the model, in a loop that draws random inputs",
-        "        if self.drew and any(before <= last for before, _ in self.leavers):",
+        "        if self.drew and self._read_before_model is not None:",
         "        if False:",
         "independence/test_bounds_and_numbers.py::test_a_number_before_the_model_is_reported_if_random_inputs_cannot_be_"
         "compared[noise]",
