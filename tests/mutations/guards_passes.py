@@ -366,6 +366,14 @@ GUARDS = [
         "take_it[a shape]",
     ),
     Guard(
+        "loop-number-followed",
+        "a number of the batch that the source carries to the loss",
+        "next((text for function, text in self._followed if function in of_loss), None)",
+        "None",
+        "independence/test_bounds_and_numbers.py::test_a_number_that_the_source_carries_to_the_loss_is_reported[first "
+        "loss]",
+    ),
+    Guard(
         "loop-number-and-noise",
         "a number of the batch before the model, in a loop that draws random inputs",
         "        if self.drew and self._read_before_model is not None:",
