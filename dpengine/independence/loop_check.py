@@ -106,6 +106,8 @@ class LoopCheck:
         The losses are low beside the largest gradient. Unless the loop was checked before, they are also high beside
         it, so that every output may be wrong, and low beside the smallest gradient, so that every one may be right.
         """
+        if self._settled and self.rerun.large:  # each run is a large part of the step
+            return None
         sq_norm_B = self._sq_norms(whole.grads)
         largest, smallest = sq_norm_B.argmax(), sq_norm_B.where(sq_norm_B > 0, torch.inf).argmin()
         cases = [("output", largest, -_FAR), ("output", largest, _FAR), ("output", smallest, -_FAR)]
@@ -153,11 +155,17 @@ class LoopCheck:
             rows, up = self.rows.of(tensor), None if grad is None else self.rows.of(grad)
             if rows is None or up is None or place[0] != kind:
                 return exchanged(tensor, place)
-            rows, size = rows[source_B.to(rows.device)], self._size(tensor, place)
-            if size < torch.inf:
-                above = up[source_B[others].to(up.device)].sign_().mul_(times * (1 + size))
-                rows.index_add_(0, others.to(rows.device), above)
-            return self.rows.like(tensor, rows)
+            source, size = source_B.to(rows.device), self._size(tensor, place)
+            if not size < torch.inf:
+                return self.rows.like(tensor, rows[source])
+            if len(kept.now) == 1:  # the others are copies of it, which are moved once
+                one = rows[source[:1]]
+                moved = (one + up[source[:1]].sign_().mul_(times * (1 + size))).repeat(
+                    len(rows), *[1] * (rows.dim() - 1)
+                )
+                return self.rows.like(tensor, moved.index_copy_(0, kept.now.to(rows.device), one))
+            above = up[source[others.to(source.device)]].sign_().mul_(times * (1 + size))
+            return self.rows.like(tensor, rows[source].index_add_(0, others.to(rows.device), above))
 
         if kind in self._refused:
             return None

@@ -61,16 +61,16 @@ class Rerun:
 
     Attributes:
         record: The record.
+        large: Whether the outputs have many more entries than the data, as those of a language model.
     """
 
     def __init__(self, record: LoopRecord, *, settled: bool):
         self.record = record
         calls = [call for call in record.calls if isinstance(call, ModelCall)]
         outputs = sum(tensor.numel() for call in calls for tensor in call.outputs)
-        large = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
-        self._left = max(
-            0.0 if settled else LEAST_SECONDS, (_MOST_TIMES_LARGE if large else _MOST_TIMES) * record.seconds
-        )
+        self.large = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
+        times = _MOST_TIMES_LARGE if self.large else _MOST_TIMES
+        self._left = max(0.0 if settled else LEAST_SECONDS, times * record.seconds)
         self._longest = 0.0  # seconds of a run and its comparison
         self._began: float | None = None
 
