@@ -273,6 +273,12 @@ GUARDS = [
         "        if self.differ(of_calls(whole.inputs, reached), of_calls(run.inputs, reached), kept):",
         "        if False:",
         "independence/test_loop_probe.py::test_a_loop_that_mixes_samples_before_the_model_is_rejected[shifted]",
+        also=(
+            (
+                "        for kind, one, times in cases[:1] if self._settled else cases:",
+                "        for kind, one, times in ():",
+            ),
+        ),
     ),
     Guard(
         "loop-loss",
