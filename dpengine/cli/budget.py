@@ -35,8 +35,8 @@ def run(arguments: Namespace) -> int:
     try:
         facts = _facts(arguments)
         asked = facts.accounting
-        epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is no epsilon
-        shown = _json(facts) if arguments.json else _text(facts) if arguments.full else _line(facts)
+        cost = epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is none
+        shown = _json(facts) if arguments.json else _text(facts) if arguments.full else _line(facts, cost)
     except AccountingRefusedError as error:
         raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error))) from error
     except PrivacyError:
@@ -50,9 +50,8 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _line(facts: RunFacts) -> str:
+def _line(facts: RunFacts, cost: float) -> str:
     asked = facts.accounting
-    cost = epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)
     epsilon = f"ε = {round_up(cost) if math.isfinite(cost) else '∞ [NOT PRIVATE]'}"
     terms = f"δ = {asked.delta:g}, {facts.steps:,} steps, {asked.relation.value}, accountant {asked.accountant}"
     if asked.target_epsilon is None:

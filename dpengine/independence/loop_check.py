@@ -160,10 +160,9 @@ class LoopCheck:
                 return self.rows.like(tensor, rows[source])
             if len(kept.now) == 1:  # the others are copies of it, which are moved once
                 one = rows[source[:1]]
-                moved = (one + up[source[:1]].sign_().mul_(times * (1 + size))).repeat(
-                    len(rows), *[1] * (rows.dim() - 1)
-                )
-                return self.rows.like(tensor, moved.index_copy_(0, kept.now.to(rows.device), one))
+                away = one + up[source[:1]].sign_().mul_(times * (1 + size))
+                copies = away.expand_as(rows).clone()
+                return self.rows.like(tensor, copies.index_copy_(0, kept.now.to(rows.device), one))
             above = up[source[others.to(source.device)]].sign_().mul_(times * (1 + size))
             return self.rows.like(tensor, rows[source].index_add_(0, others.to(rows.device), above))
 

@@ -87,7 +87,7 @@ class LoopRecord(TorchFunctionMode):
         self.roots: list[tuple[Tensor, Tensor | None]] = []
         self.left: str | None = None
         self.why_not: str | None = None
-        self._recording, self._in_model = True, False
+        self._recording, self._in_model, self._model_ran = True, False, False
         self.drew = self.drew_for_loss = self.drew_by_python = False
         self._bytes = 0
         self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
@@ -163,6 +163,7 @@ class LoopRecord(TorchFunctionMode):
                 self._give_up(reason)
                 return
             self.calls.append(ModelCall(inputs, list(outputs), recorded))
+            self._model_ran = True
             self.dependent.update(map(id, outputs))
             self._set_foreign(outputs, frozenset())
             self._made.update(map(id, outputs))
@@ -182,7 +183,7 @@ class LoopRecord(TorchFunctionMode):
         if not self._recording:
             self.close()
             return
-        if not any(isinstance(call, ModelCall) for call in self.calls):
+        if not self._model_ran:
             return  # the backward pass is that of another model
         self.close()
         self.seconds = _now() - self._began
@@ -230,7 +231,11 @@ class LoopRecord(TorchFunctionMode):
         results, unseen = tensors_in(result), self._unseen(tensors)
         if chooses_size(name, args) or any(id(t) in self._chosen for t in tensors):
             self._chosen.update(id(t) for t in results if t.dim())
-        changed = [*results, *(tensors[:1] if writes else ())]
+        changed = [*results, *(tensors[:1] if writes else ())]  # which the record keeps, so that ids stay theirs
+        self._bytes += sum(t.nbytes for t in results if t.layout is torch.strided and not t._is_view())
+        if self._bytes > MOST_BYTES or len(self.calls) >= MOST_CALLS:
+            self._give_up("the loss has too many intermediate results")
+            return result
         self._set_foreign(changed, frozenset().union(*map(self._foreign_of, tensors)))
         if (drew := self._drew(random, own=own is not None)) or any(id(t) in self._random for t in tensors):
             self._random.update(map(id, changed))
@@ -257,15 +262,12 @@ class LoopRecord(TorchFunctionMode):
         self.dependent.update(map(id, results))
         if writes:
             self.dependent.add(id(tensors[0]))
-        self._bytes += sum(t.nbytes for t in results if t.layout is torch.strided and not t._is_view())
-        if self._bytes > MOST_BYTES or len(self.calls) > MOST_CALLS:
-            self._give_up("the loss has too many intermediate results")
         return result
 
     def _note_read(self, name: str, tensor: Tensor, result: Any, caller: FrameType, *, branches: bool) -> None:
         """Notes that a number leaves torch, and what the source does with it. ``branches`` if runs compare it."""
         self.leavers.append((len(self.calls), f"Tensor.{name}"))
-        if id(tensor) not in self._draws and not any(isinstance(call, ModelCall) for call in self.calls):
+        if id(tensor) not in self._draws and not self._model_ran:
             self._read_before_model = f"Tensor.{name}"
         is_number = isinstance(result, (int, float))
         if branches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 import warnings
@@ -84,7 +85,7 @@ class Rerun:
             NotRecordedError: If the calls take another path than before, or fail.
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        return self._in_time(lambda: _Values(self.record, arrange).run())
+        return self._in_time(lambda: _Values(self, arrange).run())
 
     def try_branches(self, arrange: Arrange) -> None:
         """Runs the calls without the gradients, past branches that end in an error.
@@ -93,11 +94,28 @@ class Rerun:
             NotRecordedError: If the calls fail, or take another branch (BranchError).
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        self._in_time(lambda: _Values(self.record, arrange).run_calls(refuse=False))
+        self._in_time(lambda: _Values(self, arrange).run_calls(refuse=False))
 
     def has_branches(self) -> bool:
         """Returns True if the loop has a branch in which it may go on with other values."""
-        return any(is_branch(call) and not ends_in_error(self.record, call) for call in self.record.calls)
+        return any(is_branch(call) and not self.ends_in_error(call) for call in self.record.calls)
+
+    def ends_in_error(self, branch: Call) -> bool:
+        """Returns True if another branch only raises an error or notes values, or is for values that are no numbers."""
+        return branch.harmless or all(map(self._finds_errors, tensors_in(branch.args)))
+
+    def _finds_errors(self, tensor: Tensor) -> bool:
+        maker = self._makers.get(id(tensor))
+        if maker is None:
+            return False
+        given = tensors_in((maker.args, maker.kwargs))
+        combines = len(given) > 0 and all(t.dtype is torch.bool and t is not tensor for t in given)
+        return name_of(maker.function) in ERROR_TESTS or (combines and all(map(self._finds_errors, given)))
+
+    @functools.cached_property
+    def _makers(self) -> dict[int, Call]:
+        """The call that returned each tensor last, by id."""
+        return {id(t): call for call in self.record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
 
     def _in_time(self, run: Callable[[], Result]) -> Result:
         now = time.perf_counter()
@@ -127,29 +145,14 @@ def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
     )
 
 
-def ends_in_error(record: LoopRecord, branch: Call) -> bool:
-    """Returns True if another branch only raises an error or notes values, or is for values that are no numbers."""
-    makers = {id(t): call for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
-
-    def finds_errors(tensor: Tensor) -> bool:
-        maker = makers.get(id(tensor))
-        if maker is None:
-            return False
-        given = tensors_in((maker.args, maker.kwargs))
-        combines = len(given) > 0 and all(t.dtype is torch.bool and t is not tensor for t in given)
-        return name_of(maker.function) in ERROR_TESTS or (combines and all(map(finds_errors, given)))
-
-    return branch.harmless or all(map(finds_errors, tensors_in(branch.args)))
-
-
 class _Values:
     """The values of the tensors of a record in one run."""
 
-    def __init__(self, record: LoopRecord, arrange: Arrange):
-        self._record, self._arrange = record, arrange
+    def __init__(self, rerun: Rerun, arrange: Arrange):
+        self._rerun, self._record, self._arrange = rerun, rerun.record, arrange
         self._inputs: list[list[Tensor]] = []
         self._leaves: dict[Place, Tensor] = {}
-        self._of: dict[int, Any] = dict(zip(map(id, record.data), self._data(), strict=True))
+        self._of: dict[int, Any] = dict(zip(map(id, self._record.data), self._data(), strict=True))
 
     def run_calls(self, *, refuse: bool = True) -> None:
         """Runs the calls. With ``refuse=False``, goes on where another branch would end in an error.
@@ -171,7 +174,7 @@ class _Values:
                 drawn += 1
             self._of.update(zip(map(id, then), now, strict=True))
             if is_branch(call) and result != call.result and not (refuse and reads_size(call.function)):
-                error = NotRecordedError if ends_in_error(record, call) else BranchError
+                error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError
                 if refuse or error is BranchError:
                     raise error(BRANCH)
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionError
-from dpengine.independence import run_again
+from dpengine.independence import loop_record, run_again
 
 CLASSES, EXAMPLES, BATCH = 3, 80, 16
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
@@ -490,6 +490,25 @@ def test_a_sum_beside_texts_is_told_when_two_batches_agree():
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):
         trained(lambda o, y, *_: each(o, y).sum() / BATCH)
     assert trained(lambda o, y, *_: each(o, y).sum() / BATCH, reduction="sum")[1] == []
+
+
+# Size
+
+
+@pytest.mark.parametrize(
+    ("limit", "loss"),
+    [
+        ("MOST_CALLS", lambda o, y: F.cross_entropy(sum(o for _ in range(40)) / 40, y)),
+        ("MOST_BYTES", lambda o, y: F.cross_entropy(o.repeat(1, 4000)[:, :CLASSES], y)),
+        ("MOST_BYTES", lambda o, y: F.cross_entropy(o * torch.ones(50_000)[0], y)),
+    ],
+    ids=["calls", "results", "constants"],
+)
+def test_a_record_that_is_too_large_is_reported(monkeypatch, limit, loss):
+    monkeypatch.setattr(loop_record, limit, 20 if limit == "MOST_CALLS" else 150_000)
+    _, (text,) = trained(lambda o, y, *_: loss(o, y))
+    assert "the loss has too many intermediate results" in text
+    assert trained(lambda o, y, *_: F.cross_entropy(o, y))[1] == []
 
 
 # Time

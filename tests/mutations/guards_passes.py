@@ -412,7 +412,7 @@ GUARDS = [
     Guard(
         "loop-far-branch",
         "a branch that losses far away would take",
-        "                error = NotRecordedError if ends_in_error(record, call) else BranchError",
+        "                error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError",
         "                error = NotRecordedError",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
     ),
