@@ -1,6 +1,7 @@
 """The progress bar shows the privacy cost, adds little time, and is silent in output that is not interactive."""
 
 import math
+import re
 import sys
 
 import pytest
@@ -92,7 +93,7 @@ def test_an_iterator_without_a_length_has_a_count_only(shown, capsys):
     spender = Spender()
     for _ in progress(spender, iter(range(4))):
         spender.step()
-    assert last_line(capsys).startswith("training 4 steps  ε 0.04")
+    assert last_line(capsys).startswith("4 steps  ε 0.04")
 
 
 def test_epsilon_is_asked_for_about_once_a_second(shown, monkeypatch):
@@ -131,6 +132,26 @@ def test_leaving_the_loop_early_shows_the_state_at_that_time(shown, capsys):
             break
     batches.close()
     assert "4/10  ε 0.040/1.00" in last_line(capsys)
+
+
+def test_it_shows_the_rate_and_the_loss_that_the_loop_gives_it_within_80_columns(shown, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    spender = Spender()
+    batches = progress(spender, range(1000), target_epsilon=10.0)
+    for batch in batches:
+        spender.step()
+        batches.set_postfix({"loss": torch.tensor(0.25 + batch / 1000, requires_grad=True)})
+    assert re.search(r"1000/1000  ε 10.00/10.00 \(100 %\)  \d\d:\d\d<00:00, .*it/s, loss=1.25$", last_line(capsys))
+
+
+def test_tensors_are_read_only_when_the_bar_shows_them(shown, monkeypatch):
+    read = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: read.append(tensor) or item(tensor))
+    batches = progress(Spender(), range(100))
+    for _ in batches:
+        batches.set_postfix({"loss": torch.ones(())})
+    assert len(read) <= 3  # far less than a second: the first, and the last
 
 
 def test_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):

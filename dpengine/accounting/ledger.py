@@ -1,6 +1,7 @@
 """The ledger: all charges in order, run-length encoded."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dpengine.errors import InvalidBudgetError, LedgerError
 
 from . import arguments
 from .events import Event, event_from_state, event_to_state
+from .overviews import html_table
 
 KINDS = ("release", "void", "clip")
 """A step, a batch that was sampled and discarded, and the noised count of adaptive clipping."""
@@ -126,6 +128,13 @@ class Ledger:
     def __repr__(self) -> str:
         """Returns the number of charged steps and of different events."""
         return f"{type(self).__name__}(steps={self.steps}, events={len(self._counts)})"
+
+    def _repr_html_(self) -> str:
+        """Returns the number of charges of each event and kind, for notebooks."""
+        counts = Counter[str]()
+        for charge in self._charges:
+            counts[f"{charge.event!r}, {charge.kind}"] += charge.count
+        return html_table(repr(self), counts)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the complete history as plain JSON values."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,7 +16,7 @@ from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.origin import origins_in, relation_of, states_of, unit_of
 from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
-from dpengine.errors import InvalidBudgetError, UnknownParameterError, suggests_names
+from dpengine.errors import InvalidBudgetError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.explain import explain
 from dpengine.ledger_file.engine_ledger import EngineLedger, run_settings
@@ -26,15 +26,15 @@ from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.execution_plan import DPExecutionPlan
 from dpengine.report.report import PrivacyReport
 
-from . import argument_checks
+from . import argument_checks, run_report
 from .batch_state import BatchState
 from .build_plan import BudgetConfig, Noise, PlanRequest, Sampling, SamplingConfig, build_plan, name_for, source_for
 from .grad_sample_module import topology_and_model
 from .pass_clipper import PassClipper
-from .progress import progress
+from .progress import ProgressBar, progress
 from .rank_consistency import check_rank_consistency
-from .run import Run
-from .run_report import about_run, check_report_arguments, metrics_of_run, noise_of, origins_of, report_of_run
+from .run import Run, run_of
+from .run_report import origins_of
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
 
@@ -212,7 +212,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         unit_of(origins_of(self, run))  # raises if there are several
         argument_checks.warn_if_not_private(run.step.plan, run.model)
         check_rank_consistency(run, *chunks)
-        self._engine_ledger.begin(run.step.ledger, about_run(run), asked=settings, noise=noise_of(run))
+        noise = run_report.noise_of(run)
+        self._engine_ledger.begin(run.step.ledger, run_report.about_run(run), asked=settings, noise=noise)
         if not run.attached:
             run.attach()  # the first change to the user's objects; all checks come before it
         self.runs.append(run)
@@ -320,11 +321,12 @@ class PrivacyEngine(argument_checks.NotCopyable):
     @suggests_names
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
         """Returns metrics by name. ``nonprivate=True`` adds ``nonprivate/...``, which must not be published."""
-        return metrics_of_run(self._last_run(), self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
+        run = self._last_run()
+        return run_report.metrics_of_run(run, self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
     @suggests_names
-    def progress(self, loader: Iterable[B], *, total: int | None = None) -> Iterator[B]:
-        """Iterates over a loader and shows a progress bar with epsilon; see `dpengine.engine.progress`."""
+    def progress(self, loader: Iterable[B], *, total: int | None = None) -> ProgressBar[B]:
+        """Iterates over a loader, with a progress bar that shows epsilon; see `dpengine.engine.progress`."""
         target = self._last_run().budget.target_epsilon
         return progress(self, loader, target_epsilon=target, total=total)
 
@@ -348,8 +350,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         Returns:
             The report, with the plan of the last run and the charges of all runs. Its guarantee holds for all runs.
         """
-        check_report_arguments(data, utility, excludes)
-        return report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
+        run_report.check_report_arguments(data, utility, excludes)
+        return run_report.report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
     @suggests_names
     def describe(self) -> dict[str, Any]:
@@ -379,18 +381,10 @@ class PrivacyEngine(argument_checks.NotCopyable):
 
     @suggests_names
     def detach(self, module: nn.Module) -> None:
-        """Removes all hooks from a model and its optimizer. The ledger keeps the privacy cost.
+        """Removes all hooks from a model that is private in this engine. The ledger keeps the privacy cost."""
+        run_of(module, self.runs).detach()
 
-        Args:
-            module: The model. One that is not private in this engine raises UnknownParameterError.
-        """
-        run = next((run for run in self.runs if run.model is module and run.attached), None)
-        if run is None:
-            raise UnknownParameterError(
-                f"{type(module).__name__} is no model that is private in this engine, or was detached before.",
-                fix="For an optimizer, an engine, or a model of another engine: dpengine.detach(x).",
-            )
-        run.detach()
+    __repr__, _repr_html_ = run_report.text_of_engine, run_report.table_of_engine
 
     def _last_run(self) -> Run:
         if not self.runs:

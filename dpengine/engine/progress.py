@@ -8,21 +8,23 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Protocol, TypeVar
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
+from torch import Tensor
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
 from dpengine.errors import AccountingRefusedError, suggests_names
 
 B = TypeVar("B")
+T = TypeVar("T")
 
 _MIN_INTERVAL = 1.0  # seconds between two computations of epsilon
 _COST_SHARE = 20  # minimum ratio of that interval and the time of a computation
-_BAR = "training {bar:12} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}, {rate_fmt}"
-_BAR_WITHOUT_TOTAL = "training {n_fmt} steps  {desc}  {elapsed}, {rate_fmt}"
+_BAR = "{bar:8} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}, {rate_fmt}{postfix}"
+_BAR_WITHOUT_TOTAL = "{n_fmt} steps  {desc}  {elapsed}, {rate_fmt}{postfix}"
 
 
 class Spender(Protocol):
@@ -37,15 +39,50 @@ class Spender(Protocol):
         """Epsilon so far."""
 
 
+@final
+class ProgressBar(Iterator[B]):
+    """Iterator over the batches of a loader, with a progress bar; see `progress`."""
+
+    def __init__(self, batches: Generator[B], postfix: dict[str, Any]):
+        self._batches = batches
+        self._postfix = postfix
+
+    def __next__(self) -> B:
+        """Returns the next batch."""
+        return next(self._batches)
+
+    def set_postfix(self, values: Mapping[str, float | Tensor]) -> None:
+        """Sets numbers of the training loop that the bar shows, such as ``{"loss": loss}``.
+
+        A tensor is read when the bar shows it, which is about once a second. The guarantee does not cover these
+        numbers: do not publish them.
+        """
+        self._postfix.clear()
+        for name, value in values.items():
+            self._postfix[name] = value.detach() if isinstance(value, Tensor) else value
+
+    def close(self) -> None:
+        """Ends the iteration and shows the final state."""
+        self._batches.close()
+
+
 @suggests_names
 def progress(
     engine: Spender, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
-) -> Iterator[B]:
+) -> ProgressBar[B]:
     """Yields the batches of a loader, with a progress bar that counts logical batches and shows epsilon.
 
     The bar is hidden if the standard error stream is not a terminal or a notebook, on all ranks but the first, without
     tqdm, and with ``DPENGINE_PROGRESS=0``. Epsilon is computed about once a second, less often if that takes long.
+    `ProgressBar.set_postfix` adds the loss.
     """
+    postfix: dict[str, Any] = {}
+    return ProgressBar(_batches(engine, loader, target_epsilon, total, postfix), postfix)
+
+
+def _batches(
+    engine: Spender, loader: Iterable[B], target_epsilon: float | None, total: int | None, postfix: dict[str, Any]
+) -> Generator[B]:
     if not is_shown():
         yield from loader
         return
@@ -53,16 +90,17 @@ def progress(
 
     if total is None and isinstance(loader, Sized):
         total = len(loader)
-    shown = _Throttled(lambda: spent_text(engine, target_epsilon))
+    shown = _Throttled(lambda: (spent_text(engine, target_epsilon), _read(postfix)))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
     columns, rows = shutil.get_terminal_size()  # 80 and 24 if unknown, as in some CI
-    text = spent_text(engine, target_epsilon)
-    with tqdm(total=total, bar_format=layout, desc=text, ncols=columns, nrows=rows) as bar:
+    with tqdm(total=total, bar_format=layout, desc=shown.look()[0], ncols=columns, nrows=rows) as bar:
 
         def show(*, at_once: bool = False) -> None:
             # Counts charged steps, because a logical batch may be returned as several physical batches.
-            bar.set_description_str(shown.look(at_once=at_once), refresh=False)
+            text, numbers = shown.look(at_once=at_once)
+            bar.set_description_str(text, refresh=False)
+            bar.set_postfix(numbers, refresh=False)
             bar.update(engine.ledger.steps - before - bar.n)
             if at_once:
                 bar.refresh()
@@ -95,21 +133,25 @@ def is_shown() -> bool:
     return importlib.util.find_spec("tqdm") is not None
 
 
-class _Throttled:
-    """Text that is updated at most once per interval."""
+def _read(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
 
-    def __init__(self, make: Callable[[], str]):
+
+class _Throttled(Generic[T]):
+    """Value that is updated at most once per interval."""
+
+    def __init__(self, make: Callable[[], T]):
         self._make = make
-        self._text = ""
-        self._next = 0.0
+        self._value: T
+        self._next = -math.inf
 
-    def look(self, *, at_once: bool = False) -> str:
+    def look(self, *, at_once: bool = False) -> T:
         start = time.monotonic()
         if at_once or start >= self._next:
-            self._text = self._make()
+            self._value = self._make()
             end = time.monotonic()
             self._next = end + max(_MIN_INTERVAL, _COST_SHARE * (end - start))
-        return self._text
+        return self._value
 
 
 def _rank() -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,17 @@ class Run:
             self.attached = False
             if self.recorder is not None:
                 self.recorder._clipper.attach()
+
+
+def run_of(model: nn.Module, runs: Iterable[Run]) -> Run:
+    """Returns the attached run of a model; raises UnknownParameterError if there is none."""
+    found = next((run for run in runs if run.model is model and run.attached), None)
+    if found is None:
+        raise UnknownParameterError(
+            f"{type(model).__name__} is not private in this engine, or was detached before.",
+            fix="For an optimizer, an engine, or a model of another engine: dpengine.detach(x).",
+        )
+    return found
 
 
 @suggests_names

@@ -14,6 +14,9 @@ import torch
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
+from dpengine.accounting.overviews import html_table, text_line
+from dpengine.accounting.own_accountant import name_of
+from dpengine.accounting.rounding import round_up, round_up_delta
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.source import NoiseSource
@@ -175,6 +178,27 @@ def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
     if None in events:
         return ()
     return tuple(replace(charge, event=event) for charge, event in zip(history, events, strict=True) if event)
+
+
+def text_of_engine(engine: PrivacyEngine) -> str:
+    """Returns the accountant, the number of runs and steps, and the privacy cost, rounded up."""
+    return text_line(type(engine).__name__, _overview(engine))
+
+
+def table_of_engine(engine: PrivacyEngine) -> str:
+    """Returns the same values as a table, for notebooks."""
+    return html_table(type(engine).__name__, _overview(engine))
+
+
+def _overview(engine: PrivacyEngine) -> dict[str, Any]:
+    values = {"accountant": name_of(engine.accountant), "runs": len(engine.runs), "steps": engine.ledger.steps}
+    if not engine.runs:
+        return values
+    try:
+        epsilon = round_up(engine.epsilon)
+    except AccountingRefusedError:
+        epsilon = "not claimed"
+    return {**values, "epsilon": epsilon, "delta": round_up_delta(engine.delta)}
 
 
 def metrics_of_run(

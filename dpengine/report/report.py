@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
+from dpengine.accounting.overviews import html_table
+
 from . import pages, sentences
+from .assumptions import assumptions
 from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
 from .figures import OWN, Figures
 from .other_versions import figures_to_state
-from .privacy_statement import statement_of
+from .privacy_statement import entries, statement_of
 from .reading import read_document, read_file, report_schema, violations
 
 
@@ -141,6 +144,12 @@ class PrivacyReport:
         own = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
         made = "" if figures.are_ours else f", {own or f'by dpengine {figures.version}'}"
         return f"PrivacyReport({sentences.headline(facts, figures)}{made})"
+
+    def _repr_html_(self) -> str:
+        """Returns the guarantee and the assumptions as a table, for notebooks; `save` writes the page."""
+        facts, figures = self._stated()
+        rows = entries(facts, figures) | {item.name: f"{item.holds}: {item.evidence}" for item in assumptions(facts)}
+        return html_table(sentences.headline(facts, figures), rows)
 
     def _stated(self) -> tuple[RunFacts, Figures]:
         # Derived from the JSON, so that the JSON contains everything that the other forms show.

@@ -116,7 +116,7 @@ def budget(facts: RunFacts, figures: Figures) -> str:
     steps, epsilon = facts.accounting.planned_steps, facts.accounting.target_epsilon
     planned = f" of {steps:,} planned" if steps is not None else ""
     target = f"; target ε = {epsilon:g}" if epsilon is not None and figures.spent else ""
-    return f"{facts.steps:,} steps charged{planned}{target}."
+    return f"{facts.steps:,} step{'s' if facts.steps != 1 else ''} charged{planned}{target}."
 
 
 def mechanism(facts: RunFacts) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from torch.utils.data import DataLoader, SequentialSampler
 
+from dpengine.accounting.overviews import html_table, text_line
 from dpengine.errors import SamplingError
 
 from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
@@ -217,9 +218,15 @@ class PrivateIteration:
         return len(self.batch_sampler)
 
     def __repr__(self) -> str:
-        """Returns the class, the scheme of the batches, their number in a pass, and the position."""
-        draws = self._batches.strategy
-        return f"{type(self).__name__}({draws!r}, steps={len(self)}, position={self.position})"
+        """Returns the class, the sampling scheme, the number of steps in a pass, and the position."""
+        return text_line(type(self).__name__, self._overview())
+
+    def _repr_html_(self) -> str:
+        """Returns the same values as a table, for notebooks."""
+        return html_table(type(self).__name__, self._overview())
+
+    def _overview(self) -> dict[str, Any]:
+        return {"sampling": self._batches.strategy, "steps": len(self), "position": self.position}
 
     @property
     def position(self) -> int:

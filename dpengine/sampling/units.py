@@ -33,7 +33,7 @@ class UnitDraws(Draws):
     """
 
     drawn: Draws
-    unit_N: UnitIds
+    unit_N: UnitIds = dataclasses.field(repr=False)  # private: which example is whose must not appear in logs
 
     law: ClassVar[str] = "units"
     of_units: ClassVar[bool] = True

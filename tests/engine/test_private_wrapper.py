@@ -221,7 +221,7 @@ def test_a_second_run_follows():
 
 def test_only_the_returned_object_can_be_detached():
     loop = make_loop(wrapped())
-    with pytest.raises(UnknownParameterError, match="is no model that is private in this engine"):
+    with pytest.raises(UnknownParameterError, match="is not private in this engine"):
         loop.engine.detach(loop.model.module)
 
 

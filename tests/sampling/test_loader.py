@@ -8,7 +8,6 @@ import torch
 from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import PrivacyEngine
 from dpengine.errors import SamplingError
 from dpengine.sampling.choose_scheme import strategy_for
 from dpengine.sampling.poisson import PoissonDraws
@@ -275,19 +274,3 @@ def test_the_length_is_that_of_the_users_loader(rows, drop_last, seeded_words):
     loader = DataLoader(Rows(rows), batch_size=16, drop_last=drop_last)
     copied = private(strategy_for(loader), words=seeded_words(), loader=loader)
     assert len(copied) == len(loader) == sum(1 for _ in copied)
-
-
-def test_a_loader_and_a_ledger_show_what_they_hold():
-    model = torch.nn.Linear(4, 2)
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), PrivacyEngine()
-    data = DataLoader(TensorDataset(torch.randn(200, 4)), batch_size=20)
-    loader = engine.make_private(model, optimizer, data, noise_multiplier=1.0, max_grad_norm=1.0)[2]
-    shown = repr(loader)
-    assert shown.startswith("PrivateDataLoader(PoissonDraws(num_examples=200, sample_rate=0.1, ")
-    assert shown.endswith(", steps=10, position=0)")
-    for (inputs,) in loader:
-        optimizer.zero_grad()
-        model(inputs).sum(1).mean().backward()
-        optimizer.step()
-    assert repr(loader).endswith(", position=10)")
-    assert repr(engine.ledger) == "Ledger(steps=10, events=1)"
