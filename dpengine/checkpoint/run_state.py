@@ -256,8 +256,8 @@ def _check_generators(run: Run, noise: Recurrence, source: NoiseSource, state: M
         raise MechanismMismatchError(
             f"The noise cannot continue as one matrix: it comes from {', '.join(sorted(then))}, and this run generates "
             f"noise on {', '.join(sorted(now))}, which has other values, so that earlier noise would not cancel.",
-            fix="Continue on the card model and torch version of the saved run. Without a seed you can also leave out "
-            "nothing_left_since=True, so that the noise starts again.",
+            fix="Continue on a device of the same type as that of the saved run, with the same version of dpengine. "
+            "Without a seed you can also leave out nothing_left_since=True, so that the noise starts again.",
         )
 
 

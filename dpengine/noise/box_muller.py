@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 PAIRS = 256
@@ -27,18 +27,19 @@ GROUP = 2 * PAIRS  # normals
 WORDS_PER_GROUP = 3 * PAIRS // 2  # 64-bit words
 BLOCKS_PER_GROUP = 48
 LARGEST_NORMAL = math.sqrt(2 * 65 * math.log(2))  # at u = 2**-65
-PAIR_DISTANCE = 512  # distance of the two words of a pair on an accelerator
+
+ROOT_BITS = 0x3FE6A09E667F3BCD  # of sqrt(1/2) in float64
 
 _COLUMNS = 16
 _GROUPS_AT_ONCE = 32  # a few kilobytes each, so that intermediate values stay in the cache
-_ROOT = np.float64(math.sqrt(0.5)).view(np.uint64)
-_ONE = np.uint64(1 << 52)
+_ROOT, _ONE = np.uint64(ROOT_BITS), np.uint64(1 << 52)
 _LN_2 = 0.6931471805599453
 _LOGARITHM = [1 / 15, 1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0]
 _SINE = [-1 / 39916800, 1 / 362880, -1 / 5040, 1 / 120, -1 / 6]
 _COSINE = [1 / 479001600, -1 / 3628800, 1 / 40320, -1 / 720, 1 / 24, -0.5, 1.0]
 
 Fill = Callable[[int, np.ndarray], None]
+Array = TypeVar("Array", np.ndarray, Tensor)  # float64
 
 
 def add_normals(fill: Fill, first: int, std: float, scale: float, to: np.ndarray) -> None:
@@ -64,9 +65,7 @@ def normals_of_keystream(words: np.ndarray, std: float) -> np.ndarray:
     rows = np.ascontiguousarray(table.transpose(0, 1, 3, 2)).reshape(-1, 3 * PAIRS)
     far = np.ascontiguousarray(rows[:, : 2 * PAIRS]).view("<u8")
     turn = rows[:, 2 * PAIRS :].astype(np.uint64)
-    y = ((turn & np.uint64(0x3FFFFFFF)).astype(np.float64) - (2.0**29 - 0.5)) * (0.7853981633974483 / 2.0**29)
-    q = y * y
-    sine, cosine = (_series(_SINE, q) * q) * y + y, _series(_COSINE, q)
+    cosine, sine = cosine_and_sine((turn & np.uint64(0x3FFFFFFF)).astype(np.float64))
     length = _radius(far) * std
     normals = np.stack([(cosine + sine) * length, (cosine - sine) * length], axis=1)
     signs = np.stack(
@@ -82,24 +81,25 @@ def _radius(far: np.ndarray) -> np.ndarray:
     bits = u.view(np.uint64) - _ROOT  # u = m * 2**e, with m from sqrt(1/2) to sqrt(2)
     m = ((bits & (_ONE - np.uint64(1))) + _ROOT).view(np.float64)
     e = ((bits + _ONE) >> np.uint64(52)).astype(np.float64) - 65.0
+    return np.sqrt(-logarithm(m, e))
+
+
+def logarithm(m: Array, e: Array) -> Array:
+    """Returns the logarithm of ``m * 2**e``, for m from sqrt(1/2) to sqrt(2)."""
     s = (m - 1.0) / (m + 1.0)  # ln m = 2 (s + s**3 / 3 + s**5 / 5 + ...)
-    return np.sqrt(-(e * _LN_2 + (s + s) * _series(_LOGARITHM, s * s)))
+    return e * _LN_2 + (s + s) * _series(_LOGARITHM, s * s)
 
 
-def _series(coefficients: list[float], q: np.ndarray) -> np.ndarray:
+def cosine_and_sine(r: Array) -> tuple[Array, Array]:
+    """Returns the cosine and the sine of y, for a whole number r below 2**30."""
+    y = (r - (2.0**29 - 0.5)) * (0.7853981633974483 / 2.0**29)
+    q = y * y
+    return _series(_COSINE, q), (_series(_SINE, q) * q) * y + y
+
+
+def _series(coefficients: list[float], q: Array) -> Array:
     total = q * coefficients[0] + coefficients[1]
     for coefficient in coefficients[2:]:
         total *= q
         total += coefficient
     return total
-
-
-def normals_from_words(words: Tensor) -> Tensor:
-    """Returns normals from random bits on any device with float64; words ``i`` and ``i + PAIR_DISTANCE`` form a pair.
-
-    The number of words is a multiple of ``2 * PAIR_DISTANCE``.
-    """
-    first, second = words.view(-1, 2, PAIR_DISTANCE).to(torch.float64).unbind(dim=1)
-    radius = first.add_(0.5).abs_().mul_(2.0**-63).log_().mul_(-2).sqrt_()
-    angle = second.mul_(math.pi * 2.0**-63)
-    return torch.stack((torch.sin(angle).mul_(radius), torch.cos(angle).mul_(radius)), dim=1).view(-1)

@@ -214,7 +214,7 @@ class CorrelatedNoise(AbstractNoise):
             raise PrivacyError(
                 f"{where}: the noise of earlier steps comes from another generator ({then}, now {now}), so it would "
                 "not cancel.",
-                fix="Move the model before training starts, and keep it on the same device model.",
+                fix="Move the model before training starts, and keep it on devices of the same type.",
             )
 
     def _slice(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:

@@ -22,26 +22,25 @@ from torch import Tensor
 
 from dpengine.errors import PrivacyError
 
-from .box_muller import GROUP, LARGEST_NORMAL, normals_from_words
+from .box_muller import GROUP, LARGEST_NORMAL
 from .chacha20 import WORDS_PER_BLOCK
 from .keyed_streams import DEFAULT_KIND, SECURE_KIND, stream_kind
+from .philox_normals import GENERATOR, add_normals
 
 _KEY_BYTES = 32
 _LIMIT = 2**64  # upper limit of steps, blocks and incarnations: addresses are 64-bit and never wrap
 _PER_THREAD = 2**14  # minimum number of normals per thread
-_DEVICE_CHUNK = 2**21  # elements per seed on an accelerator: 16 MiB of words
-_CHUNKS_AT_ONCE = 8  # chunks transformed together, because each kernel launch costs time
-_GENERATOR_DEVICES = ("cuda",)  # devices with torch's generator; for others the CPU generates the noise
+_GENERATOR_DEVICES = ("cuda",)  # devices that generate their noise; for others the CPU generates it
 
 
 @final
 class NoiseSource:
     """A root key, from which random words and normals are derived.
 
-    On the CPU, words come from a keyed stream (``keyed_streams.STREAM_KINDS``). On CUDA they come from torch's Philox
-    generator, which is not cryptographic; it is keyed for each step and chunk with 128 bits derived from the key.
-    Normals are computed in float64 from 64-bit words on all devices. The global generators of torch, NumPy and Python
-    are neither read nor advanced.
+    On the CPU, words come from a keyed stream (``keyed_streams.STREAM_KINDS``). On CUDA they come from Philox4x32-10,
+    which is not cryptographic; it is keyed for each step with 128 bits derived from the key (`philox_normals`). Normals
+    are computed in float64 from 64-bit words on all devices. The global generators of torch, NumPy and Python are
+    neither read nor advanced.
 
     The object can only be used in the process that created it: in a fork it raises. It cannot be copied or pickled, and
     its ``repr`` does not show the key.
@@ -113,7 +112,7 @@ class NoiseSource:
         """Returns the public description, for a report, of noise generated for tensors on ``device``."""
         on_device = self._draws_on(torch.device(device))
         return {
-            "kind": "torch-philox" if on_device else "chacha20" if self._kind == SECURE_KIND else self._kind,
+            "kind": GENERATOR if on_device else "chacha20" if self._kind == SECURE_KIND else self._kind,
             "cryptographic": self._stream.cryptographic and not on_device,
             "insecure_seed": self._insecure_seed,
             "largest_normal": LARGEST_NORMAL,
@@ -122,19 +121,13 @@ class NoiseSource:
     def generator_on(self, device: torch.device) -> str:
         """Returns the name of the generator of normals for a device. Two names may have two values at one address.
 
-        CUDA splits the values of a generator over the multiprocessors of the card, and another version of torch may
-        split them in another way.
-
         Args:
             device: Device of the tensor that gets the noise.
 
         Returns:
-            ``"CPU"``, or the model of the card, its number of multiprocessors and the version of torch.
+            ``"CPU"``, or the generator of accelerators, which has the same values on all of them.
         """
-        if not self._draws_on(device):
-            return "CPU"
-        card = torch.cuda.get_device_properties(device)
-        return f"{card.name} with {card.multi_processor_count} multiprocessors, torch {torch.__version__}"
+        return GENERATOR if self._draws_on(device) else "CPU"
 
     @property
     def nonce(self) -> int:
@@ -262,8 +255,7 @@ class NoiseSource:
         if flat.numel() == 0:
             return tensor
         if self._draws_on(flat.device):
-            _add_on_device(flat, std, subkey, start)
-            flat.mul_(scale)
+            add_normals(flat, std, scale, subkey, start)
         elif flat.device.type == "cpu":
             self._add_on_cpu(flat.numpy(), std, scale, subkey, start)
         else:
@@ -273,7 +265,7 @@ class NoiseSource:
         return tensor
 
     def _draws_on(self, device: torch.device) -> bool:
-        """Returns True if the device's own generator is used; otherwise the CPU generates noise for the device."""
+        """Returns True if the device generates its noise; otherwise the CPU does."""
         return device.type in _GENERATOR_DEVICES and self._kind != SECURE_KIND
 
     def _draw_rows(
@@ -321,28 +313,6 @@ class NoiseSource:
             wait(futures)  # no thread may still write to the tensor after the return
         for future in futures:
             future.result()
-
-
-def _add_on_device(flat: Tensor, std: float, subkey: bytes, start: int) -> None:
-    """Adds noise from one generator per chunk, so that a slice of the vector only needs its own chunks."""
-    generator, end = torch.Generator(device=flat.device), start + flat.numel()
-    last = (end - 1) // _DEVICE_CHUNK
-    for first in range(start // _DEVICE_CHUNK, last + 1, _CHUNKS_AT_ONCE):
-        chunks = range(first, min(first + _CHUNKS_AT_ONCE, last + 1))
-        base, stop = chunks.start * _DEVICE_CHUNK, chunks.stop * _DEVICE_CHUNK
-        low, high = max(start, base), min(end, stop)
-        noise = normals_from_words(_device_words(generator, subkey, chunks))[low - base : high - base]
-        flat[low - start : high - start] += noise.mul_(std).to(flat.dtype)
-
-
-def _device_words(generator: torch.Generator, subkey: bytes, chunks: range) -> Tensor:
-    """Returns the XOR of two streams, because two 64-bit seeds of a long run would coincide."""
-    words, others = torch.empty(2, len(chunks), _DEVICE_CHUNK, dtype=torch.int64, device=generator.device)
-    for i, chunk in enumerate(chunks):
-        digest = hashlib.blake2b(chunk.to_bytes(8, "little"), digest_size=16, key=subkey).digest()
-        for drawn, seed in ((words[i], digest[:8]), (others[i], digest[8:])):
-            drawn.random_(-(2**63), None, generator=generator.manual_seed(int.from_bytes(seed, "little")))
-    return words.bitwise_xor_(others).view(-1)
 
 
 def _check_drawable(flat: Tensor) -> None:

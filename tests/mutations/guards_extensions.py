@@ -84,7 +84,7 @@ GUARDS = [
         "noise that continues on another card",
         "    if len({*then, *now}) > 1 and noise.regenerates:",
         "    if False:",
-        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_on_its_card_alone",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone",
     ),
     Guard(
         "generator-kept",

@@ -8,7 +8,7 @@ GUARDS = [
         "noise that is drawn again continues on its own card alone",
         '        _check_generators(run, plan.noise, source, state["noise"])',
         "        pass",
-        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_on_its_card_alone[small-1]",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone[CPU-1]",
     ),
     Guard(
         "device-of-objects",

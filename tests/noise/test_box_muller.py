@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,11 +13,9 @@ from dpengine.noise import keyed_streams
 from dpengine.noise.box_muller import (
     GROUP,
     LARGEST_NORMAL,
-    PAIR_DISTANCE,
     PAIRS,
     WORDS_PER_GROUP,
     add_normals,
-    normals_from_words,
     normals_of_keystream,
 )
 from dpengine.noise.chacha20 import fill_keystream
@@ -148,12 +145,3 @@ def test_without_native_code_the_same_noise_is_drawn(monkeypatch):
     monkeypatch.setattr(keyed_streams, "native_normals", lambda: None)
     kind.add_normals(KEY, 100, 1.0, 1.0, without)
     assert np.array_equal(with_it, without) and with_it.std() > 0.9
-
-
-def test_the_map_for_devices_is_that_of_box_and_muller():
-    words = WORDS[: 4 * PAIR_DISTANCE].view(np.int64)
-    got = normals_from_words(torch.from_numpy(words)).numpy().reshape(-1, 2, PAIR_DISTANCE)
-    first, second = (words.reshape(-1, 2, PAIR_DISTANCE)[:, i].astype(np.float64) for i in (0, 1))
-    radius = np.sqrt(-2 * np.log(np.abs(first + 0.5) / 2**63))
-    assert np.allclose(got[:, 0], radius * np.sin(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)
-    assert np.allclose(got[:, 1], radius * np.cos(np.pi * second / 2**63), rtol=1e-12, atol=1e-14)

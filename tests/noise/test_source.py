@@ -347,28 +347,6 @@ def test_a_key_of_another_length_or_an_unknown_kind_is_refused():
 # Accelerators
 
 
-def test_the_words_of_an_accelerator_are_addressed_by_128_bits_of_the_key(monkeypatch):
-    """With torch's generator of the CPU in the place of an accelerator's."""
-    monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",))
-    monkeypatch.setattr(noise_source, "_DEVICE_CHUNK", 2**12)
-    seeds, original = [], torch.Generator.manual_seed
-
-    class Watched(torch.Generator):
-        def manual_seed(self, seed):
-            seeds.append(seed)
-            return original(self, seed)
-
-    monkeypatch.setattr(torch, "Generator", Watched)
-    source, size = NoiseSource.seeded(1), 50_000
-    whole = source.normal_(torch.empty(size), domain="noise", step=3)
-    assert len(seeds) == len(set(seeds)) == 2 * 13 and max(seeds) > 2**63
-    part = source.normal_(torch.empty(size - 7001), domain="noise", step=3, start=7001)
-    assert whole[7001:].equal(part)
-    assert abs(float(whole.var()) - 1) < 5 * (2 / size) ** 0.5
-    other = source.normal_(torch.empty(size), domain="noise", step=4)
-    assert abs(float((whole * other).mean())) < 5 / size**0.5
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_cuda_noise_is_normal_addressed_and_repeatable(dtype):
