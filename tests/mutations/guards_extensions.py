@@ -80,8 +80,8 @@ GUARDS = [
         "checkpoint/test_save.py::test_samples_stay_apart_over_two_interruptions_where_nothing_left_since",
     ),
     Guard(
-        "card-kept",
-        "noise that continues on another card",
+        "generator-of-checkpoint",
+        "noise that continues with another generator",
         "    if len({*then, *now}) > 1 and noise.regenerates:",
         "    if False:",
         "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone",

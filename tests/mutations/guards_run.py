@@ -4,8 +4,8 @@ from .guard import Guard
 
 GUARDS = [
     Guard(
-        "same-card",
-        "noise that is drawn again continues on its own card alone",
+        "same-generator",
+        "noise that is drawn again continues with its own generator alone",
         '        _check_generators(run, plan.noise, source, state["noise"])',
         "        pass",
         "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone[CPU-1]",
