@@ -16,11 +16,15 @@ from torch.utils import _pytree as pytree
 
 from dpengine.distributed.data_parallel import check_equal_weights
 from dpengine.noise.source import NoiseSource
+from dpengine.sampling.scheme import KeyedWords
 
 if TYPE_CHECKING:
+    from dpengine.plan.run_plan import RunPlan
+
     from .run import Run
 
 _EXAMPLES = 16  # number of examples of the data set that are compared
+_TRIAL_BATCHES = 2
 
 
 def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulation_steps: int) -> None:
@@ -42,6 +46,7 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
         parameters=[(name, tuple(p.shape), str(p.dtype)) for name, p in passes.trainable().items()],
         plan=step.plan.describe(),
         event=step.plan.event(),
+        batches=_batches(step.plan, words),
         data=len(run.batches.dataset),
         examples=examples[topology.everyone.rank] if comparable else None,
         units=None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest(),
@@ -52,6 +57,13 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
         ledger=step.ledger.totals,
     )
     check_equal_weights(passes.model, topology)
+
+
+def _batches(plan: RunPlan, key: bytes) -> list[str]:
+    """Returns digests of trial batches: a scheme from outside may depend on more than its words."""
+    words = KeyedWords((int.from_bytes(key[:8], "little"), int.from_bytes(key[8:16], "little")))
+    batches = [plan.sampling.draw(step, words) for step in range(_TRIAL_BATCHES) if plan.has_step(step)]
+    return [hashlib.blake2b(batch.tobytes(), digest_size=8, key=key).hexdigest() for batch in batches]
 
 
 def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:

@@ -1,6 +1,7 @@
 """Values that ranks must share are compared before the first batch, and again in every sum."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from dpengine import PrivacyEngine
 from dpengine.distributed.ranks import RankFingerprint
 from dpengine.errors import MechanismMismatchError, SamplingError, UnsupportedLayerError
+from dpengine.sampling import CyclicPoissonSampling
 
 
 def private(*, seed=1, weights=0, topology="data", batch=12, lr=0.1, rows=None, **more):
@@ -74,6 +76,23 @@ def other_users():
     private(privacy_unit=(torch.arange(96) // 2).roll(rank()))
 
 
+class Shifted:
+    """A sampling scheme from outside whose batches depend on a number that its participation does not show."""
+
+    def __init__(self, shift):
+        self.scheme = CyclicPoissonSampling(sampling_prob=0.125)
+        self.expected_batch_size, self.steps_per_epoch = self.scheme.expected_batch_size, self.scheme.steps_per_epoch
+        self.participation, self.shift = self.scheme.participation, shift
+
+    def over(self, num_examples):
+        draws = self.scheme.over(num_examples)
+        return SimpleNamespace(draw=lambda step, words: (draws.draw(step, words) + self.shift) % num_examples)
+
+
+def other_batches():
+    private(sampling=Shifted(rank()))
+
+
 def other_learning_rate():
     private(lr=0.1 + rank())
 
@@ -99,6 +118,7 @@ DISAGREEMENTS = {
     "order": (other_order, "examples"),
     "users": (other_users, "units"),
     "learning rate": (other_learning_rate, "optimizer"),
+    "batches": (other_batches, "batches"),
     "noise": (other_noise, "plan"),
     "key": (other_key, "key"),
     "weights": (other_weights, "'embedding.weight' differs"),
