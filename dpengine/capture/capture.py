@@ -126,7 +126,9 @@ class Capture:
         """Attaches all hooks to the model."""
         if self.state is not CaptureState.DETACHED:
             raise RuntimeError("capture is attached already; detach it first.")
-        if any(module in _watched for module in self.model.modules()):
+        # Models may share a module without tensors, such as an activation.
+        modules = [part for part in self.model.modules() if part._parameters or part._buffers or part._modules]
+        if any(module in _watched for module in modules):
             raise UnknownParameterError(
                 f"The model ({type(self.model).__name__}), or a part of it, is watched already: by an engine, a "
                 "GradSampleModule or a PerSampleGradientClipper, which would each see the passes of the other.",
@@ -146,7 +148,7 @@ class Capture:
                 self._copies[-1].attach()
         self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
-        _watched.update(self.model.modules())
+        _watched.update(modules)
         self.state = CaptureState.ATTACHED
         _attached.add(self)
 

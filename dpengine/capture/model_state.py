@@ -12,7 +12,10 @@ import torch
 from torch import Tensor, nn
 
 _PARTS = frozenset({"_parameters", "_modules", "_buffers"})
-_NOT_SAVED = frozenset({bool, int, float, str, tuple, type(None), OrderedDict})  # an OrderedDict holds hooks
+_HOOKS = OrderedDict  # the type of all containers of hooks
+_SIMPLE = frozenset({bool, int, float, str, type(None)})
+_NOT_SAVED = _SIMPLE | {tuple}
+_NOT_COMPARED = _NOT_SAVED | {_HOOKS}
 _CONTAINERS = frozenset({list, dict, set})
 _MOST_ELEMENTS = 2**20  # of a tensor attribute that is copied
 
@@ -23,7 +26,8 @@ Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name o
 class ModelState:
     """Snapshot of the buffers and attributes of all modules, including train or eval mode.
 
-    Contents of attributes are saved for lists, dicts, sets, small tensors and generators, also inside each other.
+    Contents of attributes are saved for lists, dicts, sets, small tensors and generators, also inside each other, and
+    for hooks, which a forward pass may register.
 
     Attributes:
         attributes: The ``__dict__`` of each module, and a copy of it.
@@ -73,7 +77,7 @@ class ModelState:
                 if value is not old:
                     if type(value) not in _SIMPLE or type(value) is not type(old) or value != old:
                         found.append((i, name))
-                elif type(value) not in _NOT_SAVED and self._wrote(before, value):
+                elif type(value) not in _NOT_COMPARED and self._wrote(before, value):
                     found.append((i, name))
         return found
 
@@ -124,7 +128,6 @@ class ModelState:
 
 
 _MISSING = object()
-_SIMPLE = frozenset({bool, int, float, str, type(None)})
 
 
 @contextlib.contextmanager
@@ -174,7 +177,7 @@ def _detached(value: Any) -> Any:
 
 def _content(value: Any) -> Any:
     """Returns a copy of the content of an object that may be modified in place; None for other objects."""
-    if type(value) in _CONTAINERS:
+    if type(value) in _CONTAINERS or type(value) is _HOOKS:
         return value.copy()
     if type(value) is Tensor and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
         return value.clone()

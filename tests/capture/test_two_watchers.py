@@ -31,6 +31,16 @@ def test_a_second_watcher_is_refused_until_the_first_lets_go(first, second):
     assert not model._forward_hooks and not model[0]._forward_hooks
 
 
+def test_models_that_share_an_activation_are_watched_at_the_same_time():
+    activation = nn.Tanh()
+    models = [nn.Sequential(nn.Linear(4, 5), activation) for _ in range(2)]
+    inner, outer = (GradSampleModule(model) for model in models)
+    inner.to_standard_module()
+    inputs = torch.randn(3, 4)
+    outer(inputs).sum().backward()
+    assert [len(p.grad_sample) for p in outer.parameters()] == [3, 3]
+
+
 def of(model):
     """The capture of a model that is watched."""
     return next(one for one in attached_captures() if one.model is model)

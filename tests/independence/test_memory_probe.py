@@ -463,3 +463,35 @@ def a_copy_of_its_own(model, inputs, outputs):
 @pytest.mark.parametrize("write", [a_constant, a_schedule, noise, weights, a_copy_of_its_own], ids=lambda w: w.__name__)
 def test_a_buffer_that_the_loop_writes_from_anything_else_is_accepted(write):
     trained(Centered(), after_model(write))
+
+
+class HooksItself(nn.Module):
+    """Registers a hook when it first runs, as libraries do that return hidden states on demand."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        self.hidden = []
+
+    def forward(self, inputs):
+        if not hasattr(self, "is_hooked"):
+            self.body.register_forward_hook(lambda module, args, output: self.hidden.append(output))
+            self.is_hooked = True
+        self.hidden = []
+        self.body(inputs)
+        (hidden,) = self.hidden
+        self.hidden = []
+        return self.head(hidden.tanh())
+
+
+@pytest.mark.parametrize("mode", [*MODES, "whole_model"])
+def test_a_hook_that_a_forward_pass_registers_is_there_once(mode):
+    model = HooksItself()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(TensorDataset(*tensors()), batch_size=8)
+    model, optimizer, loader = PrivacyEngine(seed=1).make_private(
+        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode
+    )
+    for inputs, targets in loader:
+        plain(model, optimizer, inputs, targets)
+    assert len(model.body._forward_hooks) == 1

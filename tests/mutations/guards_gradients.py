@@ -183,7 +183,7 @@ GUARDS = [
     Guard(
         "attached-twice",
         "a model that is watched already",
-        "any(module in _watched for module in self.model.modules())",
+        "any(module in _watched for module in modules)",
         "False",
         "capture/test_two_watchers.py::test_a_second_watcher_is_refused_until_the_first_lets_go",
     ),
