@@ -120,19 +120,18 @@ class _Trial:
     def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int):
         self.capture = capture
         self._inputs, self._rows = (args, kwargs), rows
-        self._ambiguous = False  # a tensor of a layer has the length of the batch on two axes
         self._began = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
         self._found: list[_Obstacle] = []
 
     def obstacles(self) -> list[_Obstacle] | None:
         """Returns the layers and units whose rules do not apply; None if the pass fails for another reason."""
         found = self._run()
-        if found or found is None or not self._ambiguous or self._rows < 3:
+        if found or found is None or self._rows < 3:
             return found
         whole, rows = self._inputs, self._rows
         self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), whole), rows - 1
         try:
-            return self._run() or []  # with one sample less, the batch has another length
+            return self._run() or []  # an axis that is as long as the batch by chance is not so with one sample less
         finally:
             self._inputs, self._rows = whole, rows
 
@@ -174,7 +173,6 @@ class _Trial:
         if rows is None:
             return
         seen.append((watch, rows))
-        self._ambiguous |= any(leaf.shape.count(rows) > 1 for leaf in tensors_in((args, kwargs, output)))
         if watch.kind is not Kind.UNIT or rows != self._rows:
             return
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}

@@ -17,6 +17,7 @@ from dpengine.errors import suggests_names
 from dpengine.layers.replacements import to_replacement
 
 from .check_model import check
+from .obstacles import BATCH_NORMS_OF_TIMM, normalizes_by_evolved_statistics
 
 BATCH_NORMS: dict[type[nn.Module], type[nn.Module] | None] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
@@ -86,7 +87,8 @@ def fix(
     parameters that are not in the model (``ParameterMismatchError``, DPE003).
 
     - Batch norm is replaced by group norm with the same scale and shift, in groups of at least two channels. A batch
-      norm in eval mode, in a model in train mode, is kept: it normalizes by constants.
+      norm in eval mode, in a model in train mode, is kept: it normalizes by constants. A batch norm of timm with an
+      activation becomes a ``torch.nn.Sequential`` of group norm and activation. Load weights before.
     - Recurrent and attention layers are replaced by their batch-first replacement layers.
     - Instance norm stops tracking running statistics.
     - Embeddings lose ``scale_grad_by_freq`` and ``max_norm``.
@@ -118,7 +120,10 @@ def fix(
     fixed = copied(model)
     changes: list[Change] = []
     replaced: dict[nn.Module, nn.Module] = {}
+    inside: set[nn.Module] = set()  # parts of modules that are replaced
     for name, module in fixed.named_modules():
+        if module in inside:
+            continue
         before = _described(module)
         independent = model.training and uses_fixed_statistics(module)
         outcome = None if independent else _batch_norm(module, batch_norm, num_groups)
@@ -129,6 +134,7 @@ def fix(
         other, why = outcome
         if other is not None and other is not module:
             replaced[module] = other.train(module.training)
+            inside.update(part for part in module.modules() if part is not module)
         changes.append(Change(name, before, None if other is None else _described(other), why))
     fixed = with_replacements(fixed, replaced)
     listed = {change.name for change in changes}
@@ -142,8 +148,34 @@ Outcome = tuple["nn.Module | None", str]
 
 
 def _batch_norm(module: nn.Module, to: str, num_groups: int | None) -> Outcome | None:
-    if not isinstance(module, _BatchNorm):
+    norm, after = _taken_apart(module)
+    if not isinstance(norm, _BatchNorm):
         return None
+    other, why = _replaced_batch_norm(norm, to, num_groups)
+    return (nn.Sequential(other, *after) if other is not None and after else other), why
+
+
+def _taken_apart(module: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """Returns a batch norm of timm as one of torch with its scale and shift, and the layers that follow it.
+
+    Other modules are returned as they are. timm need not be installed: its classes are known by name and attributes.
+    """
+    kind: type[_BatchNorm]
+    after: list[nn.Module]
+    if normalizes_by_evolved_statistics(module):
+        kind, after = nn.BatchNorm2d, [nn.SiLU()]  # the activation of the sample-based variants
+    elif type(module).__name__ in BATCH_NORMS_OF_TIMM and isinstance(module, _BatchNorm):
+        kind = nn.SyncBatchNorm if isinstance(module, nn.SyncBatchNorm) else nn.BatchNorm2d
+        children = [getattr(module, name, None) for name in ("drop", "act")]
+        after = [child for child in children if child is not None and not isinstance(child, nn.Identity)]
+    else:
+        return module, []
+    norm = kind(len(module.running_var), module.eps, affine=module.weight is not None, device="meta")
+    norm.weight, norm.bias = module.weight, module.bias
+    return norm.train(module.training), after
+
+
+def _replaced_batch_norm(module: _BatchNorm, to: str, num_groups: int | None) -> Outcome:
     if type(module) not in BATCH_NORMS:
         return None, (
             f"{type(module).__name__} is a batch norm that may do more than normalize. Replace it manually by group "

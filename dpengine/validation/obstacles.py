@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from dpengine.capture.batch_statistics import can_use_fixed_statistics
+
+BATCH_NORMS_OF_TIMM = frozenset({"BatchNormAct2d", "SyncBatchNormAct", "SplitBatchNorm2d"})
+"""Names of subclasses of batch norm with ``drop`` and ``act``, the layers that follow it."""
 
 FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)"
 
@@ -60,7 +64,14 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
+def normalizes_by_evolved_statistics(module: Any) -> bool:
+    """Returns True for the evolved layers of timm (Liu et al. 2020) that normalize by the variance over the batch."""
+    return type(module).__name__ in {"EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2"} and module.apply_act
+
+
 def _mixes_rows(module: nn.Module) -> bool:
+    if normalizes_by_evolved_statistics(module):
+        return True
     if not isinstance(module, _BatchNorm):
         return False
     return module.training or not can_use_fixed_statistics(module)  # capture checks that it stays in eval mode

@@ -117,6 +117,18 @@ class Flattens(nn.Module):
         return self.layer(hidden.flatten(0, 1)).view(hidden.shape).sin()
 
 
+class AsManyPlaces(nn.Module):
+    """Takes weighted means of each sequence, by a table with as many rows of places as the batch has samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 1)
+        self.register_buffer("places", torch.randint(9, (SAMPLES, LENGTH)))
+
+    def forward(self, hidden):
+        return (self.table(self.places).squeeze(-1).softmax(-1) @ hidden).sum(1)
+
+
 class OwnParameter(nn.Module):
     """Uses a parameter in a way that is not followed, in a module that has other layers."""
 
@@ -182,6 +194,7 @@ CASES = {
     "windows": (lambda: Model(Windows()), ["part"]),
     "flattened": (lambda: Model(Inside(Flattens())), ["part.parts.0"]),
     "shared features": (lambda: Model(SharedFeatures()), ["part"]),
+    "as many places as samples": (lambda: Model(AsManyPlaces()), ["part"]),
     "own parameter": (lambda: Model(Inside(OwnParameter())), ["part.parts.0"]),
     "tied head": (TiedHead, [""]),
     "a layer of two units": (Shares, ["one", "two"]),

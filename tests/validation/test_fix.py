@@ -201,6 +201,73 @@ def test_recurrent_and_attention_layers_become_their_twins(layer, twin):
     mended.load_state_dict(nn.ModuleList([layer]).state_dict(), strict=True)
 
 
+class BatchNormAct2d(nn.BatchNorm2d):
+    """Batch norm of timm, which is followed by dropout and an activation."""
+
+    def __init__(self, channels, **settings):
+        super().__init__(channels, **settings)
+        self.drop, self.act = nn.Identity(), nn.LeakyReLU(0.3)
+
+    def forward(self, images):
+        return self.act(self.drop(super().forward(images)))
+
+
+class SplitBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm of timm with another one for each part of the batch."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.aux_bn = nn.ModuleList([nn.BatchNorm2d(channels)])
+
+    def forward(self, images):
+        half = len(images) // 2
+        return torch.cat([super().forward(images[:half]), self.aux_bn[0](images[half:])])
+
+
+class EvoNorm2dB0(nn.Module):
+    """Evolved layer of timm, which may take the variance over the batch."""
+
+    def __init__(self, channels, apply_act=True):
+        super().__init__()
+        self.eps, self.apply_act = 1e-3, apply_act
+        self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
+        self.v = nn.Parameter(torch.ones(channels)) if apply_act else None
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def forward(self, images):
+        if self.apply_act:
+            images = images / images.var((0, 2, 3), keepdim=True).add(self.eps).sqrt().maximum(images)
+        return images * self.weight[:, None, None] + self.bias[:, None, None]
+
+
+@pytest.mark.parametrize(
+    ("layer", "kinds"),
+    [
+        (lambda: BatchNormAct2d(8, affine=False), [nn.GroupNorm, nn.LeakyReLU]),
+        (lambda: BatchNormAct2d(8), [nn.GroupNorm, nn.LeakyReLU]),
+        (lambda: SplitBatchNorm2d(8), [nn.GroupNorm]),
+        (lambda: EvoNorm2dB0(8), [nn.GroupNorm, nn.SiLU]),
+    ],
+    ids=["without-scale", "with-activation", "of-parts", "evolved"],
+)
+def test_a_batch_norm_of_timm_becomes_group_norm_and_what_follows_it(layer, kinds):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), layer())
+    assert check(model).blocked[0].name == "1"
+    mended, (change,) = fix(model)
+    parts = list(mended[1]) if len(kinds) > 1 else [mended[1]]
+    assert [type(part) for part in parts] == kinds
+    assert change.name == "1" and change.after is not None
+    assert check(mended).ok
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(getattr(parts[0], name), getattr(model[1], name))
+    images = torch.randn(4, 3, 6, 6)
+    torch.testing.assert_close(mended(images)[:1], mended(images[:1]))
+
+
+def test_an_evolved_layer_without_statistics_is_kept():
+    assert fix(nn.Sequential(EvoNorm2dB0(8, apply_act=False)))[1] == []
+
+
 def test_instance_norm_stops_tracking():
     layer = nn.InstanceNorm1d(3, affine=True, track_running_stats=True)
     mended, _ = fix(layer)
