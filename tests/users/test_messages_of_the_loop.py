@@ -175,7 +175,7 @@ def test_detach_takes_a_model_an_optimizer_or_an_engine(what):
 
 def test_detach_of_an_engine_names_the_function_for_other_objects():
     loop = make_loop(**NOISE)
-    with pytest.raises(UnknownParameterError, match=r"DPSGD is no model .*For an optimizer.*dpengine\.detach\(x\)"):
+    with pytest.raises(UnknownParameterError, match=r"DPSGD is not private.*For an optimizer.*dpengine\.detach\(x\)"):
         loop.engine.detach(loop.optimizer)
     dpengine.detach(loop.optimizer)  # the remedy
     with pytest.raises(UnknownParameterError, match="is not private, or was detached before"):
