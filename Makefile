@@ -4,20 +4,26 @@ VENV ?= .venv
 OUT ?= runs/demo
 JOBS ?= 2
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed_for_demo
+DEMO_NEEDS := $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
 RUN := $(VENV)/bin/python -m
 PYTEST := OMP_NUM_THREADS=1 $(RUN) pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder  # so that one worker makes what the tests of a file share
 
-$(STAMP): setup.py pyproject.toml constraints.txt
-	@echo "[1/2] creating $(VENV) (about 1 minute)"
+$(STAMP): EXTRAS := test
+$(DEMO_STAMP): EXTRAS := plots
+$(STAMP) $(DEMO_STAMP): setup.py pyproject.toml constraints.txt
+	@echo "installing dpengine and torch into $(VENV) (about 1 minute)"
 	@$(PY) -m venv $(VENV)
-	@$(RUN) pip install -q -c constraints.txt -e '.[plots,test]'
+	@$(RUN) pip install -q -c constraints.txt -e '.[$(EXTRAS)]'
 	@touch $@
 
-demo: $(STAMP)
+# The demo needs no test tool. After `make test` it uses what is installed.
+demo: $(DEMO_NEEDS)
+	@echo "starting the demo: it trains on census data, and writes its results to $(OUT)"
 	@$(RUN) tutorials.demo --out $(OUT)
 
-demo-quick: $(STAMP)
+demo-quick: $(DEMO_NEEDS)
 	@$(RUN) tutorials.demo --data adult --quick --out $(OUT)
 
 test: $(STAMP)
@@ -43,6 +49,19 @@ searches: $(STAMP)
 readme: $(STAMP)
 	@$(PYTEST) -m "not gpu" tests/test_readme.py
 
+# The parts that need no torch, without torch, under each Python of the list that is installed.
+PYTHONS ?= python3.11 python3.12 python3.13 python3.14
+NEED_TORCH := --ignore=tests/accounting/test_overviews.py --ignore=tests/accounting/test_own_accountant.py -k "not a_wrong_call"
+pythons:
+	@for each in $(PYTHONS); do \
+		$$each -c "" 2>/dev/null || { echo "$$each is not installed"; continue; }; \
+		echo "== $$each"; \
+		$$each -m venv .venv/pythons/$$each || exit; \
+		.venv/pythons/$$each/bin/python -m pip install -q numpy scipy 'dp-accounting>=0.6,<0.7' pytest-xdist hypothesis mpmath || exit; \
+		.venv/pythons/$$each/bin/python -m pytest -q -n $(JOBS) $(NEED_TORCH) \
+			tests/accounting tests/ledger_file/test_lines.py tests/cli/test_budget.py tests/cli/test_main.py || exit; \
+	done
+
 lint: $(STAMP)
 	@$(RUN) ruff format --check .
 	@$(RUN) ruff check .
@@ -54,4 +73,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow differential planted mutations searches readme lint gpu
+.PHONY: demo demo-quick test slow differential planted mutations searches readme pythons lint gpu

@@ -12,11 +12,15 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for eve
     os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
-import torch
+
+try:
+    import torch
+except ModuleNotFoundError:  # as in `make pythons`
+    torch = None
 
 from dpengine.errors import forget_notices
 
-if "PYTEST_XDIST_WORKER" in os.environ:
+if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 _LOCAL_NAMES = {None, "", b"", "localhost", "127.0.0.1", "::1", b"localhost", socket.gethostname()}
@@ -95,7 +99,8 @@ def _fresh_notices():
 @pytest.fixture(autouse=True)
 def _same_draws_in_any_order():
     # Else what a test draws depends on the tests before it. torch.manual_seed formats the stack for each kind of GPU.
-    (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
+    if torch is not None:
+        (torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed)(0)
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,8 @@ class _ArrivalLast(dict[int, Any]):
 
 _LAST = -1
 _MOST_SHAPES = 100  # shapes of a layer's calls, for sequences of varying length
-_saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # returns None outside checkpoints
+# Returns None outside checkpoints. torch 2.6 has no such function: each layer is then called as inside a checkpoint.
+_saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
 
 class RootHook:

@@ -1,11 +1,14 @@
 """Modules that an import loads; contents and requirements of a built wheel. No network."""
 
-import ast
 import email
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tarfile
+import tomllib
 import zipfile
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
@@ -102,53 +105,83 @@ def test_importing_leaves_the_root_logger_and_the_warnings_alone():
     assert modules_loaded(allowed={"torch", "numpy"}, then=then) == {"dpengine"}
 
 
-def setup_arguments() -> dict[str, object]:
-    """The literal arguments of ``setup()``, read without running it."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
-    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "setup")
-    literal = {}
-    for keyword in call.keywords:
-        try:
-            literal[keyword.arg] = ast.literal_eval(keyword.value)
-        except ValueError:
-            continue
-    return literal
+METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_an_installed_torch_is_left_alone():
     # A lower bound is the only condition on torch, so any newer one that is there satisfies it
-    (torch_line,) = [line for line in setup_arguments()["install_requires"] if line.startswith("torch")]
+    (torch_line,) = [line for line in METADATA["project"]["dependencies"] if line.startswith("torch")]
     assert torch_line == "torch>=2.6"
 
 
 def test_building_never_asks_for_torch():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^requires = (\[.*?\])", text, flags=re.MULTILINE)
-    assert ast.literal_eval(line) == ["setuptools>=77"]
+    assert METADATA["build-system"]["requires"] == ["setuptools>=77"]
     assert "import torch" not in (ROOT / "setup.py").read_text(encoding="utf-8")
 
 
-def test_the_version_is_the_same_in_both_places():
-    assert setup_arguments()["version"] == dpengine.__version__
+def test_the_version_is_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    (cited,) = re.findall(r"^version: (.+)$", citation, flags=re.MULTILINE)
+    assert METADATA["project"]["version"] == dpengine.__version__ == cited
+
+
+def test_the_demo_installs_no_test_tool(tmp_path):
+    command = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]
+    plan = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert plan.splitlines()[0].startswith("echo")  # says at once that it is working
+    assert re.findall(r"-e '\.\[(.*)\]'", plan) == ["plots"]
+
+
+def run_here(*command: object, cwd: Path) -> str:
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [str(part) for part in command]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from a copy of the tree, without network."""
-    spec = find_spec("setuptools")
-    if spec is None:
+def built(tmp_path_factory):
+    """A source distribution built from a copy of the tree, and a wheel built from it, without network."""
+    if find_spec("setuptools") is None:
         pytest.skip("setuptools is not installed")
     folder = tmp_path_factory.mktemp("build")
-    shutil.copytree(ROOT / "dpengine", folder / "tree" / "dpengine", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ["setup.py", "pyproject.toml", "README.md", "LICENSE"]:
-        shutil.copy(ROOT / file, folder / "tree" / file)
+    others = shutil.ignore_patterns(".*", "__pycache__", "runs", "build", "dist", "*.so", "*.egg-info")
+    shutil.copytree(ROOT, folder / "tree", ignore=others)
+    script = f"from setuptools.build_meta import build_sdist; build_sdist({str(folder)!r})"
+    run_here(sys.executable, "-c", script, cwd=folder / "tree")
+    (source,) = folder.glob("dpengine-*.tar.gz")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation"]
-    result = subprocess.run(
-        [*command, "-w", str(folder), str(folder / "tree")], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    (path,) = folder.glob("dpengine-*.whl")
-    return zipfile.ZipFile(path)
+    run_here(*command, "-w", folder, source, cwd=folder)
+    (wheel,) = folder.glob("dpengine-*.whl")
+    return source, wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    return zipfile.ZipFile(built[1])
+
+
+@pytest.mark.slow
+def test_a_source_distribution_holds_what_its_tests_need(built):
+    with tarfile.open(built[0]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for file in ["Makefile", "docs/quickstart.md", "tests/conftest.py", "tutorials/demo/run.py", "CITATION.cff"]:
+        assert file in names
+    assert not [name for name in names if name.endswith((".so", ".pyc"))]
+
+
+@pytest.mark.slow
+def test_a_wheel_installs_in_an_empty_environment_and_its_command_runs(built, tmp_path):
+    run_here(sys.executable, "-m", "venv", tmp_path / "empty", cwd=tmp_path)
+    python = tmp_path / "empty" / "bin" / "python"
+    run_here(python, "-m", "pip", "install", "-q", "--no-index", "--no-deps", built[1], cwd=tmp_path)
+    where = Path(run_here(python, "-c", "import dpengine; print(dpengine.__file__)", cwd=tmp_path).strip())
+    assert where.is_relative_to(tmp_path / "empty")
+    (where.parents[1] / "others.pth").write_text(sysconfig.get_path("purelib"))  # what dpengine requires
+    command = "epsilon --sigma 1.1 --n 1e4 --batch 100 --steps 100 --delta 1e-5"
+    text = run_here(tmp_path / "empty" / "bin" / "dpengine", *command.split(), cwd=tmp_path)
+    assert re.match(r"ε = \d\.\d+ \(δ = 1e-05, 100 steps", text)
 
 
 @pytest.mark.slow
