@@ -1,4 +1,7 @@
-"""Every hazard has a test that is marked with its id, and every id of a mark is that of a hazard."""
+"""Every hazard has a test that is marked with its id, every id of a mark is that of a hazard, and docs/hazards.md lists both.
+
+``PYTHONPATH=tests python tests/faults/test_hazards.py`` writes the page.
+"""
 
 import ast
 from pathlib import Path
@@ -6,9 +9,18 @@ from pathlib import Path
 from faults.hazards import HAZARDS
 
 TESTS = Path(__file__).resolve().parents[1]
+PAGE = TESTS.parent / "docs" / "hazards.md"
+INTRODUCTION = """# Hazards and their tests
+
+Known ways in which a library for differentially private training can break its guarantee, train wrongly or reject correct code. Each has at
+least one test, marked with `@pytest.mark.hazard(id)`. Hazards of the letter O are defects of Opacus.
+
+| id | hazard | files in `tests/` |
+|---|---|---|
+"""
 
 
-def names_by_id(files):
+def names_by_id(files, root):
     """Names of test functions, with their file, by each id that they are marked with."""
     found = {}
     for file in files:
@@ -17,14 +29,26 @@ def names_by_id(files):
                 for mark in node.decorator_list:
                     if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.hazard":
                         for id in mark.args:
-                            found.setdefault(ast.literal_eval(id), []).append(f"{file.name}::{node.name}")
+                            name = f"{file.relative_to(root).as_posix()}::{node.name}"
+                            found.setdefault(ast.literal_eval(id), []).append(name)
     return found
 
 
+def page():
+    found = names_by_id(sorted(TESTS.rglob("test_*.py")), TESTS)
+    files = {id: sorted({name.partition("::")[0] for name in names}) for id, names in found.items()}
+    rows = [f"| {id} | {text} | {', '.join(f'`{file}`' for file in files[id])} |\n" for id, text in HAZARDS.items()]
+    return INTRODUCTION + "".join(rows)
+
+
 def test_every_hazard_has_a_test_and_every_id_is_that_of_a_hazard():
-    found = names_by_id(sorted(TESTS.rglob("test_*.py")))
+    found = names_by_id(sorted(TESTS.rglob("test_*.py")), TESTS)
     assert {id: hazard for id, hazard in HAZARDS.items() if id not in found} == {}
     assert {id: names for id, names in found.items() if id not in HAZARDS} == {}
+
+
+def test_the_page_lists_each_hazard_with_its_tests():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python tests/faults/test_hazards.py"
 
 
 def test_ids_are_read_from_marks_of_test_functions(tmp_path):
@@ -38,4 +62,8 @@ def test_ids_are_read_from_marks_of_test_functions(tmp_path):
         "def test_s3(): pytest.mark.hazard('S4')",
     ]
     file.write_text("\n".join(lines))
-    assert names_by_id([file]) == {"S1": ["test_x.py::test_both"], "B12": ["test_x.py::test_both"]}
+    assert names_by_id([file], tmp_path) == {"S1": ["test_x.py::test_both"], "B12": ["test_x.py::test_both"]}
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
