@@ -1,4 +1,4 @@
-"""Every hazard has a test that is marked with its id, every id of a mark is that of a hazard, and docs/hazards.md lists both.
+"""Every hazard has a test that is marked with its id, and docs/hazards.md lists both.
 
 ``PYTHONPATH=tests python tests/faults/test_hazards.py`` writes the page.
 """
@@ -12,8 +12,9 @@ TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "hazards.md"
 INTRODUCTION = """# Hazards and their tests
 
-Known ways in which a library for differentially private training can break its guarantee, train wrongly or reject correct code. Each has at
-least one test, marked with `@pytest.mark.hazard(id)`. Hazards of the letter O are defects of Opacus.
+Known ways in which a library for differentially private training can break its guarantee, train wrongly or reject
+correct code. Each has at least one test, marked with `@pytest.mark.hazard(id)`. Hazards of the letter O are defects
+of Opacus.
 
 | id | hazard | files in `tests/` |
 |---|---|---|
