@@ -227,7 +227,7 @@ class BookKeeping(AbstractGradients):
         self._waiting, self._stacked = [], (layout, rows)
         for i, uses in layout.rest:
             self._receive(waiting[i].layer_call(), uses, waiting[i].uses.rule)
-        self._matrix = layout.matrix(waiting, rows)
+        self._matrix = layout.matrix(waiting, rows, self._scratch.take)
         _release(waiting)
 
     def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
@@ -236,7 +236,8 @@ class BookKeeping(AbstractGradients):
             return
         grads_BP = self._matrix.grads_BP
         if len(found) == 1:
-            found[0].append(sq_norms(grads_BP))
+            known = self._matrix.sq_norm_B
+            found[0].append(sq_norms(grads_BP) if known is None else known)
             return
         for parameters, columns in self._matrix.layout.equal_columns():
             parts_BLP = grads_BP[:, columns].unflatten(1, (len(parameters), -1))
@@ -301,7 +302,7 @@ class BookKeeping(AbstractGradients):
         if self._waiting:
             self._stack(common_rows(self.rows))
         if self._matrix is not None:
-            (layout, grads_BP), self._matrix = self._matrix, None
+            (layout, grads_BP, _), self._matrix = self._matrix, None
             weight = weights_BK.to(grads_BP.device, grads_BP.dtype).unbind(dim=1)
             if len(weight) == 1:
                 into.add_flat(layout.columns, torch.mv(grads_BP.t(), weight[0]), scale)

@@ -26,7 +26,7 @@ _MOST_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum
 
 
 class Scratch:
-    """Memory block for kept per-sample gradients, reused in every pass.
+    """Memory block for kept and stacked per-sample gradients, reused in every pass.
 
     New memory would cost as much time as the gradients, because the system clears each page on the first write. The
     block holds the gradients of the last pass until the next pass overwrites them, as freed memory does. Accelerators

@@ -39,6 +39,11 @@ class Columns:
         """The parameters."""
         return frozenset(self.of)
 
+    @cached_property
+    def count(self) -> int:
+        """Number of elements."""
+        return max((part.stop for part in self.of.values()), default=0)
+
 
 class Sums(Protocol):
     """Destination of gradient sums."""

@@ -2,8 +2,9 @@
 
 A layer of a few features takes longer to call than to compute. Layers with the same settings and shapes are therefore
 stacked: their inputs become one tensor in which a sample of one layer is one row, and a grad sampler forms the
-gradients of all of them in one call. Biases and the parameters of normalization layers, whose gradients have no
-shortcut, are put into the matrix too, whatever the size of their layer.
+gradients of all of them in one call. Compiled code forms those of all layers in one call, and needs no such tensor.
+Biases and the parameters of normalization layers, whose gradients have no shortcut, are put into the matrix too,
+whatever the size of their layer.
 
 Axes: B samples, L stacked layers, P numbers of all parameters in the matrix.
 """
@@ -11,16 +12,19 @@ Axes: B samples, L stacked layers, P numbers of all parameters in the matrix.
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import GradSampler
+from dpengine.kernels.products import NARROW, OUT, OUT_ROW, ROWS, SQ_NORM, WIDE, Windows, outer_sums, sq_norms, takes
 
 from .flat_buffer import Columns, wide
 from .method import Algorithm, Choice, Method
@@ -30,6 +34,11 @@ SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacke
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
 SMALL_SPARSE_BYTES = 2**16  # the same of an embedding, most of which are zeros
 MOST_COLUMNS = 2**20
+_MOST_REUSED = 16 * 2**20  # bytes of a matrix whose memory the next pass uses again
+_inputs, _grad = operator.attrgetter("inputs"), operator.attrgetter("grad")
+_is_contiguous, _address = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
+
+Take = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,18 +48,20 @@ class Part:
     Attributes:
         algorithm: The method, for reports.
         grad: Computes their gradients from a call that concatenates the samples of all layers.
+        sampler: The sampler that forms them.
         uses: The use of the parameter in each layer.
     """
 
     algorithm: Algorithm
     grad: Callable[[LayerCall], Tensor]
+    sampler: GradSampler
     uses: tuple[Use, ...]
 
     @classmethod
     def of(cls, sampler: GradSampler, uses: Sequence[Use]) -> Part:
         """Returns a part whose gradients a sampler forms."""
         name = sampler.stacked_name or sampler.grad_name
-        return cls(Algorithm(Method.KEEP, name), sampler.grads[name], tuple(uses))
+        return cls(Algorithm(Method.KEEP, name), sampler.grads[name], sampler, tuple(uses))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +73,14 @@ class Stack:
         at: Indices of their calls in the pass.
         parts: The parameters, one part for each name in the layer.
         widens: True if half-precision tensors must become float32.
+        compiled: True if compiled code forms the gradients, from the `Outers` of the layout.
     """
 
     layer: nn.Module
     at: tuple[int, ...]
     parts: tuple[Part, ...]
     widens: bool
+    compiled: bool
 
     def grads(self, calls: Sequence[TensorCall], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
@@ -89,6 +102,63 @@ class Stack:
 
 
 @dataclass(frozen=True, eq=False)
+class Outers:
+    """Gradients that compiled code forms in one call: sums of outer products, for any number of rows.
+
+    Attributes:
+        jobs: `Windows.numbers` of each gradient, with its offset in the matrix and that of its norms for one row.
+        sources: Which tensors each takes, as indices in the list of all inputs and then all output gradients.
+        prepared: Gradients that take other tensors, such as padded ones: index of the job and of the call, and sampler.
+    """
+
+    jobs: np.ndarray
+    sources: np.ndarray
+    prepared: Sequence[tuple[int, int, GradSampler]]
+
+    @classmethod
+    def of(cls, calls: Sequence[TensorCall], stacks: Iterable[Stack], columns: Mapping[nn.Parameter, slice]) -> Outers:
+        """Returns the table for the compiled stacks of a layout."""
+        jobs: list[list[int]] = []
+        sources: list[tuple[int, int]] = []
+        prepared: list[tuple[int, int, GradSampler]] = []
+        width = Columns(columns).count
+        each = [(stack.at, part) for stack in stacks for part in stack.parts]
+        for i, sampler, use in [(i, p.sampler, use) for at, p in each for i, use in zip(at, p.uses, strict=True)]:
+            tensors: Any = calls[i].inputs, calls[i].grad
+            inputs, grad = (tensor.contiguous() for tensor in tensors)
+            windows = _windows(sampler, calls[i], inputs, grad)
+            known = {_memory(inputs): i, _memory(grad): len(calls) + i}
+            narrow = known.get(_memory(windows.narrow))
+            wide = known.get(_memory(windows.wide)) if windows.wide.numel() else narrow  # else it is not read
+            if wide is None or narrow is None:
+                prepared.append((len(jobs), i, sampler))
+            sources.append((wide or 0, narrow or 0))
+            job = windows.numbers()
+            job[OUT], job[OUT_ROW], job[SQ_NORM] = 4 * columns[use.parameter].start, width, 8 * len(jobs)
+            jobs.append(job)
+        return cls(np.array(jobs, np.uint64), np.array(sources), prepared)
+
+    def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
+        """Writes the gradients to the first columns of the matrix, and returns their squared norms ``(B,)``."""
+        held: list[Any] = [*map(_inputs, calls), *map(_grad, calls)]
+        if not all(map(_is_contiguous, held)):
+            held = [tensor.contiguous() for tensor in held]
+        addresses = np.array(list(map(_address, held)), np.uint64)
+        jobs, rows = self.jobs.copy(), len(grads_BP)
+        sq_norms_JB = grads_BP.new_empty(len(jobs), rows, dtype=torch.float64)
+        jobs[:, ROWS] = rows
+        jobs[:, OUT] += np.uint64(grads_BP.data_ptr())
+        jobs[:, SQ_NORM] = jobs[:, SQ_NORM] * np.uint64(rows) + np.uint64(sq_norms_JB.data_ptr())
+        jobs[:, WIDE : NARROW + 1] = addresses[self.sources]
+        for job, i, sampler in self.prepared:
+            windows = _windows(sampler, calls[i], held[i], held[len(calls) + i])
+            jobs[job, WIDE], jobs[job, NARROW] = windows.wide.data_ptr(), windows.narrow.data_ptr()
+            held += (windows.wide, windows.narrow)  # until they are read
+        outer_sums(jobs)
+        return sq_norms_JB.sum(dim=0)
+
+
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Selects the gradients of a pass that go into the matrix, and their columns.
 
@@ -97,12 +167,14 @@ class Layout:
         stacks: The stacks, in the order of the columns.
         columns: The columns of each parameter in the matrix.
         rest: Index of each call with gradients that do not go into the matrix, and the uses of their parameters.
+        outers: The gradients in the first columns, which compiled code forms; None if it forms none.
     """
 
     names: Mapping[nn.Parameter, str]
     stacks: tuple[Stack, ...]
     columns: Columns
     rest: tuple[tuple[int, Mapping[str, Use]], ...]
+    outers: Outers | None
 
     def choices(self, rows: int) -> list[Choice]:
         """Returns the choice to report for each parameter in the matrix."""
@@ -123,17 +195,28 @@ class Layout:
             first, last = self.columns.of[parameters[0]], self.columns.of[parameters[-1]]
             yield parameters, slice(first.start, last.stop)
 
-    def matrix(self, calls: Sequence[TensorCall], rows: int) -> Matrix:
-        """Forms the gradients."""
-        parts = [grad for stack in self.stacks for grad in stack.grads(calls, rows)]
-        return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
+    def matrix(self, calls: Sequence[TensorCall], rows: int, take: Take) -> Matrix:
+        """Forms the gradients. Compiled code writes to memory that ``take`` returns."""
+        parts = [grad for stack in self.stacks if not stack.compiled for grad in stack.grads(calls, rows)]
+        if self.outers is None:
+            return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
+        shape, cpu = (rows, self.columns.count), torch.device("cpu")
+        few = 4 * math.prod(shape) <= _MOST_REUSED
+        grads_BP = take(shape, torch.float32, cpu) if few else torch.empty(shape, dtype=torch.float32, device=cpu)
+        sq_norm_B = self.outers.form(calls, grads_BP)
+        if parts:
+            others_BP = grads_BP[:, self.columns.count - sum(part.shape[1] for part in parts) :]
+            torch.cat(parts, dim=1, out=others_BP)
+            sq_norm_B += sq_norms(others_BP)
+        return Matrix(self, grads_BP, sq_norm_B)
 
 
 class Matrix(NamedTuple):
-    """Per-sample gradients ``(B, P)`` of a layout."""
+    """Per-sample gradients ``(B, P)`` of a layout, and their squared norms ``(B,)`` if they are known."""
 
     layout: Layout
     grads_BP: Tensor
+    sq_norm_B: Tensor | None = None
 
 
 def bucket_of(size: int) -> int:
@@ -153,31 +236,63 @@ def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows:
     for i, call in enumerate(calls):
         alike.setdefault(call.uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
     stacks: list[Stack] = []
-    columns: dict[nn.Parameter, slice] = {}
     like = calls[0].grad  # the matrix has one dtype and one device
     assert like is not None
     end, most = 0, min(MOST_COLUMNS, budget // (wide(like.dtype).itemsize * max(rows, 1)))
     for at in alike.values():
-        first, parts, taken = calls[at[0]], [], []
+        first, taken = calls[at[0]], {}
         for name in _fitting(first, like, rows):
             uses = [calls[i].uses[name] for i in at]
             width = sum(use.numel for use in uses)
             if end + width > most or any(times[use.parameter] > 1 for use in uses):
                 continue
-            parts.append(Part.of(first.uses.rule[name], uses))
-            taken.append(name)
-            for use in uses:
-                columns[use.parameter] = slice(end, end + use.numel)
-                end += use.numel
-        if parts:
-            as_call = first.layer_call()
-            narrow = stays_narrow(as_call, [first.uses.rule[name] for name in taken])
-            widens = widened(as_call) is not as_call and not narrow
-            stacks.append(Stack(as_call.layer, tuple(at), tuple(parts), widens))
+            taken[name] = Part.of(first.uses.rule[name], uses)
+            end += width
+        if taken:
+            stacks += _stacks_of(first, tuple(at), taken)
+    stacks.sort(key=lambda stack: not stack.compiled)
+    columns: dict[nn.Parameter, slice] = {}
+    end = 0
+    for use in (use for stack in stacks for part in stack.parts for use in part.uses):
+        columns[use.parameter] = slice(end, end + use.numel)
+        end += use.numel
     names = {use.parameter: use.name for call in calls for use in call.uses.values()}
     outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns} for call in calls]
     rest = tuple([(i, uses) for i, uses in enumerate(outside) if uses])
-    return Layout(names, tuple(stacks), Columns(columns), rest)
+    compiled = [stack for stack in stacks if stack.compiled]
+    outers = Outers.of(calls, compiled, columns) if compiled else None
+    return Layout(names, tuple(stacks), Columns(columns), rest, outers)
+
+
+def _stacks_of(first: TensorCall, at: tuple[int, ...], parts: Mapping[str, Part]) -> list[Stack]:
+    """Returns the stacks of equal layers: of the parameters whose gradients compiled code forms, and of the others."""
+    as_call, found = first.layer_call(), []
+    compiled = {name for name, part in parts.items() if _is_compiled(as_call, part.sampler)}
+    for ours in (True, False):
+        some = [name for name in parts if (name in compiled) is ours]
+        if some:
+            narrow = stays_narrow(as_call, [parts[name].sampler for name in some])
+            widens = widened(as_call) is not as_call and not narrow
+            found.append(Stack(as_call.layer, at, tuple(parts[name] for name in some), widens, ours))
+    return found
+
+
+def _is_compiled(call: LayerCall, sampler: GradSampler) -> bool:
+    """Returns True if compiled code forms gradients of such calls."""
+    if sampler.windows is None or not takes(call.inputs[0], call.grad_output):
+        return False
+    return sampler.windows(call).fit()
+
+
+def _windows(sampler: GradSampler, call: TensorCall, inputs: Tensor, grad: Tensor) -> Windows:
+    """Returns the windows of a call, with contiguous tensors."""
+    assert sampler.windows is not None
+    windows = sampler.windows(LayerCall(call.uses.layer, (inputs,), grad.view(call.shape), name=call.uses.name))
+    return replace(windows, wide=windows.wide.contiguous(), narrow=windows.narrow.contiguous())
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
 
 
 def _call_bytes(call: TensorCall) -> int:

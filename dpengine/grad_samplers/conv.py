@@ -182,7 +182,8 @@ def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
         done += len(narrow)
 
 
-def _padded(c: _Correlation) -> native.Windows:
+def _windows(call: LayerCall) -> native.Windows:
+    c = _correlation(call)
     wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])) if any(c.padding) else c.wide
     return native.Windows(wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation)
 
@@ -195,7 +196,7 @@ def _compiled_grad(call: LayerCall) -> Tensor:
 
 
 def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
-    windows = _padded(_correlation(call))
+    windows = _windows(call)
     if windows.fit():
         return native.window_grads(windows, out)
     _write_unfolded_grad(call, out)
@@ -203,7 +204,7 @@ def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
 
 
 def _compiled_sq_norm(call: LayerCall) -> Tensor:
-    windows = _padded(_correlation(call))
+    windows = _windows(call)
     return native.window_grads(windows) if windows.fit() else _gram_sq_norm(call)
 
 
@@ -307,6 +308,10 @@ def _bias_grad(call: LayerCall) -> Tensor:
     return call.grad_output.flatten(2).sum(dim=2)
 
 
+def _bias_windows(call: LayerCall) -> native.Windows:
+    return native.Windows.of_ones(call.grad_output, features_last=False)
+
+
 SAMPLERS = {
     "weight": GradSampler(
         grad=_grouped_grad,
@@ -320,7 +325,8 @@ SAMPLERS = {
         grad_name="grouped",
         sq_norm_name="gram",
         settings=("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed"),
+        windows=_windows,
         stacked_name="compiled",
     ),
-    "bias": GradSampler(_bias_grad, settings=()),
+    "bias": GradSampler(_bias_grad, settings=(), windows=_bias_windows),
 }

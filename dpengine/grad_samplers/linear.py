@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall
+from dpengine.kernels.products import Windows
 
 from .gram import gram_operations, gram_sq_norm, spread_of
 from .sampler import Cost, GradSampler
@@ -78,6 +79,12 @@ def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, ke
 def _weight_grad(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     return product(grads_BTO.transpose(1, 2), acts_BTI)
+
+
+def _weight_windows(call: LayerCall) -> Windows:
+    acts_BTI, grads_BTO = _acts_and_grads(call)
+    width = (acts_BTI.shape[2],)
+    return Windows(acts_BTI.flatten(1).unsqueeze(1), grads_BTO, 1, width, width, (1,), features_last=True)
 
 
 def _write_weight_grad(call: LayerCall, out: Tensor) -> None:
@@ -152,6 +159,10 @@ def _bias_grad(call: LayerCall) -> Tensor:
     return grads_BTO.sum(dim=1, dtype=dtype) if grads_BTO.shape[1] != 1 else grads_BTO.squeeze(1).to(dtype)
 
 
+def _bias_windows(call: LayerCall) -> Windows:
+    return Windows.of_ones(call.grad_output, features_last=True)
+
+
 SAMPLERS = {
     "weight": GradSampler(
         grad=_weight_grad,
@@ -165,7 +176,8 @@ SAMPLERS = {
         write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",
         settings=(),
+        windows=_weight_windows,
         takes_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=(), takes_bfloat16=True),
+    "bias": GradSampler(_bias_grad, settings=(), windows=_bias_windows, takes_bfloat16=True),
 }

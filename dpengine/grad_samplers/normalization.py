@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
+from dpengine.kernels.products import Windows
 
 from .sampler import GradSampler, argument
 
@@ -28,9 +29,13 @@ def _group_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_space(call.grad_output)
 
 
+def _group_norm_bias_windows(call: LayerCall) -> Windows:
+    return Windows.of_ones(call.grad_output, features_last=False)
+
+
 GROUP_NORM = {
     "weight": GradSampler(_group_norm_weight_grad, settings=("num_groups", "eps")),
-    "bias": GradSampler(_group_norm_bias_grad, settings=()),
+    "bias": GradSampler(_group_norm_bias_grad, settings=(), windows=_group_norm_bias_windows),
 }
 
 
@@ -77,9 +82,16 @@ def _layer_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_positions(call.grad_output, layer.normalized_shape)
 
 
+def _layer_norm_bias_windows(call: LayerCall) -> Windows:
+    layer: Any = call.layer
+    refuse_batch_axis(call, layer.normalized_shape)
+    grads = call.grad_output
+    return Windows.of_ones(grads.flatten(grads.dim() - len(layer.normalized_shape)), features_last=True)
+
+
 LAYER_NORM = {
     "weight": GradSampler(_layer_norm_weight_grad, settings=("normalized_shape", "eps")),
-    "bias": GradSampler(_layer_norm_bias_grad, settings=("normalized_shape",)),
+    "bias": GradSampler(_layer_norm_bias_grad, settings=("normalized_shape",), windows=_layer_norm_bias_windows),
 }
 
 

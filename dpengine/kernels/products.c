@@ -29,15 +29,22 @@ struct grams {
     uint64_t work_each, next, worker;
 };
 
-/* A tensor (rows, groups, channels, size...), and the windows that a kernel sees of it. */
+/* A tensor (rows, groups, channels, size...), and the windows that a kernel sees of it. Without channels each window has
+   one feature, which is 1. */
 struct outers {
     uint64_t rows, groups, channels, size[3], kernel[3], stride[3], dilation[3], places[3];
     const float *wide;
     const float *narrow; /* (rows, groups, high, places), with strides */
     uint64_t high, row, group, channel, place;
-    float *out;      /* (rows, groups, high, features), or null */
+    float *out; /* (rows, groups, high, features), or null, and how far apart its rows lie */
+    uint64_t out_row;
     double *sq_norm; /* (rows) */
-    float *work;
+};
+
+struct all_outers {
+    const struct outers *job;
+    uint64_t count, rows;
+    char *work;
     uint64_t work_each, next, worker;
 };
 
@@ -115,17 +122,25 @@ void gram_norms_f32(uint64_t rows, uint64_t places, uint64_t factors, const stru
 }
 
 static void outer_share(void *data) {
-    struct outers *job = data;
-    float *work = of_worker(job->work, job->work_each, &job->worker);
-    for (uint64_t row; (row = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED)) < job->rows;)
-        (BEST(outer_row))(job, row, work);
+    struct all_outers *all = data;
+    float *work = of_worker(all->work, all->work_each, &all->worker);
+    for (uint64_t i; (i = __atomic_fetch_add(&all->next, 1, __ATOMIC_RELAXED)) < all->count * all->rows;)
+        (BEST(outer_row))(all->job + i / all->rows, i % all->rows, work);
 }
 
-/* Bytes that each thread needs for outer_sums_f32. */
-uint64_t outer_work(const struct outers *job) { return 4 * (BEST(outer_floats))(job); }
+/* Bytes that each thread needs for sum_outers_f32. */
+uint64_t outers_work(uint64_t count, const struct outers *job) {
+    uint64_t most = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        uint64_t bytes = 4 * (BEST(outer_floats))(job + i);
+        most = bytes > most ? bytes : most;
+    }
+    return most;
+}
 
-/* For each row and group the sums over places of narrow (outer) window, and their squared norm. */
-void outer_sums_f32(struct outers *job, unsigned threads, team run) {
-    job->work_each = outer_work(job), job->next = job->worker = 0;
-    share_out(outer_share, job, threads, run);
+/* For several jobs with equal numbers of rows: for each row and group the sums over places of narrow (outer) window, and
+   their squared norm. */
+void sum_outers_f32(uint64_t count, const struct outers *job, void *work, unsigned threads, team run) {
+    struct all_outers all = {job, count, count ? job->rows : 0, work, outers_work(count, job), 0, 0};
+    share_out(outer_share, &all, threads, run);
 }

@@ -12,8 +12,9 @@ import ctypes
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -138,11 +139,12 @@ class Windows:
 
     Attributes:
         wide: ``(B, G * C, *size)``, with its padding.
-        narrow: ``(B, G * K, *places)``.
+        narrow: ``(B, G * K, *places)``; with ``features_last``, ``(B, *places, G * K)``.
         groups: G.
         kernel: Size of a window, axis by axis.
         stride: From one window to the next.
         dilation: From one number of a window to the next.
+        features_last: See ``narrow``.
     """
 
     wide: Tensor
@@ -151,48 +153,64 @@ class Windows:
     kernel: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
+    features_last: bool = False
+
+    @classmethod
+    def of_ones(cls, grads: Tensor, *, features_last: bool) -> Windows:
+        """Returns windows of one number, which is 1: the sums are those of ``grads`` over its places, ``(B, K)``."""
+        at = 1 if features_last else 2
+        narrow = grads.unsqueeze(at) if grads.dim() == 2 else grads.flatten(at, -1 - features_last)
+        return cls(narrow.new_empty(len(narrow), 0, 1), narrow, 1, (1,), (1,), (1,), features_last)
 
     def fit(self) -> bool:
         """Returns True if there is compiled code, and each thread needs little memory."""
         features = math.prod((self.wide.shape[1] // self.groups, *self.kernel))
-        sums = self.narrow.shape[1] // self.groups * features
+        sums = self._channels // self.groups * features
         return takes(self.wide, self.narrow) and 4 * (sums + 33 * (features + 16)) <= _LARGEST_WORK
+
+    @property
+    def _channels(self) -> int:
+        return self.narrow.shape[-1 if self.features_last else 1]
+
+    def numbers(self) -> list[int]:
+        """Returns ``struct outers`` of products.c, with zeros for all addresses. Tensors are contiguous."""
+        places = self.narrow.shape[1:-1] if self.features_last else self.narrow.shape[2:]
+        count, channels = math.prod(places), self._channels
+        ones, high = [1] * (3 - len(self.kernel)), channels // self.groups
+        axes = (self.wide.shape[2:], self.kernel, self.stride, self.dilation, places)
+        sizes = (
+            len(self.narrow),
+            self.groups,
+            self.wide.shape[1] // self.groups,
+            *(n for a in axes for n in (*ones, *a)),
+        )
+        apart = (high, 1, channels) if self.features_last else (high * count, count, 1)  # groups, channels, places
+        return [*sizes, 0, 0, high, channels * count, *apart, 0, 0, 0]
+
+
+ROWS, WIDE, NARROW, OUT, OUT_ROW, SQ_NORM = 0, 18, 19, 25, 26, 27  # places in `Windows.numbers`
+
+
+def outer_sums(jobs: np.ndarray) -> None:
+    """Computes the sums over places of ``narrow`` (outer) window, from a table of `Windows.numbers` and addresses."""
+    count, rows, at = len(jobs), int(jobs[0, ROWS]), jobs.ctypes.data
+    work, threads = _work(native_library().outers_work(count, at), count * rows)
+    native_library().sum_outers_f32(count, at, _aligned(work), threads, thread_team())
 
 
 def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
     """Squared norms ``(B,)`` of sums over places of ``narrow`` (outer) window, which are written to ``out`` if given.
 
-    ``out`` is contiguous, ``(B, G * K, C, *kernel)`` in float32.
+    ``out`` is ``(B, G * K, C, *kernel)`` in float32, contiguous but for its first axis.
     """
-    wide, narrow, ones = c.wide.contiguous(), c.narrow.contiguous(), [1] * (3 - len(c.kernel))
-    rows, high, places = len(narrow), narrow.shape[1] // c.groups, math.prod(narrow.shape[2:])
-    sq_norm = torch.empty(rows, dtype=torch.float64)
-    axes = (wide.shape[2:], c.kernel, c.stride, c.dilation, narrow.shape[2:])
-    job = _Outers(
-        (_COUNT * 18)(rows, c.groups, wide.shape[1] // c.groups, *(n for axis in axes for n in (*ones, *axis))),
-        *(wide.data_ptr(), narrow.data_ptr()),
-        (_COUNT * 5)(high, c.groups * high * places, high * places, places, 1),
-        *(None if out is None else out.data_ptr(), sq_norm.data_ptr()),
-    )
-    work, threads = _work(native_library().outer_work(ctypes.byref(job)), rows)
-    job.work = _aligned(work)
-    native_library().outer_sums_f32(ctypes.byref(job), threads, thread_team())
+    c = replace(c, wide=c.wide.contiguous(), narrow=c.narrow.contiguous())
+    sq_norm = torch.empty(len(c.narrow), dtype=torch.float64)
+    job = np.array([c.numbers()], np.uint64)
+    job[0, WIDE], job[0, NARROW], job[0, SQ_NORM] = c.wide.data_ptr(), c.narrow.data_ptr(), sq_norm.data_ptr()
+    if out is not None:
+        job[0, OUT], job[0, OUT_ROW] = out.data_ptr(), out.stride(0)
+    outer_sums(job)
     return sq_norm
-
-
-class _Outers(ctypes.Structure):
-    """``struct outers`` of products.c."""
-
-    _fields_ = (
-        ("wide_sizes", _COUNT * 18),
-        ("wide", _POINTER),
-        ("narrow", _POINTER),
-        ("narrow_sizes", _COUNT * 5),
-        ("out", _POINTER),
-        ("sq_norm", _POINTER),
-        ("work", _POINTER),
-        ("progress", _COUNT * 3),
-    )
 
 
 def _work(each: int, rows: int) -> tuple[Tensor, int]:

@@ -158,8 +158,10 @@ TARGET static void NAMED(lay_out)(const struct outers *job, const float *wide, u
                     case 5: memcpy(to, from, 5 * sizeof *to); break;
                     case 7: memcpy(to, from, 7 * sizeof *to); break;
                     case 8: memcpy(to, from, 8 * sizeof *to); break;
-                    default:
+                    case 0:
                         for (uint64_t k = 0; k < kernel[2]; k++) to[k] = from[k * job->dilation[2]];
+                        break;
+                    default: memcpy(to, from, kernel[2] * sizeof *to);
                     }
                 }
         for (uint64_t k = features; k < stride; k++) out[k] = 0;
@@ -197,21 +199,57 @@ INLINE(TARGET) uint64_t NAMED(at_a_time)(const struct outers *job, uint64_t stri
 
 TARGET static uint64_t NAMED(outer_floats)(const struct outers *job) {
     uint64_t stride = UP(NAMED(features)(job), LANES);
+    if (!stride) return UP(3 * job->high, 16); /* the sums in float64 and in float32 */
     return UP((job->high + NAMED(at_a_time)(job, stride)) * stride, 16);
 }
 
+/* The sums over places of the channels of a group, added in float64 and rounded once. */
+TARGET static void NAMED(add_up)(const struct outers *job, const float *narrow, uint64_t places, double *sums, float *out) {
+    if (job->place == 1) {
+        for (uint64_t c = 0; c < job->high; c++, narrow += job->channel) {
+            reals sum[2] = {{0}};
+            uint64_t t = 0;
+            sums[c] = 0;
+            for (; t + 2 * REALS <= places; t += 2 * REALS)
+#pragma GCC unroll 2
+                for (int s = 0; s < 2; s++)
+                    sum[s] += __builtin_convertvector(*(const halves_of *)(narrow + t + s * REALS), reals);
+            for (; t < places; t++) sums[c] += narrow[t];
+            sums[c] += NAMED(total)(sum[0] + sum[1]);
+        }
+    } else {
+        for (uint64_t c = 0; c < job->high; c++) sums[c] = 0;
+        for (uint64_t t = 0; t < places; t++, narrow += job->place)
+            for (uint64_t c = 0; c < job->high; c++) sums[c] += narrow[c * job->channel];
+    }
+    for (uint64_t c = 0; c < job->high; c++) out[c] = (float)sums[c];
+}
+
 TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, float *work) {
-    uint64_t features = NAMED(features)(job), stride = UP(features, LANES), some = NAMED(at_a_time)(job, stride);
+    uint64_t features = NAMED(features)(job), stride = UP(features, LANES), some = features ? NAMED(at_a_time)(job, stride) : 0;
     uint64_t places = job->places[0] * job->places[1] * job->places[2];
-    float *laid = work, *sums = work + some * stride;
+    int lies = job->channels == 1 && features == stride && job->kernel[2] == features && job->stride[2] == features &&
+               places * features == job->size[2]; /* the windows lie side by side */
+    double square;
     job->sq_norm[row] = 0;
+    if (!features) {
+        for (uint64_t g = 0; g < job->groups; g++) {
+            float *to = job->out ? job->out + row * job->out_row + g * job->high : (float *)(work + 2 * job->high);
+            NAMED(add_up)(job, job->narrow + row * job->row + g * job->group, places, (double *)work, to);
+            NAMED(squares)(to, job->high, &square);
+            job->sq_norm[row] += square;
+        }
+        return;
+    }
     for (uint64_t g = 0; g < job->groups; g++) {
         const float *wide = job->wide + (row * job->groups + g) * job->channels * job->size[0] * job->size[1] * job->size[2];
+        float *out = job->out ? job->out + row * job->out_row + g * job->high * features : 0;
+        float *laid = work, *sums = out && features == stride ? out : work + some * stride;
         memset(sums, 0, job->high * stride * sizeof *sums);
         for (uint64_t first = 0; first < places; first += some) {
             uint64_t count = places - first < some ? places - first : some;
-            NAMED(lay_out)(job, wide, first, count, features, stride, laid);
-            const float *narrow = job->narrow + row * job->row + g * job->group + first * job->place;
+            if (!lies) NAMED(lay_out)(job, wide, first, count, features, stride, laid);
+            const float *from = lies ? wide + first * features : laid, *narrow = job->narrow + row * job->row + g * job->group + first * job->place;
             for (uint64_t f = 0, v; f < stride; f += v * LANES) {
                 v = f + 2 * LANES <= stride ? 2 : 1;
                 for (uint64_t c = 0, h; c < job->high; c += h) {
@@ -219,23 +257,22 @@ TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, floa
                     const float *by = narrow + c * job->channel;
                     float *to = sums + c * stride + f;
                     if (h == HIGH && v == 2)
-                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, HIGH, 2);
+                        NAMED(strip)(by, job->channel, job->place, from + f, stride, count, to, HIGH, 2);
                     else if (h == HIGH)
-                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, HIGH, 1);
+                        NAMED(strip)(by, job->channel, job->place, from + f, stride, count, to, HIGH, 1);
                     else if (v == 2)
-                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, 1, 2);
+                        NAMED(strip)(by, job->channel, job->place, from + f, stride, count, to, 1, 2);
                     else
-                        NAMED(strip)(by, job->channel, job->place, laid + f, stride, count, to, 1, 1);
+                        NAMED(strip)(by, job->channel, job->place, from + f, stride, count, to, 1, 1);
                 }
             }
         }
-        for (uint64_t c = 0; c < job->high; c++) {
+        uint64_t lines = features == stride ? 1 : job->high, size = features == stride ? job->high * features : features;
+        for (uint64_t c = 0; c < lines; c++) {
             const float *sum = sums + c * stride;
-            double square;
-            NAMED(squares)(sum, features, &square);
+            NAMED(squares)(sum, size, &square);
             job->sq_norm[row] += square;
-            if (job->out)
-                memcpy(job->out + ((row * job->groups + g) * job->high + c) * features, sum, features * sizeof *sum);
+            if (out && sum != out) memcpy(out + c * features, sum, features * sizeof *sum);
         }
     }
 }

@@ -12,6 +12,8 @@ from torch import nn
 from dpengine.capture import hooks
 from dpengine.clipping import PerLayer
 from dpengine.grad_modes import stacks
+from dpengine.kernels.library import native_library
+from dpengine.kernels.products import outer_sums
 
 ROWS = 5
 JOINED = "formed with equal layers"
@@ -275,3 +277,48 @@ def test_lengths_that_change_from_pass_to_pass_are_exact(monkeypatch):
         step(sums, model, inputs, targets)
         assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
         sums.discard()
+
+
+class Last(nn.Module):
+    """Gives the layers inputs and output gradients that are not contiguous."""
+
+    def forward(self, inputs):
+        return inputs.contiguous(memory_format=torch.channels_last)
+
+
+COMPILED = {
+    "tokens": lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3), nn.Flatten()),
+    "wide": lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 32), nn.Flatten()),
+    "conv": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 2, 1)),
+    "groups": lambda: nn.Sequential(nn.Conv2d(2, 4, (2, 3), (1, 2), (0, 1), groups=2), nn.ReLU(), nn.Conv2d(4, 2, 2)),
+    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 3, 2, 1, 1), nn.Tanh(), nn.ConvTranspose2d(4, 2, 2)),
+    "reflected": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="reflect"), nn.Tanh()),
+    "channels last": lambda: nn.Sequential(Last(), nn.Conv2d(2, 4, 2), nn.Tanh(), nn.Conv2d(4, 3, 2), nn.Flatten()),
+}
+
+
+@pytest.mark.skipif(native_library() is None, reason="no compiled code")
+@pytest.mark.parametrize("loss", ["mean of squares", "sum"])  # the gradient of a sum is expanded from one number
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeypatch):
+    torch.manual_seed(0)
+    model = COMPILED[case]()
+    plain = copy.deepcopy(model).double()
+    inputs = torch.randn(ROWS, 5, 6) if case in ("tokens", "wide") else torch.randn(ROWS, 2, 5, 6)
+
+    def loss_of(outputs):
+        values = outputs.flatten(1)
+        return values.sum(1) if loss == "sum" else values.square().sum(1)
+
+    calls = []
+    monkeypatch.setattr(stacks, "outer_sums", lambda jobs: calls.append(len(jobs)) or outer_sums(jobs))
+    sums = ClippedPasses(model)
+    for rows in (ROWS, 2):  # the second batch reads the table of the first
+        expected = clip_by_loop(plain, (inputs[:rows].double(),), lambda output, i: loss_of(output).sum(), rows)[0]
+        calls.clear()
+        loss_of(model(inputs[:rows])).mean().backward()
+        before = sums_of(sums) if rows != ROWS else {}
+        sums.clip(rows=rows)
+        found = {name: total - before.get(name, 0) for name, total in sums_of(sums).items()}
+        assert relative_error(found, expected) < 1e-5
+        assert calls

@@ -220,6 +220,36 @@ def test_window_gradients_are_those_of_the_convolution(fenced, case):
     assert torch.equal(products.window_grads(windows), found)
 
 
+@pytest.mark.parametrize("features_last", [True, False])
+@pytest.mark.parametrize("shape", [(3, 5), (3, 1, 40), (3, 21, 17), (3, 6, 2, 19)], ids=str)
+def test_sums_over_places(fenced, shape, features_last):
+    torch.manual_seed(0)
+    grads = torch.randn(shape)
+    windows = products.Windows.of_ones(grads, features_last=features_last)
+    if grads.dim() > 2:
+        truth = grads.double().flatten(1, -2).sum(dim=1) if features_last else grads.double().flatten(2).sum(dim=2)
+    else:
+        truth = grads.double()
+    out = torch.full_like(truth, math.nan, dtype=torch.float32)
+    found = products.window_grads(windows, out)
+    assert torch.equal(out, truth.float())
+    torch.testing.assert_close(found, out.double().square().sum(dim=1), rtol=1e-12, atol=0)
+    assert torch.equal(products.window_grads(windows), found)
+
+
+def test_windows_that_lie_side_by_side_are_not_copied(fenced):
+    torch.manual_seed(0)
+    for width, high in [(16, 8), (32, 5), (48, 17), (7, 8)]:
+        acts, grads = torch.randn(3, 33, width), torch.randn(3, 33, high)
+        windows = products.Windows(acts.view(3, 1, -1), grads, 1, (width,), (width,), (1,), features_last=True)
+        matrix = torch.full((3, high * width + 5), math.nan)  # rows of other lengths, as in a matrix of all gradients
+        found = products.window_grads(windows, matrix[:, 2 : 2 + high * width])
+        truth = torch.einsum("bto,bti->boi", grads.double(), acts.double()).flatten(1)
+        torch.testing.assert_close(matrix[:, 2:-3].double(), truth, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found, matrix[:, 2:-3].double().square().sum(dim=1), rtol=1e-12, atol=0)
+        assert matrix[:, :2].isnan().all() and matrix[:, -3:].isnan().all()
+
+
 def test_windows_may_be_views(fenced):
     torch.manual_seed(0)
     windows, channels = windows_of("2d-3")
