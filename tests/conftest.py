@@ -70,8 +70,14 @@ def pytest_collection_modifyitems(items):
                 item.add_marker("nightly")
 
 
-def pytest_collection_finish():
-    gc.freeze()  # a collection that a test asks for need not go through all tests and their modules
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    gc.disable()  # it takes a third of the time to look for garbage among modules and syntax trees
+    try:
+        return (yield)
+    finally:
+        gc.freeze()  # a collection that a test asks for need not go through all tests and their modules
+        gc.enable()
 
 
 PARAM = type(pytest.param())

@@ -88,6 +88,7 @@ def test_several_threads_may_make_models_private_at_once():
     assert not failed
 
 
+@pytest.mark.one_in(2, "mode")
 @every_mode
 def test_all_of_a_run_goes_when_nobody_holds_it(mode):
     loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)

@@ -114,6 +114,7 @@ def test_what_was_spent_before_counts():
     assert engine.ledger.steps < 4 + straight.engine.ledger.steps
 
 
+@pytest.mark.slow
 def test_a_second_run_shares_the_target_with_the_first():
     engine = PrivacyEngine(seed=1)
     first = make_loop(engine=engine, target_epsilon=1.0, steps=4, target_delta=1e-3)

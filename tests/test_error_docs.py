@@ -1,10 +1,12 @@
 """docs/errors.md has a section for every code, under the anchor that the error names, and for no other."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
 import pytest
+from source_trees import tree_of
 
 from dpengine import errors
 
@@ -23,11 +25,13 @@ def sections() -> dict[str, str]:
     return {heading.strip(): text for heading, text in zip(parts[1::2], parts[2::2], strict=True)}
 
 
+@functools.cache
 def codes_of_notices() -> set[str]:
     """First arguments of all calls of ``notice``, read from the source."""
     found = set()
-    for path in (ROOT / "dpengine").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "dpengine").rglob("*.py")]
+    for text in texts:
+        for node in ast.walk(tree_of(text)) if "notice(" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "notice":
                 found.add(ast.literal_eval(node.args[0]))
     return found

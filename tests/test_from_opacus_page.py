@@ -38,6 +38,7 @@ def test_the_script_before_is_the_script_after_by_the_rule():
     assert written_for_opacus(AFTER[1]) == BEFORE[0]
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_both_ways_spend_about_the_same(after_the_page):
     theirs, ours = after_the_page["privacy_engine"].get_epsilon(1e-5), after_the_page["engine"].get_epsilon(1e-5)
     assert 0 < after_the_page["spent"](after_the_page["history"], 1e-5) <= theirs < 1.01 * ours
@@ -49,6 +50,7 @@ def test_links_lead_somewhere():
     assert [link for link in links if not (PAGE.parent / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_names_of_dpengine_on_the_page_exist(after_the_page):
     import dpengine
 

@@ -16,11 +16,14 @@ internals of the step if
 """
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from source_trees import tree_of
 
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "dpengine"
@@ -103,12 +106,13 @@ class Module:
     of_step: set[str] = field(default_factory=set)
 
 
+@functools.cache
 def private_names(package: Path) -> dict[str, set[str]]:
     """The attributes ``_x`` that the package defines, each with the parts (folders or modules) that define it."""
     found: dict[str, set[str]] = {}
     for file in package.rglob("*.py"):
         part = file.relative_to(package).with_suffix("").parts[0]
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(tree_of(file.read_text())):
             names = set()
             if isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
                 names = {node.attr} if isinstance(node, ast.Attribute) else {node.id}
@@ -126,7 +130,7 @@ def _is_self(node: ast.expr) -> bool:
 
 def read_module(file: Path, private: Collection[str]) -> Module:
     """Returns the definitions and imports of a module."""
-    module, tree = Module(file), ast.parse(file.read_text())
+    module, tree = Module(file), tree_of(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+from source_trees import tree_of
+
 ROOT = Path(__file__).resolve().parents[1]
 FILES = sorted((ROOT / "dpengine").rglob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "tutorials").rglob("*.py"))]
@@ -17,7 +19,7 @@ PHRASES = re.compile(
 
 
 def docstrings(text):
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree_of(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
                 yield getattr(node, "name", "module"), doc

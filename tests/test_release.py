@@ -256,8 +256,8 @@ def fuzz(seeds):
 
 
 def test_any_order_of_calls_keeps_the_books_and_the_sums():
-    seen, released = fuzz(range(60))
-    assert released > 90
+    seen, released = fuzz(range(25))
+    assert released > 40
     assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces go where they should
 
 
@@ -337,7 +337,7 @@ VOIDS = [
 ]
 
 
-@pytest.mark.one_in(2, "mode")
+@pytest.mark.one_in(4, "mode", "spoil")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)
 def test_after_a_void_the_next_release_is_that_of_a_fresh_engine(spoil, mode):

@@ -31,6 +31,7 @@ def trained(**options):
     return loop
 
 
+@pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize("rate", [0.01, 0.25, 0.9])
 def test_the_light_of_poisson_sampling_is_green_at_every_rate(rate):
     loop = trained(noise_multiplier=1.5, target_delta=1e-3, sample_rate=rate)

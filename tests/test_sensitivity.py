@@ -68,7 +68,7 @@ CHOICES = {
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True, "database": None}
 
 
-@settings(max_examples=40, **QUIET)
+@settings(max_examples=15, **QUIET)
 @given(**CHOICES)
 def test_one_sample_moves_the_sum_of_any_model_by_at_most_the_sensitivity(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)

@@ -67,7 +67,7 @@ def test_epsilon_is_never_negative(accountant):
     assert epsilon_of(weak, 0.5, accountant) == 0
 
 
-@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp"])
 @pytest.mark.hazard("A3")
 def test_split_and_permuted_histories_agree(accountant):
     pieces = [Charge(c.event, 1, c.kind) for c in MIXED for _ in range(c.count)]

@@ -82,7 +82,7 @@ def test_the_largest_count_of_sampled_releases_costs_no_less_than_its_normal_lim
 
 def test_the_cost_goes_on_rising_up_to_the_largest_count():
     for accountant in ("pld", "rdp"):
-        spent = [epsilon(**RUN, steps=2**power, accountant=accountant) for power in range(40, 63, 2)]
+        spent = [epsilon(**RUN, steps=2**power, accountant=accountant) for power in (40, 51, 62)]
         assert spent == sorted(spent) and spent[0] > 0
 
 

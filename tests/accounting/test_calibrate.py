@@ -187,7 +187,7 @@ def test_what_the_accountant_refuses_cannot_be_calibrated():
     [
         ("prv", Relation.ADD_OR_REMOVE_ONE),
         ("prv", Relation.REPLACE_ONE),
-        ("dp_accounting", Relation.REPLACE_ONE),
+        pytest.param("dp_accounting", Relation.REPLACE_ONE, marks=pytest.mark.slow),
         ("dp_accounting_rdp", Relation.ADD_OR_REMOVE_ONE),
     ],
 )

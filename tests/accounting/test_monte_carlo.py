@@ -185,6 +185,7 @@ def test_too_few_samples_verify_nothing_and_the_refusal_says_what_they_do():
     assert threshold_for(0.0025, 10_000) > 0
 
 
+@pytest.mark.slow
 def test_a_wrong_claim_is_accepted_no_more_often_than_is_said():
     event = run("cyclic", steps=4, apart=2, coefficients=(1.0, 0.5), sigma=1.0)
     truth = tally.simulation(event, 400_000, 1).estimate(1.0, tally.no_release)
@@ -200,6 +201,7 @@ def test_a_wrong_claim_is_accepted_no_more_often_than_is_said():
     assert accepted / times * truth < verified_delta(threshold, samples)
 
 
+@pytest.mark.slow
 def test_the_sweep_ends_above_the_truth_as_often_as_is_said():
     event = run("cold", apart=1, steps=5, coefficients=(1.0,), sigma=1.5)
     truth = epsilon_of((Charge(PoissonGaussianEvent(0.4, 1.5), 5),), 0.05)
@@ -263,7 +265,12 @@ def test_a_run_composes_with_other_releases(beside):
 
 
 @pytest.mark.parametrize(
-    "rest", [(Charge(GaussianEvent(0.7)),), (Charge(PoissonGaussianEvent(0.1, 1.0), 20),)], ids=["gaussian", "sampled"]
+    "rest",
+    [
+        (Charge(GaussianEvent(0.7)),),
+        pytest.param((Charge(PoissonGaussianEvent(0.1, 1.0), 20),), marks=pytest.mark.slow),
+    ],
+    ids=["gaussian", "sampled"],
 )
 def test_the_curve_of_others_lies_above_the_truth_and_close(rest):
     composition = compose((*rest, Charge(GAUSSIAN)))

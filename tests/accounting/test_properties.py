@@ -96,7 +96,8 @@ def test_every_legal_history_has_bounds_in_their_order(runs, delta, relation, sh
             assert 0 <= delta_of(history, 0.0, relation=relation) <= 1
 
 
-@pytest.mark.parametrize("rate", [1e-3, pytest.param(1 - 1e-4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rate", [1e-3, 1 - 1e-4])
 def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
     runs = [(rate * (1 - i * 1e-6), 5.0 + i / 100, 1 + i % 3) for i in range(MAX_DISTINCT + 4)]
     lower, upper = silent_bounds(history_of(*runs), 1e-6)
@@ -342,6 +343,7 @@ def test_one_discrete_pair_dominates_and_another_is_dominated_at_every_epsilon(r
             assert hockey_stick(below, step, eps) <= truth * (1 + 1e-9) + 1e-13
 
 
+@pytest.mark.slow
 @holds(
     3,
     rate=power_of_ten(-3, -0.3),

@@ -147,6 +147,7 @@ def test_where_delta_alone_suffices_epsilon_is_zero(delta, relation):
     assert bounds_of(poisson(0.001, 100.0, 3), delta, "prv", relation) == (0.0, 0.0, 0.0)
 
 
+@pytest.mark.slow
 def test_answers_are_never_negative_nor_undefined():
     rng = np.random.default_rng(5)
     answered = 0
@@ -171,7 +172,7 @@ def test_answers_are_never_negative_nor_undefined():
         (poisson(0.01, 1.0, 1), 1e-15, "the rounding of 1 releases"),
         (poisson(0.01, 1.0, 1000), 1e-200, "rounding"),
         (poisson(0.01, 0.001, 1000), 1e-5, "too large for its mesh"),
-        (poisson(1e-4, 1.0, 10**8), 1e-3, "mesh"),
+        pytest.param(poisson(1e-4, 1.0, 10**8), 1e-3, "mesh", marks=pytest.mark.slow),
         (tuple(Charge(PoissonGaussianEvent(0.1, 2.0 + i / 100)) for i in range(65)), 1e-5, "65 distinct releases"),
     ],
 )

@@ -46,7 +46,7 @@ def test_the_engine_as_it_is_is_not_accused(code):
     [
         ({"clipping": "per_layer"}, ["DO", "DL"]),
         ({"clipping": "adaptive"}, ["DO", "DL"]),
-        ({"privacy_unit": UNITS}, ["DO", "DF"]),
+        pytest.param({"privacy_unit": UNITS}, ["DO", "DF"], marks=pytest.mark.slow, id="units"),
         ({"physical_batch_size": 2}, ["DL", "DO"]),
         ({"accumulation_steps": 2}, ["DL", "DO"]),
         ({"noise": BandMF(num_bands=4), "steps": 100}, ["DN", "DS", "DL"]),

@@ -152,6 +152,7 @@ def noise_of(run, count):
     return steps
 
 
+@pytest.mark.one_in(3, "name", "at")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P3")

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Subset
 from dpengine import PrivacyWarning
 
 ROWS = 24
-LONGER = {"checkpoint_and_resume", "schedulers", "text_transformer"}
+LONGER = {"checkpoint_and_resume", "limited_memory", "schedulers", "text_lstm", "text_transformer"}
 NAME_AND_MODE = [(name, mode) for name in SCRIPTS for mode in script(name).MODES]
 
 # What Opacus 1.6.0 says at the end of each script: (epsilon, noise multiplier of the last step), first with --quick.

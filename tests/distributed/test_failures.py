@@ -168,7 +168,6 @@ A_FEW = [
     Case("raises in backward", "fsdp"),
     Case("raises before the step", "fsdp"),
     Case("skips", "fsdp"),
-    Case("skips", "tp"),
     Case("is killed", "tp"),
 ]
 ALL = [

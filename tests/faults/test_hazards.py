@@ -7,6 +7,7 @@ import ast
 from pathlib import Path
 
 from faults.hazards import HAZARDS
+from source_trees import tree_of
 
 TESTS = Path(__file__).resolve().parents[1]
 PAGE = TESTS.parent / "docs" / "hazards.md"
@@ -24,8 +25,9 @@ of Opacus.
 def names_by_id(files, root):
     """Names of test functions, with their file, by each id that they are marked with."""
     found = {}
-    for file in files:
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    texts = {file: file.read_text(encoding="utf-8") for file in files}
+    for file, text in texts.items():
+        for node in ast.walk(tree_of(text)) if "mark.hazard(" in text else ():
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 for mark in node.decorator_list:
                     if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.hazard":

@@ -315,6 +315,7 @@ def test_sums_of_other_outputs_are_clipped_likewise():
     assert aux.shape == (2,)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_gives_the_same():
     params, x, y = problem(dtype=torch.float32)
     grad = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)

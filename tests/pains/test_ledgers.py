@@ -100,7 +100,7 @@ def test_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, size):
         rate = private.engine.ledger.history[0].event.sample_rate
         expected = size / rows
     assert rate == pytest.approx(expected, rel=1e-12)
-    drawn = [len(some) for _ in range(300) for (some,) in private.loader]
+    drawn = [len(some) for _ in range(60) for (some,) in private.loader]
     assert sum(drawn) / len(drawn) == pytest.approx(rate * rows, rel=0.1)
     assert private.size == size
 

@@ -74,6 +74,7 @@ def test_the_error_is_that_of_the_matrix():
         assert config.rmse == pytest.approx(2.0 * math.sqrt(np.square(errors).sum(axis=1).mean()) / 2.0, rel=1e-12)
 
 
+@pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_calibration_keeps_the_target(name):
     config = CONFIGS[name]
@@ -106,7 +107,7 @@ def test_the_library_agrees(name):
         assert config.epsilon(1e-5) == pytest.approx(theirs, rel=1e-2)
 
 
-@pytest.mark.parametrize("name", ["dp-sgd", "band-mf", "blt"])
+@pytest.mark.parametrize("name", ["dp-sgd", pytest.param("band-mf", marks=pytest.mark.slow), "blt"])
 def test_calibration_by_an_accountant_of_the_library(name):
     found = CONFIGS[name].calibrate(
         epsilon=2.0, delta=1e-5, tol=1e-3, accountant=lambda relation: dp_accounting.rdp.RdpAccountant(None, relation)

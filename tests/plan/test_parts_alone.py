@@ -111,6 +111,7 @@ def test_standard_deviations_are_finite(stddev):
         NoiseTransform(stddev)
 
 
+@pytest.mark.slow
 def test_a_whole_loop():
     """Least squares by the parts of a plan: it learns, and batches, sums and noise fit together."""
     generator = torch.Generator().manual_seed(0)

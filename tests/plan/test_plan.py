@@ -47,6 +47,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.one_in(2, "plan")
 @pytest.mark.parametrize(("plan", "config"), PAIRS)
 def test_a_plan_costs_what_the_config_of_the_same_parts_costs(plan, config):
     found, expected = plan.calibrate(epsilon=2.0, delta=1e-5), config.calibrate(epsilon=2.0, delta=1e-5)

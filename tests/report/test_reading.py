@@ -240,7 +240,9 @@ def test_a_version_that_is_more_than_a_name_is_refused(report, version):
         PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), version)))
 
 
-@pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
+@pytest.mark.parametrize(
+    "variant", ["full-batch", "ordinary", pytest.param("voids-and-clips", marks=pytest.mark.slow), "correlated"]
+)
 def test_a_report_of_another_version_keeps_its_numbers_and_says_whose_they_are(make_facts, variant):
     first = PrivacyReport(make_facts(variant)).to_dict()
     document = by_version(first, epsilon=1.1 * first["guarantee"]["epsilon"])
@@ -306,7 +308,7 @@ def test_a_bound_without_amplification_is_held_against_its_own_charges(make_fact
 
 
 def test_numbers_that_nothing_here_can_check_are_said_to_be_unchecked(make_facts):
-    cut = TruncatedGaussianEvent(5003, 0.02, 150, 1.5)
+    cut = TruncatedGaussianEvent(503, 0.02, 15, 1.5)
     plan = make_facts().plan | {"sampling": "truncated"}
     first = PrivacyReport(make_facts(plan=plan, history=(Charge(cut, 3),))).to_dict()
     again = PrivacyReport.from_json(json.dumps(by_version(first, epsilon=0.01)))

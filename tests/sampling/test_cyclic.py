@@ -53,6 +53,7 @@ def test_independent_groups_take_every_example_and_have_binomial_sizes(seeded_wo
     assert stats.chisquare(found, expected).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_sizes_of_independent_groups_are_multinomial(seeded_words):
     """5,000 partitions of 4 examples in 3 groups: chi-square of all 15 vectors of sizes at 1e-4."""
     law = stats.multinomial(4, np.full(3, 1 / 3))

@@ -30,6 +30,7 @@ def test_a_number_falls_on_every_place_alike_over_keys():
     assert stats.chisquare(np.bincount(places, minlength=11)).pvalue > 1e-4
 
 
+@pytest.mark.slow
 def test_two_numbers_fall_on_every_pair_of_places_alike_over_keys():
     """6,000 keys, 30 ordered pairs of 6 places: chi-square at 1e-4."""
     places = np.array([keyed(6, seed)(np.array([0, 1])) for seed in range(6000)])

@@ -35,8 +35,9 @@ def test_quick_tasks_are_short_and_say_so():
     for task in quick:
         assert task.epochs * 10_240 <= 10 * task.batch_size * task.epochs  # a few steps an epoch
         assert "quick" in task.tuned
-    assert "quick run" in quick[0].load().title
-    assert len(quick[0].load().train_labels) == 10_240
+    data = quick[0].load()
+    assert "quick run" in data.title
+    assert len(data.train_labels) == 10_240
 
 
 def fake_images(side=28, rows=64):

@@ -86,6 +86,7 @@ def test_the_objects_stay_what_they_are(kind):
     assert optimizer.state_dict()["param_groups"][0].keys() == keys["param_groups"][0].keys()
 
 
+@pytest.mark.one_in(3, "kind")
 @every_optimizer
 def test_a_scheduler_from_before_counts_private_steps(kind):
     model = mlp(bias=False)
@@ -124,6 +125,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, before):
     shadow.assert_equal(model)
 
 
+@pytest.mark.one_in(3, "kind")
 @every_optimizer
 def test_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
     loop = loop_with(kind)
@@ -215,7 +217,7 @@ def replace_groups(optimizer):
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # as accelerate.prepare does
 
 
-@pytest.mark.one_in(2, "kind", "replace")
+@pytest.mark.one_in(4, "kind", "replace")
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
 def test_rates_take_effect_after_the_groups_were_replaced(kind, replace):
@@ -313,7 +315,7 @@ def test_a_detached_copy_takes_groups():
     assert len(other.param_groups) == 2
 
 
-@pytest.mark.one_in(2, "kind", "set_to_none")
+@pytest.mark.one_in(4, "kind", "set_to_none")
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_works_either_way(kind, set_to_none):
