@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +50,6 @@ class CaptureState(enum.Enum):
     PAUSED = "paused"  # the hooks are attached and do nothing, as inside a replay
 
 
-Swap = Callable[[Watch, Mapping[str, nn.Parameter], Sequence[Tensor], "int | None"], "Mapping[str, Tensor] | None"]
-
-
 @dataclass(eq=False)
 class Capture:
     """Records the layer calls of one model. Inputs and gradients are stored in the autograd graph, not here.
@@ -64,8 +61,6 @@ class Capture:
         linear_rule: The rule for ``F.linear`` called on parameters of a module that is followed operation by operation.
         batch_first: True if axis 0 is the batch; else axis 1 of indices and of tensors with three axes or more.
         mean_loss: True if losses are declared to be means over the samples. Copied to each `LayerCall`.
-        swap: Set by mode ``"ew"``. Returns the tensors that replace a layer's parameters while it runs; None for the
-            default, detached views.
         replay: Records forward passes that will run again; None if none will.
         topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
         choice: Changes the watches in the first batches, until it calls `stop_choosing`.
@@ -78,7 +73,6 @@ class Capture:
     linear_rule: Any = None
     batch_first: bool = True
     mean_loss: bool = False
-    swap: Swap | None = None
     replay: Replay | None = None
     topology: Topology = SINGLE
     choice: WatchChoice | None = None
@@ -267,14 +261,14 @@ class Capture:
         with self._switch_lock.lock:
             if self._redirecting not in (None, threading.get_ident()):
                 raise second_thread(self.model)
-            before = (self.recipient, self.rows, self.unfinished, self.swap, self._redirecting)
+            before = (self.recipient, self.rows, self.unfinished, self._redirecting)
             mark = len(self.swapped)
-            self.recipient, self.rows, self.swap, self._redirecting = recipient, rows, None, threading.get_ident()
+            self.recipient, self.rows, self._redirecting = recipient, rows, threading.get_ident()
         try:
             yield
         finally:
             with self._switch_lock.lock:
-                self.recipient, self.rows, self.unfinished, self.swap, self._redirecting = before
+                self.recipient, self.rows, self.unfinished, self._redirecting = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
             self._forwards.forget_running()

@@ -200,7 +200,6 @@ class LayerForward(ReplacedForward):
             and type(watch.module).__module__.startswith("torch.nn.modules.")
             and (capture.batch_first or watch.in_rows)
             and not sharded
-            and capture.swap is None
         )
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
         self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from dpengine.distributed.layer_parts import layer_type, local_inputs
 from dpengine.distributed.local_shards import is_dtensor, local_part
 from dpengine.errors import UnsupportedLayerError
-from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .fewer_samples import is_in_inputs, run_with_fewer_samples
 from .record import ForwardCall, Use
@@ -164,18 +163,13 @@ class ParameterSwap:
         self, real: Mapping[str, nn.Parameter], args: Any, kwargs: Any
     ) -> tuple[Mapping[str, Tensor], Finish | None]:
         """Returns the tensor that replaces each parameter, and the function that is applied to the output."""
-        capture, watch = self.capture, self.watch
+        watch = self.watch
         if not real:
             return {}, None
         if watch.kind is Kind.OPERATIONS:
             return {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in real.items()}, None
         if self.is_embedding and self.is_shared_table(args, kwargs):
             return {name: p.detach() for name, p in real.items()}, partial(self._watched_entries, real)
-        if capture.swap is not None and watch.kind is Kind.LAYER and capture.batch_first:
-            tensors = tensors_in((args, kwargs))
-            swapped = capture.swap(watch, real, tensors, capture.rows_of(tensors))
-            if swapped is not None:
-                return swapped, _copied
         return {name: p.detach() for name, p in real.items()}, partial(self.tap, real)
 
     def is_shared_table(self, args: Any, kwargs: Any) -> bool:
@@ -292,21 +286,6 @@ def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) ->
         fix="Tie weights by sharing the parameter of a layer.",
         where=origin.name,
     )
-
-
-def _copied(args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    # The autograd.Function of a swapped layer returns views, on which an in-place operation would raise, and expects
-    # contiguous gradients.
-    copied = output.clone()
-    if copied.requires_grad:
-        copied.register_hook(_contiguous_once)
-    return copied
-
-
-def _contiguous_once(grad: Tensor) -> Tensor:
-    if torch.is_grad_enabled():  # with create_graph=True
-        return refuse_second_derivative(grad)
-    return grad.contiguous()
 
 
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

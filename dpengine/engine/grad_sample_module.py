@@ -12,7 +12,7 @@ from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.materialize import forget_grad_samples, show_grad_sample
+from dpengine.grad_modes.grad_sample import add_grad_sample, forget_grad_samples
 from dpengine.grad_modes.modes import MODES, on_demand
 from dpengine.kernels.precision import without_autocast
 
@@ -151,7 +151,7 @@ class GradSampleModule(nn.Module):
             raise
         self._last = found
         for parameter, grad_sample in found.on_demand().items():
-            show_grad_sample(parameter, grad_sample)
+            add_grad_sample(parameter, grad_sample)
 
 
 def model_inside(model: nn.Module) -> nn.Module:

@@ -23,7 +23,7 @@ from dpengine.errors import (
     UnknownParameterError,
     notice,
 )
-from dpengine.grad_modes.materialize import forget_grad_samples
+from dpengine.grad_modes.grad_sample import forget_grad_samples
 
 if TYPE_CHECKING:
     from .step import PrivateStep

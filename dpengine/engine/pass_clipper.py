@@ -189,7 +189,6 @@ class PassClipper:
         """Reports the backward pass that has ended."""
         if self.capture.streams.used:
             self.capture.streams.join()
-        self.mode.backward_ended()
         self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
 
     def report(self, recorded: RecordedPass) -> None:

@@ -17,7 +17,7 @@ from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
 from dpengine.capture.capture import CaptureState
 from dpengine.errors import BudgetExceeded
-from dpengine.grad_modes.materialize import forget_grad_samples
+from dpengine.grad_modes.grad_sample import forget_grad_samples
 from dpengine.grad_modes.rows import Units
 from dpengine.independence.loop_probe import LoopProbe
 from dpengine.independence.watch_step import step_inside_check

@@ -18,6 +18,7 @@ from dpengine.kernels.products import sq_norms
 from .choose_method import MethodTable, Plan, Planner, plan_key
 from .entry import Entry, Scratch, gram_sq_norms, group_sq_norms
 from .flat_buffer import Key, Sums, wide
+from .grad_sample import add_grad_sample
 from .method import Choice, Method
 from .rows import Units, stays_narrow, widened, zeroed
 from .stacks import Layout, Matrix, bucket_of, layout_of
@@ -34,6 +35,10 @@ class BookKeeping(AbstractGradients):
 
     The gradients of small layers are stacked: computed together, in one matrix. A call waits until the first use of the
     gradients decides whether it is stacked, or goes to the `Entry` of each of its parameters.
+
+    With ``stores`` and `KeepAll`, the norms also store the gradients ``(B, *param.shape)`` of each sample's own loss in
+    ``p.grad_sample``. After several backward passes it is a list with one tensor per pass. ``zero_grad`` of the
+    optimizer deletes it.
     """
 
     rows: dict[str, int] = None  # type: ignore[assignment]  # replaces the property; set per instance
@@ -44,10 +49,12 @@ class BookKeeping(AbstractGradients):
         pause: Pause | None = None,
         *,
         matrix_bytes: int | None = None,
+        stores: bool = False,
     ):
         self.planner = MethodTable() if planner is None else planner
         # Most bytes of stacked gradients; 0 disables stacking.
         self._matrix_bytes = self.planner.keep_budget // _MATRIX_SHARE if matrix_bytes is None else matrix_bytes
+        self._stores = stores  # stores kept gradients in ``p.grad_sample``
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._paused: Pause = nullcontext if pause is None else pause
         self._entries: dict[nn.Parameter, Entry] = {}  # parameters whose calls are not stacked
@@ -115,7 +122,7 @@ class BookKeeping(AbstractGradients):
 
     def renewed(self) -> BookKeeping:
         """Returns an empty mode for the next pass that shares the cached plans. This mode keeps its layer calls."""
-        other = BookKeeping(self.planner, self._pause, matrix_bytes=self._matrix_bytes)
+        other = BookKeeping(self.planner, self._pause, matrix_bytes=self._matrix_bytes, stores=self._stores)
         other._plans, other._layouts = self._plans, self._layouts
         return other
 
@@ -197,7 +204,11 @@ class BookKeeping(AbstractGradients):
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         with self._computing():
-            return self._sq_norms(groups, num_groups) * scale**2
+            sq_norms_BK = self._sq_norms(groups, num_groups) * scale**2
+        if self._stores:
+            for parameter, grad in self.kept().items():
+                add_grad_sample(parameter, grad * scale)
+        return sq_norms_BK
 
     def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int) -> Tensor:
         rows = common_rows(self.rows)

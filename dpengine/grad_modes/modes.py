@@ -11,12 +11,11 @@ from torch import nn
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
 from dpengine.distributed.layer_parts import layer_type
+from dpengine.grad_samplers.expanded_weights import expanded_rule_for
 from dpengine.grad_samplers.table import rule_for, sampler_for
 
 from .bookkeep import BookKeeping
-from .choose_method import MethodTable
-from .expanded_weights import ExpandedWeights
-from .materialize import Materialize
+from .choose_method import KeepAll, MethodTable
 from .reweight import Reweight
 from .strategy import AbstractGradients
 
@@ -50,16 +49,14 @@ def _reweight(capture: Capture, methods: MethodTable) -> AbstractGradients:
     return Reweight(uses, rerun, methods.with_budget(0), capture.paused, capture.reporting)
 
 
-def _expanded(capture: Capture, methods: MethodTable) -> AbstractGradients:
-    gradients = ExpandedWeights()
-    capture.swap = gradients.swap
-    return gradients
-
-
 def _rule_without_vmap(module: nn.Module) -> Any:
     """Returns the layer's own rule where functorch cannot be used: flat bags without a batch axis, sparse gradients."""
     flat = layer_type(module) is nn.EmbeddingBag or (layer_type(module) is nn.Embedding and module.sparse)
     return sampler_for(module) if flat else None
+
+
+def _kept(*, stores: bool) -> Callable[[Capture, MethodTable], AbstractGradients]:
+    return lambda capture, methods: BookKeeping(KeepAll(), stores=stores)
 
 
 MODES: dict[str, Mode] = {
@@ -69,16 +66,15 @@ MODES: dict[str, Mode] = {
         lookup=rule_for,
         smallest_units=True,
     ),
-    "hooks": Mode("hooks", lambda capture, methods: Materialize()),
-    "functorch": Mode(
-        "functorch", lambda capture, methods: Materialize(), lookup=_rule_without_vmap, by_operations=False
-    ),
-    "ew": Mode("ew", _expanded),
-    "whole_model": Mode("whole_model", lambda capture, methods: Materialize(), whole_model=True),
+    "hooks": Mode("hooks", _kept(stores=True)),
+    "functorch": Mode("functorch", _kept(stores=True), lookup=_rule_without_vmap, by_operations=False),
+    "ew": Mode("ew", _kept(stores=False), lookup=expanded_rule_for),
+    "whole_model": Mode("whole_model", _kept(stores=True), whole_model=True),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
 }
 
 
 def on_demand(mode: Mode) -> Mode:
     """Returns a mode with the same grad samplers that keeps layer calls and forms gradients only if needed."""
-    return replace(mode, build=MODES["auto"].build)
+    lookup = sampler_for if mode.lookup is expanded_rule_for else mode.lookup  # ExpandedWeights forms all of them
+    return replace(mode, build=MODES["auto"].build, lookup=lookup)

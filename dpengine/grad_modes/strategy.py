@@ -45,9 +45,6 @@ class AbstractGradients(ABC):
     def receive_rows(self, use: Use, grad: Tensor) -> None:
         """Adds a part ``(B, *param.shape)`` of a parameter's per-sample gradient."""
 
-    def backward_ended(self) -> None:  # noqa: B027 - most modes need nothing more
-        """Collects results that the backward pass stored elsewhere. The graph still exists."""
-
     @property
     @abstractmethod
     def rows(self) -> Mapping[str, int]:

@@ -18,7 +18,7 @@ from dpengine.errors import (
     UnknownParameterError,
     UnsupportedLayerError,
 )
-from dpengine.grad_modes.on_demand import OnDemand
+from dpengine.grad_modes.grad_sample import OnDemand
 
 SAMPLES = 5
 WEIGHTS = torch.tensor([-2.0, 0.0, 0.3, 1e4, 7.0])  # negative, zero, fractional, and above 1

@@ -76,9 +76,7 @@ class Overwrites(nn.Module):
 @pytest.mark.parametrize("place", ["input", "activation"])
 @every_mode
 @pytest.mark.hazard("M6")
-def test_what_was_saved_may_not_change_before_the_backward_pass(mode, place, request):
-    if (mode, place) == ("ew", "input"):
-        request.applymarker(pytest.mark.xfail(strict=True, reason="torch's ExpandedWeights does not watch its inputs"))
+def test_what_was_saved_may_not_change_before_the_backward_pass(mode, place):
     engine, model, optimizer, loader = private(Overwrites(place), tensors(), mode=mode, noise_multiplier=1.0)
     with pytest.raises((RuntimeError, PrivacyError), match=r"inplace operation|another output"):
         plain_step(model, optimizer, *next(iter(loader)))

@@ -67,9 +67,8 @@ def test_an_old_graph_cannot_serve_another_batch(mode):
     loop.optimizer.step()
     loop.optimizer.zero_grad()
     assert len(next(chunks)[1]) == len(targets)
-    with pytest.raises((RepeatedBackwardError, MissingGradientError), match=r"DPE017|DPE002"):
+    with pytest.raises(RepeatedBackwardError):
         loss.backward()
-        loop.optimizer.step()  # ExpandedWeights does not see it, and has nothing to give
 
 
 @every_mode

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.capture import CaptureState
 from dpengine.errors import suggests_names
-from dpengine.grad_modes.materialize import show_grad_sample
+from dpengine.grad_modes.grad_sample import add_grad_sample
 
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 from .registries import GRAD_SAMPLERS
@@ -36,7 +36,7 @@ def create_or_accumulate_grad_sample(*, param: Tensor, grad_sample: Tensor, max_
 def promote_current_grad_sample(p: nn.Parameter) -> None:
     """Moves the per-sample gradient of the current pass to ``p.grad_sample``, or appends it to that list."""
     if p.requires_grad:
-        show_grad_sample(p, p._current_grad_sample)  # type: ignore[attr-defined]
+        add_grad_sample(p, p._current_grad_sample)  # type: ignore[attr-defined]
         del p._current_grad_sample  # type: ignore[attr-defined]
 
 

@@ -19,9 +19,8 @@ from dpengine.engine.watch_model import mode_of
 from dpengine.errors import BatchStateError, MissingGradientError, RepeatedBackwardError, StaleGradientError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import KeepAll
-from dpengine.grad_modes.materialize import show_grad_sample
+from dpengine.grad_modes.grad_sample import OnDemand, add_grad_sample
 from dpengine.grad_modes.modes import on_demand
-from dpengine.grad_modes.on_demand import OnDemand
 
 if TYPE_CHECKING:
     from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
@@ -145,7 +144,7 @@ class WaitingPasses:
         unread = gradients.on_demand() if shows else {}
         shown = {parameter: _shown(unread, parameter) for parameter in unread}
         for parameter, grad_sample in shown.items():
-            show_grad_sample(parameter, grad_sample)
+            add_grad_sample(parameter, grad_sample)
         self._waiting.append(_Waiting(gradients, unread, shown))
 
     def _check_accumulation(self, recorded: RecordedPass) -> None:

@@ -1,4 +1,4 @@
-"""Per-sample gradients that are formed on first use."""
+"""The attribute ``p.grad_sample``, and per-sample gradients that are formed on first use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.errors import MissingGradientError, StaleGradientError
@@ -67,3 +67,20 @@ class OnDemand(Tensor):
         """Calls an operation with the values, for calls that do not come from Python."""
         args, kwargs = pytree.tree_map_only(OnDemand, lambda tensor: tensor.value, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def add_grad_sample(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Adds the gradients of one backward pass to ``parameter.grad_sample``."""
+    shown = getattr(parameter, "grad_sample", None)
+    if shown is None:
+        parameter.grad_sample = grad  # type: ignore[attr-defined]
+    else:
+        earlier = shown if isinstance(shown, list) else [shown]
+        parameter.grad_sample = [*earlier, grad]  # type: ignore[attr-defined]
+
+
+def forget_grad_samples(parameters: Any) -> None:
+    """Deletes ``grad_sample`` of all parameters."""
+    for parameter in parameters:
+        if hasattr(parameter, "grad_sample"):
+            del parameter.grad_sample

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpengine.errors import MissingGradientError, StaleGradientError
-from dpengine.grad_modes.on_demand import OnDemand
+from dpengine.grad_modes.grad_sample import OnDemand
 
 
 def on_demand(values=None):
