@@ -28,7 +28,7 @@ from .module_tables import ModuleTables
 from .own_loss import token_mean_guards
 from .plain_copies import PlainReduce
 from .record import LayerCall, Listener, Recipient, Use, turned
-from .tap import tensors_in
+from .tensors import tensors_in
 from .threads import Lock, Streams, second_thread
 from .watch import Watch, WatchChoice
 
@@ -85,10 +85,11 @@ class Capture:
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
     recipient: Recipient = field(init=False)  # the listener, except inside ``redirected``
-    # Parameters that are replaced while forward passes run: module, name in the module, parameter.
+    # Parameters that are replaced while modules run that are followed operation by operation: module, name, parameter.
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
     # Parameters whose ``requires_grad`` is off while their layers run, one list for each running call.
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
+    running_units: list[tuple[int, nn.Module]] = field(default_factory=list, init=False)  # thread, unit
     thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
     counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
     units: tuple[str, ...] = field(default=(), init=False)  # names of the modules that the choice made units
@@ -271,7 +272,6 @@ class Capture:
                 self.recipient, self.rows, self.unfinished, self._redirecting = before
             self.uses.clear()
             self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
-            self._forwards.forget_running()
             self.streams.join()
 
     def begin(self, rows: int | None) -> None:
@@ -291,6 +291,7 @@ class Capture:
     def restore(self) -> None:
         """Restores the parameters and ``requires_grad`` flags that an interrupted forward pass left changed."""
         self.unswap(0)
+        self.running_units.clear()
         while self.switched_off:
             for parameter in self.switched_off.pop():
                 parameter.requires_grad = True
@@ -306,6 +307,11 @@ class Capture:
         while len(self.swapped) > mark:
             owner, name, parameter = self.swapped.pop()
             owner._parameters[name] = parameter
+
+    def is_in_running_unit(self, module: nn.Module) -> bool:
+        """Returns True if the module is part of a unit that runs in this thread."""
+        here = threading.get_ident()
+        return any(thread == here and module in set(unit.modules()) for thread, unit in self.running_units)
 
     def _leak_hook(self, name: str) -> Hook:
         """Returns the hook that records a gradient that autograd wrote to a parameter."""

@@ -17,11 +17,12 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
+from .any_forward import AnyForward
 from .buffers import BufferWatch
 from .record import LayerUses, TensorCall, Use
 from .replaced_forward import ReplacedForward
-from .swaps import ParameterSwap
-from .tap import repeated_backward, tensors_in, tensors_in_outputs
+from .tap import repeated_backward
+from .tensors import tensors_in, tensors_in_outputs
 from .watch import Kind, Watch
 
 if TYPE_CHECKING:
@@ -182,16 +183,15 @@ class LayerForward(ReplacedForward):
     """Replaces a watched module's ``forward``, and reports the gradient of its output in the backward pass.
 
     While the original ``forward`` runs, the parameters do not require gradients, so autograd computes none for them.
-    There are two paths. For a layer of ``torch.nn`` with one input and one output tensor, ``requires_grad`` is set to
-    False, and an `Arrival` on the output reports the layer call. For all other modules, `ParameterSwap` replaces the
-    parameters by detached tensors, and the output goes through a tap, which saves the inputs as autograd saves them.
+    For a layer of ``torch.nn`` with one input and one output tensor, outside checkpoints, an `Arrival` on the output
+    reports the layer call. `AnyForward` runs all other calls.
     """
 
     def __init__(self, capture: Capture, watch: Watch):
         super().__init__(watch.module)
         self.capture = capture
         self.watch = watch
-        self.swap = ParameterSwap(capture, watch)
+        self.any = AnyForward(capture, watch)
         self._compiled = torch.compiler.disable(self._call, recursive=True)
         sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
         self._may_hook = (
@@ -222,7 +222,7 @@ class LayerForward(ReplacedForward):
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
         if not (self._may_hook and len(args) == 1 and type(args[0]) is Tensor) or kwargs:
-            return self.swap.run(self.forward, args, kwargs)
+            return self.any.run(self.forward, args, kwargs)
         present = self.module._parameters
         for name, parameter, trained in self._slots:
             now = present.get(name)
@@ -233,25 +233,21 @@ class LayerForward(ReplacedForward):
             self._read_slots()
         if not self._trainable:
             return self.forward(args[0])
-        positions = self.swap.is_embedding and self.swap.is_shared_table(args, kwargs)  # all samples look them up
-        if self._hookable and _saving_hooks(False) is None and not positions:  # not in a checkpoint
+        shares = self.any.positions is not None and self.any.positions.in_call(args, kwargs)
+        if self._hookable and _saving_hooks(False) is None and not shares:  # not in a checkpoint
             return self._hooked(args[0])
-        return self.swap.run(self.forward, args, kwargs)
+        return self.any.run(self.forward, args, kwargs)
 
     def _read_slots(self) -> None:
         """Stores the parameters of the module and their uses, for this and later calls."""
         slots = self.module._parameters.items()
+        off = {p for running in self.capture.switched_off for p in running}  # by calls around this one
         self._slots = [(name, p, p is not None and p.requires_grad) for name, p in slots]
-        live = {name: p for name, p in slots if p is not None and p.requires_grad}
+        live = {name: p for name, p in slots if p is not None and (p.requires_grad or p in off)}
         self._trainable = list(live.values())
-        self._hookable = all(p.is_leaf for p in self._trainable)
-        off = {p for running in self.capture.switched_off for p in running}
-        if off.intersection(p for _, p, _ in self._slots if p is not None):
-            self._slots = []
-            self.capture.refuse_second_thread()
-            self.capture.restore()  # an interrupt came before all flags were set back
-            self._read_slots()
-            return
+        self._hookable = all(p.is_leaf and p.requires_grad for p in self._trainable)
+        if off.intersection(self._trainable):
+            self._slots = []  # read again by the next call
         prefix = f"{self.watch.name}." if self.watch.name else ""
         self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
         self._uses_by_shape, self._last_call = {}, ()
@@ -283,7 +279,7 @@ class LayerForward(ReplacedForward):
                 parameter.requires_grad = True
             capture.switched_off.pop()
         if type(output) is not Tensor:
-            return self.swap.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
+            return self.any.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
         if capture.counts_uses:
             capture.uses.update(live)
         hooked: Tensor | None = output
@@ -345,8 +341,3 @@ class Forwards:
         if self._outermost is not None:
             self._outermost.detach()
         self._outermost = None
-
-    def forget_running(self) -> None:
-        """Forgets calls that an exception ended."""
-        for forward in self._layers:
-            forward.swap.open.clear()

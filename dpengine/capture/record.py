@@ -10,9 +10,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpengine.errors import UnsupportedLayerError
+
+from .tensors import map_tensors, tensors_in
 
 
 def turned(tensor: Tensor) -> Tensor:
@@ -56,9 +57,7 @@ class LayerCall:
     @property
     def batch_size(self) -> int:
         """Number of samples. Raises UnsupportedLayerError if the layer returned one number for all of them."""
-        leaf = self.grad_output
-        if not isinstance(leaf, Tensor):
-            leaf = next(one for one in pytree.tree_leaves(leaf) if isinstance(one, Tensor))
+        leaf = tensors_in(self.grad_output)[0]
         if leaf.dim():
             return leaf.shape[0]
         raise UnsupportedLayerError(
@@ -71,6 +70,16 @@ class LayerCall:
     def replace(self, **changes: Any) -> LayerCall:
         """Returns a copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the tensors of the inputs, the gradient and the output, in order."""
+        return tensors_in((self.inputs, dict(self.kwargs), self.grad_output, self.output))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> LayerCall:
+        """Returns a copy with a function applied to all tensors."""
+        fields = (self.inputs, dict(self.kwargs), self.grad_output, self.output)
+        inputs, kwargs, grad_output, output = map_tensors(function, fields)
+        return self.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)
 
 
 @dataclass(frozen=True, eq=False)

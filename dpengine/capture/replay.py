@@ -14,7 +14,8 @@ from dpengine.errors import UnsupportedLayerError
 
 from .forward_state import ForwardState
 from .model_state import ModelState
-from .tap import CopyTap, map_outputs, put_tensors, take_tensors, tensors_in, tensors_in_outputs
+from .tap import Tap
+from .tensors import map_outputs, map_tensors, tensors_in, tensors_in_outputs
 
 GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
@@ -31,8 +32,6 @@ class Pass:
         began: The state of random generators and of autocast before the pass.
         outputs: The tensors of its output, detached.
         grads: Their gradients; None for an output without one.
-        name: Name of the model in messages.
-        needs_output: Whether a backward tap saves the output.
         random_after: State of the random generators after the last replay, by device.
     """
 
@@ -43,12 +42,11 @@ class Pass:
     began: ForwardState
     outputs: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
-    name: str = "the model"
-    needs_output: bool = False
     random_after: list[tuple[str, Tensor]] = field(default_factory=list)
 
-    def fire(self, saved: tuple[Tensor, ...], grad: Any) -> None:
-        self.grads = grad
+    def reached(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
+        """Called when the backward pass reaches the outputs."""
+        self.grads = grads
         self.replay.reached.append(self)
 
     def rerun(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
@@ -129,8 +127,8 @@ class Replay:
         current, self._current = self._current, None
         if current is None or not outputs:
             return output
-        tapped = CopyTap.apply(anchor, current, len(outputs), *outputs)
-        current.outputs = [t.detach() for t in outputs]
+        tapped = Tap.apply(anchor, "the model", current.reached, len(outputs), *outputs)
+        current.outputs = [t.detach().clone() for t in outputs]  # because the loss may write to them
         if self.loop is not None:
             self.loop.model_ended(self._given, tapped, current)
         following = iter(tapped)
@@ -175,8 +173,7 @@ class Replay:
 
 def copies_of(tree: Any) -> Any:
     """Returns a tree with copies of its tensors, detached."""
-    tensors, others, spec = take_tensors(tree)
-    return put_tensors([t.detach().clone() for t in tensors], others, spec)
+    return map_tensors(lambda tensor: tensor.detach().clone(), tree)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,7 +33,6 @@ class Watch:
         module: The module.
         kind: How its parameters are followed.
         rule: The grad samplers of the module, which capture passes on to the grad mode.
-        in_place: True if the output may be changed in place, because no backward of the module reads it.
         in_rows: True if calls have the batch on axis 0 also in a model with ``batch_first=False``, as layers inside a
             batch-first replacement layer have.
     """
@@ -42,7 +41,6 @@ class Watch:
     module: nn.Module
     kind: Kind
     rule: Any = None
-    in_place: bool = False
     in_rows: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
@@ -119,17 +117,12 @@ def _watch(
         return Watch(name, module, Kind.OPERATIONS)
     rule = lookup(module)
     if rule is not None:
-        return Watch(name, module, Kind.LAYER, rule, in_place=_is_elementary(rule))
+        return Watch(name, module, Kind.LAYER, rule)
     if is_made_of_operations(module):
         return Watch(name, module, Kind.OPERATIONS)
     if by_operations and any(has_own_parameters(child) or _is_dropout(child) for child in _submodules(module)):
         return Watch(name, module, Kind.OPERATIONS)
     return Watch(name, module, Kind.UNIT, unit_rule(module))
-
-
-def _is_elementary(rule: Any) -> bool:
-    """Returns True if a rule has a sampler per parameter, which exists for layers with known operations only."""
-    return isinstance(rule, Mapping) or getattr(rule, "by_parameters", False)
 
 
 def _is_dropout(module: nn.Module) -> bool:

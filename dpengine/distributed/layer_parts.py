@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -96,6 +97,12 @@ class LayerPart:
     def is_empty_linear_call(self, args: Any) -> bool:
         """Returns True for a linear layer and an empty batch, for which DTensor infers wrong shapes."""
         return isinstance(self.layer, nn.Linear) and bool(args) and is_dtensor(args[0]) and args[0].numel() == 0
+
+    @staticmethod
+    def run_empty(layer: Any, inputs: Tensor) -> Tensor:
+        """Returns the output of the part of a linear layer, for an empty batch."""
+        bias = None if layer.bias is None else local_part(layer.bias).detach()
+        return F.linear(inputs, local_part(layer.weight).detach(), bias)
 
     def empty_output(self, output: Tensor, mesh: Any) -> Any:
         """Returns the output of the layer for an empty batch, given the output of the part."""

@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
 from dpengine.grad_modes.bookkeep import BookKeeping
@@ -148,5 +147,5 @@ class PerSampleGradients:
 
 def _versions(mode: BookKeeping) -> list[tuple[Tensor, int]]:
     """Returns the tensors from which gradients are formed, with their in-place version counters."""
-    leaves = pytree.tree_leaves([(call.inputs, call.kwargs, call.grad_output) for call in mode.calls()])
-    return [(leaf, leaf._version) for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    tensors = [tensor for call in mode.calls() for tensor in call.tensors()]
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]

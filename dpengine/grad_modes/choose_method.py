@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
 from dpengine.distributed.ranks import world
@@ -274,8 +273,7 @@ def _fastest(seconds: Mapping[str, float], fits: Callable[[Algorithm], bool]) ->
 
 def time_algorithms(entry: Entry, algorithms: Sequence[Algorithm], rows: int) -> dict[str, float]:
     """Times norm and clipped sum of each algorithm in seconds, on random numbers with the shapes of the calls."""
-    leaves = pytree.tree_leaves([(call.inputs, call.grad_output) for call, _ in entry.calls])
-    numbers = sum(leaf.numel() for leaf in leaves if isinstance(leaf, Tensor))
+    numbers = sum(tensor.numel() for call, _ in entry.calls for tensor in call.tensors())
     row_bytes = 4 * (numbers // rows + entry.use.numel)
     device = entry.calls[0][0].grad_output.device
     some = max(1, min(rows, memory_for(device, _TIMED_BYTES) // row_bytes))
@@ -308,16 +306,13 @@ def _random(call: LayerCall, entries: int) -> LayerCall:
     """Returns the call with random values: normal floats, and indices below ``entries``."""
     generators: dict[torch.device, torch.Generator] = {}
 
-    def drawn(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
+    def drawn(leaf: Tensor) -> Tensor:
         generator = generators.setdefault(leaf.device, torch.Generator(leaf.device).manual_seed(0))
         if leaf.is_floating_point():  # does not advance the user's generators
             return torch.empty_like(leaf).normal_(generator=generator)
         return torch.empty_like(leaf).random_(entries, generator=generator)
 
-    inputs, kwargs, grad = pytree.tree_map(drawn, (call.inputs, dict(call.kwargs), call.grad_output))
-    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad)
+    return call.map(drawn)
 
 
 def _synchronize(device: torch.device) -> None:

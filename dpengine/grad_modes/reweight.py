@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
+from dpengine.capture.tensors import tensors_in
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.kernels.products import norms
@@ -67,10 +67,9 @@ class Reweight(AbstractGradients):
         self._consume: Callable[[BookKeeping], None] | None = None  # applied to the windows of the second pass
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        held = [("gradients", grad) for grad in pytree.tree_leaves(call.grad_output) if grad is not None]
-        for leaf in pytree.tree_leaves((call.inputs, dict(call.kwargs))):
-            if isinstance(leaf, Tensor) and leaf.dim() and len(leaf) == call.batch_size:
-                held.append(("input", leaf))
+        held = [("gradients", grad) for grad in tensors_in(call.grad_output)]
+        inputs = tensors_in((call.inputs, dict(call.kwargs)))
+        held += [("input", tensor) for tensor in inputs if tensor.dim() and len(tensor) == call.batch_size]
         receiver = self._note(call.name, call.batch_size, uses.values())
         self._hold(call.name, held)
         receiver.receive(call, uses, rule)

@@ -5,15 +5,15 @@ Axes: B samples, U units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
+from dpengine.capture.tensors import map_tensors, tensors_in
 from dpengine.grad_samplers.machine import multiplies_bfloat16
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.kernels.library import traced
@@ -28,14 +28,9 @@ def widened(call: LayerCall) -> LayerCall:
     """
     if call.drawn is not None:
         return call
-    for leaf in _leaves((call.inputs, call.kwargs, call.grad_output, call.output)):
-        if isinstance(leaf, Tensor) and leaf.dtype in NARROW:
-            break
-    else:
+    if not any(tensor.dtype in NARROW for tensor in call.tensors()):
         return call
-    trees = (call.inputs, dict(call.kwargs), call.grad_output, call.output)
-    inputs, kwargs, grad_output, output = _map(lambda leaf: leaf.float() if leaf.dtype in NARROW else leaf, trees)
-    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output, output=output)
+    return call.map(lambda tensor: tensor.float() if tensor.dtype in NARROW else tensor)
 
 
 def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
@@ -52,11 +47,9 @@ def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
     def dropped(leaf: Tensor) -> Tensor:
         return zeroed(leaf, rows_B) if leaf.is_floating_point() else leaf
 
-    grad_output = _map(dropped, call.grad_output)
-    if not in_rows(call, rows_B.shape[0]):
-        return call.replace(grad_output=grad_output)
-    inputs, kwargs = _map(dropped, (call.inputs, dict(call.kwargs)))
-    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output)
+    if in_rows(call, rows_B.shape[0]):
+        return call.map(dropped)
+    return call.replace(grad_output=map_tensors(dropped, call.grad_output))
 
 
 def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
@@ -70,50 +63,19 @@ def in_rows(call: LayerCall, rows: int) -> bool:
     Returns False if there are index tensors besides other tensors: they may be flat bags whose length is the batch size
     by chance.
     """
-    tensors = [leaf for leaf in _leaves((call.inputs, call.kwargs)) if isinstance(leaf, Tensor)]
+    tensors = tensors_in((call.inputs, dict(call.kwargs)))
     sized = all(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
     return sized and (len(tensors) == 1 or all(tensor.is_floating_point() for tensor in tensors))
 
 
 def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
     """Returns samples ``start`` to ``stop`` of a call for which ``in_rows`` is True."""
-    trees = (call.inputs, dict(call.kwargs), call.grad_output)
-    inputs, kwargs, grad_output = _map(lambda leaf: leaf[start:stop], trees)
-    return call.replace(inputs=inputs, kwargs=kwargs, grad_output=grad_output)
+    return call.map(lambda tensor: tensor[start:stop])
 
 
 def shapes_of(call: LayerCall) -> tuple[Any, ...]:
     """Returns shapes without axis 0 and dtypes of all tensors of a call. The choice of a method depends on them."""
-    leaves = _leaves((call.inputs, call.kwargs, call.grad_output))
-    return tuple([(leaf.shape[1:], leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor)])
-
-
-def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Applies a function to all tensors of a tree. Much faster than pytree for tuples, lists and dicts."""
-    if isinstance(tree, Tensor):
-        return function(tree)
-    if type(tree) in (tuple, list):
-        return type(tree)(_map(function, item) for item in tree)
-    if type(tree) is dict:
-        return {key: _map(function, item) for key, item in tree.items()}
-    return tree if tree is None else pytree.tree_map_only(Tensor, function, tree)
-
-
-def _leaves(tree: Any) -> list[Any]:
-    """Returns all leaves. Much faster than pytree for tuples, lists and dicts."""
-    leaves: list[Any] = []
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        if isinstance(node, Tensor) or node is None:
-            leaves.append(node)
-        elif isinstance(node, (tuple, list)):
-            stack.extend(reversed(node))
-        elif isinstance(node, dict):
-            stack.extend(reversed(list(node.values())))
-        else:
-            leaves += pytree.tree_leaves(node)
-    return leaves
+    return tuple([(tensor.shape[1:], tensor.dtype) for tensor in call.tensors()])
 
 
 @dataclass(frozen=True, eq=False)

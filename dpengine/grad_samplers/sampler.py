@@ -145,11 +145,6 @@ class NormedRule:
     sq_norm: Callable[[str], Rows]
 
     @property
-    def by_parameters(self) -> bool:
-        """True if each parameter has its own sampler."""
-        return isinstance(self.gradients, Mapping)
-
-    @property
     def needs_output(self) -> bool:
         """True if the call must contain the module's output."""
         return isinstance(self.gradients, JointSampler) and self.gradients.needs_output

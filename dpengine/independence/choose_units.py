@@ -28,7 +28,7 @@ from dpengine.capture.model_state import ModelState
 from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
 from dpengine.capture.replaced_forward import has_own_forward
 from dpengine.capture.replay import copies_of
-from dpengine.capture.tap import tensors_in, tensors_in_outputs
+from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 from dpengine.capture.watch import Kind, Watch
 from dpengine.capture.watched_parameter import WatchedParameter
 from dpengine.errors import PrivacyError, notice
@@ -164,9 +164,8 @@ class _Trial:
         self, watch: Watch, seen: list[tuple[Watch, int]], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Records the rows of a layer or unit. Runs some rows of a unit alone, and compares them."""
-        own = [p for p in module._parameters.values() if p is not None]
-        if self.capture.state is CaptureState.PAUSED or not all(isinstance(p, nn.Parameter) for p in own):
-            return  # inside a unit, which holds detached tensors in place of parameters while it runs
+        if self.capture.state is CaptureState.PAUSED or self.capture.is_in_running_unit(module):
+            return
         batch_first = watch.in_rows or self.capture.batch_first
         fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
         rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)

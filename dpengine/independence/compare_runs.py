@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
+from dpengine.capture.tensors import map_outputs, tensors_in, tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, ReductionError
 from dpengine.grad_modes.flat_buffer import Sums
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.model_state import ModelState
-from dpengine.capture.tap import tensors_in_outputs
+from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import notice
 
 _EXACT, _HALF = 1e-4, 2e-2  # relative tolerance for rounding, in float32 and in half precision

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError
 
 from .compare_runs import (

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Replay
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import Rows, refuse_reduction

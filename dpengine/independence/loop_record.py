@@ -24,7 +24,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from dpengine.capture.replay import Pass
-from dpengine.capture.tap import tensors_in, tensors_in_outputs
+from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
 from .branch_source import changes_no_loss, function_of, reaches_loss, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples

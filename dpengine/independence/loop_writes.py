@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BufferUpdateError
 
 from .loop_record import LoopRecord

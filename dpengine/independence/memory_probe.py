@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.capture import Capture
 from dpengine.capture.model_state import ModelState, Slot
 from dpengine.capture.replay import Pass, Replay
-from dpengine.capture.tap import tensors_in_outputs
+from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import BufferUpdateError, notice
 
 from .compare_runs import EXACT, HALF, Rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 
 if TYPE_CHECKING:
     from .loop_record import LoopRecord

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.replay import Pass, Replay
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import EXACT, HALF, Rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.replay import Pass
-from dpengine.capture.tap import tensors_in
+from dpengine.capture.tensors import tensors_in
 
 Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
 

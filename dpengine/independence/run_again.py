@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.tap import tensors_in, tensors_in_outputs
+from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
 from .compare_runs import arranged_batch
 from .loop_record import LoopRecord

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpengine.capture.capture import attached_captures
 from dpengine.capture.model_state import ModelState
-from dpengine.capture.tap import map_outputs, tensors_in, tensors_in_outputs
+from dpengine.capture.tensors import map_outputs, tensors_in, tensors_in_outputs
 from dpengine.errors import BatchStateError
 
 from .random_states import random_states

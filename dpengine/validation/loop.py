@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import turned
-from dpengine.capture.tap import tensors_in_outputs
+from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, suggests_names
 from dpengine.independence.compare_runs import (
     EXACT,

@@ -443,7 +443,6 @@ GUARDS = [
         "            capture.restore()  # an interrupt",
         "            pass  # an interrupt",
         "capture/test_layer_forward.py::test_flags_that_an_interrupt_left_are_restored_by_the_next_pass",
-        (("            self.capture.restore()  # an interrupt", "            pass  # an interrupt"),),
     ),
     Guard(
         "batch-norm",

@@ -1,0 +1,86 @@
+"""Traversal of nested containers of tensors. Tuples, lists and dicts, which calls have, take no time in pytree."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.utils import _pytree as pytree
+
+_NO_TENSORS = frozenset({int, float, bool, str, type(None)})
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns all tensors in nested containers, in order."""
+    found: list[Tensor] = []
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Tensor):
+            found.append(node)
+        elif type(node) is tuple or type(node) is list:
+            waiting.extend(reversed(node))
+        elif type(node) is dict:
+            waiting.extend(reversed(node.values()))
+        elif type(node) not in _NO_TENSORS:
+            found += [leaf for leaf in pytree.tree_leaves(node) if isinstance(leaf, Tensor)]
+    return found
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Applies a function to all tensors in nested containers, in order."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([map_tensors(function, node) for node in tree])
+    if type(tree) is dict:
+        return {key: map_tensors(function, node) for key, node in tree.items()}
+    return tree if type(tree) in _NO_TENSORS else pytree.tree_map_only(Tensor, function, tree)
+
+
+def tensors_in_outputs(output: Any) -> list[Tensor]:
+    """Returns the tensors of a model's output in order, also those in fields of objects.
+
+    Objects in fields of objects are left out, except distributions of which another one is made.
+    """
+    if isinstance(output, Tensor):
+        return [output]
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, Distribution):
+            found += tensors_in_outputs(vars(leaf))
+        else:
+            found += tensors_in(leaf) or tensors_in(_content(leaf))
+    return found
+
+
+def map_outputs(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    """Applies a function to the tensors of an output, in order. Copies objects that hold tensors."""
+
+    def of_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if isinstance(leaf, Distribution):
+            copied = copy.copy(leaf)
+            vars(copied).update(map_outputs(function, vars(leaf)))
+            return copied
+        content = _content(leaf)
+        if not tensors_in(content):
+            return leaf
+        fields, items = pytree.tree_map(lambda v: function(v) if isinstance(v, Tensor) else v, content)
+        leaf = copy.copy(leaf)
+        vars(leaf).update(fields)
+        if isinstance(leaf, dict):
+            leaf.update(items)
+        return leaf
+
+    return pytree.tree_map(of_leaf, output)
+
+
+def _content(leaf: Any) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """Returns the fields of an object, and its items if its class derives from dict."""
+    fields = getattr(leaf, "__dict__", {})
+    return dict(fields) if isinstance(fields, dict) else {}, dict(leaf) if isinstance(leaf, dict) else {}
