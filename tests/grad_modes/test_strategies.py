@@ -66,13 +66,17 @@ def truth_of_layer(case, dtype):
     return clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
 
 
-@pytest.mark.one_in(5, "case", "mode", "dtype")
+@pytest.mark.one_in(7, "case", "mode", "dtype")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
-    truth, norms = truth_of_layer(case, dtype)
     model, inputs, cotangent = layer_and_data(case, dtype)
+    if mode == "whole_model" and case.row is not None:  # the layer is the model, and its rows are not on axis 0
+        with pytest.raises(UnsupportedLayerError, match="first axis only looks like the batch"):
+            clip_by_engine(model, inputs, weighted(cotangent), mode=mode)
+        return
+    truth, norms = truth_of_layer(case, dtype)
     found, seen = clip_by_engine(model, inputs, weighted(cotangent), mode=mode)
     assert relative_error(found, truth) <= TOLERANCE[dtype]
     assert seen.largest_norm == pytest.approx(max(norms), rel=TOLERANCE[dtype])
