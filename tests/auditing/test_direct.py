@@ -30,7 +30,7 @@ def images(**options):
     return make
 
 
-SLOW = dict.fromkeys(("DR", "DS", "DF"), pytest.mark.slow)  # the tests of the command look at less
+SLOW = dict.fromkeys(("DR", "DS", "DF", "DN"), pytest.mark.slow)  # the tests of the command look at less
 
 
 @pytest.mark.parametrize("code", [pytest.param(code, marks=SLOW.get(code, ())) for code in DETECTORS])

@@ -266,6 +266,7 @@ class BranchesBackward(nn.Module):
         return Branching.apply(inputs)
 
 
+@pytest.mark.one_in(2, "draw", "parts")
 @pytest.mark.parametrize(
     "parts", [None, Experts, Windows, BranchesBackward], ids=lambda parts: getattr(parts, "__name__", "")
 )

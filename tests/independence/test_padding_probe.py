@@ -217,6 +217,7 @@ def quietly(model, *args, **options):
         return trained(model, *args, **options)
 
 
+@pytest.mark.one_in(2, "run", "mode")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("run", SOUND, ids=lambda run: run.__name__)
 def test_a_model_that_masks_padding_is_accepted(run, mode):
@@ -289,6 +290,7 @@ def unsound(run):
     return model
 
 
+@pytest.mark.one_in(2, "run", "mode")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("run", UNSOUND, ids=lambda run: run.__name__)
 def test_a_model_that_does_not_mask_padding_is_rejected(run, mode):

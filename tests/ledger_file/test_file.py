@@ -65,6 +65,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_process_that_died_does_not_hold_the_file(path):
     other = subprocess.Popen([sys.executable, "-c", FORKED, str(path)], stdout=subprocess.PIPE, start_new_session=True)
     assert other.stdout.readline() == b"held\n"

@@ -113,6 +113,7 @@ def test_batches_are_those_of_the_law(name):
             assert not rows & {tuple(row.tolist()) for row in drawn[late]}
 
 
+@pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_optimizer_adds_the_noise_of_the_plan(name):
     config = CONFIGS[name]

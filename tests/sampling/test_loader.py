@@ -183,6 +183,7 @@ def test_batches_keep_their_order_when_workers_may_deliver_out_of_order():
     assert rows_of(private(Fixed(*logical), loader=loader)) == logical
 
 
+@pytest.mark.slow
 def test_spawned_workers_receive_nothing_of_ours(seeded_words):
     data = TensorDataset(torch.arange(20.0))
     loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="spawn")
