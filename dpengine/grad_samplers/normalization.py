@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -98,9 +100,17 @@ LAYER_NORM = {
 def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
     refuse_batch_axis(call, layer.normalized_shape)
-    # eps=None means that of the type torch computes in, which for half precision is float32, as here.
-    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=layer.eps)
+    # eps=None means the one of the dtype in which torch computes: for half precision float32, as here. torch 2.6 takes
+    # that of the input, which has the dtype of the weight.
+    eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None and _eps_follows_input() else layer.eps
+    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=eps)
     return sum_positions(normed * call.grad_output, layer.normalized_shape)
+
+
+@functools.cache
+def _eps_follows_input() -> bool:
+    """Returns True if the default eps of ``rms_norm`` is that of bfloat16 for bfloat16 inputs."""
+    return bool(F.rms_norm(torch.full((1,), 0.03, dtype=torch.bfloat16), (1,)) < 0.5)
 
 
 RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad, settings=("normalized_shape", "eps"))}
