@@ -168,17 +168,14 @@ def test_groups_are_numbered_without_gaps_and_as_many_as_the_thresholds(case):
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, None, "1.0", torch.tensor(1.0)])
 @pytest.mark.hazard("C10", "B2")
 def test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
-    constructors = {
-        "flat": lambda: Flat(bad),
-        "per-layer-shared-out": lambda: PerLayer(bad),
+    others = {  # of which the case has more arguments
         "per-layer-listed": lambda: PerLayer([1.0, bad]),
         "groups": lambda: Groups({"": bad}),
-        "automatic": lambda: Automatic(bad),
         "automatic-wide": lambda: Automatic(1.0, bad),
         "adaptive": lambda: Adaptive(bad),
     }
     with pytest.raises(InvalidBudgetError, match=r"DPE007.*norm|DPE007.*stability"):
-        constructors[case]()
+        others.get(case, lambda: CASES[case][0](bad))()
 
 
 @every_policy
