@@ -118,5 +118,17 @@ def _no_open_records():
 
 
 @pytest.fixture
+def registries():
+    """The rules that a test registers are gone after it."""
+    from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
+
+    before = dict(REGISTERED), dict(REGISTERED_NORMS)
+    yield
+    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.fixture
 def network_refused() -> type[NetworkRefused]:
     return NetworkRefused

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from case_calls import Doubled
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -208,23 +209,13 @@ def test_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
 # Custom autograd functions, double backward, complex or sparse parameters
 
 
-class Double(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, inputs):
-        return 2 * inputs
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
-
-
 class OfFunction(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = mlp()
 
     def forward(self, inputs):
-        return self.net[2](Double.apply(self.net[1](self.net[0](inputs))))
+        return self.net[2](Doubled.apply(self.net[1](self.net[0](inputs))))
 
 
 @every_mode

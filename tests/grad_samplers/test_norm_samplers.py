@@ -15,7 +15,7 @@ from dpengine.capture import LayerCall, Use
 from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_modes import MethodTable, entry
 from dpengine.grad_modes.modes import MODES
-from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
+from dpengine.grad_samplers.registered import REGISTERED_NORMS
 from dpengine.grad_samplers.rule_check import without_rule_checks
 from dpengine.grad_samplers.table import rule_for, sampler_for
 
@@ -23,13 +23,7 @@ ROWS, T = 4, 3
 BY_NORMS = ("auto", "ghost")
 
 
-@pytest.fixture(autouse=True)
-def registries():
-    before = dict(REGISTERED), dict(REGISTERED_NORMS)
-    yield
-    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
-        table.clear()
-        table.update(entries)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 @pytest.fixture

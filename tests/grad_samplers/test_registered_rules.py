@@ -18,12 +18,7 @@ class Scale(nn.Module):
         return x * self.factor
 
 
-@pytest.fixture(autouse=True)
-def registry():
-    before = dict(REGISTERED)
-    yield REGISTERED
-    REGISTERED.clear()
-    REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 def test_no_class_at_all_is_refused():
@@ -32,10 +27,10 @@ def test_no_class_at_all_is_refused():
 
 
 @pytest.mark.parametrize("rule", [None, {"factor": 1}], ids=repr)
-def test_a_rule_that_cannot_be_called_is_refused_at_registration(registry, rule):
+def test_a_rule_that_cannot_be_called_is_refused_at_registration(rule):
     with pytest.raises(TypeError, match=r"for Scale is .*cannot be called"):
         register_grad_sampler(Scale)(rule)
-    assert Scale not in registry
+    assert Scale not in REGISTERED
 
 
 WRONG = {

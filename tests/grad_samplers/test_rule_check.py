@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine, register_grad_sampler, register_norm_sampler
 from dpengine.errors import ExtensionError, PrivacyWarning
 from dpengine.grad_samplers import rule_check
-from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 
 ROWS = 6
 
@@ -61,13 +60,7 @@ WRONG = {
 }
 
 
-@pytest.fixture(autouse=True)
-def registries():
-    before = dict(REGISTERED), dict(REGISTERED_NORMS)
-    yield
-    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
-        table.clear()
-        table.update(entries)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 def model_of(layer=None, dtype=torch.float32):

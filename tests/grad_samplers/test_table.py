@@ -8,17 +8,10 @@ from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
 from dpengine.grad_samplers.embedding import refuse_unsafe_embedding
-from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.sampler import JointSampler
 from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
-
-@pytest.fixture(autouse=True)
-def clean_registry():
-    before = dict(REGISTERED)
-    yield
-    REGISTERED.clear()
-    REGISTERED.update(before)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 class Scale(nn.Module):

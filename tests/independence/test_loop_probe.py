@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_calls import Doubled
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.data import DataLoader, TensorDataset
@@ -278,16 +279,6 @@ def test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision(size
 def test_a_sum_is_told_at_a_later_size_if_the_second_is_nearly_the_first(seed):
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):
         trained_in_bfloat16(lambda outputs, y: each(outputs, y).sum() / 64, seed)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, outputs):
-        return 2 * outputs
-
-    @staticmethod
-    def backward(ctx, grad):
-        return 2 * grad
 
 
 def hooked(outputs):

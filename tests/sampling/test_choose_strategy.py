@@ -21,7 +21,7 @@ def loader_of(rows: int, size: int, **options) -> DataLoader:
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("size", [1, 7, 64, 99])
-@pytest.mark.hazard("S4")
+@pytest.mark.hazard("S4", "O35")
 def test_an_epoch_has_as_many_steps_as_the_loader_for_1_to_2000_rows(sampling, drop_last, size):
     for rows in range(1, 2001):
         loader = loader_of(rows, size, drop_last=drop_last)

@@ -16,7 +16,7 @@ from dpengine.compat.opacus.grad_sample.registries import GRAD_SAMPLERS, NORM_SA
 from dpengine.compat.opacus.grad_sample.utils import register_grad_sampler, register_norm_sampler
 from dpengine.compat.opacus.optimizers.optimizer import DPOptimizer
 from dpengine.grad_modes.modes import MODES
-from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
+from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.rule_check import without_rule_checks
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
 from dpengine.layers import RNNLinear, SequenceBias
@@ -24,13 +24,7 @@ from dpengine.layers import RNNLinear, SequenceBias
 ROWS, T, F64 = 4, 3, torch.float64
 
 
-@pytest.fixture(autouse=True)
-def registries():
-    before = dict(REGISTERED), dict(REGISTERED_NORMS)
-    yield
-    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
-        table.clear()
-        table.update(entries)
+pytestmark = pytest.mark.usefixtures("registries")
 
 
 class Affine(nn.Module):
