@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 
-FREEZE_DISCRIMINATOR = (
+OTHER_PASSES = (
     "In a GAN, call discriminator.requires_grad_(False) before the generator's step, and requires_grad_(True) after it."
+    " For gradients of the inputs, as in FGSM or PGD, call model.eval() before their forward pass, and model.train() "
+    "after it."
 )
 
 
@@ -33,7 +35,7 @@ def repeated_backward(name: str) -> RepeatedBackwardError:
     return RepeatedBackwardError(
         f"Layer '{name}' was reached by a second backward pass over the same forward pass; each pass would be clipped "
         "alone, so a sample would count twice.",
-        fix=f"Add the losses: (loss_a + loss_b).backward(). {FREEZE_DISCRIMINATOR}",
+        fix=f"Add the losses: (loss_a + loss_b).backward(). {OTHER_PASSES}",
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from dpengine.accounting.accountant import epsilon_of
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.rounding import round_up
-from dpengine.capture.tap import FREEZE_DISCRIMINATOR
+from dpengine.capture.tap import OTHER_PASSES
 from dpengine.errors import (
     AccountingRefusedError,
     BatchMismatchError,
@@ -94,7 +94,7 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise RepeatedBackwardError(
             f"The {step.batches.samples} samples of this batch were used in 2 backward passes in one step; each pass "
             "would be clipped separately.",
-            fix=f"Add the losses: (a + b).backward(). {FREEZE_DISCRIMINATOR}",
+            fix=f"Add the losses: (a + b).backward(). {OTHER_PASSES}",
         )
     check_stale(step)
     if recorded.samples != step.batches.samples and len(set(recorded.mode.rows.values())) == 1:
@@ -115,10 +115,10 @@ def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
     else:
         why = "samples were duplicated or merged between the loader and the model, or are from elsewhere"
         fix = (
-            "Augment examples in the data set, one for one. For several views of an example, add the losses of single "
-            "samples: (loss_fn(model(a), y) + loss_fn(model(b), y)).backward(). A contrastive loss, such as that of "
-            "SimCLR, compares samples, and nodes of one graph share its edges: neither can be trained with this "
-            "guarantee."
+            "Augment examples in the data set, one for one. For several views of an example, or both texts of a "
+            "preference, call the model once for each, and combine the results of each sample in the loss: "
+            "(loss_fn(model(a), y) + loss_fn(model(b), y)).backward(). A contrastive loss, such as that of SimCLR, "
+            "compares samples, and nodes of one graph share its edges: neither can be trained with this guarantee."
         )
     return BatchMismatchError(
         f"All layers, such as '{name}', saw {seen} samples, and the loader returned {drawn}: {why}, or axis 0 is not "

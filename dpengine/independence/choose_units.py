@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -238,6 +239,7 @@ def is_plain(model: nn.Module) -> bool:
     return all(
         (type(module).__module__.startswith("torch.nn.modules.") or type(module) in ORIGINALS)
         and not has_own_forward(module)
+        and not module._forward_pre_hooks  # these may compute parameters, as torch.nn.utils.weight_norm does
         and not (isinstance(module, nn.Flatten) and module.start_dim == 0)
         and not (isinstance(module, nn.Unflatten) and module.dim == 0)
         for module in model.modules()
@@ -277,7 +279,8 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _without_last(rows: int, leaf: Any) -> Any:
-    return leaf[:-1] if isinstance(leaf, Tensor) and leaf.shape[:1] == (rows,) else leaf
+    can_be_cut = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
+    return leaf[:-1] if can_be_cut and leaf.shape[:1] == (rows,) else leaf
 
 
 def _named(watch: Watch) -> str:

@@ -264,6 +264,21 @@ def test_a_first_batch_of_one_sample_leaves_the_choice_open():
     assert_clipped(model, clipped, words())
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:.*DPE028")
+def test_a_weight_that_a_hook_computes_has_the_gradient_of_one_that_is_parametrized():
+    grads = []
+    for weight_norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 3))
+        weight_norm(model[1])
+        clipped = PerSampleGradientClipper(model, Flat(0.5), loss_reduction="sum")
+        weighted_loss(model(words()["words"]), WEIGHTS.float()).backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        grads.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
 class DrawsAndFlattens(nn.Module):
     """Multiplies by a dropout mask, or by one that is given, and flattens."""
 

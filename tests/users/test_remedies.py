@@ -1,5 +1,6 @@
 """The remedy that a message names, typed as it stands, works."""
 
+import copy
 import itertools
 import re
 
@@ -7,8 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import (
+    BATCH,
     CLASSES,
     FEATURES,
+    MAX_NORM,
     ROWS,
     assert_same_gradients,
     examples,
@@ -17,6 +20,7 @@ from loops import (
     gradients_of,
     make_loop,
 )
+from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -133,6 +137,68 @@ def test_a_gan_names_requires_grad_around_the_generator():
     loop = gan(frozen=True)
     assert loop.engine.ledger.steps == len(loop.loader)
     assert {charge.kind for charge in loop.engine.ledger.history} == {"release"}
+
+
+def attacked(loop, inputs, targets, steps, evaluates):
+    """Inputs that have been moved along the signs of their gradients."""
+    moved = inputs
+    loop.model.train(not evaluates)
+    for _ in range(steps):
+        moved = moved.detach().requires_grad_(True)
+        (gradient,) = torch.autograd.grad(F.cross_entropy(loop.model(moved), targets, reduction="sum"), moved)
+        moved = moved + 0.1 * gradient.sign()
+    loop.model.train()
+    return moved.detach()
+
+
+@pytest.mark.parametrize("steps", [1, 3], ids=["FGSM", "PGD"])
+def test_an_attack_on_inputs_names_eval_mode_and_is_exact_in_it(steps):
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader, least=3)
+    with pytest.raises(RepeatedBackwardError, match=r"DPE017.*FGSM or PGD, call model\.eval\(\) before"):
+        F.cross_entropy(loop.model(attacked(loop, inputs, targets, steps, evaluates=False)), targets).backward()
+    loop = make_loop()
+    inputs, targets = first_batch(loop.loader, least=3)
+    moved = attacked(loop, inputs, targets, steps, evaluates=True)
+    expected = expected_gradients(copy.deepcopy(loop.model), [(moved, targets)])
+    loop.optimizer.zero_grad()
+    F.cross_entropy(loop.model(moved), targets).backward()
+    loop.optimizer.step()
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+class Difference(nn.Module):
+    """The scores of two inputs of a sample, for the loop over samples."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, one, other):
+        return scores(self.model, one) - scores(self.model, other)
+
+
+def scores(model, inputs):
+    return model(inputs).sin().sum(1)
+
+
+def test_two_texts_of_a_preference_are_exact_if_the_model_is_called_once_for_each():
+    dataset = TensorDataset(torch.randn(ROWS, FEATURES), torch.randn(ROWS, FEATURES))
+    loop = make_loop(dataset=dataset)
+    chosen, rejected = first_batch(loop.loader, least=3)
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*both texts of a preference, call the model once for each"):
+        one, other = scores(loop.model, torch.cat([chosen, rejected])).chunk(2)
+        (-F.logsigmoid(one - other)).mean().backward()
+    loop = make_loop(dataset=dataset)
+    chosen, rejected = first_batch(loop.loader, least=3)
+    paired = Difference(copy.deepcopy(loop.model))
+    rows = per_sample_gradients(paired, lambda d, _: -F.logsigmoid(d).mean(), (chosen, rejected), chosen)
+    loop.optimizer.zero_grad()
+    (-F.logsigmoid(scores(loop.model, chosen) - scores(loop.model, rejected))).mean().backward()
+    loop.optimizer.step()
+    truth = clipped_sum(rows, MAX_NORM)
+    expected = {name.removeprefix("model."): total / BATCH for name, total in truth.items()}
+    assert_same_gradients(gradients_of(loop.model), expected)
 
 
 def test_changed_gradients_name_the_arguments():
