@@ -72,7 +72,7 @@ def test_warn_goes_on_and_says_so_once():
     assert loop.engine.epsilon > 2.0
 
 
-def test_batches_that_were_given_up_count():
+def test_batches_that_were_discarded_count():
     loop = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
     handed_out = sum(1 for _ in range(9) for _ in zip(range(1), loop.loader, strict=False))  # draws and breaks off
     assert handed_out == 4

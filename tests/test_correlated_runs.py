@@ -37,7 +37,7 @@ def train(loop, epochs=3):
     return taken
 
 
-def test_a_run_draws_in_turn_noises_and_ends_with_its_plan():
+def test_a_run_draws_noises_and_ends_with_its_plan():
     loop = banded_loop()
     before = state_of(loop.model)
     scheme = inside.sampling(loop.engine)
@@ -107,7 +107,7 @@ def test_with_constants_groups_are_independent_and_the_size_stays_private():
     assert train(loop) == STEPS
 
 
-def test_large_batches_in_chunks_and_given_up_ones_keep_their_rows():
+def test_large_batches_in_chunks_and_discarded_ones_keep_their_rows():
     loop = banded_loop(physical_batch_size=2)
     for number, batch in enumerate(iter(loop.loader)):
         if number == 1 and len(batch[-1]):
@@ -227,7 +227,7 @@ def test_passes_are_counted_in_groups():
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_noise_in_turns_is_that_of_the_config(name):
+def test_noise_in_cycles_is_that_of_the_config(name):
     shared = {"iterations": STEPS, "cycle_length": ROWS // BATCH, "num_examples": ROWS, "noise_multiplier": 1.0}
     config = {
         "blt": lambda: BLTConfig.default(num_buffers=2, **shared),
@@ -240,13 +240,13 @@ def test_noise_in_turns_is_that_of_the_config(name):
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_target_is_kept_in_turns(name):
+def test_a_target_is_kept_in_cycles(name):
     loop = banded_loop(noise=LONG[name], noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
     assert train(loop, epochs=5) == STEPS
     assert 2.0 * (1 - 1e-4) < loop.engine.epsilon <= 2.0
 
 
-def test_what_was_spent_counts_in_turns():
+def test_what_was_spent_counts_in_cycles():
     loop = banded_loop(noise=None, noise_multiplier=3.0, target_delta=DELTA)
     first = train(loop, epochs=1)
     loop.engine.detach(loop.model)

@@ -81,7 +81,7 @@ def test_an_engine_without_a_run_says_what_to_call():
 @pytest.mark.parametrize(
     "policy", [Flat(0.2), Automatic(0.2), PerLayer(0.2), Adaptive(0.2)], ids=lambda p: type(p).__name__
 )
-def test_a_policy_needs_no_threshold_beside_it(policy):
+def test_a_policy_needs_no_threshold_with_it(policy):
     loop = make_loop(clipping=policy, noise_multiplier=1.0)
     assert loop.optimizer.max_grad_norm == pytest.approx(0.2)
     train(loop)
@@ -105,7 +105,7 @@ def test_layers_have_thresholds_of_their_own():
     assert_same_gradients(gradients_of(loop.model), {name: expected[name] for name in gradients_of(loop.model)})
 
 
-def test_parameters_may_be_frozen_and_thawed_between_steps():
+def test_parameters_may_be_frozen_and_unfrozen_between_steps():
     loop = make_loop(batch_size=1, noise_multiplier=1.0, unused_parameters="zero")
     frozen_when = {0: False, 1: True}
     for position, (inputs, targets) in enumerate(loop.loader):
@@ -117,7 +117,7 @@ def test_parameters_may_be_frozen_and_thawed_between_steps():
         assert changed == {"0.weight": not thawed, "0.bias": not thawed, "2.weight": True, "2.bias": True}
 
 
-def test_an_empty_batch_gives_noise_to_a_thawed_parameter_too():
+def test_an_empty_batch_gives_noise_to_an_unfrozen_parameter_too():
     model = mlp()
     loop = make_loop(
         model, batch_size=1, noise_multiplier=1.0, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), 0.1)
@@ -209,7 +209,7 @@ def test_two_models_train_side_by_side():
     assert {charge.kind for charge in one.engine.ledger.history} == {"release"}
 
 
-def test_after_detach_the_private_loader_hands_out_and_charges_nothing():
+def test_after_detach_the_private_loader_returns_and_charges_nothing():
     loop = make_loop(noise_multiplier=1.0)
     batches = iter(loop.loader)
     loop.step(*next(batches))

@@ -156,7 +156,7 @@ def test_the_gradient_of_a_sample_depends_on_its_output():
     assert (gradient[0] - gradient[1]).abs().min() > 1e-3
 
 
-def test_the_loss_of_a_sample_is_the_same_alone_and_in_company():
+def test_the_loss_of_a_sample_is_the_same_alone_and_in_a_batch():
     torch.manual_seed(0)
     output = torch.randn(4, 3, 2)
     alone = torch.stack([probe_loss(output[i : i + 1]) for i in range(4)])

@@ -329,7 +329,7 @@ def test_a_relative_import_that_points_down_fails(faults_of):
     assert any("capture imports engine, which comes after it" in fault for fault in found)
 
 
-def test_the_front_door_of_the_whole_is_closed_to_what_it_opens_on(faults_of):
+def test_modules_do_not_import_the_package_that_exports_them(faults_of):
     (fault,) = faults_of(**{"errors.py": "import dpengine"})
     assert "errors imports __init__, which comes after it" in fault
 
@@ -358,7 +358,7 @@ def test_a_cycle_for_typing_only_passes(faults_of):
     assert faults_of(**{"capture/record.py": text}) == []
 
 
-def test_a_file_that_imports_its_own_front_door_fails(faults_of):
+def test_a_file_that_imports_its_own_package_fails(faults_of):
     faults = faults_of(**{"capture/record.py": "from dpengine.capture import hook"})
     assert any("import cycle" in fault for fault in faults)
 

@@ -52,7 +52,7 @@ def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
 
 
 @pytest.mark.parametrize("first, expected", [(0, "r"), (4, "r"), (6, "r@6")])
-def test_a_run_that_begins_within_a_pass_books_the_rest_apart(first, expected):
+def test_a_run_that_begins_within_a_pass_accounts_for_the_rest_apart(first, expected):
     assert passes().at_step(first, first=True).run == expected
     assert passes(claims=False).at_step(first, first=True).run == expected
 

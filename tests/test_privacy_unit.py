@@ -280,7 +280,7 @@ def test_it_is_not_compiled():
 # What a review found
 
 
-def test_ids_of_any_kind_are_told_apart():
+def test_ids_of_any_kind_are_distinguished():
     assert unit_numbers(np.array([5, "a", 5, 2.5, "a"], dtype=object), range(5)).tolist() == [0, 1, 0, 2, 1]
     assert unit_numbers(["x", "y", "x"], range(3)).tolist() == [0, 1, 0]
     with pytest.raises(ValueError, match="3 examples have no id, the first is example 1"):
@@ -307,7 +307,7 @@ def test_a_collate_that_reorders_is_refused(collate):
 
 
 @pytest.mark.parametrize("settings", [{"physical_batch_size": 4}, {"accumulation_steps": 3}, {}], ids=str)
-def test_nobody_may_be_drawn(settings):
+def test_no_example_may_be_drawn(settings):
     model = nn.Linear(6, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = PrivacyEngine(seed=0)

@@ -255,14 +255,14 @@ def fuzz(seeds):
     return seen, released
 
 
-def test_any_order_of_calls_keeps_the_books_and_the_sums():
+def test_any_order_of_calls_keeps_the_charges_and_the_sums():
     seen, released = fuzz(range(25))
     assert released > 40
     assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces go where they should
 
 
 @pytest.mark.nightly
-def test_three_thousand_orders_of_calls_keep_the_books_and_the_sums():
+def test_three_thousand_orders_of_calls_keep_the_charges_and_the_sums():
     _, released = fuzz(range(1000, 4000))
     assert released > 4000
 
@@ -340,7 +340,7 @@ VOIDS = [
 @pytest.mark.one_in(4, "mode", "spoil")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)
-def test_after_a_void_the_next_release_is_that_of_a_fresh_engine(spoil, mode):
+def test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine(spoil, mode):
     options = {"noise_multiplier": 1.0, "make_optimizer": lambda ps: Fragile(ps, lr=0.5), "grad_sample_mode": mode}
     loop = make_loop(**options)
     chunks = iter(loop.loader)

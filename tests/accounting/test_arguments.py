@@ -47,7 +47,7 @@ def test_a_count_beyond_the_largest_is_refused_by_name(steps):
         assert len(text) < 300
 
 
-def test_a_large_count_is_told_by_its_size():
+def test_a_large_count_is_reported_by_its_size():
     assert "steps=about 10**31 " in message_of(lambda: epsilon(**RUN, steps=10**31))
     assert "steps=about -10**5000 " in message_of(lambda: epsilon(**RUN, steps=-(10**5000)))
     assert f"steps={2**62 + 1} " in message_of(lambda: epsilon(**RUN, steps=2**62 + 1))

@@ -68,7 +68,7 @@ def test_runs_without_a_name_are_never_merged(event):
     assert to_dp_accounting(unnamed, 3) == to_dp_accounting(replace(event, cycle_length=1, run=""), 3)
 
 
-def test_where_all_of_a_group_take_part_cycles_are_plain_gaussians():
+def test_where_all_of_a_group_participate_cycles_are_plain_gaussians():
     event = CyclicGaussianEvent(1.0, 3.0, 5, "a")
     assert epsilon_of((Charge(event, 11),), DELTA) == epsilon_of((Charge(GaussianEvent(3.0), 3),), DELTA)
 

@@ -57,6 +57,6 @@ def test_there_is_always_an_answer(history, used):
         assert "shuffled" in answer.refusals[0]
 
 
-def test_nobody_who_can_answer_gives_infinity():
+def test_no_accountant_that_can_answer_gives_infinity():
     answer = first_answer(ONE_SIZE, DELTA, ("rdp",))
     assert (answer.epsilon, answer.accountant_used, len(answer.refusals)) == (math.inf, None, 2)

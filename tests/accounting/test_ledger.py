@@ -223,7 +223,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
-def test_an_event_where_a_charge_is_needed_is_told_how_to_be_one(ask):
+def test_an_event_where_a_charge_is_needed_raises_with_the_way_to_make_one(ask):
     with pytest.raises(TypeError, match=r"PoissonGaussianEvent.*Charge\(event, count\)"):
         ask([STEP])
     with pytest.raises(TypeError, match=r"a tuple.*Charge\(event, count\)"):

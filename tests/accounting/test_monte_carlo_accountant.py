@@ -78,7 +78,7 @@ def test_the_accountant_is_a_function_of_the_charges(few):
 
 
 @pytest.mark.slow
-def test_every_kind_of_release_beside_a_run_counts(few):
+def test_every_kind_of_release_next_to_a_run_counts(few):
     cut = Charge(TruncatedGaussianEvent(100, 0.1, 12, 0.6), 20)
     alone = epsilon_of((Charge(run("cold")),), 1e-2, "monte_carlo", Relation.ZERO_OUT)
     beside = epsilon_of((cut,), 1e-2, relation=Relation.ZERO_OUT)
@@ -211,7 +211,7 @@ def test_calibration_charges_every_noise_that_it_tries(few, monkeypatch):
     monkeypatch.undo()
 
 
-def test_calibration_beside_a_simulated_run_needs_no_other_accountant(few, monkeypatch):
+def test_calibration_next_to_a_simulated_run_needs_no_other_accountant(few, monkeypatch):
     monkeypatch.setattr(tally, "_POINTS", 8)
     event = run("cyclic", apart=1, steps=20, coefficients=(1.0,), sigma=3.0)
     found = calibration(

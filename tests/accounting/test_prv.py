@@ -108,7 +108,7 @@ def test_one_step_is_the_closed_form(rate, sigma, delta):
 
 
 @pytest.mark.slow
-def test_rare_large_losses_beside_small_ones_are_met():
+def test_rare_large_losses_next_to_small_ones_are_met():
     kinds = [(3.5e-5, 0.7, 26), (3.7e-4, 1.4, 764)]
     history = tuple(Charge(PoissonGaussianEvent(rate, sigma), steps) for rate, sigma, steps in kinds)
     lower, estimate, upper = bounds_of(history, 1.6e-9, "prv")

@@ -55,7 +55,7 @@ def sum_of(model, data):
     ],
     ids=["mean", "sum", "chunks", "hooks", "functorch", "ew"],
 )  # fmt: skip
-def test_a_gradient_canary_adds_its_direction_at_the_threshold_beside_the_other_rows(options):
+def test_a_gradient_canary_adds_its_direction_at_the_threshold_next_to_the_other_rows(options):
     run, canaries, found, model = watched(**options)
     expected = sum_of(model, rows().tensors)
     directions = run._directions
@@ -84,7 +84,7 @@ def test_an_input_canary_that_is_out_has_a_gradient_of_zero(mode):
     assert np.abs(found - everything).max() > 1e-2 * np.abs(expected).max()
 
 
-def test_a_row_without_a_finite_gradient_stays_out_beside_canaries():
+def test_a_row_without_a_finite_gradient_stays_out_next_to_canaries():
     # A strategy that holds one set of dropped rows must not forget those that are out.
     data = rows()
     data.tensors[0][3] = float("nan")

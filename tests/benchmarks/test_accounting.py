@@ -46,7 +46,7 @@ def test_ours_is_sound_at_a_few_of_them(row):
     assert row["epsilon"] - doubt <= upper <= row["epsilon"] * (1 + 1e-3)
 
 
-def test_an_answer_below_the_truth_is_told_from_one_above():
+def test_an_answer_below_the_truth_differs_from_one_above():
     settings = [{"kinds": [[1.0, sigma, 1]], "delta": 1e-5, "relation": "add_remove"} for sigma in (1.0, 2.0, 3.0)]
     settings = [{**row, "epsilon": 2.0, "error": 1e-9, "class": "one"} for row in settings]
     said = [{"lower": 1.9, "upper": 2.0 - 2e-9}, {"lower": 2.1, "upper": 2.2}, {"failed": "OSError: no"}]

@@ -89,7 +89,7 @@ def _plain(model):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_end_of_backward_is_told_once_and_after_every_layer(reentrant):
+def test_the_end_of_backward_is_reported_once_and_after_every_layer(reentrant):
     model = Net(reentrant).double()
     seen = []
     sums = attached(model)
@@ -111,7 +111,7 @@ def test_several_backward_passes_add_up(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frozen_parameters_stay_out_and_thawed_ones_come_in(mode):
+def test_frozen_parameters_stay_out_and_unfrozen_ones_come_in(mode):
     model = Net().double()
     model.block.requires_grad_(False)
     model.first.bias.requires_grad_(False)

@@ -200,7 +200,7 @@ class InRoot(TimesModule):
 
 @pytest.mark.parametrize("unused", ["error", "zero"])
 @pytest.mark.parametrize("change", [lambda w: w, lambda w: w.view(-1), lambda w: w.exp()], ids=["plain", "view", "exp"])
-def test_a_parameter_in_a_function_beside_layers_is_rejected_by_name(change, unused):
+def test_a_parameter_in_a_function_next_to_layers_is_rejected_by_name(change, unused):
     inputs, targets = torch.randn(6, WIDTH), torch.zeros(6, dtype=torch.long)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=6)
     model = InRoot(change)

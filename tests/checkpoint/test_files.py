@@ -77,7 +77,7 @@ def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
             assert torch.equal(found.read("w", box), whole[box.inside(Box.whole((7, 5)))])
 
 
-def test_a_part_that_is_missing_is_told(tmp_path):
+def test_a_part_that_is_missing_is_reported(tmp_path):
     path = put(tmp_path / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0))})
     with tensor_files.StoredTensors([path]) as found:
         assert torch.equal(found.read("w", Box((3, 0), (1, 2))), torch.zeros(1, 2))

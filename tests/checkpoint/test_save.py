@@ -583,7 +583,7 @@ def test_what_is_no_tensor_in_the_model_is_named(tmp_path):
         Run(model=Extra(4, 3)).saved(tmp_path / "run")
 
 
-def test_a_batch_at_hand_is_not_saved(tmp_path):
+def test_a_batch_in_memory_is_not_saved(tmp_path):
     run = Run()
     x, y = next(iter(run.loader))
     with pytest.raises(BatchStateError, match=r"DPE022.*between two steps"):

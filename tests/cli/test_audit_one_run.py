@@ -18,7 +18,7 @@ def test_our_own_engine_passes_with_code_0_and_no_word_of_being_private(capsys):
     assert " is private" not in out
 
 
-def test_the_json_has_the_bound_beside_the_claim(capsys):
+def test_the_json_has_the_bound_next_to_the_claim(capsys):
     assert main([*QUICK, "--noise-multiplier", "1.5", "--sample-rate", "0.05", "--delta", "1e-6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["detector"], found["verdict"], found["n"], found["seed"]) == ("DC", "pass", 300, 0)

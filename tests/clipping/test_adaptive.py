@@ -119,7 +119,7 @@ def test_physical_batches_add_up_to_their_logical_batch():
     assert whole.max_grad_norm == parts.max_grad_norm != 1.0
 
 
-def test_the_threshold_holds_still_within_a_step_and_a_void_batch_leaves_no_trace():
+def test_the_threshold_holds_still_within_a_step_and_a_discarded_batch_leaves_no_trace():
     policy = Adaptive(1.0)
     policy.observe(torch.full((50, 1), 0.1))
     assert policy.bounds == (1.0,) and policy.factors(column(2.0)).item() == pytest.approx(0.5, rel=2**-19)

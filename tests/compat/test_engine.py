@@ -182,7 +182,7 @@ def test_batches_of_two_passes_never_make_one_release():
 
 
 @pytest.mark.parametrize("poisson", [True, False])
-def test_an_accountant_of_the_users_own_hears_of_steps_or_of_passes(poisson, monkeypatch):
+def test_an_accountant_of_the_users_own_observes_steps_or_passes(poisson, monkeypatch):
     monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
     register_accountant("counting", Counting)
     parts = private(
@@ -342,7 +342,7 @@ def test_each_overridable_method_receives_the_arguments_that_opacus_passes():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_of_a_run_goes_when_nobody_holds_it(mode):
+def test_all_of_a_run_goes_without_references(mode):
     parts = private(noise_multiplier=1.0, grad_sample_mode=mode)
     train(parts)
     left = [weakref.ref(part) for part in (parts.engine, parts.model, parts.optimizer, parts.loader)]

@@ -203,7 +203,7 @@ def test_leaves_that_are_no_tensors_have_no_empty_form():
         collate([])
 
 
-def test_shapes_and_types_of_anything_are_told():
+def test_shapes_and_types_of_anything_are_reported():
     assert (shape_safe(torch.ones(2)), shape_safe(3)) == (torch.Size([2]), ())
     assert (dtype_safe(torch.ones(2)), dtype_safe(3)) == (torch.float32, int)
 

@@ -244,7 +244,7 @@ def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
     assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
-def test_parts_of_two_passes_in_turn_are_refused():
+def test_parts_of_two_passes_alternately_are_refused():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     pair = [wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in "ab"]
     with pytest.raises(BatchStateError, match="parts of several batches"):

@@ -80,7 +80,7 @@ def test_noise_has_the_standard_deviation_of_multiplier_times_threshold():
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.03
 
 
-def test_an_accountant_attached_by_hand_hears_of_each_step_and_of_accumulation():
+def test_an_accountant_attached_by_hand_observes_each_step_and_accumulation():
     accountant, heard = RDPAccountant(), []
     wrapped, optimizer = by_hand(noise_multiplier=2.0)
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=0.1))

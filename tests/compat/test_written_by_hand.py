@@ -31,7 +31,7 @@ def test_what_was_written_is_clipped_and_summed_from_the_first_step_on():
         assert_same(gradients(module, 4), expected)
 
 
-def test_a_raw_gradient_beside_it_reaches_no_weight():
+def test_a_raw_gradient_with_it_reaches_no_weight():
     module = model()
     expected = truth(module, *batch())
     optimizer = optimizer_over(module)

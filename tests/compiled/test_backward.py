@@ -127,7 +127,7 @@ def test_dropout_draws_anew_in_every_step():
     assert (norms[0] != norms[1]).all()
 
 
-def test_what_is_thawed_later_trains(passes):
+def test_what_is_unfrozen_later_trains(passes):
     make, shape = MODELS["linear"]
 
     def trained(compiled):
@@ -178,7 +178,7 @@ def test_weights_tied_otherwise_are_seen(passes):
     assert passes
 
 
-def test_plain_arguments_are_told_apart(passes):
+def test_plain_arguments_are_distinguished(passes):
     training = Training(MODELS["linear"][0], data((6,)), compiled=True, multiple_of=64)
     after_first(training)
     set_compiled_loss(training.backward, lambda x, y, by: by * F.cross_entropy(training.model(x), y))
@@ -201,7 +201,7 @@ def test_an_attack_in_eval_mode_between_steps_is_none_of_ours(passes):
 
 
 @pytest.mark.slow
-def test_two_threads_compile_in_turn():
+def test_two_threads_compile_one_after_the_other():
     trained = {}
 
     def work(name):

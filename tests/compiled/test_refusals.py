@@ -195,7 +195,7 @@ def test_rows_in_another_order_are_refused(name):
         training.backward(*batch)
 
 
-def test_an_order_that_hangs_on_numbers_is_refused_even_where_it_changes_nothing_yet():
+def test_an_order_that_depends_on_numbers_is_refused_even_where_it_changes_nothing_yet():
     rows = data((6,))
     rows.tensors[0][:, 0] = 0
     training = Training(MODELS["linear"][0], rows, compiled=True)

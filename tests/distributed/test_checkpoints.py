@@ -145,7 +145,7 @@ def test_the_key_is_in_one_private_file(sharded):
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "private").iterdir()} == {0o600}
 
 
-def test_ranks_go_on_in_one_life_that_nobody_chose(sharded):
+def test_ranks_go_on_with_one_random_nonce(sharded):
     _, found = sharded
     first, second = (one[2] for one in found)
     assert all(torch.equal(w, second[k]) for k, w in first.items())

@@ -65,7 +65,7 @@ def trained_rarely(steps):
 
 
 @pytest.mark.hazard("X2")
-def test_every_rank_takes_part_in_every_step_where_nearly_all_have_no_row():
+def test_every_rank_is_included_in_every_step_where_nearly_all_have_no_row():
     """A tenth of a row for each of two processes and step: 40 steps have eight rows in all, on average."""
     steps = 40
     alone, found = trained_rarely(steps), launched(2, trained_rarely, steps)

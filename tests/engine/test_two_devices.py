@@ -3,8 +3,8 @@
 import pytest
 import torch
 from inside_parts import ClippedPasses
+from opacus_defects.apis import DEFAULT_APIS, assert_equal, fixed_loader, true_sum
 from oracle import clip_by_loop, relative_error
-from pains.doors import DEFAULT_DOORS, assert_equal, fixed_loader, true_sum
 from torch import nn
 from torch.autograd.variable import Variable
 from two_devices import SECOND, FakeStreams, TwoDevices, to_second
@@ -40,18 +40,18 @@ def rows(*, broken):
     return inputs, targets
 
 
-DOORS = [door for door in DEFAULT_DOORS if door.mode != "ew"]  # whose own tensors cannot hold others
+APIS = [api for api in DEFAULT_APIS if api.mode != "ew"]  # whose own tensors cannot hold others
 
 
-@pytest.mark.one_in(2, "broken", "door")
+@pytest.mark.one_in(2, "broken", "api")
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.id)
-def test_sums_over_two_devices_are_those_of_one(door, broken):
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api.id)
+def test_sums_over_two_devices_are_those_of_one(api, broken):
     inputs, targets = rows(broken=broken)
     kept = inputs.isfinite().all(dim=1)
     truth = true_sum(Split(second=False), CRITERION, (inputs[kept], targets[kept]), 0.5)
     with TwoDevices():
-        private = door.open(Split(second=True), fixed_loader(6), criterion=CRITERION, max_grad_norm=0.5)
+        private = api.open(Split(second=True), fixed_loader(6), criterion=CRITERION, max_grad_norm=0.5)
         for _ in private.loader:
             private.step(inputs, targets)
         assert_equal({name: value.cpu() for name, value in private.sum().items()}, truth)

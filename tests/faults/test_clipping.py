@@ -232,7 +232,7 @@ def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
 
 
 @pytest.mark.hazard("C8")
-def test_adaptive_clipping_books_what_sum_and_count_cost_together():
+def test_adaptive_clipping_accounts_for_what_sum_and_count_cost_together():
     options = {"clipping": Adaptive(0.5, count_noise_multiplier=1.5), "max_grad_norm": None, "noise_multiplier": 2.0}
     engine, model, optimizer, loader = private(mlp(), tensors(), **options)
     plain_step(model, optimizer, *next(iter(loader)))

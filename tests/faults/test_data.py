@@ -142,7 +142,7 @@ def test_a_row_that_cannot_be_decoded_counts_nothing():
 # Loaders in other people's loops
 
 
-def test_two_loops_over_one_loader_never_share_a_ticket():
+def test_two_loops_over_one_loader_never_share_a_logical_batch():
     loop = make_loop(noise_multiplier=1.0)
     outer = iter(loop.loader)
     stale = next(outer)
@@ -239,7 +239,7 @@ def test_two_separate_losses_of_a_private_judge_are_refused():
         judged(loop, maker(torch.randn(len(inputs), 2)).detach(), False).backward()
 
 
-def test_an_optimizer_beside_the_private_one_has_nothing_to_apply():
+def test_an_optimizer_next_to_the_private_one_has_nothing_to_apply():
     loop = make_loop(noise_multiplier=1.0)
     other = torch.optim.SGD(loop.model.parameters(), lr=1.0)
     before = copy.deepcopy(loop.model.state_dict())
@@ -325,7 +325,7 @@ def test_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not
 
 @pytest.mark.usefixtures("deaths_are_found_by_asking")
 @pytest.mark.hazard("D7")
-def test_a_worker_that_dies_before_its_batch_is_handed_out_costs_nothing(tmp_path):
+def test_a_worker_that_dies_before_its_batch_is_returned_costs_nothing(tmp_path):
     """The same batch comes again: nothing was made of it, and nothing about it was decided anew."""
     data = Deadly(1, tmp_path)  # in the first chunk
     data.go.touch()

@@ -144,7 +144,7 @@ def test_every_planted_operation_is_found(between, inner_loss):
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.hazard("M2")
-def test_as_many_time_steps_as_samples_are_told_apart_in_the_default_mode():
+def test_as_many_time_steps_as_samples_are_distinguished_in_the_default_mode():
     model = Between(time_first, time=6)
     assert_right(model, tensors(*model.shape))
 

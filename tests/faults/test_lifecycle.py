@@ -246,7 +246,7 @@ def test_gradients_that_were_written_by_hand_are_never_used(mode):
 
 
 @pytest.mark.hazard("L9")
-def test_a_thawed_parameter_gets_noise_of_its_own():
+def test_an_unfrozen_parameter_gets_noise_of_its_own():
     model = loop_mlp()
     model[0].requires_grad_(False)
     loop = make_loop(model, make_optimizer=lambda _: torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=50.0)

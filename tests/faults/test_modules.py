@@ -137,7 +137,7 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
 @every_mode
 @pytest.mark.hazard("M9")
-def test_position_embeddings_beside_the_batch_are_right(mode, ids, tied):
+def test_position_embeddings_next_to_the_batch_are_right(mode, ids, tied):
     plain = Positions(ids, tied)
     data = tensors(8, FEATURES)
     by_row = copy.deepcopy(plain)

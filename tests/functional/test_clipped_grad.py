@@ -207,7 +207,7 @@ def test_a_transformation_comes_before_the_norm_and_after_the_raw_one():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_a_function_returns_beside_its_loss_is_per_example(keep):
+def test_what_a_function_returns_with_its_loss_is_per_example(keep):
     def with_aux(p, x):
         return (p * x).sum(), {"row": x, "one": x.sum().reshape(1), "total": x.sum()}
 

@@ -230,7 +230,7 @@ def test_gradients_of_a_replaced_rule_are_formed_once_for_all_parameters():
 
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_empty_batch_gives_zero_sums_and_asks_nobody(source, mode):
+def test_an_empty_batch_gives_zero_sums_and_asks_no_policy(source, mode):
     def refuse(layer, activations, backprops):
         raise AssertionError
 

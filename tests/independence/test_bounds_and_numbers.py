@@ -446,13 +446,13 @@ COUNTS = {
 
 @pytest.mark.parametrize("loss", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_count_in_texts_is_named_as_a_number_and_not_told_a_sum(loss, reduction):
+def test_a_count_in_texts_is_named_as_a_number_and_not_taken_for_a_sum(loss, reduction):
     _, (text,) = trained(lambda o, y, texts, _: loss(each(o, y), texts), reduction=reduction)
     assert "a number in the loss changed between batches of two sizes" in text
     assert "a count of words" in text
 
 
-def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_told_a_sum():
+def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_taken_for_a_sum():
     _, (text,) = trained(lambda o, y, texts, step: each(o, y).sum() / (3 if step < 4 else 5), steps=8)
     assert "a number in the loss changed" in text
 
@@ -480,13 +480,13 @@ def test_random_inputs_do_not_hide_a_weight_that_follows_the_step():
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
-def test_a_mean_with_a_factor_is_not_told_a_sum(factor):
+def test_a_mean_with_a_factor_is_not_taken_for_a_sum(factor):
     engine, shown = trained(lambda o, y, *_: each(o, y).sum() * (factor / len(y)))
     assert inside.checked_loops(engine) > 0
     assert not shown
 
 
-def test_a_sum_beside_texts_is_told_when_two_batches_agree():
+def test_a_sum_next_to_texts_is_reported_when_two_batches_agree():
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):
         trained(lambda o, y, *_: each(o, y).sum() / BATCH)
     assert trained(lambda o, y, *_: each(o, y).sum() / BATCH, reduction="sum")[1] == []

@@ -239,13 +239,13 @@ def test_tokens_of_the_batch_are_rejected_and_tokens_of_each_sample_accepted():
     ],
     ids=["sum", "constant", "mean", "mean by len"],
 )
-def test_a_mean_and_a_sum_are_told_apart(loss, declared, right):
+def test_a_mean_and_a_sum_are_distinguished(loss, declared, right):
     with pytest.raises(ReductionError, match=f'Pass loss_reduction="{right}" to make_private'):
         trained(lambda model, x, y: loss(model(x), y), reduction=declared, steps=6)
     trained(lambda model, x, y: loss(model(x), y), reduction=right, steps=6)
 
 
-def test_a_loss_is_told_a_sum_on_the_first_batch():
+def test_a_loss_is_taken_for_a_sum_on_the_first_batch():
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):
         trained(lambda model, x, y: F.cross_entropy(model(x), y, reduction="sum"), steps=1)
 
@@ -276,7 +276,7 @@ def test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision(size
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_sum_is_told_at_a_later_size_if_the_second_is_nearly_the_first(seed):
+def test_a_sum_is_reported_at_a_later_size_if_the_second_is_nearly_the_first(seed):
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):
         trained_in_bfloat16(lambda outputs, y: each(outputs, y).sum() / 64, seed)
 

@@ -216,7 +216,7 @@ class Leaving(Plain):
             assert torch.equal(weights(self), self.before)
 
 
-def test_a_batch_without_a_loss_is_given_up_and_charged():
+def test_a_batch_without_a_loss_is_discarded_and_charged():
     callback, module = DPCallback(**WANTED), Leaving()
     fit(module, callback)
     state = inside.state(callback.engine)

@@ -182,7 +182,7 @@ def test_function_transforms_give_the_gradient_of_each_row(need_weights):
 
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_transformer_layers_take_the_twin(layer, batch_first):
+def test_torchs_transformer_layers_take_the_replacement(layer, batch_first):
     torch.manual_seed(0)
     module = layer(SIZE, HEADS, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     x = torch.randn(ROWS, ROWS, SIZE, dtype=torch.float64)

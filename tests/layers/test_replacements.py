@@ -29,7 +29,7 @@ def output_of(module):
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
-def test_every_twin_is_tried():
+def test_every_replacement_is_tried():
     assert set(MAKE) == set(REPLACEMENTS)
 
 
@@ -62,7 +62,7 @@ def test_state_dicts_load_strictly_both_ways(original):
 
 @each_layer
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_twins_with_parameters_of_their_own(original, copied):
+def test_copies_are_replacements_with_parameters_of_their_own(original, copied):
     module = to_replacement(MAKE[original]())
     other = copied(module)
     assert type(other) is REPLACEMENTS[original]
@@ -74,7 +74,7 @@ def test_copies_are_twins_with_parameters_of_their_own(original, copied):
 
 
 @each_layer
-def test_moves_and_casts_reach_the_twin(original):
+def test_moves_and_casts_reach_the_replacement(original):
     module = MAKE[original]()
     expected = output_of(module)
     to_replacement(module).double()
@@ -86,13 +86,13 @@ def test_moves_and_casts_reach_the_twin(original):
 
 
 @each_layer
-def test_a_subclass_has_no_twin(original):
+def test_a_subclass_has_no_replacement(original):
     module = MAKE[original]()
     module.__class__ = type("Changed", (original,), {})
     assert to_replacement(module) is None
 
 
-def test_modules_without_a_twin_are_left_alone():
+def test_modules_without_a_replacement_are_left_alone():
     module = nn.Linear(2, 2)
     assert to_replacement(module) is None
     assert to_original(module) is None
@@ -100,7 +100,7 @@ def test_modules_without_a_twin_are_left_alone():
 
 
 @each_layer
-def test_a_twin_is_made_like_its_original(original):
+def test_a_replacement_is_made_like_its_original(original):
     plain = MAKE[original]()
     assert REPLACEMENTS[original].__init__ is original.__init__
     assert repr(to_replacement(MAKE[original]())) == repr(plain).replace(

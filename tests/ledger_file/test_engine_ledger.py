@@ -40,7 +40,7 @@ def test_the_next_run_begins_with_what_the_last_one_spent(path):
 
 
 @pytest.mark.hazard("A11")
-def test_engines_of_one_process_share_the_books_of_one_file(path, recwarn):
+def test_engines_of_one_process_share_the_charges_of_one_file(path, recwarn):
     first, second = Run(path).train(2), Run(path).train(3)
     assert first.engine.ledger is second.engine.ledger and first.engine.ledger.steps == 5
     assert first.engine.epsilon == second.engine.epsilon
@@ -98,7 +98,7 @@ def test_steps_are_reserved_and_settled_unless_the_process_dies(path, ended):
     assert Run(path).engine.ledger.steps == (13 if ended == "gone" else 20)
 
 
-def test_given_up_batches_are_taken_from_the_reservation_and_told(path):
+def test_discarded_batches_are_taken_from_the_reservation_and_reported(path):
     run = Run(path, reserve=10)
     for _ in itertools.islice(run.loader, 2):  # no backward pass: both are given up when the model is detached
         pass
@@ -182,7 +182,7 @@ def test_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
 
 
 @pytest.mark.hazard("P1")
-def test_a_checkpoint_beside_a_file_is_not_loaded_without_it(path, tmp_path):
+def test_a_checkpoint_next_to_a_file_is_not_loaded_without_it(path, tmp_path):
     checkpoint.save(tmp_path / "saved", Run(path).train(2).engine)
     with pytest.raises(LedgerError, match="PrivacyEngine"):
         checkpoint.load(tmp_path / "saved", Run(None).engine)

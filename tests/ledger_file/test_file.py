@@ -141,7 +141,7 @@ def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path
 
 
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=2)], ids=["gaussian", "bandmf"])
-def test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later(path, monkeypatch, noise):
+def test_batches_that_were_discarded_while_the_disk_was_full_are_charged_later(path, monkeypatch, noise):
     run = Run(path, noise=noise, steps=12)
     sync, full = ledger_file._sync, []
 

@@ -197,7 +197,7 @@ GUARDS = [
         "a refused backward pass discards its batch",
         "            self.passes.forget()\n            self.discard()\n            raise",
         "            raise",
-        "test_release.py::test_after_a_void_the_next_release_is_that_of_a_fresh_engine",
+        "test_release.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine",
     ),
     Guard(
         "zero-grad-voids",
@@ -239,7 +239,7 @@ GUARDS = [
         "backward after detach",
         "    if step.batches.stage is Stage.CLOSED:\n        raise BatchStateError",
         "    if False:\n        raise BatchStateError",
-        "test_engine.py::test_after_detach_the_private_loader_hands_out_and_charges_nothing",
+        "test_engine.py::test_after_detach_the_private_loader_returns_and_charges_nothing",
     ),
     Guard(
         "step-twice-address",
@@ -253,7 +253,7 @@ GUARDS = [
         "parameters that changed before the step are found",
         "self.passes.missing(self.passes.follow())",
         "self.passes.missing(self.passes.trainable())",
-        "test_engine.py::test_an_empty_batch_gives_noise_to_a_thawed_parameter_too",
+        "test_engine.py::test_an_empty_batch_gives_noise_to_an_unfrozen_parameter_too",
     ),
     Guard(
         "middle-of-step",

@@ -15,21 +15,21 @@ GUARDS = [
         "a pass without an end callback is clipped",
         "        if self.mode.rows:\n            self.backward_ended()",
         "        if False:\n            self.backward_ended()",
-        "test_release.py::test_after_a_void_the_next_release_is_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
+        "test_release.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
     ),
     Guard(
         "follow-before-clip",
         "the buffer has the parameters that are trainable now",
         "else self.follow(walk=False)\n",
         "else self.trainable(walk=False)\n",
-        "test_engine.py::test_parameters_may_be_frozen_and_thawed_between_steps",
+        "test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
     ),
     Guard(
         "follow-other-parameters",
         "the trainable parameters are read again if a pass has other parameters than the last one",
         "last.found if mode.parameters is last.included else",
         "last.found if last.included is not None else",
-        "test_engine.py::test_parameters_may_be_frozen_and_thawed_between_steps",
+        "test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
     ),
     Guard(
         "end-of-forward-tables",
@@ -221,7 +221,7 @@ GUARDS = [
         "a parameter in an autograd.Function, which no handler sees",
         "wrapped.requires_grad_().register_hook(partial(_escaped, origin))",
         "pass",
-        "capture/test_watched_parameter.py::test_a_parameter_in_a_function_beside_layers_is_rejected_by_name[plain-zero]",
+        "capture/test_watched_parameter.py::test_a_parameter_in_a_function_next_to_layers_is_rejected_by_name[plain-zero]",
     ),
     Guard(
         "own-loss",
@@ -437,7 +437,7 @@ GUARDS = [
         "a count in texts that equals a number of samples, or a sum, by chance",
         '        if told not in (None, "neither", declared) and check.others and not self._other_told:',
         "        if False:",
-        "independence/test_bounds_and_numbers.py::test_a_count_that_is_equal_in_two_batches_by_chance_is_not_told_a_sum",
+        "independence/test_bounds_and_numbers.py::test_a_count_that_is_equal_in_two_batches_by_chance_is_not_taken_for_a_sum",
     ),
     Guard(
         "loop-number",
@@ -475,7 +475,7 @@ GUARDS = [
         "a sum that was declared a mean, on the first batch",
         "            told = check.reduction_of_half(whole)",
         "            told = None",
-        "independence/test_loop_probe.py::test_a_loss_is_told_a_sum_on_the_first_batch",
+        "independence/test_loop_probe.py::test_a_loss_is_taken_for_a_sum_on_the_first_batch",
     ),
     Guard(
         "loop-close-sizes",

@@ -197,7 +197,7 @@ GUARDS = [
         "a charge that could not be written is written later",
         "                self._unwritten.append(charge)  #",
         "                pass  #",
-        "ledger_file/test_file.py::test_batches_that_were_given_up_while_the_disk_was_full_are_charged_later",
+        "ledger_file/test_file.py::test_batches_that_were_discarded_while_the_disk_was_full_are_charged_later",
     ),
     Guard(
         "ledger-reserved-left",
@@ -288,7 +288,7 @@ GUARDS = [
         "batches of a broken-off pass count",
         "history += (Charge(plan.event(), separate),) if separate else ()",
         "pass",
-        "test_budget_of_run.py::test_batches_that_were_given_up_count",
+        "test_budget_of_run.py::test_batches_that_were_discarded_count",
     ),
     Guard(
         "optimizer-raw",
@@ -425,14 +425,14 @@ GUARDS = [
         "a ledger that was compared already",
         "last is None or shares is None or last.ledger is not self.ledger or shares.at != last.number",
         "last is None or shares is None",
-        "users/test_batches.py::test_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed",
+        "users/test_batches.py::test_the_first_engine_that_goes_on_next_to_one_with_its_state_is_noticed",
     ),
     Guard(
         "shared-data-again",
         "a run is compared again after another was charged",
         "check.is_last = check is self",
         "check.is_last = check is self or check.is_last",
-        "users/test_batches.py::test_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed",
+        "users/test_batches.py::test_the_first_engine_that_goes_on_next_to_one_with_its_state_is_noticed",
     ),
     Guard(
         "fits-plan",

@@ -89,7 +89,7 @@ def test_the_stream_is_the_product_of_whole_matrices(kind, cuts):
 
 
 @every_kind
-def test_a_step_that_was_given_up_has_its_row_all_the_same(kind):
+def test_a_step_that_was_discarded_has_its_row_all_the_same(kind):
     found = run(mechanism_of(kind), [0, 2, 3, 7])
     expected = 1.5 * np.linalg.solve(KINDS[kind][1](STEPS), fresh(STEPS))
     np.testing.assert_allclose(found, expected[[0, 2, 3, 7]], atol=1e-9)
@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(kind, dtype, stop):
     assert np.array_equal(np.concatenate([begun, resumed]), whole)
 
 
-def test_rows_drawn_before_a_resume_in_another_life_are_drawn_again():
+def test_rows_drawn_before_a_resume_with_another_nonce_are_drawn_again():
     first = mechanism_of("banded-inverse")
     run(first, range(3))
     later = mechanism_of("banded-inverse", nonce=1)

@@ -460,12 +460,12 @@ def test_a_ledger_that_was_loaded_twice_still_tells():
     assert claim.precision(61) > claim.precision(60)
 
 
-def test_nobody_drawn_needs_no_noise():
+def test_no_user_drawn_needs_no_noise():
     with pytest.raises(PrivacyError, match="no noise to calibrate"):
         DPSGDConfig(iterations=5, sampling_prob=0.0).calibrate(epsilon=1.0, delta=1e-5)
 
 
-def test_all_or_nobody_is_legal():
+def test_all_users_or_none_is_legal():
     assert DPSGDConfig(iterations=5, sampling_prob=0.0, noise_multiplier=1.0).epsilon(1e-5) < 1e-3
     odd = BandMFConfig(iterations=5, strategy=(1.0, 0.5), sampling_prob=1.0, noise_multiplier=1.0)
     three = DPSGDConfig(iterations=3, noise_multiplier=1.0)

@@ -96,7 +96,7 @@ def test_rows_hold_all_that_an_event_states():
     assert rows_of(again) == rows
 
 
-def test_void_batches_are_not_told_apart(make_facts):
+def test_discarded_batches_are_not_distinguished(make_facts):
     report = PrivacyReport(make_facts("voids-and-clips"))
     assert "void" not in report.to_json()
     assert {charge.kind for charge in PrivacyReport.from_json(report.to_json()).facts.accounting.history} == {

@@ -129,7 +129,7 @@ def test_a_seed_stamps_every_epsilon(make_facts):
     assert "as long as the seed of the noise stays secret" in flat(report.to_markdown())
 
 
-def test_a_failed_assumption_stands_beside_the_epsilon(make_facts):
+def test_a_failed_assumption_is_shown_with_the_epsilon(make_facts):
     assert "[ASSUMPTION NOT MET]" in statement(make_facts(loss_checked=False)).splitlines()[0]
 
 
@@ -177,7 +177,7 @@ def test_a_declared_rate_is_stated_as_declared_by_the_user(make_facts):
     assert "declared" not in ordinary
 
 
-def test_other_rates_of_the_ledger_are_listed_beside_the_declared_one(make_facts):
+def test_other_rates_of_the_ledger_are_listed_next_to_the_declared_one(make_facts):
     history = tuple(Charge(PoissonGaussianEvent(rate, 1.5), 1) for rate in (0.02, 0.04))
     assert "declared by the user, dpengine drew no batch; the ledger has 0.02, 0.04" in flat(
         statement(make_facts("declared", history=history))

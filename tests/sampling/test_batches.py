@@ -63,7 +63,7 @@ def test_accumulation_gives_exactly_so_many_chunks(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_each_chunk_is_handed_out_right_before_it_is_given(workers):
+def test_each_chunk_is_returned_right_before_it_is_given(workers):
     recorder = Recorder()
     for number, batch in enumerate(private(Fixed([1], [2, 3], [], [4]), recorder=recorder, workers=workers)):
         ticket, chunk = recorder.handed[-1]
@@ -84,7 +84,7 @@ def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.hazard("S10")
-def test_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
+def test_a_batch_that_was_not_returned_comes_again(workers, seeded_words):
     recorder = Recorder()
     strategy = PoissonDraws(20, 0.2, 8, 4.0)
     loader = private(strategy, words=seeded_words(2), recorder=recorder, workers=workers)
@@ -100,7 +100,7 @@ def test_a_batch_that_was_not_handed_out_comes_again(workers, seeded_words):
     assert [ticket.step for ticket, _ in recorder.handed] == list(range(11))
 
 
-def test_a_batch_left_in_the_middle_is_not_handed_out_again():
+def test_a_batch_left_in_the_middle_is_not_returned_again():
     recorder = Recorder()
     loader = private(Fixed([1, 2, 3], [4]), recorder=recorder, physical_batch_size=2)
     for _ in loader:
@@ -222,7 +222,7 @@ def test_a_private_loader_cannot_be_pickled():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_built_around_the_batch_sampler_hands_out_too(workers):
+def test_a_loader_built_around_the_batch_sampler_returns_too(workers):
     recorder = Recorder(budget=5)
     loader = private(Fixed([1], [], [2, 3]), recorder=recorder)
     around = DataLoader(

@@ -145,7 +145,7 @@ def test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named(kind, s
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_around_another_hands_out_what_was_drawn(workers):
+def test_a_loader_around_another_returns_what_was_drawn(workers):
     recorder = Recorder()
     loader = Around(DataLoader([{"y": index} for index in range(20)], batch_size=2, num_workers=workers))
     private_copy = private(Fixed([1], [], [2, 3]), loader=loader, recorder=recorder)

@@ -25,7 +25,7 @@ def test_what_holds_a_logical_batch_cannot_be_copied_or_pickled(duplicate):
         duplicate({"tickets": [LogicalBatch(0, (1,))]})
 
 
-def test_two_tickets_with_equal_contents_are_different():
+def test_two_logical_batches_with_equal_contents_are_different():
     first, second = LogicalBatch(0, (1,)), LogicalBatch(0, (1,))
     assert first != second
     assert len({first, second}) == 2

@@ -150,7 +150,7 @@ def test_examples_do_not_depend_on_each_other(name, p, runs):
 
 
 @pytest.mark.parametrize("name, cycle", [("cyclic", 4), ("independent", 4), ("balls", 5)])
-def test_nobody_is_outside_his_group(name, cycle, runs):
+def test_no_user_is_outside_their_group(name, cycle, runs):
     made = runs(name)[:50]
     for one in made:
         steps = [np.flatnonzero(one[:, i]) % cycle for i in range(EXAMPLES)]
@@ -254,7 +254,7 @@ def test_no_examples_give_empty_batches(name):
         assert [len(batch) for batch in LAWS[name].batch_iterator(0)] == [0] * 20
 
 
-def test_probability_zero_draws_nobody():
+def test_probability_zero_draws_no_example():
     for law in (
         CyclicPoissonSampling(sampling_prob=0.0, iterations=3),
         BMinSepSampling(sampling_prob=0.0, iterations=3, min_separation=2),

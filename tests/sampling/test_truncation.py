@@ -26,7 +26,7 @@ def test_the_least_cut_that_costs_nothing(n, q, rounds, delta):
     assert rounds * cut_probability(n, q, found) <= delta / 100 < rounds * cut_probability(n, q, found - 1)
 
 
-def test_nobody_is_drawn_with_probability_zero():
+def test_no_user_is_drawn_with_probability_zero():
     assert suggest_cap(10, 0.0, rounds=5, delta=0.1) == 1
 
 

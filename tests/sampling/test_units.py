@@ -22,7 +22,7 @@ ALL = CyclicPoissonSampling(sampling_prob=1.0, iterations=4)
 SOME = CyclicPoissonSampling(sampling_prob=0.5, iterations=30)
 
 
-def test_users_bring_their_examples_in_turn():
+def test_users_bring_their_examples_one_after_the_other():
     ids = ["b", "a", "b", "c", "b", "a"]
     batches = list(UserSelectionStrategy(base=ALL, examples_per_user=2).batch_iterator(ids))
     assert batches[0].tolist() == [[1, 5], [0, 2], [3, 3]]

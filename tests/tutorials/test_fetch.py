@@ -134,7 +134,7 @@ def test_a_failed_download_says_which_command_and_what_to_try(machine, monkeypat
         fetch("fashion-mnist")
 
 
-def test_a_machine_without_apt_is_told_what_else_to_do(machine, monkeypatch):
+def test_a_machine_without_apt_gets_the_other_remedy(machine, monkeypatch):
     monkeypatch.setattr(module.shutil, "which", lambda program: None)
     with pytest.raises(MissingDependencyError, match=r"no apt-get.*data_sets get mnist5k"):
         fetch("fashion-mnist")

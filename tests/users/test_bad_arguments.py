@@ -412,7 +412,7 @@ def test_an_unknown_accountant_is_refused():
 
 
 @pytest.mark.hazard("B11")
-def test_a_model_with_more_parameters_than_the_optimizer_is_told():
+def test_a_model_with_more_parameters_than_the_optimizer_is_reported():
     with pytest.warns(errors.PrivacyWarning, match=r"DPE003.*2 trainable parameters.*'2\.weight'"):
         make_loop(make_optimizer=lambda ps: torch.optim.SGD(ps[:2], lr=0.1), noise_multiplier=1.0)
 

@@ -258,7 +258,7 @@ def test_a_run_that_outlives_its_engine_is_noticed():
         train(kept)
 
 
-def test_each_data_set_is_told_of_once():
+def test_each_data_set_is_reported_once():
     for dataset in (examples(), examples()):
         one_epoch(dataset)
         with pytest.warns(PrivacyWarning, match=OTHER_ENGINE) as seen:
@@ -285,7 +285,7 @@ def test_an_engine_that_goes_on_from_the_state_of_the_first_is_not_noticed(when)
             train(second)
 
 
-def test_the_first_engine_that_goes_on_beside_one_with_its_state_is_noticed():
+def test_the_first_engine_that_goes_on_next_to_one_with_its_state_is_noticed():
     dataset = examples()
     first = make_loop(dataset=dataset, noise_multiplier=1.0)
     train(first)

@@ -83,7 +83,7 @@ def test_the_sum_of_two_losses_is_one_backward(mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_a_forgotten_zero_grad_and_accumulation_are_told_apart():
+def test_a_forgotten_zero_grad_and_accumulation_are_distinguished():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))

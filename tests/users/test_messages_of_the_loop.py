@@ -33,7 +33,7 @@ def merged(loop, count):
             loop.optimizer.zero_grad()
 
 
-def test_accumulation_by_hand_is_told_both_epsilons_and_the_arguments_to_type():
+def test_accumulation_by_hand_warns_with_both_epsilons_and_the_arguments():
     with pytest.warns(PrivacyWarning, match="DPE006") as seen:
         merged(loop := make_loop(batch_size=3, **NOISE), 2)
     text = next(str(one.message) for one in seen if "DPE006" in str(one.message))
@@ -49,7 +49,7 @@ def test_accumulation_by_hand_is_told_both_epsilons_and_the_arguments_to_type():
     assert remedy.engine.epsilon <= less <= remedy.engine.epsilon + 0.01 < now
 
 
-def test_a_batch_that_is_not_trained_on_is_told_once_with_the_remedy():
+def test_a_batch_that_is_not_trained_on_is_reported_once_with_the_remedy():
     loop = make_loop(**NOISE)
     with pytest.warns(
         PrivacyWarning, match=r"DPE006.*not trained on.*len\(loader\).*by 0 instead of .*continue"
@@ -70,7 +70,7 @@ def test_the_remedies_for_a_batch_that_is_left_out_are_silent(recwarn, seed):
     assert not [one for one in recwarn if "DPE0" in str(one.message)]
 
 
-def test_each_run_is_told():
+def test_each_run_is_reported():
     for _ in range(2):
         with pytest.warns(PrivacyWarning, match=r"DPE006.*not trained on"):
             list(make_loop(**NOISE).loader)
@@ -80,7 +80,7 @@ def test_each_run_is_told():
             train(loop)
 
 
-def test_steps_beyond_the_plan_of_a_run_without_a_target_are_told(recwarn):
+def test_steps_beyond_the_plan_of_a_run_without_a_target_are_reported(recwarn):
     loop = make_loop(**NOISE, epochs=2)
     assert train(loop, 2) == 2 * len(loop.loader)
     assert not [one for one in recwarn if "DPE011" in str(one.message)]
@@ -90,7 +90,7 @@ def test_steps_beyond_the_plan_of_a_run_without_a_target_are_told(recwarn):
         train(loop)
 
 
-def test_steps_beyond_the_plan_are_told():
+def test_steps_beyond_the_plan_are_reported():
     loop = make_loop(target_epsilon=3.0, target_delta=1e-3, epochs=1)
     assert train(loop) == len(loop.loader)
     with pytest.warns(PrivacyWarning, match=r"DPE011.*returned no batch: the 4 planned steps are taken and the budget"):
@@ -189,7 +189,7 @@ def test_detach_rejects_what_is_not_private():
         dpengine.detach("model")
 
 
-def test_a_notebook_cell_that_is_run_twice_is_told_what_to_do():
+def test_a_notebook_cell_that_is_run_twice_gets_a_message_with_the_remedy():
     model, loader = mlp(), DataLoader(examples(), batch_size=6)
     cell = """
 engine = PrivacyEngine()
@@ -207,7 +207,7 @@ model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_m
     exec(cell, {**scope, "loader": DataLoader(examples(), batch_size=6)})
 
 
-def test_a_new_model_beside_the_optimizer_of_another_is_told():
+def test_a_new_model_next_to_the_optimizer_of_another_is_reported():
     loop = make_loop(**NOISE)
     private, loop.model = loop.model, mlp()
     with pytest.raises(BatchStateError, match=r"DPE022.*the model that make_private returned and not of a new one"):

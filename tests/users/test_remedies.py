@@ -255,7 +255,7 @@ def test_class_weights_name_a_loss_that_keeps_them():
     assert trains(remedy, lambda inputs, targets: losses(remedy.model(inputs), targets).mean())
 
 
-def test_a_loader_that_is_cycled_is_told_that_batches_repeat():
+def test_a_loader_that_is_cycled_raises_because_batches_repeat():
     loop = make_loop(**NOISE)
     with pytest.raises(PrivacyError, match=r"DPE022.*itertools.cycle repeats old batches"):
         for inputs, targets in itertools.cycle(loop.loader):
@@ -322,7 +322,7 @@ def test_the_nodes_of_a_graph_are_named_first(edges):
         F.cross_entropy(loop.model(inputs, edges), targets).backward()
 
 
-def test_forward_called_by_name_is_told():
+def test_forward_called_by_name_is_reported():
     class Own(nn.Sequential):
         def training_step(self, inputs, targets):
             return F.cross_entropy(self.forward(inputs), targets)
@@ -362,7 +362,7 @@ def test_two_networks_of_one_optimizer_become_parts_of_one_module():
     assert trains(loop, lambda x, _: sum(outputs.square().mean() for outputs in loop.model(x)))
 
 
-def test_a_container_that_is_not_called_is_told_to_have_a_forward():
+def test_a_container_that_is_not_called_raises_about_its_forward():
     forget_notices()
     loop = make_loop(nn.ModuleList([nn.Linear(FEATURES, 2), nn.Linear(FEATURES, 2)]), **NOISE)
     with pytest.warns(PrivacyWarning, match=r"not its forward or its parts.*outputs of several networks"):
@@ -411,7 +411,7 @@ def masked_mean(outputs, targets, mask):
     return F.cross_entropy(outputs.transpose(1, 2), targets, reduction="none")[mask].mean()
 
 
-def test_per_example_takes_a_mask_beside_the_targets():
+def test_per_example_takes_a_mask_next_to_the_targets():
     outputs = torch.randn(5, 4, CLASSES, requires_grad=True)
     targets, mask = torch.randint(CLASSES, (5, 4)), torch.rand(5, 4) < 0.7
     mask[:, 0] = True
@@ -430,7 +430,7 @@ def train_on(dataset, engine=None):
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE006")
-def test_engines_of_overlapping_folds_are_told_to_be_one():
+def test_engines_of_overlapping_folds_raise_with_the_advice_to_use_one():
     forget_notices()
     data, folds = examples(), [range(16), range(8, ROWS)]
     train_on(Subset(data, folds[0]))

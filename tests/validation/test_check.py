@@ -140,7 +140,7 @@ def test_what_keeps_rows_apart_is_let_through(case):
 
 
 @pytest.mark.parametrize("layer", list(REPLACEMENTS), ids=lambda layer: layer.__name__)
-def test_layers_with_a_twin_say_so_before_and_after_they_are_turned(layer):
+def test_layers_with_a_replacement_say_so_before_and_after_they_are_turned(layer):
     for kind in (layer, REPLACEMENTS[layer]):
         finding = finding_for(kind(4, 4))
         assert (finding.verdict, finding.how) == ("twin", f"{REPLACEMENTS[layer].__name__}, operation by operation")

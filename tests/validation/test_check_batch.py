@@ -174,7 +174,7 @@ def test_a_loss_in_which_rows_meet_is_named_and_its_remedy_works(name):
         assert check(model, per_example(loss_fn), batch).ok
 
 
-def test_a_sum_where_a_mean_is_declared_is_told():
+def test_a_sum_where_a_mean_is_declared_is_reported():
     batch = (inputs(), targets())
     loss_fn = nn.CrossEntropyLoss(reduction="sum")
     (found,) = check(between(nn.Tanh()), loss_fn, batch).blocked

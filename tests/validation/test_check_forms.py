@@ -71,7 +71,7 @@ def test_a_token_mean_inside_the_model_is_rejected_and_the_remedy_passes(make, l
     assert check(Language(), remedy, batch).ok
 
 
-def test_a_sum_inside_the_model_is_told_by_its_name_and_the_remedy_passes():
+def test_a_sum_inside_the_model_is_reported_by_its_name_and_the_remedy_passes():
     loss_fn = OWN[0][1]
     with pytest.raises(ReductionError, match=r'DPE013.*looks like a sum.*loss_reduction="sum"'):
         check_loss(Language("sum"), loss_fn, tokens())
@@ -161,7 +161,7 @@ class Named(Language):
 
 
 @pytest.mark.parametrize("called", [check, check_loss])
-def test_a_model_that_returns_its_loss_without_a_loss_fn_is_told_the_call(called):
+def test_a_model_that_returns_its_loss_without_a_loss_fn_raises_with_the_call(called):
     model, batch = Named(), tokens()
     with pytest.raises(TypeError) as told:
         called(model, None, batch)
@@ -170,7 +170,7 @@ def test_a_model_that_returns_its_loss_without_a_loss_fn_is_told_the_call(called
 
 
 @pytest.mark.parametrize("called", [check, check_loss])
-def test_a_loss_fn_that_returns_no_loss_is_told_where_the_targets_belong(called):
+def test_a_loss_fn_that_returns_no_loss_raises_with_the_place_of_the_targets(called):
     ids = tokens()["input_ids"]
     with pytest.raises(TypeError, match=r"loss_fn returned NoneType; .*\(\(inputs, targets\), targets\)"):
         called(Named(), lambda outputs, _: outputs.loss, (ids, ids))

@@ -105,7 +105,7 @@ def test_a_loop_that_mixes_samples_before_the_model_is_rejected():
         check_loop(lambda data: F.cross_entropy(model(mixed(data[0])), data[1]).backward(), [batch()])
 
 
-def test_a_sum_and_a_mean_are_told_apart():
+def test_a_sum_and_a_mean_are_distinguished():
     model = mlp()
     summed = lambda data: F.cross_entropy(model(data[0]), data[1], reduction="sum")  # noqa: E731
     with pytest.raises(ReductionError, match='Pass loss_reduction="sum" to make_private'):

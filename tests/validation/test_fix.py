@@ -194,7 +194,7 @@ def test_a_shared_parameter_stays_shared():
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )
-def test_recurrent_and_attention_layers_become_their_twins(layer, twin):
+def test_recurrent_and_attention_layers_become_their_replacements(layer, twin):
     mended, (change,) = fix(nn.ModuleList([layer]))
     assert type(mended[0]) is twin
     assert change.after.startswith(f"{twin.__name__}(")

@@ -65,11 +65,11 @@ def through_compat(model, mode):
     return parts[0], parts[1], parts[-1]
 
 
-DOORS = [(through_default, mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")] + [
+APIS = [(through_default, mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")] + [
     (through_compat, mode) for mode in ("hooks", "functorch", "ew", "ghost")
 ]
-doors = pytest.mark.parametrize(("door", "mode"), DOORS, ids=[f"{d.__name__[8:]}-{m}" for d, m in DOORS])
-both = pytest.mark.parametrize("door", [through_default, through_compat])
+apis = pytest.mark.parametrize(("api", "mode"), APIS, ids=[f"{d.__name__[8:]}-{m}" for d, m in APIS])
+both = pytest.mark.parametrize("api", [through_default, through_compat])
 
 
 def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
@@ -83,9 +83,9 @@ def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tenso
 
 
 @pytest.mark.one_in(2, "mode")
-@doors
-def test_a_batch_norm_that_was_frozen_in_eval_mode_trains_the_rest(door, mode):
-    model, optimizer, loader = door(pretrained(), mode)
+@apis
+def test_a_batch_norm_that_was_frozen_in_eval_mode_trains_the_rest(api, mode):
+    model, optimizer, loader = api(pretrained(), mode)
     inputs, targets = next(iter(loader))
     expected = clipped_sum(pretrained(), inputs, targets)
     optimizer.zero_grad()
@@ -119,11 +119,11 @@ def without_statistics(model):
     model[1].running_mean = model[1].running_var = None
 
 
-@pytest.mark.one_in(3, "change", "door")
+@pytest.mark.one_in(3, "change", "api")
 @pytest.mark.parametrize("change", [into_train_mode, without_momentum, without_statistics])
-@doors
-def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass(door, mode, change):
-    model, optimizer, loader = door(pretrained(), mode)
+@apis
+def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass(api, mode, change):
+    model, optimizer, loader = api(pretrained(), mode)
     bare = getattr(model, "_module", model)
     change(bare)
     kept = {name: tensor.clone() for name, tensor in bare.state_dict().items()}
@@ -139,8 +139,8 @@ def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pas
 
 
 @both
-def test_statistics_are_not_written_without_gradients_either(door):
-    model, _, loader = door(pretrained(), "hooks")
+def test_statistics_are_not_written_without_gradients_either(api):
+    model, _, loader = api(pretrained(), "hooks")
     bare = getattr(model, "_module", model)
     model.train()
     before = bare[1].running_mean.clone()
@@ -152,8 +152,8 @@ def test_statistics_are_not_written_without_gradients_either(door):
 
 
 @both
-def test_it_goes_on_after_it_was_put_back_into_eval_mode(door):
-    model, optimizer, loader = door(pretrained(), "hooks")
+def test_it_goes_on_after_it_was_put_back_into_eval_mode(api):
+    model, optimizer, loader = api(pretrained(), "hooks")
     steps = 0
     for _ in range(2):
         model.train()
@@ -169,11 +169,11 @@ def test_it_goes_on_after_it_was_put_back_into_eval_mode(door):
 
 
 @both
-def test_in_a_model_that_is_in_eval_mode_as_a_whole_it_is_refused(door):
+def test_in_a_model_that_is_in_eval_mode_as_a_whole_it_is_refused(api):
     with pytest.raises(
         UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the samples.*after each model\.train\(\)"
     ):
-        door(pretrained().eval(), "hooks")
+        api(pretrained().eval(), "hooks")
 
 
 def test_a_detached_model_is_free_again():

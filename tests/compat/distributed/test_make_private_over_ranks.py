@@ -243,7 +243,7 @@ def left_out(skips):
     return True
 
 
-def test_a_batch_that_one_process_leaves_out_ends_all_with_an_error_and_hangs_none():
+def test_a_batch_that_one_process_leaves_out_ends_all_with_an_error_and_blocks_none():
     assert launched(2, left_out, False, seconds=10.0) == [True, True]
     assert all(isinstance(one, MechanismMismatchError) for one in launched(2, left_out, True, seconds=10.0))
 

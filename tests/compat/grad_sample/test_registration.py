@@ -97,7 +97,7 @@ def test_a_rule_that_is_not_linear_gives_the_same_for_both_reductions(mode):
     assert relative_error(as_mean, as_sum) <= 1e-9
 
 
-def test_a_class_that_is_registered_through_either_door_is_known_to_both():
+def test_a_class_that_is_registered_through_either_api_is_known_to_both():
     other = type("Other", (Affine,), {})
     assert register_grad_sampler(Affine)(affine_grads) is affine_grads
     dpengine.register_grad_sampler(other)(affine_grads)
@@ -114,7 +114,7 @@ def test_a_subclass_is_not_matched():
     assert type("Other", (nn.Linear,), {}) not in GRAD_SAMPLERS
 
 
-def test_misuse_is_told():
+def test_misuse_is_reported():
     with pytest.raises(TypeError, match="Did you mean 'target_class_or_classes'"):
         register_grad_sampler(target_class_or_class=Affine)
     with pytest.raises(TypeError, match="subclass of torch"):

@@ -149,7 +149,7 @@ def test_a_subclass_says_the_value(base, method, attribute):
 
 
 @pytest.mark.parametrize("base", [_NoiseScheduler, _GradClipScheduler])
-def test_a_subclass_that_says_nothing_is_told_what_to_define(base):
+def test_a_subclass_that_says_nothing_gets_a_message_that_lists_what_to_define(base):
     with pytest.raises(NotImplementedError, match=r"Mine must define get_\w+\(\)"):
         type("Mine", (base,), {})(optimizer())
 

@@ -182,7 +182,7 @@ def test_scale_shift_type_and_mode_of_a_batch_norm_stay():
     assert (fixed.eps, fixed.num_groups, fixed.weight.dtype) == (1e-5, 8, torch.float64)
 
 
-def test_small_batch_norm_becomes_instance_norm_beside_an_lstm():
+def test_small_batch_norm_becomes_instance_norm_next_to_an_lstm():
     model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.LSTM(4, 3, proj_size=2)])
     fixed = ModuleValidator.fix_and_validate(model, replace_bn_with_in=True)
     assert [type(one) for one in fixed] == [nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, DPLSTM]

@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from pains.doors import ALL_DOORS, LAYER_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
-from pains.small import ROWS, batch, mlp
+from opacus_defects.apis import ALL_APIS, LAYER_APIS, assert_equal, fixed_loader, opacus, through, true_sum
+from opacus_defects.small import ROWS, batch, mlp
 from torch import nn
 
 import dpengine
@@ -29,27 +29,27 @@ def one_step(private):
 # The optimizer holds parameters that the model no longer has
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O26")
-def test_an_optimizer_over_other_tensors_is_refused_before_training(door):
+def test_an_optimizer_over_other_tensors_is_refused_before_training(api):
     held = list(mlp().parameters())
     with pytest.raises(ValueError, match=r"(?i)optimizer.*after|Module parameters are different"):
-        door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
+        api.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O26")
-def test_weights_change_in_the_first_step(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_weights_change_in_the_first_step(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     one_step(private)
     assert not any(torch.equal(p, before[name]) for name, p in private.bare.named_parameters())
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O26")
-def test_a_step_after_training_a_copy_raises(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_a_step_after_training_a_copy_raises(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     moved = copy.deepcopy(private.bare)  # as a launcher moves a model to its device
     next(iter(private.loader))
@@ -61,10 +61,10 @@ def test_a_step_after_training_a_copy_raises(door):
     assert all(torch.equal(p, before[name]) for name, p in private.bare.named_parameters())
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O26")
-def test_a_step_raises_where_every_parameter_was_replaced_after_the_call(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_a_step_raises_where_every_parameter_was_replaced_after_the_call(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     for module in private.bare:
         for name, p in list(module.named_parameters()):
             setattr(module, name, nn.Parameter(p.detach().clone()))
@@ -72,10 +72,10 @@ def test_a_step_raises_where_every_parameter_was_replaced_after_the_call(door):
         one_step(private)
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O26")
-def test_a_single_replaced_parameter_is_noticed(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_a_single_replaced_parameter_is_noticed(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     private.bare[2].weight = nn.Parameter(private.bare[2].weight.detach().clone())
     with warnings.catch_warnings():
         warnings.simplefilter("error", dpengine.PrivacyWarning)
@@ -83,10 +83,10 @@ def test_a_single_replaced_parameter_is_noticed(door):
             one_step(private)
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O26")
-def test_a_model_that_is_cast_after_the_call_is_still_captured(door):
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.5)
+def test_a_model_that_is_cast_after_the_call_is_still_captured(api):
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.5)
     private.model.to(torch.float64)
     next(iter(private.loader))
     inputs, targets = batch()
@@ -104,10 +104,10 @@ def moved_by(private, before):
     return float(change @ grad / (grad @ grad))
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_the_rate_of_the_update_follows_the_schedule(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_the_rate_of_the_update_follows_the_schedule(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     scheduler = torch.optim.lr_scheduler.StepLR(private.optimizer, step_size=1, gamma=0.1)
     for rate in (1.0, 0.1):
         before = weights_of(private.bare)
@@ -116,20 +116,20 @@ def test_the_rate_of_the_update_follows_the_schedule(door):
         scheduler.step()
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_the_rate_of_the_update_follows_replaced_param_groups(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_the_rate_of_the_update_follows_replaced_param_groups(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     private.optimizer.param_groups = [{**group, "lr": 0.25} for group in private.optimizer.param_groups]
     before = weights_of(private.bare)
     one_step(private)
     assert moved_by(private, before) == pytest.approx(0.25, rel=1e-3)
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_the_rate_of_the_update_follows_a_loaded_state(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_the_rate_of_the_update_follows_a_loaded_state(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     state = private.optimizer.state_dict()
     state["param_groups"][0]["lr"] = 0.5
     private.optimizer.load_state_dict(state)
@@ -138,11 +138,11 @@ def test_the_rate_of_the_update_follows_a_loaded_state(door):
     assert moved_by(private, before) == pytest.approx(0.5, rel=1e-3)
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_lbfgs_is_refused_with_the_reason(door):
+def test_lbfgs_is_refused_with_the_reason(api):
     with pytest.raises(PrivacyError, match="reads the data several times in one step"):
-        door.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda parameters: torch.optim.LBFGS(list(parameters)))
+        api.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda parameters: torch.optim.LBFGS(list(parameters)))
 
 
 # Misspelled keywords are accepted
@@ -150,12 +150,12 @@ def test_lbfgs_is_refused_with_the_reason(door):
 MISSPELT = {"default": ("max_grad_nrom", "max_grad_norm"), "compat": ("posson_sampling", "poisson_sampling")}
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O34")
-def test_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(door):
-    wrong, right = MISSPELT["compat" if door.compat else "default"]
+def test_a_misspelt_keyword_is_a_type_error_that_names_the_nearest(api):
+    wrong, right = MISSPELT["compat" if api.compat else "default"]
     with pytest.raises(TypeError, match=rf"{wrong}.*Did you mean '{right}'"):
-        door.open(mlp(), fixed_loader(ROWS), **{wrong: False})
+        api.open(mlp(), fixed_loader(ROWS), **{wrong: False})
 
 
 @pytest.mark.parametrize("path", ["PrivacyEngine", "DPDataLoader", "GradSampleModule"])
@@ -172,8 +172,8 @@ def test_a_misspelled_keyword_of_compat_is_a_type_error(path):
 
 
 @pytest.mark.parametrize("bad", [{"noise_multiplier": -1.0}, {"max_grad_norm": -1.0}, {"max_grad_norm": 0.0}])
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O34")
-def test_a_number_out_of_its_range_is_a_value_error_that_names_it(door, bad):
+def test_a_number_out_of_its_range_is_a_value_error_that_names_it(api, bad):
     with pytest.raises(ValueError, match="noise_multiplier" if "noise_multiplier" in bad else "max_(grad_)?norm"):
-        door.open(mlp(), fixed_loader(ROWS), **bad)
+        api.open(mlp(), fixed_loader(ROWS), **bad)

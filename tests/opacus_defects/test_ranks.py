@@ -1,4 +1,4 @@
-"""Loud pains with several devices, processes and trainers."""
+"""Defects of Opacus with several devices, processes and trainers."""
 
 import copy
 import math
@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 from launch import launched
-from pains.doors import LAYER_DOORS, OPACUS, assert_equal, fixed_loader, opacus, true_sum
-from pains.two_ranks import CRITERION, ROWS, batch, compat_step, default_step, mlp
-from pains.wide import through_some
+from opacus_defects.apis import LAYER_APIS, OPACUS, assert_equal, fixed_loader, opacus, true_sum
+from opacus_defects.two_ranks import CRITERION, ROWS, batch, compat_step, default_step, mlp
+from opacus_defects.wide import through_some
 from reference import per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -28,9 +28,6 @@ def sum_per_parameter(model, rows, bound, group):
     return total
 
 
-# 53
-
-
 class Split(nn.Module):
     """A model whose layers are on two devices."""
 
@@ -45,18 +42,15 @@ class Split(nn.Module):
 
 
 @pytest.mark.gpu
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O53")
-def test_a_model_on_two_devices_gives_the_sums_of_one(door):
+def test_a_model_on_two_devices_gives_the_sums_of_one(api):
     rows = batch(ROWS)
     truth = true_sum(Split("cpu", "cpu"), CRITERION, rows, 0.5)
-    private = door.open(Split("cpu", "cuda"), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
+    private = api.open(Split("cpu", "cuda"), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
     for _ in private.loader:
         private.step(*rows)
     assert_equal({name: value.cpu() for name, value in private.sum().items()}, truth)
-
-
-# 54
 
 
 @pytest.mark.slow
@@ -113,9 +107,6 @@ def test_noise_of_compat_is_added_once_and_is_the_same_on_both_ranks():
     assert 0.5 < std < 1.35  # 43 draws: noise of each of two ranks would be 1.41, with a spread of 0.15
 
 
-# 55
-
-
 class Plain:
     """The part of a LightningModule that its trainer calls in a step, with the trainer's own way to call it."""
 
@@ -140,11 +131,11 @@ class Plain:
         return losses
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O55")
-def test_a_trainer_that_steps_by_closure_gives_the_sums(door):
+def test_a_trainer_that_steps_by_closure_gives_the_sums(api):
     model, rows = mlp(), batch(ROWS)
-    private = door.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
+    private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
     losses = Plain(private).fit(rows)
     assert_equal(private.sum(), true_sum(model, CRITERION, rows, 0.5))
     assert float(losses[0].item()) == pytest.approx(float(CRITERION(model(rows[0]), rows[1])), rel=1e-5)

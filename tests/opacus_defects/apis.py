@@ -1,10 +1,10 @@
-"""Doors: every way to make a model private, each under one set of names; and the sum that all of them must give.
+"""The ways to make a model private, each with the same methods; and the sum that all of them must give.
 
-A test runs the same loop through each door::
+A test runs the same loop with each of them::
 
-    @through(ALL_DOORS)
-    def test_the_sum_is_right(door):
-        found = door.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
+    @through(ALL_APIS)
+    def test_the_sum_is_right(api):
+        found = api.clipped_sum(model, criterion, (inputs, targets), max_grad_norm)
         assert_equal(found, true_sum(model, criterion, (inputs, targets), max_grad_norm))
 
 Noise is off unless asked for, and a batch is the whole data set: `fixed_loader` gives every row, once, in one batch.
@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dpengine
 
-OPACUS = "dpengine.compat.opacus"  # with "opacus" in its place the compat doors lead into Opacus itself
+OPACUS = "dpengine.compat.opacus"  # "opacus" here runs the tests of compat on Opacus itself
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 BOUND = 1 + 1e-5  # what one sample may add to a sum, relative to the threshold
 
@@ -84,13 +84,13 @@ class Private:
 
 
 @dataclass(frozen=True)
-class Door:
+class Api:
     """A way to make a model private.
 
     Attributes:
         id: Its name in test ids.
         open: ``(model, loader, *, criterion, max_grad_norm, noise_multiplier, make_optimizer, poisson, **options)``:
-            makes the model private, in place where the door does so; options go to its ``make_private``.
+            makes the model private, in place where the api does so; options go to its ``make_private``.
         mode: The ``grad_sample_mode``.
         compat: Whether it is Opacus's API.
         writes: Whether the loop writes ``p.grad_sample`` itself, so that no layer is looked into.
@@ -131,7 +131,7 @@ class Door:
         return private.sum()
 
 
-def _default(mode: str) -> Door:
+def _default(mode: str) -> Api:
     def open(
         model: nn.Module,
         loader: DataLoader,
@@ -151,10 +151,10 @@ def _default(mode: str) -> Door:
         criterion = criterion or nn.CrossEntropyLoss()
         return Private(engine, private, private, model, optimizer, criterion, private_loader, loader.batch_size)
 
-    return Door(f"default-{mode}", open, mode)
+    return Api(f"default-{mode}", open, mode)
 
 
-def _compat(mode: str, *, wrap: bool = True) -> Door:
+def _compat(mode: str, *, wrap: bool = True) -> Api:
     def open(
         model: nn.Module,
         loader: DataLoader,
@@ -188,17 +188,17 @@ def _compat(mode: str, *, wrap: bool = True) -> Door:
         return Private(engine, module, called, model, optimizer, criterion, private_loader, size, mode == "no_op")
 
     name = f"compat-{mode}" if wrap else f"compat-{mode}-unwrapped"
-    return Door(name, open, mode, compat=True, writes=mode == "no_op")
+    return Api(name, open, mode, compat=True, writes=mode == "no_op")
 
 
-DEFAULT_DOORS = [_default(mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")]
-COMPAT_DOORS = [
+DEFAULT_APIS = [_default(mode) for mode in ("auto", "hooks", "functorch", "ew", "ghost")]
+COMPAT_APIS = [
     *(_compat(mode) for mode in ("hooks", "functorch", "ew", "ghost", "no_op")),
     *(_compat(mode, wrap=False) for mode in ("hooks", "functorch", "ghost")),
 ]
-ALL_DOORS = [*DEFAULT_DOORS, *COMPAT_DOORS]
-GHOST_DOORS = [door for door in COMPAT_DOORS if door.mode == "ghost"]
-LAYER_DOORS = [door for door in ALL_DOORS if not door.writes]  # those that find the gradients of layers themselves
+ALL_APIS = [*DEFAULT_APIS, *COMPAT_APIS]
+GHOST_APIS = [api for api in COMPAT_APIS if api.mode == "ghost"]
+LAYER_APIS = [api for api in ALL_APIS if not api.writes]  # those that find the gradients of layers themselves
 
 
 QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
@@ -207,19 +207,19 @@ QUICK = ("default-auto", "default-ghost", "compat-hooks", "compat-ghost")
 BY_NIGHT = {"default-hooks", "compat-ew", "compat-functorch-unwrapped", "compat-ghost-unwrapped"}
 
 
-def marks_of(door: Door) -> Any:
+def marks_of(api: Api) -> Any:
     """Returns the marks of a test that uses an interface which is not among the first."""
-    return (pytest.mark.slow, pytest.mark.nightly) if door.id in BY_NIGHT else pytest.mark.slow
+    return (pytest.mark.slow, pytest.mark.nightly) if api.id in BY_NIGHT else pytest.mark.slow
 
 
-def through(doors: list[Door], *, quick: tuple[str, ...] = QUICK) -> Any:
-    """Parametrizes a test with ``door``; the doors that are not quick are left to the slow suite, or to the night."""
-    cases = [pytest.param(door, id=door.id, marks=() if door.id in quick else marks_of(door)) for door in doors]
-    return pytest.mark.parametrize("door", cases)
+def through(apis: list[Api], *, quick: tuple[str, ...] = QUICK) -> Any:
+    """Parametrizes a test with ``api``; the apis that are not quick are left to the slow suite, or to the night."""
+    cases = [pytest.param(api, id=api.id, marks=() if api.id in quick else marks_of(api)) for api in apis]
+    return pytest.mark.parametrize("api", cases)
 
 
 def opacus(path: str = "") -> Any:
-    """The module at this path below Opacus's root, as the compat doors see it."""
+    """The module at this path below Opacus's root, as the compat apis see it."""
     return importlib.import_module(f"{OPACUS}.{path}" if path else OPACUS)
 
 
@@ -312,7 +312,7 @@ def most_added(
 
 
 def assert_bounded(
-    door: Door,
+    api: Api,
     model: nn.Module,
     criterion: Callable[..., Any],
     batch: tuple[Any, Tensor],
@@ -321,6 +321,6 @@ def assert_bounded(
     left_out: Iterable[int] | None = (1, 3),
     **options: Any,
 ) -> None:
-    """No row of these, or of all, adds more to the sum than the threshold: those of `pains.small` are the longest."""
-    sum_of = lambda *rows: door.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
+    """No row of these, or of all, adds more to the sum than the threshold: those of `opacus_defects.small` are the longest."""
+    sum_of = lambda *rows: api.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
     assert most_added(sum_of, batch, left_out) <= max_grad_norm * BOUND

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from case_inputs import bag_alone, channels_last, flat_bags, sliced, transposed
-from pains.doors import (
-    ALL_DOORS,
-    LAYER_DOORS,
+from opacus_defects.apis import (
+    ALL_APIS,
+    LAYER_APIS,
     assert_bounded,
     assert_equal,
     fixed_loader,
@@ -16,7 +16,7 @@ from pains.doors import (
     through,
     true_sum,
 )
-from pains.small import CLASSES, ROWS, Mean, classes, indices, rows, seeded
+from opacus_defects.small import CLASSES, ROWS, Mean, classes, indices, rows, seeded
 from torch import nn
 
 import dpengine
@@ -29,10 +29,10 @@ NORM = 0.6
 BOTH = ("default-auto", "compat-hooks")  # for tables that tests of samplers run through every strategy already
 
 
-def assert_right(door, model, inputs, targets=None, *, row=None):
+def assert_right(api, model, inputs, targets=None, *, row=None):
     """The sum is that of a loop over rows."""
     batch = (inputs, classes() if targets is None else targets)
-    assert_equal(door.clipped_sum(model, LOSS, batch, NORM), true_sum(model, LOSS, batch, NORM, row=row))
+    assert_equal(api.clipped_sum(model, LOSS, batch, NORM), true_sum(model, LOSS, batch, NORM, row=row))
 
 
 # Convolution: channels-last or transposed inputs are misread
@@ -43,19 +43,19 @@ def images():
 
 
 @pytest.mark.parametrize("layout", [channels_last, transposed, sliced])
-@through(LAYER_DOORS, quick=BOTH)
+@through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O7")
-def test_a_convolution_reads_its_input_whatever_the_memory_layout(door, layout):
+def test_a_convolution_reads_its_input_whatever_the_memory_layout(api, layout):
     model, inputs = seeded(images), layout(rows(3, 5, 4))
     assert not inputs.is_contiguous()
-    assert_right(door, model, inputs)
+    assert_right(api, model, inputs)
 
 
-@through(LAYER_DOORS, quick=("compat-ghost",))
+@through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O7")
-def test_a_row_of_channels_last_adds_no_more_than_the_bound(door):
+def test_a_row_of_channels_last_adds_no_more_than_the_bound(api):
     # Opacus's ghost mode: 24.9 x C
-    assert_bounded(door, seeded(images), LOSS, (channels_last(rows(3, 5, 4)), classes()), NORM)
+    assert_bounded(api, seeded(images), LOSS, (channels_last(rows(3, 5, 4)), classes()), NORM)
 
 
 # Functional fallback: keyword and second inputs are lost
@@ -95,17 +95,17 @@ class Calling(nn.Module):
 
 
 @pytest.mark.parametrize("name", CALLS)
-@through(LAYER_DOORS, quick=BOTH)
+@through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O8")
-def test_a_layer_may_be_called_with_keywords_pairs_and_nothing(door, name):
-    assert_right(door, seeded(lambda: Calling(name)), rows(4))
+def test_a_layer_may_be_called_with_keywords_pairs_and_nothing(api, name):
+    assert_right(api, seeded(lambda: Calling(name)), rows(4))
 
 
-@through(LAYER_DOORS, quick=("compat-ghost",))
+@through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O8")
-def test_a_row_adds_no_more_than_the_bound_through_a_second_input(door):
+def test_a_row_adds_no_more_than_the_bound_through_a_second_input(api):
     # Opacus's ghost mode: 100 x C
-    assert_bounded(door, seeded(lambda: Calling("keyword")), LOSS, (rows(4), classes()), NORM)
+    assert_bounded(api, seeded(lambda: Calling("keyword")), LOSS, (rows(4), classes()), NORM)
 
 
 # EmbeddingBag: an index that is repeated in a bag counts once
@@ -123,30 +123,30 @@ class Bags(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@through(LAYER_DOORS, quick=BOTH)
+@through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O9")
-def test_an_entry_that_a_bag_has_twice_counts_twice(door, mode):
+def test_an_entry_that_a_bag_has_twice_counts_twice(api, mode):
     entries = indices(5, 6)
     entries[:, 3:] = entries[:, :1]
-    assert_right(door, seeded(lambda: Bags(mode)), entries)
+    assert_right(api, seeded(lambda: Bags(mode)), entries)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "weights"])
-@through(LAYER_DOORS, quick=BOTH)
+@through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O9")
-def test_bags_with_offsets_and_weights_too(door, mode):
+def test_bags_with_offsets_and_weights_too(api, mode):
     model = seeded(lambda: Bags("sum" if mode == "weights" else mode))
     entries, offsets, *weights = flat_bags(5, weights=mode == "weights")(5, torch.float32)
-    assert_right(door, model, (entries, offsets, *weights), classes(5), row=bag_alone())
+    assert_right(api, model, (entries, offsets, *weights), classes(5), row=bag_alone())
 
 
-@through(LAYER_DOORS, quick=("compat-ghost",))
+@through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O9")
-def test_a_row_of_repeated_entries_adds_no_more_than_the_bound(door):
+def test_a_row_of_repeated_entries_adds_no_more_than_the_bound(api):
     # Opacus's ghost mode: 50 x C
     entries = indices(5, 50)
     entries[1] = 1
-    assert_bounded(door, seeded(lambda: Bags("sum")), LOSS, (entries, classes()), NORM)
+    assert_bounded(api, seeded(lambda: Bags("sum")), LOSS, (entries, classes()), NORM)
 
 
 # Convolution: padding modes are ignored
@@ -169,17 +169,17 @@ class Padded(nn.Module):
 
 
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
-@through(LAYER_DOORS, quick=BOTH)
+@through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O10")
-def test_what_a_convolution_is_padded_with_counts(door, mode):
-    assert_right(door, seeded(lambda: Padded(mode)), rows(1, 3, 2, 2))
+def test_what_a_convolution_is_padded_with_counts(api, mode):
+    assert_right(api, seeded(lambda: Padded(mode)), rows(1, 3, 2, 2))
 
 
-@through(LAYER_DOORS, quick=("compat-ghost",))
+@through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O10")
-def test_a_row_adds_no_more_than_the_bound_whatever_the_padding(door):
+def test_a_row_adds_no_more_than_the_bound_whatever_the_padding(api):
     # Opacus's ghost mode: 1.56 x C
-    assert_bounded(door, seeded(lambda: Padded("circular")), LOSS, (rows(1, 3, 2, 2), classes()), NORM)
+    assert_bounded(api, seeded(lambda: Padded("circular")), LOSS, (rows(1, 3, 2, 2), classes()), NORM)
 
 
 # A weight that is used outside its module is missed
@@ -197,12 +197,12 @@ class Borrowed(nn.Module):
         return F.linear(torch.tanh(self.mix(self.embedding(tokens))).mean(dim=1), self.embedding.weight)
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O11")
-def test_a_weight_used_outside_its_module_is_exact_or_refused_by_name(door):
+def test_a_weight_used_outside_its_module_is_exact_or_refused_by_name(api):
     tokens = indices(CLASSES, 5)
     try:
-        assert_right(door, seeded(Borrowed), tokens)
+        assert_right(api, seeded(Borrowed), tokens)
     except PrivacyError as refused:
         assert "embedding.weight" in str(refused)
 
@@ -248,17 +248,17 @@ PAIRS = list(itertools.product(LAYERS, LAYERS))
 
 @pytest.mark.one_in(3, "first")
 @pytest.mark.parametrize(("first", "last"), PAIRS)
-@through(LAYER_DOORS, quick=("default-auto",))
+@through(LAYER_APIS, quick=("default-auto",))
 @pytest.mark.hazard("O12")
-def test_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(door, first, last):
-    assert_right(door, seeded(lambda: Tied(first, last)), rows(4))
+def test_a_weight_of_two_layers_has_the_norm_of_the_sum_over_both_uses(api, first, last):
+    assert_right(api, seeded(lambda: Tied(first, last)), rows(4))
 
 
-@through(LAYER_DOORS, quick=("compat-ghost",))
+@through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O12")
-def test_a_row_adds_no_more_than_the_bound_through_a_tied_pair(door):
+def test_a_row_adds_no_more_than_the_bound_through_a_tied_pair(api):
     # Opacus's ghost mode: 2.5 x C
-    assert_bounded(door, seeded(lambda: Tied("linear", "unknown")), LOSS, (rows(4), classes()), NORM)
+    assert_bounded(api, seeded(lambda: Tied("linear", "unknown")), LOSS, (rows(4), classes()), NORM)
 
 
 # BatchNorm without affine parameters passes validation
@@ -270,12 +270,12 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O13")
-def test_a_batch_norm_without_trainable_parameters_is_refused_by_name(door, name):
+def test_a_batch_norm_without_trainable_parameters_is_refused_by_name(api, name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dpengine\.fix\(model\)"):
-        door.open(model, fixed_loader(ROWS))
+        api.open(model, fixed_loader(ROWS))
 
 
 @pytest.mark.parametrize("name", MIXING)
@@ -307,19 +307,19 @@ class Words(nn.Module):
         return self.head(self.words(tokens).mean(dim=1))
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O30")
-def test_the_padding_entry_has_no_gradient(door):
+def test_the_padding_entry_has_no_gradient(api):
     model = seeded(lambda: Words(padding_idx=1))
     batch = (indices(4, 5), classes())
     assert (batch[0] == 1).any()
-    found = door.clipped_sum(model, LOSS, batch, NORM)
+    found = api.clipped_sum(model, LOSS, batch, NORM)
     assert not found["words.weight"][1].any()
     assert_equal(found, true_sum(model, LOSS, batch, NORM))
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O30")
-def test_gradients_divided_by_counts_over_the_batch_are_refused(door):
+def test_gradients_divided_by_counts_over_the_batch_are_refused(api):
     with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
-        door.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))
+        api.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))

@@ -1,4 +1,4 @@
-"""Loud pains over the life of a model: attached and taken off again and again, saved, copied, gone on with."""
+"""Defects of Opacus: models that are made private and detached repeatedly, saved, copied and resumed."""
 
 import copy
 import io
@@ -8,17 +8,17 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import (
-    ALL_DOORS,
-    COMPAT_DOORS,
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
     SLACK,
     assert_equal,
     fixed_loader,
     opacus,
     true_sum,
 )
-from pains.small_loop import CLASSES, CRITERION, ROWS, batch, mlp, opened
-from pains.wide import through_some
+from opacus_defects.small_loop import CLASSES, CRITERION, ROWS, batch, mlp, opened
+from opacus_defects.wide import through_some
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,9 +27,6 @@ from dpengine import PrivacyEngine, checkpoint
 from dpengine.accounting import epsilon
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
-
-
-# 47
 
 
 def traces(model):
@@ -128,16 +125,13 @@ def test_a_wrapper_is_made_private_again_and_again_in_compat_and_engines_compose
     assert (sigma, rate, steps) == (2.0, pytest.approx(0.25), 12)
 
 
-# 48
-
-
-WRAPPED = [door for door in COMPAT_DOORS if not door.id.endswith("unwrapped")]
+WRAPPED = [api for api in COMPAT_APIS if not api.id.endswith("unwrapped")]
 
 
 @through_some(WRAPPED)
 @pytest.mark.hazard("O48")
-def test_both_spellings_of_keys_load(door):
-    private, plain = opened(door), mlp()
+def test_both_spellings_of_keys_load(api):
+    private, plain = opened(api), mlp()
     bare = {name: torch.randn_like(value) for name, value in plain.state_dict().items()}
     for state in (bare, {f"_module.{name}": value + 1 for name, value in bare.items()}):
         private.module.load_state_dict(state, strict=True)
@@ -148,10 +142,10 @@ def test_both_spellings_of_keys_load(door):
         private.module.load_state_dict({"_module.0.weight": bare["0.weight"]}, strict=True)
 
 
-@through_some([door for door in ALL_DOORS if door not in WRAPPED])
+@through_some([api for api in ALL_APIS if api not in WRAPPED])
 @pytest.mark.hazard("O48")
-def test_keys_are_those_of_the_users_model(door):
-    private, plain = opened(door), mlp()
+def test_keys_are_those_of_the_users_model(api):
+    private, plain = opened(api), mlp()
     for name, value in plain.state_dict().items():
         plain.state_dict()[name].copy_(torch.randn_like(value))
     private.model.load_state_dict(plain.state_dict(), strict=True)
@@ -182,10 +176,10 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 
 
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-@through_some(ALL_DOORS, always={"default-auto", "compat-hooks"})
+@through_some(ALL_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O48")
-def test_a_copy_of_a_private_model_runs_forward_and_backward(door, copied):
-    private, (x, y) = opened(door, nn.Sequential(mlp(), Own())), batch()
+def test_a_copy_of_a_private_model_runs_forward_and_backward(api, copied):
+    private, (x, y) = opened(api, nn.Sequential(mlp(), Own())), batch()
     for _ in private.loader:
         private.step(x, y)
     other = copied(private.model)
@@ -193,15 +187,15 @@ def test_a_copy_of_a_private_model_runs_forward_and_backward(door, copied):
     private.optimizer.zero_grad()
     torch.testing.assert_close(other(x), private.model(x))
     F.cross_entropy(other(x), y).backward()
-    prefix = "_module." if door.compat and not door.id.endswith("unwrapped") else ""
+    prefix = "_module." if api.compat and not api.id.endswith("unwrapped") else ""
     truth = per_sample_gradients(private.bare, CRITERION, (x,), y)
-    if prefix and door.mode == "ghost":
+    if prefix and api.mode == "ghost":
         torch.testing.assert_close(other.per_sample_gradient_norms.double(), flat_norms(truth), rtol=1e-4, atol=1e-6)
     for name, p in other.named_parameters():
         rows = torch.stack([row[name.removeprefix(prefix)] for row in truth])
-        if prefix and door.mode not in ("ghost", "no_op"):
+        if prefix and api.mode not in ("ghost", "no_op"):
             torch.testing.assert_close(p.grad_sample.double(), rows, rtol=1e-4, atol=1e-5)
-        elif not prefix or door.mode == "no_op":  # a copy without an engine is an ordinary model
+        elif not prefix or api.mode == "no_op":  # a copy without an engine is an ordinary model
             torch.testing.assert_close(p.grad.double(), rows.mean(dim=0), rtol=1e-4, atol=1e-5)
     for _ in private.loader:  # and what was copied goes on
         private.step(x, y)
@@ -243,14 +237,14 @@ def test_a_run_gone_on_with_equals_one_that_never_stopped_noise_included(tmp_pat
         assert torch.equal(value, second[1].state_dict()[name])
 
 
-@through_some(COMPAT_DOORS, always={"compat-hooks"})
+@through_some(COMPAT_APIS, always={"compat-hooks"})
 @pytest.mark.hazard("O48")
-def test_a_checkpoint_of_compat_is_gone_on_with(door, tmp_path):
-    first, second = opened(door, noise_multiplier=1.0), opened(door, noise_multiplier=1.0)
+def test_a_checkpoint_of_compat_is_gone_on_with(api, tmp_path):
+    first, second = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=1.0)
     rows = batch()
     for _ in first.loader:
         first.step(*rows)
-    module = first.module if door.id.endswith("wrapped") is False else first.bare
+    module = first.module if api.id.endswith("wrapped") is False else first.bare
     first.engine.save_checkpoint(
         path=tmp_path / "state.pt", module=module, optimizer=first.optimizer, checkpoint_dict={"epoch": 3}
     )

@@ -1,13 +1,13 @@
-"""Loud pains with models: operations in place, inputs of all kinds, evaluation mode, frozen parameters, buffers."""
+"""Defects of Opacus: in-place operations, inputs of all kinds, evaluation mode, frozen parameters, buffers."""
 
 import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import ALL_DOORS, COMPAT_DOORS, LAYER_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
-from pains.networks import BLOCKS, images, network
-from pains.wide import through_some
+from opacus_defects.apis import ALL_APIS, COMPAT_APIS, LAYER_APIS, assert_equal, fixed_loader, opacus, through, true_sum
+from opacus_defects.networks import BLOCKS, images, network
+from opacus_defects.wide import through_some
 from torch import nn
 
 import dpengine
@@ -29,30 +29,24 @@ def mlp():
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-def fixed(door, model):
-    """The model as the door's own repair leaves it."""
-    return opacus("validators").ModuleValidator.fix(model) if door.compat else dpengine.fix(model)[0]
+def fixed(api, model):
+    """The model as the api's own repair leaves it."""
+    return opacus("validators").ModuleValidator.fix(model) if api.compat else dpengine.fix(model)[0]
 
 
-def assert_sum_is_right(door, model, rows, max_norm=1.0, *, rtol=1e-5, **options):
-    found = door.clipped_sum(model, CRITERION, rows, max_norm, **options)
+def assert_sum_is_right(api, model, rows, max_norm=1.0, *, rtol=1e-5, **options):
+    found = api.clipped_sum(model, CRITERION, rows, max_norm, **options)
     assert_equal(found, true_sum(model, CRITERION, rows, max_norm), rtol=rtol)
 
 
-# 37
-
-
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
-@through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
+@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O37")
-def test_networks_with_in_place_operations_train_after_fix(door, block):
-    model = fixed(door, network(block))
+def test_networks_with_in_place_operations_train_after_fix(api, block):
+    model = fixed(api, network(block))
     assert not any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules())
     assert any(getattr(layer, "inplace", False) for layer in model.modules())  # otherwise unchanged
-    assert_sum_is_right(door, model, images(ROWS).tensors, 2.0, rtol=2e-5)
-
-
-# 38
+    assert_sum_is_right(api, model, images(ROWS).tensors, 2.0, rtol=2e-5)
 
 
 class WithSpare(nn.Module):
@@ -99,42 +93,39 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_each_cause_of_a_missing_gradient_has_its_own_message(door, cause):
-    private = door.open(WithSpare(), fixed_loader(ROWS), criterion=CRITERION)
+def test_each_cause_of_a_missing_gradient_has_its_own_message(api, cause):
+    private = api.open(WithSpare(), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
         with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
             cause(private, batch())
         break
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_a_part_in_eval_mode_takes_part(door):
+def test_a_part_in_eval_mode_is_included(api):
     model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
     for part in (model[0], model[1]):
         part.eval()
     rows = batch()
-    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
     truth = true_sum(model, CRITERION, rows)
     for _ in private.loader:
         private.step(*rows)
     assert_equal(private.sum(), truth)
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_a_forward_pass_without_backward_is_forgotten(door):
+def test_a_forward_pass_without_backward_is_forgotten(api):
     model, rows = mlp(), batch()
-    private = door.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
         private.criterion(private.model(batch(7, seed=9)[0]), batch(7, seed=9)[1])
         private.step(*rows)
     assert_equal(private.sum(), true_sum(model, CRITERION, rows))
-
-
-# 41
 
 
 class Mixed(nn.Module):
@@ -166,17 +157,17 @@ class CallsMixed(nn.Module):
 
 
 @pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O41")
-def test_layers_take_tuples_keywords_and_none_and_return_several(door):
+def test_layers_take_tuples_keywords_and_none_and_return_several(api):
     generator = torch.Generator().manual_seed(3)
     inputs = {
         name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
     }
     rows, first = (inputs, batch()[1]), lambda outputs, targets: F.cross_entropy(outputs[0], targets)
     model = CallsMixed()
-    if door.mode != "ghost" or not door.compat:
-        assert_equal(door.clipped_sum(model, first, rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
+    if api.mode != "ghost" or not api.compat:
+        assert_equal(api.clipped_sum(model, first, rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
         return
 
     class PerRow(nn.Module):  # Opacus's ghost modes set this attribute, as a criterion has it
@@ -185,10 +176,7 @@ def test_layers_take_tuples_keywords_and_none_and_return_several(door):
         def forward(self, outputs, targets):
             return F.cross_entropy(outputs[0], targets, reduction=self.reduction)
 
-    assert_equal(door.clipped_sum(model, PerRow(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
-
-
-# 42
+    assert_equal(api.clipped_sum(model, PerRow(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
 
 
 class Nested(nn.Module):
@@ -214,23 +202,20 @@ class Nested(nn.Module):
         return self.head(x.mean(dim=1))
 
 
-@through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
+@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O42")
-def test_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(door):
+def test_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(api):
     plain, x = Nested(), torch.randn(ROWS, 6, FEATURES)
-    mended = fixed(door, Nested())
+    mended = fixed(api, Nested())
     for source, target in ((plain, mended), (mended, plain)):
         with torch.no_grad():
             for p in source.parameters():
                 p.normal_()
         target.load_state_dict(source.state_dict(), strict=True)
         torch.testing.assert_close(target(x), source(x), rtol=1e-4, atol=1e-5)
-    if door.mode in ("functorch", "ew"):
+    if api.mode in ("functorch", "ew"):
         return  # whether their rules can follow each of these layers is the concern of other tests
-    assert_sum_is_right(door, mended, (x, batch()[1]), rtol=2e-5)
-
-
-# 46
+    assert_sum_is_right(api, mended, (x, batch()[1]), rtol=2e-5)
 
 
 class WithMethods(nn.Module):
@@ -254,12 +239,12 @@ class WithMethods(nn.Module):
         return self.inner(x)
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O46")
-def test_the_users_model_and_what_it_has_are_reachable(door):
+def test_the_users_model_and_what_it_has_are_reachable(api):
     model = WithMethods()
-    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
-    if not door.compat or door.id.endswith("unwrapped"):
+    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    if not api.compat or api.id.endswith("unwrapped"):
         assert private.model is model and type(private.model) is WithMethods
     assert private.model.config is model.config
     assert private.model.width == FEATURES and private.model.limit == 3
@@ -270,17 +255,14 @@ def test_the_users_model_and_what_it_has_are_reachable(door):
         private.model.absent  # noqa: B018
 
 
-# 49
-
-
-@through_some(ALL_DOORS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
+@through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O49")
-def test_parameters_may_be_frozen_and_thawed_between_steps(door):
+def test_parameters_may_be_frozen_and_unfrozen_between_steps(api):
     model, rows = mlp(), batch()
     everything = list(model.parameters())
     options = {"make_optimizer": lambda _: torch.optim.SGD(everything, lr=0.1)}
     model[0].weight.requires_grad_(False)  # partly frozen from the start
-    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION, **options)
+    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION, **options)
     for change in (lambda: None, lambda: model[2].requires_grad_(False), lambda: model.requires_grad_(True)):
         change()
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -290,9 +272,6 @@ def test_parameters_may_be_frozen_and_thawed_between_steps(door):
         assert_equal(private.sum(), truth)
         for name, p in model.named_parameters():
             assert torch.equal(before[name], p) != p.requires_grad, name
-
-
-# 58
 
 
 class WithBuffers(nn.Module):
@@ -327,41 +306,41 @@ BUFFERED = {
     "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
 }
 buffered = pytest.mark.parametrize("make", BUFFERED.values(), ids=BUFFERED)
-STRICT = [door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")]
+STRICT = [api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")]
 
 
 @buffered
-@through_some([door for door in LAYER_DOORS if door not in STRICT])
+@through_some([api for api in LAYER_APIS if api not in STRICT])
 @pytest.mark.hazard("O58")
-def test_buffers_that_forward_does_not_write_are_accepted(door, make):
+def test_buffers_that_forward_does_not_write_are_accepted(api, make):
     torch.manual_seed(1)
-    assert_sum_is_right(door, make(), batch())
+    assert_sum_is_right(api, make(), batch())
 
 
 @buffered
 @through_some(STRICT)
 @pytest.mark.hazard("O58")
-def test_compat_is_as_strict_as_it_says_and_its_remedy_works(door, make):
+def test_compat_is_as_strict_as_it_says_and_its_remedy_works(api, make):
     torch.manual_seed(1)
     model, rows = make(), batch()
     with pytest.raises(NotImplementedError, match=r"strict=False.*harmless"):
-        door.clipped_sum(model, CRITERION, rows)
-    if door.id.endswith("unwrapped"):
+        api.clipped_sum(model, CRITERION, rows)
+    if api.id.endswith("unwrapped"):
         return
-    settings = {"functorch": {"force_functorch": True}, "ghost": {"max_grad_norm": 1.0}}.get(door.mode, {})
-    kind = "GradSampleModuleFastGradientClipping" if door.mode == "ghost" else "GradSampleModule"
+    settings = {"functorch": {"force_functorch": True}, "ghost": {"max_grad_norm": 1.0}}.get(api.mode, {})
+    kind = "GradSampleModuleFastGradientClipping" if api.mode == "ghost" else "GradSampleModule"
     truth = true_sum(model, CRITERION, rows)
     wrapper = getattr(opacus(), kind)(model, strict=False, **settings)
-    private = door.open(wrapper, fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(wrapper, fixed_loader(ROWS), criterion=CRITERION)
     assert private.module is wrapper
     for _ in private.loader:
         private.step(*rows)
     assert_equal(private.sum(), {f"_module.{name}": value for name, value in truth.items()})
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O58")
-def test_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
+def test_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(api):
     class Counts(nn.Linear):
         def __init__(self):
             super().__init__(FEATURES, CLASSES)
@@ -372,34 +351,28 @@ def test_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(door):
             return super().forward(x)
 
     with pytest.raises((RuntimeError, NotImplementedError), match=r"0.*|Counts") as seen:
-        door.clipped_sum(nn.Sequential(Counts(), nn.Linear(CLASSES, CLASSES)), CRITERION, batch())
+        api.clipped_sum(nn.Sequential(Counts(), nn.Linear(CLASSES, CLASSES)), CRITERION, batch())
     assert "Counts" in str(seen.value) or "0.seen" in str(seen.value)
 
 
-# 59
-
-
 # torch's ExpandedWeights cannot be compiled
-@through_some([door for door in LAYER_DOORS if door.mode != "ew"], always=set())
+@through_some([api for api in LAYER_APIS if api.mode != "ew"], always=set())
 @pytest.mark.hazard("O59")
-def test_a_compiled_model_gives_the_eager_sums(door):
+def test_a_compiled_model_gives_the_eager_sums(api):
     model, rows = mlp(), batch()
     truth = true_sum(model, CRITERION, rows)
-    private = door.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
     private.model = torch.compile(private.model, backend="eager")
     for _ in private.loader:
         private.step(*rows)
     assert_equal(private.sum(), truth)
 
 
-# 60
-
-
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O60")
-def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(door):
+def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(api):
     model, rows = mlp(), batch()
-    private = door.open(model.eval(), fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(model.eval(), fixed_loader(ROWS), criterion=CRITERION)
     other = batch(7, seed=9)[0].requires_grad_()
     private.model.eval()
     private.model(other).sum().backward()

@@ -5,8 +5,17 @@ import math
 
 import pytest
 import torch
-from pains.doors import ALL_DOORS, COMPAT_DOORS, DEFAULT_DOORS, assert_equal, fixed_loader, opacus, through, true_sum
-from pains.small import CLASSES, FEATURES, classes, mlp, rows
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    assert_equal,
+    fixed_loader,
+    opacus,
+    through,
+    true_sum,
+)
+from opacus_defects.small import CLASSES, FEATURES, classes, mlp, rows
 from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 import dpengine
@@ -28,27 +37,27 @@ def a_step(private):
 
 
 @pytest.mark.parametrize("count", [104, 103])
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O17")
-def test_the_divisor_does_not_tell_whether_one_row_is_there(door, count):
+def test_the_divisor_does_not_tell_whether_one_row_is_there(api, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
     inputs, targets = rows(FEATURES, count=count), classes(count)
-    private = door.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
+    private = api.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
     (drawn,) = next(batch for batch in private.loader if len(batch[0]) > 1)
     private.step(inputs[drawn], targets[drawn])
     assert private.size == 8
     assert_equal(private.sum(), true_sum(mlp(), torch.nn.CrossEntropyLoss(), (inputs[drawn], targets[drawn])))
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O17")
-def test_the_neighbouring_relation_is_in_the_report(door):
-    private = door.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
+def test_the_neighbouring_relation_is_in_the_report(api):
+    private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0)
     assert private.engine.describe()["relation"] == "zero-out"  # N gave the rate: it is public
     a_step(private)
     assert "neighbours if" in str(private.engine.report())
     declared = {"sample_rate": 0.01, "expected_batch_size": 8.0, "target_delta": DELTA}
-    private = door.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0, **declared)
+    private = api.open(mlp(), fixed_loader(104, batch_size=8), noise_multiplier=1.0, **declared)
     assert private.engine.describe()["relation"] == "add-or-remove-one"
 
 
@@ -77,22 +86,22 @@ class SubclassedBatchSampler(BatchSampler):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O18")
-def test_a_sampler_that_is_not_known_is_refused_by_name(door, name):
+def test_a_sampler_that_is_not_known_is_refused_by_name(api, name):
     data = TensorDataset(torch.arange(48))
     with pytest.raises(SamplingError, match=rf"(?s){name}.*(shuffle|sampler)"):
-        door.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
+        api.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
 
 
-@pytest.mark.one_in(2, "rows", "door")
+@pytest.mark.one_in(2, "rows", "api")
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O18")
-def test_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, size):
-    private = door.open(mlp(), fixed_loader(rows, batch_size=size), poisson=True, noise_multiplier=1.0)
+def test_the_rate_is_the_batch_size_over_the_number_of_rows(api, rows, size):
+    private = api.open(mlp(), fixed_loader(rows, batch_size=size), poisson=True, noise_multiplier=1.0)
     a_step(private)
-    if door.compat:
+    if api.compat:
         ((_, rate, _),) = private.engine.accountant.history
         expected = 1 / math.ceil(rows / size)  # which the names of Opacus take, and draw by
     else:
@@ -107,19 +116,19 @@ def test_the_rate_is_the_batch_size_over_the_number_of_rows(door, rows, size):
 # Shuffled batches are reported with amplification by sampling
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O19")
-def test_without_poisson_sampling_the_divisor_is_the_batch_size(door):
-    private = door.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
+def test_without_poisson_sampling_the_divisor_is_the_batch_size(api):
+    private = api.open(mlp(), fixed_loader(100, batch_size=64), poisson=False)
     assert private.size == 64
     batches = [len(drawn) for (drawn,) in private.loader]
     assert batches == [64, 36]
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O19")
-def test_without_poisson_sampling_no_amplification_is_claimed(door):
-    private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
+def test_without_poisson_sampling_no_amplification_is_claimed(api):
+    private = api.open(mlp(), fixed_loader(16, batch_size=8), poisson=False, noise_multiplier=2.0)
     for (drawn,) in private.loader:
         private.step(torch.ones(len(drawn), FEATURES), torch.arange(len(drawn)) % CLASSES)
     unamplified = epsilon_of([Charge(GaussianEvent(2.0))], DELTA)  # each row is in one of the batches
@@ -129,11 +138,11 @@ def test_without_poisson_sampling_no_amplification_is_claimed(door):
         assert "shuffle" in str(refused).lower() or "poisson" in str(refused).lower()
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O19")
-def test_the_event_says_how_batches_were_drawn(door):
+def test_the_event_says_how_batches_were_drawn(api):
     for poisson, kind in ((True, PoissonGaussianEvent), (False, UnclaimedEvent)):
-        private = door.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
+        private = api.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
         a_step(private)
         (charge,) = private.engine.ledger.history
         assert isinstance(charge.event, kind)
@@ -144,10 +153,10 @@ def test_the_event_says_how_batches_were_drawn(door):
 # A step hook of the user removes the accounting
 
 
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O21")
-def test_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
-    private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
+def test_a_hook_of_the_users_own_does_not_remove_the_accounting(api):
+    private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     for name in ("first", "second"):
         private.optimizer.attach_step_hook(lambda optimizer, name=name: seen.append((name, type(optimizer))))
@@ -156,10 +165,10 @@ def test_a_hook_of_the_users_own_does_not_remove_the_accounting(door):
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(1.0, 1)]
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O21")
-def test_torchs_own_step_hooks_leave_the_ledger_alone(door):
-    private = door.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
+def test_torchs_own_step_hooks_leave_the_ledger_alone(api):
+    private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     private.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
     private.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
@@ -267,9 +276,9 @@ def test_noise_is_found_for_every_step_of_the_planned_passes():
     assert_on_target(epsilon(noise_multiplier=sigma, sample_rate=1 / 93, steps=93, delta=DELTA, accountant="rdp"))
 
 
-@through(COMPAT_DOORS, quick=("compat-hooks",))
+@through(COMPAT_APIS, quick=("compat-hooks",))
 @pytest.mark.hazard("O24")
-def test_a_compat_run_to_a_target_ends_on_it(door):
+def test_a_compat_run_to_a_target_ends_on_it(api):
     model = mlp()
     engine = opacus().PrivacyEngine(accountant="rdp")
     _, optimizer, *_, loader = engine.make_private_with_epsilon(
@@ -280,8 +289,8 @@ def test_a_compat_run_to_a_target_ends_on_it(door):
         target_delta=DELTA,
         epochs=2,
         max_grad_norm=1.0,
-        grad_sample_mode=door.mode,
-        wrap_model="unwrapped" not in door.id,
+        grad_sample_mode=api.mode,
+        wrap_model="unwrapped" not in api.id,
         epsilon_tolerance=0.001,
     )
     assert len(loader) == 7
@@ -322,13 +331,13 @@ def test_a_compat_accountant_answers_with_a_number_of_at_least_zero(mechanism, g
 LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O35")
-def test_the_private_loader_is_as_long_as_the_users(door):
+def test_the_private_loader_is_as_long_as_the_users(api):
     for batches in LENGTHS:
         loader = fixed_loader(batches, batch_size=1)
-        options = {} if door.compat else {"target_delta": DELTA}
-        assert len(door.open(mlp(), loader, poisson=True, **options).loader) == len(loader) == batches
+        options = {} if api.compat else {"target_delta": DELTA}
+        assert len(api.open(mlp(), loader, poisson=True, **options).loader) == len(loader) == batches
 
 
 @pytest.mark.slow

@@ -1,12 +1,12 @@
-"""Loud pains with memory: a large embedding, convolutions, and the budget for what is kept."""
+"""Defects of Opacus: memory of large embeddings and convolutions, and the memory budget."""
 
 import copy
 
 import pytest
 import torch
-from pains.doors import LAYER_DOORS, assert_equal, fixed_loader, true_sum
-from pains.peak import peak_of
-from pains.wide import through_some
+from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, true_sum
+from opacus_defects.peak import peak_of
+from opacus_defects.wide import through_some
 from torch import nn
 
 from dpengine import PrivacyEngine
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning
 
 CRITERION = nn.CrossEntropyLoss()
 # Those that need not keep what they show: the others promise the gradients of all rows, or are torch's own.
-FRUGAL = [d for d in LAYER_DOORS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
+FRUGAL = [d for d in LAYER_APIS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
 MIB = 2**20
 
 
@@ -42,12 +42,9 @@ def peak_of_a_step(private, x, y):
     return found[0]
 
 
-# 51
-
-
 @through_some(FRUGAL, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O51")
-def test_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(door):
+def test_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(api):
     entries, width = 10**6, 2
     table = 4 * entries * width
     peaks = {}
@@ -55,13 +52,10 @@ def test_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_en
         torch.manual_seed(1)
         model = nn.Sequential(nn.Embedding(entries, width), nn.Flatten(), nn.Linear(5 * width, 3))
         x, y = torch.randint(0, entries, (rows, 5)), torch.randint(0, 3, (rows,))
-        private = door.open(model, fixed_loader(rows), criterion=CRITERION)
+        private = api.open(model, fixed_loader(rows), criterion=CRITERION)
         peaks[rows] = peak_of_a_step(private, x, y)
     assert peaks[4] < 4 * table
     assert peaks[64] - peaks[4] < table / 4  # 64 rows of the whole table would be 64 tables
-
-
-# 52
 
 
 @pytest.fixture
@@ -78,7 +72,7 @@ def by_estimates(monkeypatch):
 
 @through_some(FRUGAL, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O52")
-def test_a_convolution_does_not_unfold_its_input(door, by_estimates):
+def test_a_convolution_does_not_unfold_its_input(api, by_estimates):
     rows = 16
     torch.manual_seed(1)
     model = nn.Sequential(
@@ -88,7 +82,7 @@ def test_a_convolution_does_not_unfold_its_input(door, by_estimates):
     activations = 4 * rows * 8 * 32 * 32
     plain = copy.deepcopy(model)
     ordinary = peak_of(lambda: CRITERION(plain(x), y).backward())
-    found = peak_of_a_step(door.open(model, fixed_loader(rows), criterion=CRITERION), x, y)
+    found = peak_of_a_step(api.open(model, fixed_loader(rows), criterion=CRITERION), x, y)
     assert found < ordinary + 24 * activations  # unfolded, the second input alone would be 49 activations
 
 

@@ -1,4 +1,4 @@
-"""The small pains, each one test: what fails there by a typo, a forgotten argument or a missing case."""
+"""Small defects of Opacus, one test each: a typo, a forgotten argument, a missing case."""
 
 import copy
 import math
@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import (
-    COMPAT_DOORS,
-    LAYER_DOORS,
+from opacus_defects.apis import (
+    COMPAT_APIS,
+    LAYER_APIS,
     assert_equal,
     fixed_loader,
     opacus,
     trainable,
     true_sum,
 )
-from pains.wide import through_some
+from opacus_defects.wide import through_some
 from torch import nn
 
 import dpengine
@@ -33,13 +33,13 @@ def labels(rows=ROWS):
     return torch.randint(0, CLASSES, (rows,), generator=torch.Generator().manual_seed(3))
 
 
-def assert_sum_is_right(door, model, inputs, max_norm=1.0, *, row=None, rtol=1e-5):
+def assert_sum_is_right(api, model, inputs, max_norm=1.0, *, row=None, rtol=1e-5):
     truth = true_sum(model, CRITERION, (inputs, labels()), max_norm, row=row)
-    assert_equal(door.clipped_sum(model, CRITERION, (inputs, labels()), max_norm), truth, rtol=rtol)
+    assert_equal(api.clipped_sum(model, CRITERION, (inputs, labels()), max_norm), truth, rtol=rtol)
 
 
 def fix(**options):
-    """The repairs of both doors."""
+    """The repairs of both apis."""
     return {
         "default": lambda model: dpengine.fix(model)[0],
         "compat": lambda model: opacus("validators").ModuleValidator.fix(model, **options),
@@ -67,7 +67,7 @@ def test_a_star_import_of_the_optimizers_works():
 
 
 @pytest.mark.hazard("O67")
-def test_fix_to_instance_norm_beside_an_lstm():
+def test_fix_to_instance_norm_next_to_an_lstm():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def test_fix_to_instance_norm_beside_an_lstm():
     mended = opacus("validators").ModuleValidator.fix(Both(), replace_bn_with_in=True)
     assert isinstance(mended.norm, nn.InstanceNorm1d)
     assert_sum_is_right(
-        next(d for d in COMPAT_DOORS if d.id == "compat-hooks"), mended, torch.randn(ROWS, 5, FEATURES), rtol=2e-5
+        next(d for d in COMPAT_APIS if d.id == "compat-hooks"), mended, torch.randn(ROWS, 5, FEATURES), rtol=2e-5
     )
 
 
@@ -94,8 +94,8 @@ def test_fix_of_an_lstm_with_a_projection(mend):
     mended = fix()[mend](plain)
     torch.testing.assert_close(mended(x), plain(x))
     assert list(mended.state_dict()) == list(plain.state_dict())
-    door = next(d for d in LAYER_DOORS if d.compat == (mend == "compat") and d.mode in ("auto", "hooks"))
-    assert_sum_is_right(door, mended, x, rtol=2e-5)
+    api = next(d for d in LAYER_APIS if d.compat == (mend == "compat") and d.mode in ("auto", "hooks"))
+    assert_sum_is_right(api, mended, x, rtol=2e-5)
 
 
 @pytest.mark.parametrize("mend", fix(), ids=str)
@@ -116,17 +116,17 @@ def test_fix_takes_classes_that_cannot_be_pickled(mend):
     assert isinstance(plain.layers[1], nn.BatchNorm1d) and not isinstance(mended.layers[1], nn.BatchNorm1d)
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O70")
-def test_layer_norm_without_a_bias(door):
+def test_layer_norm_without_a_bias(api):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(FEATURES, 6), nn.LayerNorm(6, bias=False), nn.Linear(6, CLASSES))
-    assert_sum_is_right(door, model, torch.randn(ROWS, FEATURES))
+    assert_sum_is_right(api, model, torch.randn(ROWS, FEATURES))
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O71")
-def test_a_linear_layer_on_four_axes(door):
+def test_a_linear_layer_on_four_axes(api):
     class Grid(nn.Module):
         def __init__(self):
             super().__init__()
@@ -136,7 +136,7 @@ def test_a_linear_layer_on_four_axes(door):
             return self.second(torch.tanh(self.first(x))).mean(dim=(1, 2))
 
     torch.manual_seed(1)
-    assert_sum_is_right(door, Grid(), torch.randn(ROWS, 3, 2, FEATURES))
+    assert_sum_is_right(api, Grid(), torch.randn(ROWS, 3, 2, FEATURES))
 
 
 class Own(nn.Module):
@@ -154,24 +154,24 @@ def from_the_left(x, weight):
     return (weight @ x.unsqueeze(-1)).squeeze(-1)
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O72")
-def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(door):
+def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(api):
     x = torch.randn(ROWS, FEATURES)
     for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(FEATURES, 6), Own(apply), nn.Linear(6, CLASSES))
         plain = copy.deepcopy(model)
-        private = door.open(model, fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=1e6)
+        private = api.open(model, fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=1e6)
         for _ in private.loader:
             private.optimizer.zero_grad()
             torch.manual_seed(5)
-            if apply is from_the_left and door.id in ("default-auto", "compat-ghost"):
+            if apply is from_the_left and api.id in ("default-auto", "compat-ghost"):
                 with pytest.warns(PrivacyWarning, match="DPE028"):
                     private.backward(x, labels())  # runs each sample alone, with other random numbers
                 private.optimizer.step()
                 break
-            if apply is from_the_left and door.mode != "functorch":
+            if apply is from_the_left and api.mode != "functorch":
                 with pytest.raises(UnsupportedLayerError, match=r"'1(' \(Own\)|\.weight')") as seen:
                     private.backward(x, labels())
                 assert "move dropout into an nn.Dropout" in seen.value.fix or "separate module" in seen.value.fix
@@ -183,16 +183,16 @@ def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with
             assert_equal(private.sum(), {name: p.grad.double() * ROWS for name, p in plain.named_parameters()})
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O73")
-def test_a_plain_rnn_trains_or_is_refused_before_it_does(door):
+def test_a_plain_rnn_trains_or_is_refused_before_it_does(api):
     torch.manual_seed(1)
     model, x = Last(nn.RNN(FEATURES, 6, batch_first=True), 6), torch.randn(ROWS, 5, FEATURES)
-    if door.compat:
+    if api.compat:
         validator = opacus("validators").ModuleValidator
         model = validator.fix(model)
         assert validator.is_valid(model)
-    assert_sum_is_right(door, model, x, rtol=2e-5)
+    assert_sum_is_right(api, model, x, rtol=2e-5)
 
 
 class Bag(nn.Module):
@@ -212,12 +212,12 @@ class Bag(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["rows", "keywords", "offsets"])
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O74")
-def test_an_embedding_bag_takes_its_inputs_in_any_way(door, way):
+def test_an_embedding_bag_takes_its_inputs_in_any_way(api, way):
     torch.manual_seed(1)
     inputs = (torch.randint(0, 7, (ROWS, 3)), torch.rand(ROWS, 3))
-    assert_sum_is_right(door, Bag(way), inputs)
+    assert_sum_is_right(api, Bag(way), inputs)
 
 
 @pytest.mark.hazard("O75")

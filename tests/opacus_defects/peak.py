@@ -1,4 +1,4 @@
-"""The most that torch's allocator held at once while something ran, above what it held before; on the CPU, in bytes."""
+"""Peak memory of torch's CPU allocator during a call, in bytes above the start."""
 
 from torch.profiler import ProfilerActivity, profile
 

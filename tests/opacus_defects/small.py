@@ -1,4 +1,4 @@
-"""Small models and batches that many pains can be shown on."""
+"""Small models and batches that show many defects."""
 
 from __future__ import annotations
 

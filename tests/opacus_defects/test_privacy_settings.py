@@ -1,4 +1,4 @@
-"""Loud pains with noise, numbers and policies: accountants, secure noise, precision, adaptive clipping."""
+"""Defects of Opacus: accountants, secure noise, precision, adaptive clipping, custom clipping policies."""
 
 import copy
 import math
@@ -11,11 +11,11 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import (
+from opacus_defects.apis import (
     BOUND,
-    COMPAT_DOORS,
-    DEFAULT_DOORS,
-    LAYER_DOORS,
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    LAYER_APIS,
     assert_equal,
     fixed_loader,
     most_added,
@@ -23,7 +23,7 @@ from pains.doors import (
     through,
     true_sum,
 )
-from pains.wide import through_some
+from opacus_defects.wide import through_some
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,8 +51,6 @@ def mlp():
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
-
-# 43
 
 RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, long runs, epsilon far above a hundred
     (1.0, 0.1, 20, 0.05),
@@ -91,22 +89,19 @@ def test_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
     assert math.isfinite(found) and found >= lower - 1e-9
 
 
-# 44
-
-
-def noise_of(door_options, *, compat):
+def noise_of(api_options, *, compat):
     """Returns ``p.grad`` after a step with noise and no gradient, in units of its standard deviation."""
     model = nn.Linear(100, 200, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     x = torch.ones(4, 100)
     if compat:
-        engine = opacus().PrivacyEngine(**door_options)
+        engine = opacus().PrivacyEngine(**api_options)
         private, optimizer, loader = engine.make_private(
             module=model, optimizer=optimizer, data_loader=fixed_loader(4), noise_multiplier=2.0, max_grad_norm=1.0,
             poisson_sampling=False,
         )  # fmt: skip
     else:
-        private, optimizer, loader = PrivacyEngine(**door_options).make_private(
+        private, optimizer, loader = PrivacyEngine(**api_options).make_private(
             model, optimizer, fixed_loader(4), noise_multiplier=2.0, max_grad_norm=1.0
         )
     for _ in loader:
@@ -132,7 +127,7 @@ def test_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
 
 
 @pytest.mark.hazard("O44")
-def test_a_generator_beside_secure_mode_is_refused_in_compat():
+def test_a_generator_next_to_secure_mode_is_refused_in_compat():
     model = mlp()
     with pytest.raises(ValueError, match="noise_generator"):
         opacus().PrivacyEngine(secure_mode=True).make_private(
@@ -159,9 +154,6 @@ def test_secure_noise_for_an_accelerator():
     assert stats.kstest((model.weight.grad.flatten() * 2).double().cpu().numpy(), "norm").pvalue > 1e-6
 
 
-# 45
-
-
 class Autocast(nn.Module):
     """Runs a model in bfloat16 where autocast does so."""
 
@@ -174,36 +166,36 @@ class Autocast(nn.Module):
             return self.inner(x).float()
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
-def test_under_autocast_no_row_exceeds_the_threshold(door):
+def test_under_autocast_no_row_exceeds_the_threshold(api):
     model, rows, criterion = Autocast(mlp()), batch(scale=3.0), nn.CrossEntropyLoss(reduction="sum")
 
     def sum_of(*rows):  # of losses that are added: a mean would round the other rows anew when one is left out
-        found = door.clipped_sum(model, criterion, rows, 0.1, loss_reduction="sum")
-        return found if door.compat else {name: value / len(rows[1]) for name, value in found.items()}
+        found = api.clipped_sum(model, criterion, rows, 0.1, loss_reduction="sum")
+        return found if api.compat else {name: value / len(rows[1]) for name, value in found.items()}
 
     assert most_added(sum_of, rows) <= 0.1 * BOUND
     truth = true_sum(model.inner, CRITERION, rows, 0.1)
     assert_equal(sum_of(*rows), {f"inner.{name}": value for name, value in truth.items()}, rtol=0.1)  # 8 bits
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
-def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(door):
+def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(api):
     x, y = batch(64)
     torch.manual_seed(1)
     wide = nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, CLASSES)).to(torch.bfloat16)
     rows = (x.bfloat16(), y)
-    assert_equal(door.clipped_sum(wide, CRITERION, rows, 0.01), true_sum(wide, CRITERION, rows, 0.01), rtol=0.03)
+    assert_equal(api.clipped_sum(wide, CRITERION, rows, 0.01), true_sum(wide, CRITERION, rows, 0.01), rtol=0.03)
     # The same row twice, at its threshold: norms in bfloat16 would be off by up to 2 ** -8, the sum is rounded once.
-    twice = door.clipped_sum(wide, CRITERION, (rows[0][[0, 0]], y[[0, 0]]), 0.01)
+    twice = api.clipped_sum(wide, CRITERION, (rows[0][[0, 0]], y[[0, 0]]), 0.01)
     length = torch.cat([value.flatten() for value in twice.values()]).norm()
     assert float(length) == pytest.approx(0.02, rel=1e-3)
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
-@pytest.mark.parametrize("mode", [door.mode for door in DEFAULT_DOORS])
+@pytest.mark.parametrize("mode", [api.mode for api in DEFAULT_APIS])
 @pytest.mark.hazard("O45")
 def test_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
     model, (x, y) = mlp(), batch()
@@ -221,10 +213,10 @@ def test_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
     assert_equal(found, true_sum(model, CRITERION, (x, y), max_norm))
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
-def test_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
-    private, (x, y) = door.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
+def test_a_scaler_that_is_unknown_is_refused_with_the_remedy(api):
+    private, (x, y) = api.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
     scaler = torch.amp.GradScaler("cpu")
     for _ in private.loader:
         private.optimizer.zero_grad()
@@ -233,17 +225,14 @@ def test_a_scaler_that_nobody_told_of_is_refused_with_the_remedy(door):
             scaler.step(private.optimizer)
 
 
-# 50
-
-
 @pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
-@through_some(DEFAULT_DOORS)
+@through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O50")
-def test_adaptive_clipping_needs_no_more_than_its_name(door, multiplier):
+def test_adaptive_clipping_needs_no_more_than_its_name(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=1)
-    private = door.open(model, loader, criterion=CRITERION, clipping="adaptive", noise_multiplier=multiplier)
+    private = api.open(model, loader, criterion=CRITERION, clipping="adaptive", noise_multiplier=multiplier)
     for (rows,) in private.loader:
         sizes.append(inside.samples_now(private.engine))
         private.step(x[rows], y[rows])
@@ -257,23 +246,23 @@ def test_adaptive_clipping_needs_no_more_than_its_name(door, multiplier):
 @pytest.mark.hazard("O50")
 def test_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works():
     with pytest.raises(InvalidBudgetError, match=r"Try count_noise_multiplier=125") as seen:
-        DEFAULT_DOORS[0].open(mlp(), fixed_loader(ROWS), clipping="adaptive", noise_multiplier=25.0)
+        DEFAULT_APIS[0].open(mlp(), fixed_loader(ROWS), clipping="adaptive", noise_multiplier=25.0)
     assert "count_noise_multiplier above 12.5" in str(seen.value)
 
 
 @pytest.mark.parametrize("multiplier", [0.5, 1])
-@through_some([door for door in COMPAT_DOORS if door.mode != "ghost" and not door.writes])
+@through_some([api for api in COMPAT_APIS if api.mode != "ghost" and not api.writes])
 @pytest.mark.hazard("O50")
-def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(door, multiplier):
+def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
-    private = door.open(
+    private = api.open(
         model,
         DataLoader(TensorDataset(torch.arange(8)), batch_size=1),
         criterion=CRITERION,
         clipping="adaptive",
         noise_multiplier=multiplier,
-        poisson=door.mode != "ew",
+        poisson=api.mode != "ew",
         target_unclipped_quantile=0.5,
         clipbound_learning_rate=0.2,
         max_clipbound=1e8,
@@ -284,13 +273,10 @@ def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(door, 
         for (rows,) in private.loader:
             sizes.append(len(rows))
             private.step(x[rows], y[rows])
-        if door.mode == "ew":
+        if api.mode == "ew":
             break
     assert 0 < private.optimizer.max_grad_norm < 1e8 and private.optimizer.max_grad_norm != 1.0
     assert all(p.isfinite().all() for p in model.parameters())
-
-
-# 64
 
 
 @pytest.mark.hazard("O64")
@@ -316,9 +302,6 @@ def test_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
     assert sum(len(textwrap.wrap(line, 80)) for line in shown.splitlines()) <= 24
 
 
-# 65
-
-
 class Half(AbstractClip):
     """A policy of a user, in one place: no gradient is scaled up, and the longest has norm ``bound``."""
 
@@ -339,11 +322,11 @@ class Half(AbstractClip):
         return {"policy": "half", "bound": self.bound}
 
 
-@through_some(DEFAULT_DOORS)
+@through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O65")
-def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(door):
+def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(api):
     model, rows, bound = mlp(), batch(), 0.3
-    private = door.open(
+    private = api.open(
         copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, clipping=Half(bound), max_grad_norm=None
     )
     for _ in private.loader:
@@ -356,16 +339,16 @@ def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(door):
         for name, p in one.named_parameters():
             truth[name] += p.grad * bound * (1 - SLACK) / (norm + bound)
     assert_equal(private.sum(), truth)
-    noisy = door.open(
+    noisy = api.open(
         mlp(), fixed_loader(ROWS), clipping=Half(bound), max_grad_norm=None, noise_multiplier=2.0
     ).engine.describe()
     assert noisy["sensitivity"] == bound and noisy["noise_std_of_sum"] == 2.0 * bound
     assert noisy["clipping"] == {"policy": "half", "bound": bound}
 
 
-@through(DEFAULT_DOORS[:1])
+@through(DEFAULT_APIS[:1])
 @pytest.mark.hazard("O65")
-def test_a_policy_without_a_bound_cannot_be_made(door):
+def test_a_policy_without_a_bound_cannot_be_made(api):
     class Boundless(AbstractClip):
         def group_of(self, names):
             return [0] * len(names)
@@ -377,4 +360,4 @@ def test_a_policy_without_a_bound_cannot_be_made(door):
             return {}
 
     with pytest.raises(TypeError, match="bounds"):
-        door.open(mlp(), fixed_loader(ROWS), clipping=Boundless(), max_grad_norm=None)
+        api.open(mlp(), fixed_loader(ROWS), clipping=Boundless(), max_grad_norm=None)

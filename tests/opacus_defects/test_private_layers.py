@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from pains.doors import LAYER_DOORS, assert_equal, opacus, through, true_sum
-from pains.small import CLASSES, classes, rows, seeded
+from opacus_defects.apis import LAYER_APIS, assert_equal, opacus, through, true_sum
+from opacus_defects.small import CLASSES, classes, rows, seeded
 from torch import nn
 
 import dpengine
@@ -76,17 +76,17 @@ class Attending(nn.Module):
         return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O31")
-def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(door):
+def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(api):
     torchs = seeded(lambda: Attending(nn.MultiheadAttention))
     model = torchs
-    if door.compat:
+    if api.compat:
         model = Attending(opacus("layers").DPMultiheadAttention)
         model.load_state_dict(torchs.state_dict())
     tokens = (rows(5, 4), classes())
     truth = true_sum(torchs, LOSS, tokens, 0.6)
-    found = door.clipped_sum(model, LOSS, tokens, 0.6)
+    found = api.clipped_sum(model, LOSS, tokens, 0.6)
     if set(found) == set(truth):
         assert_equal(found, truth)
     else:  # Opacus's layer has its projections in three parts

@@ -5,10 +5,10 @@ import math
 import inside
 import pytest
 import torch
-from pains.doors import (
-    COMPAT_DOORS,
-    DEFAULT_DOORS,
-    GHOST_DOORS,
+from opacus_defects.apis import (
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    GHOST_APIS,
     Private,
     assert_equal,
     fixed_loader,
@@ -17,7 +17,7 @@ from pains.doors import (
     true_sum,
     true_sum_by_group,
 )
-from pains.small import FEATURES, classes, mlp, rows
+from opacus_defects.small import FEATURES, classes, mlp, rows
 from torch import nn
 
 from dpengine.clipping import Adaptive, PerLayer
@@ -55,11 +55,11 @@ def std_of(total):
 # Adaptive ghost: the default loss is reduced
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O4")
-def test_adaptive_clipping_obeys_the_threshold_of_the_same_step(door):
+def test_adaptive_clipping_obeys_the_threshold_of_the_same_step(api):
     model, policy = mlp(), Adaptive(0.5, count_noise_multiplier=1.0)
-    private = door.open(model, fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
+    private = api.open(model, fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
     seen = set()
     for _ in range(2):
         threshold = inside.state(private.engine).clipping_norm
@@ -77,18 +77,18 @@ ADAPTIVE = {
 }
 
 
-def open_adaptive(door, model, **options):
-    if door.mode == "ghost":
+def open_adaptive(api, model, **options):
+    if api.mode == "ghost":
         engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
-        return door.open(model, fixed_loader(COUNT), make_engine=engine, **ADAPTIVE, **options)
-    return door.open(model, fixed_loader(COUNT), clipping="adaptive", unclipped_num_std=2.0, **ADAPTIVE, **options)
+        return api.open(model, fixed_loader(COUNT), make_engine=engine, **ADAPTIVE, **options)
+    return api.open(model, fixed_loader(COUNT), clipping="adaptive", unclipped_num_std=2.0, **ADAPTIVE, **options)
 
 
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O4")
-def test_adaptive_clipping_of_every_compat_mode_too(door):
+def test_adaptive_clipping_of_every_compat_mode_too(api):
     model = mlp()
-    private = open_adaptive(door, model, max_grad_norm=0.5)
+    private = open_adaptive(api, model, max_grad_norm=0.5)
     seen = []
     for _ in range(2):
         before = float(private.optimizer.max_grad_norm)
@@ -102,14 +102,14 @@ def test_adaptive_clipping_of_every_compat_mode_too(door):
 # Ghost: the noise follows a schedule of the clipping norm, and the clipping does not
 
 
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
-def test_a_grad_clip_scheduler_moves_the_clip(door):
-    private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.0)
+def test_a_grad_clip_scheduler_moves_the_clip(api):
+    private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.0)
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
         assert private.optimizer.max_grad_norm == pytest.approx(threshold)
-        if door.mode == "ghost":
+        if api.mode == "ghost":
             assert private.module.max_grad_norm == pytest.approx(threshold)
         plain = mlp()
         plain.load_state_dict(private.bare.state_dict())
@@ -117,22 +117,22 @@ def test_a_grad_clip_scheduler_moves_the_clip(door):
         scheduler.step()
 
 
-@through(GHOST_DOORS)
+@through(GHOST_APIS)
 @pytest.mark.hazard("O5")
-def test_a_threshold_written_on_the_module_is_said_to_change_nothing(door):
-    private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
+def test_a_threshold_written_on_the_module_is_said_to_change_nothing(api):
+    private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
     with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
         private.module.max_grad_norm = 0.1
     assert private.module.max_grad_norm == private.optimizer.max_grad_norm == 1.5
     assert_equal(one_step(private, batch()), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
 
 
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
-def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(door):
+def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(api):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
-    private = door.open(model, fixed_loader(COUNT), **options)
+    private = api.open(model, fixed_loader(COUNT), **options)
     clips = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
         assert std_of(one_step(private, nothings)) == pytest.approx(SIGMA * threshold, rel=WITHIN)
@@ -140,12 +140,12 @@ def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(doo
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 2)]
 
 
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
-def test_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
+def test_a_noise_scheduler_moves_the_noise_and_what_is_booked(api):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
-    private = door.open(model, fixed_loader(COUNT), **options)
+    private = api.open(model, fixed_loader(COUNT), **options)
     noises = opacus("schedulers").ExponentialNoise(private.optimizer, gamma=2.0)
     one_step(private, nothings)
     noises.step()
@@ -154,13 +154,13 @@ def test_a_noise_scheduler_moves_the_noise_and_what_is_booked(door):
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 1), (2 * SIGMA, 1)]
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O5")
-def test_noise_and_ledger_follow_a_threshold_that_moves(door):
+def test_noise_and_ledger_follow_a_threshold_that_moves(api):
     model, nothings = silent()
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
     options = {"criterion": nothing, "max_grad_norm": None, "clipping": policy, "noise_multiplier": SIGMA}
-    private = door.open(model, fixed_loader(COUNT), **options)
+    private = api.open(model, fixed_loader(COUNT), **options)
     for threshold in (0.5, None):
         threshold = threshold or inside.state(private.engine).clipping_norm
         said = private.engine.describe()
@@ -180,26 +180,26 @@ def layer_of(name):
     return name.rpartition(".")[0]
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O6")
-def test_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_norm_of_all(door):
+def test_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_norm_of_all(api):
     options = {"max_grad_norm": [0.3, 0.05], "clipping": "per_layer"}
-    found = door.clipped_sum(mlp(), nn.CrossEntropyLoss(), batch(), **options)
+    found = api.clipped_sum(mlp(), nn.CrossEntropyLoss(), batch(), **options)
     bounds = {"0": 0.3, "2": 0.05}
     assert_equal(found, true_sum_by_group(mlp(), nn.CrossEntropyLoss(), batch(), bounds, layer_of))
-    private = door.open(mlp(), fixed_loader(COUNT), noise_multiplier=SIGMA, **options)
+    private = api.open(mlp(), fixed_loader(COUNT), noise_multiplier=SIGMA, **options)
     assert private.engine.describe()["noise_std_of_sum"] == pytest.approx(SIGMA * math.hypot(0.3, 0.05))
     assert inside.policy(private.engine) == PerLayer([0.3, 0.05])
 
 
-PER_LAYER_DOORS = [door for door in COMPAT_DOORS if door.mode != "ghost"]
+PER_LAYER_APIS = [api for api in COMPAT_APIS if api.mode != "ghost"]
 BOUNDS = [0.3, 0.2, 0.05, 0.4]
 
 
-@through(PER_LAYER_DOORS)
+@through(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
-def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(door):
-    private = door.open(mlp(), fixed_loader(COUNT), max_grad_norm=BOUNDS, clipping="per_layer")
+def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(api):
+    private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=BOUNDS, clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for factor in (1.0, 0.1):
         assert private.optimizer.max_grad_norm == pytest.approx(factor * math.hypot(*BOUNDS))
@@ -212,12 +212,12 @@ def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(door):
         scheduler.step()
 
 
-@through(PER_LAYER_DOORS)
+@through(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
-def test_the_noise_follows_the_norm_of_the_thresholds_in_force(door):
+def test_the_noise_follows_the_norm_of_the_thresholds_in_force(api):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": [0.6, 0.8], "clipping": "per_layer", "noise_multiplier": SIGMA}
-    private = door.open(model, fixed_loader(COUNT), **options)
+    private = api.open(model, fixed_loader(COUNT), **options)
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     scheduler.step()
     assert math.hypot(*private.optimizer.max_grad_norms) == pytest.approx(0.1)

@@ -5,11 +5,11 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import (
-    ALL_DOORS,
-    COMPAT_DOORS,
-    DEFAULT_DOORS,
-    GHOST_DOORS,
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    GHOST_APIS,
     assert_bounded,
     assert_equal,
     fixed_loader,
@@ -17,7 +17,7 @@ from pains.doors import (
     through,
     true_sum,
 )
-from pains.small import batch, mlp, rows
+from opacus_defects.small import batch, mlp, rows
 from torch import nn
 
 from dpengine.errors import BatchDependentLossError
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.filterwarnings("ignore::dpengine.PrivacyWarning")
 GHOSTS = ("default-ghost", "compat-ghost")
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O1")
-def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(door):
+def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(api):
     criterion = nn.CrossEntropyLoss()
     truth = true_sum(mlp(), criterion, batch(), 1.5)
-    assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5, plain=True), truth)
-    if door.id in GHOSTS:
-        assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5), truth)
+    assert_equal(api.clipped_sum(mlp(), criterion, batch(), 1.5, plain=True), truth)
+    if api.id in GHOSTS:
+        assert_equal(api.clipped_sum(mlp(), criterion, batch(), 1.5), truth)
 
 
-@through(COMPAT_DOORS, quick=("compat-ghost",))
+@through(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O1")
-def test_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(door):
-    assert_bounded(door, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
+def test_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(api):
+    assert_bounded(api, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
 
 
 CRITERIA = {
@@ -53,11 +53,11 @@ CRITERIA = {
 
 
 @pytest.mark.parametrize("name", CRITERIA)
-@through(ALL_DOORS, quick=("compat-ghost",))
+@through(ALL_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O2")
-def test_a_criterion_may_be_a_function_or_a_module(door, name):
+def test_a_criterion_may_be_a_function_or_a_module(api, name):
     criterion = CRITERIA[name]()
-    assert_equal(door.clipped_sum(mlp(), criterion, batch(), 1.5), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
+    assert_equal(api.clipped_sum(mlp(), criterion, batch(), 1.5), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
     assert not hasattr(F.cross_entropy, "reduction")  # nothing is left on a function that all the world shares
 
 
@@ -72,19 +72,19 @@ def one_output():
     "criterion",
     [pytest.param(nn.BCEWithLogitsLoss(), id="bce"), pytest.param(nn.MSELoss(), id="mse", marks=pytest.mark.slow)],
 )
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_with_a_column_per_row_are_not_spread_over_the_batch(door, criterion):
+def test_losses_with_a_column_per_row_are_not_spread_over_the_batch(api, criterion):
     model, rows16 = one_output()
-    assert_equal(door.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
+    assert_equal(api.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
 
 
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(door):
+def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(api):
     model, (inputs, targets) = one_output()
     truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
-    private = door.open(model, fixed_loader(16), max_grad_norm=0.3)
+    private = api.open(model, fixed_loader(16), max_grad_norm=0.3)
     next(iter(private.loader))
     losses = F.binary_cross_entropy_with_logits(private.model(inputs), targets, reduction="none")
     with pytest.raises(BatchDependentLossError, match=r"\(16, 1\)"):
@@ -95,9 +95,9 @@ def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwi
 
 
 @pytest.mark.parametrize("shape", ["vector", "column", "number"])
-@through(COMPAT_DOORS, quick=("compat-ghost",))
+@through(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O3")
-def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(door, shape):
+def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(api, shape):
     model, rows16 = one_output()
 
     def criterion(outputs, targets):
@@ -106,7 +106,7 @@ def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shap
 
     truth = true_sum(model, nn.BCEWithLogitsLoss(), rows16, 0.3)
     try:
-        found = door.clipped_sum(model, criterion, rows16, 0.3)
+        found = api.clipped_sum(model, criterion, rows16, 0.3)
     except (BatchDependentLossError, RuntimeError) as refused:
         assert shape != "number"  # a loss that is reduced already must be taken
         assert "(16" in str(refused) or "scalar outputs" in str(refused)  # torch's own words for a plain loss
@@ -153,17 +153,17 @@ class TokenLoss(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction=self.reduction)
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O29")
-def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(door):
+def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(api):
     torch.manual_seed(1)
     model, tokens = Tokens(), token_batch(equal=False)
-    if not door.writes:
+    if not api.writes:
         # A mean over all tokens is what the loop asked for: a row has its part of it, times the number of rows.
         truth = true_sum(model, part_of(tokens[1]), tokens, 0.2)
-        assert_equal(door.clipped_sum(model, TokenLoss(), tokens, 0.2), truth)
+        assert_equal(api.clipped_sum(model, TokenLoss(), tokens, 0.2), truth)
     tokens = token_batch(equal=True)
-    assert_equal(door.clipped_sum(model, TokenLoss(), tokens, 0.2), true_sum(model, flat_tokens, tokens, 0.2))
+    assert_equal(api.clipped_sum(model, TokenLoss(), tokens, 0.2), true_sum(model, flat_tokens, tokens, 0.2))
 
 
 def part_of(targets):
@@ -177,13 +177,13 @@ def part_of(targets):
     return loss
 
 
-@through(GHOST_DOORS)
+@through(GHOST_APIS)
 @pytest.mark.hazard("O29")
-def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(door):
+def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(api):
     torch.manual_seed(1)
     model, tokens = Tokens(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)
-    private = door.open(model, fixed_loader(4), criterion=nn.CrossEntropyLoss(), max_grad_norm=0.2)
+    private = api.open(model, fixed_loader(4), criterion=nn.CrossEntropyLoss(), max_grad_norm=0.2)
     next(iter(private.loader))
     private.optimizer.zero_grad()
     scores = private.model(tokens[0])
@@ -198,7 +198,7 @@ def test_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named
     model = Tokens()
     with pytest.raises(BatchDependentLossError, match=r"per_example\(loss_fn\)"):
         check_loss(model, flat_tokens, token_batch(equal=False))
-    private = DEFAULT_DOORS[0].open(model, fixed_loader(4))
+    private = DEFAULT_APIS[0].open(model, fixed_loader(4))
     next(iter(private.loader))
     with pytest.raises(BatchDependentLossError, match=r"\(4, 5\)"):
         private.engine.backward(private.model(token_batch(equal=True)[0]).sum(dim=2))

@@ -1,4 +1,4 @@
-"""Loud pains in the loop: empty batches, accumulation, several losses, models made private again and again, copies."""
+"""Defects of Opacus in the loop: empty batches, accumulation, several losses, privacy units, public gradients."""
 
 import copy
 import itertools
@@ -7,18 +7,18 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from pains.doors import (
-    ALL_DOORS,
-    COMPAT_DOORS,
-    DEFAULT_DOORS,
-    LAYER_DOORS,
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    LAYER_APIS,
     SLACK,
     assert_equal,
     opacus,
     true_sum,
 )
-from pains.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp, opened
-from pains.wide import through_some
+from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp, opened
+from opacus_defects.wide import through_some
 from reference import clipped_sum
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -30,9 +30,6 @@ from dpengine.functional import clipped_grad
 from dpengine.sampling import pad_to_multiple_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
-
-
-# 39
 
 
 class Texts(Dataset):
@@ -90,18 +87,18 @@ def test_empty_batches_have_the_structure_of_others_wherever_they_come(place):
 
 
 @pytest.mark.parametrize("skips", [True, False], ids=["without a backward pass", "with one"])
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O39")
-def test_an_empty_batch_is_a_step_with_noise(door, skips):
+def test_an_empty_batch_is_a_step_with_noise(api, skips):
     model = mlp()
     data = TensorDataset(torch.arange(ROWS))
-    private = door.open(model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True)
+    private = api.open(model, DataLoader(data, batch_size=1), criterion=CRITERION, noise_multiplier=1.0, poisson=True)
     inputs, targets = batch()
     steps, empty = 0, 0
     while not empty or steps < 4:
         for (rows,) in private.loader:
             before = copy.deepcopy(model.state_dict())
-            size = len(rows) if door.compat else inside.samples_now(private.engine)
+            size = len(rows) if api.compat else inside.samples_now(private.engine)
             private.optimizer.zero_grad()
             if size or not skips:
                 private.backward(inputs[rows], targets[rows])
@@ -109,7 +106,7 @@ def test_an_empty_batch_is_a_step_with_noise(door, skips):
             steps, empty = steps + 1, empty + (size == 0)
             assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
             assert all(value.isfinite().all() for value in model.state_dict().values())
-    counted = sum(one[-1] for one in private.engine.accountant.history) if door.compat else private.engine.ledger.steps
+    counted = sum(one[-1] for one in private.engine.accountant.history) if api.compat else private.engine.ledger.steps
     assert counted == steps
 
 
@@ -130,9 +127,6 @@ def test_empty_batches_of_compat_have_the_structure_of_others(place):
         assert_has_the_structure(found, rows)
 
 
-# 40
-
-
 def forgets_zero_grad(private, rows):
     private.step(*rows)
     for _ in private.loader:
@@ -147,12 +141,12 @@ def has_a_second_loss(private, rows):
     private.optimizer.step()
 
 
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O40")
-def test_what_looks_like_accumulation_has_a_message_for_each_cause(door):
+def test_what_looks_like_accumulation_has_a_message_for_each_cause(api):
     said = []
     for cause, expected in ((forgets_zero_grad, "zero_grad"), (has_a_second_loss, "backward")):
-        private = opened(door, poisson=True)
+        private = opened(api, poisson=True)
         for _ in private.loader:
             with pytest.raises((ValueError, RuntimeError), match=expected) as seen:
                 cause(private, batch())
@@ -161,12 +155,12 @@ def test_what_looks_like_accumulation_has_a_message_for_each_cause(door):
     assert said[0] != said[1]
 
 
-@through_some(ALL_DOORS, always={"default-auto", "compat-hooks"})
+@through_some(ALL_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O40")
-def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(door):
+def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(api):
     model, rows = mlp(), batch()
     some = list(model[2].parameters())
-    private = opened(door, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
+    private = opened(api, model, make_optimizer=lambda _: torch.optim.SGD(some, lr=0.1), poisson=True)
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         for _ in private.loader:
@@ -175,12 +169,9 @@ def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(door):
     assert changed == {"2.weight", "2.bias"}
 
 
-# 56
-
-
-@through_some(LAYER_DOORS)
+@through_some(LAYER_APIS)
 @pytest.mark.hazard("O56")
-def test_contributions_of_one_batch_add_before_they_are_clipped(door):
+def test_contributions_of_one_batch_add_before_they_are_clipped(api):
     model, (x, y) = mlp(), batch()
     both = lambda m, r: CRITERION(m(x[r]), y[r]) + CRITERION(m(2 * x[r]), y[r])  # noqa: E731
     rows = []
@@ -189,7 +180,7 @@ def test_contributions_of_one_batch_add_before_they_are_clipped(door):
         both(one, slice(i, i + 1)).backward()
         rows.append({name: p.grad.double() for name, p in one.named_parameters()})
     truth = clipped_sum(rows, 1 - SLACK)
-    private = opened(door, model)
+    private = opened(api, model)
     for _ in private.loader:
         private.optimizer.zero_grad()
         (private.criterion(private.model(x), y) + private.criterion(private.model(2 * x), y)).backward()
@@ -197,12 +188,12 @@ def test_contributions_of_one_batch_add_before_they_are_clipped(door):
     assert_equal(private.sum(), truth)
 
 
-@through_some(LAYER_DOORS, always={"default-auto", "compat-hooks"})
+@through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O56")
-def test_two_models_with_two_optimizers_have_two_budgets(door):
+def test_two_models_with_two_optimizers_have_two_budgets(api):
     """A generator that is trained through a private discriminator, and is private itself, at another price."""
     x, y = batch()
-    judge, other = opened(door, noise_multiplier=1.0), opened(door, noise_multiplier=4.0)
+    judge, other = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=4.0)
     for _, _ in zip(judge.loader, other.loader, strict=True):
         judge.step(x, y)
         other.step(x, y)
@@ -210,16 +201,16 @@ def test_two_models_with_two_optimizers_have_two_budgets(door):
         judge.step(x, y)
     judged, made = judge.engine.get_epsilon(1e-3), other.engine.get_epsilon(1e-3)
     assert judged > made > 0
-    once = opened(door, noise_multiplier=4.0)
+    once = opened(api, noise_multiplier=4.0)
     for _ in once.loader:
         once.step(x, y)
     assert made == pytest.approx(once.engine.get_epsilon(1e-3), rel=1e-9)
 
 
-@through_some([d for d in COMPAT_DOORS if not d.writes and d.mode != "ew"])
+@through_some([d for d in COMPAT_APIS if not d.writes and d.mode != "ew"])
 @pytest.mark.hazard("O56")
-def test_the_memory_manager_takes_batches_of_none(door):
-    private = door.open(
+def test_the_memory_manager_takes_batches_of_none(api):
+    private = api.open(
         mlp(),
         DataLoader(TensorDataset(*batch(8)), batch_size=1),
         criterion=CRITERION,
@@ -236,9 +227,6 @@ def test_the_memory_manager_takes_batches_of_none(door):
         steps += 8
     assert max(sizes) == 1
     assert sum(count for *_, count in private.engine.accountant.history) == steps
-
-
-# 57
 
 
 @pytest.mark.hazard("O57")
@@ -291,9 +279,6 @@ def test_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
             optimizer.step()
 
 
-# 61
-
-
 def unit_gradient(model, x, y, reduction):
     """Returns the gradient of the rows of a unit by ordinary autograd."""
     alone = copy.deepcopy(model).double()
@@ -331,9 +316,6 @@ def test_a_unit_with_a_thousand_rows_weighs_as_one():
             break
 
 
-# 62
-
-
 def plain_gradients(model, rows):
     plain = copy.deepcopy(model)
     plain.zero_grad()
@@ -342,11 +324,11 @@ def plain_gradients(model, rows):
 
 
 @pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
-@through_some(DEFAULT_DOORS)
+@through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O62")
-def test_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(door, when):
+def test_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(api, when):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
-    private = opened(door, model, max_grad_norm=0.1)
+    private = opened(api, model, max_grad_norm=0.1)
     public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
     found = []
 
@@ -382,11 +364,11 @@ def test_a_public_pass_needs_a_private_model():
         pass
 
 
-@through_some([door for door in COMPAT_DOORS if door.mode in ("hooks", "functorch", "ghost")])
+@through_some([api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")])
 @pytest.mark.hazard("O62")
-def test_the_hooks_of_compat_can_be_switched_off_and_on(door):
+def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
-    private, truth = opened(door, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
+    private, truth = opened(api, model, max_grad_norm=0.1), true_sum(model, CRITERION, rows, 0.1)
     private.module.disable_hooks()
     assert not private.module.hooks_enabled
     CRITERION(private.model(others[0]), others[1]).backward()
@@ -397,16 +379,13 @@ def test_the_hooks_of_compat_can_be_switched_off_and_on(door):
     assert_equal(private.sum(), truth)
 
 
-# 63
-
-
-@through_some(ALL_DOORS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
+@through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O63")
-def test_without_noise_and_without_a_threshold_it_is_ordinary_training(door):
+def test_without_noise_and_without_a_threshold_it_is_ordinary_training(api):
     plain, (x, y) = mlp(), batch(24)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     private = opened(
-        door,
+        api,
         rows=24,
         max_grad_norm=1e9,
         poisson=False,

@@ -8,18 +8,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from launch import launched
-from pains.doors import (
-    ALL_DOORS,
-    COMPAT_DOORS,
-    DEFAULT_DOORS,
-    LAYER_DOORS,
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    DEFAULT_APIS,
+    LAYER_APIS,
     assert_equal,
     fixed_loader,
     opacus,
     through,
     true_sum,
 )
-from pains.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
+from opacus_defects.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
 from reference import flat_norms, per_sample_gradients
 from spread_runs import Case, all_trained
 from torch import nn
@@ -46,21 +46,21 @@ def assert_unmoved(model, before):
 
 
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O14")
-def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
+def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(api, value):
     inputs, targets = batch()
     inputs[2, 1] = value
     others = [0, 1, 3, 4, 5]
     truth = true_sum(mlp(), LOSS, (inputs[others], targets[others]), NORM)
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     before = weights_of(private.bare)
     next(iter(private.loader))
     private.step(inputs, targets)
     assert_equal(private.sum(), truth)
     moved = {name: private.size * (before[name] - p.detach()).double() for name, p in private.bare.named_parameters()}
     assert_equal(moved, truth, rtol=1e-4)  # the weights are rounded, once more
-    if not door.compat:
+    if not api.compat:
         assert private.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"] == 1
 
 
@@ -68,9 +68,9 @@ def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(door, value):
 
 
 @contextlib.contextmanager
-def in_chunks(door, private, rows):
-    """The loader of a door opened for it, which gives at most so many rows at once."""
-    if not door.compat:
+def in_chunks(api, private, rows):
+    """The loader of a api opened for it, which gives at most so many rows at once."""
+    if not api.compat:
         yield private.loader
         return
     manager = opacus("utils.batch_memory_manager").BatchMemoryManager
@@ -78,28 +78,28 @@ def in_chunks(door, private, rows):
         yield loader
 
 
-def open_in_chunks(door, model, rows, *, loader=None, **options):
-    if not door.compat:
+def open_in_chunks(api, model, rows, *, loader=None, **options):
+    if not api.compat:
         options["physical_batch_size"] = rows
-    return door.open(model, loader or fixed_loader(ROWS), max_grad_norm=NORM, **options)
+    return api.open(model, loader or fixed_loader(ROWS), max_grad_norm=NORM, **options)
 
 
-def charges_of(door, private):
-    if not door.compat:
+def charges_of(api, private):
+    if not api.compat:
         return sum(charge.count for charge in private.engine.ledger.history)
     return sum(steps for *_, steps in private.engine.accountant.history)
 
 
 @pytest.mark.parametrize("end", ["break", pytest.param("exception", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O15")
-def test_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):
+def test_a_batch_that_was_cut_leaves_nothing_to_the_next(api, workers, end):
     inputs, targets = batch()
     model = mlp()
-    private = open_in_chunks(door, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
+    private = open_in_chunks(api, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
     before = weights_of(model)
-    with contextlib.suppress(ZeroDivisionError), in_chunks(door, private, 2) as loader:
+    with contextlib.suppress(ZeroDivisionError), in_chunks(api, private, 2) as loader:
         for (chunk,) in loader:
             assert len(chunk) == 2
             private.step(inputs[chunk], targets[chunk])
@@ -107,15 +107,15 @@ def test_a_batch_that_was_cut_leaves_nothing_to_the_next(door, workers, end):
                 break
             raise ZeroDivisionError
     assert_unmoved(model, before)
-    with in_chunks(door, private, 2) as loader:
+    with in_chunks(api, private, 2) as loader:
         for (chunk,) in loader:
             private.step(inputs[chunk], targets[chunk])
     plain = mlp()
     plain.load_state_dict(before)
     assert_equal(private.sum(), true_sum(plain, LOSS, (inputs, targets), NORM), rtol=1e-4)
-    assert charges_of(door, private) in {1, 2}  # the cut batch is counted, or was dropped whole
-    if not door.compat:
-        assert charges_of(door, private) == 2
+    assert charges_of(api, private) in {1, 2}  # the cut batch is counted, or was dropped whole
+    if not api.compat:
+        assert charges_of(api, private) == 2
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
@@ -143,10 +143,10 @@ def test_a_batch_that_was_cut_leaves_nothing_if_wrapper_and_optimizer_were_built
 # A training step bypasses the wrapper and is not private
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O16")
-def test_gradients_that_were_written_by_hand_are_no_step(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_gradients_that_were_written_by_hand_are_no_step(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
     private.optimizer.zero_grad()
@@ -157,10 +157,10 @@ def test_gradients_that_were_written_by_hand_are_no_step(door):
     assert_unmoved(private.bare, before)
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O16")
-def test_a_gradient_that_went_around_the_model_raises_before_the_weights_change(door):
-    private = door.open(mlp(), fixed_loader(ROWS))
+def test_a_gradient_that_went_around_the_model_raises_before_the_weights_change(api):
+    private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
     private.optimizer.zero_grad()
@@ -172,16 +172,16 @@ def test_a_gradient_that_went_around_the_model_raises_before_the_weights_change(
     assert_unmoved(private.bare, before)
 
 
-@through([door for door in COMPAT_DOORS if not door.writes])
+@through([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
-def test_the_optimizer_from_before_has_nothing_to_apply(door):
+def test_the_optimizer_from_before_has_nothing_to_apply(api):
     held = []
 
     def make_optimizer(parameters):
         held.append(torch.optim.SGD(parameters, lr=1.0))
         return held[0]
 
-    private = door.open(mlp(), fixed_loader(ROWS), make_optimizer=make_optimizer)
+    private = api.open(mlp(), fixed_loader(ROWS), make_optimizer=make_optimizer)
     before = weights_of(private.bare)
     next(iter(private.loader))
     private.optimizer.zero_grad()
@@ -192,10 +192,10 @@ def test_the_optimizer_from_before_has_nothing_to_apply(door):
     assert_unmoved(private.bare, before)
 
 
-@through([door for door in COMPAT_DOORS if not door.writes])
+@through([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
-def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(door):
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
+def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(api):
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     private.model = private.bare  # as a LightningModule that made itself private calls itself
     next(iter(private.loader))
     private.step(*batch())
@@ -237,13 +237,13 @@ def norms_of(model, inputs, targets):
 
 
 @pytest.mark.parametrize("chunk", [2, 6])
-@through(DEFAULT_DOORS)
+@through(DEFAULT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(door, chunk):
+def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(api, chunk):
     inputs, targets = batch()
     policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # as good as without noise
     options = {"clipping": policy, "sample_rate": 1.0, "expected_batch_size": 9.0, "target_delta": 1e-3}
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=None, physical_batch_size=chunk, **options)
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=None, physical_batch_size=chunk, **options)
     norms = norms_of(mlp(), inputs, targets)
     below = int((norms <= 2.0).sum())
     assert 0 < below < ROWS
@@ -259,7 +259,7 @@ def test_the_count_has_its_noise_and_its_part_of_what_is_booked():
     found = set()
     for seed in (0, 1):
         policy = Adaptive(2.0, count_noise_multiplier=1.5)
-        private = DEFAULT_DOORS[0].open(
+        private = DEFAULT_APIS[0].open(
             mlp(), fixed_loader(ROWS), max_grad_norm=None, clipping=policy, noise_multiplier=2.0
         )
         inside.draw_from(private.engine, NoiseSource.seeded(seed))
@@ -271,9 +271,9 @@ def test_the_count_has_its_noise_and_its_part_of_what_is_booked():
     assert len(found) == 2
 
 
-def next_threshold(door, private, chunk):
+def next_threshold(api, private, chunk):
     inputs, targets = batch()
-    with in_chunks(door, private, chunk) as loader:
+    with in_chunks(api, private, chunk) as loader:
         for (some,) in loader:
             private.step(inputs[some], targets[some])
     return float(private.optimizer.max_grad_norm)
@@ -288,46 +288,46 @@ ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.5, "m
 
 
 @pytest.mark.parametrize("chunk", [2, 6])
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_compat_threshold_depends_on_the_whole_batch(door, chunk):
+def test_the_next_compat_threshold_depends_on_the_whole_batch(api, chunk):
     options = {"clipping": "adaptive", "min_clipbound": 1e-8, "unclipped_num_std": 1e-9, **ADAPTIVE}
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=2.0, **options)
-    assert next_threshold(door, private, chunk) == pytest.approx(expected_threshold(2.0), rel=1e-5)
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=2.0, **options)
+    assert next_threshold(api, private, chunk) == pytest.approx(expected_threshold(2.0), rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [2, 6])
-@through(COMPAT_DOORS)
+@through(COMPAT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_threshold_of_the_adaptive_engine_depends_on_the_whole_batch(door, chunk):
+def test_the_next_threshold_of_the_adaptive_engine_depends_on_the_whole_batch(api, chunk):
     engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
     seeded = torch.Generator().manual_seed(0)  # noise of the usual size, ROWS / 20 of a count: 2.5 % of the threshold
     options = {"min_clipbound": 1e-8, **ADAPTIVE, "make_engine": engine, "noise_generator": seeded}
-    private = door.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.68, **options)
+    private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=1.68, **options)
     expected = expected_threshold(1.68)
     assert expected_threshold(1.68, slice(-2, None)) < 0.86 * expected  # what the last chunk would say
-    assert next_threshold(door, private, chunk) == pytest.approx(expected, rel=0.07)
+    assert next_threshold(api, private, chunk) == pytest.approx(expected, rel=0.07)
 
 
 # Ghost: the first of two backward passes is dropped
 
 
-@through(ALL_DOORS)
+@through(ALL_APIS)
 @pytest.mark.hazard("O28")
-def test_physical_batches_make_up_the_logical_one(door):
+def test_physical_batches_make_up_the_logical_one(api):
     inputs, targets = batch()
-    private = open_in_chunks(door, mlp(), 2)
-    with in_chunks(door, private, 2) as loader:
+    private = open_in_chunks(api, mlp(), 2)
+    with in_chunks(api, private, 2) as loader:
         for (chunk,) in loader:
             private.step(inputs[chunk], targets[chunk])
     assert_equal(private.sum(), true_sum(mlp(), LOSS, (inputs, targets), NORM))
 
 
-@through(LAYER_DOORS)
+@through(LAYER_APIS)
 @pytest.mark.hazard("O28")
-def test_two_backward_passes_over_two_batches_and_one_step_count_both(door):
+def test_two_backward_passes_over_two_batches_and_one_step_count_both(api):
     inputs, targets = batch()
-    private = door.open(mlp(), fixed_loader(ROWS, batch_size=3), max_grad_norm=NORM, poisson=False)
+    private = api.open(mlp(), fixed_loader(ROWS, batch_size=3), max_grad_norm=NORM, poisson=False)
     private.optimizer.zero_grad()
     for (some,) in private.loader:
         private.backward(inputs[some], targets[some])
@@ -360,16 +360,16 @@ def flags():
     return {**found, "deterministic": torch.are_deterministic_algorithms_enabled()}
 
 
-@through([door for door in ALL_DOORS if door.id != "compat-ew"])  # Opacus's own ew mode takes no empty batches
+@through([api for api in ALL_APIS if api.id != "compat-ew"])  # Opacus's own ew mode takes no empty batches
 @pytest.mark.hazard("O36")
-def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(door):
+def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(api):
     tokens, targets = indices(5, 4), classes()
-    private = door.open(seeded(Words), fixed_loader(ROWS, batch_size=1), poisson=True)
+    private = api.open(seeded(Words), fixed_loader(ROWS, batch_size=1), poisson=True)
     before, sizes = flags(), set()
     assert before["cudnn", "deterministic"] is False
     for _ in range(20):
         for (some,) in private.loader:
-            sizes.add(len(some) if door.compat else inside.samples_now(private.engine))
+            sizes.add(len(some) if api.compat else inside.samples_now(private.engine))
             private.step(tokens[some], targets[some])
         if 0 in sizes:
             break

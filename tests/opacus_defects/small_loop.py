@@ -1,7 +1,7 @@
 """The small model of the loops, and its rows."""
 
 import torch
-from pains.doors import fixed_loader
+from opacus_defects.apis import fixed_loader
 from torch import nn
 
 FEATURES, CLASSES, ROWS = 4, 3, 6
@@ -18,5 +18,5 @@ def mlp():
     return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
-def opened(door, model=None, rows=ROWS, **options):
-    return door.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)
+def opened(api, model=None, rows=ROWS, **options):
+    return api.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)
