@@ -1,6 +1,6 @@
 """Epsilon by closed forms, contour integrals and convolution, each with a bound on its own error.
 
-The ways are those of `tests.accounting`; here they are solved faster, for both directions, and bound their errors.
+The methods are those of `tests.accounting`. Here they are faster, cover both directions, and bound their errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FADED = 45.0  # log of what is left at the ends of a contour's outputs
 
 @dataclass(frozen=True)
 class Truth:
-    """Epsilon, a bound on its error, the way it was found, and the direction that it belongs to."""
+    """Epsilon, a bound on its error, the method, and the direction."""
 
     epsilon: float
     error: float
@@ -41,16 +41,16 @@ class Truth:
 
 
 def truth(setting: Setting) -> Truth:
-    """The truth of a setting, by the first way that is open to it.
+    """Computes the exact epsilon of a setting by the first method that applies.
 
     Args:
-        setting: With one kind or several.
+        setting: Setting with one or several kinds of releases.
 
     Returns:
-        The truth of the worse direction.
+        The epsilon of the worse direction.
 
     Raises:
-        ArithmeticError: If no way gives an answer.
+        ArithmeticError: If no method applies.
     """
     directions = ("replace",) if setting.relation == "replace_one" else ("remove", "add")
     if all(rate == 1 for rate, _, _ in setting.kinds):
@@ -73,7 +73,7 @@ def truth(setting: Setting) -> Truth:
 
 
 def one_replacement(rate: float, sigma: float, delta: float, direction: str, digits: int) -> float:
-    """Epsilon of a single release when a row is replaced, in closed form: the loss rises with the output."""
+    """Returns epsilon of one release if an example is replaced, in closed form: the loss rises with the output."""
     with mpmath.workdps(digits):
         q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
         at_zero = mpmath.exp(-1 / (2 * s * s))
@@ -93,7 +93,7 @@ def one_replacement(rate: float, sigma: float, delta: float, direction: str, dig
 
 
 def _by_convolution(setting: Setting) -> Truth:
-    """Few steps of one kind that seldom lose much, on three lattices, the error of second order extrapolated away."""
+    """Computes epsilon of few steps of one kind on three lattices, and extrapolates the second-order error away."""
     ((rate, sigma, steps),) = setting.kinds
     # By Chernoff, next to nothing of delta is in sums of losses above this; such sums are left out.
     most = Line(setting.kinds, "remove").chernoff(math.log(setting.delta) - _LEFT_OUT)
@@ -113,7 +113,7 @@ def _by_convolution(setting: Setting) -> Truth:
 
 
 def _by_contour(setting: Setting, directions: tuple[str, ...]) -> Truth:
-    """The first direction, and the others only if delta does not suffice for them there."""
+    """Computes the first direction, and the others only if they may be worse."""
     best = None
     for direction in directions:
         line = Line(setting.kinds, direction)
@@ -132,7 +132,7 @@ def _by_contour(setting: Setting, directions: tuple[str, ...]) -> Truth:
 
 
 class Line:
-    """The contour integral of one direction, solved by Newton's method with the error it has."""
+    """Contour integral of one direction, solved by Newton's method, with a bound on its error."""
 
     def __init__(self, kinds: tuple[Kind, ...], direction: str, finer: int = 1):
         self.kinds, self.direction, self.reach = kinds, direction, 0.0
@@ -144,7 +144,7 @@ class Line:
         self.moments = np.array([self._log_moment(tilt) for tilt in self.tilts])
 
     def epsilon(self, delta: float) -> tuple[float, float]:
-        """Epsilon and a bound on its error."""
+        """Returns epsilon and a bound on its error."""
         target = math.log(delta)
         x, high, before = self.chernoff(target), math.inf, 0.0
         for _ in range(60):
@@ -162,7 +162,7 @@ class Line:
         raise ArithmeticError("Newton's method does not converge")
 
     def chernoff(self, target: float) -> float:
-        """An epsilon at which delta suffices."""
+        """Returns an epsilon that is large enough for delta."""
         return float(np.min((self.moments - target) / self.tilts))
 
     def may_be_below(self, epsilon: float, delta: float) -> bool:
@@ -178,7 +178,7 @@ class Line:
         return value + error < math.log(delta)
 
     def log_delta(self, epsilon: float) -> tuple[float, float, float]:
-        """Log of delta, its slope, and a bound on the error of the first; it is infinite where digits fail."""
+        """Returns the log of delta, its slope, and a bound on its error, infinite if float64 does not suffice."""
         theta, curvature = self.saddle(epsilon)
         scale = self._log_moment(theta) - theta * epsilon
         width, last = curvature**-0.5, math.nan
@@ -192,7 +192,7 @@ class Line:
         return -math.inf, 0.0, math.inf
 
     def saddle(self, epsilon: float) -> tuple[float, float]:
-        """The tilt under which the integrand is least, as far as outputs reach, and its curvature there."""
+        """Returns the tilt that minimizes the integrand within the outputs, and its curvature there."""
         on_grid = self.moments - self.tilts * epsilon - np.log(self.tilts * (self.tilts + 1))
         best = int(np.argmin(on_grid))
         low, high = self.tilts[max(best - 1, 0)], self.tilts[min(best + 1, len(self.tilts) - 1)]
@@ -215,14 +215,14 @@ class Line:
         return float(total)
 
     def _sees_all(self, theta: float) -> bool:
-        """Returns True if nothing that matters is beyond the outputs that are evaluated."""
+        """Returns True if the mass beyond the evaluated outputs is negligible."""
         exponents = [p + theta * loss for p, loss, _ in self.laws]
         return all(max(each[0], each[-1]) < each.max() - _FADED for each in exponents)
 
     def _sums(
         self, epsilon: float, theta: float, scale: float, width: float, step: float
     ) -> tuple[float, float, float]:
-        """The integral, its derivative, and that of its absolute values; along the line by blocks of points."""
+        """Returns the integral, its derivative, and the integral of absolute values, in blocks of points."""
         laws = []
         for p, loss, count in self.laws:
             exponents = p + theta * loss
@@ -254,7 +254,7 @@ class Line:
 
 
 def _outputs(rate: float, sigma: float, direction: str, finer: int) -> tuple[npt.NDArray, npt.NDArray]:
-    """Log of P's masses at outputs, and the losses there."""
+    """Returns the log masses of P at outputs, and the losses there."""
     spacing = min(0.04 * sigma, 0.15 * sigma * sigma) / finer
     x = np.arange(-14 * sigma - 1, 1 + _REACH * sigma, spacing)
     normal = -((x / sigma) ** 2) / 2 + math.log(spacing / sigma / math.sqrt(2 * math.pi))
@@ -272,7 +272,7 @@ def _outputs(rate: float, sigma: float, direction: str, finer: int) -> tuple[npt
 
 
 def off_by(setting: Setting, epsilon: float, direction: str, digits: int = 30) -> float:
-    """By how much of it an epsilon by contour is above that of the same integral in so many digits."""
+    """Returns the relative difference of an epsilon by contour and that of the same integral in many digits."""
     line = Line(setting.kinds, direction)
     theta, curvature = line.saddle(epsilon)
     _, slope, _ = line.log_delta(epsilon)
@@ -291,7 +291,7 @@ def off_by(setting: Setting, epsilon: float, direction: str, digits: int = 30) -
 def _in_digits(
     kinds: tuple[Kind, ...], direction: str, epsilon: float, theta: float, step: float, reach: float
 ) -> mpmath.mpf:
-    """Delta by the trapezoidal rule with that spacing; powers along the line by multiplication, in fixed point."""
+    """Returns delta by the trapezoidal rule; powers along the line are multiplied in fixed point."""
     laws = [_Powers(kind, direction, theta, step, mpmath.mp.dps) for kind in kinds]
     total, eps, steps = mpmath.mpf(0), mpmath.mpf(epsilon), 0
     while True:
@@ -326,19 +326,19 @@ class _Powers:
         self.sin = np.array([int(turn.imag * one) for turn in turns], dtype=object)
 
     def log_moment(self) -> mpmath.mpc:
-        """At the point that was reached."""
+        """Returns the log moment at the current point."""
         one = mpmath.mpf(2) ** self.bits
         return mpmath.log(mpmath.mpc(int(self.real.sum()), int(self.imag.sum())) / one) + self.top
 
     def advance(self) -> None:
-        """To the next point."""
+        """Moves to the next point."""
         real = (self.real * self.cos - self.imag * self.sin) >> self.bits
         self.imag = (self.real * self.sin + self.imag * self.cos) >> self.bits
         self.real = real
 
 
 def _point(x: mpmath.mpf, q: mpmath.mpf, s: mpmath.mpf, direction: str) -> tuple[mpmath.mpf, mpmath.mpf]:
-    """Log of P's density at an output, and the loss there."""
+    """Returns the log density of P at an output, and the loss there."""
     normal = -((x / s) ** 2) / 2 - mpmath.log(s * mpmath.sqrt(2 * mpmath.pi))
     plus, minus = (mpmath.log1p(q * mpmath.expm1((2 * sign * x - 1) / (2 * s * s))) for sign in (1, -1))
     return {

@@ -2,8 +2,8 @@
 
     python -m benchmarks.noise
 
-dpengine's keyed, cryptographic normals beside what the other libraries do at best, torch's serial generator. The goal
-is 1.5 ns for each element, 0.7 if it can be had.
+Compares dpengine's keyed, cryptographic normals with the fastest method of other libraries, torch's serial generator.
+The target is 1.5 ns for each element; the stretch target is 0.7 ns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WAYS: dict[str, Callable[[Tensor], Callable[[int], object]]] = {
 
 
 def measure(sizes: list[int], repeats: int, device: str) -> list[tuple[int, str, float, float]]:
-    """``(elements, way, median ns, min ns)`` for each element, the ways in turn."""
+    """Returns ``(elements, method, median ns, min ns)`` per element; the methods alternate."""
     found = []
     for size in sizes:
         draws = {name: make(torch.zeros(size, device=device)) for name, make in WAYS.items()}

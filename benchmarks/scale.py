@@ -2,10 +2,10 @@
 
     python -m benchmarks.scale
 
-The arithmetic is in ``benchmarks.scale_model``. First it is compared with what 1, 2 and 4 processes on gloo take here.
-What it is told of this machine is measured apart, in so many processes at once: matrix products, passes over memory,
-normal numbers, and all-reduces of two sizes. Then it is asked about the large run, on accelerators as their vendor
-describes them.
+The model is in ``benchmarks.scale_model``. Its predictions are first compared with measurements of 1, 2 and 4 processes
+on gloo. The constants of this machine are measured separately, in the same number of processes at once: matrix
+products, passes over memory, normal numbers, and all-reduces of two sizes. Then the model predicts the large run, on
+accelerators with the constants of their vendor.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _REPEATS = 7
 
 @dataclass(frozen=True)
 class Case:
-    """A way to spread the model over processes.
+    """A distribution of the model over processes.
 
     Attributes:
         topology: As in ``benchmarks.spread``.
-        ranks: Processes.
-        bands: Of the noise.
+        ranks: Number of processes.
+        bands: Number of bands of the noise.
     """
 
     topology: str
@@ -81,7 +81,7 @@ CASES = (
 
 
 def timed(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
-    """Median seconds of a call that all processes make at once, begun and ended together."""
+    """Returns the median seconds of a call that all processes start and end together."""
     call()
     past = []
     for _ in range(repeats):
@@ -94,7 +94,7 @@ def timed(call: Callable[[], Any], repeats: int = _REPEATS) -> float:
 
 
 def constants() -> dict[str, float]:
-    """Returns the constants of a process while the others do the same. Runs in every process."""
+    """Measures the constants of a process while the others do the same. Runs in every process."""
     from dpengine.noise import NoiseSource
 
     rows, width, ranks = CELLS[CELL].rows, WIDTHS[1], dist.get_world_size()
@@ -130,12 +130,12 @@ def options(bands: int) -> dict[str, Any]:
 
 
 def held(topology: str, bands: int) -> float:
-    """Peak MiB of private steps. In every process."""
+    """Returns the peak MiB of private steps. Runs in every process."""
     return peak_memory(CELL, topology, PRIVATE, **options(bands))["later"]
 
 
 def timings(topology: str, bands: int, steps: int) -> dict[str, Any]:
-    """Constants and median seconds of steps. In every process."""
+    """Returns constants and median seconds of steps. Runs in every process."""
     found: dict[str, Any] = {"machine": constants()}
     calls = {PRIVATE: stepping(CELLS[CELL], topology, PRIVATE, **options(bands))}
     calls[ORDINARY] = stepping(CELLS[CELL], topology, ORDINARY)
@@ -152,13 +152,13 @@ def timings(topology: str, bands: int, steps: int) -> dict[str, Any]:
 
 
 def largest_held(case: Case) -> float:
-    """Peak MiB of the process that has most, where what is freed is handed back at once."""
+    """Returns the largest peak MiB of the processes, with freed memory returned at once."""
     with mock.patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}):
         return max(launched(case.ranks, held, case.topology, case.bands))
 
 
 def compare(steps: int) -> str:
-    """Predictions beside measurements, and the constants that were measured, as Markdown."""
+    """Returns predictions, measurements and the measured constants as Markdown."""
     lines = [
         "| processes | spread by | bands | ordinary ms: predicted | measured | private ms: predicted | measured | "
         "error | peak MiB: predicted | measured | error |",
@@ -191,12 +191,12 @@ def compare(steps: int) -> str:
 
 
 def error(predicted: float, found: float) -> str:
-    """By how much a prediction is above what was found."""
+    """Returns the relative error of a prediction."""
     return f"{100 * (predicted / found - 1):+.0f} %"
 
 
 def draws() -> str:
-    """Draws from more examples, and of more, beside what a draw from a million predicts, as Markdown."""
+    """Returns measured draws of larger batches from more examples, and their prediction from a million, as Markdown."""
 
     def once(examples: int, batch: int) -> float:
         draw = drawing(examples, batch)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.scaling --out scaling.json --plot scaling.svg
 
-The cost is dpengine's default mode over the ordinary step, interleaved, as in ``benchmarks.step``; ungated, since the
-layers are those of its cells.
+The cost is the time of dpengine's default mode over that of the ordinary step, interleaved as in ``benchmarks.step``.
+The sums are not compared with a loop, because the layers are those of the cells of that benchmark.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONTENDERS = ("plain", "dpengine auto")
 
 @dataclass(frozen=True)
 class Curve:
-    """One thing that varies.
+    """A cell whose cost is measured for several values of one quantity.
 
     Attributes:
-        title: What stays as it is.
-        values: What is tried.
-        cell: The cell for a value.
+        title: Quantities that stay constant.
+        values: Values of the quantity that varies.
+        cell: Returns the cell for a value.
     """
 
     title: str
@@ -59,7 +59,7 @@ CURVES = {
 
 
 def measure(name: str, protocol: Protocol, setting: Setting) -> list[dict[str, float]]:
-    """One record for each value of a curve: ``value``, ``plain_ms``, ``ratio``."""
+    """Returns a record for each value of a curve: ``value``, ``plain_ms``, ``ratio``."""
     points = []
     for value in CURVES[name].values:
         rows, broke = time_steps(CURVES[name].cell(value), CONTENDERS, protocol, setting)
@@ -70,7 +70,7 @@ def measure(name: str, protocol: Protocol, setting: Setting) -> list[dict[str, f
 
 
 def table(curves: dict[str, list[dict[str, float]]]) -> str:
-    """The curves as Markdown."""
+    """Returns the curves as Markdown."""
     lines = ["| what varies | else | value | non-private ms | ratio |", "|---|---|---|---|---|"]
     for name, points in curves.items():
         lines += [
@@ -80,7 +80,7 @@ def table(curves: dict[str, list[dict[str, float]]]) -> str:
 
 
 def plot(curves: dict[str, list[dict[str, float]]], path: str) -> None:
-    """One panel for each curve."""
+    """Draws one panel for each curve."""
     plt = pyplot()
     figure, _ = plt.subplots(1, len(curves), figsize=(3.2 * len(curves), 2.8), sharey=True, layout="constrained")
     for axes, (name, points) in zip(figure.axes, curves.items(), strict=True):

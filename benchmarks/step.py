@@ -2,11 +2,11 @@
 
     python -m benchmarks.step --cells all --peers all --steps 20 --out results.json
 
-Every contender trains the same model on the same batch with SGD; noise and the optimizer's update are included, data
-loading is not. In each round every contender makes one step, so that drifts of the machine hit all alike. Before a cell
-is timed, the clipped sum without noise must equal a loop over single rows, and dpengine must not let a single row pass
-its threshold; a contender that fails has no time. Peers need ``pip install -r benchmarks/requirements.txt``; without
-it they are listed as missing. JAX may be elsewhere: ``--jax-python PATH``.
+Every contender trains the same model on the same batch with SGD. Noise and the optimizer's update are included, data
+loading is not. In each round every contender takes one step, so that drifts of the machine affect all of them. Before a
+cell is timed, the clipped sum without noise must equal a loop over single samples, and no sample may exceed the
+clipping norm of dpengine; a contender that fails has no time. Peers need ``pip install -r benchmarks/requirements.txt``;
+without it they are listed as missing. JAX may be elsewhere: ``--jax-python PATH``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PACKAGES = ("torch", "opacus", "opake", "backpack-for-pytorch", "jax-privacy", "
 
 
 def contenders_for(modes: list[str], peers: list[str]) -> list[str]:
-    """The contenders of some modes of dpengine and some libraries; ``["all"]`` and ``["none"]`` are understood."""
+    """Returns the contenders of modes of dpengine and of libraries; ``["all"]`` and ``["none"]`` are accepted."""
     libraries = LIBRARIES if peers == ["all"] else peers
     chosen = [
         name for name in PEERS if name.split()[0] in libraries or (name in BASELINES and "jax-privacy" in libraries)
@@ -74,9 +74,11 @@ def _versions() -> dict[str, str]:
 def main() -> None:
     """Runs the benchmark from the command line."""
     given = _parser().parse_args()
-    warnings.simplefilter("ignore")  # the gate trains without noise on purpose, which every library warns of
+    warnings.simplefilter(
+        "ignore"
+    )  # the comparison before timing trains without noise, about which every library warns
     if given.plot:
-        table.pyplot()  # before an hour is spent
+        table.pyplot()  # fails before an hour of measurements
     torch.set_num_threads(given.threads)
     protocol = Protocol(given.steps, given.warm_up, given.budget, given.memory)
     setting = Setting(

@@ -1,4 +1,4 @@
-"""A second device for tests on machines without one: its tensors hold CPU numbers, and refuse those of the CPU."""
+"""A simulated second device: its tensors hold CPU numbers, and operations with CPU tensors raise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 class OnSecond(Tensor):
-    """Says that it is on ``SECOND``, and holds its numbers on the CPU."""
+    """Tensor that reports the device ``SECOND`` and stores its numbers on the CPU."""
 
     held: Tensor
 
@@ -35,7 +35,7 @@ class OnSecond(Tensor):
 class FakeStreams:
     """Streams of ``SECOND``, and a check that no operation reads what another stream wrote without waiting for it.
 
-    In the place of ``torch.cuda``. Each stream knows up to which operation of each other stream it has waited.
+    Replaces ``torch.cuda``. Each stream records up to which operation of each other stream it has waited.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class FakeStreams:
             known[stream] = max(known.get(stream, 0), number)
 
     def arrives(self, grad: Tensor, name: str) -> None:
-        """Runs what follows on another stream, which waits for this gradient alone, as autograd does."""
+        """Switches to another stream, which waits for this gradient only, as autograd does."""
         self.now = name
         self.written[_storage(grad)] = (name, self.count)
         self.grads.add(_storage(grad))
@@ -98,7 +98,7 @@ def _storage(tensor: Any) -> int:
 
 
 class TwoDevices(TorchDispatchMode):
-    """Creates tensors on ``SECOND`` where they are asked for. An operation on tensors of both devices raises."""
+    """Creates tensors on ``SECOND`` if that device is requested. An operation on tensors of both devices raises."""
 
     streams: FakeStreams | None = None
 

@@ -1,4 +1,4 @@
-"""DO: compares releases with a loop over single rows in float64 that shares no code with the engine."""
+"""Detector DO: compares releases with a loop over single samples in float64 that shares no code with the engine."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Case = tuple[str, dict[str, Any], float, bool]
 
 
 def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
-    """Compares noiseless releases with a loop over single rows.
+    """Compares noiseless releases with a loop over single samples.
 
-    Tests float32 and float64; a clipping norm that clips most rows and one that clips none, for which the sum is that
+    Tests float32 and float64; a clipping norm that clips most samples and one that clips none, whose sum equals that
     of autograd; losses of 1e-4; physical batches; and the release after a batch that failed.
     """
     evidence = Evidence("DO", seed)
@@ -196,12 +196,12 @@ def _gradient(trial: Trial, model: nn.Module, row: int, scale: float) -> Gradien
 
 
 def _batch(trial: Trial, row: int) -> Any:
-    """Returns a batch of one row, in float64."""
+    """Returns a batch of one sample, in float64."""
     return in_double(trial.plain.loader.collate_fn([trial.data._dataset[row]]))  # type: ignore[misc]
 
 
 def _usual_norm(subject: Subject) -> float:
-    """Returns the median of the gradient norms of some rows."""
+    """Returns the median of the gradient norms of some samples."""
     model = copy.deepcopy(subject.model).double()
     without_dropout(model)
     parameters = [p for p in model.parameters() if p.requires_grad]

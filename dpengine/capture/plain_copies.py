@@ -1,4 +1,4 @@
-"""Pickles and copies of modules with hooks, which are those of the modules without hooks."""
+"""Pickles and copies of modules with hooks, which equal those of modules without hooks."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SMALLEST: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.LSTMCell: (1, 1, True, "meta"),
     nn.MultiheadAttention: (1, 1, 0.0, True, False, False, None, None, False, "meta"),
 }
-"""Arguments of layers that run as replacements. Their state overwrites what the constructor made of them."""
+"""Smallest constructor arguments of layers that run as replacements. The copied state then overwrites their tensors."""
 
 
 class PlainReduce:
-    """Replaces ``__reduce_ex__`` of a module: pickles and copies of it hold nothing of dpengine.
+    """Replaces ``__reduce_ex__`` of a module: pickles and copies of the module contain no object of dpengine.
 
     Args:
         module: The module.

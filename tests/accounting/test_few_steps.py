@@ -1,4 +1,4 @@
-"""Few releases that seldom lose much, and then a lot: no tilt brings their losses to one size."""
+"""Few releases whose losses are mostly tiny and rarely large, so that no tilt brings them to one size."""
 
 import numpy as np
 import pytest
@@ -64,7 +64,7 @@ def test_convolution_and_fft_agree_where_both_can_be_had():
 @pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "delta"), [(0.01, 1.0, 1e-6), (0.2, 6.0, 1e-30), (1e-4, 0.8, 1e-5)])
 def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
-    """Counts of one range share a lattice; the answer is that of a lattice of their own."""
+    """Counts in one range share a lattice; the result equals that of a separate lattice."""
     for steps in (65, 127, 128, 4099, 8191):
         answer = epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
         with np.errstate(all="ignore"):

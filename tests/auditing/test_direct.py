@@ -1,4 +1,4 @@
-"""The direct detectors, on an engine that is right and on set-ups of a user's own."""
+"""The direct detectors, on a correct engine and on models of a user."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ UNITS = [row // 2 for row in range(40)]
 
 
 def images(**options):
-    """A convolution with dropout, whose loss adds up over rows."""
+    """Returns a convolution with dropout and a summed loss."""
 
     def make():
         model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.Dropout(0.3), nn.Flatten(), nn.Linear(48, 4))
@@ -69,7 +69,7 @@ def test_a_loss_that_is_declared_wrongly_is_found():
 
 
 def test_a_run_that_is_always_refused_is_inconclusive():
-    """The engine refuses a model that mixes rows on both of two neighbours, which tells nothing of what it does."""
+    """The engine rejects a model that mixes samples on both of two neighbors, so nothing is learned about its releases."""
 
     class Mixing(nn.Linear):
         def forward(self, inputs):

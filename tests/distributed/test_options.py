@@ -1,4 +1,4 @@
-"""Options of what wraps a model: the run is that of one process all the same, or it is refused by name."""
+"""Options of wrappers of a model: the run equals that of one process, or is rejected by name."""
 
 import contextlib
 import re
@@ -42,7 +42,7 @@ def fully(**options):
 
 
 def each_layer(model):
-    """Shards every layer by itself, which gives it a class of its own."""
+    """Shards every layer separately, which changes its class."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, (nn.Linear, nn.Embedding, nn.LayerNorm)):
@@ -59,7 +59,7 @@ def copies(**options):
 
 
 def kept(model):
-    """Each block as one that runs again in the backward pass."""
+    """Checkpoints each block, so that it runs again in the backward pass."""
     apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
     return model
 
@@ -75,7 +75,7 @@ class Recomputed(Words):
 
 
 def padded():
-    """One word has no gradient, and no vector."""
+    """An embedding with a padding index, which has no gradient."""
     model = Words()
     model.embedding = nn.Embedding(VOCABULARY, WIDTH, padding_idx=3)
     return model
@@ -86,7 +86,7 @@ def split(model):
 
 
 def sequences(model):
-    """Norms run on parts of the sequences."""
+    """Applies sequence parallelism to the norms."""
     given = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
     plan = {"embedding": given, "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())}
     for i in range(len(model.blocks)):
@@ -111,11 +111,11 @@ class Case:
     """An option.
 
     Attributes:
-        wrap: What the user does to the model.
-        make: The model.
-        around: Around each forward and backward pass, given the model and the chunk.
-        more: For ``make_private``.
-        says: What is refused; None for a run that is that of one process.
+        wrap: Wraps the model.
+        make: Returns the model.
+        around: Context of each forward and backward pass, given the model and the chunk.
+        more: Arguments of ``make_private``.
+        says: Expected error; None if the run equals that of one process.
     """
 
     wrap: Callable[[Any], Any]
@@ -157,7 +157,7 @@ REFUSED = [name for name, case in CASES.items() if case.says is not None]
 
 
 def run(case, steps=6):
-    """The weights at the end, or what was raised."""
+    """Returns the weights at the end, or the error."""
     torch.manual_seed(0)
     try:
         model = case.wrap(case.make())
@@ -184,13 +184,13 @@ def all_runs(names):
 
 
 def mixed_runs():
-    """In bfloat16, where sums are to be exchanged in float32, and in bfloat16."""
+    """Returns runs in bfloat16 whose sums are exchanged in float32 and in bfloat16."""
     return [run(Case(mixed(dtype))) for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.fixture(scope="module")
 def of_ranks():
-    """Everything that needs two processes, in one start of them."""
+    """Results of all runs that need two processes, which start once."""
     return launched(2, everything)
 
 
@@ -205,7 +205,7 @@ def refuse_differences(of_ranks):
 
 @pytest.fixture(scope="module")
 def of_one():
-    """The run of one process, by what it trains and in how many chunks."""
+    """Runs of one process, by model and number of chunks."""
     keys = {(CASES[name].make, *(CASES[name].more.keys() & THREE_CHUNKS.keys())) for name in EXACT}
     return {(make, *chunks): run(Case(itself, make, more=THREE_CHUNKS if chunks else {})) for make, *chunks in keys}
 
@@ -221,7 +221,7 @@ def test_an_option_leaves_the_run_of_one_process(of_ranks, of_one, name):
 
 
 def rules_of_sharded_layers():
-    """The rule of each kind of layer, by itself and sharded."""
+    """Returns the rule of each kind of layer, unsharded and sharded."""
     layers = [nn.Linear(4, 4), nn.Embedding(4, 4), nn.LayerNorm(4)]
     before = [sampler_for(layer) for layer in layers]
     return [

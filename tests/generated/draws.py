@@ -1,4 +1,4 @@
-"""Choices that follow from a seed alone."""
+"""Random choices that depend on a seed only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Draw:
     """A stream of choices, the same for the same seed on every machine.
 
     Attributes:
-        smooth: Whether nothing may be drawn that half precision jumps or fails in.
+        smooth: True to exclude operations that are discontinuous or fail in half precision.
         used: The names of everything that was drawn from a table, in order.
     """
 
@@ -25,7 +25,7 @@ class Draw:
         self.used: list[str] = []
 
     def pick(self, choices: Sequence[T]) -> T:
-        """One of them."""
+        """Returns one of the choices."""
         return choices[self._random.randrange(len(choices))]
 
     def chance(self, probability: float) -> bool:
@@ -33,7 +33,7 @@ class Draw:
         return self._random.random() < probability
 
     def whole(self, low: int, high: int) -> int:
-        """A whole number, both ends included."""
+        """Returns an integer; both ends are included."""
         return self._random.randint(low, high)
 
     def width(self) -> int:
@@ -41,7 +41,7 @@ class Draw:
         return self.pick(WIDTHS)
 
     def named(self, table: dict[str, T]) -> T:
-        """A row of a table, whose name is noted."""
+        """Returns a row of a table and records its name."""
         name = self.pick([name for name in sorted(table) if not (self.smooth and name in JUMPS)])
         self.used.append(name)
         return table[name]

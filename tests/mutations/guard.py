@@ -11,7 +11,7 @@ class Guard(NamedTuple):
 
     Attributes:
         id: A short name.
-        what: What the guard does, or what it refuses.
+        what: Effect of the guard, or the code that it rejects.
         old: The text of the guard.
         new: The text that removes or weakens it.
         test: Node id of the test that fails then, from the folder of the tests.

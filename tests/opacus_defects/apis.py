@@ -321,6 +321,6 @@ def assert_bounded(
     left_out: Iterable[int] | None = (1, 3),
     **options: Any,
 ) -> None:
-    """No row of these, or of all, adds more to the sum than the threshold: those of `opacus_defects.small` are the longest."""
+    """Neither one row nor all of them add more to the sum than the clipping norm."""
     sum_of = lambda *rows: api.clipped_sum(model, criterion, rows, max_grad_norm, **options)  # noqa: E731
     assert most_added(sum_of, batch, left_out) <= max_grad_norm * BOUND

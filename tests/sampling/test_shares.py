@@ -1,4 +1,4 @@
-"""Several ranks share one mask: each row that was drawn goes to one of them, and no other row to any."""
+"""Several ranks share one draw: each drawn example goes to exactly one rank, and no other example to any."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ ROWS, STEPS = 48, 50
 
 
 def batches_of(rank, ranks):
-    """The rows that a rank loads, by step; each call draws from a source of its own."""
+    """Returns the examples that a rank loads, by step; each call has its own source of words."""
     source = NoiseSource.seeded(4)
     loader = private_loader(
         DataLoader(range(ROWS), batch_size=6),

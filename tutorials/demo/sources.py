@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-GET = "python -m tutorials.demo.data_sets get"  # downloads what is named after it
+GET = "python -m tutorials.demo.data_sets get"  # followed by the name of a source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,14 +13,14 @@ class Source:
     """One data set or model, and the package that carries it.
 
     Attributes:
-        title: The name for people.
-        origin: Who published it, and where.
+        title: Full name.
+        origin: Publisher and place of publication.
         licence: The terms of the data, not of the package.
-        citation: What to cite.
+        citation: Publication to cite.
         files: SHA-256 of each file that is kept, by file name.
         package: The package to download: ``"apt NAME"`` or ``"pip NAME==VERSION"``.
-        package_sha256: SHA-256 of the downloaded package, where it is not itself the file that is kept.
-        system_folder: Where a system package puts the files.
+        package_sha256: SHA-256 of the downloaded package, unless the package itself is the file that is kept.
+        system_folder: Folder in which a system package installs the files.
     """
 
     title: str
@@ -107,10 +107,10 @@ def source_for(name: str) -> Source:
         name: A key of ``SOURCES``.
 
     Returns:
-        What is known of it.
+        The source.
 
     Raises:
-        ValueError: If nothing is known under that name.
+        ValueError: If no source has this name.
     """
     if name not in SOURCES:
         raise ValueError(f"no data set is called {name!r}. Choose one of: {', '.join(SOURCES)}.")
@@ -118,7 +118,7 @@ def source_for(name: str) -> Source:
 
 
 def cache_folder(name: str) -> Path:
-    """Returns the folder of the downloads of this data set: one of the user, outside the checkout."""
+    """Returns the folder for downloads of this data set, in the user's cache."""
     return Path.home() / ".cache" / "dpengine" / name
 
 
@@ -131,7 +131,7 @@ def find_files(name: str) -> dict[str, Path] | None:
         name: A key of ``SOURCES``.
 
     Returns:
-        The path of each file by its name, or None if no folder holds all of them.
+        The path of each file by its name, or None if no folder has all of them.
     """
     source = source_for(name)
     for folder in _folders(name, source):
@@ -142,7 +142,7 @@ def find_files(name: str) -> dict[str, Path] | None:
 
 
 def verified(content: bytes, sha256: str, where: str) -> bytes:
-    """Hands back content whose digest is the expected one.
+    """Returns content whose digest is the expected one.
 
     Args:
         content: The bytes of a file.
@@ -153,7 +153,7 @@ def verified(content: bytes, sha256: str, where: str) -> bytes:
         ``content``.
 
     Raises:
-        ValueError: If the digest is another one.
+        ValueError: If the digest differs.
     """
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:

@@ -1,10 +1,10 @@
-"""The privacy curve of releases whose loss is nearly always tiny and rarely large, told apart.
+"""The privacy curve of releases whose loss is nearly always tiny and rarely large.
 
 A lattice that holds the large losses is too coarse for the tiny ones, whose sum would be spread out by their number;
-and no tilt brings both to one size. So a release is cut by its loss into a bulk b and jumps j. The sum of n bulks is
-formed on a fine lattice by FFT, that of the jumps on the coarse one by sums of products. What ties them is that a
-release of b beside j only helps the attacker: with both masses of b taken out of j, n releases are dominated by
-``b^n`` and, apart from it, n releases that are j or nothing.
+and no tilt brings both to one size. A release is therefore split by its loss into a bulk b and jumps j. The sum of n
+bulks is computed on a fine lattice by FFT, that of the jumps on the coarse lattice by sums of products. Releasing b in
+addition to j only helps the attacker: if both masses of b are removed from j, n releases are dominated by ``b^n``
+together with n releases that are j or nothing.
 
 Axes: A atoms of one release, N points of the fine lattice, C points of the coarse one, U tilts.
 """
@@ -39,9 +39,9 @@ class Aim:
     """Parameters of a composition.
 
     Attributes:
-        log_delta: Of the run.
-        tilt: About minus the slope of log delta at the answer.
-        error: What the fine lattice may add to epsilon.
+        log_delta: Logarithm of the delta of the run.
+        tilt: Approximately minus the slope of log delta at the result.
+        error: Maximum that the fine lattice may add to epsilon.
     """
 
     log_delta: float
@@ -52,7 +52,7 @@ class Aim:
 def bulk_and_jumps(parts: tuple[Part, ...], lowest: float, highest: float, points: int, aim: Aim) -> ConvolvedSum:
     """Composes releases, for an upper bound. ``aim`` affects its accuracy, never its soundness.
 
-    ``lowest`` is below 0, and the mass above ``highest`` must be negligible beside delta.
+    ``lowest`` is below 0, and the mass above ``highest`` must be negligible compared with delta.
     """
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above=True)
@@ -67,13 +67,15 @@ def bulk_and_jumps(parts: tuple[Part, ...], lowest: float, highest: float, point
 
 
 def _laws(part: Part, step: float, window: CoarseWindow, aim: Aim) -> list[CoarseLaw]:
-    """Sum of all bulks, and sum of all jumps."""
+    """Returns the distributions of the sum of all bulks and of the sum of all jumps."""
     if part.count < _FEW:
         law = window.law(atoms_above(part.mixture, lambda pair: window.ends(pair, step), step))
         return [power(law, part.count, window)]
-    cut = min(max(1, math.ceil(_cut(part) / step)), _MOST_POINTS)  # where all losses are jumps, that is as well
+    cut = min(max(1, math.ceil(_cut(part) / step)), _MOST_POINTS)  # otherwise all losses are jumps
     finer = math.ceil(math.log2(step / _fine_step(part, aim)))
-    halvings = max(0, min(finer, (_MOST_POINTS // cut).bit_length() - 1))  # a bulk is of at most twice those points
+    halvings = max(
+        0, min(finer, (_MOST_POINTS // cut).bit_length() - 1)
+    )  # a bulk has at most twice that number of points
     while True:
         fine = step / 2**halvings
         bulk = _bulk(part.mixture, cut << halvings, fine)
@@ -85,9 +87,9 @@ def _laws(part: Part, step: float, window: CoarseWindow, aim: Aim) -> list[Coars
 
 
 def _jumping(mixture: Mixture, bulk: _Atoms, cut: int, step: float, window: CoarseWindow) -> CoarseLaw:
-    """One release without its bulk: a jump or nothing."""
+    """Returns one release without its bulk: a jump or nothing."""
     jumps = _jumps(mixture, cut, step, window)
-    # Both masses of the bulk are taken out of the jumps, whose losses move by the ratio of the masses.
+    # Both masses of the bulk are removed from the jumps, whose losses change by the ratio of the masses.
     p, q = math.fsum(bulk.masses), math.fsum(bulk.masses * np.exp(-bulk.losses))
     places, masses = _onto(jumps.losses + math.log(q / p) + _ROUNDED, jumps.masses * (1 + _ROUNDED), step)
     places, masses = np.append(places, 0), np.append(masses, p)
@@ -96,7 +98,7 @@ def _jumping(mixture: Mixture, bulk: _Atoms, cut: int, step: float, window: Coar
 
 
 def _cut(part: Part) -> float:
-    """Loss that a few of all releases are expected to exceed."""
+    """Returns a loss that only a few of all releases are expected to exceed."""
     share, found = _JUMPS / part.count, 0.0
     for weight, pair in part.mixture:
         seen = sketch(pair, min(1e-3 * share, 1e-20))
@@ -107,13 +109,13 @@ def _cut(part: Part) -> float:
 
 
 def _fine_step(part: Part, aim: Aim) -> float:
-    """Step at which spreading n losses adds at most the allowed error."""
+    """Returns the lattice step at which rounding n losses adds at most the allowed error."""
     return math.sqrt(max(aim.error, 1e-300) / (0.4 * part.count * (1 + aim.tilt)))
 
 
 @dataclass(frozen=True)
 class _Atoms:
-    """Losses and their masses ``(A,)``, the places of the losses on their lattice, and the mass at infinity."""
+    """Losses and their masses ``(A,)``, the lattice indices of the losses, and the mass at infinity."""
 
     losses: Floats
     masses: Floats
@@ -122,19 +124,19 @@ class _Atoms:
 
 
 def _bulk(mixture: Mixture, cut: int, step: float) -> _Atoms:
-    """The part of a release between two losses."""
+    """Returns the part of a release between two losses."""
     places, masses = [], []
     for weight, pair in mixture:
         low, _ = _reach(pair, step)
         at, mass, _ = spread_out(pair, np.arange(min(max(low, -cut), cut - 1), cut + 1), step)
-        keep = len(at) - 1 if low < -cut else len(at)  # what is lower still is a jump then
+        keep = len(at) - 1 if low < -cut else len(at)  # lower losses are then jumps
         places.append(at[:keep])
         masses.append(weight * mass[:keep])
     return _atoms(np.concatenate(places), np.concatenate(masses), step)
 
 
 def _jumps(mixture: Mixture, cut: int, step: float, window: CoarseWindow) -> _Atoms:
-    """The other losses of a release."""
+    """Returns the other losses of a release."""
     places, masses, infinite = [np.zeros(0, dtype=np.int64)], [np.zeros(0)], 0.0
     for weight, pair in mixture:
         low, high = _reach(pair, step)
@@ -160,7 +162,7 @@ def _atoms(places: Integers, masses: Floats, step: float, infinite: float = 0.0)
 
 
 def _onto(losses: Floats, masses: Floats, step: float) -> tuple[Integers, Floats]:
-    """Masses at any losses, each spread over its two neighbours on a lattice so that P and Q keep their masses."""
+    """Distributes masses at any losses to their two lattice neighbors, so that P and Q keep their masses."""
     losses = losses + 4 * _UNIT * np.abs(losses)
     lower = np.floor(losses / step).astype(np.int64)
     up = np.clip(np.expm1(-(losses - lower * step)) / math.expm1(-step), 0, 1) * (1 + _ROUNDED)
@@ -170,13 +172,13 @@ def _onto(losses: Floats, masses: Floats, step: float) -> tuple[Integers, Floats
 def _sum_of_bulks(
     bulk: _Atoms, count: int, fine: float, step: float, window: CoarseWindow, aim: Aim
 ) -> CoarseLaw | None:
-    """The law of n bulks, each with the mass 1, on the coarse lattice; None if the fine one is too long."""
+    """Returns the distribution of the sum of n bulks of mass 1, coarse; None if the fine lattice is too long."""
     log_masses = np.log(bulk.masses) - math.log(math.fsum(bulk.masses))
     log_moment, tilted = _tilted(log_masses + aim.tilt * bulk.losses)
     mean = float(tilted @ bulk.losses)
     deviation = math.sqrt(max(float(tilted @ (bulk.losses - mean) ** 2), fine**2) * count)
     moves_U = _MOVES / deviation
-    logs_U = np.array([count * _tilted(log_masses + move * bulk.losses)[0] for move in moves_U])  # of moments
+    logs_U = np.array([count * _tilted(log_masses + move * bulk.losses)[0] for move in moves_U])  # log moments
     up, down = moves_U > 0, moves_U < 0
     left = aim.log_delta - _SPARE
     high = min(float(((logs_U[up] - left) / moves_U[up]).min()), window.high * step)
@@ -192,7 +194,7 @@ def _sum_of_bulks(
     values[: len(found.values)] = found.values**count
     law_N = np.roll(np.fft.irfft(values, size), -(first % size))
     error = _error(found.values, count, size)
-    # Tilted back. What is folded in from beyond the ends is in there, and is counted at its own place besides.
+    # Tilted back. Mass that wrapped around from beyond the ends is included, and is also counted at its own index.
     log_scale_N = count * log_moment - aim.tilt * losses_N
     log_mass_N = np.log(np.maximum(law_N, 0) + error) + log_scale_N
     coarse, mass = _onto(losses_N, np.exp(np.minimum(log_mass_N, 0.0)), step)
@@ -200,19 +202,19 @@ def _sum_of_bulks(
     masses_C = np.bincount(coarse - start, mass)
     losses_C = (start + np.arange(len(masses_C))) * step
     masses_C[1] += math.exp(min(0.0, float((logs_U[down] - moves_U[down] * (first * fine)).min())))
-    # Delta rises with the losses, so a law may take the place of one whose tails are nowhere larger. They are at most
-    # what Chernoff allows; where the sum of all masses says more, that is rounding.
+    # Delta rises with the losses, so a distribution may be replaced by one whose tails are nowhere smaller. The tails
+    # are at most the Chernoff bound; where the sum of all masses is larger, the excess is rounding.
     allowed_C = (logs_U[up] - (losses_C[:, None] - step) * moves_U[up]).min(axis=1)
     tails_C = np.minimum(np.cumsum(masses_C[::-1])[::-1], np.exp(np.minimum(allowed_C, 0.0)))
-    tails_C = np.maximum.accumulate(tails_C[::-1])[::-1]  # which rounding may have undone
+    tails_C = np.maximum.accumulate(tails_C[::-1])[::-1]  # rounding may have broken the order
     masses_C = tails_C - np.append(tails_C[1:], 0.0)
     over = math.exp(min(0.0, float((logs_U[up] - moves_U[up] * ((first + size - 1) * fine)).min())))
     return window.kept(masses_C, start, over)
 
 
 def _error(values: Complex, count: int, size: int) -> float:
-    """Bounds the error of each mass of a sum of n, whose transform is ``values ** n`` until it has faded."""
-    # A transform is off by so much at each frequency: the masses add up to 1, the terms of its series to e^(pi / 2).
+    """Bounds the error of each mass of a sum of n; its transform is ``values ** n`` until it is negligible."""
+    # Error of a transform at each frequency: the masses add up to 1, the terms of its series to e^(pi / 2).
     one = math.exp(math.pi / 2) * 8 * _UNIT * (math.log2(size) + 8)
     log_size = np.log(np.abs(values) + one)
     power = np.exp(np.minimum(count * log_size, 0.0))
@@ -223,7 +225,7 @@ def _error(values: Complex, count: int, size: int) -> float:
 
 
 def _tilted(exponents: Floats) -> tuple[float, Floats]:
-    """Log of the sum of exponentials, and each one's share."""
+    """Returns the log of the sum of exponentials, and the share of each."""
     top = float(exponents.max())
     masses = np.exp(exponents - top)
     total = float(masses.sum())

@@ -1,6 +1,6 @@
 """Chooses the tilt and the window of a loss lattice, from sketches of all losses at a few outputs each.
 
-Nothing here is a bound. The error that follows from a choice is bounded where the choice is used.
+These choices are approximate. The code that uses a choice bounds its error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _AT_ONCE = 2**17  # elements, so that they stay in the cache
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of the pairs of all releases. Pairs are counted by R, points of a sketch by S, kinds of releases by K.
+    """Sketches of the pairs of all releases. Axes: R pairs, S points of a sketch, K kinds of releases.
 
     Attributes:
-        losses: ``(R, S)``, each row rising.
-        log_masses: Of P ``(R, S)``; minus infinity where a sketch has ended.
-        log_weights: Of each pair in its mixture ``(R,)``.
-        starts: The first pair of each kind ``(K,)``.
-        counts: Of each kind ``(K,)``.
+        losses: Losses ``(R, S)``, ascending along S.
+        log_masses: Log masses of P ``(R, S)``; minus infinity after the end of a sketch.
+        log_weights: Log weight of each pair in its mixture ``(R,)``.
+        starts: Index of the first pair of each kind ``(K,)``.
+        counts: Number of releases of each kind ``(K,)``.
     """
 
     losses: Floats
@@ -40,12 +40,12 @@ class Sketches:
     counts: Floats
 
     def log_moments(self, tilts: Floats) -> Floats:
-        """``log E[e^(tilt * sum of losses)]`` for each tilt."""
+        """Returns ``log E[e^(tilt * sum of losses)]`` for each tilt."""
         of_pairs = self._of_pairs(tilts) + self.log_weights
         return np.asarray(np.logaddexp.reduceat(of_pairs, self.starts, axis=1) @ self.counts)
 
     def moments(self, tilt: float) -> tuple[float, float]:
-        """Mean and variance of the tilted sum of losses."""
+        """Returns the mean and the variance of the tilted sum of losses."""
         masses, counts = self._tilted(tilt)
         means = (masses * self.losses).sum(axis=1)
         pairs = np.diff(np.append(self.starts, len(means)))
@@ -54,12 +54,12 @@ class Sketches:
         return float(means @ counts), float(squares @ counts)
 
     def squares(self) -> float:
-        """The sum of the mean squares of all losses."""
+        """Returns the sum of the mean squares of all losses."""
         masses, counts = self._tilted(0.0)
         return float((masses * self.losses**2).sum(axis=1) @ counts)
 
     def lifted(self, tilts: tuple[float, ...], share: float) -> Sketches:
-        """The same where of each pair losses below are lifted to one, which have at most that share under each tilt."""
+        """Raises the smallest losses of each pair, with at most this share under each tilt, to one loss."""
         below = np.cumsum(np.exp(self.log_masses), axis=1)
         low = np.ones(self.losses.shape, dtype=bool)
         for tilt in tilts:
@@ -71,7 +71,7 @@ class Sketches:
         return replace(self, log_masses=np.where(place == first, np.log(below), kept))
 
     def _tilted(self, tilt: float) -> tuple[Floats, Floats]:
-        """Masses of each pair under the tilt, of sum 1, and how many releases are of that pair then."""
+        """Returns the masses of each pair under the tilt, with sum 1, and the expected number of releases of each pair."""
         exponents = self.log_masses + tilt * self.losses
         top = exponents.max(axis=1, keepdims=True)
         masses = np.exp(exponents - top)
@@ -82,7 +82,7 @@ class Sketches:
         return masses / sums, np.exp(logs - np.repeat(of_kinds, pairs)) * np.repeat(self.counts, pairs)
 
     def _of_pairs(self, tilts: Floats) -> Floats:
-        """The log moments of one release of each pair, ``(T, R)``."""
+        """Returns the log moments of one release of each pair, ``(T, R)``."""
         many, found = max(1, _AT_ONCE // self.losses.size), []
         for start in range(0, len(tilts), many):
             exponents = self.log_masses + tilts[start : start + many, None, None] * self.losses
@@ -107,15 +107,15 @@ def sketches(mixtures: Sequence[Mixture], counts: Sequence[int], tail: float, po
 
 
 _OUTSIDE = 18.0  # -log of the tilted mass that the window leaves out, over that above the answer
-_OUTSIDE_BELOW = 32.0  # the same for lower bounds, from which all of it is taken off
+_OUTSIDE_BELOW = 32.0  # the same for lower bounds, which lose all of it
 _SETBACKS = (0.0, 2.0, 4.0, 7.0, 11.0, 16.0)
 _MARGIN = 0.02
 _LIFTED = 1e-11  # share of the tilted mass that is moved up, over all releases
-_NEAREST, _FARTHEST = 0.05, 500.0  # of the tilts that bound the ends, in units of 1 / deviation
-_FARTHEST_PLACE = 2.0**50  # places are whole numbers in float64
-_POINTS = 11  # of a search among tilts, which it narrows to a fifth each time
+_NEAREST, _FARTHEST = 0.05, 500.0  # tilts that bound the ends, in units of 1 / deviation
+_FARTHEST_PLACE = 2.0**50  # lattice indices are whole numbers in float64
+_POINTS = 11  # points of a search among tilts; each round narrows it to a fifth
 _ZOOMS, _ZOOMS_OF_ENDS = 10, 2
-_LEAST_POINTS = 201  # of a sketch, where releases are of many kinds
+_LEAST_POINTS = 201  # points of a sketch, if there are many kinds of releases
 _EXCESS, _ROUNDING = 0.4, 4e-14  # what a lattice and an FFT add, from measurements of both
 
 
@@ -124,8 +124,8 @@ class Part:
     """Releases of one kind.
 
     Attributes:
-        mixture: The chance of each pair, drawn anew for each release and known to the attacker.
-        count: How many.
+        mixture: Probability of each pair, which is drawn for each release and known to the attacker.
+        count: Number of releases.
     """
 
     mixture: Mixture
@@ -134,12 +134,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Window:
-    """Losses between which nearly all of the tilted sum lies.
+    """Interval of losses that contains nearly all of the tilted sum.
 
     Attributes:
-        view: The tilt, and what of each release counts.
-        low, high: The ends.
-        low_move, high_move: Tilts, relative to theta, that show that next to nothing lies beyond the ends.
+        view: The tilt, and the losses of each release that count.
+        low, high: Ends of the interval.
+        low_move, high_move: Tilts, relative to theta, whose bounds show that the mass beyond the ends is negligible.
     """
 
     view: View
@@ -166,35 +166,35 @@ class Overview:
         self._spread = math.sqrt(max(self._sketches.squares(), 1e-300))
 
     def tilt_for_delta(self, log_delta: float) -> float:
-        """The tilt of the least Chernoff bound on epsilon."""
+        """Returns the tilt of the smallest Chernoff bound on epsilon."""
         return self._least(lambda moments, tilts: (moments - log_delta) / tilts)
 
     def tilt_for_epsilon(self, epsilon: float) -> float:
-        """The tilt of the least Chernoff bound on delta."""
+        """Returns the tilt of the smallest Chernoff bound on delta."""
         return self._least(lambda moments, tilts: moments - tilts * epsilon)
 
     def log_moment(self, tilt: float) -> float:
-        """``log E[e^(tilt * sum of losses)]``."""
+        """Returns ``log E[e^(tilt * sum of losses)]``."""
         return float(self._sketches.log_moments(np.array([tilt]))[0])
 
     def mean(self, tilt: float) -> float:
-        """Mean of the tilted sum: about the answer, at the best tilt."""
+        """Returns the mean of the tilted sum, which is close to the result at the best tilt."""
         return self._sketches.moments(tilt)[0]
 
     def excess(self, window: Window, bins: int) -> float:
-        """Approximate error of epsilon from a lattice with this number of points."""
+        """Returns the approximate error of epsilon from a lattice with this number of points."""
         step = (window.high - window.low) / bins
         return _EXCESS * self._count * step * step * (1 + window.view.focus)
 
     def window_below(self, tilt: float) -> Window:
-        """The window for a lower bound."""
+        """Returns the window for a lower bound."""
         return self._window(tilt, tilt, self._deviation(tilt), _OUTSIDE_BELOW)
 
     def window(self, tilt: float, bins: int) -> Window:
-        """The tilt and the window at which a lattice of so many points tells most.
+        """Returns the tilt and the window at which a lattice with this number of points has the smallest error.
 
-        The best tilt leaves most room for rounding. Under a smaller one the answer lies further up in the tail; that
-        tail is lighter, so the window is shorter and the lattice finer.
+        The best tilt leaves most room for rounding. Under a smaller tilt the result lies further up in the tail. That
+        tail is lighter, so the window is shorter and the lattice is finer.
         """
         best, found = math.inf, None
         if tilt not in self._candidates:
@@ -212,7 +212,7 @@ class Overview:
         return found
 
     def _windows(self, tilt: float) -> list[tuple[float, float, Window]]:
-        """For each setback, the deviation of the sum and its window."""
+        """Returns the deviation of the sum and its window for each setback."""
         answer, top, found = self.mean(tilt), self.log_moment(tilt), []
         for setback in _SETBACKS:
             lower = self._set_back(tilt, top, answer, setback)
@@ -222,7 +222,7 @@ class Overview:
 
     def _window(self, focus: float, tilt: float, deviation: float, outside: float) -> Window:
         view = View(focus, tilt, self._tail, self._share)
-        # Under a smaller tilt the bulk may be narrow and far from the answer, whose own spread counts too.
+        # Under a smaller tilt the bulk may be narrow and far from the result, whose own deviation counts too.
         widest, narrowest = max(deviation, self._deviation(focus)), min(deviation, self._deviation(focus))
         nearest, farthest = _NEAREST / widest, _FARTHEST / narrowest
         left_out = outside - self.log_moment(tilt)
@@ -235,11 +235,11 @@ class Overview:
             return _least(at, nearest, farthest, _ZOOMS_OF_ENDS)
 
         (up, high), (down, below) = end(self._sketches, 1), end(lifted, -1)
-        margin = _MARGIN * (high + below)  # what a lattice adds to losses must not reach beyond
+        margin = _MARGIN * (high + below)  # the error of a lattice must not reach beyond the window
         return Window(view, -below - margin, high + margin, -down, up)
 
     def _set_back(self, tilt: float, top: float, answer: float, setback: float) -> float:
-        """The smaller tilt under which e^-setback of the mass lies above the answer."""
+        """Returns the smaller tilt under which e^-setback of the mass lies above the result."""
         low, high = 1e-3 * tilt, tilt
         for _ in range(12 if setback else 0):
             middle = math.sqrt(low * high)
@@ -258,7 +258,7 @@ class Overview:
 
 
 def _least(score: Callable[[Floats], Floats], low: float, high: float, zooms: int) -> tuple[float, float]:
-    """Returns where a function that falls and then rises is about least between two numbers, and its value there."""
+    """Returns the approximate minimizer, between two numbers, of a function that falls and then rises, and its value."""
     for _ in range(zooms):
         grid = np.geomspace(low, high, _POINTS)
         values = score(grid)

@@ -20,7 +20,7 @@ def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
 
 
 def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
-    """Refuses (StaleGradientError, a ValueError) a gradient that went into a step already."""
+    """Raises StaleGradientError, a ValueError, for a gradient that was used in a step already."""
     if any(hasattr(one, "_processed") for one in (obj if isinstance(obj, list) else [obj])):
         raise StaleGradientError(
             "Gradients were not cleared since the last optimizer.step().",
@@ -36,7 +36,7 @@ def _generate_noise(
     Args:
         std: Standard deviation.
         reference: Shape, dtype and device are those of this tensor.
-        generator: Makes the noise repeat, for tests: it gives the seed.
+        generator: Makes noise reproducible, for tests: its next number is the seed.
         secure_mode: Draws from a cryptographic generator on the CPU.
 
     Returns:
