@@ -5,8 +5,8 @@
 Every contender trains the same model on the same batch with SGD. Noise and the optimizer's update are included, data
 loading is not. In each round every contender takes one step, so that drifts of the machine affect all of them. Before a
 cell is timed, the clipped sum without noise must equal a loop over single samples, and no sample may exceed the
-clipping norm of dpengine; a contender that fails has no time. Peers need ``pip install -r benchmarks/requirements.txt``;
-without it they are listed as missing. JAX may be elsewhere: ``--jax-python PATH``.
+clipping norm of dpengine; a contender that fails has no time. Peers need ``pip install -r
+benchmarks/requirements.txt``; without it they are listed as missing. JAX may be elsewhere: ``--jax-python PATH``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ CLAUSE = re.compile(r"(As|How|If|Of|That|What|When|Where|Whether|Which|Who|Why)\
 MAYBE = re.compile(rf"[\"']\s*{CLAUSE.pattern}")  # a text that begins so
 PHRASES = re.compile(
     r"\b(as far as is known|as there\.|at hand|gives? up|given up|hands? out|handed out|hangs? on|hangs? together|"
-    r"hears? of|in turn|nobody|shall|somebody|takes? part|takes? turns|thaw\w*|told of|what (is|was) spent)\b",
+    r"hears? of|in turn|nobody|shall|somebody|takes? part|takes? turns|thaw\w*|told of|what (is|was) spent|"
+    r"all the same|books|its like|next to nothing|the like|whoever)\b",
     re.IGNORECASE,
 )
 

@@ -29,7 +29,7 @@ class Adaptive(AbstractClip):
 
     Sum and count are **one** Gaussian release of a vector (sum / (C sigma_g), count / sigma_b), whose sensitivity is
     sqrt(1/sigma_g**2 + 1/(2 sigma_b)**2). To cost what a noise multiplier sigma costs, the gradient gets the multiplier
-    sigma_g = (sigma**-2 - (2 sigma_b)**-2)**-1/2, slightly above sigma, and the ledger books sigma.
+    sigma_g = (sigma**-2 - (2 sigma_b)**-2)**-1/2, slightly above sigma, and the ledger charges sigma.
 
     Args:
         initial_norm: Threshold of the first step.
@@ -89,7 +89,7 @@ class Adaptive(AbstractClip):
         """sigma_g, which leaves room for the count within a step that is booked as ``noise_multiplier``.
 
         Args:
-            noise_multiplier: sigma, what the ledger books. 0 gives 0.
+            noise_multiplier: sigma, which the ledger charges. 0 gives 0.
 
         Returns:
             (sigma**-2 - (2 sigma_b)**-2)**-1/2.

@@ -1,4 +1,4 @@
-"""The short ways to name a clipping policy: ``clipping="flat"`` and its like."""
+"""Short names of clipping policies, such as ``clipping="flat"``."""
 
 from __future__ import annotations
 

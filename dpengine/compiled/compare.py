@@ -2,7 +2,7 @@
 
 Note [order]: a batch is padded with rows, which get the weight 0 by their place. So row i of every tensor that the
 layers see must be row i of the batch. Operations that could order rows by their values are rejected in the graph. A
-fixed order shows when other rows are placed beside the compared ones.
+fixed order shows when other rows are placed next to the compared ones.
 
 Axes: B rows, K groups of parameters that are clipped together.
 """

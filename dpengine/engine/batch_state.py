@@ -236,7 +236,7 @@ class BatchState:
         return Effect(uncharged, zero_sums=True)
 
     def drop_uncharged(self) -> None:
-        """Drops a complete logical batch that is over the budget. It is not charged: nothing of it is released."""
+        """Drops a complete logical batch that is over the budget. It is not charged: it has no result."""
         self.batches, self.stage = [], Stage.DISCARDED
 
     def close(self) -> Effect:

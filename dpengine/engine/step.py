@@ -336,7 +336,7 @@ class PrivateStep:
         if reached is None:
             return
         if self.batches.stage is Stage.CLIPPED:
-            # Not charged: the budget check uses public values only, and nothing of the batch is released.
+            # Not charged: the budget check uses public values only, and no result of the batch is released.
             self.batches.drop_uncharged()
             self.passes.discard()
         raise BudgetExceeded(

@@ -184,7 +184,7 @@ def _add_weighted_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: flo
 
 
 def _spread(call: LayerCall) -> Tensor:
-    # Cauchy: norms of so many uses add up to so much at most.
+    # Cauchy: bound on the sum of the norms of this number of uses.
     entries_BT, grad = argument(call, 0, "input"), call.grad_output
     uses = entries_BT[:1].numel()
     if call.layer.padding_idx is not None:  # what arrives there is never added, and may be large: norms divide by zeros

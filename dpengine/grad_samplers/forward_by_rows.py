@@ -236,7 +236,7 @@ def _run(
 
 
 def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choosing: bool = False) -> None:
-    """Raises if rows alone give other outputs than the batch, without dropout and the like. Then rows are not samples.
+    """Raises if rows alone give other outputs than the batch, without random numbers. Then rows are not samples.
 
     Nothing is compared if the module draws random numbers in eval mode also, or has no eval mode. If units are being
     chosen, it must run in eval mode, and outputs of the model that do not have the batch on axis 0 are not compared.

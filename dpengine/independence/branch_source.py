@@ -205,7 +205,7 @@ def _notes(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
 
 
 def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
-    """Returns True if a statement catches an error of another one, and goes on."""
+    """Returns True if a statement catches an error of another one, and continues."""
     if isinstance(outer, ast.With):
         return _holds(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
     if not isinstance(outer, ast.Try) or not any(_holds(one, _span(node)) for one in outer.body):

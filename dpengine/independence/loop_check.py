@@ -101,7 +101,7 @@ class LoopCheck:
         return None
 
     def _mixing_of_one(self, whole: Run, reached: Collection[int]) -> BatchDependentLossError | None:
-        """Keeps one sample beside copies of it whose losses are low, or high, or whose data are far away.
+        """Keeps one sample, with copies of it whose losses are low, or high, or whose data are far away.
 
         The losses are low beside the largest gradient. Unless the loop was checked before, they are also high beside
         it, so that every output may be wrong, and low beside the smallest gradient, so that every one may be right.

@@ -32,7 +32,7 @@ def lightning_class(name: str) -> type:
 
 
 _OF_TRAINING = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
-_LARGER_BATCH = "Make the loader's batch_size so many times larger, and pass DPCallback(physical_batch_size=...)."
+_LARGER_BATCH = "Make the loader's batch_size larger by this factor, and pass DPCallback(physical_batch_size=...)."
 # By name, which is the same in both packages of Lightning: the error, what it does, and what to do instead.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     "GradientAccumulationScheduler": (

@@ -154,7 +154,7 @@ def overlap(some: np.ndarray | None, others: np.ndarray | None) -> bool:
 
 
 def examples_of(dataset: Any, chosen: np.ndarray | None = None) -> list[tuple[Any, np.ndarray | None]]:
-    """Returns the data sets that a data set is made of, and the indices that it takes; None for each index once."""
+    """Returns the data sets that a data set contains, and the indices that it uses; None for each index once."""
     if type(dataset) is Subset:
         try:
             own = np.asarray(dataset.indices)

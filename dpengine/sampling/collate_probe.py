@@ -1,4 +1,4 @@
-"""Calls a ``collate_fn`` with examples beside different others, to see whether it makes each row from one example.
+"""Calls a ``collate_fn`` with examples next to different others, to see whether each row depends on one example only.
 
 Examples are compared at the same place, from the same state of the random generators. A function that draws random
 numbers is compared for the first example of a batch, whose numbers cannot depend on those of the others.
@@ -142,7 +142,7 @@ class _Probe:
             raise _Undecided(f"{min(self.whole)} is one value for the batch that depends on all of its examples")
 
     def _compare(self, one: Rows, other: Rows, own: set[str], *, padded: str = "constant") -> None:
-        """Raises if an example has another row beside other examples."""
+        """Raises if the row of an example differs next to other examples."""
         first, second = self._entries(one), self._entries(other)
         self._match(one, first, other, second, padded)
         sizes = {size for entry in (*first.values(), *second.values()) for size in _shape(entry.value)}
@@ -182,7 +182,7 @@ class _Probe:
         return None
 
     def _compare_random(self) -> None:
-        """Compares the first example of batches, and examples beside others in another order."""
+        """Compares the first example of batches, and examples next to others in another order."""
         for turn in range(_ROUNDS):
             first = turn % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 --max-restarts 3 train.py --wrap fsdp --folder run
 
 The first three are the same run: the same batches, the same noise, the same weights up to rounding, and the same
-epsilon. The last is saved now and then, and goes on where it was if a process dies, or if it is started again.
+epsilon. The last run is saved every 10 steps, and resumes if a process dies or the script is started again.
 """
 
 import argparse
@@ -56,7 +56,9 @@ def main() -> None:
     parser.add_argument("--wrap", choices=["none", "ddp", "fsdp"], default="none")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seed", type=int, help="makes the noise repeat: for comparing runs, never for a release")
-    parser.add_argument("--folder", type=Path, help="where the run is saved, every 10 steps, and goes on from")
+    parser.add_argument(
+        "--folder", type=Path, help="folder for checkpoints, written every 10 steps, from which a run resumes"
+    )
     arguments = parser.parse_args()
     several = "WORLD_SIZE" in os.environ  # torchrun sets it
     if several:

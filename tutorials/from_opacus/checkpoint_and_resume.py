@@ -1,4 +1,4 @@
-"""Training is cut off half way, saved, and goes on with new objects: weights, optimizer, schedule and budget."""
+"""Training is interrupted half way, saved, and resumed with new objects: weights, optimizer, schedule and budget."""
 
 import argparse
 import json

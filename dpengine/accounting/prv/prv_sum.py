@@ -3,7 +3,7 @@
 Gopi, Lee, Wutschitz 2021 (arXiv:2106.02848). A loss is cut to a window, put on the mesh point of its cell, and shifted
 so that the mean is kept. Then its rounding errors are centred and in an interval as long as a cell, so by Hoeffding
 those of k releases add up to a few times ``sqrt(k)`` cells only. What is cut off, what the window of the sum folds in
-and what floating-point numbers round are bounded and returned beside the law.
+and what floating-point numbers round are bounded and returned with the distribution.
 """
 
 from __future__ import annotations

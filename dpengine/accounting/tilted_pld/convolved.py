@@ -1,6 +1,6 @@
 """The privacy curve of releases that seldom lose much: their losses convolved by sums of products.
 
-An FFT rounds relative to the largest mass. Where a loss is either next to nothing or large, as with a tiny rate and a
+An FFT rounds relative to the largest mass. If a loss is either tiny or large, as with a tiny rate and a
 tiny delta, no tilt brings all that counts to one size. Sums of products of positive numbers keep their digits however
 small they are; they take a time that grows with the square of the lattice, so that it must be a short one.
 """
@@ -67,7 +67,7 @@ class ConvolvedSum:
 def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: int, *, above: bool) -> ConvolvedSum:
     """Composes releases, for an upper bound with ``above``, else for a lower one.
 
-    ``lowest`` is below 0, and the mass above ``highest`` must be negligible beside delta.
+    ``lowest`` is below 0, and the mass above ``highest`` must be negligible compared with delta.
     """
     step = (highest - lowest) / points
     window = CoarseWindow(math.floor(lowest / step), math.ceil(highest / step), above)

@@ -71,7 +71,7 @@ class Sketches:
         return replace(self, log_masses=np.where(place == first, np.log(below), kept))
 
     def _tilted(self, tilt: float) -> tuple[Floats, Floats]:
-        """Returns the masses of each pair under the tilt, with sum 1, and the expected number of releases of each pair."""
+        """Returns the masses of each pair under the tilt, with sum 1, and the expected number of its releases."""
         exponents = self.log_masses + tilt * self.losses
         top = exponents.max(axis=1, keepdims=True)
         masses = np.exp(exponents - top)
@@ -258,7 +258,7 @@ class Overview:
 
 
 def _least(score: Callable[[Floats], Floats], low: float, high: float, zooms: int) -> tuple[float, float]:
-    """Returns the approximate minimizer, between two numbers, of a function that falls and then rises, and its value."""
+    """Returns the approximate minimizer between two numbers of a function that falls and then rises, and its value."""
     for _ in range(zooms):
         grid = np.geomspace(low, high, _POINTS)
         values = score(grid)

@@ -176,7 +176,7 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
 
 
 def _transforms_of(parts: tuple[Part, ...], laws: list[_Law], size: int) -> list[Transform]:
-    """The transforms of releases, as far as that of at least so many as the powers of two below the counts counts."""
+    """Returns the transforms of releases, at least at the powers of two below their counts."""
     many = [1 << (part.count.bit_length() - 1) for part in parts]
     length = faded_from(tuple((law.fading, number) for law, number in zip(laws, many, strict=True)), size)
     return [

@@ -24,7 +24,7 @@ Integers = npt.NDArray[np.int64]
 FADED = -80.0  # log of what is left out
 _UNIT = 2.0**-53
 _SHARE = 64  # with no more than this part of all frequencies it is worth it
-_CELLS = 2  # at least so many as frequencies: the phase within half a cell is at most pi / 2
+_CELLS = 2  # minimum ratio of cells to frequencies: the phase within half a cell is at most pi / 2
 _TERMS = 23  # of its exponential series, which are exact then
 
 

@@ -18,7 +18,7 @@ class PRVAccountant(LedgerAccountant):
         """Returns an upper bound on the epsilon spent so far.
 
         The losses are composed by the PLD accountant, which is faster than the engine's PRV and as near to the truth.
-        Where it has no sound answer, as for tiny noise, `RDPAccountant` answers, or whoever else can, with a warning.
+        Where it has no sound answer, as for tiny noise, `RDPAccountant` or another accountant is used, with a warning.
 
         Args:
             delta: Strictly between 0 and 1.
