@@ -69,7 +69,7 @@ def test_a_loss_that_is_declared_wrongly_is_found():
 
 
 def test_a_run_that_is_always_refused_is_inconclusive():
-    """The engine rejects a model that mixes samples on both of two neighbors, so nothing is learned about its releases."""
+    """The engine rejects a model that mixes samples on both neighbors, so nothing is learned about its releases."""
 
     class Mixing(nn.Linear):
         def forward(self, inputs):

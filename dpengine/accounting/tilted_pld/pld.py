@@ -1,7 +1,7 @@
 """Privacy loss distributions: the default accountant, an upper bound within about 2e-5 of the truth, at any delta.
 
 The loss of each release is rounded to a lattice, tilted towards the result, and composed by FFT, for each direction of
-the neighboring relation over the whole run; the worse of them counts. Errors of the lattice, of its ends and of rounding
+the neighboring relation over the whole run; the worse of them counts. Errors of the lattice, its ends and of rounding
 are bounded and added. Unsampled releases never see a lattice.
 """
 
