@@ -39,7 +39,7 @@ class SampledMatrixEvent(BaseEvent):
         coefficients: First column of a Toeplitz strategy S, nonnegative, with a positive first element.
         columns: Alternatively all columns of a lower-triangular S, of ``steps`` nonnegative numbers each.
         sample_rate: As above; 1 for balls in bins.
-        warm_start: For b-min-sep: whether examples rest at the start like in the middle of a long run.
+        warm_start: For b-min-sep: True if the first step is distributed like a step in the middle of a long run.
 
     Except for balls in bins, columns ``cycle_length`` apart must not overlap: there are at most that many bands.
     """

@@ -28,7 +28,7 @@ def run(arguments: Namespace) -> int:
 
 def _contents(path: Path) -> Contents:
     if not path.is_file():
-        raise CommandError(f"{path} is not there, or is no file.")
+        raise CommandError(f"{path} does not exist, or is not a file.")
     contents = read(path)  # raises if the file was edited
     if contents.last is None:
         raise CommandError(f"{path} has no entries.")

@@ -21,8 +21,8 @@ _COLUMNS = (
     "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country",
 )  # fmt: skip
 
-# Ranges and value lists come from the documentation and from common sense, never from the rows: a maximum of private
-# rows would be a release of its own.
+# Ranges and value lists are from the documentation or fixed by hand, not computed from the examples: a maximum of
+# private values would be an additional release.
 _RANGES = {
     "age": (17, 90),
     "education_num": (1, 16),
@@ -142,7 +142,7 @@ def _rows(file: str) -> list[list[str]]:
 
 
 def _inputs(rows: list[list[str]]) -> Tensor:
-    columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=False))  # the label, last, stays behind
+    columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=False))  # without the label, which is last
     numbers = [_scaled(columns[name], *_RANGES[name]) for name in _RANGES]
     categories = [_one_hot(columns[name], _values(name)) for name in _VALUES]
     return torch.cat([torch.stack(numbers, dim=1), *categories], dim=1)

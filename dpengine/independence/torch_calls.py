@@ -17,7 +17,7 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 """Functions whose result may choose a branch of the loop."""
 
 ERROR_TESTS = frozenset({"isnan", "isfinite", "isinf"})
-"""Functions that find values that are no numbers, which a loop may leave out."""
+"""Functions that test for NaN and infinity, which a loop may exclude."""
 
 _CHOOSE = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
 _SIZES = frozenset({"__len__", "numel", "nelement", "size"})
@@ -63,7 +63,7 @@ def origin_of(tensor: Tensor) -> str:
 
 
 def takes_one(function: Any, args: Sequence[Any]) -> bool:
-    """Returns True if a call takes single entries of the first axis, as a loop over samples does."""
+    """Returns True if a call reads single entries of the first axis, as a loop over samples does."""
     name = name_of(function)
     if name in ("unbind", "__iter__"):
         return True

@@ -61,7 +61,7 @@ class Recurrence:
         kept: See `CorrelatedRows`.
         size: Number of rows; None for no limit.
         column_norm: Largest column norm of S: the sensitivity to one participation, which multiplies the noise.
-        correlation: What the privacy analysis needs of S.
+        correlation: Properties of S that the privacy analysis uses.
         description: Public description for reports.
     """
 

@@ -1,4 +1,4 @@
-"""Scores of canaries: likelihood ratios against brute force, and noise that is independent again after S."""
+"""Scores of canaries: likelihood ratios against brute force, and noise that S makes independent."""
 
 import itertools
 
@@ -15,7 +15,7 @@ STRATEGY = matrix([0.8, 0.6], STEPS)
 
 
 def brute_force(releases_T, trace, canary):
-    """The log-ratio as a sum over all sets of steps that the canary may have been in."""
+    """Returns the log-ratio as a sum over all sets of steps that may include the canary."""
     rate, possible = trace.sample_rate, np.flatnonzero(trace.possible_TM[:, canary])
     strategy = np.eye(STEPS) if trace.strategy_TT is None else trace.strategy_TT
     noising = np.linalg.inv(strategy)

@@ -57,7 +57,7 @@ def test_a_bad_threshold_is_refused(bad):
     ("policy", "same"), [(Flat(2.0), 2.0), (PerLayer([3.0, 4.0]), 5.0), (PerLayer([3.0, 4.0]), [3, 4])]
 )
 def test_a_policy_is_handed_through_unless_the_threshold_contradicts_it(policy, same):
-    """A threshold that is silently ignored."""
+    """A contradicting clipping norm must not be ignored silently."""
     assert clipping_from(policy) is policy and clipping_from(policy, same) is policy
     with pytest.raises(ValueError, match="contradict each other"):
         clipping_from(policy, 1.0)

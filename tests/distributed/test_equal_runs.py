@@ -1,4 +1,4 @@
-"""A run is the same run whatever the number of processes and however they share the model."""
+"""The result of a run does not depend on the number of processes and the distribution of the model."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def compare(cases, topology, ranks, steps):
     for i, case in enumerate(cases):
         refuse_differences(case, [one[i] for one in found], trained(case, steps=steps))
     rare = cases.index(Case(batch=2))
-    assert any(one[rare]["empty"] for one in found)  # a process without rows takes part
+    assert any(one[rare]["empty"] for one in found)  # a process without samples participates
 
 
 @pytest.mark.parametrize("topology", ["ddp", "fsdp"])

@@ -34,7 +34,7 @@ ENDS_OF_THE_FAILED = ENDS | {"Failed", "RepeatedBackwardError"}
 
 @dataclass(frozen=True)
 class Case:
-    """The way in which the last rank fails, and the place."""
+    """Kind and place of the failure of the last rank."""
 
     failure: str
     topology: str
@@ -55,7 +55,7 @@ class Failed(Exception):
 
 
 class Failing:
-    """Does to this rank, in one step, what a case says; nothing on other ranks, and before."""
+    """Makes this rank fail as the case states, in one step; does nothing on other ranks and in earlier steps."""
 
     def __init__(self, failure, others_ended=lambda: False):
         last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
@@ -85,7 +85,7 @@ def loss_of(model, batch, failing):
 
 
 def ending(case, others_ended):
-    """Returns the end of a run on this rank."""
+    """Returns the outcome of a run on this rank."""
     torch.manual_seed(0)
     failing, model, engine = Failing(case.failure, others_ended), plain(), PrivacyEngine(seed=1)
     model.blocks[1].norm.register_forward_pre_hook(lambda module, args: failing.at("in forward"))
@@ -147,7 +147,7 @@ def endings(cases, folder):
 
 
 def told(cases, ranks, folder):
-    """Returns the end of each run on each rank; None for one that was killed."""
+    """Returns the outcome of each run on each rank; None for a killed rank."""
     launched(ranks, endings, cases, folder)
     files = {case: [folder / f"ending{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
     return {case: [torch.load(one) if one.exists() else None for one in of] for case, of in files.items()}

@@ -20,7 +20,7 @@ CRASHES_BY_ITSELF = {"group-norm-channels-last"}  # torch 2.13: a plain backward
 
 @dataclass(frozen=True)
 class Ordinary:
-    """A model with rows in front, and a batch of it."""
+    """Returns a batch-first model and a batch for it."""
 
     id: str
     make: Any
@@ -28,7 +28,7 @@ class Ordinary:
     names: tuple[str, ...] = ()
 
     def loss(self, model):
-        """A mean over rows, with a gradient that no two rows have alike."""
+        """Returns a mean over samples whose gradient differs for each sample."""
         first = len(self.inputs) - len(self.names)
         by_name = dict(zip(self.names, self.inputs[first:], strict=True))
         return mean_of(model(*self.inputs[:first], **by_name), torch.zeros(ROWS))

@@ -19,7 +19,7 @@ both_types = pytest.mark.parametrize("dtype", [F64, F32], ids=["float64", "float
 
 
 class Run:
-    """A case run once: the call that capture would report, and the truth row by row."""
+    """One run of a case: the call that capture would record, and the gradients of single samples."""
 
     def __init__(self, case, dtype=F64, rows=ROWS, seed=0, layer=None):
         torch.manual_seed(seed)
@@ -34,7 +34,7 @@ class Run:
         self.names = [name for name, _ in self.layer.named_parameters()]
 
     def truth(self):
-        """{name: (B, *shape)} by a loop over single rows."""
+        """Returns {name: (B, *shape)} by a loop over single samples."""
         return stacked(
             per_sample_gradients(
                 self.layer, lambda output, c: (output * c).sum(), self.inputs, self.cotangent, row=self.case.row
@@ -51,7 +51,7 @@ def random_layer(case, dtype):
 
 
 def assert_close(found, truth, tolerance, floor=1e-30):
-    """Within a share of the largest entry."""
+    """Compares up to a fraction of the largest entry."""
     assert found.shape == truth.shape
     scale = truth.abs().max().item() if truth.numel() else 0.0
     torch.testing.assert_close(found.double(), truth, rtol=tolerance, atol=tolerance * scale + floor)
@@ -279,7 +279,7 @@ def test_rms_norm_of_half_precision_has_the_eps_that_it_ran_with():
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_convolutions_take_channels_that_lie_last(groups, size, dimensions, dtype):
-    """With one position the strides say nothing, and torch's kernels may take them for another layout."""
+    """With one position the strides are ambiguous, and torch's kernels may assume another layout."""
     torch.manual_seed(0)
     layer_class = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]
     layer = layer_class(2, 2, 3, padding=1, groups=groups).to(dtype)

@@ -22,7 +22,7 @@ Draw = Callable[[Any, int, Any], Any]
 
 
 def _drawn(change: Callable[[Draw, Any, int, Any], Any]) -> tuple[Patch, ...]:
-    """Another draw: ``change(draw, strategy, step, words)``."""
+    """Replaces draws by ``change(draw, strategy, step, words)``."""
 
     def wrong(draw: Any) -> Any:
         @functools.wraps(draw)
@@ -87,7 +87,7 @@ def _empty_skipped(step: Any) -> Any:
 
 
 def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
-    """Other chunks: ``change(batches, drawn)`` gives their indices."""
+    """Replaces the chunks of batches by the indices that ``change(batches, drawn)`` returns."""
 
     def wrong(draw: Any) -> Any:
         @functools.wraps(draw)

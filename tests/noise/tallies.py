@@ -1,4 +1,4 @@
-"""Counts of a hundred million draws, some at a time, and what tells whether they are those of the law.
+"""Counts of a hundred million draws, in chunks, and tests of their distribution.
 
 Kolmogorov and Smirnov's distance is looked at on the ends of fixed cells instead of at every draw, so that nothing is
 sorted. It can only be smaller than the true one, so the p-value is never too small; and it is smaller by the mass of
@@ -81,7 +81,7 @@ def masses_of_normals() -> np.ndarray:
 
 
 def p_values_of_normals(draw: Draw, total: int = HUNDRED_MILLION) -> dict[str, float]:
-    """By name."""
+    """Returns p-values by name."""
     counts, masses = counts_of_normals(draw, total), masses_of_normals()
     return {
         "lost": float(counts.sum() == total),  # 0 if any draw is beyond the cells
@@ -93,7 +93,7 @@ def p_values_of_normals(draw: Draw, total: int = HUNDRED_MILLION) -> dict[str, f
 
 
 def p_values_of_words(words: Callable[[int, int], np.ndarray], total: int = HUNDRED_MILLION) -> dict[str, float]:
-    """By name, for each 16-bit part, each byte and each bit of it."""
+    """Returns p-values by name, for each 16-bit part, each of its bytes and each of its bits."""
     counts = counts_of_words(words, total)
     found = {}
     for place, part in enumerate(counts):
@@ -118,7 +118,7 @@ class Correlation:
     sums: np.ndarray = field(default_factory=lambda: np.zeros(2))
 
     def add(self, one: Tensor, other: Tensor) -> None:
-        """Takes pairs of standard normals."""
+        """Adds pairs of standard normals."""
         self.pairs += one.numel()
         squares = torch.dot(one.square(), other.square()) - one.square().sum() - other.square().sum() + one.numel()
         self.sums += [float(torch.dot(one, other)), float(squares) / 2]

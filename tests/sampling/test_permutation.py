@@ -1,4 +1,4 @@
-"""A shuffle in little memory: it is one, for every size, and no place is preferred."""
+"""The permutation in constant memory is a permutation for every size, and its positions are uniform."""
 
 import numpy as np
 import pytest

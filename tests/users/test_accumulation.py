@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
 def released(loop, batches):
-    """The gradients of each logical step over these batches, all of the loop's own."""
+    """Returns the gradient of each logical step over all batches of the loop."""
     found = []
     for inputs, targets in batches:
         loop.optimizer.zero_grad()
@@ -136,7 +136,7 @@ def test_the_loop_without_noise_is_the_loop_over_rows():
 
 
 def fetching_ahead(loader, count):
-    """Batches as a trainer sees them that always holds so many more."""
+    """Yields batches like a trainer that always fetches some batches ahead."""
     held = []
     for batch in loader:
         held.append(batch)

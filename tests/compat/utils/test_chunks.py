@@ -1,4 +1,4 @@
-"""Loaders of one run in chunks of another size."""
+"""Loaders of one run with other physical batch sizes."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Rules from outside, and the tables that hold them: the engine's own, under other names."""
+"""Registration of rules, and the engine's tables of rules, by Opacus's names."""
 
 from __future__ import annotations
 
