@@ -12,8 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dpengine.distributed.layer_parts import layer_type
 from dpengine.errors import UnsupportedLayerError
 
-from .hooks import Hook
-from .replaced_forward import has_own_forward
+from .on_modules import Hook, has_own_forward
 
 _KINDS = frozenset({nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d})
 """Supported batch norms, by exact type: subclasses may process their batches differently."""

@@ -23,10 +23,10 @@ from dpengine.kernels.precision import without_autocast
 from dpengine.layers.replacements import to_original, to_replacement
 
 from .batch_statistics import batch_norm_guards
-from .hooks import Forwards, Hook, RootHook
+from .hooks import Forwards, RootHook
 from .module_tables import ModuleTables
+from .on_modules import Hook, PlainReduce
 from .own_loss import token_mean_guards
-from .plain_copies import PlainReduce
 from .record import LayerCall, Listener, Recipient, Use, turned
 from .tensors import tensors_in
 from .threads import Lock, Streams, second_thread

@@ -6,9 +6,8 @@ the output reports the layer call in the backward pass.
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,33 +18,14 @@ from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .any_forward import AnyForward
 from .buffers import BufferWatch
+from .on_modules import Hook, ReplacedForward
 from .record import LayerUses, TensorCall, Use
-from .replaced_forward import ReplacedForward
 from .tap import repeated_backward
 from .tensors import tensors_in, tensors_in_outputs
 from .watch import Kind, Watch
 
 if TYPE_CHECKING:
     from .capture import Capture
-
-
-class Hook:
-    """A hook whose copies do nothing, so that copies of the model have no hooks."""
-
-    def __init__(self, function: Callable[..., Any]):
-        self.function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _DOES_NOTHING.__exit__
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (_DOES_NOTHING, "__exit__")  # of the standard library: a saved model loads without dpengine
-
-
-_DOES_NOTHING = contextlib.nullcontext()
 
 
 class _ArrivalLast(dict[int, Any]):
@@ -193,13 +173,12 @@ class LayerForward(ReplacedForward):
         self.watch = watch
         self.any = AnyForward(capture, watch)
         self._compiled = torch.compiler.disable(self._call, recursive=True)
-        sharded = bool(capture.topology.slots) or capture.topology.splits.size > 1
         self._may_hook = (
             watch.kind is Kind.LAYER
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
             and (capture.batch_first or watch.in_rows)
-            and not sharded
+            and not capture.sharded
         )
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
         self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dpengine.errors import BatchDependentLossError
 from dpengine.losses.token_mean import causal_lm_loss
 
-from .hooks import Hook
+from .on_modules import Hook
 
 _IGNORED = -100  # label of tokens that do not count
 _FIX = (
@@ -33,20 +33,21 @@ def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[A
         if type(module).__module__.startswith("transformers."):
             signature = inspect.signature(type(module).forward)
             if "labels" in signature.parameters:
-                hook = _LossHook(signature, recording)
+                hook = Hook(_check, signature, recording)
                 handles.append(module.register_forward_hook(hook, with_kwargs=True))
     return handles
 
 
-class _LossHook(Hook):
-    """Checks the loss of a module. Copies of the module have no check."""
-
-    def __init__(self, signature: inspect.Signature, recording: Callable[[], bool]):
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            if recording():
-                _refuse(module, signature.bind_partial(module, *args, **kwargs).arguments, output)
-
-        super().__init__(check)
+def _check(
+    signature: inspect.Signature,
+    recording: Callable[[], bool],
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    output: Any,
+) -> None:
+    if recording():
+        _refuse(module, signature.bind_partial(module, *args, **kwargs).arguments, output)
 
 
 def _refuse(module: nn.Module, given: Mapping[str, Any], output: Any) -> None:

@@ -18,7 +18,7 @@ from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.errors import InvalidBudgetError, suggests_names
 from dpengine.grad_modes.choose_method import MethodTable, method_table
-from dpengine.grad_modes.explain import explain
+from dpengine.grad_modes.method import explain
 from dpengine.ledger_file.engine_ledger import EngineLedger, run_settings
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from dpengine.capture.replaced_forward import has_own_forward
+from dpengine.capture.on_modules import has_own_forward
 from dpengine.distributed.layer_parts import layer_type
 
 from . import bilinear, conv, embedding, embedding_bag, linear, normalization, prelu

@@ -27,7 +27,7 @@ from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.hooks import rows_of_pass
 from dpengine.capture.model_state import ModelState
 from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
-from dpengine.capture.replaced_forward import has_own_forward
+from dpengine.capture.on_modules import has_own_forward
 from dpengine.capture.replay import copies_of
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 from dpengine.capture.watch import Kind, Watch

@@ -26,7 +26,7 @@ class _Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(input, weight)
-        # Detached, so that it is not a view for autograd and a tap may mark it as changed in place.
+        # Detached, because a view would keep its base in the graph.
         return input.new_zeros(()).expand(*input.shape[:-1], weight.shape[0]).detach()
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Calls of modules inside each other, and outputs that depend on each other, against a loop over samples."""
+"""Modules of every kind, inside each other and in every situation, against a loop over samples."""
 
 import copy
 
@@ -9,8 +9,10 @@ from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 from dpengine import register_grad_sampler
+from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.rule_check import without_rule_checks
 
@@ -154,3 +156,107 @@ def test_an_exception_in_a_unit_leaves_the_flags_of_its_parameters(model, monkey
     with pytest.raises(KeyboardInterrupt):
         model(torch.randn(ROWS, 4))
     assert sums.is_idle() and all(p.requires_grad for p in model.parameters())
+
+
+class Gate(nn.Module):
+    """A unit with two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, inputs):
+        hidden = inputs @ self.weight
+        return hidden, torch.sigmoid(hidden)
+
+
+INNER = {
+    "gate": (Gate, lambda inner, hidden: torch.mul(*inner(hidden))),
+    "lstm": (lambda: nn.LSTM(4, 4, batch_first=True), lambda inner, hidden: sum_of_states(*inner(hidden))),
+    "attention": (lambda: nn.MultiheadAttention(4, 2, batch_first=True), lambda inner, h: inner(h, h, h)[0]),
+    "encoder": (lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True), lambda inner, h: inner(h)),
+}
+
+
+def sum_of_states(output, states):
+    return output + sum(state[-1].unsqueeze(1) for state in states)
+
+
+class Around(nn.Module):
+    """Runs an inner module on the output of a layer, and keeps an activation that it does not return."""
+
+    def __init__(self, kind, reentrant=None):
+        super().__init__()
+        torch.manual_seed(0)
+        make, self.run = INNER[kind]
+        self.first, self.inner, self.head = nn.Linear(4, 4), make(), nn.Linear(4, 3)
+        self.reentrant = reentrant
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        if self.reentrant is None:
+            self.hidden = self.run(self.inner, hidden)
+        else:
+            self.hidden = checkpoint(self.run, self.inner, hidden, use_reentrant=self.reentrant)
+        return self.head(self.hidden.mean(dim=1))
+
+
+class WithHidden(nn.Module):
+    """Returns also what a model keeps."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs):
+        return torch.cat([self.model(inputs), self.model.hidden.square().mean(dim=(1, 2))[:, None]], dim=1)
+
+
+def doubled(module, args, output):
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: 2 * tensor, output)
+
+
+def tripled(module, grad_inputs, grad_outputs):
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: 3 * tensor, grad_inputs)
+
+
+SITUATIONS = {
+    "eval": lambda model: model.inner.eval(),
+    "forward hook": lambda model: model.inner.register_forward_hook(doubled),
+    "backward hook": lambda model: model.inner.register_full_backward_hook(tripled),
+    "frozen bias": lambda model: [p.requires_grad_(False) for p in model.inner.parameters() if p.dim() == 1],
+    "checkpoint": lambda model: setattr(model, "reentrant", False),
+    "reentrant": lambda model: setattr(model, "reentrant", True),
+}
+
+
+@pytest.mark.one_in(3, "kind", "situation")
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("kind", INNER)
+def test_hooks_checkpoints_and_losses_of_activations_around_every_kind_of_module(kind, situation, mode):
+    model = Around(kind).double()
+    plain = copy.deepcopy(model)
+    for one in (model, plain):
+        SITUATIONS[situation](one)
+    plain.reentrant = None
+    wrapped = nn.Sequential if mode == "ghost" else WithHidden  # mode ghost starts from what the model returns
+    inputs, targets = torch.randn(ROWS, 3, 4, dtype=torch.float64), torch.arange(ROWS) % 3
+
+    def loss(output, targets):
+        return F.cross_entropy(output[:, :3], targets) + output[:, 3:].sum() / len(output)
+
+    sums = ClippedPasses(model, mode=mode, probes=False)
+    given, expected = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
+    value = loss(wrapped(model)(given), targets)
+    if (kind, situation) == ("gate", "forward hook"):  # the output of the hook is not that of the module
+        with pytest.raises(UnsupportedLayerError, match="gave another output"):
+            value.backward()
+        return
+    value.backward()
+    sums.clip(rows=ROWS)
+    found = {name: total.double() for name, total in sums.totals().items()}
+    truth, _ = clip_by_loop(wrapped(plain), (inputs,), lambda output, i: loss(output, targets[i]), ROWS)
+    assert relative_error(found, {name.partition(".")[2]: one for name, one in truth.items()}) < 1e-9
+    loss(wrapped(plain)(expected), targets).backward()
+    torch.testing.assert_close(given.grad, expected.grad)

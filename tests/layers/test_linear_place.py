@@ -34,9 +34,9 @@ def test_its_zeros_take_the_room_of_one():
     assert not output.any()
 
 
-def test_it_may_be_marked_as_changed_in_place():
+def test_it_is_not_a_view():
     output = linear_place(torch.randn(4, 3), torch.randn(2, 3))
-    assert output._base is None  # a view could not be, or would drag its base into the graph
+    assert output._base is None  # which would be part of the graph
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -346,6 +346,33 @@ GUARDS = [
         "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[TwoInputs-ghost]",
     ),
     Guard(
+        "inside-unit",
+        "a module that runs inside a unit is part of its call",
+        "return any(thread == here and module in set(unit.modules()) for thread, unit in self.running_units)",
+        "return False",
+        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[CalledOutsideToo-functorch]",
+    ),
+    Guard(
+        "switched-off-around",
+        "a parameter that a call around a layer switched off is trained",
+        "p is not None and (p.requires_grad or p in off)",
+        "p is not None and p.requires_grad",
+        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[CallsAnother-auto]",
+        (
+            (
+                "p is not None and (p in off or (",
+                "p is not None and ((",
+            ),
+        ),
+    ),
+    Guard(
+        "tap-shared-memory",
+        "an output that shares memory with another one is copied",
+        "tapped.append(output.clone() if shares else output.detach())",
+        "tapped.append(output.detach())",
+        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[WritesToOutputs-auto]",
+    ),
+    Guard(
         "layer-twice",
         "a second backward pass over one call of a hooked layer",
         "        if inputs is None or self.grad is not None:\n",

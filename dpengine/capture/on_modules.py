@@ -1,15 +1,16 @@
-"""Pickles and copies of modules with hooks, which equal those of modules without hooks."""
+"""Hooks and attributes that capture sets on modules. Copies and pickles of the modules have none of them."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from dpengine.layers.replacements import ORIGINALS
-
-from .hooks import Hook
-from .replaced_forward import ReplacedForward
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
@@ -24,6 +25,75 @@ _SMALLEST: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.MultiheadAttention: (1, 1, 0.0, True, False, False, None, None, False, "meta"),
 }
 """Smallest constructor arguments of layers that run as replacements. The copied state then overwrites their tensors."""
+
+
+class Hook(functools.partial[Any]):
+    """A hook whose copies do nothing, so that copies of the model have no hooks."""
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _DOES_NOTHING.__exit__
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return getattr, (_DOES_NOTHING, "__exit__")  # of the standard library: a saved model loads without dpengine
+
+
+_DOES_NOTHING = contextlib.nullcontext()
+
+
+class ReplacedForward:
+    """Replaces a module's ``forward`` as an attribute of the instance, and calls the original.
+
+    Copies and pickles of the module get the ``forward`` of its class.
+    """
+
+    def __init__(self, module: nn.Module):
+        self.module = module
+        self.read()
+
+    def read(self) -> None:
+        """Reads the ``forward`` to replace."""
+        self.forward: Callable[..., Any] = self.module.forward
+        self.replaced = vars(self.module).get("forward")  # the instance attribute, if any; put back by `detach`
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.forward  # read by `inspect.signature`
+
+    def attach(self) -> None:
+        """Replaces the module's ``forward``."""
+        vars(self.module)["forward"] = self
+
+    def detach(self) -> None:
+        """Restores the module's ``forward``, unless other code replaced it since."""
+        own = vars(self.module)
+        if own.get("forward") is not self:
+            return
+        if self.replaced is None:
+            del own["forward"]
+        else:
+            own["forward"] = self.replaced
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        return _forward_of_class(memo.get(id(self.module), self.module))
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
+        return getattr, (self.module, "forward")  # has no instance attributes yet while it is unpickled: the class's
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        return self.forward(*args, **kwargs)
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Returns True if the instance overrides the ``forward`` of its class, not counting the override by capture."""
+    own = vars(module).get("forward")
+    while isinstance(own, ReplacedForward):
+        own = own.replaced
+    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+
+
+def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
+    return types.MethodType(type(module).forward, module)
 
 
 class PlainReduce:
