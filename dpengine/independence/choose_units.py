@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -26,8 +27,8 @@ from dpengine.capture.capture import Capture, CaptureState
 from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.hooks import rows_of_pass
 from dpengine.capture.model_state import ModelState
-from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
 from dpengine.capture.on_modules import has_own_forward
+from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
 from dpengine.capture.replay import copies_of
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 from dpengine.capture.watch import Kind, Watch
@@ -140,14 +141,15 @@ class _Trial:
         capture, model = self.capture, self.capture.model
         state, (args, kwargs) = ModelState.of(model), copies_of(self._inputs)
         seen: list[tuple[Watch, int]] = []
-        self._found, inputs = [], capture.inputs
+        self._found, inputs, rows = [], capture.inputs, self._rows
         handles = [
             watch.module.register_forward_hook(partial(self._called, watch, seen), with_kwargs=True)
             for watch in capture.watches
             if watch.kind is not Kind.OPERATIONS
         ]
         try:
-            with self._began.random_again(), self._began.with_autocast(), capture.redirected(_NOBODY, self._rows):
+            began = self._began
+            with began.random_again(), began.with_autocast(), _outside_checkpoints(), capture.redirected(_NOBODY, rows):
                 capture.inputs, capture.rows_seen = (args, kwargs), seen
                 outputs = tensors_in_outputs(model(*args, **kwargs))
         except Exception as error:
@@ -244,6 +246,13 @@ def is_plain(model: nn.Module) -> bool:
         and not (isinstance(module, nn.Unflatten) and module.dim == 0)
         for module in model.modules()
     )
+
+
+def _outside_checkpoints() -> AbstractContextManager[Any]:
+    """Returns a context in which a checkpoint around the model does not count the tensors that autograd saves."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _module_around(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
