@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import models
 from benchmarks.cells import Cell, TokenLoss, next_words, text, vectors
-from benchmarks.compiled import one_graph
+from benchmarks.compiled import compiled, one_graph
 from benchmarks.contenders import CONTENDERS, Contender, batch_returner
 from benchmarks.runner import Setting, trainable
 
@@ -46,7 +46,7 @@ PROBED = {
     "decoder-6": Cell(lambda: models.TiedDecoder(8000, 256, 6, 8), next_words(8000, 64), 8, loss=TokenLoss),
 }
 WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "dpengine ghost", "opacus hooks")}
-WAYS |= {"compile_backward": Contender(one_graph)}
+WAYS |= {"plain, compiled": Contender(compiled(CONTENDERS["plain"].build)), "compile=True": Contender(one_graph)}
 PHASES = ("zero_grad", "forward", "backward", "step")
 
 

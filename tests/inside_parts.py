@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import unittest.mock
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 import dpengine.accounting.noise_calibration
 import dpengine.engine.argument_checks
-import dpengine.engine.compiled_backward
+import dpengine.engine.compiled_forward
 import dpengine.engine.optimizer
 import dpengine.engine.privacy_engine
 import dpengine.engine.run
@@ -22,7 +21,6 @@ import dpengine.engine.watch_model
 from dpengine.accounting.run_events import accounted_sample_rate
 from dpengine.clipping import Flat
 from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
-from dpengine.compiled.one_pass import OnePass
 from dpengine.distributed.topology import SINGLE
 from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
@@ -289,33 +287,9 @@ class Plan:
 # Compiled passes
 
 
-def compiled_norms(backward, *batch):
-    """Squared norms of the rows of a batch by two runs of one compiled graph."""
-    with torch.no_grad():
-        leaves, spec = torch.utils._pytree.tree_flatten((batch, {}))
-        tensors = [one for one in batch if isinstance(one, torch.Tensor)]
-        graphs, state = backward._graphs_for(tensors, leaves, spec)
-        return [graphs.norms([*state, *tensors])[1] for _ in range(2)]
-
-
-def run_to_be_traced(backward, *batch):
-    """Loss, squared norms and sums of a batch by the function that is traced, with weights of 1."""
-    leaves, spec = torch.utils._pytree.tree_flatten((batch, {}))
-    grouping = backward._passes.grouping()
-    loss = partial(backward._loss_of, [True] * len(batch), leaves, spec)
-    one = OnePass(backward._passes.capture, loss, grouping.group_of, grouping.count)
-    weights = torch.ones(len(batch[0]), grouping.count, dtype=torch.float64)
-    return one.run([tensor.detach() for tensor in one.state()], batch, weights)
-
-
-def compiled_graphs(backward):
-    """The number of compiled graphs."""
-    return len(backward._graphs)
-
-
-def set_compiled_loss(backward, loss):
-    """Compiles another loss from the next pass on."""
-    backward._loss_fn = loss
+def limit_compiled_graphs(monkeypatch, number):
+    """Limits the graphs of one model."""
+    monkeypatch.setattr(dpengine.engine.compiled_forward, "_MOST_GRAPHS", number)
 
 
 # Probes
@@ -399,8 +373,3 @@ def record_calibrations(monkeypatch):
 def replace_report(monkeypatch, action):
     """Makes ``engine.report`` call ``action`` instead of computing a report."""
     monkeypatch.setattr(dpengine.engine.privacy_engine, "report_of_run", action)
-
-
-def limit_compiled_graphs(monkeypatch, number):
-    """Limits the graphs that one compiled backward pass may hold."""
-    monkeypatch.setattr(dpengine.engine.compiled_backward, "_MOST_GRAPHS", number)

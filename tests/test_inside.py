@@ -35,7 +35,7 @@ STEP_MODULES = {
     "argument_checks",
     "budget",
     "build_plan",
-    "compiled_backward",
+    "compiled_forward",
     "grad_writer",
     "optimizer",
     "pass_clipper",

@@ -266,17 +266,6 @@ def test_bad_units_are_refused(settings, error, message):
     assert not model._forward_hooks
 
 
-def test_it_is_not_compiled():
-    model = nn.Linear(6, CLASSES)
-    engine = PrivacyEngine()
-    engine.make_private(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data((6,)), batch_size=5), noise_multiplier=1.0,
-        privacy_unit=user_ids(), target_delta=1e-3,
-    )  # fmt: skip
-    with pytest.raises(UnsupportedLayerError, match="privacy_unit=None"):
-        engine.compile_backward(lambda x, y: F.cross_entropy(model(x), y))
-
-
 # What a review found
 
 

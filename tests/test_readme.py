@@ -13,7 +13,7 @@ RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 CHECKED_ELSEWHERE = {"docs/errors.md": "test_error_docs.py", "docs/from_opacus.md": "test_from_opacus_page.py"}
 SNIPPETS = [snippet for page in PAGES if page not in CHECKED_ELSEWHERE for snippet in snippets_of(page)]
-SLOW = ("compile_backward(", "from lightning import")  # takes seconds
+SLOW = ("compile=True", "from lightning import")  # takes seconds
 IN_EVERY_RUN = {"README.md", "docs/accounting.md"}  # of the pages; the others in the slow suite
 MOST_WORDS = 600
 

@@ -127,11 +127,10 @@ class WatchedRun:
         return self.run.step.batches.released
 
     def check_not_bypassed(self) -> None:
-        """Raises if no canary was in a batch, for example because the backward pass was compiled."""
+        """Raises if no canary was in a batch."""
         if self.releases and not self._planted.drawn:
             raise UnknownParameterError(
-                "The run trained without its canaries: their rows were never drawn, or its backward pass is compiled.",
-                fix="Leave compile_backward out of the audited loop, and train for more steps.",
+                "The run trained without its canaries: their rows were never drawn.", fix="Train for more steps."
             )
 
     def trace(self) -> Trace:

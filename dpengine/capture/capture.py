@@ -33,6 +33,7 @@ from .threads import Lock, Streams, second_thread
 from .watch import Watch, WatchChoice
 
 if TYPE_CHECKING:
+    from .replaced_forward import ReplacedForward
     from .replay import Replay
 
 _peek_transform = _functorch.peek_interpreter_stack  # returns None outside transforms such as torch.func.vmap
@@ -64,6 +65,7 @@ class Capture:
         replay: Records forward passes that will run again; None if none will.
         topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
         choice: Changes the watches in the first batches, until it calls `stop_choosing`.
+        outermost: Replaces the ``forward`` of the model, outside those of the watched modules. Set before ``attach``.
         error_note: Note for an exception of the next forward pass; empty if there is nothing to say.
     """
 
@@ -76,6 +78,7 @@ class Capture:
     replay: Replay | None = None
     topology: Topology = SINGLE
     choice: WatchChoice | None = None
+    outermost: ReplacedForward | None = field(default=None, init=False)
     error_note: str = field(default="", init=False)
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # of the running forward pass

@@ -50,9 +50,12 @@ class ForwardState:
     def has_drawn(self) -> bool:
         """Returns True if random numbers were drawn since."""
         torch_same = all(torch.equal(a, b) for (_, a), (_, b) in zip(self.random, self.random_now(), strict=True))
+        return not torch_same or self.host_has_drawn()
+
+    def host_has_drawn(self) -> bool:
+        """Returns True if random numbers of Python or NumPy were drawn since."""
         (python, numpy), (python_now, numpy_now) = self.host_random, _host_random()
-        same = python == python_now and all(map(np.array_equal, numpy, numpy_now))
-        return not (torch_same and same)
+        return not (python == python_now and all(map(np.array_equal, numpy, numpy_now)))
 
     def restore_random(self) -> None:
         """Sets the random generators to this state."""

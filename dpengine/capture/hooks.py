@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from dpengine.kernels.library import traced
 from dpengine.layers.not_twice_differentiable import refuse_second_derivative
 
 from .any_forward import AnyForward
@@ -200,7 +201,7 @@ class LayerForward(ReplacedForward):
         # Calls of own functions are avoided here and in `_hooked`, which run once per layer call.
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
-        if not (self._may_hook and len(args) == 1 and type(args[0]) is Tensor) or kwargs:
+        if not (self._may_hook and len(args) == 1 and (type(args[0]) is Tensor or traced(args[0]))) or kwargs:
             return self.any.run(self.forward, args, kwargs)
         present = self.module._parameters
         for name, parameter, trained in self._slots:
@@ -257,7 +258,7 @@ class LayerForward(ReplacedForward):
             for parameter in live:
                 parameter.requires_grad = True
             capture.switched_off.pop()
-        if type(output) is not Tensor:
+        if type(output) is not Tensor and not traced(output):
             return self.any.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
         if capture.counts_uses:
             capture.uses.update(live)
@@ -296,8 +297,9 @@ class Forwards:
         for watch in self._capture.watches:
             self._layers.append(LayerForward(self._capture, watch))
             self._layers[-1].attach()
-        if self._capture.choice is not None:
-            self._outermost = self._outermost or ReplacedForward(self._capture.model)
+        outermost = self._capture.outermost
+        if outermost is not None or self._capture.choice is not None:
+            self._outermost = self._outermost or outermost or ReplacedForward(self._capture.model)
             self._outermost.read()
             self._outermost.attach()
 
@@ -310,13 +312,15 @@ class Forwards:
 
     def detach(self) -> None:
         """Restores each ``forward``."""
-        self.settle()
+        if self._outermost is not None:
+            self._outermost.detach()
+        self._outermost = None
         for forward in self._layers:
             forward.detach()
         self._layers.clear()
 
     def settle(self) -> None:
-        """Restores the outermost ``forward``, because the watches will not change."""
-        if self._outermost is not None:
+        """Restores the outermost ``forward``, unless the capture has one, because the watches will not change."""
+        if self._outermost is not None and self._outermost is not self._capture.outermost:
             self._outermost.detach()
-        self._outermost = None
+            self._outermost = None

@@ -1,117 +1,200 @@
-"""Keys under which compiled graphs are cached, and the gradients of a compiled pass as a grad mode.
+"""A compiled pass: its autograd function at the output of the model, and its gradients as a grad mode.
 
 Axes: B samples, P samples after padding, K groups of parameters that are clipped together.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import contextlib
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdRef
 
+from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.record import LayerCall, Use
+from dpengine.capture.tap import repeated_backward
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_modes.flat_buffer import Sums
+from dpengine.grad_modes.flat_buffer import FlatBuffer, Sums
 from dpengine.grad_modes.strategy import AbstractGradients
+from dpengine.layers.not_twice_differentiable import not_twice_differentiable
 
 from .graphs import Graphs
 
-_PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_version = operator.attrgetter("_version")
+WITHOUT = "Leave out compile= in make_private"
 
 
-def kind_of(tensor: Tensor) -> object:
-    """Shape, dtype, place and layout."""
-    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+def called_twice() -> UnsupportedLayerError:
+    """Returns the error for a model that was called several times before one backward pass."""
+    return UnsupportedLayerError(
+        "The model was called more than once before one backward pass. A compiled call has norms of its own, so the "
+        "gradients of the calls cannot be clipped together.",
+        fix=f"{WITHOUT}, or call the model once, on all samples.",
+    )
 
 
-def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """The leaves of a call that are no tensors, None where one was."""
-    for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *_PLAIN)):
-            raise UnsupportedLayerError(
-                f"A compiled pass was given a {type(leaf).__name__}, whose content a graph would keep for ever.",
-                fix="Pass tensors with the batch on axis 0, and plain numbers and strings.",
+class Halves(torch.autograd.Function):
+    """Runs the first of the graphs in the forward pass, and the second in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, compiled: CompiledPass) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.compiled = compiled
+        outputs = compiled.forward()
+        wanted = compiled.graphs.layout.differentiable
+        ctx.mark_non_differentiable(
+            *(output for output, is_wanted in zip(outputs, wanted, strict=True) if not is_wanted)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    @not_twice_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        compiled, ctx.compiled = ctx.compiled, None
+        if compiled is None:
+            raise repeated_backward("the model")
+        compiled.backward(grads)
+        return None, None
+
+
+class CompiledPass(AbstractGradients):
+    """One compiled pass.
+
+    Args:
+        graphs: The code.
+        state: Parameters and buffers of the model.
+        batch: The tensors of the batch; those that have the batch on axis 0 are padded.
+        padded: Whether each tensor of the batch is padded.
+        rows: Number of samples.
+        on_backward: Called with this object when the backward pass has reached it.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        state: Sequence[Tensor],
+        batch: Sequence[Tensor],
+        padded: Sequence[bool],
+        rows: int,
+        on_backward: Callable[[CompiledPass], None],
+    ):
+        self.graphs = graphs
+        self._batch = batch
+        self._padded = padded
+        self._num_rows = rows
+        self._on_backward = on_backward
+        self._began = ForwardState.now(batch) if graphs.draws else None  # to run it again without some samples
+        self._state = state
+        self._tensors = [*state, *batch]
+        self._grads: list[Tensor] = []
+        self._empty = False
+
+    def forward(self) -> list[Tensor]:
+        """Returns the outputs for the samples."""
+        graphs, begin = self.graphs, len(self._tensors)
+        self._tensors += graphs.outputs(self._tensors)
+        self._read = [self._tensors[i] for i in graphs.norms.takes if i < len(self._tensors)]
+        self._versions = list(map(_version, self._read))
+        outputs = self._tensors[begin : begin + len(graphs.layout.differentiable)]
+        if self._num_rows == graphs.rows:
+            return outputs
+        return [_first_rows(output, self._num_rows) for output in outputs]
+
+    def backward(self, grads: Sequence[Tensor]) -> None:
+        """Computes norms from the gradients of the outputs."""
+        if list(map(_version, self._read)) != self._versions:
+            raise RuntimeError(
+                "A parameter, an input or an output of the model, one of the variables needed for gradient "
+                "computation, has been modified by an inplace operation after the forward pass. Use an operation that "
+                "is not in place."
             )
-    return tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        pairs = zip(grads, self.graphs.layout.differentiable, strict=True)
+        self._grads = [_with_zero_rows(grad, self.graphs.rows) for grad, is_wanted in pairs if is_wanted]
+        self._compute_norms()
+        self._on_backward(self)
 
-
-def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
-    """Returns a key of the modules, their settings, and the places of parameters and buffers.
-
-    Weak references stand for objects: unlike an address, they never equal those of a later object.
-    """
-    number = {tensor: i for i, tensor in enumerate(state)}
-    modules = tuple((WeakIdRef(module), type(module), _settings(module, number)) for module in model.modules())
-    return modules, tuple((WeakIdRef(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
-
-
-def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
-    found: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
-                        for name, t in table.items() if t is not None]  # fmt: skip
-    for name, value in vars(module).items():
-        if isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(v, _PLAIN) for v in value)):
-            found.append((name, value))
-        elif isinstance(value, Tensor):
-            found.append((name, WeakIdRef(value), value._version))
-    return tuple(found)
-
-
-def autocast_key(device: torch.device) -> object:
-    """Returns whether autocast is enabled, and its dtype."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-
-
-@dataclass(eq=False)
-class Done(AbstractGradients):
-    """Norms of a pass, and the way to its sums.
-
-    Attributes:
-        graphs: What ran.
-        held: What the sums need.
-        sq_norms_PK: Of unscaled gradients.
-        num_rows: Of the batch.
-        stretch: By how much smaller gradients are since a loss that is a mean was one over padded rows.
-        named: The parameters that took part.
-    """
-
-    graphs: Graphs
-    held: list[Tensor]
-    sq_norms_PK: Tensor
-    num_rows: int
-    stretch: float
-    named: Mapping[str, nn.Parameter]
+    def _compute_norms(self) -> None:
+        self._tensors += self._grads
+        found = self.graphs.norms(self._tensors)
+        self._tensors += found
+        self.sq_norms_PK = found[0]
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        raise UnsupportedLayerError(f"Layer '{call.name}' reported a pass that is over.")
+        raise called_twice()
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        raise UnsupportedLayerError(f"'{use.name}' reported a pass that is over.")
+        raise called_twice()
 
     @property
     def rows(self) -> Mapping[str, int]:
-        return {"the model": self.num_rows} if self.held else {}
+        return {"the model": self._num_rows} if self._tensors else {}
 
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
-        return {parameter: name for name, parameter in self.named.items()}
+        return self.graphs.parameters
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        return self.sq_norms_PK[: self.num_rows] * (scale * self.stretch) ** 2
+        return self.sq_norms_PK[: self._num_rows] * scale**2
+
+    def keep(self, parameters: Collection[nn.Parameter]) -> None:
+        """Does nothing, because the graphs are traced for the parameters that are clipped."""
 
     def drop(self, rows_B: Tensor) -> None:
-        raise UnsupportedLayerError("A row that is not finite reached a compiled pass.")
+        """Runs the pass again with other samples in place of those that are dropped, which get no gradient."""
+        if bool((self.sq_norms_PK < 0).any()):
+            raise UnsupportedLayerError(
+                "A sample has its gradient in the place of another one: the model moves samples to other places, by "
+                "values that were not in the batches with which the compiled code was compared.",
+                fix=f"{WITHOUT}.",
+            )
+        kept = (~rows_B).nonzero().flatten()
+        self._empty = len(kept) == 0
+        if self._empty:
+            return
+        place_P = torch.arange(self.graphs.rows, device=rows_B.device) % len(rows_B)
+        dropped_P = rows_B[place_P]
+        source_P = torch.where(dropped_P, kept[0], place_P)
+        batch = [t[source_P.to(t.device)] if padded else t for t, padded in zip(self._batch, self._padded, strict=True)]
+        self._tensors = [*self._state, *batch]
+        with contextlib.nullcontext() if self._began is None else self._began.random_again():
+            self._tensors += self.graphs.outputs(self._tensors)
+        self._grads = [_without_rows(grad, dropped_P) for grad in self._grads]
+        self._compute_norms()
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        weights_PK = weights_BK.new_zeros(self.sq_norms_PK.shape)
-        weights_PK[: self.num_rows] = weights_BK
-        for parameter, total in zip(self.named.values(), self.graphs.sums(self.held, weights_PK), strict=True):
-            into.add(parameter, total, scale * self.stretch)
-            into.complete(parameter)
+        if self._empty:
+            return
+        weights_PK = weights_BK
+        if self._num_rows < self.graphs.rows:
+            weights_PK = weights_BK.new_zeros(self.sq_norms_PK.shape)
+            weights_PK[: self._num_rows] = weights_BK
+        assert isinstance(into, FlatBuffer)
+        self._tensors.append(weights_PK.to(self.sq_norms_PK.dtype))
+        into.add_all(self.graphs.sums(self._tensors), scale)
 
     def clear(self) -> None:
-        self.held = []
+        self._tensors, self._grads, self._read, self._batch = [], [], [], []
+
+
+def padded(tensor: Tensor, rows: int) -> Tensor:
+    """Returns the tensor, padded with copies of its rows."""
+    if len(tensor) == rows:
+        return tensor
+    return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
+
+
+def _first_rows(output: Tensor, rows: int) -> Tensor:
+    """Returns the first rows, not as a view: autograd forbids in-place operations on views from its functions."""
+    return output[:rows].clone()
+
+
+def _with_zero_rows(grad: Tensor, rows: int) -> Tensor:
+    if len(grad) == rows:
+        return grad.contiguous()
+    return torch.cat((grad, grad.new_zeros(()).expand(rows - len(grad), *grad.shape[1:])))
+
+
+def _without_rows(grad: Tensor, dropped_P: Tensor) -> Tensor:
+    return grad.masked_fill(dropped_P.to(grad.device).view(-1, *[1] * (grad.dim() - 1)), 0)

@@ -1,6 +1,6 @@
-"""One pass through a model as a function of tensors: what graphs are traced from, and compared with.
+"""One pass over a model as a function of tensors: forward, backward, norms and weighted sums, by the hooks.
 
-Axes: B rows, K groups of parameters that are clipped together.
+Axes: B samples, K groups of parameters that are clipped together.
 """
 
 from __future__ import annotations
@@ -12,13 +12,62 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
-from dpengine.errors import BufferUpdateError, MissingGradientError
+from dpengine.errors import BufferUpdateError, MissingGradientError, UnsupportedLayerError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.flat_buffer import Sums, wide
+from dpengine.grad_modes.flat_buffer import Key, Sums, wide
 from dpengine.kernels.precision import without_autocast
+
+from .settings import PLAIN
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Results of a pass.
+
+    Attributes:
+        outputs: The tensors in the output of the model, each once, detached.
+        sq_norms_BK: Squared norms of per-sample gradients.
+        sums: Weighted sums of all parameters, one vector for each device and dtype, in the order of the groups.
+    """
+
+    outputs: list[Tensor]
+    sq_norms_BK: Tensor
+    sums: list[Tensor]
+
+
+@dataclass(eq=False)
+class OutputLayout:
+    """Layout of the output of a model.
+
+    Attributes:
+        spec: Nesting of the leaves.
+        leaves: For each leaf, the index of its tensor, or None and the value of the leaf.
+        differentiable: Whether each tensor requires a gradient.
+    """
+
+    spec: Any
+    leaves: list[tuple[int | None, Any]]
+    differentiable: list[bool]
+
+    @classmethod
+    def of(cls, output: Any) -> tuple[OutputLayout, list[Tensor]]:
+        """Returns the layout of an output, and its tensors, each once."""
+        flat, spec = pytree.tree_flatten(output)
+        tensors = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
+        number = {id(tensor): i for i, tensor in enumerate(tensors)}
+        for leaf in flat:
+            if not isinstance(leaf, (Tensor, *PLAIN)):
+                raise UnsupportedLayerError(f"the model returns a {type(leaf).__name__}.")
+        leaves = [(number.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in flat]
+        return cls(spec, leaves, [tensor.requires_grad for tensor in tensors]), tensors
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns an output of this layout with other tensors."""
+        return pytree.tree_unflatten([leaf if i is None else tensors[i] for i, leaf in self.leaves], self.spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,61 +76,83 @@ class OnePass:
 
     Attributes:
         capture: Its hooks are on the model, and report here while the pass runs.
-        loss: The loss of a batch, from the batch's tensors.
-        groups: The group of each trainable parameter.
+        forward: Runs the model on the tensors among its arguments.
+        state: Parameters and buffers of the model, each once.
+        groups: The group of each parameter that is clipped.
         num_groups: How many there are.
+        rows: Number of samples.
+        took_part: The parameters that had a gradient in the last pass.
     """
 
     capture: Capture
-    loss: Callable[[Sequence[Tensor]], Tensor]
+    forward: Callable[[Sequence[Tensor]], Any]
+    state: Sequence[Tensor]
     groups: Mapping[nn.Parameter, int]
     num_groups: int
-    took_part: list[nn.Parameter] = field(default_factory=list)  # in the last pass
+    rows: int
+    took_part: list[nn.Parameter] = field(default_factory=list)
 
-    def state(self) -> list[Tensor]:
-        """The model's parameters and buffers, each once."""
-        return list(dict.fromkeys(table[name] for table, name in _places(self.capture.model)))
+    def layout(self, values: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[OutputLayout, list[Tensor]]:
+        """Runs the model forward alone. Returns the layout of its output, and the tensors in it."""
+        with self._forward(values, batch) as (found, _, _):
+            layout, tensors = OutputLayout.of(found)
+        return layout, [tensor.detach() for tensor in tensors]
 
-    def run(self, values: Sequence[Tensor], batch: Sequence[Tensor], weights_BK: Tensor) -> list[Tensor]:
-        """Returns the loss, squared norms ``(B, K)``, and the weighted sum of each parameter in ``took_part``."""
-        rows = batch[0].shape[0]
-        state = self.state()
-        stand_ins = {
-            own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(state, values, strict=True)
-        }
-        groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
-        versions = {value: value._version for value in stand_ins.values()}
-        mode = BookKeeping(MethodTable(timed=False))  # what is traced has no numbers to time
-        trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
-        with torch.enable_grad(), _standing_in(self.capture.model, stand_ins), self.capture.redirected(mode, rows):
-            loss = self.loss([tensor.detach() for tensor in batch])
-            self._refuse_written(versions)
-            loss.backward(inputs=[self.capture.anchor, *trained])  # and into nothing of the user's
+    def run(
+        self, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
+    ) -> Results:
+        """Runs forward and backward, from gradients of the outputs that require one."""
+        with self._forward(values, batch) as (found, stand_ins, mode):
+            outputs = OutputLayout.of(found)[1]
+            trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
+            roots = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(roots, grads, inputs=[self.capture.anchor, *trained])  # into nothing of the user's
         self._refuse_leaks(stand_ins)
+        groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         with torch.no_grad(), without_autocast():
-            sq_norms_BK = mode.sq_norms(groups, self.num_groups, 1.0)
+            if len(mode.parameters) > len(groups):
+                mode.keep(groups)
+            sq_norms_BK = _negative_if_moved(mode.sq_norms(groups, self.num_groups, 1.0), grads)
             sums = _NewSums()
             mode.add_sums(groups, weights_BK, 1.0, sums)
         found = [(own, sums.totals.get(stand_in)) for own, stand_in in zip(self.groups, groups, strict=True)]
         self.took_part[:] = [own for own, total in found if total is not None]
-        return [loss.detach(), sq_norms_BK, *(total for _, total in found if total is not None)]
+        return Results([output.detach() for output in outputs], sq_norms_BK, _flat(found))
+
+    @contextlib.contextmanager
+    def _forward(
+        self, values: Sequence[Tensor], batch: Sequence[Tensor]
+    ) -> Iterator[tuple[Any, dict[Tensor, Tensor], BookKeeping]]:
+        """Runs the model forward on other values of its parameters and buffers; what runs inside may go backward."""
+        stand_ins = {
+            own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(self.state, values, strict=True)
+        }
+        versions = {value: value._version for value in stand_ins.values()}
+        mode = BookKeeping(MethodTable(timed=False))  # what is traced has no numbers to time
+        with torch.enable_grad(), _standing_in(self.capture.model, stand_ins) as changed:
+            with self.capture.redirected(mode, self.rows):
+                output = self.forward([tensor.detach() for tensor in batch])
+                self._refuse_written(versions)
+                if name := changed():
+                    raise UnsupportedLayerError(f"the forward pass changes attribute {name} of a module.")
+                yield output, stand_ins, mode
 
     def _refuse_written(self, versions: Mapping[Tensor, int]) -> None:
         for name, buffer in self.capture.model.named_buffers():
             if buffer._version != versions.get(buffer):
-                raise BufferUpdateError(
-                    f"The forward pass writes into buffer '{name}', which a graph would do at every step, without "
-                    "noise.",
-                    fix="Call loss.backward() instead of the compiled pass.",
-                )
+                raise BufferUpdateError(f"The forward pass writes into buffer '{name}'.")
 
     def _refuse_leaks(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        leaks = [name for name, own in self.capture.model.named_parameters() if stand_ins[own].grad is not None]
-        if leaks:
-            raise MissingGradientError(
-                f"Autograd filled the gradient of '{leaks[0]}' directly: the parameter is used outside its layer.",
-                fix="Call the layer itself, or freeze the parameter.",
-            )
+        for name, own in self.capture.model.named_parameters():
+            if stand_ins[own].grad is not None:
+                raise MissingGradientError(f"Parameter '{name}' is used outside its layer.")
+
+
+def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
+    """Returns -1 for all norms if a sample without an output gradient has one. See note [places] in graphs.py."""
+    none_B = torch.stack([(grad.flatten(1) == 0).all(dim=1) for grad in grads]).all(dim=0)
+    moved = ((sq_norms_BK > 0).any(dim=1) & none_B).any()
+    return torch.where(moved, -1.0, sq_norms_BK)
 
 
 class _NewSums(Sums):
@@ -108,6 +179,16 @@ class _NewSums(Sums):
         pass
 
 
+def _flat(found: Sequence[tuple[nn.Parameter, Tensor | None]]) -> list[Tensor]:
+    """Returns the sums of all parameters as one vector for each device and dtype, as in a `FlatBuffer`."""
+    parts: dict[Key, list[Tensor]] = {}
+    for own, total in found:
+        dtype = wide(own.dtype)
+        part = torch.zeros(own.numel(), dtype=dtype, device=own.device) if total is None else total.reshape(-1)
+        parts.setdefault((own.device, dtype), []).append(part)
+    return [torch.cat(some) for some in parts.values()]
+
+
 def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Returns the places at which modules hold parameters and buffers."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
@@ -115,16 +196,34 @@ def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 @contextlib.contextmanager
-def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Gives the model other parameters and buffers; afterwards its modules are what they were, all attributes too."""
+def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
+    """Gives the model other parameters and buffers; afterwards its modules are what they were, all attributes too.
+
+    Yields a function that returns the name of an attribute that changed, if there is one.
+    """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    lists = [(value, list(value)) for _, then in attributes for value in then.values() if isinstance(value, list)]
     tables = [(table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)]
+
+    def changed() -> str | None:
+        for now, then in attributes:
+            for name in now.keys() | then.keys():
+                if not _same(now.get(name, changed), then.get(name, changed)):
+                    return repr(name)
+        return next((f"with a list of {len(then)} values" for now, then in lists if len(now) != len(then)), None)
+
     try:
         for table, name in _places(model):
             table[name] = stand_ins[table[name]]
-        yield
+        yield changed
     finally:
+        for value, before in lists:
+            value[:] = before
         for now, then in [*attributes, *tables]:
             for name in now.keys() - then.keys():
                 del now[name]
             now.update(then)
+
+
+def _same(now: Any, then: Any) -> bool:
+    return now is then or (isinstance(then, (*PLAIN, tuple)) and type(now) is type(then) and bool(now == then))

@@ -7,7 +7,6 @@ from dpengine import lazy_exports
 if TYPE_CHECKING:
     from .add_clipped import ClipStatistics as ClipStatistics
     from .clipper import PerSampleGradientClipper as PerSampleGradientClipper
-    from .compiled_backward import CompiledBackward as CompiledBackward
     from .grad_sample_module import GradSampleModule as GradSampleModule
     from .gradient_check import GradientReport as GradientReport
     from .gradient_check import check_per_sample_gradients as check_per_sample_gradients
@@ -22,7 +21,6 @@ else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
-            "compiled_backward": ["CompiledBackward"],
             "add_clipped": ["ClipStatistics"],
             "clipper": ["PerSampleGradientClipper"],
             "grad_sample_module": ["GradSampleModule"],

@@ -15,12 +15,7 @@ from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Replay
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import (
-    BatchMismatchError,
-    MissingGradientError,
-    ParameterMismatchError,
-    UnknownParameterError,
-)
+from dpengine.errors import BatchMismatchError, MissingGradientError, ParameterMismatchError, UnknownParameterError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.flat_buffer import FlatBuffer
@@ -138,6 +133,7 @@ class PassClipper:
             methods=methods,
             topology=topology,
         )
+        self._own_mode: AbstractGradients | None = None  # while another one is in its place
         self._last_trainable = _Trainable({}, [], None, {})
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
@@ -191,9 +187,9 @@ class PassClipper:
             self.capture.streams.join()
         self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
 
-    def report(self, recorded: RecordedPass) -> None:
-        """Reports a pass that ran outside the hooks, as a compiled one does."""
-        self._on_pass(recorded)
+    def replace_mode(self, mode: AbstractGradients) -> None:
+        """Replaces ``mode`` until the pass is forgotten, because a compiled pass has its own."""
+        self._own_mode, self.mode = self.mode, mode
 
     def settle(self) -> bool:
         """Reports a pass whose end callback was missed. Forgets an interrupted one, and then returns True."""
@@ -303,8 +299,8 @@ class PassClipper:
         return statistics
 
     def grouping(self) -> Grouping:
-        """Groups of the parameters that are trainable now, by the policy in force."""
-        self.trainable()
+        """Groups of the parameters that are trainable in a pass that begins, by the policy in force."""
+        self.trainable(walk=False)
         return self._last_trainable.grouping(self.policy)
 
     def follow(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
@@ -371,6 +367,8 @@ class PassClipper:
         if self.capture.streams.used:
             self.capture.streams.release()
         self.mode.clear()
+        if self._own_mode is not None:
+            self.mode, self._own_mode = self._own_mode, None
         self.capture.forget_backward()
         if self.capture.replay is not None and not self.capture.replay.running:
             self.capture.replay.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -37,9 +37,6 @@ from .run import Run, run_of
 from .run_report import origins_of
 from .shared_dataset_check import SharedDatasetCheck
 from .step import PrivateStep
-
-if TYPE_CHECKING:
-    from .compiled_backward import CompiledBackward
 
 B = TypeVar("B")
 M = TypeVar("M", bound=nn.Module)
@@ -125,6 +122,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         example_input: Any = None,
         grad_scaler: Any = None,
         lr_scheduler: Any = None,
+        compile: bool | str | Callable[..., Any] = False,
     ) -> tuple[M, O, DataLoader[Any]]:
         """Makes training private in place; the training loop does not change.
 
@@ -172,6 +170,9 @@ class PrivacyEngine(argument_checks.NotCopyable):
             example_input: A made-up example as the data set would return it, for an empty data set, or as placeholder.
             grad_scaler: The GradScaler that scales the loss. Its scale stays constant from now on.
             lr_scheduler: A scheduler that must not count accumulation steps.
+            compile: True compiles forward and backward pass, norms and clipped sums with ``torch.compile``; the loop
+                stays as it is. The name of another backend, or a function, selects that. A model that cannot be
+                compiled trains as without it, with a notice. See docs/performance.md.
 
         Returns:
             The same model, the same optimizer, and the private loader.
@@ -187,7 +188,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         settings = run_settings(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         prior, resumed = self._engine_ledger.open(topology.everyone, settings, first=not self.runs)
-        length = (target_epsilon, target_delta, epochs, steps)
+        length, chunks = (target_epsilon, target_delta, epochs, steps), (physical_batch_size, accumulation_steps)
         budget_config = BudgetConfig(*length, on_budget, allow_large_delta, self.accountant, prior, resumed)
         sampling_config = SamplingConfig(sampling, sample_rate, expected_batch_size, num_units)
         constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
@@ -200,15 +201,17 @@ class PrivacyEngine(argument_checks.NotCopyable):
         source, ledger = self._new_source(topology), self._engine_ledger.of_run(run_plan.run, topology.everyone)
         step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
-        chunks = (physical_batch_size, accumulation_steps)
         loader = data_loader if external else run.loader(data_loader, *chunks, batch_first, example_input)
-        self._enter(run, settings, chunks)
+        self._enter(run, settings, chunks, compile)
         return module, optimizer, loader
 
     def _new_source(self, topology: Any) -> NoiseSource:
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
-    def _enter(self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int]) -> None:
+    def _enter(
+        self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int], compile: Any = False
+    ) -> None:
+        run.compile(compile, *chunks)
         unit_of(origins_of(self, run))  # raises if there are several
         argument_checks.warn_if_not_private(run.step.plan, run.model)
         check_rank_consistency(run, *chunks)
@@ -261,28 +264,6 @@ class PrivacyEngine(argument_checks.NotCopyable):
                 ``BatchDependentLossError``, another number of samples ``BatchMismatchError``.
         """
         self._last_run().backward(loss_per_example)
-
-    @suggests_names
-    def compile_backward(
-        self,
-        loss_fn: Callable[..., Tensor],
-        *,
-        multiple_of: int | None = None,
-        backend: str | Callable[..., Any] = "inductor",
-    ) -> CompiledBackward:
-        """Compiles forward, loss and clipped backward pass into one graph: ``loss = backward(inputs, targets)``.
-
-        Args:
-            loss_fn: The loss of a batch, ``lambda x, y: criterion(model(x), y)``. Values that it reads besides its
-                arguments, the model and torch's random numbers are fixed when it is traced.
-            multiple_of: Pads batches to a multiple of this number, because every batch size is compiled separately.
-                None selects the square root of the expected batch size.
-            backend: Backend of ``torch.compile``, by name or as a function.
-
-        Returns:
-            A callable that replaces ``loss.backward()`` in the loop; see `dpengine.engine.CompiledBackward`.
-        """
-        return self._last_run().compile_backward(loss_fn, multiple_of, backend)
 
     @suggests_names
     def get_epsilon(self, delta: float | None = None) -> float:

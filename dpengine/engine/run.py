@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -32,9 +30,6 @@ from .argument_checks import attached_runs
 from .budget import Budget
 from .grad_sample_module import GradSampleModule
 from .step import PrivateStep
-
-if TYPE_CHECKING:
-    from .compiled_backward import CompiledBackward
 
 
 @dataclass(eq=False)
@@ -146,32 +141,25 @@ class Run:
         loss = loss_B.sum() / (max(len(loss_B), 1) if mean else 1)
         (loss if self.grad_scaler is None else self.grad_scaler.scale(loss)).backward()
 
-    def compile_backward(
-        self, loss_fn: Callable[..., Tensor], multiple_of: int | None, backend: Any
-    ) -> CompiledBackward:
-        """Returns a compiled replacement of ``loss.backward()``."""
+    def compile(self, backend: Any, physical_batch_size: int | None, accumulation_steps: int) -> None:
+        """Compiles the passes of the model, unless ``backend`` is False. The hooks must not be attached yet."""
+        if backend is False:
+            return
+        if not (backend is True or isinstance(backend, str) or callable(backend)):
+            raise TypeError(f"compile={backend!r}; pass True, the name of a backend of torch.compile, or a function.")
         passes = self.step.passes
-        for wrong, name, wanted in (
-            (passes.grad_sample_mode != "auto", "grad_sample_mode", "'auto'"),
-            (not passes.capture.batch_first, "batch_first", "True"),
-            (self.units is not None, "privacy_unit", "None"),
-            (self.grad_scaler is not None, "grad_scaler", "None: use bfloat16, or no autocast"),
+        for wrong, needed in (
+            (passes.grad_sample_mode != "auto", "grad_sample_mode='auto'"),
+            (self.units is not None, "privacy_unit=None"),
+            (not passes.capture.batch_first, "batch_first=True"),
+            (not passes.topology.runs_independently, "all of the model in one process"),
         ):
             if wrong:
-                raise UnsupportedLayerError(f"A compiled pass needs {name}={wanted}.", fix="Pass that to make_private.")
-        if not passes.topology.runs_independently:
-            raise UnsupportedLayerError(
-                "A compiled pass needs all of the model in one process.", fix="Call loss.backward() instead."
-            )
-        if multiple_of is None:
-            multiple_of = max(1, round(math.sqrt(self.step.plan.sampling.expected_batch_size)))
-        if isinstance(multiple_of, bool) or not isinstance(multiple_of, int) or multiple_of < 1:
-            raise ValueError(f"multiple_of={multiple_of!r}; expected a whole number of at least 1.")
-        if not callable(loss_fn):
-            raise TypeError(f"loss_fn is {torch.typename(loss_fn)}; pass a function that returns the loss of a batch.")
-        from .compiled_backward import CompiledBackward  # imports the compiler, which takes a second
+                raise UnsupportedLayerError(f"compile= needs {needed}.", fix="Pass that, or leave out compile=.")
+        from .compiled_forward import CompiledForward, compiler_for, rows_for  # imports the compiler, which takes time
 
-        return CompiledBackward(passes, loss_fn, multiple_of=multiple_of, backend=backend)
+        rows = rows_for(self.step.plan.sampling, physical_batch_size, accumulation_steps)
+        passes.capture.outermost = CompiledForward(passes, rows, compiler_for(backend))
 
     def detach(self) -> None:
         """Removes all hooks, also if the ledger file cannot be written."""

@@ -250,6 +250,23 @@ class FlatBuffer(Sums):
             memory.index_add_(0, scatter.index, total_P)
         self._unwritten -= first
 
+    def add_all(self, totals: Sequence[Tensor], scale: float) -> None:
+        """Adds ``scale`` times the sums of all parameters: one vector for each memory, in the order of the buffer."""
+        if [len(total) for total in totals] != list(self._sizes.values()):
+            raise ValueError("FlatBuffer.add_all: the sums are not those of the parameters of the buffer.")
+        first = self.clean
+        if not self._memory:
+            self._allocate()
+        if not first:
+            self._finish()
+        for (key, size), total in zip(self._sizes.items(), totals, strict=True):
+            memory = self._memory[key][:size]
+            if first:
+                torch.mul(total, scale, out=memory)
+            else:
+                memory.add_(total, alpha=scale)
+        self._unwritten = set()
+
     def _scatter_of(self, columns: Columns) -> _Scatter | None:
         """Returns the scatter of a vector; None if its elements go to several memories."""
         places = [self._places[parameter] for parameter in columns.of]

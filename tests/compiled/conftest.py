@@ -1,19 +1,19 @@
-"""Counts the passes that went through a graph."""
+"""Counts the passes that were compiled."""
 
 import pytest
 
-from dpengine.compiled.compiled_pass import Done
+from dpengine.compiled.compiled_pass import CompiledPass
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """Rows of the passes that were compiled."""
+    """Number of samples of each compiled pass that was clipped."""
     seen = []
-    original = Done.add_sums
+    original = CompiledPass.add_sums
 
     def add_sums(self, *args):
-        seen.append(self.num_rows)
+        seen.append(len(args[1]))
         original(self, *args)
 
-    monkeypatch.setattr(Done, "add_sums", add_sums)
+    monkeypatch.setattr(CompiledPass, "add_sums", add_sums)
     return seen

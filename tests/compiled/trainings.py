@@ -1,5 +1,6 @@
-"""Small models of many kinds, and a private training of one, through hooks or compiled."""
+"""Small models of many kinds, and a private training of one, eager or compiled."""
 
+import functools
 import itertools
 
 import torch
@@ -74,45 +75,39 @@ def data(shape, count=160, seed=1):
 
 
 class Training:
-    """A few private steps with a seed."""
+    """A few private steps with a seed, in an ordinary loop."""
 
-    def __init__(self, make, rows, compiled, *, backend="eager", multiple_of=None, **settings):
+    def __init__(self, make, rows, compile=False, loss=F.cross_entropy, **settings):
         torch.manual_seed(0)
         self.model = make()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.engine = PrivacyEngine(seed=5)
-        settings = {"noise_multiplier": 0.1, "max_grad_norm": 0.4, **settings}
-        self.reduction = settings.get("loss_reduction", "mean")
-        _, _, self.loader = self.engine.make_private(
-            self.model, self.optimizer, DataLoader(rows, batch_size=16), **settings
-        )
+        settings = {"noise_multiplier": 0.1, "max_grad_norm": 0.4, "batch_size": 16, **settings}
+        loader = DataLoader(rows, batch_size=settings.pop("batch_size"))
+        self.call = functools.partial(loss, reduction=settings.get("loss_reduction", "mean"))
+        _, _, self.loader = self.engine.make_private(self.model, self.optimizer, loader, compile=compile, **settings)
         self.losses = []
-        self.backward = self.by_hooks
-        if compiled:
-            self.backward = self.engine.compile_backward(self.loss, backend=backend, multiple_of=multiple_of)
-
-    def loss(self, x, y):
-        return F.cross_entropy(self.model(x), y, reduction=self.reduction)
-
-    def by_hooks(self, *batch):
-        loss = self.loss(*batch)
-        loss.backward()
-        return loss.detach()
 
     def step(self, batch):
         self.optimizer.zero_grad()
-        self.losses.append(float(self.backward(*batch)))
+        loss = self.call(self.model(batch[0]), batch[1])
+        loss.backward()
+        self.losses.append(float(loss.detach()))
         self.optimizer.step()
 
     def run(self, count=7):
         for batch in itertools.islice(self.loader, count):
             self.step(batch)
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+        return weights_of(self.model)
 
 
-def after_first(training):
-    """The batches of a run whose first one went through the hooks."""
+def weights_of(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def batches_after_checks(training):
+    """The batches of a run after those with which model and loop are checked, which go through the hooks."""
     batches = iter(training.loader)
-    training.step(next(batches))
-    training.optimizer.zero_grad()
-    return next(batches)
+    for _ in range(2):
+        training.step(next(batches))
+    return batches

@@ -342,24 +342,6 @@ def test_an_optimizer_without_a_trainable_parameter_is_rejected():
         restrict_to_optimizer(loop.engine)
 
 
-@pytest.mark.parametrize("compiled_first", [False, True])
-def test_a_compiled_pass_is_rejected_before_it_begins(compiled_first):
-    loop = make_loop(make_optimizer=holding(*LAST))
-    loss_fn = lambda x, y: F.cross_entropy(loop.model(x), y)  # noqa: E731
-    if compiled_first:
-        backward = loop.engine.compile_backward(loss_fn, backend="eager")
-        restrict_to_optimizer(loop.engine)
-        batch = batch_of(loop)
-        with pytest.raises(UnsupportedLayerError, match="restrict_to_optimizer"):
-            backward(*batch)
-        loop.step(*batch)  # the batch still waits
-        assert set(gradients_of(loop.model)) == set(LAST)
-    else:
-        restrict_to_optimizer(loop.engine)
-        with pytest.raises(UnsupportedLayerError, match="restrict_to_optimizer"):
-            loop.engine.compile_backward(loss_fn, backend="eager")
-
-
 def test_several_processes_are_rejected():
     for error in launched(2, spread_runs.restricted):
         assert isinstance(error, UnsupportedLayerError) and "2 processes" in str(error)

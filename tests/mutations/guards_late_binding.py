@@ -91,20 +91,6 @@ GUARDS = [
         f"{SUBSET}test_correlated_noise_goes_on_after_a_checkpoint",
     ),
     Guard(
-        "subset-compiled",
-        "a compiled pass over all parameters",
-        "    if passes.only is not None:\n        raise UnsupportedLayerError(",
-        "    if False:\n        raise UnsupportedLayerError(",
-        f"{SUBSET}test_a_compiled_pass_is_rejected_before_it_begins",
-    ),
-    Guard(
-        "subset-compiled-call",
-        "a compiled pass that was built before the restriction",
-        "        _check_all_parameters(self._passes)\n",
-        "",
-        f"{SUBSET}test_a_compiled_pass_is_rejected_before_it_begins",
-    ),
-    Guard(
         "subset-checkpoint",
         "a checkpoint of a run over other parameters",
         "            if parameter in trained\n",

@@ -607,4 +607,46 @@ GUARDS = [
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[temperature_of_size-zero-out]",
     ),
+    Guard(
+        "compiled-compared",
+        "compiled code is compared with the hooks before it is used",
+        "        if not refuse_difference(expected, found, half=half):\n            return",
+        "        if False:\n            return",
+        "compiled/test_eager_instead.py::test_what_is_compiled_wrongly_is_not_used[sums]",
+    ),
+    Guard(
+        "compiled-versions",
+        "what a compiled backward pass reads is as the forward pass left it",
+        "        if list(map(_version, self._read)) != self._versions:",
+        "        if False:",
+        "compiled/test_compiled_step.py::test_a_parameter_that_is_changed_before_backward_raises",
+    ),
+    Guard(
+        "compiled-twice",
+        "two compiled calls are not clipped apart",
+        "        if self._passes.pending:\n            raise called_twice()",
+        "        if False:\n            raise called_twice()",
+        "compiled/test_compiled_step.py::test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly",
+    ),
+    Guard(
+        "compiled-places",
+        "samples that move to places of padding are found",
+        "    return torch.where(moved, -1.0, sq_norms_BK)",
+        "    return sq_norms_BK",
+        "compiled/test_eager_instead.py::test_samples_that_move_by_values_of_later_batches_are_rejected",
+    ),
+    Guard(
+        "compiled-settings",
+        "a setting that changes leads to another graph",
+        "            and self._same_values()\n",
+        "",
+        "compiled/test_eager_instead.py::test_after_many_graphs_the_step_is_eager",
+    ),
+    Guard(
+        "compiled-attributes",
+        "a forward pass that changes attributes is not compiled",
+        "                if name := changed():",
+        "                if name := None:",
+        "compiled/test_eager_instead.py::test_a_model_that_cannot_be_compiled_trains_eagerly[counts]",
+    ),
 ]

@@ -139,14 +139,10 @@ def test_a_frozen_model_and_a_second_backward_are_treated_as_for_other_batches()
 
 @pytest.mark.slow
 def test_a_compiled_pass_drops_the_placeholder():
-    loop, plain = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
-    backward = loop.engine.compile_backward(lambda x, y: F.cross_entropy(loop.model(x), y), backend="eager")
-    for inputs, targets in loop.loader:
-        loop.optimizer.zero_grad()
-        backward(inputs, targets)
-        loop.optimizer.step()
-    for inputs, targets in plain.loader:
-        plain.step(inputs, targets)
+    loop, plain = (make_loop(batch_size=1, noise_multiplier=1.0, compile=one) for one in ("eager", False))
+    for one in (loop, plain):
+        for inputs, targets in one.loader:
+            one.step(inputs, targets)
     for name, value in state_of(plain.model).items():
         torch.testing.assert_close(state_of(loop.model)[name], value)
 

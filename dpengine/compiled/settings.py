@@ -1,0 +1,124 @@
+"""Settings for which a graph was traced: arguments, attributes of modules, parameters and buffers, autocast."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+from torch.utils.weak import WeakIdRef
+
+from dpengine.capture.capture import Capture
+from dpengine.capture.hooks import Hook
+from dpengine.errors import UnsupportedLayerError
+
+PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+                 "_global_backward_pre_hooks")  # fmt: skip
+_INTERNAL = vars(nn.Module()).keys() - {"training"}  # tables, which `ModuleTables` follows, and hooks
+_version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
+
+
+def kind_of(tensor: Tensor) -> object:
+    """Returns shape, dtype, device and strides."""
+    return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
+
+
+def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the leaves of a call that are no tensors, with their types, and None for each tensor.
+
+    Raises UnsupportedLayerError for an object, whose content a graph would keep.
+    """
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *PLAIN)):
+            raise UnsupportedLayerError(f"the model is called with a {type(leaf).__name__}.")
+    return tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+
+
+def autocast_key(device: torch.device) -> object:
+    """Returns whether autocast is enabled, and its dtype."""
+    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+
+def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
+    """Returns a key of the modules, their settings, and the places of parameters and buffers.
+
+    Weak references stand for objects: unlike an address, they never equal those of a later object.
+    """
+    number = {tensor: i for i, tensor in enumerate(state)}
+    modules = tuple((WeakIdRef(module), type(module), _settings(module, number)) for module in model.modules())
+    return modules, tuple((WeakIdRef(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
+
+
+def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
+    found: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
+                        for name, t in table.items() if t is not None]  # fmt: skip
+    for name, value in vars(module).items():
+        if isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value)):
+            found.append((name, value))
+        elif isinstance(value, Tensor):
+            found.append((name, WeakIdRef(value), value._version))
+    return tuple(found)
+
+
+class ModelSettings:
+    """The settings of a model, which are listed anew when one of them has changed.
+
+    Attributes:
+        key: See `model_key`.
+        state: Parameters and buffers of the model, each once.
+    """
+
+    def __init__(self, capture: Capture):
+        tables = self._tables = capture.tables
+        self.state = list({table[name]: None for table, name, _ in tables.tensors() if table[name] is not None})
+        self.key = model_key(capture.model, self.state)
+        self._walk = tables.version
+        self._attributes = list(map(vars, tables.modules.values()))
+        self._sizes = list(map(len, self._attributes))
+        names = [["training", *(own.keys() - _INTERNAL)] for own in self._attributes]
+        self._readers = [operator.itemgetter("training", *some) for some in names]  # two names at least: a tuple
+        self._values = self._current()
+        self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._versions = list(map(_version, self._tensors))
+        self._memory = self._places()
+        self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
+        self._hooks += [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
+        self._counts = list(map(len, self._hooks))
+        root = {id(vars(capture.model)[name]) for name in _HOOKS}  # these run outside
+        hooks = chain.from_iterable(table.values() for table in self._hooks if id(table) not in root)
+        self._has_hooks = not all(isinstance(hook, Hook) for hook in hooks)
+
+    def _current(self) -> list[Any]:
+        return list(chain.from_iterable([read(own) for read, own in zip(self._readers, self._attributes, strict=True)]))
+
+    def _places(self) -> list[Any]:
+        return [*map(Tensor.data_ptr, self.state), *map(_dtype, self.state)]
+
+    def unchanged(self) -> bool:
+        """Returns True if the model is as it was. The tables must be current."""
+        return (
+            self._walk == self._tables.version
+            and list(map(len, self._attributes)) == self._sizes
+            and list(map(len, self._hooks)) == self._counts
+            and list(map(_version, self._tensors)) == self._versions
+            and self._places() == self._memory
+            and self._same_values()
+        )
+
+    def _same_values(self) -> bool:
+        try:
+            return all(map(operator.is_, self._current(), self._values))
+        except KeyError:  # an attribute was deleted, and another one added
+            return False
+
+    def refuse_hooks(self) -> None:
+        """Raises UnsupportedLayerError if a layer has hooks of the user, which would run only while it is traced."""
+        if self._has_hooks:
+            raise UnsupportedLayerError("a layer of the model has a hook.")

@@ -1,0 +1,294 @@
+"""CompiledForward: compiles the forward pass, the backward pass, the norms and the clipped sums of a model.
+
+Axes: B samples, P samples after padding, K groups of parameters that are clipped together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from dpengine.capture.forward_state import ForwardState
+from dpengine.capture.replaced_forward import ReplacedForward
+from dpengine.compiled.compare import random_numbers_kept, refuse_difference, refuse_other_outputs
+from dpengine.compiled.compiled_pass import CompiledPass, Halves, called_twice, padded
+from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs
+from dpengine.compiled.one_pass import OnePass, OutputLayout
+from dpengine.compiled.settings import ModelSettings, autocast_key, plain_arguments
+from dpengine.errors import UnsupportedLayerError, notice
+from dpengine.grad_modes.bookkeep import BookKeeping
+
+from .pass_clipper import PassClipper
+
+_MOST_GRAPHS = 8
+_MOST_LARGER = 8
+_MOST_SHOWN = 300  # characters of an error
+_ONE_TENSOR = pytree.tree_flatten(((0,), {}))[1]
+_UNKNOWN: Any = object()
+_DEVIATIONS = 2  # of a Poisson batch size: 2 in 100 batches are larger
+_FIXED_SIZES = {"fixed-size", "shuffle", "external"}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a call of the model.
+
+    Attributes:
+        tensors: The tensors, without padding.
+        batched: Whether each has the batch on axis 0.
+        others: The other leaves, None for each tensor.
+        spec: Nesting of all leaves.
+    """
+
+    tensors: list[Tensor]
+    batched: list[bool]
+    others: tuple[Any, ...]
+    spec: Any
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, rows: int) -> _Call:
+        """Reads the arguments of a call with this number of samples."""
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
+            leaves, spec, others = [args[0]], _ONE_TENSOR, (None,)
+        else:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            others = plain_arguments(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in tensors):
+            raise UnsupportedLayerError("an argument of the model is no dense tensor.")
+        if any(tensor.requires_grad for tensor in tensors):
+            raise UnsupportedLayerError("an input of the model requires gradients.")
+        batched = [tensor.dim() > 0 and len(tensor) == rows for tensor in tensors]
+        if not any(batched):
+            raise UnsupportedLayerError("no argument of the model has the batch on axis 0.")
+        return cls([tensor.contiguous() for tensor in tensors], batched, others, spec)
+
+    @property
+    def key(self) -> object:
+        """Equal for calls for which the same graph is right."""
+        kinds = [(t.shape[b:], t.dtype, t.device, b) for t, b in zip(self.tensors, self.batched, strict=True)]
+        spec = None if self.spec is _ONE_TENSOR else repr(self.spec)
+        return tuple(kinds), self.others, spec, autocast_key(self.tensors[0].device)
+
+    def run(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
+        """Calls a function with other tensors in the same places."""
+        given = iter(tensors)
+        leaves = [next(given) if other is None else other[1] for other in self.others]
+        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        return forward(*args, **kwargs)
+
+
+class CompiledForward(ReplacedForward):
+    """Replaces the ``forward`` of a model by a compiled one, whose backward pass gives norms and clipped sums.
+
+    The hooks are used as without compilation for batches for which an independence check is due, for batches with more
+    samples than a graph, and for all batches if the model cannot be compiled, of which a notice says why.
+
+    Args:
+        passes: Clips the passes of the model.
+        rows: Number of samples to which batches are padded.
+        compile: Compiles a graph for example inputs.
+    """
+
+    def __init__(self, passes: PassClipper, rows: int, compile: Compile):
+        super().__init__(passes.model)
+        self._passes = passes
+        self._rows = rows
+        self._compile = compile
+        self._settings: ModelSettings | None = None
+        self._grouping: Any = None
+        self._graphs: dict[object, Graphs | None] = {}  # of the current settings; None for a call with hooks
+        self._all_graphs: dict[object, dict[object, Graphs | None]] = {}  # by settings and groups
+        self._count = self._larger = 0  # numbers of compiled graphs, and of batches larger than these
+        self._ended = False
+        self._probed: list[Any] | None = None  # calls of the model in the last probed pass, all with hooks
+        self._uncompiled = torch.compiler.disable(self._call, recursive=True)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        if torch.compiler.is_compiling():
+            return self._uncompiled(args, kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        passes, capture = self._passes, self._passes.capture
+        called = capture.inputs is not None and torch._C._current_graph_task_id() == -1  # as a module; no recomputation
+        if self._ended or not called or not capture.recording or capture.rerunning or not capture.rows:
+            return self.forward(*args, **kwargs)
+        if capture.replay is not None or capture.choice is not None or type(passes.mode) is not BookKeeping:
+            self._probed = None if capture.replay is None else capture.replay.reached
+            return self.forward(*args, **kwargs)
+        with ONE_AT_A_TIME:
+            compiled = self._pass(args, kwargs, capture.rows)
+            if compiled is None:
+                return self.forward(*args, **kwargs)
+            outputs = Halves.apply(capture.anchor, compiled)
+        return compiled.graphs.layout.filled(outputs)
+
+    def _pass(self, args: Any, kwargs: Any, rows: int) -> CompiledPass | None:
+        """Returns the compiled pass over a batch; None if it must go through the hooks."""
+        probed, self._probed = self._probed, None
+        if probed is not None and len(probed) > 1:
+            self._ended = True
+            self._notice("the model is called more than once before a backward pass.")
+            return None
+        if rows > self._rows:
+            self._larger += 1
+            if self._larger == _MOST_LARGER and not self._count:
+                self._notice(f"batches have more than {self._rows} samples. Pass physical_batch_size={self._rows}.")
+            return None
+        key = None
+        try:
+            call = _Call.of(args, kwargs, rows)
+            settings = self._follow_settings()
+            key = call.key
+            graphs = self._graphs.get(key, _UNKNOWN)
+            if graphs is _UNKNOWN or (graphs is not None and not graphs.verified):
+                graphs = self._checked(key, call, settings, rows)
+        except Exception as error:  # there is no list of what cannot be traced or compiled
+            if key is not None:
+                self._graphs[key] = None
+            self._notice(" ".join((str(error) or type(error).__name__).split())[:_MOST_SHOWN])
+            return None
+        if graphs is None or not graphs.verified:
+            return None
+        batch = [padded(t, self._rows) if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+        return CompiledPass(graphs, settings.state, batch, call.batched, rows, self._reached)
+
+    def _reached(self, compiled: CompiledPass) -> None:
+        if self._passes.pending:
+            raise called_twice()
+        self._passes.capture.streams.note(compiled.sq_norms_PK)
+        self._passes.replace_mode(compiled)
+
+    def _notice(self, reason: str) -> None:
+        notice("DPE029", f"Steps run without compilation: {reason}", key=reason, of=self.module)
+
+    def _follow_settings(self) -> ModelSettings:
+        """Selects the graphs for the settings of the model and the groups of its parameters."""
+        grouping, settings = self._passes.grouping(), self._settings
+        if settings is None or grouping is not self._grouping or not settings.unchanged():
+            settings, self._settings = ModelSettings(self._passes.capture), None
+            number = {tensor: i for i, tensor in enumerate(settings.state)}
+            groups = tuple((number[parameter], group) for parameter, group in grouping.group_of.items())
+            self._graphs = self._all_graphs.setdefault((settings.key, groups), {})
+            self._settings, self._grouping = settings, grouping
+        settings.refuse_hooks()
+        return settings
+
+    def _checked(self, key: object, call: _Call, settings: ModelSettings, rows: int) -> Graphs:
+        """Returns the graphs for a call, compared with the hooks as far as this batch allows."""
+        size, device = self._rows, call.tensors[0].device
+        batch = [padded(t, size) if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+        grouping = self._passes.grouping()
+        one = OnePass(
+            self._passes.capture,
+            partial(call.run, self.forward),
+            settings.state,
+            grouping.group_of,
+            grouping.count,
+            size,
+        )
+        state = [tensor.detach() for tensor in settings.state]
+        with torch.no_grad(), random_numbers_kept(device):
+            began = ForwardState.now([*batch, *state])
+            layout, outputs = one.layout(state, batch)
+            draws = began.has_drawn()
+            if began.host_has_drawn():
+                raise UnsupportedLayerError("the model draws random numbers of Python or NumPy.")
+            if any(output.dim() == 0 or len(output) != size for output in outputs) or not any(layout.differentiable):
+                raise UnsupportedLayerError("an output of the model does not have the batch on axis 0.")
+            wanted = [output for output, is_wanted in zip(outputs, layout.differentiable, strict=True) if is_wanted]
+            grads = [torch.randn_like(output, memory_format=torch.contiguous_format) for output in wanted]
+            for grad in grads:
+                grad[min(rows, max(size - 1, 1)) :] = 0  # so that a sample in another place shows
+            weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
+            if key not in self._graphs:
+                self._graphs[key] = self._new_graphs(one, state, batch, layout, grads, weights_PK, draws)
+            graphs = self._graphs[key]
+            assert graphs is not None
+            self._verify(graphs, one, state, batch, grads, weights_PK, call, rows)
+        return graphs
+
+    def _new_graphs(
+        self,
+        one: OnePass,
+        state: list[Tensor],
+        batch: list[Tensor],
+        layout: OutputLayout,
+        grads: list[Tensor],
+        weights_PK: Tensor,
+        draws: bool,
+    ) -> Graphs:
+        if self._count == _MOST_GRAPHS:
+            self._ended = True
+            raise UnsupportedLayerError(
+                f"more than {_MOST_GRAPHS} graphs would be needed: a setting of the model, a plain argument or a shape "
+                "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
+            )
+        self._count += 1
+        return traced_graphs(
+            one, state, batch, layout, grads, weights_PK, rows=self._rows, draws=draws, compile=self._compile
+        )
+
+    def _verify(
+        self,
+        graphs: Graphs,
+        one: OnePass,
+        state: list[Tensor],
+        batch: list[Tensor],
+        grads: list[Tensor],
+        weights_PK: Tensor,
+        call: _Call,
+        rows: int,
+    ) -> None:
+        """Compares a compiled pass with the hooks. Raises if it differs."""
+        device = batch[0].device
+        with random_numbers_kept(device):
+            expected = one.run(state, batch, grads, weights_PK)
+        with random_numbers_kept(device):
+            found = graphs.run(state, batch, grads, weights_PK)
+        half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*state, *batch])
+        half = half or torch.is_autocast_enabled(device.type)
+        if not refuse_difference(expected, found, half=half):
+            return
+        fewer = rows if rows < self._rows else rows - 1
+        if fewer:
+            some = [t[:fewer] if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+            outputs = replace(one, rows=fewer).layout(state, some)[1]
+            refuse_other_outputs(outputs, [output[:fewer] for output in found.outputs], half=half, drawn=graphs.draws)
+        graphs.verified = True
+
+
+def rows_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:
+    """Returns the number of samples to which batches are padded: nearly all batches of a sampling scheme fit."""
+    expected = sampling.expected_batch_size
+    more = 0.0 if sampling.law in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
+    rows = math.ceil((expected + more) / accumulation_steps)
+    return max(1, rows if physical_batch_size is None else min(rows, physical_batch_size))
+
+
+def compiler_for(backend: Any) -> Compile:
+    """Returns a function that compiles a graph for example inputs, from a value of ``make_private(compile=...)``."""
+    if backend is True or backend == "inductor":
+        return _inductor
+    return lambda graph, _: torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)
+
+
+def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    patches: dict[str, Any] = {"fallback_random": True}  # so that dropout can be compared
+    if all(tensor.device.type == "cpu" for tensor in inputs):
+        patches["cpp_wrapper"] = True  # kernels are called from C++, which takes half the time of Python
+    try:
+        from torch._inductor import standalone_compile  # takes a second
+    except ImportError:  # before torch 2.8
+        return torch.compile(graph, fullgraph=True, dynamic=False, options=patches)
+    options = {"config_patches": patches}
+    return standalone_compile(graph, list(inputs), dynamic_shapes="from_example_inputs", options=options)

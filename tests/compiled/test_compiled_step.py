@@ -1,0 +1,543 @@
+"""A compiled step does what the eager step does: the same weights after the same batches, in the same loop."""
+
+import copy
+import itertools
+import math
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from dpengine import errors
+from dpengine.compiled.settings import model_key
+from dpengine.engine import restrict_to_optimizer
+from dpengine.noise import BandMF
+
+from .trainings import CLASSES, MODELS, Training, batches_after_checks, data, weights_of
+
+IN_EVERY_RUN = {"linear"}
+
+
+def assert_trains_alike(make, rows, compile="eager", count=7, **settings):
+    """Compares the weights of both steps, and returns the compiled training."""
+    eager, compiled = (Training(make, rows, compile=one, **settings) for one in (False, compile))
+    torch.testing.assert_close(compiled.run(count), eager.run(count), rtol=1e-5, atol=1e-6)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert compiled.engine.epsilon == eager.engine.epsilon
+    return compiled
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.slow) for name in MODELS]
+)
+def test_trains_as_the_eager_step_does(name, passes):
+    make, shape = MODELS[name]
+    assert_trains_alike(make, data(shape))
+    assert len(passes) == 5  # of 7: the model is checked with the first, the loop with the first of another size
+    assert len(set(passes)) > 2  # one graph for all sizes
+
+
+@pytest.mark.one_in(3, "settings")
+@pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"clipping": "per_layer", "max_grad_norm": [0.1, 0.3]},
+        {"clipping": "adaptive"},
+        {"clipping": "automatic"},
+        {"physical_batch_size": 5},
+        {"accumulation_steps": 3},
+        {"loss_reduction": "sum"},
+        {"noise_multiplier": 0.0},
+        {"noise": BandMF(num_bands=2), "steps": 7},
+        {"sampling": "shuffle", "target_delta": 1e-3},
+        {"compile": "aot_eager"},
+    ],
+    ids=str,
+)
+def test_settings_mean_the_same(settings, passes):
+    make, shape = MODELS["linear"]
+    eager = {key: value for key, value in settings.items() if key != "compile"}
+    compiled = Training(make, data(shape), **{"compile": "eager", **settings}).run()
+    torch.testing.assert_close(compiled, Training(make, data(shape), **eager).run(), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_the_eager_step_does(passes):
+    make, shape = MODELS["convolution"]
+    assert_trains_alike(make, data(shape), compile=True)
+    assert passes
+
+
+@pytest.mark.slow
+def test_dropout_in_inductor_draws_what_the_eager_step_draws(passes):
+    make = lambda: nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, CLASSES))  # noqa: E731
+    training = Training(make, data((6,)), compile=True)
+    training.run()
+    assert passes
+
+
+@pytest.mark.parametrize(
+    "name", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convolution", "sequence"))]
+)
+def test_under_autocast_no_sample_exceeds_the_clipping_norm(name, passes):
+    make, shape = MODELS[name]
+    x, y = data(shape).tensors
+    settings = {"noise_multiplier": 0.0, "target_delta": 1e-3, "max_grad_norm": 0.01, "batch_size": 8}
+    training = Training(make, TensorDataset(x[:8], y[:8]), compile="eager", sampling="shuffle", **settings)
+    for row in (0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5):
+        list(training.loader)  # a batch of eight, in whose place others come
+        training.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(training.model(x[row].expand(8, *x[row].shape)), y[row].repeat(8))
+        loss.backward()
+        training.optimizer.step()
+        norm = torch.cat([p.grad.flatten() for p in training.model.parameters()]).norm()
+        assert norm <= 0.01 * (1 + 1e-5)  # of eight samples that are the same, divided by eight
+    assert len(passes) >= 9  # the probe is due at the first and the eighth
+
+
+@pytest.mark.parametrize("where", ["around", "in the model"])
+def test_autocast_is_that_of_the_loop(where, passes):
+    class Casting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, CLASSES)
+
+        def forward(self, x):
+            with torch.autocast("cpu", torch.bfloat16, enabled=where != "around" or torch.is_autocast_enabled("cpu")):
+                return self.last(torch.tanh(self.first(x)))
+
+    def trained(compile):
+        training = Training(Casting, data((6,)), compile=compile)
+        for x, y in itertools.islice(training.loader, 7):
+            training.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
+                output = training.model(x)
+            assert output.dtype is torch.bfloat16
+            F.cross_entropy(output.float(), y).backward()
+            training.optimizer.step()
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-4, atol=1e-4)
+    assert passes
+
+
+def test_a_sample_that_is_not_finite_is_dropped(passes):
+    def trained(compile):
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
+        batches = batches_after_checks(training)
+        for i, (x, y) in enumerate(itertools.islice(batches, 4)):
+            x[::3] = math.nan if i != 1 else 0.0
+            training.step((x, y))
+        return weights_of(training.model), training.engine.metrics(nonprivate=True)["nonprivate/dropped_rows"]
+
+    (compiled, dropped), (eager, expected) = trained("eager"), trained(False)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert dropped == expected > 0
+    assert len(passes) == 3  # the graphs are compared with the hooks on a batch whose samples are finite
+
+
+@pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
+def test_a_sample_is_dropped_without_other_random_numbers_for_the_others(passes):
+    make = lambda: nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, CLASSES))  # noqa: E731
+
+    def gradient(drop):
+        settings = {"noise_multiplier": 0.0, "sampling": "shuffle", "target_delta": 1e-3, "loss_reduction": "sum"}
+        training = Training(make, data((6,)), compile="eager", **settings)
+        batches = batches_after_checks(training)
+        training.step(next(batches))
+        x, y = next(batches)
+        if drop == "by its value":
+            x[3] = math.nan
+        torch.manual_seed(7)
+        training.optimizer.zero_grad()
+        losses_B = F.cross_entropy(training.model(x), y, reduction="none")
+        torch.where(
+            torch.arange(len(x)) == 3, 0 * losses_B if drop == "by its weight" else losses_B, losses_B
+        ).sum().backward()
+        training.optimizer.step()
+        return torch.cat([p.grad.flatten() for p in training.model.parameters()])
+
+    torch.testing.assert_close(gradient("by its value"), gradient("by its weight"), rtol=1e-5, atol=1e-6)
+    assert len(passes) == 6
+
+
+@pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
+def test_a_batch_without_a_finite_sample_adds_nothing(passes):
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager", noise_multiplier=0.0, target_delta=1e-3)
+    batches = batches_after_checks(training)
+    training.step(next(batches))
+    before = weights_of(training.model)
+    x, y = next(batches)
+    training.step((torch.full_like(x, math.nan), y))
+    assert torch.equal(weights_of(training.model), before)
+    assert len(passes) == 2
+
+
+def test_dropout_draws_anew_in_every_step():
+    make = lambda: nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, CLASSES))  # noqa: E731
+    training = Training(make, data((6,)), compile="aot_eager")
+    batches = batches_after_checks(training)
+    training.step(next(batches))
+    x = next(batches)[0]
+    first, second = training.model(x), training.model(x)
+    assert first.grad_fn.name() == second.grad_fn.name() == "HalvesBackward"
+    assert not torch.equal(first, second)
+    zeros = torch.stack([training.model(torch.ones(16, 6)) for _ in range(20)]).std(dim=0)
+    assert bool((zeros > 0).all())
+
+
+def test_what_is_unfrozen_later_trains(passes):
+    make, shape = MODELS["linear"]
+
+    def trained(compile):
+        training = Training(make, data(shape), compile=compile, unused_parameters="error")
+        for i, batch in enumerate(itertools.islice(training.loader, 7)):
+            training.step(batch)
+            training.model[0].requires_grad_(i not in {1, 2})
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+SETTINGS = {
+    "a module": lambda model: model.__setitem__(1, nn.Tanh()),
+    "a number": lambda model: setattr(model[1], "negative_slope", 2.0),
+    "a flag": lambda model: setattr(model[1], "inplace", True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "a module" else pytest.mark.slow) for name in SETTINGS]
+)
+def test_settings_that_change_are_seen(name, passes):
+    def trained(compile):
+        make = lambda: nn.Sequential(nn.Linear(6, 7), nn.LeakyReLU(0.1), nn.Linear(7, CLASSES))  # noqa: E731
+        training = Training(make, data((6,)), compile=compile)
+        training.run(3)
+        SETTINGS[name](training.model)
+        return training.run(4)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert len(passes) == 5
+
+
+def test_weights_tied_otherwise_are_seen(passes):
+    def trained(compile):
+        make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))  # noqa: E731
+        training = Training(make, data((6,)), compile=compile, unused_parameters="zero")
+        model = training.model
+        own = model[2].weight
+        model[2].weight = model[0].weight
+        training.run(3)
+        model[2].weight = own
+        return training.run(4)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_weights_that_get_other_memory_are_read(passes):
+    def trained(compile):
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
+        training.run(3)
+        for parameter in training.model.parameters():
+            parameter.data = parameter.data * 0.5
+        return training.run(4)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert len(passes) == 5
+
+
+class Named(nn.Module):
+    """Takes arguments by keyword, shared positions and plain numbers, and returns nested outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head, self.other = nn.Linear(6, 8), nn.Linear(8, CLASSES), nn.Linear(8, 2)
+
+    def forward(self, x, *, table, by=1):
+        h = torch.tanh(self.layer(x) + table) * by
+        return {"logits": self.head(h), "more": [self.other(h), h.detach().argmax(dim=1)], "by": by}
+
+
+def test_keywords_shared_tensors_and_nested_outputs(passes):
+    def trained(compile):
+        training = Training(Named, data((6,)), compile=compile)
+        for i, (x, y) in enumerate(itertools.islice(training.loader, 7)):
+            training.optimizer.zero_grad()
+            found = training.model(x, table=torch.linspace(0, i, 8)[None], by=2.0)
+            assert found["by"] == 2.0 and found["more"][1].dtype is torch.int64 and len(found["more"][1]) == len(x)
+            (F.cross_entropy(found["logits"], y) + found["more"][0].square().sum(dim=1).mean()).backward()
+            training.optimizer.step()
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert len(passes) == 5
+
+
+def test_an_output_that_the_loss_does_not_use_has_a_gradient_of_zero(passes):
+    def trained(compile):
+        training = Training(Named, data((6,)), compile=compile, unused_parameters="zero")
+        for x, y in itertools.islice(training.loader, 7):
+            training.optimizer.zero_grad()
+            F.cross_entropy(training.model(x, table=torch.zeros(1, 8))["logits"], y).backward()
+            training.optimizer.step()
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+@pytest.mark.parametrize("size", [0.5, 1.0], ids=["padded", "full"])
+def test_outputs_may_be_changed_in_place(size, passes):
+    def loss(output, y, reduction):
+        output /= 2.0
+        return F.cross_entropy(output, y, reduction=reduction)
+
+    settings = {"sampling": "shuffle", "target_delta": 1e-3} if size == 1.0 else {}
+    assert_in_place = [
+        Training(MODELS["linear"][0], data((6,)), compile=one, loss=loss, **settings) for one in ("eager", False)
+    ]
+    compiled, eager = (training.run() for training in assert_in_place)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_an_output_that_the_backward_pass_reads_may_not_be_changed_in_place():
+    make = lambda: nn.Sequential(nn.Linear(6, CLASSES), nn.Sigmoid())  # noqa: E731
+    training = Training(make, data((6,)), compile="eager", sampling="shuffle", target_delta=1e-3)
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    output = training.model(x)
+    assert output.grad_fn.name() == "HalvesBackward"
+    output.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        F.cross_entropy(output, y).backward()
+
+
+def test_a_parameter_that_is_changed_before_backward_raises():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    loss = F.cross_entropy(training.model(x), y)
+    with torch.no_grad():
+        training.model[2].weight.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_gradients_of_the_loss_may_be_scaled_by_a_grad_scaler(passes):
+    def trained(compile):
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile, grad_scaler=scaler)
+        for x, y in itertools.islice(training.loader, 7):
+            training.optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(training.model(x), y)).backward()
+            scaler.step(training.optimizer)
+            scaler.update()
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_only_the_parameters_of_the_optimizer_are_clipped(passes):
+    def trained(compile):
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
+        training.optimizer.param_groups[0]["params"] = list(training.model[2].parameters())
+        restrict_to_optimizer(training.engine)
+        return training.run()
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_an_attack_in_eval_mode_between_steps_is_not_recorded(passes):
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    for batch in itertools.islice(training.loader, 6):
+        training.model.eval()
+        training.model(batch[0]).sum().backward()
+        training.model.train()
+        training.step(batch)
+    assert len(passes) == 4
+
+
+def test_a_forward_pass_without_gradients_or_backward_is_not_recorded(passes):
+    def trained(compile):
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
+        for batch in itertools.islice(training.loader, 7):
+            with torch.no_grad():
+                training.model(batch[0])
+            training.model(batch[0])
+            training.step(batch)
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert len(passes) == 5
+
+
+def test_checkpointing_in_the_model(passes):
+    class Saving(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, CLASSES)
+
+        def forward(self, x):
+            h = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
+            return self.last(h)
+
+    assert_trains_alike(Saving, data((6,)))
+    assert passes
+
+
+def test_a_model_that_torch_compile_changed(passes):
+    eager, compiled = (Training(MODELS["linear"][0], data((6,)), compile=one) for one in (False, "eager"))
+    model = torch.compile(compiled.model, backend="eager")
+    for batch in itertools.islice(compiled.loader, 7):
+        compiled.optimizer.zero_grad()
+        F.cross_entropy(model(batch[0]), batch[1]).backward()
+        compiled.optimizer.step()
+    torch.testing.assert_close(weights_of(compiled.model), eager.run(), rtol=1e-5, atol=1e-6)
+    assert passes
+
+
+def test_detach_and_copies_leave_nothing():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    training.run(3)
+    assert "forward" not in vars(copy.deepcopy(training.model))
+    training.engine.detach(training.model)
+    assert "forward" not in vars(training.model)
+    assert training.model(torch.randn(3, 6)).grad_fn.name() == "AddmmBackward0"
+
+
+@pytest.mark.slow
+def test_two_threads_compile_one_after_the_other():
+    trained = {}
+
+    def work(name):
+        trained[name] = Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compile="eager").run()
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(trained) == 2
+    assert all(weights.isfinite().all() for weights in trained.values())
+    Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compile="eager").run()  # and after them
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_interrupt_while_tracing_leaves_the_model_as_it_was(where, monkeypatch):
+    training = Training(lambda: nn.Sequential(nn.PReLU(6), nn.Linear(6, CLASSES)), data((6,)), compile="eager")
+    batch = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    calls = []
+    original = F.prelu
+
+    def prelu(*args):
+        calls.append(1)
+        if len(calls) == where + 1:
+            raise KeyboardInterrupt
+        return original(*args)
+
+    monkeypatch.setattr(F, "prelu", prelu)
+    with pytest.raises(KeyboardInterrupt):
+        training.model(batch[0])
+    monkeypatch.undo()
+    assert all(type(p) is nn.Parameter for p in training.model.parameters())
+    training.run(3)
+    assert all(type(p) is nn.Parameter for p in training.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["module", "tensor"])
+def test_the_key_of_a_graph_keeps_nothing_alive_and_never_equals_that_of_a_later_object_at_the_same_address(kind):
+    held = nn.Identity() if kind == "tensor" else None
+
+    def key_at():
+        layer = nn.Identity() if held is None else held
+        layer.table = torch.zeros(2) if kind == "tensor" else None
+        own = layer if held is None else layer.table
+        key, again = model_key(layer, []), model_key(layer, [])
+        assert key == again and hash(key) == hash(again)
+        return id(own), key, weakref.ref(own)
+
+    place, key, alive = key_at()
+    if held is not None:
+        del held.table
+    assert alive() is None
+    later = [key_at()]
+    while later[-1][0] != place and len(later) < 1000:
+        if held is not None:
+            del held.table
+        later.append(key_at())
+    assert later[-1][0] == place
+    assert key not in [other for _, other, _ in later]
+
+
+# What raises
+
+
+def test_a_batch_counts_once():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    loss = F.cross_entropy(training.model(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(errors.RepeatedBackwardError):
+        loss.backward()
+
+
+def test_other_samples_than_were_drawn_are_rejected():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    with pytest.raises(errors.BatchMismatchError):
+        F.cross_entropy(training.model(torch.cat([x, x])), torch.cat([y, y])).backward()
+
+
+def test_a_model_in_eval_mode_is_rejected_as_ever():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    batch = next(batches_after_checks(training))
+    training.model.eval()
+    with pytest.raises(errors.PrivacyError, match="eval mode"):
+        training.step(batch)
+
+
+def test_a_parameter_used_by_the_loss_is_rejected():
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    loss = F.cross_entropy(training.model(x), y) + training.model[0].weight.square().sum()
+    with pytest.raises(errors.MissingGradientError, match="used outside the forward"):
+        loss.backward()
+
+
+def test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly(passes):
+    def trained(compile):
+        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
+        for x, y in itertools.islice(training.loader, 5):
+            training.optimizer.zero_grad()
+            (F.cross_entropy(training.model(x), y) + F.cross_entropy(training.model(-x), y)).backward()
+            training.optimizer.step()
+        return weights_of(training.model)
+
+    with pytest.warns(errors.PrivacyWarning, match="called more than once"):
+        compiled = trained("eager")
+    torch.testing.assert_close(compiled, trained(False), rtol=1e-5, atol=1e-6)
+    assert not passes
+
+    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
+    x, y = next(batches_after_checks(training))  # called once there
+    training.optimizer.zero_grad()
+    loss = F.cross_entropy(training.model(x), y) + F.cross_entropy(training.model(-x), y)
+    with pytest.raises(errors.UnsupportedLayerError, match="more than once before one backward pass"):
+        loss.backward()
