@@ -246,16 +246,16 @@ def suggests_names(target: C) -> C:
     return _checked(target, target.__qualname__)
 
 
-def refuse_unknown(called: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Refuses keywords that are not known.
+def check_keywords(called: str, names: Iterable[str], known: Sequence[str]) -> None:
+    """Checks keywords against those that a callable takes.
 
     Args:
-        called: What was called.
+        called: Name of the callable.
         names: The keywords.
-        known: All that it takes.
+        known: All keywords that it takes.
 
     Raises:
-        TypeError: If one is not known, with the nearest that is.
+        TypeError: If one is not known; the message names the nearest known one.
     """
     for name in names:
         if name not in known:
@@ -269,7 +269,7 @@ def _checked(function: Any, called: str) -> Any:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        refuse_unknown(called, kwargs, known)
+        check_keywords(called, kwargs, known)
         return function(*args, **kwargs)
 
     return checked

@@ -30,7 +30,7 @@ class NetworkRefused(RuntimeError):
     """A test tried to reach the network."""
 
 
-def _refuse_network(event: str, args: tuple) -> None:
+def _reject_network(event: str, args: tuple) -> None:
     # An audit hook sees every socket of the process, forked workers of a DataLoader included, and nothing can unset it
     if event in {"socket.connect", "socket.sendto", "socket.sendmsg"}:
         if args[0].family != socket.AF_UNIX:
@@ -39,7 +39,7 @@ def _refuse_network(event: str, args: tuple) -> None:
         raise NetworkRefused(f"{event}: tests must not use the network, got the host {args[0]!r}.")
 
 
-sys.addaudithook(_refuse_network)
+sys.addaudithook(_reject_network)
 
 
 def pytest_addoption(parser):

@@ -34,7 +34,7 @@ from dpengine.sampling.scheme import checked_scheme
 from dpengine.sampling.units import UnitIds, check_order_kept, unit_numbers
 from dpengine.validation.check_model import check
 
-from .optimizer import parameters_of, refuse_optimizer
+from .optimizer import check_optimizer, parameters_of
 
 
 class NotCopyable:
@@ -169,7 +169,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_
             of=lr_scheduler,
         )
     _check_not_attached(module)
-    refuse_optimizer(optimizer)
+    check_optimizer(optimizer)
     check(module).raise_if_blocked()
     check_not_shared(module)
     check_foreign_parameters(module, optimizer)

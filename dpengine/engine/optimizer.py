@@ -46,7 +46,7 @@ class Attachment:
         step: The private step of the run.
         base: Original class of the optimizer.
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
-        known: The model's parameters at the start of the run. `refuse_replaced` does not warn about them.
+        known: The model's parameters at the start of the run. `check_not_replaced` does not warn about them.
         skipped: True if the last step only accumulated.
         inside: Handles of the hooks on optimizers that this one wraps.
         updated: True if one of them was stepped in the last update.
@@ -68,7 +68,7 @@ class Attachment:
         self.updated = True
 
 
-def refuse_optimizer(optimizer: Optimizer) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Raises if the optimizer cannot be made private."""
     base = type(optimizer)
     if not isinstance(optimizer, Optimizer):
@@ -88,7 +88,7 @@ def refuse_optimizer(optimizer: Optimizer) -> None:
 
 def attach(optimizer: Optimizer, step: PrivateStep) -> None:
     """Makes an optimizer, or a copy of a private optimizer, private in place."""
-    refuse_optimizer(optimizer)
+    check_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
     known = frozenset(step.passes.model.parameters())
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first, because Python may raise
@@ -207,20 +207,20 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
         attachment.base.step(optimizer)
         if attachment.inside:
-            refuse_skipped_update(attachment)
+            check_update_not_skipped(attachment)
         return
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
         trained = {p for p in passes.model.parameters() if p.requires_grad}
-    refuse_replaced(trained, held, optimizer, known=attachment.known)
+    check_not_replaced(trained, held, optimizer, known=attachment.known)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
     attachment.base.step(optimizer)
-    refuse_skipped_update(attachment)
+    check_update_not_skipped(attachment)
 
 
-def refuse_other_optimizers(step: PrivateStep) -> Any:
+def reject_other_optimizers(step: PrivateStep) -> Any:
     """Registers a hook that raises if another optimizer steps on parameters of this run, which gave it no gradients."""
     while _OF_ENDED_RUNS:
         _OF_ENDED_RUNS.pop().remove()
@@ -244,7 +244,7 @@ def refuse_other_optimizers(step: PrivateStep) -> Any:
     return handle
 
 
-def refuse_skipped_update(attachment: Attachment) -> None:
+def check_update_not_skipped(attachment: Attachment) -> None:
     """Raises if a wrapper of an optimizer did not call the ``step`` of the optimizer inside."""
     if attachment.inside and not attachment.updated:
         raise BatchStateError(
@@ -255,7 +255,7 @@ def refuse_skipped_update(attachment: Attachment) -> None:
         )
 
 
-def refuse_replaced(
+def check_not_replaced(
     released: Set[nn.Parameter], held: Sequence[nn.Parameter], optimizer: Any, *, known: Set[nn.Parameter] = frozenset()
 ) -> None:
     """Raises if the step updates no parameter; warns about parameters that it skips."""

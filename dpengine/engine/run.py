@@ -80,7 +80,7 @@ class Run:
             if self.lr_scheduler is not None:
                 amp_and_lr_schedulers.attach_scheduler(self.lr_scheduler)
                 undo.callback(amp_and_lr_schedulers.detach, self.lr_scheduler)
-            self._other_optimizers = private_optimizer.refuse_other_optimizers(self.step)
+            self._other_optimizers = private_optimizer.reject_other_optimizers(self.step)
             undo.callback(self._other_optimizers.remove)
             attached_runs.add(self)
             self.step.run = self

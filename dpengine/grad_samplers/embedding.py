@@ -25,7 +25,7 @@ from .sampler import GradSampler, argument
 _FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # multiplications
 
 
-def refuse_unsafe_embedding(layer: nn.Module, name: str = "") -> None:
+def check_embedding(layer: nn.Module, name: str = "") -> None:
     """Raises for settings that mix the samples of a batch, or that write the batch into the weight."""
     if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return

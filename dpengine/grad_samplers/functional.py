@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 
-from .embedding import refuse_unsafe_embedding
+from .embedding import check_embedding
 from .forward_by_rows import (
     HALF_PRECISION,
     ROUNDING,
@@ -49,7 +49,7 @@ def functional_sampler(module: nn.Module) -> JointSampler:
     not give the recorded output. Hooks of the caller's own on the module must be paused while ``grads`` runs.
     """
     for name, part in module.named_modules():
-        refuse_unsafe_embedding(part, name)
+        check_embedding(part, name)
     fallback = _Fallback()
     return JointSampler(fallback.grads, needs_output=True, forward=fallback.forward)
 

@@ -82,7 +82,7 @@ def register_grad_sampler(
     classes = _classes("register_grad_sampler", layer_class)
 
     def register(function: GradFunction) -> GradFunction:
-        _refuse_uncallable("register_grad_sampler", "grad sampler", classes, function)
+        _check_callable("register_grad_sampler", "grad sampler", classes, function)
         rule = RegisteredGrads(function, _joint(function, own_loss))
         REGISTERED.update(dict.fromkeys(classes, rule))
         return function
@@ -121,7 +121,7 @@ def register_norm_sampler(
     classes = _classes("register_norm_sampler", layer_class)
 
     def register(function: NormFunction) -> NormFunction:
-        _refuse_uncallable("register_norm_sampler", "norm sampler", classes, function)
+        _check_callable("register_norm_sampler", "norm sampler", classes, function)
         rule = RegisteredNorms(function, _sq_norms(function, own_loss))
         REGISTERED_NORMS.update(dict.fromkeys(classes, rule))
         return function
@@ -140,7 +140,7 @@ def _classes(caller: str, given: Any) -> list[type[nn.Module]]:
     return classes
 
 
-def _refuse_uncallable(caller: str, what: str, classes: Sequence[type[nn.Module]], function: Any) -> None:
+def _check_callable(caller: str, what: str, classes: Sequence[type[nn.Module]], function: Any) -> None:
     if not callable(function):
         raise TypeError(
             f"The {what} for {', '.join(cls.__name__ for cls in classes)} is {function!r}, which cannot be called. "

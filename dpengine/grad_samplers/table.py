@@ -51,7 +51,7 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
     samplers = BUILTIN.get(kind)
     if samplers is None:
         return None
-    embedding.refuse_unsafe_embedding(module)
+    embedding.check_embedding(module)
     own = {
         parameter for parameter, _ in module.named_parameters(recurse=False)
     }  # frozen ones too, which may be unfrozen

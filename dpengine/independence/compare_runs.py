@@ -254,7 +254,7 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     )
 
 
-def refuse_reduction(told: str | None, declared: str) -> None:
+def check_reduction(told: str | None, declared: str) -> None:
     """Raises ReductionError if a loss is a mean and was declared as a sum, or vice versa."""
     if told in ("mean", "sum") and told != declared:
         found = "a sum over the samples, or a sum that is divided by a constant" if told == "sum" else "a mean"

@@ -25,7 +25,7 @@ from dpengine.capture.replay import Replay
 from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
-from .compare_runs import Rows, refuse_reduction
+from .compare_runs import Rows, check_reduction
 from .loop_check import LoopCheck, Sample, models, of_calls
 from .loop_record import FOLLOWS, TESTS, LoopRecord
 from .loop_writes import refuse_written
@@ -222,7 +222,7 @@ class LoopProbe:
         if told not in (None, "neither", declared) and check.others and not self._other_told:
             self._other_told, self.wants_other_size = True, record.samples  # counts in texts may be equal by chance
             return None
-        refuse_reduction(told, declared)
+        check_reduction(told, declared)
         if told == "neither" and record.left:
             raise BatchDependentLossError(
                 f"The loss of a sample depends on other samples, through a number that was read from the batch "

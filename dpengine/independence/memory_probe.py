@@ -77,8 +77,8 @@ class MemoryCheck:
             one.forward(self._capture.model, args, kwargs)
             return ModelState.of(self._capture.model)
 
-    def refuse_read(self, remembered: Sequence[Remembered]) -> None:
-        """Raises BufferUpdateError if a pass reads what an earlier batch left in an attribute."""
+    def check_read(self, remembered: Sequence[Remembered]) -> None:
+        """Raises BufferUpdateError if a pass reads an attribute that an earlier batch wrote."""
         with self._capture.paused():
             for one in self._replay.reached:
                 for memory in remembered:

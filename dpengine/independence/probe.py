@@ -78,7 +78,7 @@ class Probe:
         self._passes += 1
         if self._remembered and replay is not None:
             remembered, self._remembered = self._remembered, []
-            MemoryCheck(self._capture, replay).refuse_read(remembered)
+            MemoryCheck(self._capture, replay).check_read(remembered)
         due = self.every is not None and self._passes >= self._next and samples > 1
         if due and replay is not None:
             self._next = min(8 * self._passes, self._passes + (self.every or EVERY))

@@ -98,7 +98,7 @@ class StepWatch:
             for handle in (
                 register_module_forward_pre_hook(self._started),
                 register_module_forward_hook(self._ended, with_kwargs=True, always_call=True),
-                register_optimizer_step_pre_hook(_refuse_step),
+                register_optimizer_step_pre_hook(_reject_step),
             ):
                 stack.callback(handle.remove)
             replaced: tuple[tuple[Any, str, Any], ...] = (
@@ -203,7 +203,7 @@ def _does_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+def _reject_step(optimizer: Optimizer, *_: Any) -> None:
     raise step_inside_check(type(optimizer).__name__)
 
 

@@ -23,15 +23,15 @@ from dpengine.errors import (
     MissingDependencyError,
     ParameterMismatchError,
     SamplingError,
-    refuse_unknown,
+    check_keywords,
 )
 
 from .lightning_checks import (
+    check_callbacks,
+    check_trainer_settings,
     lightning_class,
     notice_choices_by_training_data,
-    refuse_callbacks,
-    refuse_change,
-    refuse_settings,
+    reject_change,
 )
 
 _OURS = {"self", "module", "optimizer", "data_loader", "accumulation_steps", "grad_scaler", "lr_scheduler"}
@@ -72,7 +72,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             raise MissingDependencyError(
                 "DPCallback needs a package that is not installed.", fix="pip install lightning"
             )
-        refuse_unknown("DPCallback", wanted, _WANTED)
+        check_keywords("DPCallback", wanted, _WANTED)
         super().__init__()
         self.engine = PrivacyEngine() if engine is None else engine
         self.wanted = wanted
@@ -89,8 +89,8 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         """Raises for settings that would not be private, and waits for the training loader."""
         if stage != "fit":
             return
-        refuse_settings(trainer)
-        refuse_callbacks(trainer)
+        check_trainer_settings(trainer)
+        check_callbacks(trainer)
         notice_choices_by_training_data(trainer)
         self._trainer, self._resumes = trainer, False
         give, step = trainer.strategy.process_dataloader, trainer.strategy.optimizer_step
@@ -212,10 +212,10 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         fetch_ahead(self.engine, int(self.in_chunks))  # Lightning reads one batch ahead to see the end
         return private
 
-    def refuse_change(self) -> None:
+    def reject_change(self) -> None:
         """Raises if the trainer continues with another run than the private one. Called before each batch and step."""
         if self._run is not None:
-            refuse_change(self._trainer, self, self._run)
+            reject_change(self._trainer, self, self._run)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._run is None:
@@ -223,7 +223,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
                 f"{type(optimizer).__name__} stepped before the first training batch, and so without privacy.",
                 fix="Train in training_step alone: neither while validating nor before training.",
             )
-        self.refuse_change()
+        self.reject_change()
 
     def end(self) -> None:
         """Stops the trainer. The budget is used up, and Lightning would run empty epochs."""
@@ -289,7 +289,7 @@ class _HandedOver:
         """Yields the batches. The first is drawn when it is requested."""
         empty = True
         for batch in self.private:
-            self._callback.refuse_change()
+            self._callback.reject_change()
             yield batch
             empty = False
         if empty:

@@ -62,7 +62,7 @@ _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
 }
 
 
-def refuse_callbacks(trainer: Any) -> None:
+def check_callbacks(trainer: Any) -> None:
     """Refuses callbacks of Lightning's own that train, or change gradients or parameters, behind the engine's back."""
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:
@@ -84,8 +84,8 @@ def notice_choices_by_training_data(trainer: Any) -> None:
             )
 
 
-def refuse_change(trainer: Any, callback: Any, run: Run) -> None:
-    """Refuses to go on with another run than the one that was made private."""
+def reject_change(trainer: Any, callback: Any, run: Run) -> None:
+    """Raises if the trainer continues with another run than the one that was made private."""
     if not run.attached:
         raise DetachedError(
             "The module was detached while the trainer fits it: it would train on without privacy.",
@@ -101,10 +101,10 @@ def refuse_change(trainer: Any, callback: Any, run: Run) -> None:
             "The trainer's callbacks no longer have the one that keeps it private; a Tuner takes them off, say.",
             fix="Leave it in trainer.callbacks for as long as trainer.fit runs.",
         )
-    refuse_settings(trainer)
+    check_trainer_settings(trainer)
 
 
-def refuse_settings(trainer: Any) -> None:
+def check_trainer_settings(trainer: Any) -> None:
     """Refuses settings of the trainer that change gradients or batches behind the engine's back."""
     if trainer.world_size != 1:
         raise SamplingError(

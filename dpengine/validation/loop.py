@@ -19,6 +19,7 @@ from dpengine.independence.compare_runs import (
     Kept,
     Rows,
     arranged_batch,
+    check_reduction,
     is_ambiguous,
     largest_change,
     mixed_inputs,
@@ -26,7 +27,6 @@ from dpengine.independence.compare_runs import (
     mixed_outputs,
     number_of_samples,
     reduction_of,
-    refuse_reduction,
 )
 from dpengine.independence.random_states import restored_random_states
 from dpengine.independence.watch_step import CHECKED_LOOPS, Place, Replace, Seen, StepWatch
@@ -167,7 +167,7 @@ class _BatchCheck:
                 raise _UndecidedError("a list of the batch may hold samples or columns: pass a batch of another size")
             raise error
         told = self._reduction(whole, tolerance)
-        refuse_reduction(told, declared)
+        check_reduction(told, declared)
         return told
 
     def _mixing(self, whole: Seen, tolerance: float) -> BatchDependentLossError | None:

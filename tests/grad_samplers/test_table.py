@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations, prune
 from dpengine.capture import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
-from dpengine.grad_samplers.embedding import refuse_unsafe_embedding
+from dpengine.grad_samplers.embedding import check_embedding
 from dpengine.grad_samplers.sampler import JointSampler
 from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
@@ -75,7 +75,7 @@ def test_frozen_parameters_do_not_matter():
 @pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
 def test_embeddings_that_mix_rows_are_refused_by_name(cls, setting):
     with pytest.raises(UnsupportedLayerError, match=rf"encoder\.tokens.*{cls.__name__}.*{next(iter(setting))}"):
-        refuse_unsafe_embedding(cls(5, 3, **setting), "encoder.tokens")
+        check_embedding(cls(5, 3, **setting), "encoder.tokens")
     with pytest.raises(UnsupportedLayerError, match=rf"{cls.__name__}.*{next(iter(setting))}"):
         sampler_for(cls(5, 3, **setting))
 

@@ -9,12 +9,12 @@ from typing import Any
 from torch import nn
 
 from dpengine.engine.argument_checks import check_foreign_parameters, check_not_shared
-from dpengine.engine.optimizer import refuse_optimizer
+from dpengine.engine.optimizer import check_optimizer
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.validation.check_model import check
 
-from .data_loader import refuse_iterable
+from .data_loader import check_map_style
 from .engine_batches import whole_loader
 from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
 
@@ -34,7 +34,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
     check(inner).raise_if_blocked()
-    refuse_optimizer(getattr(optimizer, "original_optimizer", optimizer))
+    check_optimizer(getattr(optimizer, "original_optimizer", optimizer))
     check_not_shared(inner)
     check_foreign_parameters(inner, optimizer)
     size = _batch_size(data_loader, is_spread(inner))
@@ -49,7 +49,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
 def _batch_size(loader: Any, spread: bool) -> float:
     if isinstance(loader, PrivateIteration):
         return loader._batches.strategy.expected_batch_size
-    refuse_iterable(getattr(loader, "dataset", None))
+    check_map_style(getattr(loader, "dataset", None))
     if spread:
         loader = whole_loader(loader)
     check_loader(loader)

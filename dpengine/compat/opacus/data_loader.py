@@ -152,8 +152,8 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         rand_on_empty: bool = False,
         **kwargs: Any,
     ):
-        refuse_iterable(dataset)
-        _refuse_unknown(kwargs)
+        check_map_style(dataset)
+        _check_keywords(kwargs)
         rows = len(dataset)  # type: ignore[arg-type]
         size = max(1, round(sample_rate * rows))
         plain: DataLoader[Any] = DataLoader(
@@ -220,7 +220,7 @@ def private_form(
 
 def _drawn_as(data_loader: DataLoader[Any], distributed: bool | Topology) -> tuple[Draws, DataLoader[Any]]:
     """Returns the sampling scheme of a loader's private form, and the loader of the batches of all processes."""
-    refuse_iterable(data_loader.dataset)
+    check_map_style(data_loader.dataset)
     if isinstance(data_loader, DPDataLoader):
         return data_loader.strategy, data_loader
     steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
@@ -292,7 +292,7 @@ def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
     return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
 
 
-def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
+def _check_keywords(kwargs: Mapping[str, Any]) -> None:
     known = [*inspect.signature(DPDataLoader).parameters, *inspect.signature(DataLoader).parameters]
     for name in kwargs:
         if name not in known:
@@ -301,7 +301,7 @@ def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
             raise TypeError(f"DPDataLoader() has no argument {name!r}.{hint}")
 
 
-def refuse_iterable(dataset: Any) -> None:
+def check_map_style(dataset: Any) -> None:
     """Raises ValueError for an ``IterableDataset``."""
     if isinstance(dataset, IterableDataset):
         raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any
 
 from dpengine.accounting.events import CyclicGaussianEvent, GaussianEvent, PoissonGaussianEvent
 from dpengine.accounting.ledger import Charge
-from dpengine.errors import refuse_unknown
+from dpengine.errors import check_keywords
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 
@@ -35,7 +35,7 @@ class GaussianAccountant(LedgerAccountant):
         Raises:
             ValueError: If ``delta`` is out of range.
         """  # noqa: DOC502 - the check raises on our behalf
-        refuse_unknown("GaussianAccountant.get_epsilon", kwargs, KEYWORDS)
+        check_keywords("GaussianAccountant.get_epsilon", kwargs, KEYWORDS)
         charges = self.ledger.totals if poisson else tuple(map(_unsampled, self.ledger.totals))
         plain = all(isinstance(charge.event, GaussianEvent) for charge in charges)
         return self._epsilon(delta, "gdp" if plain else "pld", charges)

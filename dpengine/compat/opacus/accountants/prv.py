@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dpengine.errors import refuse_unknown
+from dpengine.errors import check_keywords
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 
@@ -32,7 +32,7 @@ class PRVAccountant(LedgerAccountant):
         Raises:
             ValueError: If an argument is out of range.
         """
-        refuse_unknown("PRVAccountant.get_epsilon", kwargs, KEYWORDS)
+        check_keywords("PRVAccountant.get_epsilon", kwargs, KEYWORDS)
         for name, value in (("eps_error", eps_error), ("delta_error", delta_error)):
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value!r} must be positive.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from dpengine.accounting.renyi_orders import epsilon_by_orders
-from dpengine.errors import AccountingRefusedError, refuse_unknown
+from dpengine.errors import AccountingRefusedError, check_keywords
 
 from .ledger_accountant import ALL_ORDERS, KEYWORDS, USUAL_ORDERS, LedgerAccountant
 
@@ -39,7 +39,7 @@ class RDPAccountant(LedgerAccountant):
 
     def get_epsilon(self, delta: float, alphas: Sequence[float] | None = None, **kwargs: Any) -> float:
         """Returns the epsilon of `get_privacy_spent`; keywords of other accountants are ignored."""
-        refuse_unknown("RDPAccountant.get_epsilon", kwargs, KEYWORDS)
+        check_keywords("RDPAccountant.get_epsilon", kwargs, KEYWORDS)
         return self.get_privacy_spent(delta=delta, alphas=alphas)[0]
 
     @classmethod

@@ -6,7 +6,7 @@ from typing import Any
 
 from dpengine.accounting.constants import steps_of_epochs
 from dpengine.accounting.noise_calibration import MOST_NOISE, calibration, least_noise_by
-from dpengine.errors import CalibrationError, refuse_unknown
+from dpengine.errors import CalibrationError, check_keywords
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 from .registry import create_accountant
@@ -50,7 +50,7 @@ def get_noise_multiplier(
     """
     counted = create_accountant(accountant)
     if isinstance(counted, LedgerAccountant):
-        refuse_unknown("get_noise_multiplier", kwargs, (*_ARGUMENTS, *KEYWORDS))
+        check_keywords("get_noise_multiplier", kwargs, (*_ARGUMENTS, *KEYWORDS))
     if (steps is None) == (epochs is None):
         raise ValueError(f"epochs={epochs!r} and steps={steps!r}: pass exactly one of the two.")
     if epochs is not None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall
-from dpengine.grad_samplers.embedding import refuse_unsafe_embedding
+from dpengine.grad_samplers.embedding import check_embedding
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.layers.attention import SequenceBias
@@ -108,7 +108,7 @@ def _norms(kind: type[nn.Module], layer: nn.Module, activations: Sequence[Any], 
 
 
 def _call(layer: nn.Module, activations: Sequence[Any], backprops: Tensor) -> LayerCall:
-    refuse_unsafe_embedding(layer)
+    check_embedding(layer)
     dtype = torch.promote_types(backprops.dtype, torch.float32)  # sums in half precision are not exact enough
     inputs = [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in activations]
     return LayerCall(layer, tuple(inputs), backprops.to(dtype))

@@ -23,7 +23,7 @@ from dpengine.distributed.detect import topology_of
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.engine.batch_state import BatchState, Stage
 from dpengine.engine.build_plan import name_for, source_for
-from dpengine.engine.optimizer import refuse_optimizer, refuse_replaced
+from dpengine.engine.optimizer import check_not_replaced, check_optimizer
 from dpengine.engine.pass_clipper import REDUCTIONS
 from dpengine.engine.step import PrivateStep
 from dpengine.errors import BatchStateError, MissingGradientError, ParameterMismatchError, ScaledGradientError
@@ -35,7 +35,7 @@ from dpengine.sampling.external import ExternalBatches
 from dpengine.sampling.scheme import Draws
 
 from .utils import params
-from .written_sums import SumsShown, refuse_or_take
+from .written_sums import SumsShown, reject_or_take
 
 if TYPE_CHECKING:
     from .optimizer import DPOptimizer
@@ -46,7 +46,7 @@ def check_arguments(optimizer: Any, loss_reduction: str, size: float | None, gen
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {torch.typename(optimizer)}; pass an optimizer of torch.optim.")
     if not hasattr(optimizer, "original_optimizer"):  # a user may wrap a private optimizer on purpose
-        refuse_optimizer(optimizer)
+        check_optimizer(optimizer)
     if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
     if loss_reduction == "mean" and size is None:
@@ -275,7 +275,7 @@ def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
     shown = optimizer._sums_shown
     changed = [] if shown is None else shown.changed(step)
     if changed:
-        refuse_or_take(step, changed, name_of(optimizer, changed[0]))
+        reject_or_take(step, changed, name_of(optimizer, changed[0]))
         optimizer._sums_shown = SumsShown.of(step)
 
 
@@ -314,7 +314,7 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
         step.passes.buffer.drain()
     optimizer._waiting.mark_released()
     held = params(optimizer)
-    refuse_replaced(step.writer.released.keys(), held, optimizer)
+    check_not_replaced(step.writer.released.keys(), held, optimizer)
     every = {p for group in optimizer.param_groups for p in group["params"]}
     for parameter in (step.writer.released.keys() | every) - set(held):
         parameter.grad = None  # a frozen parameter may hold a raw gradient

@@ -45,8 +45,8 @@ class SumsShown:
         return found
 
 
-def refuse_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
-    """Takes sums that were changed after clipping, with a warning; raises ScaledGradientError if an engine accounts.
+def reject_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
+    """Accepts sums that were changed after clipping, with a warning; raises ScaledGradientError if an engine accounts.
 
     ``name`` is that of the first changed parameter.
     """

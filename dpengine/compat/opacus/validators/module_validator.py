@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpengine.compat.opacus.utils.module_utils import trainable_modules
-from dpengine.errors import refuse_unknown
+from dpengine.errors import check_keywords
 from dpengine.validation.fix_model import copied, with_replacements
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
@@ -99,7 +99,7 @@ class ModuleValidator:
         for name in kwargs:
             own = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
             if not any(_takes(fixer, name) for fixer in own):
-                refuse_unknown("fix", [name], sorted(known))
+                check_keywords("fix", [name], sorted(known))
 
 
 def _placed(error: Any, name: str) -> Any:
