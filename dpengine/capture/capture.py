@@ -33,7 +33,7 @@ from .threads import Lock, Streams, second_thread
 from .watch import Watch, WatchChoice
 
 if TYPE_CHECKING:
-    from .replaced_forward import ReplacedForward
+    from .on_modules import ReplacedForward
     from .replay import Replay
 
 _peek_transform = _functorch.peek_interpreter_stack  # returns None outside transforms such as torch.func.vmap

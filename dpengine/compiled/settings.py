@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils.weak import WeakIdRef
 
 from dpengine.capture.capture import Capture
-from dpengine.capture.hooks import Hook
+from dpengine.capture.on_modules import Hook
 from dpengine.errors import UnsupportedLayerError
 
 PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)

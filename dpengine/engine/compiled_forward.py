@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
-from dpengine.capture.replaced_forward import ReplacedForward
+from dpengine.capture.on_modules import ReplacedForward
 from dpengine.compiled.compare import random_numbers_kept, refuse_difference, refuse_other_outputs
 from dpengine.compiled.compiled_pass import CompiledPass, Halves, called_twice, padded
 from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs

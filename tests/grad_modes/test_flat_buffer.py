@@ -28,6 +28,20 @@ def test_sums_add_up_and_what_was_not_written_is_zero():
     assert not any(view.any() for _, view in buffer)
 
 
+def test_sums_of_all_parameters_at_once_are_added_in_the_order_of_the_buffer():
+    listed = parameters()
+    one, other = FlatBuffer(listed), FlatBuffer(listed)
+    totals = [torch.arange(11.0), torch.arange(11.0) * 3]
+    for scale, total in zip((2.0, 0.5), totals, strict=True):
+        one.add_all([total], scale)
+        for parameter, part in zip(listed, total.split([p.numel() for p in listed]), strict=True):
+            other.add(parameter, part, scale)
+    for parameter, total in one:
+        assert torch.equal(total, dict(other)[parameter])
+    with pytest.raises(ValueError, match="those of the parameters"):
+        one.add_all([torch.zeros(3)], 1.0)
+
+
 def test_what_was_taken_is_never_written_again():
     listed = parameters()
     buffer = FlatBuffer(listed)
