@@ -42,9 +42,15 @@ planted: $(STAMP)
 mutations: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m nightly tests/mutations
 
+# Trains models of other libraries, which it installs, and writes docs/models.md.
+models: $(STAMP)
+	@$(RUN) pip install -q -c constraints.txt -e '.[test-models]'
+	@$(PYTEST) -n $(JOBS) -m nightly tests/models --write-models docs/models.md
+	@$(PYTEST) -n $(JOBS) -m nightly tests/users/test_whole_models.py tests/users/test_hugging_face.py
+
 # Long random searches, and cases that `test` and `slow` leave out. `make mutations` and `make differential` have the other tests with this marker.
 searches: $(STAMP)
-	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/differential
+	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/differential --ignore=tests/models
 
 readme: $(STAMP)
 	@$(PYTEST) -m "not gpu" tests/test_readme.py
@@ -73,4 +79,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow differential planted mutations searches readme pythons lint gpu
+.PHONY: demo demo-quick test slow differential planted models mutations searches readme pythons lint gpu

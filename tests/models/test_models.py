@@ -1,0 +1,74 @@
+"""Models of four libraries, each trained privately and compared with a loop over samples: the table of docs/models.md.
+
+``pytest tests/models -m nightly --write-models docs/models.md`` writes the page.
+"""
+
+import importlib.util
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from dpengine import check, fix
+from models import adapters, hugging_face, image_models
+from models.row import DTYPES
+from models.verdict import Verdict, Wrong, verdict_of
+
+pytestmark = pytest.mark.nightly
+
+ROWS = [*hugging_face.rows(), *adapters.rows(), *image_models.rows()]
+# A sample changes the gradients of others, in the library's own code.
+REJECTED = {"Lily": "DPE001"}
+# Rounding to float32 changes gradients by up to a percent; to 1e-5 in float64 they are those of the loop.
+IN_FLOAT64 = {"dla46_c"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
+def test_a_model_is_exact_or_rejected_for_a_true_reason(row, dtype, record_property):
+    if importlib.util.find_spec(row.library) is None:
+        pytest.skip(f"{row.library} is not installed: pip install 'dpengine[test-models]'")
+    if dtype not in row.dtypes:
+        pytest.skip("the library cannot run this model in this dtype")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries
+        try:
+            widened = dtype == torch.float32 and row.name in IN_FLOAT64
+            verdict = verdict_of(row, torch.float64 if widened else dtype)
+            if widened:
+                verdict = replace(verdict, by=f"{verdict.by}, in float64 in place of float32")
+        except Wrong as error:
+            verdict = Verdict("wrong", "", str(error))
+    record_property("row", [row.group, row.name, str(dtype), verdict.state, verdict.by, verdict.reason])
+    if row.name in REJECTED:
+        assert verdict.state == "rejected" and REJECTED[row.name] in verdict.by
+    else:
+        assert verdict.state == "exact", verdict.reason
+
+
+EVOLVED = [f"EvoNorm2d{letter}{number}" for letter in "BS" for number in range(3)]
+BATCH_NORMS = ["BatchNormAct2d", "SyncBatchNormAct", "SplitBatchNorm2d", "FrozenBatchNormAct2d", "FrozenBatchNorm2d"]
+
+
+@pytest.mark.parametrize("name", [*BATCH_NORMS, *EVOLVED, "FilterResponseNormAct2d", "GroupNormAct", "LayerNormAct2d"])
+def test_the_samples_of_a_norm_of_timm_are_independent_after_fix(name):
+    layers = pytest.importorskip("timm.layers")
+    torch.manual_seed(0)
+    made = (getattr(layers, name, None) or getattr(layers.norm_act, name, None) or frozen())(64)
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), made).train()
+    mended, _ = fix(model)
+    assert check(mended).ok
+    images = torch.randn(4, 3, 8, 8)
+    torch.testing.assert_close(mended(images)[:1], mended(images[:1]), rtol=1e-4, atol=1e-5)
+    assert all(p.data_ptr() != q.data_ptr() for p, q in zip(mended.parameters(), model.parameters(), strict=False))
+
+
+def frozen():
+    return pytest.importorskip("torchvision.ops.misc").FrozenBatchNorm2d
+
+
+def test_no_row_is_there_twice():
+    names = [(row.group, row.name) for row in ROWS]
+    assert len(names) == len(set(names))
