@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import Use
-from dpengine.grad_modes.flat_buffer import wide
+from dpengine.grad_modes.rows import wide
 from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.noise import strategy
 from dpengine.noise.correlated import Recurrence

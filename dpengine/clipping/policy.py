@@ -155,21 +155,30 @@ def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
     bounds_K: Any = bounds  # one number needs no copy to the device, which would wait for it
     if isinstance(bounds, Sequence):
         bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype).to(norms_BK.device, non_blocking=True)
-    bounds_K = bounds_K * (1 - SLACK)
-    return selected(bounds_K / norms_BK, norms_BK).clamp(max=1)
+    factors_BK = bounds_K * (1 - SLACK) / norms_BK
+    if norms_BK.shape[1] > 1:
+        return selected(factors_BK, norms_BK).clamp(max=1)
+    # With one group the factor of a norm that is not usable is not positive, or it is NaN.
+    return factors_BK.sub_(_least(factors_BK.dtype)).clamp_(0, 1).nan_to_num_(0.0)
 
 
 def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
     """Returns the factors, rounded down, with 0 for samples whose norm is not usable in some group."""
-    # Numbers below the smallest normal one have few bits, so the next smaller one is taken: it is not above the exact
-    # factor. Hardware without such numbers rounds it to 0, which is safe too.
-    info = torch.finfo(factors_BK.dtype)
-    least = info.smallest_normal * info.eps
     # Factors from four times the smallest normal number on do not change.
-    lowered_BK = (factors_BK - least).clamp(min=0)
+    lowered_BK = (factors_BK - _least(factors_BK.dtype)).clamp(min=0)
     # Selection, not multiplication: 0 * NaN is NaN.
     usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
     return torch.where(usable_B1, lowered_BK, 0.0)
+
+
+def _least(dtype: torch.dtype) -> float:
+    """The smallest positive number.
+
+    Numbers below the smallest normal one have few bits, so the next smaller one is taken: it is not above the exact
+    factor. Hardware without such numbers rounds it to 0, which is safe too.
+    """
+    info = torch.finfo(dtype)
+    return info.smallest_normal * info.eps
 
 
 def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> Tensor:

@@ -18,7 +18,8 @@ from dpengine.capture.capture import Capture
 from dpengine.errors import BufferUpdateError, MissingGradientError, UnsupportedLayerError
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
-from dpengine.grad_modes.flat_buffer import Key, Sums, wide
+from dpengine.grad_modes.flat_buffer import Key, Sums
+from dpengine.grad_modes.rows import wide
 from dpengine.kernels.precision import without_autocast
 
 from .settings import PLAIN

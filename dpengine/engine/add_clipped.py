@@ -20,6 +20,7 @@ from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.strategy import AbstractGradients, common_rows
 
 _CLIPPED = 1 - 2**-19  # a factor below is not a rounded 1
+_SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,13 +93,14 @@ def add_clipped(
     else:
         factors_BK = own_factors(policy, norms_BK)
     samples = common_rows(mode.rows)
-    total, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0)
+    total, smallest, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0, 1.0)
     dropped = 0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)
     # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, largest)
     weights_BK = factors_BK / largest if largest > 1 else factors_BK
     # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
-    weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)
+    if smallest / largest < 2 * _SMALLEST_NORMAL:
+        weights_BK = weights_BK.masked_fill(weights_BK < _SMALLEST_NORMAL, 0)
     wait = topology.defers is not None and topology.defers()
     buffer.begin(fingerprint, defer=wait)
     mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
@@ -113,13 +115,14 @@ def add_clipped(
 
 
 def _read(norms_BK: Tensor, factors_BK: Tensor) -> list[float]:
-    """Returns the sum of the norms, in which one that is not finite shows, and the largest factor.
+    """Returns the sum of the norms, in which one that is not finite shows, and the smallest and the largest factor.
 
     The only values of an ordinary step that the host reads, because each read makes it wait for an accelerator. The
     kernels of the sums need the largest factor, and samples must be dropped before they are summed.
     """
-    found: list[float] = torch.stack([norms_BK.sum(), factors_BK.max().to(norms_BK)]).cpu().tolist()
-    return found
+    found = [norms_BK.sum(), factors_BK.min().to(norms_BK), factors_BK.max().to(norms_BK)]
+    values: list[float] = torch.stack(found).cpu().tolist()
+    return values
 
 
 def _drop_not_finite(mode: AbstractGradients, norms_BK: Tensor) -> int:

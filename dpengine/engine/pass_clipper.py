@@ -280,15 +280,16 @@ class PassClipper:
         self.contributed.update(included)
         grouping = self._last_trainable.grouping(self.policy)
         try:
-            statistics = add_clipped(
-                mode,
-                self.policy,
-                self.buffer,
-                grouping,
-                scale=scale,
-                topology=self.topology,
-                fingerprint=fingerprint,
-            )
+            with mode.computing():
+                statistics = add_clipped(
+                    mode,
+                    self.policy,
+                    self.buffer,
+                    grouping,
+                    scale=scale,
+                    topology=self.topology,
+                    fingerprint=fingerprint,
+                )
             # The probe comes last, when the records of the batch are free, because it needs as much memory again.
             compared = partial(_sq_norms_of, statistics, scale) if probed_B is None else lambda: probed_B
             count = statistics.samples if probed_B is None else len(probed_B)

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
 from dpengine.grad_modes.bookkeep import BookKeeping
-from dpengine.grad_modes.flat_buffer import FlatBuffer, wide
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.grad_sample import OnDemand
+from dpengine.grad_modes.rows import wide
 from dpengine.grad_modes.strategy import common_rows
 from dpengine.kernels.precision import without_autocast
 

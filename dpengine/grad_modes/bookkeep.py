@@ -16,11 +16,12 @@ from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import sq_norms
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
-from .entry import Entry, Scratch, gram_sq_norms, group_sq_norms
-from .flat_buffer import Key, Sums, wide
+from .entry import Entry, gram_sq_norms, group_sq_norms
+from .flat_buffer import Key, Sums
 from .grad_sample import add_grad_sample
 from .method import Choice, Method
-from .rows import Units, stays_narrow, widened, zeroed
+from .reused_memory import Scratch
+from .rows import Units, stays_narrow, wide, widened, zeroed
 from .stacks import Layout, Matrix, bucket_of, layout_of
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 
@@ -57,6 +58,7 @@ class BookKeeping(AbstractGradients):
         self._stores = stores  # stores kept gradients in ``p.grad_sample``
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
         self._paused: Pause = nullcontext if pause is None else pause
+        self._computes = False  # inside `computing`
         self._entries: dict[nn.Parameter, Entry] = {}  # parameters whose calls are not stacked
         self.rows = {}
         self._plans: dict[object, Plan] = {}  # shared with the next passes
@@ -76,7 +78,9 @@ class BookKeeping(AbstractGradients):
         if not self._matrix_bytes:
             super().receive_tensor_call(call)
             return
-        note_rows(self.rows, call.uses.name, call.shape[0])
+        name, seen = call.uses.name, call.shape[0]
+        if self.rows.setdefault(name, seen) != seen:  # once per layer call, so `note_rows` is called for others only
+            note_rows(self.rows, name, seen)
         self._waiting.append(call)
         self._layout = None
 
@@ -114,7 +118,7 @@ class BookKeeping(AbstractGradients):
         """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         self._unstack()
         rows = common_rows(self.rows)
-        with self._computing():
+        with self.computing():
             for entry in self._entries.values():
                 entry.join()
                 entry.combine(units, rows)
@@ -193,17 +197,24 @@ class BookKeeping(AbstractGradients):
     def formed(self, parameter: nn.Parameter) -> Tensor:
         """Returns unscaled per-sample gradients ``(B, *param.shape)`` of an included parameter. Consumes nothing."""
         self._unstack()
-        with self._computing():
+        with self.computing():
             return self._entries[parameter].formed(common_rows(self.rows))
 
     @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Pauses the hooks, and computes products in full precision and outside the graph."""
-        with torch.no_grad(), full_precision(), self._paused():
+    def computing(self) -> Iterator[None]:
+        """Pauses the hooks, and computes products in full precision and outside the graph. May be nested."""
+        if self._computes:
             yield
+            return
+        self._computes = True
+        try:
+            with torch.no_grad(), full_precision(), self._paused():
+                yield
+        finally:
+            self._computes = False
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
-        with self._computing():
+        with self.computing():
             sq_norms_BK = self._sq_norms(groups, num_groups) * scale**2
         if self._stores:
             for parameter, grad in self.kept().items():
@@ -222,6 +233,8 @@ class BookKeeping(AbstractGradients):
         self._plan = self._planned(rows) if self._entries else {}
         for parameter, sq_norm_B in self._each_sq_norm(rows):
             found[groups[parameter]].append(sq_norm_B.double())
+        if num_groups == 1:
+            return _sum_on(found[0][0].device, found[0]).unsqueeze(1)
         like = next(one[0] for one in found if one)
         return torch.stack([_sum_on(like.device, one) if one else torch.zeros_like(like) for one in found], dim=1)
 
@@ -291,13 +304,13 @@ class BookKeeping(AbstractGradients):
     def form_again(self, names: Mapping[nn.Parameter, str]) -> None:
         """Makes `add_sums` form gradients as `sq_norms` of another pass over the batch did."""
         if self._waiting:
-            with self._computing():
+            with self.computing():
                 self._stack(common_rows(self.rows))
         for parameter, entry in self._entries.items():
             entry.form_again = names.get(parameter)
 
     def drop(self, rows_B: Tensor) -> None:
-        with self._computing():
+        with self.computing():
             if self._waiting:  # of the second pass of ghost mode, whose norms are those of this matrix
                 self._stack(common_rows(self.rows))
             if self._matrix is not None:
@@ -306,7 +319,7 @@ class BookKeeping(AbstractGradients):
                 entry.drop(rows_B)
 
     def add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:
-        with self._computing():
+        with self.computing():
             self._add_sums(groups, weights_BK, scale, into)
 
     def _add_sums(self, groups: Mapping[nn.Parameter, int], weights_BK: Tensor, scale: float, into: Sums) -> None:

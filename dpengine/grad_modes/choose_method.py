@@ -25,10 +25,11 @@ from dpengine.grad_samplers.machine import memory_for, operations_per_byte, oper
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
 
-from .entry import Entry, Scratch
-from .flat_buffer import FlatBuffer, wide
+from .entry import Entry
+from .flat_buffer import FlatBuffer
 from .method import KEEP, Algorithm, Choice, Method
-from .rows import in_rows, shapes_of, some_rows
+from .reused_memory import Scratch
+from .rows import in_rows, shapes_of, some_rows, wide
 from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # maximum bytes of kept per-sample gradients, over all parameters

@@ -21,6 +21,11 @@ from dpengine.kernels.library import traced
 NARROW = frozenset({torch.float16, torch.bfloat16})
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype for norms and sums of gradients with the given dtype."""
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 def widened(call: LayerCall) -> LayerCall:
     """Returns the call with half-precision tensors in float32, the lowest precision of norms and sums.
 

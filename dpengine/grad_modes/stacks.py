@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import GradSampler
-from dpengine.kernels.products import NARROW, OUT, OUT_ROW, ROWS, SQ_NORM, WIDE, Windows, outer_sums, sq_norms, takes
+from dpengine.kernels.products import NARROW, OUT, OUT_ROW, ROWS, SQ_NORM, WIDE, Job, outer_sums, sq_norms, takes
 
-from .flat_buffer import Columns, wide
+from .flat_buffer import Columns
 from .method import Algorithm, Choice, Method
-from .rows import stays_narrow, widened
+from .rows import stays_narrow, wide, widened
 
 SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
 SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
@@ -103,10 +103,10 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class Outers:
-    """Gradients that compiled code forms in one call: sums of outer products, for any number of rows.
+    """Gradients that compiled code forms in one call: sums of products, for any number of rows.
 
     Attributes:
-        jobs: `Windows.numbers` of each gradient, with its offset in the matrix and that of its norms for one row.
+        jobs: `Job.numbers` of each gradient, with its offset in the matrix and that of its norms for one row.
         sources: Which tensors each takes, as indices in the list of all inputs and then all output gradients.
         prepared: Gradients that take other tensors, such as padded ones: index of the job and of the call, and sampler.
     """
@@ -126,16 +126,16 @@ class Outers:
         for i, sampler, use in [(i, p.sampler, use) for at, p in each for i, use in zip(at, p.uses, strict=True)]:
             tensors: Any = calls[i].inputs, calls[i].grad
             inputs, grad = (tensor.contiguous() for tensor in tensors)
-            windows = _windows(sampler, calls[i], inputs, grad)
+            job = _job(sampler, calls[i], inputs, grad)
             known = {_memory(inputs): i, _memory(grad): len(calls) + i}
-            narrow = known.get(_memory(windows.narrow))
-            wide = known.get(_memory(windows.wide)) if windows.wide.numel() else narrow  # else it is not read
+            narrow = known.get(_memory(job.narrow))
+            wide = known.get(_memory(job.wide)) if job.wide.numel() else narrow  # else it is not read
             if wide is None or narrow is None:
                 prepared.append((len(jobs), i, sampler))
             sources.append((wide or 0, narrow or 0))
-            job = windows.numbers()
-            job[OUT], job[OUT_ROW], job[SQ_NORM] = 4 * columns[use.parameter].start, width, 8 * len(jobs)
-            jobs.append(job)
+            numbers = job.numbers()
+            numbers[OUT], numbers[OUT_ROW], numbers[SQ_NORM] = 4 * columns[use.parameter].start, width, 8 * len(jobs)
+            jobs.append(numbers)
         return cls(np.array(jobs, np.uint64), np.array(sources), prepared)
 
     def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
@@ -150,10 +150,10 @@ class Outers:
         jobs[:, OUT] += np.uint64(grads_BP.data_ptr())
         jobs[:, SQ_NORM] = jobs[:, SQ_NORM] * np.uint64(rows) + np.uint64(sq_norms_JB.data_ptr())
         jobs[:, WIDE : NARROW + 1] = addresses[self.sources]
-        for job, i, sampler in self.prepared:
-            windows = _windows(sampler, calls[i], held[i], held[len(calls) + i])
-            jobs[job, WIDE], jobs[job, NARROW] = windows.wide.data_ptr(), windows.narrow.data_ptr()
-            held += (windows.wide, windows.narrow)  # until they are read
+        for at, i, sampler in self.prepared:
+            job = _job(sampler, calls[i], held[i], held[len(calls) + i])
+            jobs[at, WIDE], jobs[at, NARROW] = job.wide.data_ptr(), job.narrow.data_ptr()
+            held += (job.wide, job.narrow)  # until they are read
         outer_sums(jobs)
         return sq_norms_JB.sum(dim=0)
 
@@ -279,16 +279,14 @@ def _stacks_of(first: TensorCall, at: tuple[int, ...], parts: Mapping[str, Part]
 
 def _is_compiled(call: LayerCall, sampler: GradSampler) -> bool:
     """Returns True if compiled code forms gradients of such calls."""
-    if sampler.windows is None or not takes(call.inputs[0], call.grad_output):
-        return False
-    return sampler.windows(call).fit()
+    return sampler.job is not None and takes(call.grad_output) and sampler.job(call).fit()
 
 
-def _windows(sampler: GradSampler, call: TensorCall, inputs: Tensor, grad: Tensor) -> Windows:
-    """Returns the windows of a call, with contiguous tensors."""
-    assert sampler.windows is not None
-    windows = sampler.windows(LayerCall(call.uses.layer, (inputs,), grad.view(call.shape), name=call.uses.name))
-    return replace(windows, wide=windows.wide.contiguous(), narrow=windows.narrow.contiguous())
+def _job(sampler: GradSampler, call: TensorCall, inputs: Tensor, grad: Tensor) -> Job:
+    """Returns the job of a call, with contiguous tensors."""
+    assert sampler.job is not None
+    job = sampler.job(LayerCall(call.uses.layer, (inputs,), grad.view(call.shape), name=call.uses.name))
+    return replace(job, wide=job.wide.contiguous(), narrow=job.narrow.contiguous())
 
 
 def _memory(tensor: Tensor) -> tuple[int, int]:

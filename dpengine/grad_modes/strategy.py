@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -59,6 +60,10 @@ class AbstractGradients(ABC):
     def choices(self) -> Sequence[Choice]:
         """Method chosen for each parameter in the last pass, if the mode has a choice."""
         return ()
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Returns a context for ``sq_norms``, ``drop`` and ``add_sums`` of one pass, which prepares for them once."""
+        return nullcontext()
 
     @abstractmethod
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:

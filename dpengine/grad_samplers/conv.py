@@ -325,8 +325,8 @@ SAMPLERS = {
         grad_name="grouped",
         sq_norm_name="gram",
         settings=("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed"),
-        windows=_windows,
+        job=_windows,
         stacked_name="compiled",
     ),
-    "bias": GradSampler(_bias_grad, settings=(), windows=_bias_windows),
+    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows),
 }

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
-from dpengine.kernels.products import norms
+from dpengine.kernels.products import Entries, norms
 
 from .gram import spread_of
 from .linear import tokens
@@ -199,6 +199,13 @@ def _concat(calls: Any) -> LayerCall:
     return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
 
 
+def _job(call: LayerCall) -> Entries:
+    layer: Any = call.layer
+    grad_BTD = tokens(call.grad_output)
+    entry_BT = call.inputs[0].reshape(grad_BTD.shape[:2])
+    return Entries(entry_BT, grad_BTD, layer.num_embeddings, layer.padding_idx)
+
+
 SAMPLERS = {
     "weight": GradSampler(
         _grad,
@@ -209,6 +216,7 @@ SAMPLERS = {
         spread=_spread,
         more_grads={"product": _grad_by_product},
         settings=("num_embeddings", "padding_idx"),
+        job=_job,
         stacked_name="product",
     )
 }

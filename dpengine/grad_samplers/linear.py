@@ -176,8 +176,8 @@ SAMPLERS = {
         write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",
         settings=(),
-        windows=_weight_windows,
+        job=_weight_windows,
         takes_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=(), windows=_bias_windows, takes_bfloat16=True),
+    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, takes_bfloat16=True),
 }

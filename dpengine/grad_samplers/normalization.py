@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 from dpengine.errors import UnsupportedLayerError
-from dpengine.kernels.products import Windows
+from dpengine.kernels.products import Normed, Windows
 
 from .sampler import GradSampler, argument
 
@@ -31,13 +32,21 @@ def _group_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_space(call.grad_output)
 
 
+def _group_norm_job(call: LayerCall) -> Normed:
+    layer: Any = call.layer
+    rows, channels = call.grad_output.shape[:2]
+    wide, narrow = (t.reshape(rows, layer.num_groups, -1) for t in (call.inputs[0], call.grad_output))
+    run = call.grad_output.shape[2:].numel()
+    return Normed(wide, narrow, run, channels, apart=True, eps=layer.eps)
+
+
 def _group_norm_bias_windows(call: LayerCall) -> Windows:
     return Windows.of_ones(call.grad_output, features_last=False)
 
 
 GROUP_NORM = {
-    "weight": GradSampler(_group_norm_weight_grad, settings=("num_groups", "eps")),
-    "bias": GradSampler(_group_norm_bias_grad, settings=(), windows=_group_norm_bias_windows),
+    "weight": GradSampler(_group_norm_weight_grad, settings=("num_groups", "eps"), job=_group_norm_job),
+    "bias": GradSampler(_group_norm_bias_grad, settings=(), job=_group_norm_bias_windows),
 }
 
 
@@ -84,6 +93,18 @@ def _layer_norm_bias_grad(call: LayerCall) -> Tensor:
     return sum_positions(call.grad_output, layer.normalized_shape)
 
 
+def _layer_norm_job(call: LayerCall) -> Normed:
+    return _normed(call, call.layer.eps, centered=True)  # type: ignore[arg-type]
+
+
+def _normed(call: LayerCall, eps: float, *, centered: bool) -> Normed:
+    layer: Any = call.layer
+    refuse_batch_axis(call, layer.normalized_shape)
+    width = math.prod(layer.normalized_shape)
+    wide, narrow = (t.reshape(len(t), -1, width) for t in (call.inputs[0], call.grad_output))
+    return Normed(wide, narrow, 1, width, apart=False, eps=eps, centered=centered)
+
+
 def _layer_norm_bias_windows(call: LayerCall) -> Windows:
     layer: Any = call.layer
     refuse_batch_axis(call, layer.normalized_shape)
@@ -92,19 +113,22 @@ def _layer_norm_bias_windows(call: LayerCall) -> Windows:
 
 
 LAYER_NORM = {
-    "weight": GradSampler(_layer_norm_weight_grad, settings=("normalized_shape", "eps")),
-    "bias": GradSampler(_layer_norm_bias_grad, settings=("normalized_shape",), windows=_layer_norm_bias_windows),
+    "weight": GradSampler(_layer_norm_weight_grad, settings=("normalized_shape", "eps"), job=_layer_norm_job),
+    "bias": GradSampler(_layer_norm_bias_grad, settings=("normalized_shape",), job=_layer_norm_bias_windows),
 }
 
 
 def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
     refuse_batch_axis(call, layer.normalized_shape)
+    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=_rms_norm_eps(layer))
+    return sum_positions(normed * call.grad_output, layer.normalized_shape)
+
+
+def _rms_norm_eps(layer: Any) -> float | None:
     # eps=None means the one of the dtype in which torch computes: for half precision float32, as here. torch 2.6 takes
     # that of the input, which has the dtype of the weight.
-    eps = torch.finfo(layer.weight.dtype).eps if layer.eps is None and _eps_follows_input() else layer.eps
-    normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=eps)
-    return sum_positions(normed * call.grad_output, layer.normalized_shape)
+    return torch.finfo(layer.weight.dtype).eps if layer.eps is None and _eps_follows_input() else layer.eps
 
 
 @functools.cache
@@ -113,4 +137,9 @@ def _eps_follows_input() -> bool:
     return bool(F.rms_norm(torch.full((1,), 0.03, dtype=torch.bfloat16), (1,)) < 0.5)
 
 
-RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad, settings=("normalized_shape", "eps"))}
+def _rms_norm_job(call: LayerCall) -> Normed:
+    eps = _rms_norm_eps(call.layer)
+    return _normed(call, torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
+
+
+RMS_NORM = {"weight": GradSampler(_rms_norm_weight_grad, settings=("normalized_shape", "eps"), job=_rms_norm_job)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import ForwardCall, LayerCall
-from dpengine.kernels.products import Windows
+from dpengine.kernels.products import Job
 
 
 def argument(call: LayerCall, position: int, name: str) -> Any:
@@ -72,8 +72,8 @@ class GradSampler:
             for registered rules, which may depend on more than the samples.
         settings: Names of the attributes of the layer on which ``grad`` depends, besides its call. Gradients of layers
             with equal settings may be computed in one call. None if these attributes are unknown.
-        windows: The two tensors of which ``grad`` is a correlation, for compiled code that forms the gradients of many
-            layers in one call. Reads shapes and settings of the layer only.
+        job: The two tensors of which ``grad`` is a sum of products, for compiled code that forms the gradients of many
+            layers in one call. Depends on shapes and ``settings``, besides the tensors.
         stacked_name: Name of the function among ``grads`` that computes the gradients of several layers in one call.
         takes_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
             bfloat16. Used on devices with such products; see note [bfloat16 products] of `linear`.
@@ -95,7 +95,7 @@ class GradSampler:
     sq_norm_name: str = "shortcut"
     whole_calls: bool = False
     settings: tuple[str, ...] | None = None
-    windows: Callable[[LayerCall], Windows] | None = None
+    job: Callable[[LayerCall], Job] | None = None
     stacked_name: str = ""
     takes_bfloat16: bool = False
     plain: GradSampler | None = None

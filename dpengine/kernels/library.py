@@ -19,7 +19,7 @@ _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_ba
 _PRODUCTS = {
     "sq_norms_f32": (_COUNT, _COUNT, _COUNT, _POINTER, _POINTER),
     "gram_norms_f32": (_COUNT, _COUNT, _COUNT, _POINTER, _COUNT, *[_POINTER] * 4),
-    "sum_outers_f32": (_COUNT, _POINTER, _POINTER),
+    "sum_products_f32": (_COUNT, _POINTER, _POINTER),
 }
 
 
@@ -84,8 +84,8 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in _PRODUCTS.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (*arguments, *team), None
-    library.gram_work.argtypes, library.outers_work.argtypes = (_COUNT, _COUNT), (_COUNT, _POINTER)
-    library.gram_work.restype = library.outers_work.restype = _COUNT
+    library.gram_work.argtypes, library.products_work.argtypes = (_COUNT, _COUNT), (_COUNT, _POINTER)
+    library.gram_work.restype = library.products_work.restype = _COUNT
     library.allow_vectors.argtypes = (ctypes.c_int,)
     return library
 

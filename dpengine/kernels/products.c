@@ -29,8 +29,13 @@ struct grams {
     uint64_t work_each, next, worker;
 };
 
-/* A tensor (rows, groups, channels, size...), and the windows that a kernel sees of it. Without channels each window has
-   one feature, which is 1. */
+/* A sum over places of products of `narrow` with what `kind` makes of `wide`.
+
+   WINDOWS: those that a kernel sees of a tensor (rows, groups, channels, size...). Without channels they are 1.
+   CENTERED, SCALED: numbers (rows, groups, size[2]), each group normalized, in runs of kernel[2] for one feature. A group
+   has `channels` features of its own; with 0 all groups have the same features.
+   ENTRIES: one entry of size[2] for each index (rows, places[2]); kernel[2] is an index that does not count. */
+enum kind { WINDOWS, CENTERED, SCALED, ENTRIES };
 struct outers {
     uint64_t rows, groups, channels, size[3], kernel[3], stride[3], dilation[3], places[3];
     const float *wide;
@@ -39,6 +44,8 @@ struct outers {
     float *out; /* (rows, groups, high, features), or null, and how far apart its rows lie */
     uint64_t out_row;
     double *sq_norm; /* (rows) */
+    uint64_t kind;
+    double eps; /* added to the mean of the squares */
 };
 
 struct all_outers {
@@ -128,8 +135,8 @@ static void outer_share(void *data) {
         (BEST(outer_row))(all->job + i / all->rows, i % all->rows, work);
 }
 
-/* Bytes that each thread needs for sum_outers_f32. */
-uint64_t outers_work(uint64_t count, const struct outers *job) {
+/* Bytes that each thread needs for sum_products_f32. */
+uint64_t products_work(uint64_t count, const struct outers *job) {
     uint64_t most = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t bytes = 4 * (BEST(outer_floats))(job + i);
@@ -140,7 +147,7 @@ uint64_t outers_work(uint64_t count, const struct outers *job) {
 
 /* For several jobs with equal numbers of rows: for each row and group the sums over places of narrow (outer) window, and
    their squared norm. */
-void sum_outers_f32(uint64_t count, const struct outers *job, void *work, unsigned threads, team run) {
-    struct all_outers all = {job, count, count ? job->rows : 0, work, outers_work(count, job), 0, 0};
+void sum_products_f32(uint64_t count, const struct outers *job, void *work, unsigned threads, team run) {
+    struct all_outers all = {job, count, count ? job->rows : 0, work, products_work(count, job), 0, 0};
     share_out(outer_share, &all, threads, run);
 }

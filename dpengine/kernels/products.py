@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -178,24 +179,83 @@ class Windows:
         count, channels = math.prod(places), self._channels
         ones, high = [1] * (3 - len(self.kernel)), channels // self.groups
         axes = (self.wide.shape[2:], self.kernel, self.stride, self.dilation, places)
-        sizes = (
-            len(self.narrow),
-            self.groups,
-            self.wide.shape[1] // self.groups,
-            *(n for a in axes for n in (*ones, *a)),
-        )
+        sizes = [len(self.narrow), self.groups, self.wide.shape[1] // self.groups]
+        sizes += [n for axis in axes for n in (*ones, *axis)]
         apart = (high, 1, channels) if self.features_last else (high * count, count, 1)  # groups, channels, places
-        return [*sizes, 0, 0, high, channels * count, *apart, 0, 0, 0]
+        return [*sizes, 0, 0, high, channels * count, *apart, 0, 0, 0, 0, 0]
 
 
+@dataclass(frozen=True, eq=False)
+class Normed:
+    """The product of normalized numbers and their gradients, summed by feature.
+
+    Attributes:
+        wide: ``(B, groups, n)``. Each group is normalized.
+        narrow: The gradients, of the same shape.
+        run: Number of adjacent numbers of one feature.
+        features: Number of features.
+        apart: True if each group has features of its own; else all groups have the same.
+        eps: Added to the mean square.
+        centered: True if the mean is subtracted.
+    """
+
+    wide: Tensor
+    narrow: Tensor
+    run: int
+    features: int
+    apart: bool
+    eps: float
+    centered: bool = True
+
+    def fit(self) -> bool:
+        """Returns True if there is compiled code."""
+        return takes(self.wide, self.narrow)
+
+    def numbers(self) -> list[int]:
+        """See `Windows.numbers`."""
+        rows, groups, width = self.wide.shape
+        sizes = [rows, groups, width // self.run if self.apart else 0, 0, 0, width, 0, 0, self.run, *[0] * 9]
+        (bits,) = struct.unpack("<Q", struct.pack("<d", self.eps))
+        return [*sizes, 0, 0, self.features, groups * width, *[0] * 6, 1 if self.centered else 2, bits]
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """Gradients of the entries of a table, by the indices that were looked up.
+
+    Attributes:
+        wide: ``(B, T)`` int64.
+        narrow: The gradients, ``(B, T, D)``.
+        count: Number of entries.
+        padding: An index that does not count, if any.
+    """
+
+    wide: Tensor
+    narrow: Tensor
+    count: int
+    padding: int | None
+
+    def fit(self) -> bool:
+        """Returns True if there is compiled code."""
+        return takes(self.narrow) and self.wide.is_cpu and self.wide.dtype is torch.int64
+
+    def numbers(self) -> list[int]:
+        """See `Windows.numbers`."""
+        rows, places, width = self.narrow.shape
+        padding = 2**64 - 1 if self.padding is None else self.padding
+        sizes = [rows, 1, 0, 0, 0, self.count, 0, 0, padding, *[0] * 8, places]
+        return [*sizes, 0, 0, width, places * width, *[0] * 6, 3, 0]
+
+
+Job = Windows | Normed | Entries
 ROWS, WIDE, NARROW, OUT, OUT_ROW, SQ_NORM = 0, 18, 19, 25, 26, 27  # places in `Windows.numbers`
 
 
 def outer_sums(jobs: np.ndarray) -> None:
     """Computes the sums over places of ``narrow`` (outer) window, from a table of `Windows.numbers` and addresses."""
     count, rows, at = len(jobs), int(jobs[0, ROWS]), jobs.ctypes.data
-    work, threads = _work(native_library().outers_work(count, at), count * rows)
-    native_library().sum_outers_f32(count, at, _aligned(work), threads, thread_team())
+    work, threads = _work(native_library().products_work(count, at), count * rows)
+    native_library().sum_products_f32(count, at, _aligned(work), threads, thread_team())
 
 
 def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:

@@ -199,7 +199,7 @@ INLINE(TARGET) uint64_t NAMED(at_a_time)(const struct outers *job, uint64_t stri
 
 TARGET static uint64_t NAMED(outer_floats)(const struct outers *job) {
     uint64_t stride = UP(NAMED(features)(job), LANES);
-    if (!stride) return UP(3 * job->high, 16); /* the sums in float64 and in float32 */
+    if (!stride || job->kind != WINDOWS) return UP(3 * job->high, 16); /* the sums in float64 and in float32 */
     return UP((job->high + NAMED(at_a_time)(job, stride)) * stride, 16);
 }
 
@@ -225,7 +225,73 @@ TARGET static void NAMED(add_up)(const struct outers *job, const float *narrow, 
     for (uint64_t c = 0; c < job->high; c++) out[c] = (float)sums[c];
 }
 
+/* The sum of the products of one vector, less `mean`, and another one. */
+INLINE(TARGET) double NAMED(product)(const float *one, const float *other, uint64_t size, double mean) {
+    reals sum = {0};
+    double rest = 0;
+    uint64_t k = 0;
+    for (; k + REALS <= size; k += REALS)
+        sum += (__builtin_convertvector(*(const halves_of *)(one + k), reals) - mean) *
+               __builtin_convertvector(*(const halves_of *)(other + k), reals);
+    for (; k < size; k++) rest += ((double)one[k] - mean) * (double)other[k];
+    return NAMED(total)(sum) + rest;
+}
+
+/* Mean and the inverse of the root of the mean square of the differences from it, plus eps. */
+TARGET static double NAMED(moments)(const float *at, uint64_t size, double eps, int centered, double *mean) {
+    reals sum = {0};
+    double rest = 0;
+    uint64_t k = 0;
+    *mean = 0;
+    if (centered) {
+        for (; k + REALS <= size; k += REALS) sum += __builtin_convertvector(*(const halves_of *)(at + k), reals);
+        for (; k < size; k++) rest += at[k];
+        *mean = (NAMED(total)(sum) + rest) / size;
+    }
+    double square = NAMED(product)(at, at, size, *mean); /* the differences add up to 0 */
+    return 1 / __builtin_sqrt((square < 0 ? 0 : square) / size + eps);
+}
+
+TARGET static void NAMED(normed_row)(const struct outers *job, uint64_t row, double *sums) {
+    uint64_t width = job->size[2], run = job->kernel[2];
+    const float *at = job->wide + row * job->row, *grad = job->narrow + row * job->row;
+    float *out = job->out + row * job->out_row;
+    for (uint64_t c = 0; c < job->high; c++) sums[c] = 0;
+    for (uint64_t g = 0; g < job->groups; g++, at += width, grad += width) {
+        double mean, inverse = NAMED(moments)(at, width, job->eps, job->kind == CENTERED, &mean);
+        double *to = sums + g * job->channels;
+        if (run == 1)
+            for (uint64_t k = 0; k < width; k++) to[k] += (at[k] - mean) * inverse * grad[k];
+        else
+            for (uint64_t k = 0; k < width; k += run)
+                to[k / run] += NAMED(product)(at + k, grad + k, run, mean) * inverse;
+    }
+    for (uint64_t c = 0; c < job->high; c++) out[c] = (float)sums[c];
+    NAMED(squares)(out, job->high, job->sq_norm + row);
+}
+
+TARGET static void NAMED(entries_row)(const struct outers *job, uint64_t row) {
+    const int64_t *index = (const int64_t *)job->wide + row * job->places[2];
+    const float *grad = job->narrow + row * job->row;
+    float *out = job->out + row * job->out_row;
+    memset(out, 0, job->size[2] * job->high * sizeof *out);
+    for (uint64_t t = 0; t < job->places[2]; t++, grad += job->high) {
+        uint64_t entry = (uint64_t)index[t];
+        if (entry == job->kernel[2] || entry >= job->size[2]) continue;
+        for (uint64_t c = 0; c < job->high; c++) out[entry * job->high + c] += grad[c];
+    }
+    NAMED(squares)(out, job->size[2] * job->high, job->sq_norm + row);
+}
+
 TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, float *work) {
+    if (job->kind == CENTERED || job->kind == SCALED) {
+        NAMED(normed_row)(job, row, (double *)work);
+        return;
+    }
+    if (job->kind == ENTRIES) {
+        NAMED(entries_row)(job, row);
+        return;
+    }
     uint64_t features = NAMED(features)(job), stride = UP(features, LANES), some = features ? NAMED(at_a_time)(job, stride) : 0;
     uint64_t places = job->places[0] * job->places[1] * job->places[2];
     int lies = job->channels == 1 && features == stride && job->kernel[2] == features && job->stride[2] == features &&

@@ -27,7 +27,7 @@ MISTAKES = {  # name: the text that is replaced, in which « » holds the part t
     "the noise address is one too high": ("self.plan.noise_std, self.batches.batches[-1].step«», 1 / divisor", " + 1"),
     "the divisor is one too large": ("self.batches.batches[-1].step, 1 / «divisor», topology", "(divisor + 1)"),
     "a discarded batch is not charged": ('«self.ledger.charge(self.plan.event(), count=count, kind="void")»', "pass"),
-    "factors are not clamped": ("return selected(bounds_K / norms_BK, norms_BK)«.clamp(max=1)»", ""),
+    "factors are not clamped": ("factors_BK.sub_(_least(factors_BK.dtype)).clamp_(0«, 1»)", ""),
     "another error code": ('code = "«DPE018»"', "DPE017"),
     "units are ignored": ("loss_scale=loss_scale, «units=units, »fingerprint=fingerprint", ""),
     "a resumed run keeps its incarnation": ("« if is_seeded(state) else secrets.randbits(_NONCE_BITS)»", ""),

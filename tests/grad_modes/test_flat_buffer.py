@@ -90,3 +90,97 @@ def test_a_vector_of_sums_goes_where_its_parameters_are(interleaved):
             part = columns.of[parameter]
             expected = expected + (totals[0][part] + 0.5 * totals[1][part]).view(parameter.shape)
         torch.testing.assert_close(found, expected)
+
+
+def released(buffer, listed, number):
+    """Sums that are all ``number``, released to ``p.grad``."""
+    for parameter in listed:
+        buffer.add(parameter, torch.full_like(parameter, number))
+    views = buffer.drain().views
+    for parameter, view in views.items():
+        parameter.grad = view
+
+
+def clear(parameters):
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def saved_for_backward(grad):
+    return (torch.ones((), requires_grad=True) * grad).sum()
+
+
+class Holds(nn.Module):
+    """Holds a gradient as the gradient of another tensor, without an object of Python."""
+
+    def __init__(self, grad):
+        super().__init__()
+        self.other = nn.Parameter(torch.zeros_like(grad))
+        self.other.grad = grad
+
+
+HELD = {  # what a user may keep of ``p.grad``, and how the numbers are read later
+    "itself": (lambda grad: grad, lambda kept: kept),
+    "view": (lambda grad: grad[:2], lambda kept: kept),
+    "detached": (lambda grad: grad.detach(), lambda kept: kept),
+    "data": (lambda grad: grad.data, lambda kept: kept),
+    "array": (lambda grad: grad.numpy(), torch.from_numpy),
+    "capsule": (torch.utils.dlpack.to_dlpack, torch.utils.dlpack.from_dlpack),
+    "storage": (lambda grad: grad.untyped_storage(), lambda kept: torch.tensor(kept.tolist()).view(torch.uint8)[:0]),
+    "graph": (saved_for_backward, lambda kept: kept.grad_fn.next_functions[0][0]._saved_other),
+    "gradient of another": (Holds, lambda kept: kept.other.grad),
+    "list of an optimizer": (lambda grad: {"state": [grad]}, lambda kept: kept["state"][0]),
+}
+
+
+@pytest.mark.parametrize("held", HELD)
+def test_memory_that_somebody_holds_is_not_written_again(held):
+    listed = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(()))]
+    keep, read = HELD[held]
+    buffer = FlatBuffer(listed)
+    released(buffer, listed, 1.0)
+    kept, address = keep(listed[0].grad), listed[0].grad.data_ptr()
+    clear(listed)
+    released(buffer, listed, 7.0)
+    assert listed[0].grad.data_ptr() != address
+    assert read(kept).eq(1).all()
+    assert all(p.grad.eq(7).all() for p in listed)
+
+
+CHANGED = {
+    "accumulated": lambda listed: None,
+    "zeroed": lambda listed: [p.grad.zero_() for p in listed],
+    "transposed": lambda listed: (listed[0].grad.t_(), clear(listed)),
+    "resized": lambda listed: (listed[0].grad.resize_(2), clear(listed)),
+    "of other data": lambda listed: (setattr(listed[0].grad, "data", torch.zeros(3, 2)), clear(listed)),
+    "requires gradients": lambda listed: (listed[0].grad.requires_grad_(), clear(listed)),
+    "shared": lambda listed: (listed[0].grad.share_memory_(), clear(listed)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_views_that_somebody_changed_are_not_used_again(change):
+    listed = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5))]
+    buffer = FlatBuffer(listed)
+    released(buffer, listed, 1.0)
+    before = {p: p.grad.data_ptr() for p in listed}
+    CHANGED[change](listed)
+    released(buffer, listed, 7.0)
+    assert all(p.grad.data_ptr() != before[p] and p.grad.shape == p.shape and p.grad.eq(7).all() for p in listed)
+    assert not any(p.grad.requires_grad for p in listed)
+
+
+def test_memory_that_nobody_holds_is_used_again():
+    listed = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(5)), nn.Parameter(torch.zeros(()))]
+    buffer = FlatBuffer(listed)
+    addresses = set()
+    for number in range(4):
+        released(buffer, listed, float(number))
+        assert all(p.grad.eq(number).all() for p in listed)
+        addresses.add(listed[0].grad.data_ptr())
+        clear(listed)
+    assert len(addresses) == 1
+    released(buffer, listed, 1.0)
+    clear(listed)
+    buffer.add(listed[0], torch.ones(3, 2))  # what has no sum is zero, whatever the memory held
+    assert [float(view.sum()) for _, view in buffer] == [6.0, 0.0, 0.0]

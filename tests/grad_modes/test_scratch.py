@@ -2,7 +2,7 @@
 
 import torch
 
-from dpengine.grad_modes.entry import Scratch
+from dpengine.grad_modes.reused_memory import Scratch
 
 CPU = torch.device("cpu")
 

@@ -286,7 +286,26 @@ class Last(nn.Module):
         return inputs.contiguous(memory_format=torch.channels_last)
 
 
+class Words(nn.Module):
+    """Looks up small tables, with and without a padding index, and with one index for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(7, 4, padding_idx=2), nn.Embedding(3, 4)
+        self.norms = nn.ModuleList([nn.RMSNorm(4), nn.RMSNorm(4, eps=0.1), nn.LayerNorm((3, 4))])
+
+    def forward(self, inputs):
+        indices = (inputs[:, 0, :3] * 2).long() % 7
+        found = self.words(indices) + self.kinds(indices[:, 0] % 3).unsqueeze(1)
+        for norm in self.norms:
+            found = torch.tanh(norm(found) + found)
+        return found
+
+
 COMPILED = {
+    "words": Words,
+    "groups of features": lambda: nn.Sequential(nn.Flatten(), nn.Linear(30, 8), nn.GroupNorm(2, 8), nn.Tanh()),
+    "one place": lambda: nn.Sequential(nn.Linear(6, 4), nn.LayerNorm((5, 4)), nn.Tanh()),
     "tokens": lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 3), nn.Flatten()),
     "wide": lambda: nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 32), nn.Flatten()),
     "conv": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Tanh(), nn.Conv2d(4, 2, 1)),
@@ -304,7 +323,11 @@ def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeyp
     torch.manual_seed(0)
     model = COMPILED[case]()
     plain = copy.deepcopy(model).double()
-    inputs = torch.randn(ROWS, 5, 6) if case in ("tokens", "wide") else torch.randn(ROWS, 2, 5, 6)
+    inputs = (
+        torch.randn(ROWS, 5, 6)
+        if case in ("tokens", "wide", "words", "groups of features", "one place")
+        else torch.randn(ROWS, 2, 5, 6)
+    )
 
     def loss_of(outputs):
         values = outputs.flatten(1)
@@ -321,4 +344,4 @@ def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeyp
         sums.clip(rows=rows)
         found = {name: total - before.get(name, 0) for name, total in sums_of(sums).items()}
         assert relative_error(found, expected) < 1e-5
-        assert calls
+        assert calls == [len(list(model.parameters()))]

@@ -181,7 +181,7 @@ GUARDS = [
     Guard(
         "tiny-factors",
         "factors below all normal numbers become zero",
-        "weights_BK = weights_BK.masked_fill(weights_BK < torch.finfo(torch.float32).smallest_normal, 0)",
+        "weights_BK = weights_BK.masked_fill(weights_BK < _SMALLEST_NORMAL, 0)",
         "pass",
         "faults/test_rounding_attacks.py::test_a_factor_below_all_normal_numbers_is_not_rounded_up",
     ),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dpengine.errors import StaleGradientError
-from dpengine.grad_modes.flat_buffer import wide
+from dpengine.grad_modes.rows import wide
 from dpengine.noise.keyed_streams import DEFAULT_KIND, SECURE_KIND
 from dpengine.noise.source import NoiseSource
 
