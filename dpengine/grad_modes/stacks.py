@@ -124,8 +124,8 @@ class Outers:
         width = Columns(columns).count
         each = [(stack.at, part) for stack in stacks for part in stack.parts]
         for i, sampler, use in [(i, p.sampler, use) for at, p in each for i, use in zip(at, p.uses, strict=True)]:
-            tensors: Any = calls[i].inputs, calls[i].grad
-            inputs, grad = (tensor.contiguous() for tensor in tensors)
+            tensors: Any = calls[i].inputs, calls[i].grad  # of which both may be one in this pass
+            inputs, grad = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in tensors)
             job = _job(sampler, calls[i], inputs, grad)
             known = {_memory(inputs): i, _memory(grad): len(calls) + i}
             narrow = known.get(_memory(job.narrow))

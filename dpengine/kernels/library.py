@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 _HERE = Path(__file__).resolve().parent
-_VERSION = 3  # of the functions' arguments; interface_version() of vectors.c
+_VERSION = 4  # of the functions' arguments; interface_version() of vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 _PRODUCTS = {

@@ -10,7 +10,7 @@ from oracle import clip_by_loop, relative_error
 from torch import nn
 
 from dpengine.capture import hooks
-from dpengine.clipping import PerLayer
+from dpengine.clipping import Flat, PerLayer
 from dpengine.grad_modes import stacks
 from dpengine.kernels.library import native_library
 from dpengine.kernels.products import outer_sums
@@ -345,3 +345,16 @@ def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeyp
         found = {name: total - before.get(name, 0) for name, total in sums_of(sums).items()}
         assert relative_error(found, expected) < 1e-5
         assert calls == [len(list(model.parameters()))]
+
+
+def test_the_first_pass_may_start_from_the_inputs_as_gradient():
+    """Which tensors compiled code reads is read off the first pass, in which they are one tensor here."""
+    model = nn.Linear(4, 4, bias=False)
+    sums = ClippedPasses(model, Flat(1e9), loss_reduction="sum")
+    inputs, grads = torch.randn(2, 5, 4)
+    model(inputs).backward(inputs)
+    sums.clip(rows=5)
+    model(inputs).backward(grads)
+    sums.clip(rows=5)
+    expected = inputs.T @ inputs + grads.T @ inputs
+    assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
