@@ -6,7 +6,8 @@ the graph. Every tap takes a scalar that requires a gradient, so that its backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -114,14 +115,20 @@ def tap_rows(capture: Capture, use: Use, value: Tensor, rows: int) -> Tensor:
     return tapped
 
 
-def _taken(tree: Any) -> tuple[list[Tensor], Callable[[Iterable[Any]], Any]]:
+def _taken(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
     """Takes the tensors out of a tree. Returns them, and a function that puts others in their places."""
+    if isinstance(tree, Tensor):  # as most outputs; pytree takes longer than a small layer
+        return [tree], operator.itemgetter(0)
+    if type(tree) is tuple and list(map(type, tree)) == [tuple, dict] and (len(tree[0]), len(tree[1])) == (1, 0):
+        (args, _) = tree
+        if isinstance(args[0], Tensor):  # the inputs of most layers
+            return [args[0]], lambda values: ((values[0],), {})
     leaves, spec = pytree.tree_flatten(tree)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[place] for place in places]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def put(values: Iterable[Any]) -> Any:
+    def put(values: Sequence[Any]) -> Any:
         filled = list(others)
         for place, value in zip(places, values, strict=False):
             filled[place] = value
