@@ -109,6 +109,10 @@ class ClippedPasses:
         """Names of the trainable parameters without a gradient."""
         return self._passes.missing(self._passes.trainable())
 
+    def mode(self):
+        """Returns the grad mode of the pass that waits to be clipped."""
+        return self._recorded.mode
+
     def pending(self):
         """Returns True if a pass waits to be clipped."""
         return self._passes.pending

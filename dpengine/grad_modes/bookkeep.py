@@ -314,7 +314,7 @@ class BookKeeping(AbstractGradients):
             if self._waiting:  # of the second pass of ghost mode, whose norms are those of this matrix
                 self._stack(common_rows(self.rows))
             if self._matrix is not None:
-                self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))
+                self._matrix = Matrix(self._matrix.layout, zeroed(self._matrix.grads_BP, rows_B))
             for entry in self._entries.values():
                 entry.drop(rows_B)
 

@@ -180,6 +180,21 @@ def test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix():
     assert relative_error(sums_of(sums), truth(plain, inputs[rest], targets[rest])[0]) < 1e-9
 
 
+def test_norms_that_are_read_after_a_sample_was_dropped_are_without_it():
+    model = Blocks()
+    sums = ClippedPasses(model)
+    inputs, targets = batch(dtype=torch.float32)
+    inputs[1, 0, 0] = float("nan")
+    F.cross_entropy(model(inputs), targets).backward()
+    mode, groups = sums.mode(), dict.fromkeys(model.parameters(), 0)
+    before = mode.sq_norms(groups, 1, 1.0)
+    mode.drop(~before.isfinite().all(dim=1))
+    after = mode.sq_norms(groups, 1, 1.0)
+    assert before[1].isnan() and after[1] == 0
+    kept = [0, 2, 3, 4]
+    torch.testing.assert_close(after[kept], before[kept])
+
+
 def test_batches_with_other_layouts_add_up_in_the_same_sums(monkeypatch):
     model = Blocks().double()
     plain = copy.deepcopy(model)

@@ -467,7 +467,7 @@ GUARDS = [
     Guard(
         "matrix-dropped",
         "a sample that is dropped has no gradient in the matrix",
-        "self._matrix = self._matrix._replace(grads_BP=zeroed(self._matrix.grads_BP, rows_B))",
+        "self._matrix = Matrix(self._matrix.layout, zeroed(self._matrix.grads_BP, rows_B))",
         "pass",
         "grad_modes/test_stacks.py::test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix",
     ),
