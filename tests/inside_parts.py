@@ -15,8 +15,8 @@ import dpengine.accounting.noise_calibration
 import dpengine.engine.argument_checks
 import dpengine.engine.compiled_forward
 import dpengine.engine.optimizer
-import dpengine.engine.privacy_engine
 import dpengine.engine.run
+import dpengine.engine.run_report
 import dpengine.engine.watch_model
 from dpengine.accounting.run_events import accounted_sample_rate
 from dpengine.clipping import Flat
@@ -376,4 +376,4 @@ def record_calibrations(monkeypatch):
 
 def replace_report(monkeypatch, action):
     """Makes ``engine.report`` call ``action`` instead of computing a report."""
-    monkeypatch.setattr(dpengine.engine.privacy_engine, "report_of_run", action)
+    monkeypatch.setattr(dpengine.engine.run_report, "report_of_run", action)

@@ -84,5 +84,6 @@ class Spare:
             and set(map(sys.getrefcount, views)) <= set(map(sys.getrefcount, alone))
             and sys.getrefcount(storage) == sys.getrefcount(other)
             and not any(map(_requires_grad, views))
+            and not any(map(vars, views))  # attributes set by a user
             and not storage.is_shared()
         )

@@ -279,7 +279,9 @@ def _stacks_of(first: TensorCall, at: tuple[int, ...], parts: Mapping[str, Part]
 
 def _is_compiled(call: LayerCall, sampler: GradSampler) -> bool:
     """Returns True if compiled code forms gradients of such calls."""
-    return sampler.job is not None and takes(call.grad_output) and sampler.job(call).fit()
+    if sampler.job is None or not call.grad_output.numel() or not takes(call.grad_output):
+        return False
+    return sampler.job(call).fit()
 
 
 def _job(sampler: GradSampler, call: TensorCall, inputs: Tensor, grad: Tensor) -> Job:

@@ -154,6 +154,7 @@ CHANGED = {
     "resized": lambda listed: (listed[0].grad.resize_(2), clear(listed)),
     "of other data": lambda listed: (setattr(listed[0].grad, "data", torch.zeros(3, 2)), clear(listed)),
     "requires gradients": lambda listed: (listed[0].grad.requires_grad_(), clear(listed)),
+    "marked": lambda listed: (setattr(listed[0].grad, "used", True), clear(listed)),
     "shared": lambda listed: (listed[0].grad.share_memory_(), clear(listed)),
 }
 

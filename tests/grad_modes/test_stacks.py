@@ -363,7 +363,7 @@ def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeyp
 
 
 def test_the_first_pass_may_start_from_the_inputs_as_gradient():
-    """Which tensors compiled code reads is read off the first pass, in which they are one tensor here."""
+    """The first pass shows which tensors compiled code reads. Here they are one tensor in this pass."""
     model = nn.Linear(4, 4, bias=False)
     sums = ClippedPasses(model, Flat(1e9), loss_reduction="sum")
     inputs, grads = torch.randn(2, 5, 4)
