@@ -22,7 +22,7 @@ from dpengine.grad_modes.flat_buffer import Key, Sums
 from dpengine.grad_modes.rows import wide
 from dpengine.kernels.precision import without_autocast
 
-from .settings import PLAIN
+from .settings import INTERNAL, PLAIN, content_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +97,9 @@ class OnePass:
         """Runs the model forward alone. Returns the layout of its output, and the tensors in it."""
         with self._forward(values, batch) as (found, _, _):
             layout, tensors = OutputLayout.of(found)
+        memory = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
+        if len(set(memory)) < len(memory):
+            raise UnsupportedLayerError("two outputs of the model share memory.")
         return layout, [tensor.detach() for tensor in tensors]
 
     def run(
@@ -128,17 +131,19 @@ class OnePass:
         stand_ins = {
             own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(self.state, values, strict=True)
         }
-        versions = {value: value._version for value in stand_ins.values()}
+        versions = {value: value._version for value in [*stand_ins.values(), *batch]}
         mode = BookKeeping(MethodTable(timed=False))  # what is traced has no numbers to time
         with torch.enable_grad(), _standing_in(self.capture.model, stand_ins) as changed:
             with self.capture.redirected(mode, self.rows):
                 output = self.forward([tensor.detach() for tensor in batch])
-                self._refuse_written(versions)
+                self._refuse_written(versions, batch)
                 if name := changed():
                     raise UnsupportedLayerError(f"the forward pass changes attribute {name} of a module.")
                 yield output, stand_ins, mode
 
-    def _refuse_written(self, versions: Mapping[Tensor, int]) -> None:
+    def _refuse_written(self, versions: Mapping[Tensor, int], batch: Sequence[Tensor]) -> None:
+        if any(tensor._version != versions[tensor] for tensor in batch):
+            raise UnsupportedLayerError("the forward pass changes its input in place.")
         for name, buffer in self.capture.model.named_buffers():
             if buffer._version != versions.get(buffer):
                 raise BufferUpdateError(f"The forward pass writes into buffer '{name}'.")
@@ -151,7 +156,7 @@ class OnePass:
 
 def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
     """Returns -1 for all norms if a sample without an output gradient has one. See note [places] in graphs.py."""
-    none_B = torch.stack([(grad.flatten(1) == 0).all(dim=1) for grad in grads]).all(dim=0)
+    none_B = torch.stack([(grad.reshape(len(grad), -1) == 0).all(dim=1) for grad in grads]).all(dim=0)
     moved = ((sq_norms_BK > 0).any(dim=1) & none_B).any()
     return torch.where(moved, -1.0, sq_norms_BK)
 
@@ -203,6 +208,7 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
     Yields a function that returns the name of an attribute that changed, if there is one.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
+    contents = _contents(attributes)
     lists = [(value, list(value)) for _, then in attributes for value in then.values() if isinstance(value, list)]
     tables = [(table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)]
 
@@ -211,6 +217,9 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
             for name in now.keys() | then.keys():
                 if not _same(now.get(name, changed), then.get(name, changed)):
                     return repr(name)
+        for (name, before), (_, after) in zip(contents, _contents(attributes), strict=True):
+            if before != after:
+                return repr(name)
         return next((f"with a list of {len(then)} values" for now, then in lists if len(now) != len(then)), None)
 
     try:
@@ -224,6 +233,12 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
             for name in now.keys() - then.keys():
                 del now[name]
             now.update(then)
+
+
+def _contents(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[str, Any]]:
+    """Returns the contents of all attributes that hold others."""
+    named = [(name, value) for _, then in attributes for name, value in then.items() if name not in INTERNAL]
+    return [(name, content_of(value)) for name, value in named if not isinstance(value, (*PLAIN, Tensor))]
 
 
 def _same(now: Any, then: Any) -> bool:

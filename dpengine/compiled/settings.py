@@ -5,9 +5,11 @@ from __future__ import annotations
 import enum
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
@@ -21,7 +23,8 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, en
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                  "_global_backward_pre_hooks")  # fmt: skip
-_INTERNAL = vars(nn.Module()).keys() - {"training"}  # tables, which `ModuleTables` follows, and hooks
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # tables, which `ModuleTables` follows, and hooks
+_MOST_BYTES, _DEEPEST = 2**16, 5  # of an array that is compared, and of objects inside each other
 _version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
@@ -59,12 +62,48 @@ def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
 def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
     found: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
                         for name, t in table.items() if t is not None]  # fmt: skip
-    for name, value in vars(module).items():
-        if isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value)):
-            found.append((name, value))
-        elif isinstance(value, Tensor):
-            found.append((name, WeakIdRef(value), value._version))
-    return tuple(found)
+    found += [(name, WeakIdRef(child)) for name, child in module._modules.items() if child is not None]
+    return (*found, *((name, content_of(vars(module)[name])) for name in vars(module).keys() - INTERNAL))
+
+
+@dataclass(frozen=True, eq=False)
+class _Object:
+    """An object that is equal to itself alone."""
+
+    held: Any
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Object) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def content_of(value: Any, depth: int = 0) -> Any:
+    """Returns what two values must have in common for the same graph to be right, in a form that can be compared.
+
+    Raises UnsupportedLayerError for an object whose content cannot be told.
+    """
+    kind: Any = type(value)
+    if isinstance(value, PLAIN):
+        return kind, value
+    if isinstance(value, Tensor):
+        return WeakIdRef(value), value._version
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES):
+        return kind, value.dtype.str, value.shape, value.tobytes()
+    if callable(value) and not isinstance(value, nn.Module):
+        return _Object(value)
+    if depth < _DEEPEST:
+        if isinstance(value, (list, tuple)):
+            return kind, tuple([content_of(one, depth + 1) for one in value])
+        if isinstance(value, (set, frozenset)) and all(isinstance(one, PLAIN) for one in value):
+            return kind, frozenset(value)
+        if isinstance(value, dict):
+            items = [(content_of(name, depth + 1), content_of(one, depth + 1)) for name, one in value.items()]
+            return kind, tuple(items)
+        if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            return _Object(value), content_of(vars(value), depth + 1)
+    raise UnsupportedLayerError(f"a module holds a {kind.__name__} in an attribute, whose content may change.")
 
 
 class ModelSettings:
@@ -82,10 +121,12 @@ class ModelSettings:
         self._walk = tables.version
         self._attributes = list(map(vars, tables.modules.values()))
         self._sizes = list(map(len, self._attributes))
-        names = [["training", *(own.keys() - _INTERNAL)] for own in self._attributes]
+        names = [["training", *(own.keys() - INTERNAL)] for own in self._attributes]
         self._readers = [operator.itemgetter("training", *some) for some in names]  # two names at least: a tuple
         self._values = self._current()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
+        self._containers = list({id(v): v for v in self._values if not isinstance(v, (*PLAIN, Tensor))}.values())
+        self._contents = list(map(content_of, self._containers))
         self._versions = list(map(_version, self._tensors))
         self._memory = self._places()
         self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
@@ -114,8 +155,9 @@ class ModelSettings:
 
     def _same_values(self) -> bool:
         try:
-            return all(map(operator.is_, self._current(), self._values))
-        except KeyError:  # an attribute was deleted, and another one added
+            same = all(map(operator.is_, self._current(), self._values))
+            return same and list(map(content_of, self._containers)) == self._contents
+        except (KeyError, UnsupportedLayerError):  # an attribute was deleted, and another one added
             return False
 
     def refuse_hooks(self) -> None:

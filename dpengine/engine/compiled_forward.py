@@ -5,17 +5,19 @@ Axes: B samples, P samples after padding, K groups of parameters that are clippe
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
+from dpengine.capture.model_state import ModelState
 from dpengine.capture.on_modules import ReplacedForward
 from dpengine.compiled.compare import random_numbers_kept, refuse_difference, refuse_other_outputs
 from dpengine.compiled.compiled_pass import CompiledPass, Halves, called_twice, padded
@@ -82,7 +84,12 @@ class _Call:
         given = iter(tensors)
         leaves = [next(given) if other is None else other[1] for other in self.others]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        return forward(*args, **kwargs)
+        found = forward(*args, **kwargs)
+        if self.spec is not _ONE_TENSOR:
+            after, spec = pytree.tree_flatten((args, kwargs))
+            if spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
+                raise UnsupportedLayerError("the forward pass changes its arguments.")
+        return found
 
 
 class CompiledForward(ReplacedForward):
@@ -186,7 +193,7 @@ class CompiledForward(ReplacedForward):
     def _checked(self, key: object, call: _Call, settings: ModelSettings, rows: int) -> Graphs:
         """Returns the graphs for a call, compared with the hooks as far as this batch allows."""
         size, device = self._rows, call.tensors[0].device
-        batch = [padded(t, size) if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+        batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
         one = OnePass(
             self._passes.capture,
@@ -197,7 +204,7 @@ class CompiledForward(ReplacedForward):
             size,
         )
         state = [tensor.detach() for tensor in settings.state]
-        with torch.no_grad(), random_numbers_kept(device):
+        with torch.no_grad(), random_numbers_kept(device), _restored(self.module):
             began = ForwardState.now([*batch, *state])
             layout, outputs = one.layout(state, batch)
             draws = began.has_drawn()
@@ -259,12 +266,25 @@ class CompiledForward(ReplacedForward):
         half = half or torch.is_autocast_enabled(device.type)
         if not refuse_difference(expected, found, half=half):
             return
-        fewer = rows if rows < self._rows else rows - 1
+        fewer = rows if rows < self._rows else rows // 2
         if fewer:
-            some = [t[:fewer] if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
-            outputs = replace(one, rows=fewer).layout(state, some)[1]
+            some = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+            layout, outputs = replace(one, rows=fewer).layout(state, some)
+            if (layout.spec, layout.leaves) != (graphs.layout.spec, graphs.layout.leaves):
+                raise UnsupportedLayerError("the model returns other values for another number of samples.")
             refuse_other_outputs(outputs, [output[:fewer] for output in found.outputs], half=half, drawn=graphs.draws)
         graphs.verified = True
+
+
+@contextlib.contextmanager
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restores the state of a model on exit, and saves tensors for backward without the hooks of the user."""
+    state = ModelState.of(model)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+    finally:
+        state.restore()
 
 
 def rows_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:

@@ -20,8 +20,8 @@ from .entry import Entry, gram_sq_norms, group_sq_norms
 from .flat_buffer import Key, Sums
 from .grad_sample import add_grad_sample
 from .method import Choice, Method
-from .reused_memory import Scratch
 from .rows import Units, stays_narrow, wide, widened, zeroed
+from .scratch import Scratch
 from .stacks import Layout, Matrix, bucket_of, layout_of
 from .strategy import AbstractGradients, common_rows, joint_gradients, joint_parts, note_rows
 

@@ -28,8 +28,8 @@ from dpengine.grad_samplers.tied import tied_cost
 from .entry import Entry
 from .flat_buffer import FlatBuffer
 from .method import KEEP, Algorithm, Choice, Method
-from .reused_memory import Scratch
 from .rows import in_rows, shapes_of, some_rows, wide
+from .scratch import Scratch
 from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # maximum bytes of kept per-sample gradients, over all parameters

@@ -19,8 +19,8 @@ from dpengine.kernels.products import sq_norms
 
 from .flat_buffer import Sums
 from .method import Algorithm, Method
-from .reused_memory import Scratch
 from .rows import Units, in_rows, some_rows, wide, widened, without_rows, zeroed
+from .scratch import Scratch
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
 _MOST_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm

@@ -16,7 +16,6 @@ from dpengine.distributed.ranks import RankFingerprint
 from dpengine.distributed.topology import SINGLE, Topology
 
 from .reduce_scatter import BUCKET_BYTES, ReduceScatterBuckets
-from .reused_memory import Spare
 from .rows import wide
 
 _MOST_INDICES = 2**25  # indices of all cached scatters; stacks of layers depend on the shapes of the batch
@@ -199,7 +198,6 @@ class FlatBuffer(Sums):
         self._fingerprint_words = RankFingerprint.WORDS if topology.ranks > 1 else 0
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
-        self._spare: Spare | None = None
         self._unwritten = set(self._places)
         self._scatters: dict[Columns, _Scatter | None] = {}
         self.buckets: ReduceScatterBuckets | None = None
@@ -313,10 +311,6 @@ class FlatBuffer(Sums):
         return {key: memory[: self._sizes[key]] for key, memory in self._memory.items()}
 
     def _allocate(self) -> None:
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.is_free():
-            self._memory, self._views = dict.fromkeys(self._sizes, spare.memory), spare.views
-            return
         for key, size in self._sizes.items():
             self._memory[key] = torch.empty(size + self._fingerprint_words, device=key[0], dtype=key[1])
         for key, shapes in self._shapes.items():
@@ -343,10 +337,9 @@ class FlatBuffer(Sums):
         return all(bool(self._views[p].isfinite().all()) for p in self._places.keys() - self._unwritten)
 
     def drain(self) -> DrainedBuffer:
-        """Moves the sums out of the buffer. The next sums get new memory, unless nothing refers to these then."""
-        flats, views = self.flats, dict(self._views)  # the first allocates the memory if there was no sum
-        drained = DrainedBuffer(self._memory, flats, views, self.spans, self.message_sizes, self.total_numel)
-        self._spare = Spare.of(self._memory.values(), self._views)
+        """Moves the sums out of the buffer. The next sums get new memory."""
+        flats = self.flats  # allocates the memory if there was no sum
+        drained = DrainedBuffer(self._memory, flats, self._views, self.spans, self.message_sizes, self.total_numel)
         self._memory, self._views, self._unwritten = {}, {}, set(self._places)
         return drained
 

@@ -141,8 +141,8 @@ class Outers:
     def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
         """Writes the gradients to the first columns of the matrix, and returns their squared norms ``(B,)``."""
         held: list[Any] = [*map(_inputs, calls), *map(_grad, calls)]
-        if not all(map(_is_contiguous, held)):
-            held = [tensor.contiguous() for tensor in held]
+        if not all(map(_is_contiguous, held)) or any(map(Tensor.is_neg, held)):
+            held = [tensor.resolve_neg().contiguous() for tensor in held]
         addresses = np.array(list(map(_address, held)), np.uint64)
         jobs, rows = self.jobs.copy(), len(grads_BP)
         sq_norms_JB = grads_BP.new_empty(len(jobs), rows, dtype=torch.float64)

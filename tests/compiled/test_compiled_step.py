@@ -5,7 +5,9 @@ import itertools
 import math
 import threading
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -227,6 +229,52 @@ def test_settings_that_change_are_seen(name, passes):
 
     torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
     assert len(passes) == 5
+
+
+class Settings(nn.Module):
+    """Reads settings from containers and objects, and calls one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        self.chosen, self.act = self.first, torch.tanh
+        self.numbers, self.named, self.array = [1.0], {"of": ({"two": 1.0},)}, np.ones(2)
+        self.config = SimpleNamespace(scale=1.0)
+
+    def forward(self, x):
+        scale = self.numbers[0] * self.named["of"][0]["two"] * float(self.array[1]) * self.config.scale
+        return self.head(self.act(self.chosen(x) - 2 * self.first(x) + self.other(x)) * scale)
+
+
+CONTENTS = {
+    "list": lambda model: model.numbers.__setitem__(0, 3.0),
+    "dict in a tuple": lambda model: model.named["of"][0].update(two=3.0),
+    "array": lambda model: model.array.__setitem__(1, 3.0),
+    "object": lambda model: setattr(model.config, "scale", 3.0),
+    "function": lambda model: setattr(model, "act", torch.relu),
+    "child": lambda model: setattr(model, "chosen", model.other),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_contents_of_settings_that_change_are_seen(name, passes):
+    trainings = [Training(Settings, data((6,)), compile=one) for one in (False, "eager")]
+    for training in trainings:
+        batches = batches_after_checks(training)
+        training.step(next(batches))
+        CONTENTS[name](training.model)
+        for batch in itertools.islice(batches, 2):
+            training.step(batch)
+    eager, compiled = (weights_of(training.model) for training in trainings)
+    torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+    assert len(passes) == 3
+
+
+def test_outputs_with_one_number_for_each_sample(passes):
+    make = lambda: nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))  # noqa: E731
+    loss = lambda found, y, reduction: F.mse_loss(found, y.float(), reduction=reduction)  # noqa: E731
+    assert_trains_alike(make, data((6,)), loss=loss)
+    assert passes
 
 
 def test_weights_tied_otherwise_are_seen(passes):

@@ -82,7 +82,7 @@ def listed(model, h):
 SPECIAL = {
     "looks at numbers": (lambda model, h: h * (2 if h.sum() > 0 else 1), "."),
     "counts": (counted, "changes attribute 'calls'"),
-    "lists": (listed, "changes attribute with a list"),
+    "lists": (listed, "changes attribute 'seen'"),
     "python": (lambda model, h: h * random.Random(0).random() + 0 * random.random(), "random numbers of Python"),
     "numpy": (lambda model, h: h + 0 * np.random.rand(), "random numbers of Python or NumPy"),
 }
@@ -149,6 +149,71 @@ def test_other_outputs_train_eagerly(output, passes):
 
     loss = lambda found, y, reduction: F.cross_entropy(found[0], y)  # noqa: E731
     trains_eagerly(Other, "does not have the batch on axis 0|returns a object", loss=loss)
+    assert not passes
+
+
+class Unusual(nn.Module):
+    """A layer with ways to take inputs or give outputs that a graph would not repeat."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.layer, self.own = nn.Linear(6, CLASSES), forward
+
+    def forward(self, x):
+        return self.own(self.layer, x)
+
+
+UNUSUAL = {
+    "input in place": (lambda layer, x: layer(x.clamp_(-0.5, 0.5)), lambda found: found, "changes its input in place"),
+    "number of samples": (lambda layer, x: (layer(x), len(x)), lambda found: found[0], "for another number of samples"),
+    "shared memory": (
+        lambda layer, x: ((h := layer(x)), h[:, :2]),
+        lambda found: found[0],
+        "outputs of the model share",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_models_with_unusual_inputs_or_outputs_train_eagerly(name, passes):
+    forward, output_of, why = UNUSUAL[name]
+    loss = lambda found, y, reduction: F.cross_entropy(output_of(found), y)  # noqa: E731
+    trains_eagerly(lambda: Unusual(forward), why, loss=loss)
+    assert not passes
+
+
+@pytest.mark.parametrize(
+    "held", [object(), [[[[[[[1]]]]]]], torch.Generator(), [nn.Linear(2, 2)]], ids=lambda v: type(v).__name__
+)
+def test_a_model_that_holds_what_cannot_be_compared_trains_eagerly(held, passes):
+    def make():
+        model = MODELS["linear"][0]()
+        model.held = held
+        return model
+
+    trains_eagerly(make, "whose content may change")
+    assert not passes
+
+
+def test_a_model_that_changes_its_arguments_trains_eagerly(passes):
+    class Adds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, CLASSES)
+
+        def forward(self, x, seen):
+            seen.append(self.layer(x))
+            return seen[-1]
+
+    weights = []
+    for compile in (False, "eager"):
+        training = Training(Adds, data((6,)), compile=compile)
+        forward = training.model
+        training.model = lambda x, forward=forward: forward(x, [])
+        for batch in itertools.islice(training.loader, 5):
+            training.step(batch)
+        weights.append(weights_of(forward))
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-6)
     assert not passes
 
 

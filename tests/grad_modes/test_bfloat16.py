@@ -16,7 +16,7 @@ from dpengine.clipping import Flat
 from dpengine.grad_modes import bookkeep, choose_method, entry, rows
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.method import KEEP, Algorithm, Method
-from dpengine.grad_modes.reused_memory import Scratch
+from dpengine.grad_modes.scratch import Scratch
 from dpengine.grad_samplers import machine
 from dpengine.grad_samplers.linear import SAMPLERS, add_product
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dpengine.grad_modes.reused_memory import Scratch
+from dpengine.grad_modes.scratch import Scratch
 
 CPU = torch.device("cpu")
 

@@ -373,3 +373,15 @@ def test_the_first_pass_may_start_from_the_inputs_as_gradient():
     sums.clip(rows=5)
     expected = inputs.T @ inputs + grads.T @ inputs
     assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
+
+
+def test_inputs_whose_memory_holds_the_opposite_numbers():
+    model = nn.Linear(4, 4, bias=False)
+    sums = ClippedPasses(model, Flat(1e9), loss_reduction="sum")
+    inputs, grads = torch.randn(2, 5, 4)
+    for of in (lambda tensor: tensor, torch._neg_view):  # the second pass reads the table of the first
+        model(of(inputs)).backward(grads)
+        sums.clip(rows=5)
+        grads = grads + 1
+    expected = (grads - 2).T @ inputs - (grads - 1).T @ inputs
+    assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5

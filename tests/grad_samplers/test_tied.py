@@ -9,7 +9,7 @@ from dpengine.grad_modes import choose_method
 from dpengine.grad_modes.choose_method import MethodTable, time_algorithms
 from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.method import Algorithm, Method
-from dpengine.grad_modes.reused_memory import Scratch
+from dpengine.grad_modes.scratch import Scratch
 from dpengine.grad_samplers import tied
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.grad_samplers.tied import tied_cost, tied_norm

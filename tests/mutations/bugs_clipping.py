@@ -256,7 +256,7 @@ BUGS = (
         "a weight that is used past its layer",
         ("DO",),
         (Patch(PassClipper, "check_leaks", _leaks_dropped),),
-        make=_of(_three(Tied, square=True)),
+        make=_of(_three(Tied, square=True), grad_sample_mode="hooks"),
     ),
     Planted(
         "PB-38",

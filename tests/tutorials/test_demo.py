@@ -137,7 +137,7 @@ def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert on_terminal.code == 0, on_terminal.out
     assert "\033[1m" not in on_terminal.out
     assert re.findall(r"\033\[[0-9;]*m", on_terminal.out) == []
-    assert re.search(r"training ████████████ 40/40  ε 1.00/1.00 \(100 %\)  [\d:]+<00:00, +[\d.]+it/s", on_terminal.out)
+    assert re.search(r"█{8} 40/40  ε 1.00/1.00 \(100 %\)  [\d:]+<00:00, +[\d.]+it/s", on_terminal.out)
 
 
 @pytest.mark.slow
