@@ -1,1 +1,1 @@
-"""The forward pass, loss, backward pass and clipping as one graph, for ``torch.compile``."""
+"""The forward pass, the backward pass and clipping as compiled functions, from one traced graph."""

@@ -209,7 +209,6 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = _contents(attributes)
-    lists = [(value, list(value)) for _, then in attributes for value in then.values() if isinstance(value, list)]
     tables = [(table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)]
 
     def changed() -> str | None:
@@ -220,15 +219,13 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
         for (name, before), (_, after) in zip(contents, _contents(attributes), strict=True):
             if before != after:
                 return repr(name)
-        return next((f"with a list of {len(then)} values" for now, then in lists if len(now) != len(then)), None)
+        return None
 
     try:
         for table, name in _places(model):
             table[name] = stand_ins[table[name]]
         yield changed
     finally:
-        for value, before in lists:
-            value[:] = before
         for now, then in [*attributes, *tables]:
             for name in now.keys() - then.keys():
                 del now[name]
