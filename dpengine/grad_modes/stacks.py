@@ -102,6 +102,43 @@ class Stack:
 
 
 @dataclass(frozen=True, eq=False)
+class UseColumns:
+    """Columns of all uses in the stacks. A parameter with several uses has its own columns, and others behind them.
+
+    Attributes:
+        own: The columns of each parameter.
+        starts: The first column of each use, in the order of the stacks.
+        added: The columns of further uses, which are added to those of the parameter.
+        width: Number of all columns.
+    """
+
+    own: Columns
+    starts: Sequence[int]
+    added: Mapping[nn.Parameter, Sequence[slice]]
+    width: int
+
+    @classmethod
+    def of(cls, stacks: Iterable[Stack]) -> UseColumns:
+        """Returns the columns for the uses of these stacks."""
+        uses = [use for stack in stacks for part in stack.parts for use in part.uses]
+        own: dict[nn.Parameter, slice] = {}
+        starts: list[int] = []
+        added: dict[nn.Parameter, list[slice]] = {}
+        end = 0
+        for parameter, numel in {use.parameter: use.numel for use in uses}.items():
+            own[parameter] = slice(end, end := end + numel)
+        found: set[nn.Parameter] = set()
+        for use in uses:
+            if use.parameter in found:
+                starts.append(end)
+                added.setdefault(use.parameter, []).append(slice(end, end := end + use.numel))
+            else:
+                starts.append(own[use.parameter].start)
+                found.add(use.parameter)
+        return cls(Columns(own), starts, added, end)
+
+
+@dataclass(frozen=True, eq=False)
 class Outers:
     """Gradients that compiled code forms in one call: sums of products, for any number of rows.
 
@@ -109,21 +146,25 @@ class Outers:
         jobs: `Job.numbers` of each gradient, with its offset in the matrix and that of its norms for one row.
         sources: Which tensors each takes, as indices in the list of all inputs and then all output gradients.
         prepared: Gradients that take other tensors, such as padded ones: index of the job and of the call, and sampler.
+        alone: Number of gradients that are the only one of their parameter. Their norms come first.
     """
 
     jobs: np.ndarray
     sources: np.ndarray
     prepared: Sequence[tuple[int, int, GradSampler]]
+    alone: int
 
     @classmethod
-    def of(cls, calls: Sequence[TensorCall], stacks: Iterable[Stack], columns: Mapping[nn.Parameter, slice]) -> Outers:
+    def of(cls, calls: Sequence[TensorCall], stacks: Iterable[Stack], columns: UseColumns) -> Outers:
         """Returns the table for the compiled stacks of a layout."""
         jobs: list[list[int]] = []
         sources: list[tuple[int, int]] = []
         prepared: list[tuple[int, int, GradSampler]] = []
-        width = Columns(columns).count
-        each = [(stack.at, part) for stack in stacks for part in stack.parts]
-        for i, sampler, use in [(i, p.sampler, use) for at, p in each for i, use in zip(at, p.uses, strict=True)]:
+        parts = [(stack.at, part) for stack in stacks for part in stack.parts]
+        each = [(i, part.sampler, use) for at, part in parts for i, use in zip(at, part.uses, strict=True)]
+        added = [use.parameter in columns.added for _, _, use in each]
+        alone_first = sorted(range(len(each)), key=added.__getitem__)
+        for (i, sampler, _), start in zip(each, columns.starts[: len(each)], strict=True):
             tensors: Any = calls[i].inputs, calls[i].grad  # of which both may be one in this pass
             inputs, grad = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in tensors)
             job = _job(sampler, calls[i], inputs, grad)
@@ -134,12 +175,13 @@ class Outers:
                 prepared.append((len(jobs), i, sampler))
             sources.append((wide or 0, narrow or 0))
             numbers = job.numbers()
-            numbers[OUT], numbers[OUT_ROW], numbers[SQ_NORM] = 4 * columns[use.parameter].start, width, 8 * len(jobs)
+            numbers[OUT], numbers[OUT_ROW] = 4 * start, columns.width
+            numbers[SQ_NORM] = 8 * alone_first.index(len(jobs))
             jobs.append(numbers)
-        return cls(np.array(jobs, np.uint64), np.array(sources), prepared)
+        return cls(np.array(jobs, np.uint64), np.array(sources), prepared, added.count(False))
 
     def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
-        """Writes the gradients to the first columns of the matrix, and returns their squared norms ``(B,)``."""
+        """Writes the gradients to the matrix, and returns the squared norms ``(B,)`` of those alone."""
         held: list[Any] = [*map(_inputs, calls), *map(_grad, calls)]
         if not all(map(_is_contiguous, held)) or any(map(Tensor.is_neg, held)):
             held = [tensor.resolve_neg().contiguous() for tensor in held]
@@ -155,7 +197,7 @@ class Outers:
             jobs[at, WIDE], jobs[at, NARROW] = job.wide.data_ptr(), job.narrow.data_ptr()
             held += (job.wide, job.narrow)  # until they are read
         outer_sums(jobs)
-        return sq_norms_JB.sum(dim=0)
+        return sq_norms_JB[: self.alone].sum(dim=0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,50 +207,63 @@ class Layout:
     Attributes:
         names: The dotted names of all parameters of the calls, also of those outside the matrix.
         stacks: The stacks, in the order of the columns.
-        columns: The columns of each parameter in the matrix.
+        uses: The columns of each use. Those of further uses are no longer needed once the matrix is formed.
         rest: Index of each call with gradients that do not go into the matrix, and the uses of their parameters.
         outers: The gradients in the first columns, which compiled code forms; None if it forms none.
     """
 
     names: Mapping[nn.Parameter, str]
     stacks: tuple[Stack, ...]
-    columns: Columns
+    uses: UseColumns
     rest: tuple[tuple[int, Mapping[str, Use]], ...]
     outers: Outers | None
 
+    @property
+    def columns(self) -> Columns:
+        """The columns of each parameter in the matrix."""
+        return self.uses.own
+
     def choices(self, rows: int) -> list[Choice]:
         """Returns the choice to report for each parameter in the matrix."""
-        found = []
+        found: dict[nn.Parameter, Choice] = {}
         for stack in self.stacks:
             why = "formed with equal layers" if len(stack.at) > 1 else "formed at once"
             shown = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
             for part in stack.parts:
                 for use in part.uses:
                     kept_bytes = use.parameter.itemsize * rows * use.numel
-                    found.append(Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
-        return found
+                    found.setdefault(use.parameter, Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
+        return list(found.values())
 
     def equal_columns(self) -> Iterator[tuple[list[nn.Parameter], slice]]:
         """Yields parameters of one shape that are adjacent, and their columns."""
+        columns, found = self.columns.of, set[nn.Parameter]()
         for part in (part for stack in self.stacks for part in stack.parts):
-            parameters = [use.parameter for use in part.uses]
-            first, last = self.columns.of[parameters[0]], self.columns.of[parameters[-1]]
-            yield parameters, slice(first.start, last.stop)
+            parameters = [p for p in dict.fromkeys(use.parameter for use in part.uses) if p not in found]
+            if parameters:
+                yield parameters, slice(columns[parameters[0]].start, columns[parameters[-1]].stop)
+            found.update(parameters)
 
     def matrix(self, calls: Sequence[TensorCall], rows: int, take: Take) -> Matrix:
         """Forms the gradients. Compiled code writes to memory that ``take`` returns."""
         parts = [grad for stack in self.stacks if not stack.compiled for grad in stack.grads(calls, rows)]
         if self.outers is None:
             return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
-        shape, cpu = (rows, self.columns.count), torch.device("cpu")
+        shape, cpu = (rows, self.uses.width), torch.device("cpu")
         few = 4 * math.prod(shape) <= _MOST_REUSED
         grads_BP = take(shape, torch.float32, cpu) if few else torch.empty(shape, dtype=torch.float32, device=cpu)
         sq_norm_B = self.outers.form(calls, grads_BP)
+        count = self.columns.count
         if parts:
-            others_BP = grads_BP[:, self.columns.count - sum(part.shape[1] for part in parts) :]
+            others_BP = grads_BP[:, count - sum(part.shape[1] for part in parts) : count]
             torch.cat(parts, dim=1, out=others_BP)
             sq_norm_B += sq_norms(others_BP)
-        return Matrix(self, grads_BP, sq_norm_B)
+        for parameter, added in self.uses.added.items():
+            own_BP = grads_BP[:, self.columns.of[parameter]]
+            for columns in added:
+                own_BP += grads_BP[:, columns]
+            sq_norm_B += sq_norms(own_BP)
+        return Matrix(self, grads_BP if self.uses.width == count else grads_BP[:, :count], sq_norm_B)
 
 
 class Matrix(NamedTuple):
@@ -227,11 +282,9 @@ def bucket_of(size: int) -> int:
 def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows: int, budget: int) -> Layout:
     """Returns the layout of a pass of about ``rows`` samples.
 
-    A parameter with several uses is not in the matrix: its uses add up before any norm. ``used`` are the parameters
+    All uses of a parameter are in the matrix, or none is: they add up before any norm. ``used`` are the parameters
     with uses besides ``calls``. The matrix takes at most ``budget`` bytes.
     """
-    times = Counter(use.parameter for call in calls for use in call.uses.values())
-    times.update(list(used))
     alike: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
         alike.setdefault(call.uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
@@ -244,24 +297,30 @@ def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows:
         for name in _fitting(first, like, rows):
             uses = [calls[i].uses[name] for i in at]
             width = sum(use.numel for use in uses)
-            if end + width > most or any(times[use.parameter] > 1 for use in uses):
+            if end + width > most or any(use.parameter in used for use in uses):
                 continue
             taken[name] = Part.of(first.uses.rule[name], uses)
             end += width
         if taken:
             stacks += _stacks_of(first, tuple(at), taken)
+    if partly := _partly_stacked(calls, stacks):
+        return layout_of(calls, {*used, *partly}, rows, budget)
     stacks.sort(key=lambda stack: not stack.compiled)
-    columns: dict[nn.Parameter, slice] = {}
-    end = 0
-    for use in (use for stack in stacks for part in stack.parts for use in part.uses):
-        columns[use.parameter] = slice(end, end + use.numel)
-        end += use.numel
+    columns = UseColumns.of(stacks)
     names = {use.parameter: use.name for call in calls for use in call.uses.values()}
-    outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns} for call in calls]
+    outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns.own.of} for call in calls]
     rest = tuple([(i, uses) for i, uses in enumerate(outside) if uses])
     compiled = [stack for stack in stacks if stack.compiled]
     outers = Outers.of(calls, compiled, columns) if compiled else None
-    return Layout(names, tuple(stacks), Columns(columns), rest, outers)
+    return Layout(names, tuple(stacks), columns, rest, outers)
+
+
+def _partly_stacked(calls: Sequence[TensorCall], stacks: Sequence[Stack]) -> set[nn.Parameter]:
+    """Returns the parameters with several uses of which compiled code forms only some, or none."""
+    times = Counter(use.parameter for call in calls for use in call.uses.values())
+    uses = [(use.parameter, stack.compiled) for stack in stacks for part in stack.parts for use in part.uses]
+    compiled = Counter(parameter for parameter, is_compiled in uses if is_compiled)
+    return {p for p, _ in uses if times[p] > 1 and compiled[p] < times[p]}
 
 
 def _stacks_of(first: TensorCall, at: tuple[int, ...], parts: Mapping[str, Part]) -> list[Stack]:
