@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dpengine.distributed.layer_parts import LayerPart, layer_type, local_inputs
 from dpengine.distributed.local_shards import is_dtensor
@@ -18,7 +19,7 @@ from .shared_positions import SharedPositions
 from .tap import tap, tap_rows
 from .tensors import tensors_in
 from .watch import Kind, Watch
-from .watched_parameter import Origin, WatchedParameter, realize
+from .watched_parameter import Origin, WatchedParameter, realize, unsupported
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -182,12 +183,7 @@ class AnyForward:
 
 
 def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
-    origin = next(iter(origins.values()))
-    raise UnsupportedLayerError(
-        f"Entries of '{origin.name}' that all rows share are used as the weight of F.linear.",
-        fix="Tie weights by sharing the parameter of a layer.",
-        where=origin.name,
-    )
+    raise unsupported(next(iter(origins.values())), F.linear)
 
 
 def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

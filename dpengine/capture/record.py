@@ -63,8 +63,8 @@ class LayerCall:
         raise UnsupportedLayerError(
             f"Layer '{self.name}' ({type(self.layer).__name__}) returned one number for the whole batch, which "
             "does not show the gradients of single samples.",
-            fix="Call it on values of single samples, as the losses of loss_fn(..., reduction='none'), and take the "
-            "mean of what it returns.",
+            fix="If the model's forward calls it, pass grad_sample_mode='auto' or 'whole_model'. Else call it on "
+            "values of single samples, as the losses of loss_fn(..., reduction='none'), and average its output.",
         )
 
     def replace(self, **changes: Any) -> LayerCall:

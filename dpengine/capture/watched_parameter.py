@@ -28,7 +28,10 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.layers.linear_place import linear_place
 
-_SEPARATE = "Move the parameter to a separate module, freeze it, or pass grad_sample_mode='functorch' or 'whole_model'."
+_RUN_ALONE = (
+    "Pass grad_sample_mode='auto' or 'whole_model', or freeze it. In a sharded model or a checkpoint, move it to a "
+    "module of its own."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +91,7 @@ class WatchedParameter(Tensor):
             result = func(*args, **kwargs)
         if not isinstance(result, Tensor) and not _holds_tensor(result):
             return result  # a shape, dtype or similar
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
 
 
 class _Traced(WatchedParameter):
@@ -116,7 +119,7 @@ def realize(value: Any) -> Any:
     if not isinstance(value, WatchedParameter):
         return value
     if value.origin.rows is None:
-        raise _unsupported(value.origin, "a module that takes it as input")
+        raise unsupported(value.origin, "a module that takes it as input")
     return _expanded_per_sample(value)
 
 
@@ -139,9 +142,9 @@ def _expanded_per_sample(value: WatchedParameter) -> Tensor:
 def _escaped(origin: Origin, grad: Tensor) -> None:
     """Raises in the backward pass if the parameter was used in an operation that no handler saw."""
     raise UnsupportedLayerError(
-        f"Parameter '{origin.name}' is used in a torch.autograd.Function, which has no per-sample gradients in a "
-        "module that also contains other layers.",
-        fix=_SEPARATE,
+        f"Parameter '{origin.name}' is used in a torch.autograd.Function, where no rule gives its per-sample "
+        "gradients.",
+        fix=_RUN_ALONE,
         where=origin.name,
     )
 
@@ -154,12 +157,12 @@ def _holds_tensor(result: Any) -> bool:
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result))
 
 
-def _unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
+def unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
+    """Returns the error for a use of a parameter, or of what was derived from it, that is not followed."""
     operation = getattr(func, "__name__", str(func))
     return UnsupportedLayerError(
-        f"Parameter '{origin.name}' is used by {operation}, which has no per-sample gradients in a module that also "
-        "contains other layers.",
-        fix=_SEPARATE,
+        f"Parameter '{origin.name}' is used by {operation}, where no rule gives its per-sample gradients.",
+        fix=_RUN_ALONE,
         where=origin.name,
     )
 
@@ -168,7 +171,7 @@ def _unary(func, args, kwargs):
     """Records an operation on the parameter alone, to be replayed for each sample."""
     value, *rest = args
     if any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves((rest, kwargs))):
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         result = func(value, *rest, **kwargs)
     origin = value.origin
@@ -176,7 +179,7 @@ def _unary(func, args, kwargs):
         # The leading axis may be the batch, and a view could move it.
         if func in _KEEPS_SHAPE:
             return WatchedParameter.of(result, replace(origin, rows=None)) if result.shape != value.shape else value
-        raise _unsupported(origin, func)
+        raise unsupported(origin, func)
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
     place = rest[0] if func is Tensor.__getitem__ and not origin.steps and _is_plain_slice(rest[0]) else None
     return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), place=place))
@@ -194,7 +197,7 @@ def _expand(func, args, kwargs):
         result = func(value, *rest, **kwargs)
         leading = value.shape[0] == 1 and len(sizes) == value.dim() if value.dim() else False
     if origin.rows is not None:
-        raise _unsupported(origin, func)
+        raise unsupported(origin, func)
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
     tail_kept = func is Tensor.expand or all(size == 1 for size in sizes[1:])
     rows = result.shape[0] if leading and tail_kept else None
@@ -206,7 +209,7 @@ def _elementwise(func, args, kwargs):
     others = [v for v in args if isinstance(v, Tensor) and not isinstance(v, WatchedParameter)]
     watched = [v for v in args if isinstance(v, WatchedParameter)]
     if len(watched) != 1 or any(isinstance(v, Tensor) for v in kwargs.values()) or len(others) > 1:
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     value = watched[0]
     if not others or others[0].dim() == 0:
         index = next(i for i, v in enumerate(args) if v is value)
@@ -214,7 +217,7 @@ def _elementwise(func, args, kwargs):
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             result = func(*args, **kwargs)
         if value.origin.rows is not None:
-            raise _unsupported(value.origin, func)
+            raise unsupported(value.origin, func)
         return WatchedParameter.of(result, replace(value.origin, steps=(*value.origin.steps, step), place=None))
     per_sample = _broadcastable(value, others[0], func)
     return func(*[per_sample if v is value else v for v in args], **kwargs)
@@ -234,13 +237,13 @@ def _broadcastable(value: WatchedParameter, other: Tensor, func: Any) -> Tensor:
         return per_sample.reshape(rows, *[1] * (other.dim() - 1 - len(shape)), *shape)
     if len(shape) == other.dim() and shape[0] == 1:
         return origin.per_sample(rows).flatten(0, 1)
-    raise _unsupported(origin, func)
+    raise unsupported(origin, func)
 
 
 def _check_batch_axis(origin: Origin, other: Tensor, func: Any) -> None:
     batch_size = origin.batch_size()
     if batch_size is not None and other.shape[0] != batch_size:
-        raise _unsupported(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
+        raise unsupported(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
 
 
 def _where(func, args, kwargs):
@@ -249,7 +252,7 @@ def _where(func, args, kwargs):
     condition = args[0] if len(args) == 3 else None
     others = [v for v in args[1:] if isinstance(v, Tensor) and v.dim() and not isinstance(v, WatchedParameter)]
     if len(watched) != 1 or condition is None or condition is watched[0] or others or kwargs:
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     rows = watched[0].origin.batch_size()
     if rows is not None and condition.dim() and condition.shape[0] == 1:
         condition = condition.expand(rows, *condition.shape[1:])
@@ -261,7 +264,7 @@ def _attention(func, args, kwargs):
     """Handles attention with a bias that is derived from a parameter."""
     bias = kwargs.get("attn_mask")
     if not isinstance(bias, WatchedParameter) or any(isinstance(v, WatchedParameter) for v in args):
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     query = args[0] if args else kwargs["query"]
     return func(*args, **{**kwargs, "attn_mask": _broadcastable(bias, query, func)})
 
@@ -271,11 +274,11 @@ def _join(func, args, kwargs):
     tensors = list(args[0])
     with_batch = [t for t in tensors if not isinstance(t, WatchedParameter)]
     if not with_batch or any(t.origin.rows is None for t in tensors if isinstance(t, WatchedParameter)):
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     joined = [_broadcastable(t, with_batch[0], func) if isinstance(t, WatchedParameter) else t for t in tensors]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     if dim in {0, -with_batch[0].dim()}:
-        raise _unsupported(_first(args, kwargs).origin, f"{func.__name__} along the batch axis")
+        raise unsupported(_first(args, kwargs).origin, f"{func.__name__} along the batch axis")
     return func(joined, *args[1:], **kwargs)
 
 
@@ -290,7 +293,7 @@ def _linear(func, args, kwargs):
         return product if bias is None else product + bias
     for origin in origins.values():
         if origin.steps and origin.place is None:
-            raise _unsupported(origin, func)
+            raise unsupported(origin, func)
     output = func(inputs, unwatched(weight), unwatched(bias))
     return next(iter(origins.values())).tap_linear(origins, inputs, output)
 
@@ -298,7 +301,7 @@ def _linear(func, args, kwargs):
 def _product(func, args, kwargs):
     """Handles ``x @ parameter`` for a batched ``x``."""
     if len(args) != 2 or isinstance(args[0], WatchedParameter) or not isinstance(args[1], WatchedParameter):
-        raise _unsupported(_first(args, kwargs).origin, func)
+        raise unsupported(_first(args, kwargs).origin, func)
     left, right = args
     return _per_sample_product(left, right, func)
 
@@ -308,7 +311,7 @@ def _per_sample_product(inputs: Tensor, weight: WatchedParameter, func: Any, *, 
     with torch._C.DisableTorchFunctionSubclass():
         is_matrix = weight.dim() == 2
     if not is_matrix or inputs.dim() < 2 or weight.origin.rows is not None:
-        raise _unsupported(weight.origin, func)
+        raise unsupported(weight.origin, func)
     _check_batch_axis(weight.origin, inputs, func)
     copies = weight.origin.per_sample(inputs.shape[0])
     copies = copies.transpose(1, 2) if transposed else copies
@@ -327,10 +330,10 @@ def _einsum(func, args, kwargs):
     batch = {term[:1] for i, term in enumerate(letters) if i not in at} | {result[:1]}
     fits = len(at) == len(batch) == 1 and len(letters) == len(operands) > 1 and origin.rows is None
     if not fits or "." in equation or kwargs:
-        raise _unsupported(origin, func)
+        raise unsupported(origin, func)
     (letter,), (i,) = batch, at
     if not letter or letter in letters[i]:
-        raise _unsupported(origin, func)
+        raise unsupported(origin, func)
     others = [operand for operand in operands if operand is not operands[i]]
     for other in others:
         _check_batch_axis(origin, other, func)

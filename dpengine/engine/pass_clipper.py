@@ -348,10 +348,10 @@ class PassClipper:
             raise MissingGradientError(
                 f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
                 "layer that owns it, so that part of its gradient would escape clipping.",
-                fix="Call the layer itself (share the module to tie weights), pass grad_sample_mode='whole_model' if "
-                "the model's forward uses the parameter, or freeze it. Give learned weights of losses a layer of their "
-                "own, which gets the losses of single samples. For a penalty on weights in the loss, pass "
-                "weight_decay= to the optimizer, which costs no privacy.",
+                fix="If the model's forward uses it, pass grad_sample_mode='auto' or 'whole_model', or freeze it. If "
+                "the loop does, call the layer itself, inside the model's forward. Give learned weights of losses a "
+                "layer of their own, which gets the losses of single samples. For a penalty on weights in the loss, "
+                "pass weight_decay= to the optimizer, which costs no privacy.",
             )
 
     def _check_samples(self, mode: AbstractGradients, samples: int | None) -> None:

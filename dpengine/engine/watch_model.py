@@ -15,6 +15,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.modes import MODES, Mode
 from dpengine.grad_modes.strategy import AbstractGradients
+from dpengine.grad_samplers.embedding import check_embedding
 from dpengine.grad_samplers.functional import functional_sampler
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
 from dpengine.independence.choose_units import UnitChoice, is_plain
@@ -35,6 +36,8 @@ def watch_model(
 ) -> tuple[Capture, AbstractGradients, Probe]:
     """Builds the three parts for one mode. Attaches nothing."""
     chosen = mode_of(mode)
+    for name, module in model.named_modules():
+        check_embedding(module, name)
     # A registered norm rule runs after the pass, when a module no longer holds its whole parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup

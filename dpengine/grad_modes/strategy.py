@@ -20,9 +20,8 @@ from .method import Choice
 from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (
-    "Keep the batch on axis 0 of every layer's input: use (B, T, features), not (B*T, features); for (T, B, ...), pass "
-    "batch_first=False to make_private. If the model moves samples to other axes inside, pass "
-    "grad_sample_mode='whole_model'."
+    "For inputs (T, B, ...), pass batch_first=False to make_private. If the model moves samples to other axes inside, "
+    "as in (B*T, features), pass grad_sample_mode='auto' or 'whole_model', and keep the batch on axis 0 of its outputs."
 )
 
 
@@ -72,7 +71,7 @@ class AbstractGradients(ABC):
     def combine(self, units: Units) -> None:
         """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         raise UnsupportedLayerError(
-            "Gradients of a unit of privacy are formed by grad_sample_mode='auto' alone.", fix="Pass that."
+            "Gradients of a unit of privacy are formed in the default mode alone.", fix="Pass grad_sample_mode='auto'."
         )
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:

@@ -23,24 +23,25 @@ from .machine import fast_in_float64
 from .sampler import GradSampler, argument
 
 _FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # multiplications
+_FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)."
 
 
 def check_embedding(layer: nn.Module, name: str = "") -> None:
     """Raises for settings that mix the samples of a batch, or that write the batch into the weight."""
     if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return
-    where = f"Layer '{name}' ({layer})" if name else str(layer)
+    where = f"Layer '{name}' ({type(layer).__name__})" if name else str(layer)
     if layer.scale_grad_by_freq:
         raise UnsupportedLayerError(
             f"{where} has scale_grad_by_freq=True, which divides a sample's gradient by counts over the whole batch, "
             "so one record changes the gradients of others.",
-            fix="Build it with scale_grad_by_freq=False.",
+            fix=_FIX,
         )
     if layer.max_norm is not None:
         raise UnsupportedLayerError(
             f"{where} has max_norm={layer.max_norm}, which rescales the entries that a batch uses in the forward pass, "
             "without noise.",
-            fix="Build it with max_norm=None.",
+            fix=_FIX,
         )
 
 

@@ -264,12 +264,14 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
     kind = type(call.layer).__name__
     fix = (
-        f"Give its rule with @register_grad_sampler({kind}), move dropout into an nn.Dropout outside it, or freeze it."
+        "Pass grad_sample_mode='auto' or 'whole_model' if all samples share an input. Freeze it, or give its rule with "
+        f"@register_grad_sampler({kind}), if it keeps samples apart."
     )
     if not call.name:
         fix = (
-            "Keep the batch on axis 0 of all inputs. Draw from the global generators, or move dropout out of it. "
-            f"In modes 'auto', 'hooks' and 'ghost', @register_grad_sampler({kind}) gives its rule."
+            "Give inputs that all samples share an axis of length 1, as in positions[None]. Pass "
+            "grad_sample_mode='auto', which runs only some layers again, if others draw random numbers or keep state. "
+            "If you call a single layer, put dropout into eval mode."
         )
     place = f"Layer '{call.name}'" if call.name else "The model"
     return UnsupportedLayerError(

@@ -74,7 +74,7 @@ def refuse_batch_axis(call: LayerCall, shape: tuple[int, ...]) -> None:
     """Raises where normalisation runs over axis 0, the batch."""
     if call.grad_output.dim() <= len(shape):
         raise UnsupportedLayerError(
-            f"Layer '{call.name}' ({type(call.layer).__name__}) normalises over axes {shape} of a tensor of shape "
+            f"Layer '{call.name}' ({type(call.layer).__name__}) normalizes over axes {shape} of a tensor of shape "
             f"{tuple(call.grad_output.shape)}, the batch included, so one record changes the gradients of others.",
             fix="Leave the batch axis out of normalized_shape.",
         )

@@ -172,6 +172,8 @@ class _Trial:
         batch_first = watch.in_rows or self.capture.batch_first
         fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
         rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)
+        if watch.name and fronts and not any(front.dim() for front in fronts):
+            self._found.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
         if rows is None:
             return
         seen.append((watch, rows))
@@ -202,12 +204,16 @@ class _Trial:
     def _used_outside(self, outputs: Sequence[Tensor]) -> list[_Obstacle]:
         """Returns the layers of parameters that autograd would give a gradient."""
         names: dict[Tensor, str] = {p: name for name, p in self.capture.model.named_parameters() if p.requires_grad}
-        leaves = [p for p in _leaves_of(outputs) if p in names]
-        watches = [(self._watch_of(names[p]), names[p]) for p in leaves]
+        uses = []
+        for leaf in _leaves_of(outputs):
+            if isinstance(leaf, WatchedParameter):
+                uses.append((leaf.origin.name, "in a torch.autograd.Function"))
+            elif leaf in names:
+                uses.append((names[leaf], "outside the forward of the layer that owns it"))
         return [
-            _Obstacle(watch, f"parameter '{name}' is used outside the forward of the layer that owns it")
-            for watch, name in watches
-            if watch is not None
+            _Obstacle(watch, f"parameter '{name}' is used {place}")
+            for name, place in uses
+            if (watch := self._watch_of(name)) is not None
         ]
 
     def _watch_of(self, where: str | None) -> Watch | None:

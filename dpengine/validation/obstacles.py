@@ -77,6 +77,11 @@ def _mixes_rows(module: nn.Module) -> bool:
     return module.training or not can_use_fixed_statistics(module)  # capture checks that it stays in eval mode
 
 
+def _is_batch_norm_of_others(module: nn.Module) -> bool:
+    known = type(module).__module__ == _BatchNorm.__module__ or type(module).__name__ in BATCH_NORMS_OF_TIMM
+    return isinstance(module, _BatchNorm) and not known
+
+
 def _keeps_statistics(module: nn.Module) -> bool:
     return isinstance(module, _InstanceNorm) and bool(module.track_running_stats)
 
@@ -124,6 +129,11 @@ OBSTACLES = (
         "Run one forward pass, model(example_input), before creating the optimizer",
     ),
     _BATCH_NORM,
+    Obstacle(
+        _is_batch_norm_of_others,
+        _MIXES,
+        "Replace it by torch.nn.GroupNorm and its other operations: dpengine.fix does not know what its class computes",
+    ),
     Obstacle(_mixes_rows, _MIXES, FIX),
     Obstacle(_keeps_statistics, "writes statistics of the batch into a buffer, without noise", FIX),
     Obstacle(
@@ -137,7 +147,7 @@ OBSTACLES = (
         _iterates_in_training,
         "has spectral norm, whose power iteration changes a buffer in every forward pass, so a repeated sample uses "
         "another weight",
-        "Remove it: torch.nn.utils.remove_spectral_norm(layer), or "
+        "Remove it: torch.nn.utils.remove_spectral_norm(layer), or, after parametrizations.spectral_norm, "
         "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
     ),
     Obstacle(
@@ -148,7 +158,7 @@ OBSTACLES = (
     Obstacle(
         lambda module: _trains(module, lambda dtype: dtype.is_complex),
         "has trainable complex parameters, for which per-sample gradients are not supported",
-        "Store real and imaginary part in two real parameters: torch.view_as_real(parameter)",
+        "Freeze them: layer.requires_grad_(False), or store real parameters: torch.view_as_real(parameter)",
     ),
 )
 """In the order of importance. ``why`` is reported for the first that applies."""

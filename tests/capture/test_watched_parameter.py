@@ -111,17 +111,19 @@ REFUSED = {
 def test_other_uses_are_refused_by_name_before_any_gradient(use):
     model = Holder(*use).double()
     ClippedPasses(model, mode="hooks")
-    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*functorch"):
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*grad_sample_mode='auto' or 'whole_model'"):
         model(torch.randn(ROWS, TIME, WIDTH).double())
     assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)
 
 
+@pytest.mark.filterwarnings("ignore:.*DPE028")
+@pytest.mark.parametrize("mode", ["auto", "whole_model", "functorch"])
 @pytest.mark.parametrize("use", ["product-from-the-left", "norm", "softmax-then-scale"])
-def test_what_is_refused_works_through_the_fallback(use):
+def test_what_is_refused_works_through_the_fallback(use, mode):
     torch.manual_seed(0)
     model = Holder(*REFUSED[use]).double()
     inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode="functorch", reduction="mean")
+    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9
 
@@ -206,19 +208,23 @@ def test_a_parameter_in_a_function_next_to_layers_is_rejected_by_name(change, un
     model = InRoot(change)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _, _, loader = PrivacyEngine().make_private(
-        model, optimizer, data, noise_multiplier=1.0, sample_rate=1.0, unused_parameters=unused
+        model,
+        optimizer,
+        data,
+        noise_multiplier=1.0,
+        sample_rate=1.0,
+        unused_parameters=unused,
+        grad_sample_mode="hooks",
     )
     ((x, y),) = loader
-    with pytest.raises(
-        UnsupportedLayerError, match=r"DPE001.*'weight' is used in a torch.autograd.Function.*functorch"
-    ):
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'weight' is used in a torch.autograd.Function"):
         F.cross_entropy(model(x), y).backward()
 
 
 @pytest.mark.parametrize(
     ("model", "mode"),
-    [(nn.Sequential(TimesModule(), nn.Linear(WIDTH, 2)), "auto"), (InRoot(), "functorch")],
-    ids=["separate module", "functorch"],
+    [(nn.Sequential(TimesModule(), nn.Linear(WIDTH, 2)), "hooks"), (InRoot(), "functorch"), (InRoot(), "auto")],
+    ids=["separate module", "functorch", "auto"],
 )
 def test_the_remedies_for_a_parameter_in_a_function_are_exact(model, mode):
     inputs, targets = (torch.randn(6, WIDTH).double(),), torch.tensor([0, 1, 0, 1, 1, 0])

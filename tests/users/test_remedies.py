@@ -20,7 +20,7 @@ from loops import (
     gradients_of,
     make_loop,
 )
-from reference import clipped_sum, per_sample_gradients
+from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
@@ -86,7 +86,9 @@ def test_time_on_axis_0_names_batch_first():
     ids = torch.randint(0, 9, (ROWS, TIME), generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(ids, ids)
     loop = make_loop(TimeFirst(), dataset=dataset, **NOISE)
-    with pytest.raises(BatchMismatchError, match=r"DPE018.*for \(T, B, ...\), pass batch_first=False to make_private"):
+    with pytest.raises(
+        BatchMismatchError, match=r"DPE018.*For inputs \(T, B, ...\), pass batch_first=False to make_private"
+    ):
         inputs, targets = first_batch(loop.loader)
         time_first_loss(loop)(inputs, targets).backward()
     remedy = make_loop(TimeFirst(), dataset=dataset, batch_first=False, **NOISE)
@@ -395,7 +397,7 @@ class TwoTasks(nn.Module):
 
 
 def test_learned_weights_of_losses_are_exact_on_losses_of_single_samples():
-    loop = make_loop(TwoTasks("mean"))
+    loop = make_loop(TwoTasks("mean"), grad_sample_mode="hooks")
     inputs, _ = first_batch(loop.loader, least=2)
     with pytest.raises(UnsupportedLayerError, match=r"'weights' \(LossWeights\) returned one number.*reduction='none'"):
         loop.model(inputs).backward()
@@ -448,3 +450,234 @@ def test_engines_of_disjoint_parts_and_one_engine_of_all_folds_are_silent(recwar
     for part in (Subset(data, range(16)), Subset(data, range(8, ROWS)), data):
         train_on(part, engine)
     assert not [w for w in recwarn if "Another engine" in str(w.message)]
+
+
+# Models that no rule of a layer covers, and arguments that accept them
+
+WIDTH, SAMPLES = 4, 5
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+
+class OwnParameter(Part):
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(SAMPLES, SAMPLES))
+
+    def forward(self, x):
+        return self.mix.softmax(-1) @ self.layer(x)
+
+
+class Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).flatten(0, -2).sum(0)
+
+
+class OwnFunction(Part):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return Times.apply(self.layer(x), self.scale)
+
+
+class EntriesAsWeight(Part):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return F.linear(self.layer(x), self.table(torch.arange(WIDTH)))
+
+
+class UsedTwice(Part):
+    def forward(self, x):
+        return F.linear(torch.tanh(self.layer(x)), self.layer.weight)
+
+
+class Flattens(Part):
+    def forward(self, x):
+        return self.layer(x.flatten(0, 1)).view_as(x)
+
+
+class TimeInside(Part):
+    def forward(self, x):
+        return self.layer(x[:, :3].transpose(0, 1)).transpose(0, 1)
+
+
+class Places(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x, places):
+        return x * self.scale * places[:, None]
+
+
+class SharedPlaces(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = Places()
+
+    def forward(self, x):
+        return self.layer(x, torch.arange(x.shape[1], dtype=x.dtype))
+
+
+OWN = torch.Generator()
+
+
+class DrawsBefore(Part):
+    """Draws from a generator of its own, before the layer."""
+
+    def forward(self, x):
+        return self.layer(x + 0 * torch.rand(WIDTH, generator=OWN))
+
+
+class DrawsInside(nn.Module):
+    """A layer that draws from a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        return x * self.scale + 0 * torch.rand(WIDTH, generator=OWN)
+
+
+class KeepsHidden(Part):
+    def forward(self, x):
+        self.hidden = self.layer(x)
+        return torch.tanh(self.hidden)
+
+
+class Pooled(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.head = part, nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.part(x)).mean(dim=1))
+
+
+def of_outputs(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def own_loss(model, x, _):
+    return model(x)
+
+
+def of_activations_too(model, x, y):
+    return F.cross_entropy(model(x), y) + model.part.hidden.square().sum(dim=(1, 2)).mean()
+
+
+AUTO, WHOLE_MODEL = {"grad_sample_mode": "auto"}, {"grad_sample_mode": "whole_model"}
+HOOKS, GHOST = {"grad_sample_mode": "hooks"}, {"grad_sample_mode": "ghost"}
+OTHER_AXIS = r"DPE018.*Layer 'part\.layer' saw \d+ rows, the sampler drew 5"
+SHARED = r"DPE001.*Layer 'part\.layer' \(Places\) gave another output.*only looks like the batch"
+GHOST_AGAIN = r"DPE001.*Layer 'part\.layer' had other gradients.*run again"
+# What is rejected: model, arguments, message, loss, and the arguments that the message names.
+REJECTED = {
+    "operation": (OwnParameter, HOOKS, r"DPE001.*'part\.mix' is used by softmax", of_outputs, [AUTO, WHOLE_MODEL]),
+    "function": (
+        OwnFunction,
+        HOOKS,
+        r"DPE001.*'part\.scale' is used in a torch\.autograd\.Function",
+        of_outputs,
+        [AUTO, WHOLE_MODEL],
+    ),
+    "entries": (
+        EntriesAsWeight,
+        HOOKS,
+        r"DPE001.*'part\.table\.weight' is used by linear",
+        of_outputs,
+        [AUTO, WHOLE_MODEL],
+    ),
+    "outside its layer": (UsedTwice, HOOKS, r"DPE002.*'part\.layer\.weight'", of_outputs, [AUTO, WHOLE_MODEL]),
+    "flattened": (Flattens, HOOKS, OTHER_AXIS, of_outputs, [AUTO, WHOLE_MODEL]),
+    "time on axis 0 inside": (TimeInside, HOOKS, OTHER_AXIS, of_outputs, [AUTO, WHOLE_MODEL]),
+    "as many places as samples": (SharedPlaces, HOOKS, SHARED, of_outputs, [AUTO, WHOLE_MODEL]),
+    "random numbers before a layer": (
+        DrawsBefore,
+        WHOLE_MODEL,
+        r"DPE001.*The model \(Pooled\) could not be run on each row alone",
+        of_outputs,
+        [AUTO],
+    ),
+    "activations in the loss": (KeepsHidden, GHOST, GHOST_AGAIN, of_activations_too, [AUTO]),
+    "weights of losses": (
+        lambda: TwoTasks("mean"),
+        HOOKS,
+        r"DPE001.*'weights' \(LossWeights\) returned one number",
+        own_loss,
+        [AUTO, WHOLE_MODEL],
+    ),
+}
+
+
+def whole_batch(make, options, **more):
+    """A loop whose only batch is the whole data, and a copy of the model."""
+    torch.manual_seed(0)
+    model = make()
+    if not isinstance(model, TwoTasks):
+        model = Pooled(model)
+    shape = (SAMPLES, FEATURES) if isinstance(model, TwoTasks) else (SAMPLES, SAMPLES, WIDTH)
+    dataset = TensorDataset(torch.randn(shape), torch.arange(SAMPLES) % CLASSES)
+    loop = make_loop(copy.deepcopy(model), dataset=dataset, batch_size=SAMPLES, sample_rate=1.0, **options, **more)
+    return loop, model.double(), next(iter(loop.loader))
+
+
+def assert_exact(make, options, loss_of=of_outputs):
+    """Compares a step with a loop over samples on a copy of the model."""
+    _, plain, (inputs, targets) = whole_batch(make, options)
+    gradients = []
+    for x, y in zip(inputs.double(), targets, strict=True):
+        plain.zero_grad()
+        loss_of(plain, x[None], y[None]).backward()
+        gradients.append({name: p.grad.clone() for name, p in plain.named_parameters() if p.requires_grad})
+    max_norm = flat_norms(gradients).median().item()
+    loop, _, batch = whole_batch(make, options, max_grad_norm=max_norm)
+    loss_of(loop.model, *batch).backward()
+    loop.optimizer.step()
+    expected = {name: total / SAMPLES for name, total in clipped_sum(gradients, max_norm).items()}
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE028", "ignore:.*DPE012")
+@pytest.mark.parametrize("name", REJECTED)
+def test_each_argument_that_a_rejection_names_gives_the_sums_of_a_loop_over_samples(name):
+    make, options, says, loss_of, accepted_by = REJECTED[name]
+    loop, _, batch = whole_batch(make, options)
+    with pytest.raises(PrivacyError, match=says) as seen:
+        loss_of(loop.model, *batch).backward()
+    for remedy in accepted_by:
+        ((argument, value),) = remedy.items()
+        assert re.search(rf"\b{argument}=('\w+' or )?'{value}'", seen.value.fix)
+        assert_exact(make, remedy, loss_of)
+
+
+def rule_of_draws_inside(layer, inputs, grads):
+    return {layer.scale: (inputs[0] * grads).sum(dim=1)}
+
+
+@pytest.mark.usefixtures("registries")
+@pytest.mark.filterwarnings("ignore:.*DPE012")
+def test_a_layer_that_draws_from_its_own_generator_is_exact_if_it_is_frozen_or_has_a_rule():
+    loop, _, batch = whole_batch(DrawsInside, {})
+    with pytest.raises(UnsupportedLayerError, match=r"'part' .*Freeze it.*@register_grad_sampler\(DrawsInside\)"):
+        of_outputs(loop.model, *batch).backward()
+    assert_exact(lambda: DrawsInside().requires_grad_(False), {})
+    dpengine.register_grad_sampler(DrawsInside)(rule_of_draws_inside)
+    assert_exact(DrawsInside, {})

@@ -6,6 +6,7 @@ from cases import CASES
 from torch import nn
 from torch.nn.utils import parametrizations
 
+import dpengine
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
 from dpengine.grad_samplers.registered import REGISTERED
@@ -56,14 +57,14 @@ BLOCKED = {
         "mixes the samples",
         FIX,
     ),
-    "batch-norm-subclass-in-eval-mode": (lambda: NewBatchNorm(4).eval(), "mixes the samples", FIX),
+    "batch-norm-subclass-in-eval-mode": (lambda: NewBatchNorm(4).eval(), "mixes the samples", "GroupNorm"),
     "batch-norm-in-eval-mode-with-a-forward": (
         lambda: with_other_forward(nn.BatchNorm2d(4).eval()),
         "mixes the samples",
         FIX,
     ),
     "sync-batch-norm-in-eval-mode": (lambda: nn.SyncBatchNorm(4).eval(), "mixes the samples", FIX),
-    "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the samples", FIX),
+    "batch-norm-subclass": (lambda: NewBatchNorm(4), "mixes the samples", "GroupNorm"),
     "batch-norm-lazy": (lambda: nn.LazyBatchNorm2d(affine=False), "shape is not known", r"model\(example_input\)"),
     "sync-batch-norm": (lambda: nn.SyncBatchNorm(4), "mixes the samples", FIX),
     "instance-norm-tracking": (lambda: nn.InstanceNorm2d(4, track_running_stats=True), "statistics of the batch", FIX),
@@ -126,6 +127,27 @@ def test_what_breaks_the_guarantee_is_blocked_and_says_why_and_what_to_do(case):
         report.raise_if_blocked()
     assert str(refusal.value).startswith(f"[DPE001] 1.block.0 ({type(layer).__name__}) ")
     assert refusal.value.fix == report.blocked[0].remedy
+
+
+REMEDIES = {
+    **{case: "model, changes = dpengine.fix(model)" for case, (_, _, remedy) in BLOCKED.items() if remedy == FIX},
+    "lazy": "model(example_input)",
+    "spectral-norm-old": "torch.nn.utils.remove_spectral_norm(layer)",
+    "spectral-norm": "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
+    "half": "model.bfloat16()",
+    "complex": "layer.requires_grad_(False)",
+}
+
+
+@pytest.mark.parametrize("case", REMEDIES)
+def test_the_remedy_of_a_blocked_layer_works_as_written(case):
+    layer = BLOCKED[case][0]()
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(case != "lazy"), layer)
+    scope = {"torch": torch, "dpengine": dpengine, "model": model, "layer": layer, "example_input": torch.randn(1, 2)}
+    (blocked,) = check(model).blocked
+    assert REMEDIES[case] in blocked.remedy
+    exec(REMEDIES[case], scope)
+    assert check(scope["model"]).ok
 
 
 def test_every_obstacle_is_met_by_a_case():

@@ -159,7 +159,7 @@ def test_a_prepared_layer_takes_other_values():
 def test_a_layer_with_dropout_that_is_on_is_refused_with_what_to_do_and_off_it_is_run():
     layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).double()
     x, backprops = torch.randn(2, 4, 3, dtype=F64)
-    with pytest.raises(UnsupportedLayerError, match=r"random numbers.*move dropout"):
+    with pytest.raises(UnsupportedLayerError, match=r"random numbers.*put dropout into eval mode"):
         functorch.ft_compute_per_sample_gradient(layer, [x], backprops)
     layer.eval()
     found = named(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
