@@ -197,7 +197,7 @@ GUARDS = [
     Guard(
         "watched-op",
         "an unknown operation on a watched parameter",
-        "        raise _unsupported(_first(args, kwargs).origin, func)\n\n\nclass",
+        "        raise unsupported(_first(args, kwargs).origin, func)\n\n\nclass",
         "        return result\n\n\nclass",
         "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
     ),
