@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 Live = Mapping[str, nn.Parameter]  # by name in the module
+_REFUSES = "_refuses_gradients"  # attribute of a tensor
 
 
 class AnyForward:
@@ -39,6 +41,8 @@ class AnyForward:
         self.slots = watch.slots()
         is_embedding = layer_type(watch.module) is nn.Embedding
         self.positions = SharedPositions(capture, watch) if is_embedding else None  # None for other layers
+        modules = watch.module.modules() if watch.kind is Kind.UNIT else (watch.module,)
+        self._storing = [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
         self._part: LayerPart | None = capture.topology.parts.get(watch.module)  # None if the layer is not split
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
 
@@ -65,7 +69,10 @@ class AnyForward:
             )
         with self._switched_off(live.values()):
             output, drawn = self._output(live, forward, args, kwargs)
-        if output is None or not capture.recording:
+        if not capture.recording:
+            return output
+        self._refuse_stored_tensors()
+        if output is None:
             return output
         if shares:
             return self._watched_entries(live, args, kwargs, output)
@@ -112,6 +119,19 @@ class AnyForward:
             return by_rows(ForwardCall(watch.module, forward, args, kwargs, live, watch.name, batch_first))
         finally:
             capture.running_units.pop()
+
+    def _refuse_stored_tensors(self) -> None:
+        """Makes tensors that the forward pass stored in attributes raise an error if the loss depends on them.
+
+        Their gradient does not reach the tap on the output. The attribute gets a view, because the output may depend on
+        the tensor itself.
+        """
+        for module in self._storing:
+            for name, value in list(vars(module).items()):
+                if type(value) is Tensor and value.grad_fn is not None and not hasattr(value, _REFUSES):
+                    vars(module)[name] = view = value.view_as(value)
+                    setattr(view, _REFUSES, True)
+                    view.register_hook(partial(_refuse_stored, self.capture, self.watch.name, name))
 
     def tap(self, live: Live, args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
         """Returns the output of a call, with a tap on it."""
@@ -180,6 +200,17 @@ class AnyForward:
 
         rows = lambda: capture.rows if capture.batch_first else None  # noqa: E731
         return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, rows)
+
+
+def _refuse_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -> None:
+    """Raises UnsupportedLayerError."""
+    capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
+    raise UnsupportedLayerError(
+        f"The loss uses the tensor that layer '{layer}' stored in its attribute '{attribute}'. The gradients of single "
+        "samples are formed from what its forward returns.",
+        fix="Return the tensor from forward as one more output, or detach it before it is stored.",
+        where=layer,
+    )
 
 
 def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:

@@ -260,3 +260,34 @@ def test_hooks_checkpoints_and_losses_of_activations_around_every_kind_of_module
     assert relative_error(found, {name.partition(".")[2]: one for name, one in truth.items()}) < 1e-9
     loss(wrapped(plain)(expected), targets).backward()
     torch.testing.assert_close(given.grad, expected.grad)
+
+
+class Stores(nn.Module):
+    """A unit that keeps what it computes on the way, and its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.hidden = self.output = None
+
+    def forward(self, inputs):
+        self.hidden = torch.tanh(inputs @ self.weight)
+        self.output = torch.sin(self.hidden)
+        return self.output
+
+
+@pytest.mark.parametrize("kept", ["hidden", "output"])
+def test_a_loss_of_a_tensor_that_a_layer_stored_in_an_attribute_is_rejected(kept):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Stores(), nn.Linear(4, 3)).double()
+    plain, sums = copy.deepcopy(model), ClippedPasses(model)
+    inputs, targets = torch.randn(ROWS, 4, dtype=torch.float64), torch.arange(ROWS) % 3
+    F.cross_entropy(model(inputs), targets).backward()  # does not use it
+    sums.clip(rows=ROWS)
+    expected = clip_by_loop(plain, (inputs,), lambda output, i: F.cross_entropy(output, targets[i]), ROWS)[0]
+    assert relative_error({name: total.double() for name, total in sums.totals().items()}, expected) < 1e-9
+    loss = F.cross_entropy(model(inputs), targets) + getattr(model[1], kept).square().sum(1).mean()
+    with pytest.raises(UnsupportedLayerError, match=f"layer '1' stored in its attribute '{kept}'"):
+        loss.backward()
+    F.cross_entropy(model(inputs), targets).backward()  # the pass with the error is forgotten
+    assert sums.clip(rows=ROWS).samples == ROWS
