@@ -47,7 +47,7 @@ class Kernel:
 
 
 class Log:
-    """What a simulated device did since `start_again`.
+    """Record of the kernels of a simulated device since `start_again`.
 
     Attributes:
         kernels: The kernels, in order.
