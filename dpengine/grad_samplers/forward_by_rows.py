@@ -12,6 +12,7 @@ it returns the loss of each, and the caller gets their mean, or their sum if los
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,25 +63,44 @@ class Inputs:
     def of(cls, args: Any, kwargs: Mapping[str, Any], count: int, *, batch_first: bool) -> Inputs:
         """Takes inputs apart that have the batch on axis 0."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        cut = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
+        cut = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
         return cls(leaves, spec, cut, batch_first)
 
     @property
-    def batched(self) -> list[Tensor]:
-        """The tensors that carry the batch."""
+    def batched(self) -> list[Any]:
+        """The inputs that carry the batch: tensors, or batches of graphs."""
         return [self.leaves[place] for place in self.cut]
 
-    def row(self, row: int) -> list[Tensor]:
-        """Returns these tensors for one row, as a batch of one."""
-        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
-        return [tensor[row : row + 1].contiguous() for tensor in self.batched]
+    def row(self, row: int) -> list[Any]:
+        """Returns these inputs for one row, as a batch of one."""
+        return [_row_of(leaf, row) for leaf in self.batched]
 
-    def arguments(self, tensors: list[Tensor]) -> tuple[Any, dict[str, Any]]:
+    def arguments(self, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
         """Returns the inputs with other tensors that carry the batch, in the order of axes of the module."""
         leaves = list(self.leaves)
         for place, tensor in zip(self.cut, tensors, strict=True):
             leaves[place] = tensor
         return pytree.tree_unflatten([in_order(leaf, batch_first=self.batch_first) for leaf in leaves], self.spec)
+
+
+def _is_graphs(leaf: Any) -> bool:
+    """Returns True for a batch of PyTorch Geometric, which has the nodes of all graphs in one tensor."""
+    geometric = sys.modules.get("torch_geometric.data")
+    return geometric is not None and isinstance(leaf, geometric.Batch)
+
+
+def _rows_in(leaf: Any) -> int | None:
+    """Returns the number of rows of an input; None if it has none."""
+    if isinstance(leaf, Tensor):
+        return len(leaf) if leaf.dim() else None
+    return leaf.num_graphs if _is_graphs(leaf) else None
+
+
+def _row_of(leaf: Any, row: int) -> Any:
+    if isinstance(leaf, Tensor):
+        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
+        return leaf[row : row + 1].contiguous()
+    return sys.modules["torch_geometric.data"].Batch.from_data_list([leaf.get_example(row)])
 
 
 def in_order(leaf: Any, *, batch_first: bool) -> Any:
@@ -135,7 +155,7 @@ class ForwardByRows:
                 self._batch_place = _place_of_batch(leaves, output, call.batch_first)
         if (place := self._batch_place) is None:
             return output, None
-        count = len(leaves[place])
+        count = _rows_in(leaves[place]) or 0
         if count == 0:
             return call.forward(*call.args, **call.kwargs), None
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
@@ -159,8 +179,8 @@ class ForwardByRows:
 def _place_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
     """Returns the place of the first input with as many rows as the first output that has any; None without one."""
     outputs = [in_order(leaf, batch_first=batch_first) for leaf in pytree.tree_leaves(output)]
-    count = next((len(leaf) for leaf in (*outputs, *leaves) if isinstance(leaf, Tensor) and leaf.dim()), 0)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.shape[:1] == (count,)]
+    count = next((rows for leaf in (*outputs, *leaves) if (rows := _rows_in(leaf)) is not None), 0)
+    places = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
     return places[0] if count and places else None
 
 

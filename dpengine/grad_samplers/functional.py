@@ -73,6 +73,13 @@ class _Fallback:
         rows = _Rows.of(call)
         if rows.count == 0:
             return {name: parameter.new_zeros(0, *parameter.shape) for name, parameter in rows.parameters.items()}
+        if not rows.inputs.cut:
+            raise UnsupportedLayerError(
+                f"{_place(call)} has no input with the samples of its output on axis 0, so that none can be run alone.",
+                fix="Give it inputs with the batch on axis 0. Of graphs, give the model the batch of torch_geometric "
+                "itself, as in model(batch), or tensors (B, nodes, features) that are padded.",
+                where=call.name,
+            )
         with attributes_kept(call.layer), rows.as_drawn():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
@@ -273,13 +280,17 @@ def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
             "grad_sample_mode='auto', which runs only some layers again, if others draw random numbers or keep state. "
             "If you call a single layer, put dropout into eval mode."
         )
-    place = f"Layer '{call.name}'" if call.name else "The model"
     return UnsupportedLayerError(
-        f"{place} ({kind}) {what}: it draws random numbers that a second run does not repeat, keeps state between "
+        f"{_place(call)} {what}: it draws random numbers that a second run does not repeat, keeps state between "
         "calls, mixes the rows of a batch, or has an input whose first axis only looks like the batch.",
         fix=fix,
         where=call.name,
     )
+
+
+def _place(call: LayerCall | ForwardCall) -> str:
+    kind = type(call.layer).__name__
+    return f"Layer '{call.name}' ({kind})" if call.name else f"The model ({kind})"
 
 
 def _first_line(error: Exception) -> str:

@@ -249,8 +249,8 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
         f"Typical causes are {causes}.",
         fix="Take losses with reduction='none', and their mean over all samples, (losses * mask).mean() for selected "
         "ones; or use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, "
-        "labels), after import dpengine.losses. A contrastive loss compares samples, and cannot be trained with this "
-        "guarantee.",
+        "labels), after import dpengine.losses. For pairs, as of preferences, store both in one example, and call the "
+        "model once for each. A contrastive loss compares samples, and cannot be trained with this guarantee.",
     )
 
 

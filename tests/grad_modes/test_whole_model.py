@@ -2,6 +2,8 @@
 
 import copy
 import random
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,6 +118,59 @@ def skipped_by_numpy(ones):
 
 def skipped_by_torch(ones):
     return ones * 2 if torch.rand(()) < 0.5 else ones * 0.5  # `vmap` cannot take a branch
+
+
+class Graphs:
+    """The nodes of several graphs in one tensor, as PyTorch Geometric has them."""
+
+    def __init__(self, nodes, edges, graph):
+        self.nodes, self.edges, self.graph = nodes, edges, graph
+
+    @classmethod
+    def from_data_list(cls, graphs):
+        starts = np.cumsum([0, *[len(one.nodes) for one in graphs]])
+        edges = [one.edges + int(start) for one, start in zip(graphs, starts, strict=False)]
+        graph = [torch.full((len(one.nodes),), i) for i, one in enumerate(graphs)]
+        return cls(torch.cat([one.nodes for one in graphs]), torch.cat(edges, dim=1), torch.cat(graph))
+
+    @property
+    def num_graphs(self):
+        return int(self.graph.max()) + 1
+
+    def __len__(self):
+        return self.num_graphs
+
+    def get_example(self, i):
+        mine = (self.graph == i).nonzero().flatten()
+        edges = self.edges[:, (self.graph == i)[self.edges[0]]] - mine[0]
+        return Graphs(self.nodes[mine], edges, torch.zeros_like(mine))
+
+
+class SumsNeighbours(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.layer, self.head, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3), dropout
+
+    def forward(self, graphs):
+        hidden = F.dropout(self.layer(graphs.nodes), self.dropout)
+        summed = hidden.index_add(0, graphs.edges[1], hidden[graphs.edges[0]]).sin()
+        return self.head(hidden.new_zeros(graphs.num_graphs, WIDTH).index_add(0, graphs.graph, summed))
+
+
+class MixesGraphs(SumsNeighbours):
+    def forward(self, graphs):
+        return super().forward(graphs) + self.layer(graphs.nodes).sum()
+
+
+class FromTensors(SumsNeighbours):
+    def forward(self, nodes, edges, graph):
+        return super().forward(Graphs(nodes, edges, graph))
+
+
+def graphs():
+    sizes = [3, 1, 4, 2, 5]
+    parts = [(torch.randn(n, WIDTH).double(), torch.randint(n, (2, 2 * n)), torch.zeros(n).long()) for n in sizes]
+    return Graphs.from_data_list([Graphs(*part) for part in parts])
 
 
 class Draws(nn.Module):
@@ -453,3 +508,47 @@ def test_a_run_ends_with_the_weights_of_the_default_mode():
     loss_of = lambda output, targets: F.cross_entropy(output, targets[:, -1])  # noqa: E731
     default = train(copy.deepcopy(model), "auto", loss_of)
     torch.testing.assert_close(train(model, "whole_model", loss_of), default, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def geometric(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch_geometric.data", SimpleNamespace(Batch=Graphs))
+
+
+@pytest.mark.usefixtures("geometric")
+def test_each_graph_of_a_batch_is_a_sample():
+    model = SumsNeighbours().double()
+    for _ in range(2):
+        inputs = (graphs(),)
+        one_by_one = lambda given, i: (Graphs.from_data_list([given[0].get_example(i)]),)  # noqa: E731
+        gradients = per_sample_gradients(model, weighted_loss, inputs, WEIGHTS, row=one_by_one)
+        max_norm = flat_norms(gradients).median().item()
+        clipped = clipper(model, max_norm)
+        model.zero_grad()
+        weighted_loss(model(*inputs), WEIGHTS).backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        assert relative_error(model, clipped_sum(gradients, max_norm)) < 1e-5
+        clipped.detach()
+
+
+@pytest.mark.usefixtures("geometric")
+def test_graphs_run_alone_with_the_dropout_that_the_loss_saw_or_are_rejected():
+    model = SumsNeighbours(dropout=0.5).double()
+    clipped = clipper(model, 1.0)
+    weighted_loss(model(graphs()), WEIGHTS).backward()
+    clipped.clip_and_accumulate()
+    model = MixesGraphs().double()
+    clipped = clipper(model, 1.0)
+    with pytest.raises(UnsupportedLayerError, match="another output when each row was run alone"):
+        weighted_loss(model(graphs()), WEIGHTS).backward()
+
+
+@pytest.mark.usefixtures("geometric")
+def test_graphs_in_flat_tensors_name_the_batch_that_is_accepted():
+    model, given = FromTensors().double(), graphs()
+    clipper(model, 1.0)
+    with pytest.raises(
+        UnsupportedLayerError, match=r"The model \(FromTensors\) has no input with the samples.*as in model\(batch\)"
+    ):
+        weighted_loss(model(given.nodes, given.edges, given.graph), WEIGHTS).backward()

@@ -196,11 +196,41 @@ def test_two_texts_of_a_preference_are_exact_if_the_model_is_called_once_for_eac
     paired = Difference(copy.deepcopy(loop.model))
     rows = per_sample_gradients(paired, lambda d, _: -F.logsigmoid(d).mean(), (chosen, rejected), chosen)
     loop.optimizer.zero_grad()
-    (-F.logsigmoid(scores(loop.model, chosen) - scores(loop.model, rejected))).mean().backward()
+    preference(loop.model, chosen, rejected).mean().backward()
     loop.optimizer.step()
     truth = clipped_sum(rows, MAX_NORM)
     expected = {name.removeprefix("model."): total / BATCH for name, total in truth.items()}
     assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def preference(model, chosen, rejected):
+    return -F.logsigmoid(scores(model, chosen) - scores(model, rejected))
+
+
+def test_preferences_of_one_user_are_clipped_together():
+    users = torch.arange(ROWS) // 3
+    dataset = TensorDataset(torch.randn(ROWS, FEATURES), torch.randn(ROWS, FEATURES), users)
+    loop = make_loop(dataset=dataset, privacy_unit=users)
+    chosen, rejected, user_B = first_batch(loop.loader, least=6)
+    plain, rows = copy.deepcopy(loop.model).double(), []
+    for user in user_B.unique():
+        plain.zero_grad()
+        preference(plain, chosen[user_B == user].double(), rejected[user_B == user].double()).mean().backward()
+        rows.append({name: p.grad.clone() for name, p in plain.named_parameters()})
+    loop.optimizer.zero_grad()
+    preference(loop.model, chosen, rejected).mean().backward()
+    loop.optimizer.step()
+    expected = {name: total / BATCH for name, total in clipped_sum(rows, MAX_NORM).items()}
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
+def test_preferences_in_two_rows_name_one_example_for_both():
+    pairs = torch.arange(ROWS) // 2
+    loop = make_loop(dataset=TensorDataset(torch.randn(ROWS, FEATURES), pairs), privacy_unit=pairs)
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*pairs.*store both in one example, and call the model"):
+        for inputs, _ in loop.loader:
+            one, other = scores(loop.model, inputs).view(-1, 2).T
+            (-F.logsigmoid(one - other)).mean().backward()
 
 
 def test_changed_gradients_name_the_arguments():
