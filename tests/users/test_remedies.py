@@ -109,24 +109,26 @@ def test_two_views_name_a_sound_loss_and_say_that_a_contrastive_one_is_not():
     assert remedy.engine.ledger.steps == len(remedy.loader)
 
 
+def judged(model, inputs, real):
+    outputs = model(inputs)
+    return F.binary_cross_entropy_with_logits(outputs, torch.full_like(outputs, real))
+
+
 def gan(frozen):
     discriminator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
     generator = nn.Linear(2, FEATURES)
     loop = make_loop(discriminator, **NOISE)
     public = torch.optim.SGD(generator.parameters(), lr=0.1)
 
-    def loss(x, real):
-        return F.binary_cross_entropy_with_logits(discriminator(x), torch.full((len(x), 1), real))
-
     for inputs, _ in loop.loader:
         loop.optimizer.zero_grad()
         fake = generator(torch.randn(len(inputs), 2))
-        (loss(inputs, 1.0) + loss(fake.detach(), 0.0)).backward()
+        (judged(discriminator, inputs, 1.0) + judged(discriminator, fake.detach(), 0.0)).backward()
         loop.optimizer.step()
         public.zero_grad()
         if frozen:
             discriminator.requires_grad_(False)
-        loss(fake, 1.0).backward()
+        judged(discriminator, fake, 1.0).backward()
         if frozen:
             discriminator.requires_grad_(True)
         public.step()
@@ -139,6 +141,26 @@ def test_a_gan_names_requires_grad_around_the_generator():
     loop = gan(frozen=True)
     assert loop.engine.ledger.steps == len(loop.loader)
     assert {charge.kind for charge in loop.engine.ledger.history} == {"release"}
+
+
+def test_the_passes_of_a_gan_are_exact_for_the_discriminator_and_ordinary_for_the_generator():
+    loop = make_loop(nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1)))
+    generator, plain = nn.Linear(2, FEATURES), copy.deepcopy(loop.model).double()
+    real, _ = first_batch(loop.loader, least=3)
+    fake, rows = generator(torch.randn(len(real), 2)), []
+    for one, other in zip(real.double(), fake.detach().double(), strict=True):
+        plain.zero_grad()
+        (judged(plain, one, 1.0) + judged(plain, other, 0.0)).backward()
+        rows.append({name: p.grad.clone() for name, p in plain.named_parameters()})
+    truth = torch.autograd.grad(judged(plain, fake.double(), 1.0), list(generator.parameters()), retain_graph=True)
+    (judged(loop.model, real, 1.0) + judged(loop.model, fake.detach(), 0.0)).backward()
+    loop.model.requires_grad_(False)
+    judged(loop.model, fake, 1.0).backward()
+    loop.model.requires_grad_(True)
+    loop.optimizer.step()
+    expected = {name: total / BATCH for name, total in clipped_sum(rows, MAX_NORM).items()}
+    assert_same_gradients(gradients_of(loop.model), expected)
+    torch.testing.assert_close([p.grad for p in generator.parameters()], list(truth))
 
 
 def attacked(loop, inputs, targets, steps, evaluates):
