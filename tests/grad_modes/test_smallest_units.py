@@ -140,6 +140,69 @@ class OwnParameter(nn.Module):
         return self.mix.softmax(-1) @ self.layer(hidden)
 
 
+class TokenAndPositions(nn.Module):
+    """Puts a learned vector before each sequence and adds a table, as vision transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.token, self.positions = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 5, WIDTH))
+        self.features = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        hidden = torch.cat([self.token.expand(len(hidden), -1, -1), self.features(hidden)], dim=1)
+        return hidden + self.positions[:, : hidden.shape[1]]
+
+
+class LearnedTemperature(nn.Module):
+    """Multiplies scores by the exponential of a parameter, as CLIP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.log_scale, self.query = nn.Parameter(torch.tensor(0.5)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden):
+        return (self.log_scale.exp() * self.query(hidden) @ hidden.mT).softmax(-1) @ hidden
+
+
+class ScalesInDict(nn.Module):
+    """Scales the output of a frozen layer by a parameter in a ParameterDict, as IA3 does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scales = nn.ParameterDict({"default": nn.Parameter(torch.rand(WIDTH))})
+
+    def forward(self, hidden):
+        return self.layer(hidden) * self.scales["default"]
+
+
+class SequenceFirst(nn.Module):
+    """Calls a layer with the sequence on axis 0."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden):
+        output = self.layer(hidden.transpose(0, 1))
+        return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)
+
+
+class ShiftedWindows(nn.Module):
+    """Attention in windows that are shifted and folded into the batch axis, with a table of biases, as in Swin."""
+
+    def __init__(self):
+        super().__init__()
+        self.pairs, self.table = nn.Linear(WIDTH, 2 * WIDTH), nn.Parameter(torch.randn(3))
+        self.register_buffer("distances", torch.tensor([[1, 2], [0, 1]]))
+
+    def forward(self, hidden):
+        windows = hidden.roll(1, dims=1).reshape(-1, 2, WIDTH)
+        query, key = self.pairs(windows).chunk(2, dim=-1)
+        weights = (query @ key.mT + self.table[self.distances]).softmax(-1)
+        return (weights @ windows).reshape(hidden.shape).roll(-1, dims=1)
+
+
 class Inside(nn.Module):
     """Holds a part in a list, so that the name of the part has three parts."""
 
@@ -192,6 +255,15 @@ CASES = {
     "class token": (lambda: Model(ClassToken()), ["part"]),
     "experts": (lambda: Model(Experts()), ["part"]),
     "windows": (lambda: Model(Windows()), ["part"]),
+    "shifted windows": (lambda: Model(ShiftedWindows()), ["part"]),
+    "token and positions": (lambda: Model(TokenAndPositions()), []),
+    "learned temperature": (lambda: Model(LearnedTemperature()), []),
+    "scales in a dict": (lambda: Model(ScalesInDict()), ["part"]),
+    "sequence-first recurrent": (lambda: Model(SequenceFirst(nn.GRU(WIDTH, WIDTH))), []),
+    "sequence-first attention": (
+        lambda: Model(SequenceFirst(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0))),
+        ["part"],
+    ),
     "flattened": (lambda: Model(Inside(Flattens())), ["part.parts.0"]),
     "shared features": (lambda: Model(SharedFeatures()), ["part"]),
     "as many places as samples": (lambda: Model(AsManyPlaces()), ["part"]),
@@ -239,7 +311,8 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
     make, expected = CASES[name]
     model = make().double()
     clipped = clipper(model, words())
-    with pytest.warns(PrivacyWarning) as seen:
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
         assert_clipped(model, clipped, words())
     assert units_in(seen) == expected
     with warnings.catch_warnings():
