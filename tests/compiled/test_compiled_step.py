@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpengine import errors
+from dpengine import checkpoint, errors
 from dpengine.compiled.settings import model_key
 from dpengine.engine import restrict_to_optimizer
 from dpengine.noise import BandMF
@@ -69,8 +70,28 @@ def test_settings_mean_the_same(settings, passes):
     assert passes
 
 
+@pytest.mark.parametrize("before", ["eager", False])
+@pytest.mark.parametrize("after", ["eager", False])
+def test_a_run_is_resumed_with_and_without_compilation(before, after, tmp_path, passes):
+    make, shape = MODELS["linear"]
+    whole = Training(make, data(shape)).run(9)
+    first = Training(make, data(shape), compile=before)
+    first.run(5)
+    checkpoint.save(tmp_path / "run", first.engine)
+    second = Training(make, data(shape), compile=after)
+    checkpoint.load(tmp_path / "run", second.engine)
+    passes.clear()
+    torch.testing.assert_close(second.run(4), whole, rtol=1e-5, atol=1e-6)
+    assert second.engine.ledger.steps == 9
+    assert bool(passes) is bool(after)
+
+
 @pytest.mark.slow
-def test_inductor_trains_as_the_eager_step_does(passes):
+@pytest.mark.parametrize("standalone", [True, False])  # torch 2.6 has no standalone_compile
+def test_inductor_trains_as_the_eager_step_does(standalone, passes, monkeypatch):
+    if not standalone:
+        monkeypatch.delattr(torch._inductor, "standalone_compile")
+        monkeypatch.setitem(sys.modules, "torch._inductor.standalone_compile", None)
     make, shape = MODELS["convolution"]
     assert_trains_alike(make, data(shape), compile=True)
     assert passes
