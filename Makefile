@@ -32,10 +32,6 @@ test: $(STAMP)
 slow: $(STAMP)
 	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m "slow and not gpu and not nightly"
 
-# Compares with the baseline commit: see tests/differential/test_differential.py.
-differential: $(STAMP)
-	@$(PYTEST) tests/differential -m "nightly or not nightly"
-
 planted: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m planted
 
@@ -48,9 +44,9 @@ models: $(STAMP)
 	@$(PYTEST) -n $(JOBS) -m nightly tests/models --write-models docs/models.md
 	@$(PYTEST) -n $(JOBS) -m nightly tests/users/test_whole_models.py tests/users/test_hugging_face.py
 
-# Long random searches, and cases that `test` and `slow` leave out. `make mutations` and `make differential` have the other tests with this marker.
+# Long random searches, and cases that `test` and `slow` leave out. `make mutations` and `make models` have the other tests with this marker.
 searches: $(STAMP)
-	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/differential --ignore=tests/models
+	@$(PYTEST) -n $(JOBS) $(BY_FILE) -m nightly --ignore=tests/mutations --ignore=tests/models
 
 readme: $(STAMP)
 	@$(PYTEST) -m "not gpu" tests/test_readme.py
@@ -79,4 +75,4 @@ gpu:
 	@$(RUN) pip install -q --no-deps -e . dp-accounting opt-einsum
 	@touch $(STAMP)
 
-.PHONY: demo demo-quick test slow differential planted models mutations searches readme pythons lint gpu
+.PHONY: demo demo-quick test slow planted models mutations searches readme pythons lint gpu

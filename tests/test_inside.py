@@ -65,7 +65,7 @@ STEP_NAMES = {
 OF_THEIR_OWN = {"MODES", "Sketches", "norm_of_sketch"}  # public keys, and numbers that are tested alone
 ALONE = {"accounting", "noise", "kernels", "data", "cli", "report", "plan", "ledger_file", "batch_selection"}
 NOT_BY_FOLDER = {"compiled", "clipping"}  # packages whose own tests go through `inside_parts`, too
-OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations", "differential"}  # not read
+OTHERS = {"inside.py", "inside_parts.py", "test_inside.py", "test_layering.py", "mutations"}  # not read
 PUBLIC = {
     "_module",
     "_replace",
