@@ -90,7 +90,7 @@ def test_a_run_is_resumed_with_and_without_compilation(before, after, tmp_path, 
 @pytest.mark.parametrize("standalone", [True, False])  # torch 2.6 has no standalone_compile
 def test_inductor_trains_as_the_eager_step_does(standalone, passes, monkeypatch):
     if not standalone:
-        monkeypatch.delattr(torch._inductor, "standalone_compile")
+        monkeypatch.delattr("torch._inductor.standalone_compile")
         monkeypatch.setitem(sys.modules, "torch._inductor.standalone_compile", None)
     make, shape = MODELS["convolution"]
     assert_trains_alike(make, data(shape), compile=True)
