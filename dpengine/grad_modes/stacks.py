@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import GradSampler
-from dpengine.kernels.products import NARROW, OUT, OUT_ROW, ROWS, SQ_NORM, WIDE, Job, outer_sums, sq_norms, takes
+from dpengine.kernels.products import Job, job_table, outer_sums, sq_norms, takes
 
 from .flat_buffer import Columns
 from .method import Algorithm, Choice, Method
@@ -143,8 +143,9 @@ class Outers:
     """Gradients that compiled code forms in one call: sums of products, for any number of rows.
 
     Attributes:
-        jobs: `Job.numbers` of each gradient, with its offset in the matrix and that of its norms for one row.
-        sources: Which tensors each takes, as indices in the list of all inputs and then all output gradients.
+        jobs: `job_table` of the gradients. ``out`` and ``sq_norm`` hold offsets, those of norms for one row.
+        sources: Which tensors each takes, ``wide`` and ``narrow``, as indices in the list of all inputs and then all
+            output gradients.
         prepared: Gradients that take other tensors, such as padded ones: index of the job and of the call, and sampler.
         alone: Number of gradients that are the only one of their parameter. Their norms come first.
     """
@@ -157,14 +158,14 @@ class Outers:
     @classmethod
     def of(cls, calls: Sequence[TensorCall], stacks: Iterable[Stack], columns: UseColumns) -> Outers:
         """Returns the table for the compiled stacks of a layout."""
-        jobs: list[list[int]] = []
+        jobs: list[Job] = []
         sources: list[tuple[int, int]] = []
         prepared: list[tuple[int, int, GradSampler]] = []
         parts = [(stack.at, part) for stack in stacks for part in stack.parts]
         each = [(i, part.sampler, use) for at, part in parts for i, use in zip(at, part.uses, strict=True)]
         added = [use.parameter in columns.added for _, _, use in each]
         alone_first = sorted(range(len(each)), key=added.__getitem__)
-        for (i, sampler, _), start in zip(each, columns.starts[: len(each)], strict=True):
+        for i, sampler, _ in each:
             tensors: Any = calls[i].inputs, calls[i].grad  # of which both may be one in this pass
             inputs, grad = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in tensors)
             job = _job(sampler, calls[i], inputs, grad)
@@ -174,11 +175,11 @@ class Outers:
             if wide is None or narrow is None:
                 prepared.append((len(jobs), i, sampler))
             sources.append((wide or 0, narrow or 0))
-            numbers = job.numbers()
-            numbers[OUT], numbers[OUT_ROW] = 4 * start, columns.width
-            numbers[SQ_NORM] = 8 * alone_first.index(len(jobs))
-            jobs.append(numbers)
-        return cls(np.array(jobs, np.uint64), np.array(sources), prepared, added.count(False))
+            jobs.append(job)
+        table = job_table(jobs)
+        table["out"], table["out_row"] = 4 * np.array(columns.starts[: len(each)]), columns.width
+        table["sq_norm"][alone_first] = 8 * np.arange(len(each))
+        return cls(table, np.array(sources).T, prepared, added.count(False))
 
     def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
         """Writes the gradients to the matrix, and returns the squared norms ``(B,)`` of those alone."""
@@ -188,13 +189,13 @@ class Outers:
         addresses = np.array(list(map(_address, held)), np.uint64)
         jobs, rows = self.jobs.copy(), len(grads_BP)
         sq_norms_JB = grads_BP.new_empty(len(jobs), rows, dtype=torch.float64)
-        jobs[:, ROWS] = rows
-        jobs[:, OUT] += np.uint64(grads_BP.data_ptr())
-        jobs[:, SQ_NORM] = jobs[:, SQ_NORM] * np.uint64(rows) + np.uint64(sq_norms_JB.data_ptr())
-        jobs[:, WIDE : NARROW + 1] = addresses[self.sources]
+        jobs["rows"] = rows
+        jobs["out"] += np.uint64(grads_BP.data_ptr())
+        jobs["sq_norm"] = jobs["sq_norm"] * np.uint64(rows) + np.uint64(sq_norms_JB.data_ptr())
+        jobs["wide"], jobs["narrow"] = addresses[self.sources]
         for at, i, sampler in self.prepared:
             job = _job(sampler, calls[i], held[i], held[len(calls) + i])
-            jobs[at, WIDE], jobs[at, NARROW] = job.wide.data_ptr(), job.narrow.data_ptr()
+            jobs[at]["wide"], jobs[at]["narrow"] = job.wide.data_ptr(), job.narrow.data_ptr()
             held += (job.wide, job.narrow)  # until they are read
         outer_sums(jobs)
         return sq_norms_JB[: self.alone].sum(dim=0)

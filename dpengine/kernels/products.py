@@ -11,9 +11,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,6 +136,17 @@ def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> 
     return sq_norm, spread
 
 
+# ``struct outers`` of products.c, by its names
+OUTERS = np.dtype(
+    [(name, np.uint64) for name in ("rows", "groups", "channels")]
+    + [(name, np.uint64, 3) for name in ("size", "kernel", "stride", "dilation", "places")]
+    + [(name, np.uint64) for name in ("wide", "narrow", "high", "row", "group", "channel", "place")]
+    + [(name, np.uint64) for name in ("out", "out_row", "sq_norm", "kind")]
+    + [("eps", np.float64)]
+)
+_WINDOWS, _CENTERED, _SCALED, _ENTRIES = range(4)  # ``enum kind``
+
+
 @dataclass(frozen=True, eq=False)
 class Windows:
     """A correlation of two tensors in each row and group; one to three axes in space.
@@ -175,16 +186,25 @@ class Windows:
     def _channels(self) -> int:
         return self.narrow.shape[-1 if self.features_last else 1]
 
-    def numbers(self) -> list[int]:
-        """Returns ``struct outers`` of products.c, with zeros for all addresses. Tensors are contiguous."""
+    def fields(self) -> dict[str, Any]:
+        """Returns values of `OUTERS`; all others are 0. Addresses are not among them. Tensors are contiguous."""
         places = self.narrow.shape[1:-1] if self.features_last else self.narrow.shape[2:]
         count, channels = math.prod(places), self._channels
-        ones, high = [1] * (3 - len(self.kernel)), channels // self.groups
-        axes = (self.wide.shape[2:], self.kernel, self.stride, self.dilation, places)
-        sizes = [len(self.narrow), self.groups, self.wide.shape[1] // self.groups]
-        sizes += [n for axis in axes for n in (*ones, *axis)]
-        apart = (high, 1, channels) if self.features_last else (high * count, count, 1)  # groups, channels, places
-        return [*sizes, 0, 0, high, channels * count, *apart, 0, 0, 0, 0, 0]
+        high = channels // self.groups
+        group, channel, place = (high, 1, channels) if self.features_last else (high * count, count, 1)
+        axes = {"size": self.wide.shape[2:], "kernel": self.kernel, "stride": self.stride}
+        axes |= {"dilation": self.dilation, "places": places}
+        return {name: (*[1] * (3 - len(axis)), *axis) for name, axis in axes.items()} | {
+            "rows": len(self.narrow),
+            "groups": self.groups,
+            "channels": self.wide.shape[1] // self.groups,
+            "high": high,
+            "row": channels * count,
+            "group": group,
+            "channel": channel,
+            "place": place,
+            "kind": _WINDOWS,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,12 +233,20 @@ class Normed:
         """Returns True if there is compiled code."""
         return takes(self.wide, self.narrow)
 
-    def numbers(self) -> list[int]:
-        """See `Windows.numbers`."""
+    def fields(self) -> dict[str, Any]:
+        """See `Windows.fields`."""
         rows, groups, width = self.wide.shape
-        sizes = [rows, groups, width // self.run if self.apart else 0, 0, 0, width, 0, 0, self.run, *[0] * 9]
-        (bits,) = struct.unpack("<Q", struct.pack("<d", self.eps))
-        return [*sizes, 0, 0, self.features, groups * width, *[0] * 6, 1 if self.centered else 2, bits]
+        return {
+            "rows": rows,
+            "groups": groups,
+            "channels": width // self.run if self.apart else 0,
+            "size": (0, 0, width),
+            "kernel": (0, 0, self.run),
+            "high": self.features,
+            "row": groups * width,
+            "kind": _CENTERED if self.centered else _SCALED,
+            "eps": self.eps,
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,21 +269,36 @@ class Entries:
         """Returns True if there is compiled code."""
         return takes(self.narrow) and self.wide.is_cpu and self.wide.dtype is torch.int64
 
-    def numbers(self) -> list[int]:
-        """See `Windows.numbers`."""
+    def fields(self) -> dict[str, Any]:
+        """See `Windows.fields`."""
         rows, places, width = self.narrow.shape
-        padding = 2**64 - 1 if self.padding is None else self.padding
-        sizes = [rows, 1, 0, 0, 0, self.count, 0, 0, padding, *[0] * 8, places]
-        return [*sizes, 0, 0, width, places * width, *[0] * 6, 3, 0]
+        return {
+            "rows": rows,
+            "groups": 1,
+            "size": (0, 0, self.count),
+            "kernel": (0, 0, 2**64 - 1 if self.padding is None else self.padding),
+            "places": (0, 0, places),
+            "high": width,
+            "row": places * width,
+            "kind": _ENTRIES,
+        }
 
 
 Job = Windows | Normed | Entries
-ROWS, WIDE, NARROW, OUT, OUT_ROW, SQ_NORM = 0, 18, 19, 25, 26, 27  # places in `Windows.numbers`
+
+
+def job_table(jobs: Sequence[Job]) -> np.ndarray:
+    """Returns a table of type `OUTERS` with a row for each job, without addresses."""
+    table = np.zeros(len(jobs), OUTERS)
+    for row, job in zip(table, jobs, strict=True):
+        for name, value in job.fields().items():
+            row[name] = value
+    return table
 
 
 def outer_sums(jobs: np.ndarray) -> None:
-    """Computes the sums over places of ``narrow`` (outer) window, from a table of `Windows.numbers` and addresses."""
-    count, rows, at = len(jobs), int(jobs[0, ROWS]), jobs.ctypes.data
+    """Computes the sums over places of ``narrow`` (outer) window for a table of jobs with addresses."""
+    count, rows, at = len(jobs), int(jobs["rows"][0]), jobs.ctypes.data
     work, threads = _work(native_library().products_work(count, at), count * rows)
     native_library().sum_products_f32(count, at, _aligned(work), threads, thread_team())
 
@@ -267,11 +310,11 @@ def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
     """
     c = replace(c, wide=c.wide.contiguous(), narrow=c.narrow.contiguous())
     sq_norm = torch.empty(len(c.narrow), dtype=torch.float64)
-    job = np.array([c.numbers()], np.uint64)
-    job[0, WIDE], job[0, NARROW], job[0, SQ_NORM] = c.wide.data_ptr(), c.narrow.data_ptr(), sq_norm.data_ptr()
+    jobs = job_table([c])
+    jobs["wide"], jobs["narrow"], jobs["sq_norm"] = c.wide.data_ptr(), c.narrow.data_ptr(), sq_norm.data_ptr()
     if out is not None:
-        job[0, OUT], job[0, OUT_ROW] = out.data_ptr(), out.stride(0)
-    outer_sums(job)
+        jobs["out"], jobs["out_row"] = out.data_ptr(), out.stride(0)
+    outer_sums(jobs)
     return sq_norm
 
 
