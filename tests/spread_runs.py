@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import GradSampleModule, PrivacyEngine
@@ -107,7 +108,32 @@ def flattened() -> nn.Module:
     return model
 
 
-MODELS = {"plain": plain, "tied": tied, "frozen": frozen, "adapted": adapted, "flattened": flattened}
+class Recomputed(nn.Module):
+    """Forms the activations of a block again in the backward pass."""
+
+    def __init__(self, block: nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def recomputed() -> nn.Module:
+    """The block that gets a batch of tokens is inside a checkpoint."""
+    model = flattened()
+    model.blocks[1] = Recomputed(model.blocks[1])
+    return model
+
+
+MODELS = {
+    "plain": plain,
+    "tied": tied,
+    "frozen": frozen,
+    "adapted": adapted,
+    "flattened": flattened,
+    "recomputed": recomputed,
+}
 NOISE: dict[str, Any] = {
     "gaussian": lambda: {},
     "bandmf": lambda: {"noise": BandMF(num_bands=4), "steps": 20},

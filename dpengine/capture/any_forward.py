@@ -15,6 +15,7 @@ from dpengine.distributed.layer_parts import LayerPart, layer_type, local_inputs
 from dpengine.distributed.local_shards import is_dtensor
 from dpengine.errors import UnsupportedLayerError
 
+from .checkpoints import without_checkpoints
 from .record import ForwardCall, Use
 from .shared_positions import SharedPositions
 from .tap import tap, tap_rows
@@ -114,9 +115,10 @@ class AnyForward:
         by_rows, batch_first = getattr(watch.rule, "forward", None), watch.in_rows or capture.batch_first
         capture.running_units.append((threading.get_ident(), watch.module))
         try:
-            if by_rows is None:
-                return forward(*args, **kwargs), None
-            return by_rows(ForwardCall(watch.module, forward, args, kwargs, live, watch.name, batch_first))
+            with without_checkpoints():
+                if by_rows is None:
+                    return forward(*args, **kwargs), None
+                return by_rows(ForwardCall(watch.module, forward, args, kwargs, live, watch.name, batch_first))
         finally:
             capture.running_units.pop()
 

@@ -61,9 +61,11 @@ class Origin:
     def per_sample(self, rows: int) -> Tensor:
         """Returns the value repeated for each sample, ``(rows, *value.shape)``."""
         value = self.tap_rows(self, rows)
+        if not rows:  # vmap runs no step over an empty batch
+            value = torch.cat([value, value.new_ones(1, *value.shape[1:])])
         for step in self.steps:
             value = torch.func.vmap(step)(value)
-        return value
+        return value if rows else value[:0]
 
 
 class WatchedParameter(Tensor):

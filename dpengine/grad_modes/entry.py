@@ -21,6 +21,7 @@ from .flat_buffer import Sums
 from .method import Algorithm, Method
 from .rows import Units, in_rows, some_rows, wide, widened, without_rows, zeroed
 from .scratch import Scratch
+from .strategy import common_rows
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
 _MOST_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
@@ -36,8 +37,11 @@ class Entry:
     form_again: str | None = None  # how `add_sum` forms the gradients a second time; None to use the weighted sum
 
     def keep(self, grad: Tensor) -> None:
-        """Adds per-sample gradients to the kept ones."""
-        self.kept = grad if self.kept is None else self.kept + grad
+        """Adds per-sample gradients to the kept ones. Raises BatchMismatchError if their numbers of samples differ."""
+        if self.kept is not None:
+            common_rows({self.use.name: len(self.kept), f"{self.use.name} (again)": len(grad)})
+            grad = self.kept + grad
+        self.kept = grad
 
     def formed(self, rows: int) -> Tensor:
         """Returns per-sample gradients ``(B, *param.shape)``: the kept ones plus those of the calls."""

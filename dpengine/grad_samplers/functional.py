@@ -20,6 +20,7 @@ from torch.func import vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from dpengine.capture.checkpoints import without_checkpoints
 from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 
@@ -80,7 +81,7 @@ class _Fallback:
                 "itself, as in model(batch), or tensors (B, nodes, features) that are padded.",
                 where=call.name,
             )
-        with attributes_kept(call.layer), rows.as_drawn():
+        with attributes_kept(call.layer), rows.as_drawn(), without_checkpoints():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
                 raise _refusal(call, "gave another output when each row was run alone") from obstacle
@@ -265,7 +266,8 @@ def _output_of(call: LayerCall) -> Any:
 
 
 def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+    wide = torch.promote_types(tensor.dtype, dtype) if tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to(wide)
 
 
 def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
@@ -282,7 +284,8 @@ def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
         )
     return UnsupportedLayerError(
         f"{_place(call)} {what}: it draws random numbers that a second run does not repeat, keeps state between "
-        "calls, mixes the rows of a batch, or has an input whose first axis only looks like the batch.",
+        "calls, mixes the rows of a batch, has an input whose first axis only looks like the batch, or rounds by more "
+        "than 5 % in half precision, where float32 helps.",
         fix=fix,
         where=call.name,
     )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture, CaptureState
+from dpengine.capture.checkpoints import without_checkpoints
 from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.hooks import rows_of_pass
 from dpengine.capture.model_state import ModelState
@@ -65,11 +66,15 @@ class UnitChoice:
     def __init__(self, watches_of: WatchesOf):
         self._watches_of = watches_of
         self._made = False
+        self._replaced: tuple[Sequence[Watch], tuple[str, ...]] | None = None  # while a batch is empty
 
     def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the units, if that is not done. Leaves the model, its inputs and the random generators unchanged."""
-        rows = 0 if self._made else rows_of_pass(capture, args, kwargs)
-        if not rows or any(map(traced, tensors_in((args, kwargs)))):
+        rows = None if self._made else rows_of_pass(capture, args, kwargs)
+        if rows is None or any(map(traced, tensors_in((args, kwargs)))):
+            return
+        self._replace_for_empty(capture, rows)
+        if rows == 0:
             return
         if capture.replay is not None and capture.replay.loop is not None:
             capture.replay.loop.model_started()  # the runs below are not part of the loop
@@ -97,6 +102,17 @@ class UnitChoice:
             chosen = everyone.all_gather(capture.units if self._made else None)
             if all(units is not None for units in chosen):
                 self.use(capture, {name for units in chosen for name in units})
+
+    def _replace_for_empty(self, capture: Capture, rows: int) -> None:
+        """Makes the model one unit while batches have no sample, and thus neither an axis to tell nor a gradient."""
+        if rows == 0 and self._replaced is None:
+            before = capture.watches, capture.units
+            with suppress(PrivacyError):  # a layer that no method can follow
+                capture.watch(self._watches_of(units=("",)), ("",))
+                self._replaced = before
+        elif rows and self._replaced is not None:
+            capture.watch(*self._replaced)
+            self._replaced = None
 
     def _choose(self, trial: _Trial) -> dict[str, str] | None:
         """Returns the names of the units, each with the reason for it; None if no choice of units is accepted."""
@@ -149,7 +165,13 @@ class _Trial:
         ]
         try:
             began = self._began
-            with began.random_again(), began.with_autocast(), _outside_checkpoints(), capture.redirected(_NOBODY, rows):
+            with (
+                began.random_again(),
+                began.with_autocast(),
+                _outside_checkpoints(),
+                without_checkpoints(),
+                capture.redirected(_NOBODY, rows),
+            ):
                 capture.inputs, capture.rows_seen = (args, kwargs), seen
                 outputs = tensors_in_outputs(model(*args, **kwargs))
         except Exception as error:

@@ -41,6 +41,7 @@ USES = {
     "einsum": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti, io -> bto", x, p)),
     "einsum-of-a-list": ((TIME, WIDTH), lambda p, x: torch.einsum("ti,bti->bi", [p, x]).unsqueeze(1)),
     "einsum-of-three": ((WIDTH, WIDTH), lambda p, x: torch.einsum("bti,ij,btj->bt", x, p, x).unsqueeze(2) * x),
+    "one-over-a-temperature": ((), lambda p, x: x * (1 / (1 + p.square()))),
     "where": ((1, TIME, WIDTH), lambda p, x: x + torch.where(x.detach() > 0, p, 0.5)),
     "where-of-a-shared-mask": ((TIME, WIDTH), lambda p, x: x + torch.where(torch.ones(1, TIME, 1) > 0, p.exp(), -1.0)),
     "attention-bias": ((1, TIME, TIME), lambda p, x: F.scaled_dot_product_attention(x, x, x, attn_mask=p)),
@@ -83,6 +84,15 @@ def test_understood_uses_give_the_sums_of_a_loop(use, mode):
     # A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row.
     truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
     assert relative_error(found, truth) < 1e-9
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_understood_uses_add_nothing_for_an_empty_batch(use):
+    model = Holder(*use).double()
+    passes = ClippedPasses(model, mode="hooks")
+    F.cross_entropy(model(torch.randn(0, TIME, WIDTH).double()), torch.arange(0), reduction="sum").backward()
+    passes.clip(rows=0)
+    assert all(not total.any() for total in passes.totals().values())
 
 
 REFUSED = {

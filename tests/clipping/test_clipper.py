@@ -89,6 +89,28 @@ def test_layers_that_see_other_numbers_of_rows_are_refused_by_name():
         clipper.clip_and_accumulate()
 
 
+class FoldedAgain(nn.Module):
+    """Runs one layer on rows, and on halves of rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, inputs):
+        padded = F.pad(inputs, (0, 2))
+        return self.layer(padded[:, :3]) + self.layer(padded.view(-1, 3)).view(len(inputs), 2, 3).sum(1)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_a_layer_that_sees_other_numbers_of_rows_is_refused_by_name(mode):
+    model = FoldedAgain().double()
+    clipper = PerSampleGradientClipper(model, Flat(0.4), grad_sample_mode=mode)
+    inputs, targets = data(4)
+    with pytest.raises(BatchMismatchError, match=r"DPE018.*'layer[^']*' saw [48] rows and layer 'layer"):
+        F.cross_entropy(model(inputs), targets).backward()
+        clipper.clip_and_accumulate()
+
+
 def test_a_second_round_starts_from_nothing():
     model = model_of()
     inputs, targets = data(4)

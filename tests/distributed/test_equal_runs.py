@@ -62,9 +62,13 @@ def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
-def test_processes_choose_the_parts_that_run_each_sample_alone_when_they_have_samples():
-    cases = [Case(model="flattened", batch=batch, skips_empty=True) for batch in (1, 4)]
-    found = launched(2, all_trained, cases, "data", 8)
+@pytest.mark.parametrize("topology", ["data", "ddp"])
+def test_processes_choose_the_parts_that_run_each_sample_alone_when_they_have_samples(topology):
+    cases = [
+        *(Case(model="flattened", batch=batch, skips_empty=topology == "data") for batch in (1, 4)),
+        Case(model="recomputed", more=(("accumulation_steps", 2),)),
+    ]
+    found = launched(2, all_trained, cases, topology, 8)
     for i, case in enumerate(cases):
         refuse_differences(case, [one[i] for one in found], trained(case, steps=8))
     assert sum(one[0]["empty"] for one in found) > 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
-JUMPS = {"looked-up", "bag", "max-pooled", "prelu", "packed", "relu", "leaky-relu", "elu", "orthogonal"}
+JUMPS = {"looked-up", "bag", "max-pooled", "prelu", "packed", "relu", "leaky-relu", "elu", "orthogonal", "routed"}
 WIDTHS = (3, 4, 5, 6, 8, 12, 33)
 
 

@@ -83,7 +83,8 @@ def _reduced(losses_B: Tensor, reduction: str) -> Tensor:
 
 
 def named_in(message: str, model: nn.Module) -> bool:
-    """Returns True if a message names a layer, a parameter or a buffer of the model."""
+    """Returns True if a message names a layer, a parameter or a buffer of the model, or the model itself."""
     parts = (model.named_modules(), model.named_parameters(), model.named_buffers())
     names = {name for part in parts for name, _ in part if name}
-    return not names.isdisjoint(re.split(r"[\s',():]+", message))
+    whole = f"The model ({type(model).__name__})" in message
+    return whole or not names.isdisjoint(re.split(r"[\s',():]+", message))

@@ -15,10 +15,12 @@ from generated.draws import Draw
 from generated.layers_of import entry, shape_after
 from generated.modules import Cast
 from generated.planted import PLANTED
+from generated.uncovered import ByTable, uncovered
 from torch import Tensor, nn
 
 CLASSES, VOCABULARY, SIDE = 4, 6, 3
-MODES = ("auto", "auto", "hooks", "functorch", "ew", "ghost")
+MODES = ("auto", "auto", "hooks", "functorch", "ew", "ghost", "whole_model")
+ALONE = ("auto", "whole_model")  # modes that run samples alone where no rule of a layer applies
 CLIPPINGS = ("flat", "per_layer", "automatic")
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -107,6 +109,7 @@ class Subject:
         targets_B: A class for each row.
         settings: What the engine is asked for, and in which form, by name.
         planted: The key of what makes it impossible, if it is.
+        is_covered: False if it has a part that rules of single layers do not cover.
         used: The names of the layers and blocks that were drawn.
     """
 
@@ -116,6 +119,7 @@ class Subject:
     targets_B: Tensor
     settings: dict[str, Any]
     planted: str | None = None
+    is_covered: bool = True
     used: tuple[str, ...] = field(default=())
 
     def call(self, model: nn.Module, tensors: list[Tensor], *, layout: str | None = None) -> Any:
@@ -162,9 +166,11 @@ def drawn(seed: int, again: int = 0) -> Subject:
     autocast = dtype is torch.float32 and draw.chance(0.1)
     draw.smooth = autocast or dtype is torch.bfloat16
     planted = draw.pick(sorted(PLANTED)) if draw.chance(0.08) else None
+    is_covered = planted is not None or draw.chance(0.6)
     signal = draw.pick(sorted(SIGNALS) if planted is None else ("vector", "sequence"))
     rows = draw.pick((1, 2, 3, 4, 5, 6)) if planted is None else 6
-    model, tensors = _model_and_inputs(draw, signal, SIGNALS[signal](draw), rows, planted)
+    shape = SIGNALS[signal](draw)
+    model, tensors = _model_and_inputs(draw, signal, shape, rows, planted, is_covered=is_covered)
     _perturb(model)
     model.to(dtype)
     for part in model.modules():
@@ -181,7 +187,7 @@ def drawn(seed: int, again: int = 0) -> Subject:
     settings = {
         "dtype": dtype,
         "autocast": autocast,
-        "mode": draw.pick(MODES),
+        "mode": draw.pick(_modes(planted, is_covered=is_covered)),
         "clipping": draw.pick(CLIPPINGS),
         "quantile": draw.pick((0.0, 0.5, 0.5, 1.1)),
         "reduction": draw.pick(("mean", "sum")),
@@ -192,14 +198,22 @@ def drawn(seed: int, again: int = 0) -> Subject:
         "form": draw.pick(sorted(FORMS)) if len(tensors) > 1 else draw.pick(("positional", "dict", "keywords")),
         "path": draw.pick(("engine", "engine", "engine", "sums", "grad_sample")),
     }
+    if settings["mode"] == "whole_model" and settings["path"] == "grad_sample":
+        settings["path"] = "sums"
     if planted is not None:
         settings |= {"path": "engine", "chunk": None, **PLANTED[planted].settings}
     targets_B = torch.randint(CLASSES, (rows,))
-    return Subject(seed, model.train(), tensors, targets_B, settings, planted, tuple(draw.used))
+    return Subject(seed, model.train(), tensors, targets_B, settings, planted, is_covered, tuple(draw.used))
+
+
+def _modes(planted: str | None, *, is_covered: bool) -> tuple[str, ...]:
+    if planted == "unused":  # no gradient is a gradient of zero where each sample runs through the whole model
+        return MODES[:-1]
+    return MODES if is_covered else (*MODES, *6 * ALONE)
 
 
 def _model_and_inputs(
-    draw: Draw, signal: str, shape: tuple[int, ...], rows: int, planted: str | None
+    draw: Draw, signal: str, shape: tuple[int, ...], rows: int, planted: str | None, *, is_covered: bool
 ) -> tuple[nn.Module, list[Tensor]]:
     sizes = torch.tensor([1.0, 3.0, 0.2, 1.0, 2.0, 1.0])[:rows]  # rows of other norms
     if signal == "tokens":
@@ -210,8 +224,7 @@ def _model_and_inputs(
         first = nn.Identity()
         main = torch.randn(rows, *shape) * sizes.view(-1, *[1] * len(shape))
     side = nn.Linear(SIDE, shape[-1]) if draw.chance(0.3) else None
-    body: nn.Module = chain(draw, shape, depth=draw.whole(1, 3))
-    after = shape_after(body, shape)
+    body, after = _body(draw, shape, is_covered=is_covered)
     if planted is not None:
         # In front of all that is drawn, where nothing hides it; behind a dense layer, so that gradients go through it.
         body = nn.Sequential(PLANTED[planted].make(shape[-1]), body)
@@ -219,11 +232,27 @@ def _model_and_inputs(
     features = after[0] if len(after) > 2 else after[-1]
     head: nn.Module = nn.Linear(features, CLASSES, bias=draw.chance(0.8))
     if signal == "tokens" and CLASSES <= VOCABULARY and features == first.embedding_dim and draw.chance(0.6):
-        head = nn.Linear(features, VOCABULARY)
-        head.weight = first.weight
-        draw.used.append("tied-embedding")
+        if is_covered:
+            head = nn.Linear(features, VOCABULARY)
+            head.weight = first.weight
+        else:
+            head = ByTable(first)
+        draw.used.append("tied-embedding" if is_covered else "tied-by-function")
     model = Root(first, side, body, head, draw.pick(("tensor", "tensor", "tuple", "dict")))
     return model, [main] if side is None else [main, torch.randn(rows, SIDE)]
+
+
+def _body(draw: Draw, shape: tuple[int, ...], *, is_covered: bool) -> tuple[nn.Module, tuple[int, ...]]:
+    """Blocks, and the shape of a row after them; with a part that no rule of a layer covers, if not ``is_covered``."""
+    body: nn.Module = chain(draw, shape, depth=draw.whole(1, 3))
+    after = shape_after(body, shape)
+    if not is_covered:
+        if draw.chance(0.5):
+            body = nn.Sequential(body, uncovered(draw, after))
+        else:
+            part = uncovered(draw, shape)
+            body = nn.Sequential(part, chain(draw, shape_after(part, shape), depth=1))
+    return body, shape_after(body, shape)
 
 
 @torch.no_grad()
@@ -238,11 +267,12 @@ def _freeze(draw: Draw, model: nn.Module) -> None:
     if not draw.chance(0.3):
         return
     parameters = list(model.parameters())
+    last = model.entry.weight if isinstance(model.head, ByTable) else model.head.weight
     for parameter in parameters:
         parameter.requires_grad_(not draw.chance(0.4))
     if not any(p.requires_grad for p in parameters):
-        model.head.weight.requires_grad_(True)
+        last.requires_grad_(True)
     if draw.chance(0.5):  # a whole part
         for parameter in model.body.parameters():
             parameter.requires_grad_(False)
-        model.head.weight.requires_grad_(True)
+        last.requires_grad_(True)

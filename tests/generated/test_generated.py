@@ -1,4 +1,4 @@
-"""A thousand models that nobody wrote: the engine's clipped sums are those of a loop over single rows, or refused."""
+"""Thousands of models that nobody wrote: the engine's clipped sums are those of a loop over single rows, or refused."""
 
 import dataclasses
 
@@ -8,8 +8,9 @@ from generated import verdicts
 from generated.blocks import BLOCKS
 from generated.layers_of import LAYERS
 from generated.planted import PLANTED
-from generated.subjects import CLIPPINGS, DTYPES, FORMS, LAYOUTS, MODES, drawn, subject_of
+from generated.subjects import ALONE, CLIPPINGS, DTYPES, FORMS, LAYOUTS, MODES, drawn, subject_of
 from generated.survey import survey
+from generated.uncovered import AROUND, UNCOVERED
 from generated.verdicts import verdict_on
 
 from dpengine.clipping import Flat
@@ -23,7 +24,7 @@ def assert_none_wrong(seeds, capsys):
     with capsys.disabled():
         print(f"\n{found}" if found.of("wrong") else "", end="")
     assert not found.of("wrong")
-    assert len(found.of("right")) >= 0.8 * len(found.verdicts)  # refusing all would not be wrong either
+    assert len(found.of("right")) >= 0.6 * len(found.verdicts)  # refusing all would not be wrong either
 
 
 @pytest.mark.one_in(4, "stretch")
@@ -40,11 +41,21 @@ def test_the_sums_of_a_thousand_models_are_right_or_refused_by_name(stretch, cap
     assert_none_wrong(range(first, first + 100), capsys)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("stretch", range(10))
+def test_the_sums_of_two_thousand_models_are_right_or_refused_by_name(stretch, capsys):
+    first = 2000 + 100 * stretch
+    assert_none_wrong(range(first, first + 100), capsys)
+
+
 @pytest.mark.slow
 def test_everything_there_is_to_draw_is_drawn():
     subjects = [drawn(seed) for seed in range(1000, 2000)]
     used = {name for subject in subjects for name in subject.used}
-    assert used >= {name for table in LAYERS.values() for name in table} | BLOCKS.keys()
+    assert used >= {name for table in (*LAYERS.values(), *UNCOVERED.values()) for name in table} | BLOCKS.keys()
+    assert used >= {f"around-{name}" for name in AROUND} | {"tied-embedding", "tied-by-function"}
+    alone = {name for subject in subjects if subject.settings["mode"] in ALONE for name in subject.used}
+    assert alone >= {name for table in UNCOVERED.values() for name in table}
     assert {subject.planted for subject in subjects} == PLANTED.keys() | {None}
     tables = {"mode": MODES, "clipping": CLIPPINGS, "dtype": DTYPES, "form": FORMS, "layout": LAYOUTS}
     for name, table in tables.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from dataclasses import dataclass
 
@@ -9,8 +10,10 @@ import torch
 from generated.modules import Checkpointed, Positions
 from generated.planted import PLANTED
 from generated.runs import by_engine, by_grad_samples, by_sums, named_in
-from generated.subjects import Subject, trains
+from generated.subjects import ALONE, Subject, trains
 from generated.truth import Gradients, clipped_sum, length, rows_alone, threshold, untouched
+from reference import widened
+from torch.utils._pytree import tree_leaves
 
 from dpengine.errors import PrivacyError
 
@@ -154,7 +157,8 @@ def _refused(subject: Subject, refusal: PrivacyError) -> Verdict:
         return Verdict("wrong", f"refused without a name: {text}")
     if subject.planted is not None:
         expected = PLANTED[subject.planted]
-        as_expected = isinstance(refusal, expected.error) and expected.says in str(refusal)
+        says = expected.says in text or (subject.settings["mode"] == "whole_model" and "row was run alone" in text)
+        as_expected = isinstance(refusal, expected.error) and says
         return Verdict("refused" if as_expected else "wrong", text)
     justified = any(part in text and reason(subject, text) for part, reason in REASONS.items())
     return Verdict("refused" if justified else "wrong", text)
@@ -174,8 +178,29 @@ def _checkpoints_by_running_again(subject: Subject, text: str) -> bool:
     return subject.settings["mode"] == "ghost" and any(block.use_reentrant for block in blocks)
 
 
+def _needs_samples_alone(subject: Subject, text: str) -> bool:
+    """A part that no rule of a layer covers, where no mode runs its samples alone."""
+    alone = subject.settings["mode"] in ALONE and subject.settings["path"] != "grad_sample"
+    return not (subject.is_covered or alone)
+
+
+def _rounds_too_far(subject: Subject, text: str) -> bool:
+    """Values of the model in half precision that are far from those in float64, so that no rows can be compared."""
+    if _narrowest(subject) is not torch.bfloat16:
+        return False
+    with torch.no_grad():
+        narrow = tree_leaves(subject.call(copy.deepcopy(subject.model), subject.tensors))
+        wide = tree_leaves(subject.call(copy.deepcopy(subject.model).double(), widened(subject.tensors)))
+    errors_B = [
+        (n - w).flatten(1).abs().amax(1) / w.flatten(1).abs().amax(1) for n, w in zip(narrow, wide, strict=True)
+    ]
+    return any(bool((one > 0.04).any()) for one in errors_B)
+
+
 REASONS = {  # why a subject in which nothing was planted may be refused
     "has no gradient in this step": lambda subject, text: any(f"'{name}'" in text for name in untouched(subject)),
     "was reached a second time in one backward pass": _checkpoints_by_running_again,
     "does not keep the samples of a batch independent": _has_positions_as_long_as_a_batch,
+    "gave another output when each row was run alone": _rounds_too_far,
+    "": _needs_samples_alone,
 }

@@ -12,6 +12,7 @@ from inside_parts import share_units
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
+from torch.utils import checkpoint as checkpoints
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine, checkpoint
@@ -79,7 +80,7 @@ class Experts(nn.Module):
         mixed = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
             (mine,) = (chosen == number).nonzero(as_tuple=True)
-            mixed = mixed.index_add(0, mine, weight[mine, None] * expert(tokens[mine]))
+            mixed = mixed.index_add(0, mine, (weight[mine, None] * expert(tokens[mine])).to(mixed.dtype))
         return mixed.view(hidden.shape)
 
 
@@ -203,6 +204,29 @@ class ShiftedWindows(nn.Module):
         return (weights @ windows).reshape(hidden.shape).roll(-1, dims=1)
 
 
+class Recomputed(nn.Module):
+    """A part whose activations are formed again in the backward pass."""
+
+    def __init__(self, part, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = part, use_reentrant
+
+    def forward(self, hidden):
+        return checkpoints.checkpoint(self.inner, hidden, use_reentrant=self.use_reentrant)
+
+
+class FlattensAround(nn.Module):
+    """Gives a recomputed part all tokens of the batch, with gradients of the tokens also."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.recomputed = Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), use_reentrant)
+
+    def forward(self, hidden):
+        return self.recomputed(self.layer(hidden.flatten(0, 1))).view(hidden.shape)
+
+
 class Inside(nn.Module):
     """Holds a part in a list, so that the name of the part has three parts."""
 
@@ -270,6 +294,10 @@ CASES = {
     "own parameter": (lambda: Model(Inside(OwnParameter())), ["part.parts.0"]),
     "tied head": (TiedHead, [""]),
     "a layer of two units": (Shares, ["one", "two"]),
+    "inside a checkpoint": (lambda: Model(Recomputed(OwnParameter(), False)), ["part.inner"]),
+    "inside a reentrant checkpoint": (lambda: Model(Recomputed(OwnParameter(), True)), ["part.inner"]),
+    "around a checkpoint": (lambda: Model(FlattensAround(False)), ["part"]),
+    "around a reentrant checkpoint": (lambda: Model(FlattensAround(True)), ["part"]),
 }
 
 
@@ -287,9 +315,18 @@ def units_in(seen):
     return sorted(re.search(r"through (?:'(.*?)'|the model) \(", text).group(1) or "" for text in texts)
 
 
+def for_loop(model):
+    """A copy for the loop over samples, which cannot run reentrant checkpoints."""
+    model = copy.deepcopy(model)
+    for part in model.modules():
+        if isinstance(part, Recomputed):
+            part.use_reentrant = False
+    return model
+
+
 def assert_clipped(model, found_by, inputs, weights=WEIGHTS):
     """Compares a step with a loop over samples on a copy."""
-    gradients = per_sample_gradients(copy.deepcopy(model), weighted_loss, inputs, weights)
+    gradients = per_sample_gradients(for_loop(model), weighted_loss, inputs, weights)
     model.zero_grad()
     weighted_loss(model(**inputs), weights).backward()
     found_by.clip_and_accumulate()
@@ -302,7 +339,7 @@ def assert_clipped(model, found_by, inputs, weights=WEIGHTS):
 
 def clipper(model, inputs):
     """A clipper with a clipping norm between those of the samples."""
-    gradients = per_sample_gradients(copy.deepcopy(model), weighted_loss, inputs, WEIGHTS)
+    gradients = per_sample_gradients(for_loop(model), weighted_loss, inputs, WEIGHTS)
     return PerSampleGradientClipper(model, Flat(flat_norms(gradients).median().item()), loss_reduction="sum")
 
 
@@ -321,12 +358,49 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_sum_over_two_backward_passes_is_that_of_a_loop_over_samples(name, autocast):
+    model, inputs, weights = CASES[name][0](), words(), WEIGHTS.float()
+    gradients = per_sample_gradients(for_loop(model).double(), weighted_loss, inputs, WEIGHTS)
+    max_norm = flat_norms(gradients).median().item()
+    clipped = PerSampleGradientClipper(model, Flat(max_norm), loss_reduction="sum")
+    for part in (slice(0, 2), slice(2, SAMPLES)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(inputs["words"][part])
+        weighted_loss(output.float(), weights[part]).backward()
+        clipped.clip_and_accumulate()
+    clipped.pre_step()
+    truth = clipped_sum(gradients, max_norm)
+    found = torch.cat([model.get_parameter(name).grad.flatten() for name in truth])
+    expected = torch.cat([one.flatten() for one in truth.values()])
+    assert (found - expected).norm() < (0.05 if autocast else 1e-5) * expected.norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("name", ["relative positions", "windows", "flattened"])
 def test_a_batch_as_long_as_its_sequences_does_not_hide_an_axis(name):
     model = CASES[name][0]().double()
     clipped = clipper(model, words(length=4))
     for length in (6, 4):
         assert_clipped(model, clipped, words(length, samples=length), torch.rand(length).double() + 0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE028")
+@pytest.mark.parametrize("name", CASES)
+def test_a_first_batch_without_samples_adds_nothing_and_leaves_the_choice_open(name):
+    make, expected = CASES[name]
+    model = make().double()
+    clipped = clipper(model, words())
+    for _ in range(2):
+        weighted_loss(model(**words(samples=0)), WEIGHTS[:0]).backward()
+        clipped.clip_and_accumulate()
+        clipped.pre_step()
+        assert not any(p.grad.any() for p in model.parameters() if p.requires_grad)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_clipped(model, clipped, words())
+    assert units_in(seen) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
@@ -476,13 +550,14 @@ def fails(*_):
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
-def test_a_resumed_run_has_the_units_of_the_saved_one(tmp_path, monkeypatch):
-    engine, model, optimizer, loader = private_run(Model(Flattens()))
+@pytest.mark.parametrize("make", [Flattens, lambda: Recomputed(OwnParameter(), True)], ids=["flattened", "recomputed"])
+def test_a_resumed_run_has_the_units_of_the_saved_one(tmp_path, monkeypatch, make):
+    engine, model, optimizer, loader = private_run(Model(make()))
     step(model, optimizer, next(iter(loader)))
     checkpoint.save(tmp_path / "run", engine)
     step(model, optimizer, next(iter(loader)))
 
-    again, other, its_optimizer, its_loader = private_run(Model(Flattens()))
+    again, other, its_optimizer, its_loader = private_run(Model(make()))
     checkpoint.load(tmp_path / "run", again)
     monkeypatch.setattr("dpengine.independence.choose_units._Trial.obstacles", fails)
     step(other, its_optimizer, next(iter(its_loader)))

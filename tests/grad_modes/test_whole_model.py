@@ -12,6 +12,7 @@ from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine
@@ -108,6 +109,10 @@ def dropout_in_half_precision(ones):
     return F.dropout(ones.bfloat16(), 0.3).to(ones.dtype)
 
 
+def dropout_in_a_checkpoint(ones):
+    return checkpoint(F.dropout, ones, 0.5, use_reentrant=False)
+
+
 def skipped_by_python(ones):
     return ones * random.choice([0.5, 1.0, 2.0])
 
@@ -193,7 +198,14 @@ class Draws(nn.Module):
         return {"hidden": hidden, "masks": torch.stack([one, two], -1)}
 
 
-DRAWS = [dropout, dropout_in_half_precision, skipped_by_python, skipped_by_numpy, skipped_by_torch]
+DRAWS = [
+    dropout,
+    dropout_in_half_precision,
+    dropout_in_a_checkpoint,
+    skipped_by_python,
+    skipped_by_numpy,
+    skipped_by_torch,
+]
 
 
 class OwnGenerator(nn.Module):
@@ -398,6 +410,37 @@ def test_bfloat16_gives_the_same_sum_up_to_its_rounding():
     clipped.clip_and_accumulate()
     clipped.pre_step()
     assert relative_error(model, clipped_sum(gradients, max_norm)) < 0.05
+
+
+class MixedPrecision(nn.Module):
+    """A layer in float64 between layers in another precision, the last of which is recomputed in the backward pass."""
+
+    use_reentrant = False
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.first, self.middle = nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.last = nn.Linear(WIDTH, 4, dtype=dtype)
+
+    def forward(self, inputs):
+        hidden = self.middle(self.first(inputs).double()).sin().to(inputs.dtype)
+        return checkpoint(self.last, hidden, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)], ids=str)
+def test_layers_in_other_precisions_and_in_checkpoints_are_clipped(dtype, tolerance, use_reentrant):
+    model, inputs = MixedPrecision(dtype), {"inputs": features().to(dtype)}
+    inputs["inputs"].requires_grad_()  # else no block of a checkpoint runs again
+    loss = lambda output, weights: weighted_loss(output.double(), weights)  # noqa: E731
+    gradients = per_sample_gradients(model, loss, inputs, WEIGHTS)  # which cannot run reentrant checkpoints
+    max_norm = flat_norms(gradients).median().item()
+    model.use_reentrant = use_reentrant
+    clipped = clipper(model, max_norm)
+    loss(model(**inputs), WEIGHTS).backward()
+    clipped.clip_and_accumulate()
+    clipped.pre_step()
+    assert relative_error(model, clipped_sum(gradients, max_norm)) < tolerance
 
 
 @pytest.mark.parametrize(

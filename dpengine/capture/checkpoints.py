@@ -1,0 +1,54 @@
+"""Runs blocks without ``torch.utils.checkpoint``, in modules of which each sample runs alone.
+
+In the backward pass, a checkpoint runs its block again with the parameters of the model as they are then. They require
+gradients, which they did not while the module ran forward. Checkpoints cannot run in ``torch.func`` either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch.utils import checkpoint
+
+
+class _RunsOnce:
+    """Takes the place of the autograd function of reentrant checkpoints."""
+
+    @staticmethod
+    def apply(block: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        return block(*args)
+
+
+def _does_nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """Takes the place of the generator around the blocks of other checkpoints."""
+    yield
+
+
+_STAND_INS: dict[str, Any] = {
+    "CheckpointFunction": _RunsOnce,
+    "_checkpoint_without_reentrant_generator": _does_nothing,
+}
+_originals = {name: getattr(checkpoint, name) for name in _STAND_INS}
+_lock = threading.Lock()
+_contexts = 0  # of all threads
+
+
+@contextlib.contextmanager
+def without_checkpoints() -> Iterator[None]:
+    """Runs the blocks of checkpoints once, in the context."""
+    _count(1)
+    try:
+        yield
+    finally:
+        _count(-1)
+
+
+def _count(change: int) -> None:
+    global _contexts
+    with _lock:
+        _contexts += change
+        for name, function in (_STAND_INS if _contexts else _originals).items():
+            setattr(checkpoint, name, function)
