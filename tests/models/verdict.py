@@ -111,7 +111,7 @@ def verdict_of(row, dtype=torch.float32) -> Verdict:
             return Verdict("exact", f"{by}, after {' and '.join(remedies)}" if remedies else by)
         except PrivacyError as error:
             errors.append(error)
-    return Verdict("rejected", " ".join(dict.fromkeys(f"`{error.code}`" for error in errors)), str(errors[0]))
+    return Verdict("rejected", " ".join(dict.fromkeys(f"`{error.code}`" for error in errors)), str(errors[-1]))
 
 
 def train(row, model, examples, dtype, mode):
