@@ -20,7 +20,7 @@ Integers = npt.NDArray[np.int64]
 
 _ORDERS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)
 _LOG_DELTA = math.log(1e-6)  # of a typical delta
-_LEAST_NOISE, _MOST_NOISE = 1e-3, 1e100  # limits within which squares and their inverses are normal floats
+_MIN_NOISE, _MAX_NOISE = 1e-3, 1e100  # limits within which squares and their inverses are normal floats
 _CUTS = 32  # candidate cuts of a large cell, for each of two criteria
 _HALVINGS = 40
 
@@ -142,7 +142,7 @@ def _order(kinds: Kinds) -> int:
 
 def _cost(rates: Floats, noise: Floats, order: int) -> Floats:
     """Log of the moment ``E[(dP/dQ)^order]`` of releases (Mironov, Talwar, Zhang 2019, 1908.10530)."""
-    noise = np.clip(noise, _LEAST_NOISE, _MOST_NOISE)
+    noise = np.clip(noise, _MIN_NOISE, _MAX_NOISE)
     total = np.full(len(rates), -np.inf)
     with np.errstate(all="ignore"):
         for j in range(2, order + 1):

@@ -25,10 +25,10 @@ from .own_accountant import Accountant
 from .rounding import round_up
 from .tilted_pld import pld
 
-LEAST_NOISE, MOST_NOISE = 1e-2, 1e6
+MIN_NOISE, MAX_NOISE = 1e-2, 1e6
 
-_ROUGHLY = 1e-3
-"""Relative accuracy of the coarse grids on which the search begins."""
+_COARSE_ACCURACY = 1e-3
+"""Relative accuracy of the coarse grids on which the search starts."""
 _EXACT_WITHOUT_SAMPLING = ("pld", "gdp", "prv")
 
 
@@ -74,11 +74,10 @@ def calibration(
         tol: Maximum relative distance of epsilon or the noise from the optimum, on the private side.
 
     Returns:
-        Noise at which the accountant's epsilon is at most the target. At least
-        `LEAST_NOISE` for sampled releases.
+        Noise at which the accountant's epsilon is at most the target. At least `MIN_NOISE` for sampled releases.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` suffices; the message has the smallest epsilon reached.
+        CalibrationError: If no noise up to `MAX_NOISE` suffices; the message has the smallest epsilon reached.
         InvalidBudgetError: If an argument is out of range.
         AccountingRefusedError: If the accountant does not support such runs.
     """  # noqa: DOC502 - the checks raise on our behalf
@@ -87,7 +86,7 @@ def calibration(
     rate = arguments.sample_rate(sample_rate)
     steps = arguments.count("steps", steps)
     tol = max(1e-12, arguments.epsilon_in_range(tol, "tol", zero=False))
-    used, relation, spent = accountant_used(accountant), Relation(relation), checked_history(spent)
+    name, relation, spent = accountant_used(accountant), Relation(relation), checked_history(spent)
 
     def history(sigma: float) -> tuple[Charge, ...]:
         return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))
@@ -100,20 +99,20 @@ def calibration(
         if rate == 1 and not spent:
             mu = gdp.largest_mu(target, delta)
             start = math.sqrt(steps) * (2.0 if relation is Relation.REPLACE_ONE else 1.0) / mu
-            exact = used in _EXACT_WITHOUT_SAMPLING
-            root = search.settle(reported, start) if exact else search.solve(reported, start)
-        elif not isinstance(accountant, str) or used in ("rdp", "gdp") or (spent and used in ("pld", "monte_carlo")):
-            # One simulation judges all noise, so this is a sweep of claims; see `monte_carlo.verified`.
+            exact = name in _EXACT_WITHOUT_SAMPLING
+            root = search.increase(reported, start) if exact else search.solve(reported, start)
+        elif not isinstance(accountant, str) or name in ("rdp", "gdp") or (spent and name in ("pld", "monte_carlo")):
+            # For "monte_carlo", one simulation verifies all noise multipliers; see `monte_carlo.verified`.
             root = search.solve(reported, 1.0)
         else:
             root = _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0 if spent else None)
     except _UnreachableError as error:
         raise CalibrationError(
-            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
+            f"epsilon={target:g} needs noise_multiplier > {MAX_NOISE:g} at sample_rate={rate:g}, {steps:,} steps; "
             f"smallest reachable here: {round_up(error.epsilon)}{' with the earlier charges' if spent else ''}.",
             fix="Use fewer epochs, a smaller batch or a larger delta.",
         ) from None
-    return Calibration(root.noise_multiplier, root.epsilon, steps, used)
+    return Calibration(root.noise_multiplier, root.epsilon, steps, name)
 
 
 def least_noise(
@@ -134,9 +133,9 @@ def least_noise(
         target_epsilon: As for `calibration`.
         target_delta: As for `calibration`.
         steps: Number of steps in the run.
-        accountant: As for `calibration`. With "monte_carlo", each noise multiplier that is tried is simulated, about
-            a dozen of a grid whose neighbors are 1 % apart. ``target_delta`` covers the chance that any of these
-            simulations is wrong. Report the targets, not a lower epsilon at this noise, and calibrate a run once.
+        accountant: As for `calibration`. "monte_carlo" simulates about a dozen noise multipliers of a grid with a
+            spacing of 1 %. ``target_delta`` covers the probability that any of these simulations is wrong. Report the
+            targets, not a lower epsilon at this noise, and calibrate a run once.
         relation: As for `calibration`.
         spent: As for `calibration`.
         tol: As for `calibration`.
@@ -145,13 +144,13 @@ def least_noise(
         A noise multiplier at which epsilon is at most the target.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` suffices.
+        CalibrationError: If no noise up to `MAX_NOISE` suffices.
         InvalidBudgetError: If "monte_carlo" is to calibrate several simulated runs.
     """  # noqa: DOC502 - the checks raise on our behalf
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
     delta = arguments.delta_in_range(target_delta, "target_delta")
-    one = event_of(1.0)
-    if accountant == "monte_carlo" and one.is_whole_run:
+    unit_event = event_of(1.0)
+    if accountant == "monte_carlo" and unit_event.is_whole_run:
         return _least_noise_by_simulation(event_of, target, delta, steps, Relation(relation))
 
     def history(sigma: float) -> tuple[Charge, ...]:
@@ -161,10 +160,10 @@ def least_noise(
         return epsilon_of(history(sigma), delta, accountant, relation)
 
     search = _Search(target, tol)
-    shortcut = _AS_SAMPLED.get(type(one)) if isinstance(accountant, str) else None
-    if shortcut is not None:
-        rate, count, factor = shortcut(one, steps)
-        known = calibration(
+    as_sampled = _AS_SAMPLED.get(type(unit_event)) if isinstance(accountant, str) else None
+    if as_sampled is not None:
+        rate, count, factor = as_sampled(unit_event, steps)
+        calibrated = calibration(
             target_epsilon=target,
             target_delta=delta,
             sample_rate=rate,
@@ -175,55 +174,55 @@ def least_noise(
             tol=tol,
         )
         if factor == 1:
-            return known.noise_multiplier
-        return search.settle(reported, known.noise_multiplier * factor).noise_multiplier
+            return calibrated.noise_multiplier
+        return search.increase(reported, calibrated.noise_multiplier * factor).noise_multiplier
     try:
         if not isinstance(accountant, str) or spent:  # "pld" may not support these events
             return search.solve(reported, 1.0).noise_multiplier
         return _calibrate_coarse_to_fine(search, history, reported, delta, relation, 1.0).noise_multiplier
     except _UnreachableError as error:
         raise CalibrationError(
-            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} in {steps:,} steps; smallest reachable here: "
+            f"epsilon={target:g} needs noise_multiplier > {MAX_NOISE:g} in {steps:,} steps; smallest reachable here: "
             f"{round_up(error.epsilon)}.",
             fix="Use fewer steps, a smaller batch or a larger delta.",
         ) from None
 
 
-def least_noise_by(
+def least_noise_for(
     epsilon_at: Callable[[float], float], *, target_epsilon: float, tolerance: float, start: float = 1.0
 ) -> float:
-    """Calibrates the noise such that any accountant's epsilon is within a tolerance below a target.
+    """Calibrates the noise for a given epsilon function, such that epsilon is within a tolerance below a target.
 
     Args:
         epsilon_at: Epsilon of the run as a nonincreasing function of the noise multiplier.
         target_epsilon: Positive and finite.
-        tolerance: How far below the target epsilon may stay, in units of epsilon. It may stay lower where the noise is
-            `LEAST_NOISE`, and where epsilon jumps over the range; there the noise is within a millionth of the jump.
+        tolerance: Maximum distance of epsilon below the target, in units of epsilon. The distance may be larger if the
+            noise is `MIN_NOISE`, or if epsilon jumps over this range; the noise is then within a millionth of the jump.
         start: Initial guess.
 
     Returns:
         A noise multiplier at which epsilon is at most the target.
 
     Raises:
-        CalibrationError: If no noise up to `MOST_NOISE` suffices.
+        CalibrationError: If no noise up to `MAX_NOISE` suffices.
     """
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
-    room = arguments.epsilon_in_range(tolerance, "tolerance", zero=False)
+    tolerance = arguments.epsilon_in_range(tolerance, "tolerance", zero=False)
     try:
-        root = _Search(target, min(0.1, room / target / 4)).solve(epsilon_at, start)
+        root = _Search(target, min(0.1, tolerance / target / 4)).solve(epsilon_at, start)
     except _UnreachableError as error:
         raise CalibrationError(
-            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g}; smallest reachable here: "
+            f"epsilon={target:g} needs noise_multiplier > {MAX_NOISE:g}; smallest reachable here: "
             f"{round_up(error.epsilon)}.",
             fix="Use fewer steps, a smaller batch or a larger delta.",
         ) from None
     # The search ended with noise close to the optimum; if epsilon is steep, epsilon may still be far from the target.
-    low, high, found, stride = 0.0, root.noise_multiplier, root.epsilon, 1e-3
-    while found < target - room and high > LEAST_NOISE and high - low > 1e-6 * high:
-        middle = (low + high) / 2 if low else max(LEAST_NOISE, high * (1 - stride))
+    low, high, epsilon, stride = 0.0, root.noise_multiplier, root.epsilon, 1e-3
+    while epsilon < target - tolerance and high > MIN_NOISE and high - low > 1e-6 * high:
+        middle = (low + high) / 2 if low else max(MIN_NOISE, high * (1 - stride))
         stride = min(0.5, 2 * stride)
         value = epsilon_at(middle)
-        low, high, found = (low, middle, value) if value <= target else (middle, high, found)
+        low, high, epsilon = (low, middle, value) if value <= target else (middle, high, epsilon)
     return high
 
 
@@ -235,17 +234,17 @@ def _least_noise_by_simulation(
             f"steps={steps!r}: the event is a whole run, and accountant 'monte_carlo' simulates one.",
             fix="Pass steps=1.",
         )
-    found = monte_carlo.least_noise(event_of, target, delta, relation, (LEAST_NOISE, MOST_NOISE))
-    if found == math.inf:
+    noise = monte_carlo.least_noise(event_of, target, delta, relation, (MIN_NOISE, MAX_NOISE))
+    if noise == math.inf:
         raise CalibrationError(
-            f"epsilon={target:g} needs noise_multiplier > {MOST_NOISE:g} by simulation.",
+            f"epsilon={target:g} needs noise_multiplier > {MAX_NOISE:g} by simulation.",
             fix="Use fewer steps, a smaller batch or a larger delta.",
         )
-    return found
+    return noise
 
 
 _AS_SAMPLED: dict[type, Callable[[Any, int], tuple[float, int, float]]] = {
-    # Events of noise multiplier 1 as Poisson-sampled Gaussians: sampling rate, number, and factor of their noise.
+    # Converts events of noise multiplier 1 to Poisson-sampled Gaussians: sampling rate, number, factor of the noise.
     GaussianEvent: lambda event, steps: (1.0, steps, 1.0),
     PoissonGaussianEvent: lambda event, steps: (event.sample_rate, steps, 1.0),
     CyclicGaussianEvent: lambda event, steps: (event.sample_rate, event.cycles(steps), 1.0),
@@ -254,7 +253,7 @@ _AS_SAMPLED: dict[type, Callable[[Any, int], tuple[float, int, float]]] = {
 
 
 class _UnreachableError(Exception):
-    """Epsilon at `MOST_NOISE` exceeds the target."""
+    """Epsilon at `MAX_NOISE` exceeds the target."""
 
     def __init__(self, epsilon: float):
         self.epsilon = epsilon
@@ -266,7 +265,7 @@ class _Root:
     noise_multiplier: float
     epsilon: float
     slope: float = -1.3
-    """Slope of log epsilon in log noise."""
+    """Slope of log epsilon over log noise."""
 
 
 @dataclass(frozen=True)
@@ -278,11 +277,11 @@ class _Search:
 
     def solve(self, epsilon_at: Callable[[float], float], start: float, slope: float = -1.3) -> _Root:
         """Safeguarded secant in (log noise, log epsilon), from ``start`` with a guessed slope."""
-        low, high = math.log(LEAST_NOISE), math.log(MOST_NOISE)
-        bad, good = low, math.inf  # log noise: epsilon is above the target at bad, and not above it at good
+        low, high = math.log(MIN_NOISE), math.log(MAX_NOISE)
+        bad, good = low, math.inf  # log noise at which epsilon is above the target (bad) and at most the target (good)
         at_bad, at_good = math.inf, 0.0
         aim = math.log(self.target) - self.tol / 2
-        x, last, repeats = math.log(min(max(start, LEAST_NOISE), MOST_NOISE)), None, 0
+        x, last, repeats = math.log(min(max(start, MIN_NOISE), MAX_NOISE)), None, 0
         for attempt in range(100):
             value = epsilon_at(math.exp(x))
             repeats = repeats + 1 if last is not None and (value <= self.target) == (last[1] <= self.target) else 0
@@ -299,7 +298,7 @@ class _Search:
                 slope = min(-0.1, (math.log(value) - math.log(last[1])) / (x - last[0]))
             last = (x, value)
             step = (aim - math.log(value)) / slope if usable else math.copysign(1.0, value - self.target)
-            step *= 2.0 ** max(0, repeats - 2)  # larger steps on a staircase function
+            step *= 2.0 ** max(0, repeats - 2)  # larger steps if epsilon is a step function
             x = min(max(x + min(max(step, -3.0), 3.0), low), high)
             if good < math.inf and (not bad < x < good or attempt > 15):
                 x = (bad + good) / 2  # outside the bracket, or a jump of the accountant's grid
@@ -307,12 +306,12 @@ class _Search:
             raise _UnreachableError(at_bad)
         return _Root(math.exp(good), at_good, slope)
 
-    def settle(self, epsilon_at: Callable[[float], float], sigma: float) -> _Root:
-        """Increases a closed-form solution by rounding errors until it meets the target."""
-        raised = 1e-15
+    def increase(self, epsilon_at: Callable[[float], float], sigma: float) -> _Root:
+        """Increases a closed-form solution until it meets the target despite rounding errors."""
+        increment = 1e-15
         while (value := epsilon_at(sigma)) > self.target:
-            sigma *= 1 + raised
-            raised *= 2
+            sigma *= 1 + increment
+            increment *= 2
         return _Root(sigma, value)
 
 
@@ -324,14 +323,14 @@ def _calibrate_coarse_to_fine(
     relation: Relation,
     start: float | None,
 ) -> _Root:
-    """Searches on coarse grids, which take milliseconds, and ends with the accountant of the report."""
+    """Searches on coarse grids, which takes milliseconds, and then with the accountant of the report."""
 
     def coarse_epsilon(sigma: float) -> float:
-        return pld.rough_epsilon(compose(history(sigma)), delta, relation, _ROUGHLY)
+        return pld.rough_epsilon(compose(history(sigma)), delta, relation, _COARSE_ACCURACY)
 
     start = _starting_noise(search, history, delta, relation) if start is None else start
     try:
-        rough = _Search(search.target, _ROUGHLY / 10).solve(coarse_epsilon, start)
+        rough = _Search(search.target, _COARSE_ACCURACY / 10).solve(coarse_epsilon, start)
     except _UnreachableError:
         return search.solve(reported, start)
     return search.solve(reported, rough.noise_multiplier, rough.slope)
@@ -340,16 +339,17 @@ def _calibrate_coarse_to_fine(
 def _starting_noise(
     search: _Search, history: Callable[[float], tuple[Charge, ...]], delta: float, relation: Relation
 ) -> float:
-    """Returns sufficient noise by RDP, or more than that of the central limit if this is much less."""
+    """Returns noise that suffices by RDP, or slightly more than the central limit suggests if that is much less."""
     distance = 2.0 if relation is Relation.REPLACE_ONE else 1.0
     (group,) = compose(history(1.0)).sampled
     mu = gdp.largest_mu(search.target, delta) / (group.sample_rate * math.sqrt(group.count))
-    normal = 1.3 / math.sqrt(math.log1p(mu * mu))
+    by_central_limit = 1.3 / math.sqrt(math.log1p(mu * mu))
 
     def by_rdp(sigma: float) -> float:
         return rdp.epsilon(compose(history(sigma)), delta, Relation.ADD_OR_REMOVE_ONE)
 
     try:
-        return distance * min(normal, _Search(search.target, 1e-3).solve(by_rdp, normal).noise_multiplier)
+        rdp_noise = _Search(search.target, 1e-3).solve(by_rdp, by_central_limit).noise_multiplier
+        return distance * min(by_central_limit, rdp_noise)
     except _UnreachableError:
-        return distance * normal
+        return distance * by_central_limit

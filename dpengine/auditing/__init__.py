@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from .direct import DETECTORS as DETECTORS
     from .direct import quick as quick
     from .finding import AuditFinding as AuditFinding
-    from .noise_detector import noise_law as noise_law
+    from .noise_detector import noise_distribution as noise_distribution
     from .one_run_audit import one_run as one_run
     from .replay_detector import replay as replay
-    from .sampler_detector import sampler_law as sampler_law
+    from .sampler_detector import batch_distribution as batch_distribution
     from .subject import Subject as Subject
     from .subject import small as small
     from .verdict import AuditReport as AuditReport
@@ -21,10 +21,10 @@ else:
         {
             "direct": ["DETECTORS", "quick"],
             "finding": ["AuditFinding"],
-            "noise_detector": ["noise_law"],
+            "noise_detector": ["noise_distribution"],
             "one_run_audit": ["one_run"],
             "replay_detector": ["replay"],
-            "sampler_detector": ["sampler_law"],
+            "sampler_detector": ["batch_distribution"],
             "subject": ["Subject", "small"],
             "verdict": ["AuditReport"],
         },

@@ -1,4 +1,4 @@
-"""Lower bound from the scores of canaries with known draws, and two-sided p-values of test statistics."""
+"""Lower bound on the shift of included canaries, and two-sided p-values of test statistics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class GaussianShift:
     """Shift of included canaries relative to excluded ones."""
 
     shift: float  # in units of the sensitivity: 1 if a canary adds its maximum
-    noise: float  # standard deviation for one participation: at most the noise multiplier if nothing else adds variance
+    noise: float  # standard deviation per participation: at most the noise multiplier unless other variance is added
     ratio_at_least: float  # lower confidence bound on ``shift / noise``
 
 
@@ -30,19 +30,19 @@ def gaussian_shift(
     are True for included canaries. The bound is too high with probability ``alpha``.
     """
     mean, weight, coin = np.asarray(means, float), np.asarray(weights, float), np.asarray(coins, bool)
-    known = weight > 0
-    mean, weight, coin = mean[known], weight[known], coin[known]
+    participated = weight > 0
+    mean, weight, coin = mean[participated], weight[participated], coin[participated]
     if min(coin.sum(), (~coin).sum()) < 2:
         return None
     total = {side: float(weight[coin == side].sum()) for side in (True, False)}
-    centre = {side: float((weight * mean)[coin == side].sum()) / total[side] for side in (True, False)}
-    freedom = len(mean) - 2
-    squares = float((weight * (mean - np.where(coin, centre[True], centre[False])) ** 2).sum())
-    noise, shift = math.sqrt(squares / freedom), centre[True] - centre[False]
+    center = {side: float((weight * mean)[coin == side].sum()) / total[side] for side in (True, False)}
+    degrees = len(mean) - 2
+    squares = float((weight * (mean - np.where(coin, center[True], center[False])) ** 2).sum())
+    noise, shift = math.sqrt(squares / degrees), center[True] - center[False]
     if noise == 0:
         return GaussianShift(shift, 0.0, math.inf if shift > 0 else 0.0)
     ratio = shift / noise
-    error = math.sqrt(1 / total[True] + 1 / total[False] + ratio**2 / (2 * freedom))
+    error = math.sqrt(1 / total[True] + 1 / total[False] + ratio**2 / (2 * degrees))
     return GaussianShift(shift, noise, max(0.0, ratio + float(stats.norm.ppf(alpha)) * error))
 
 
@@ -52,7 +52,7 @@ def two_sided(z: float) -> float:
 
 
 def chi_square(total: float, degrees: float) -> float:
-    """Returns the p-value of a sum of squares of standard normals."""
+    """Returns the p-value of a sum of squares of ``degrees`` independent standard normals."""
     if degrees <= 0:
         return 1.0
     if not (total >= 0 and math.isfinite(total)):
@@ -61,7 +61,7 @@ def chi_square(total: float, degrees: float) -> float:
 
 
 def binomial(count: int, number: int, rate: float) -> float:
-    """Returns the p-value of a number of successes: twice the smaller tail."""
+    """Returns the p-value of ``count`` successes in ``number`` trials: twice the smaller tail."""
     return float(min(1.0, 2 * min(stats.binom.cdf(count, number, rate), stats.binom.sf(count - 1, number, rate))))
 
 

@@ -1,14 +1,14 @@
-"""Canaries in a run of the user: examples whose inclusion depends on a coin each, and their scores.
+"""Canaries in the user's run, which are examples that a coin includes or excludes, and their scores.
 
-Every canary is an example of the data set and is drawn like the others, so nothing public depends on the coins. An
-excluded canary adds a gradient of zero. An included one adds its own gradient or, as a gradient canary, a long gradient
-along a direction that only the audit knows. Norms, clipping factors and sums are computed from it as from any other.
+Every canary is an example of the data set and is sampled like the others, so public output does not depend on the
+coins. An excluded canary adds a gradient of zero. An included canary adds its own gradient or, for gradient canaries, a
+long gradient along a direction that only the audit knows. It is clipped and summed like any other gradient.
 
-An included canary adds at most its direction to the sum, in units of the sensitivity, and the noise along the direction
-is the noise multiplier times row t of ``S^-1 Z``. Multiplied by S, releases have independent noise again, and a
-participation at step t has the shape of column t of S.
+An included canary adds at most its direction to the sum, in units of the sensitivity. The noise along the direction is
+the noise multiplier times row t of ``S^-1 Z``. The product of S and the releases has independent noise, and a
+participation at step t then contributes column t of S.
 
-Axes: T steps, M canaries, K nonzero elements of a direction, B samples of a chunk.
+Axes: T steps, M canaries, K nonzero elements of a direction, B samples of a chunk, C canaries of a chunk.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from dpengine.noise.correlated import Recurrence
 Indices = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]
 
-_PLACES = 16  # most nonzero elements of a direction: some in most layers, and few enough to store for many canaries
-_LOUD = 8.0  # norm of a canary's gradient over the clipping norm, so that it is clipped
+_MAX_NONZERO = 16  # maximum number of nonzero elements of a direction; most layers get some
+_NORM_FACTOR = 8.0  # norm of a canary's gradient over the clipping norm, so that it is clipped
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Canaries:
     """Canaries of a data set."""
 
     coins: Bits  # ``(M,)``, True for included canaries
-    at: Indices  # ``(N,)``, the canary of each row of the data set; -1 for other rows
+    canary_of: Indices  # ``(N,)``, the canary of each example of the data set; -1 for other examples
 
     @property
     def count(self) -> int:
@@ -50,37 +50,34 @@ class Canaries:
 
 
 class Directions:
-    """Sparse unit vectors in the space of all parameters, without common nonzero elements.
-
-    So the addition of one canary has no component along the direction of another.
-    """
+    """Sparse orthogonal unit vectors in the space of all parameters, without common nonzero elements."""
 
     def __init__(self, sizes: Sequence[int], count: int, rng: np.random.Generator):
         self.ends = np.cumsum(sizes, dtype=np.int64)
         total = int(self.ends[-1]) if len(sizes) else 0
         if count > total:
             raise ValueError(
-                f"auditing: {count:,} gradient canaries for {total:,} trainable numbers; each needs one of its own. "
-                f"Pass canaries={total} or less, or kind='input'."
+                f"auditing: {count:,} gradient canaries are more than the {total:,} trainable elements. Pass "
+                f"canaries={total} or less, or kind='input'."
             )
-        places = min(_PLACES, total // count)
-        self.places_MK = rng.permutation(total)[: count * places].reshape(count, places)
-        self.values_MK = rng.choice([-1.0, 1.0], self.places_MK.shape) / np.sqrt(places)
+        nonzero = min(_MAX_NONZERO, total // count)
+        self.indices_MK = rng.permutation(total)[: count * nonzero].reshape(count, nonzero)
+        self.values_MK = rng.choice([-1.0, 1.0], self.indices_MK.shape) / np.sqrt(nonzero)
 
     def along(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Returns the products ``(M,)`` of a vector of all parameters with the directions."""
-        found: npt.NDArray[np.float64] = (vector[self.places_MK] * self.values_MK).sum(axis=1)
-        return found
+        """Returns the inner products ``(M,)`` of a vector of all parameters with the directions."""
+        products: npt.NDArray[np.float64] = (vector[self.indices_MK] * self.values_MK).sum(axis=1)
+        return products
 
-    def rows(self, number: int, shape: Sequence[int], canary_B: Indices, norm: float, like: Tensor) -> Tensor:
-        """Returns one parameter's part ``(B, *shape)`` of canary gradients, zero where ``canary_B`` is -1."""
+    def gradients(self, number: int, shape: Sequence[int], canary_B: Indices, norm: float, like: Tensor) -> Tensor:
+        """Returns the canary gradients ``(B, *shape)`` of parameter ``number``, zero where ``canary_B`` is -1."""
         begin, end = (int(self.ends[number - 1]) if number else 0), int(self.ends[number])
-        row_C = np.flatnonzero(canary_B >= 0)
-        places_CK, values_CK = self.places_MK[canary_B[row_C]], norm * self.values_MK[canary_B[row_C]]
-        inside = (places_CK >= begin) & (places_CK < end)
+        sample_C = np.flatnonzero(canary_B >= 0)
+        indices_CK, values_CK = self.indices_MK[canary_B[sample_C]], norm * self.values_MK[canary_B[sample_C]]
+        inside = (indices_CK >= begin) & (indices_CK < end)
         flat = torch.zeros(len(canary_B) * (end - begin), dtype=wide(like.dtype), device=like.device)
-        at = (row_C[:, None] * (end - begin) + places_CK - begin)[inside]
-        flat[torch.from_numpy(at).to(flat.device)] = torch.from_numpy(values_CK[inside]).to(flat)
+        positions = (sample_C[:, None] * (end - begin) + indices_CK - begin)[inside]
+        flat[torch.from_numpy(positions).to(flat.device)] = torch.from_numpy(values_CK[inside]).to(flat)
         return flat.view(len(canary_B), *shape)
 
 
@@ -88,7 +85,7 @@ class PlantedGradients:
     """A grad mode that replaces the gradients of canaries before norms are computed, and delegates all other calls.
 
     Attributes:
-        drawn: By step, the canaries in the batch, included or not.
+        drawn: The canaries in the batch of each step, included or not.
     """
 
     def __init__(
@@ -116,25 +113,25 @@ class PlantedGradients:
 
     def _plant(self, scale: float) -> None:
         step, rows = self._chunk()
-        canary_B = self._canaries.at[rows]
+        canary_B = self._canaries.canary_of[rows]
         self.drawn.setdefault(step, []).append(canary_B[canary_B >= 0])
-        is_in = np.append(self._canaries.coins, False)[canary_B]  # -1 takes the last
-        replaced = (canary_B >= 0) & (~is_in if self._directions is None else True)
+        included = np.append(self._canaries.coins, False)[canary_B]  # index -1 selects the appended False
+        replaced = (canary_B >= 0) & (~included if self._directions is None else True)
         if not replaced.any():
             return
         parameters = self._parameters()
         self._replaced = torch.from_numpy(replaced).to(next(iter(parameters.values())).device)
         self.inner.drop(self._replaced)
-        if self._directions is None or not is_in.any():
+        if self._directions is None or not included.any():
             return
-        planted_B = np.where(is_in, canary_B, -1)
-        norm = _LOUD * self._threshold() / scale
+        planted_B = np.where(included, canary_B, -1)
+        norm = _NORM_FACTOR * self._threshold() / scale
         for number, (name, parameter) in enumerate(parameters.items()):
-            grad = self._directions.rows(number, parameter.shape, planted_B, norm, parameter)
+            grad = self._directions.gradients(number, parameter.shape, planted_B, norm, parameter)
             self.inner.receive_rows(Use(parameter, name), grad)
 
     def drop(self, rows_B: Tensor) -> None:
-        # A grad mode may store only the last set of dropped rows.
+        # A grad mode may store only the last mask of dropped samples.
         if self._replaced is not None and self._directions is None:
             rows_B = rows_B | self._replaced.to(rows_B.device)
         self.inner.drop(rows_B)
@@ -148,20 +145,20 @@ class PlantedGradients:
 
 
 Floats = npt.NDArray[np.float64]
-LONGEST = 4096  # steps of the longest run whose noise matrix is built
-_LEAST = 1e-12  # smallest variance in scores, so that scores of a run without noise are finite
+MAX_STEPS = 4096  # maximum number of steps of a run whose noise matrix is built
+_MIN_VARIANCE = 1e-12  # smallest variance in scores, so that scores of a run without noise are finite
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Releases of a run along the directions of canaries."""
+    """Components of the releases of a run along the directions of canaries."""
 
     releases_TM: Floats  # ``<release * divisor, direction> / sensitivity``; 0 at steps without a release
     drawn_TM: npt.NDArray[np.bool_]  # whether a canary was in the batch, included or not
     noise_multiplier: float  # standard deviation of the noise of one participation, over the sensitivity
-    sample_rate: float  # probability of a canary to be in a possible batch
+    sample_rate: float  # probability that a canary is in the batch of a possible step
     # First possible step of each canary, -1 for none; None if all steps are possible.
-    turns_M: npt.NDArray[np.int64] | None = None
+    first_steps_M: npt.NDArray[np.int64] | None = None
     cycle: int = 1  # number of steps from one possible step to the next
     strategy_TT: Floats | None = None  # S; None for independent noise
 
@@ -169,23 +166,23 @@ class Trace:
     def possible_TM(self) -> npt.NDArray[np.bool_]:
         """True where a canary may be in the batch."""
         steps, canaries = self.releases_TM.shape
-        if self.turns_M is None:
+        if self.first_steps_M is None:
             return np.ones((steps, canaries), dtype=bool)
-        taken: npt.NDArray[np.bool_] = np.arange(steps)[:, None] % self.cycle == self.turns_M
-        return taken & (self.turns_M >= 0)
+        possible: npt.NDArray[np.bool_] = np.arange(steps)[:, None] % self.cycle == self.first_steps_M
+        return possible & (self.first_steps_M >= 0)
 
     def decorrelated(self, values_TM: Floats) -> Floats:
-        """Returns the values multiplied by S, which makes noise independent across steps."""
-        found: Floats = values_TM if self.strategy_TT is None else self.strategy_TT @ values_TM
-        return found
+        """Returns the product of S and the values, whose noise is independent across steps."""
+        product: Floats = values_TM if self.strategy_TT is None else self.strategy_TT @ values_TM
+        return product
 
 
 def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
     """Returns S ``(T, T)`` of the noise of a run; None for independent noise or a run that is too long."""
-    if noise is None or steps > LONGEST:
+    if noise is None or steps > MAX_STEPS:
         return None
-    found: Floats = strategy.strategy_of(noise, steps)
-    return found
+    matrix: Floats = strategy.strategy_of(noise, steps)
+    return matrix
 
 
 def log_likelihood_ratios(trace: Trace) -> Floats:
@@ -195,11 +192,11 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
     the score ignores the overlap: it is then not a likelihood ratio, but still a valid score.
     """
     white_TM = trace.decorrelated(trace.releases_TM)
-    variance = max(trace.noise_multiplier**2, _LEAST)
+    variance = max(trace.noise_multiplier**2, _MIN_VARIANCE)
     if trace.sample_rate == 1:
         all_TM = trace.decorrelated(trace.possible_TM.astype(np.float64))
-        whole: Floats = ((white_TM * all_TM).sum(axis=0) - (all_TM**2).sum(axis=0) / 2) / variance
-        return whole
+        unsampled: Floats = ((white_TM * all_TM).sum(axis=0) - (all_TM**2).sum(axis=0) / 2) / variance
+        return unsampled
     if trace.strategy_TT is None:
         matched_TM, length_T1 = white_TM, np.ones((len(white_TM), 1))
     else:
@@ -212,9 +209,10 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
 
 
 def means_of_participations(trace: Trace) -> tuple[Floats, Floats]:
-    """Estimates each canary's addition at a participation by least squares from known draws: means, weights ``(M,)``.
+    """Estimates each canary's contribution to a participation by least squares, given its draws.
 
-    Means are in units of the sensitivity; their variance is the squared noise multiplier over the weight.
+    Returns means and weights, ``(M,)`` each. Means are in units of the sensitivity; their variance is the squared noise
+    multiplier over the weight.
     """
     white_TM = trace.decorrelated(trace.releases_TM)
     shape_TM = trace.decorrelated(trace.drawn_TM.astype(np.float64))

@@ -1,4 +1,4 @@
-"""Direct detectors: functions of a model, data and loss. They train nothing and store nothing."""
+"""Direct detectors, which test the model, data and loss of a training setup. They store nothing."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ from typing import Any
 
 from dpengine.errors import forget_notices
 
-from .files import files
 from .finding import AuditFinding, timed
-from .isolation import isolation
-from .ledger_detector import accounting_table, ledger_law
-from .noise_detector import noise_law
+from .independence import independence
+from .ledger_detector import accounting_table, ledger_charges
+from .noise_detector import noise_distribution
 from .oracle import oracle
+from .public_output import public_output
 from .replay_detector import replay
-from .sampler_detector import sampler_law
-from .subject import Maker, Subject, made
+from .sampler_detector import batch_distribution
+from .subject import Maker, Subject, new_subject
 
 DETECTORS: dict[str, Callable[[Maker, int], AuditFinding]] = {
     "DR": lambda make, seed: replay(make, pairs=14, seed=seed),
-    "DN": lambda make, seed: noise_law(make, seed=seed),
-    "DS": lambda make, seed: sampler_law(make, seed=seed),
-    "DL": lambda make, seed: ledger_law(make, seed=seed),
+    "DN": lambda make, seed: noise_distribution(make, seed=seed),
+    "DS": lambda make, seed: batch_distribution(make, seed=seed),
+    "DL": lambda make, seed: ledger_charges(make, seed=seed),
     "DO": lambda make, seed: oracle(make, seed=seed),
-    "DI": lambda make, seed: isolation(make, seed=seed),
+    "DI": lambda make, seed: independence(make, seed=seed),
     "DA": lambda make, seed: accounting_table(seed=seed),
-    "DF": lambda make, seed: files(make, seed=seed),
+    "DF": lambda make, seed: public_output(make, seed=seed),
 }
-"""Direct detectors by code, each ``(make, seed) -> finding`` at a size that takes seconds.
+"""Direct detectors by code: functions ``(make, seed) -> finding``, at a size that takes seconds.
 
-Releases on neighboring data sets; the distribution of the noise; the distribution of batches; the charges; clipped
-sums, by a loop over samples; the independence of samples; the accountant, by closed forms; files and logs.
+They test, in this order: releases on neighboring data sets; the distribution of the noise; the distribution of batches;
+the charges; clipped sums, against a loop over samples; the independence of samples; the accountant, against closed
+forms; files and logs.
 """
 
 
@@ -55,14 +56,13 @@ def quick(
         for finding in quick(make, {"noise_multiplier": 1.1, "max_grad_norm": 1.0}):
             print(finding)
 
-    Each detector trains its own private copies with seeded noise: their results must not be published. Dropout is
-    disabled. A pass means that no violation was found.
+    Each detector trains its own copies of the model with seeded noise, so their results must not be published. Dropout
+    is disabled. A pass means that no violation was found.
 
     Args:
         make: Returns new ``(model, optimizer, loader, loss_of)`` at each call, optionally followed by the arguments of
             ``make_private``; ``loss_of(model, batch)`` is the loss of a batch.
-        options: Arguments of ``make_private``, which override those of ``make``. The default of
-            ``noise_multiplier`` is 1.
+        options: Arguments of ``make_private``, which override those of ``make``. The default ``noise_multiplier`` is 1.
         detectors: Codes of `DETECTORS`.
         seed: Seed of all random numbers.
 
@@ -74,19 +74,19 @@ def quick(
     """
     unknown = [code for code in detectors if code not in DETECTORS]
     if unknown:
-        raise ValueError(f"auditing.quick: no detector {unknown[0]!r}. Choose among: {', '.join(DETECTORS)}.")
+        raise ValueError(f"auditing.quick: detector {unknown[0]!r} is unknown. Choose from: {', '.join(DETECTORS)}.")
 
     def make_with_options() -> Subject:
-        subject = made(make)
-        given = {**subject.options, **(options or {})}
-        if not {"noise_multiplier", "target_epsilon", "plan"} & given.keys():
-            given["noise_multiplier"] = 1.0
-        return subject._replace(options=given)
+        subject = new_subject(make)
+        merged = {**subject.options, **(options or {})}
+        if not {"noise_multiplier", "target_epsilon", "plan"} & merged.keys():
+            merged["noise_multiplier"] = 1.0
+        return subject._replace(options=merged)
 
-    one, other = make_with_options(), make_with_options()
-    if {*one.model.parameters()} & {*other.model.parameters()}:
-        raise ValueError("auditing.quick: make() returned the same model twice. Build a fresh one at each call.")
+    first, second = make_with_options(), make_with_options()
+    if {*first.model.parameters()} & {*second.model.parameters()}:
+        raise ValueError("auditing.quick: make() returned the same model twice. Create a new model at each call.")
     try:
         return [timed(code, seed, functools.partial(DETECTORS[code], make_with_options, seed)) for code in detectors]
     finally:
-        forget_notices()  # of these runs, so that the user's own runs show theirs
+        forget_notices()  # so that notices of these runs do not suppress those of the user's runs

@@ -9,8 +9,8 @@ from typing import Any
 
 _TEXTS = {"pass": "no violation found", "violation": "VIOLATION", "inconclusive": "inconclusive"}
 
-LEAST_P = 1e-6
-"""P-value below which a statistic is a violation, after a Bonferroni correction."""
+P_VALUE_THRESHOLD = 1e-6
+"""P-value after Bonferroni correction below which a statistic is a violation."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class AuditFinding:
     Attributes:
         detector: Code of the detector, such as ``"DN"``.
         statistic: Name and value of the most extreme statistic.
-        n: Number of values, pairs or steps in the test.
-        bound: Threshold of the statistic: a probability, or a limit.
+        n: Number of tested values, pairs or steps.
+        bound: Threshold of the statistic: a p-value, or a limit.
         verdict: A key of ``VERDICTS``.
         seed: Seed that reproduces the finding.
         seconds: Duration.
@@ -49,7 +49,7 @@ class AuditFinding:
 
 @dataclass
 class Evidence:
-    """Collects the observations of a detector, whose finding follows from them."""
+    """Observations of a detector, from which its finding is derived."""
 
     detector: str
     seed: int
@@ -65,7 +65,7 @@ class Evidence:
             self.faults.append(what)
 
     def unknown(self, why: str) -> None:
-        """Records something that cannot be tested, once."""
+        """Records the reason why something cannot be tested, once."""
         if why not in self.gaps:
             self.gaps.append(why)
 
@@ -82,37 +82,37 @@ class Evidence:
         """Returns the finding."""
         tests = max(1, len(self.probabilities))
         faults = list(self.faults)
-        faults += [f"{name}: p={p:.1e}" for name, p in self.probabilities.items() if p * tests < LEAST_P]
+        faults += [f"{name}: p={p:.1e}" for name, p in self.probabilities.items() if p * tests < P_VALUE_THRESHOLD]
         faults += [f"{name}: {value:.4g} times the limit" for name, value in self.ratios.items() if value > 1]
-        statistic, bound = self._most_telling(tests)
+        statistic, bound = self._most_extreme(tests)
         verdict = "violation" if faults else "pass"
         if not faults and (self.gaps or not self.n):
             verdict = "inconclusive"
-        reason = "; ".join(faults[:3] or self.gaps[:3] or ([] if self.n else ["nothing was seen"]))
+        reason = "; ".join(faults[:3] or self.gaps[:3] or ([] if self.n else ["nothing was tested"]))
         return AuditFinding(self.detector, statistic, self.n, bound, verdict, self.seed, reason=reason)
 
-    def _most_telling(self, tests: int) -> tuple[str, float]:
+    def _most_extreme(self, tests: int) -> tuple[str, float]:
         if self.probabilities:
             name = min(self.probabilities, key=self.probabilities.__getitem__)
-            return f"{name} p={self.probabilities[name]:.2g}", LEAST_P / tests
+            return f"{name} p={self.probabilities[name]:.2g}", P_VALUE_THRESHOLD / tests
         if self.ratios:
             name = max(self.ratios, key=self.ratios.__getitem__)
             return f"{name} {self.ratios[name]:.4g} of its limit", 1.0
         return f"{len(self.faults)} faults", 0.0
 
 
-def timed(detector: str, seed: int, look: Callable[[], AuditFinding]) -> AuditFinding:
-    """Returns the finding of a detector with its duration. A detector that raises is inconclusive."""
+def timed(detector: str, seed: int, run: Callable[[], AuditFinding]) -> AuditFinding:
+    """Runs a detector and returns its finding with the duration. A detector that raises is inconclusive."""
     began = time.perf_counter()
     try:
-        found = look()
+        finding = run()
     except Exception as error:  # a model may raise any exception
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        found = AuditFinding(detector, "none", 0, 0.0, "inconclusive", seed, reason=text)
-    return replace(found, seconds=time.perf_counter() - began)
+        finding = AuditFinding(detector, "none", 0, 0.0, "inconclusive", seed, reason=text)
+    return replace(finding, seconds=time.perf_counter() - began)
 
 
 def worst_verdict(findings: Sequence[AuditFinding]) -> str:
-    """``"violation"`` if there is one; else ``"inconclusive"`` if there is one; else ``"pass"``."""
+    """Returns ``"violation"`` if any verdict is that, else ``"inconclusive"`` if any is that, else ``"pass"``."""
     verdicts = {finding.verdict for finding in findings}
-    return next((one for one in ("violation", "inconclusive") if one in verdicts), "pass")
+    return next((verdict for verdict in ("violation", "inconclusive") if verdict in verdicts), "pass")

@@ -1,4 +1,4 @@
-"""Privacy audit by canaries in one training run, and guesses about their coins."""
+"""Privacy audit of one training run by guesses about which canaries were included."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from .guessing import Floats, Guesses, epsilon_from_guesses, guess, guessing_p_v
 from .verdict import AuditReport
 from .watched_run import WatchedRun
 
-Made = tuple[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]]
+PrivateRun = tuple[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]]
 KINDS = ("gradient", "input")
 CAVEATS = (
     "A pass means that no violation was found. Bounds are lower bounds, and weak if epsilon is small.",
     "Canaries count as rows of the data set. The model of the audited run must not be released.",
     "An audit on private data is itself a release, which no ledger accounts for.",
 )
-_NORMAL = "The Gaussian bound assumes normal scores, and batches drawn as charged; epsilon_delta does not."
+_NORMAL_CAVEAT = "The Gaussian bound assumes normal scores, and batches drawn as charged; epsilon_delta does not."
 
 
 @dataclass(frozen=True)
 class Bounds:
     """Lower bounds on epsilon; None if a bound does not apply."""
 
-    epsilon_delta: float  # from guesses, by (epsilon, delta) only
-    f_dp: float | None = None  # from guesses, by the Gaussian curve that covers the claim
-    gaussian: float | None = None  # from the shift of included canaries, over the noise of a participation
+    epsilon_delta: float  # from the number of right guesses, for (epsilon, delta)-privacy
+    f_dp: float | None = None  # from the number of right guesses, for the smallest Gaussian curve that covers the claim
+    gaussian: float | None = None  # from the shift of included canaries relative to the noise of a participation
 
     @property
     def best(self) -> float:
         """The largest bound."""
-        return max(one for one in dataclasses.astuple(self) if one is not None)
+        return max(bound for bound in dataclasses.astuple(self) if bound is not None)
 
 
 @suggests_names
 def one_run(
-    make: Callable[[Dataset[Any]], Made],
+    make: Callable[[Dataset[Any]], PrivateRun],
     train: Callable[[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]], object],
     dataset: Dataset[Any],
     *,
@@ -78,25 +78,26 @@ def one_run(
 
         print(one_run(make, train, dataset, canaries=1000, delta=1e-5))
 
-    Each canary has a fair coin. An excluded canary has a gradient of zero, so the number of rows does not depend on the
-    coins. Sampling, clipping, noise and division are those of the engine, as is the claim, ``get_epsilon(delta)``.
+    A fair coin includes or excludes each canary. An excluded canary has a gradient of zero, so the number of examples
+    does not depend on the coins. The engine samples, clips, adds noise and divides as usual, and claims
+    ``get_epsilon(delta)``.
 
     Args:
-        make: Takes the data set with canaries. Returns engine, model, optimizer and private loader.
-        train: Training loop, which takes these four. Its result is ignored.
-        dataset: Training set, map-style. For gradient canaries, copies of row 0 are appended, whose content has no
+        make: Function of the data set with canaries. Returns engine, model, optimizer and private loader.
+        train: Training loop, a function of engine, model, optimizer and loader. Its result is ignored.
+        dataset: Training set, map-style. For gradient canaries, copies of example 0 are appended, whose content has no
             effect.
         canaries: Number of canaries, at least 20.
-        kind: ``"gradient"``: the adversary inserts gradients, and sees each release. ``"input"``: canaries are rows,
-            and the adversary sees only the loss of the last model on them.
+        kind: ``"gradient"``: the adversary inserts gradients, and sees each release. ``"input"``: canaries are
+            examples, and the adversary sees only their losses under the final model.
         delta: Delta of the bound; the default is that of the engine.
-        alpha: Probability that a correct engine is accused, in (0, 1).
-        guesses: Number of canaries that are guessed to be in, and as many to be out, fixed in advance. Several numbers
-            share ``alpha``. The default is a twentieth of the canaries.
-        loss: ``loss(model, batch)`` returns the loss ``(B,)`` of each row of a batch, for input canaries.
-        examples: Rows to append as input canaries, at least ``canaries``, such as rows with wrong labels. The default
-            is random rows of the data set.
-        seed: Seed of coins and directions. The engine has its own randomness.
+        alpha: Probability of a false violation, in (0, 1).
+        guesses: Number of canaries that are guessed to be included, and the same number that are guessed to be
+            excluded, fixed in advance. Several numbers share ``alpha``. The default is a twentieth of the canaries.
+        loss: ``loss(model, batch)`` returns the loss of each sample of a batch ``(B,)``, for input canaries.
+        examples: Examples to append as input canaries, at least ``canaries``, such as examples with wrong labels. The
+            default is random examples of the data set.
+        seed: Seed of coins and directions. It does not affect the engine.
 
     Returns:
         The report: ``bound`` is the largest lower bound, ``claimed`` the engine's epsilon, and the verdict
@@ -107,7 +108,7 @@ def one_run(
         UnknownParameterError: If the run cannot be audited.
     """  # noqa: DOC502 - the watched run raises on our behalf
     started = time.perf_counter()
-    each = _check_arguments(dataset, canaries, kind, alpha, guesses, loss, examples)
+    guesses_per_side = _check_arguments(dataset, canaries, kind, alpha, guesses, loss, examples)
     rng = np.random.default_rng(seed)
     with_canaries, planted = plant(dataset, canaries, kind, examples, rng)
     engine, model, optimizer, loader = make(with_canaries)
@@ -130,18 +131,18 @@ def one_run(
         assert loss is not None
         scores = -_losses(model, loader, with_canaries, planted, loss)
     # Half of alpha goes to the Gaussian bound; both limits on guesses, and the numbers of guesses, share the rest.
-    share = (alpha if shift is None else alpha / 2) / 2 / len(each)
-    made = [guess(scores, planted.coins, one) for one in each]
-    bounds = bounds_of_run(made, shift, watched, engine, delta, share, claimed)
+    share = (alpha if shift is None else alpha / 2) / 2 / len(guesses_per_side)
+    results = [guess(scores, planted.coins, number) for number in guesses_per_side]
+    bounds = bounds_of_run(results, shift, watched, engine, delta, share, claimed)
     p, verdict = None, "inconclusive"
     if claimed is not None and math.isfinite(claimed):
-        p = min(1.0, len(made) * min(guessing_p_value(one, claimed, delta) for one in made))
+        p = min(1.0, len(results) * min(guessing_p_value(result, claimed, delta) for result in results))
         if watched.releases:
             verdict = "violation" if bounds.best > claimed else "pass"
     details = {"kind": kind, "delta": delta, "alpha": alpha, "steps": engine.ledger.steps, "releases": watched.releases}
     return AuditReport(
         detector="DC",
-        statistic=max(one.right / one.made for one in made),
+        statistic=max(result.right / result.made for result in results),
         n=canaries,
         verdict=verdict,
         p=p,
@@ -149,31 +150,31 @@ def one_run(
         claimed=claimed,
         seed=seed,
         cost=time.perf_counter() - started,
-        details=details | _details(made, bounds, shift),
-        caveats=(*CAVEATS, *(() if bounds.gaussian is None else (_NORMAL,))),
+        details=details | _details(results, bounds, shift),
+        caveats=(*CAVEATS, *(() if bounds.gaussian is None else (_NORMAL_CAVEAT,))),
     )
 
 
-class _Added(Subset[Any]):
-    """Examples that are added as canaries, possibly copies."""
+class _AddedCanaries(Subset[Any]):
+    """Examples that are appended as canaries, possibly copies."""
 
 
 def plant(
     dataset: Dataset[Any], count: int, kind: str, examples: Dataset[Any] | None, rng: np.random.Generator
 ) -> tuple[Dataset[Any], Canaries]:
     """Returns the data set with canaries, and the canaries."""
-    rows, coins = _length(dataset), rng.random(count) < 0.5
+    size, coins = _length(dataset), rng.random(count) < 0.5
     if kind == "input" and examples is None:
-        at = np.full(rows, -1, dtype=np.int64)
-        at[rng.permutation(rows)[:count]] = np.arange(count)
-        return dataset, Canaries(coins, at)
-    added = _Added(dataset, [0] * count) if examples is None else _Added(examples, range(count))
-    at = np.concatenate([np.full(rows, -1, dtype=np.int64), np.arange(count)])
-    return ConcatDataset([dataset, added]), Canaries(coins, at)
+        canary_of = np.full(size, -1, dtype=np.int64)
+        canary_of[rng.permutation(size)[:count]] = np.arange(count)
+        return dataset, Canaries(coins, canary_of)
+    added = _AddedCanaries(dataset, [0] * count) if examples is None else _AddedCanaries(examples, range(count))
+    canary_of = np.concatenate([np.full(size, -1, dtype=np.int64), np.arange(count)])
+    return ConcatDataset([dataset, added]), Canaries(coins, canary_of)
 
 
 def bounds_of_run(
-    made: Sequence[Guesses],
+    results: Sequence[Guesses],
     shift: GaussianShift | None,
     watched: WatchedRun,
     engine: PrivacyEngine,
@@ -181,25 +182,25 @@ def bounds_of_run(
     alpha: float,
     claimed: float | None,
 ) -> Bounds:
-    """Returns the lower bounds, those from guesses at level ``alpha`` each."""
-    by_delta = max(epsilon_from_guesses(one, delta=delta, alpha=alpha) for one in made)
+    """Returns the lower bounds. ``alpha`` is the level of each bound from guesses."""
+    by_delta = max(epsilon_from_guesses(result, delta=delta, alpha=alpha) for result in results)
     if claimed is None or not 0 < claimed < math.inf:
         return Bounds(by_delta)
     history, relation = engine.ledger.history, watched.run.step.plan.relation
     covering = mu_gdp(history, delta, engine.accountant, relation)
-    # A sampled run is not Gaussian: its covering curve is above the Gaussian curve with its epsilon at this delta.
-    # So mu is scaled down, and exceeds the claim only if the covering curve, which is sound, is refuted.
-    spare = min(1.0, largest_mu(claimed, delta) / covering) if covering > 0 else 1.0
-    mu = max(mu_from_guesses(one, alpha=alpha) for one in made)
+    # A sampled run is not Gaussian: the mu of its covering curve exceeds the mu that has the claimed epsilon at this
+    # delta. Scaling mu down by their ratio ensures that it exceeds the claim only if the covering curve is refuted.
+    scale = min(1.0, largest_mu(claimed, delta) / covering) if covering > 0 else 1.0
+    mu = max(mu_from_guesses(result, alpha=alpha) for result in results)
     by_shift = None
     if shift is not None:
-        by_shift = _with_noise(engine, watched, shift.ratio_at_least, delta) if shift.ratio_at_least > 0 else 0.0
-    by_curve = epsilon_of_mu(mu * spare, delta, above=False) if mu * spare > 0 else 0.0
+        by_shift = _epsilon_of_ratio(engine, watched, shift.ratio_at_least, delta) if shift.ratio_at_least > 0 else 0.0
+    by_curve = epsilon_of_mu(mu * scale, delta, above=False) if mu * scale > 0 else 0.0
     return Bounds(by_delta, by_curve, by_shift)
 
 
-def _with_noise(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta: float) -> float:
-    """Returns epsilon of the charges with the largest noise multiplier that the canaries allow."""
+def _epsilon_of_ratio(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta: float) -> float:
+    """Returns epsilon of the charges with the largest noise multiplier that is consistent with the canaries' shift."""
     plan = watched.run.step.plan
     gradient = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
     sigma = plan.noise_multiplier / (ratio * gradient)
@@ -214,10 +215,11 @@ def _with_noise(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta:
     return epsilon_of(history, delta, engine.accountant, plan.relation)
 
 
-def _details(made: Sequence[Guesses], bounds: Bounds, shift: GaussianShift | None) -> dict[str, Any]:
-    found = {name: value for name, value in dataclasses.asdict(bounds).items() if value is not None}
+def _details(results: Sequence[Guesses], bounds: Bounds, shift: GaussianShift | None) -> dict[str, Any]:
+    applicable = {name: value for name, value in dataclasses.asdict(bounds).items() if value is not None}
     measured = {} if shift is None else {"noise_of_a_participation": shift.noise, "shift": shift.shift}
-    return {"guesses": [{"made": one.made, "right": one.right} for one in made], "bounds": found, **measured}
+    guesses = [{"made": result.made, "right": result.right} for result in results]
+    return {"guesses": guesses, "bounds": applicable, **measured}
 
 
 @torch.no_grad()
@@ -229,19 +231,19 @@ def _losses(
     loss: Callable[[nn.Module, Any], Tensor],
 ) -> Floats:
     """Returns the loss ``(M,)`` of each canary under the final model."""
-    rows, found = np.flatnonzero(canaries.at >= 0), np.zeros(canaries.count)
+    indices, losses = np.flatnonzero(canaries.canary_of >= 0), np.zeros(canaries.count)
     with preserve_modes(model):
         model.eval()
-        for part in np.array_split(rows, max(1, len(rows) // 256)):
-            batch = loader.collate_fn([dataset[int(row)] for row in part])
+        for part in np.array_split(indices, max(1, len(indices) // 256)):
+            batch = loader.collate_fn([dataset[int(index)] for index in part])
             loss_B = loss(model, batch)
             if loss_B.shape != (len(part),):
                 raise ValueError(
-                    f"auditing.one_run: loss returned shape {tuple(loss_B.shape)} for {len(part)} rows. Return one "
-                    "number for each, as reduction='none' does."
+                    f"auditing.one_run: loss returned shape {tuple(loss_B.shape)} for {len(part)} samples. Return the "
+                    "loss of each sample, for example with reduction='none'."
                 )
-            found[canaries.at[part]] = loss_B.double().cpu().numpy()
-    return found
+            losses[canaries.canary_of[part]] = loss_B.double().cpu().numpy()
+    return losses
 
 
 def _length(dataset: Dataset[Any]) -> int:
@@ -257,23 +259,25 @@ def _check_arguments(
     loss: Callable[..., Tensor] | None,
     examples: Dataset[Any] | None,
 ) -> list[int]:
-    """Raises for arguments out of range. Returns the numbers of guesses of each side."""
-    whole = isinstance(canaries, int) and not isinstance(canaries, bool) and canaries >= 20
+    """Raises ValueError for arguments out of range. Returns the numbers of guesses per side."""
+    enough = isinstance(canaries, int) and not isinstance(canaries, bool) and canaries >= 20
     available = _length(dataset if examples is None else examples)
     checks = {
         f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, KINDS))}.": kind in KINDS,
-        f"canaries={canaries!r}; expected a whole number of at least 20.": whole,
+        f"canaries={canaries!r}; expected a whole number of at least 20.": enough,
         f"alpha={alpha!r} is not strictly between 0 and 1.": 0 < alpha < 1,
-        "kind='input' needs losses. Pass loss=lambda model, batch: ..., one for each row.": kind != "input" or loss,
+        "kind='input' needs losses. Pass loss=lambda model, batch: ..., one for each sample.": kind != "input" or loss,
         "examples= are for kind='input'; gradient canaries have no content.": kind != "gradient" or examples is None,
-        f"canaries={canaries!r} of {available} rows. Pass fewer, or more examples=.": (
-            kind != "input" or not whole or canaries <= available
+        f"canaries={canaries!r}, but there are {available} examples. Pass fewer, or more examples=.": (
+            kind != "input" or not enough or canaries <= available
         ),
     }
     for message, holds in checks.items():
         if not holds:
             raise ValueError(message)
-    each = [max(1, canaries // 20)] if guesses is None else [guesses] if isinstance(guesses, int) else list(guesses)
-    if not each or any(not 1 <= one <= canaries // 2 for one in each):
+    guesses_per_side = (
+        [max(1, canaries // 20)] if guesses is None else [guesses] if isinstance(guesses, int) else list(guesses)
+    )
+    if not guesses_per_side or any(not 1 <= number <= canaries // 2 for number in guesses_per_side):
         raise ValueError(f"guesses={guesses!r}; expected numbers from 1 to {canaries // 2}, half of the canaries.")
-    return each
+    return guesses_per_side

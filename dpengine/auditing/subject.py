@@ -1,4 +1,4 @@
-"""The audited subject (model, loss and data), repeatable private steps of it, and small built-in subjects."""
+"""Audited training setups, reproducible private steps, and small built-in setups."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from dpengine.engine.privacy_engine import PrivacyEngine
 LossOf = Callable[[nn.Module, Any], Tensor]
 """``loss_of(model, batch)``: forward pass and loss of one batch."""
 
-LEFT_OUT = object()
+OMITTED = object()
 """Value of an option that is not passed."""
 
 
 class Subject(NamedTuple):
-    """Audited training setup. A plain tuple of four or five elements is accepted as well.
+    """Audited training setup. A tuple of four or five elements is accepted as well.
 
     Attributes:
-        model: New model, not private yet.
-        optimizer: Optimizer of its parameters.
-        loader: Ordinary loader of the training data.
+        model: New model, before ``make_private``.
+        optimizer: Optimizer of the model's parameters.
+        loader: Data loader of the training data.
         loss_of: ``loss_of(model, batch)`` is the scalar loss of a batch.
         options: Arguments of ``make_private``.
     """
@@ -44,10 +44,10 @@ class Subject(NamedTuple):
 
 
 Maker = Callable[[], Any]
-"""Returns a new `Subject`, or its tuple, at each of dozens of calls, so it should create the data set once."""
+"""Returns a new `Subject` or tuple at each call. It is called dozens of times, so create the data set outside."""
 
 
-class Watched(torch.utils.data.Dataset):
+class IndexRecorder(torch.utils.data.Dataset):
     """Data set that records the indices of the examples read."""
 
     def __init__(self, dataset: Any, *, widen: bool = False):
@@ -63,7 +63,7 @@ class Watched(torch.utils.data.Dataset):
         example = self._dataset[index]
         return in_double(example) if self._widen else example
 
-    def taken(self) -> list[int]:
+    def pop_indices(self) -> list[int]:
         """Returns the indices read since the last call."""
         read, self._read = self._read, []
         return read
@@ -74,7 +74,7 @@ class Step:
     """One logical batch."""
 
     drawn: tuple[int, ...]  # indices of its examples
-    release: dict[str, Tensor]  # ``p.grad`` after ``optimizer.step()``, by name, in float64; empty if none was written
+    release: dict[str, Tensor]  # float64 ``p.grad`` by name after ``optimizer.step()``; empty if none was written
     std: float  # planned standard deviation of the noise, in units of the sum
     bounds: tuple[float, ...]  # clipping norms
     sensitivity: float  # sensitivity of the sum to one unit
@@ -82,11 +82,11 @@ class Step:
     @property
     def flat(self) -> Tensor:
         """The release as one vector."""
-        return torch.cat([one.flatten() for one in self.release.values()]) if self.release else torch.zeros(0)
+        return torch.cat([grad.flatten() for grad in self.release.values()]) if self.release else torch.zeros(0)
 
 
 class Trial:
-    """Reproducible run of the subject: seeded batches, noise and weights, and no dropout."""
+    """Reproducible run of a subject, with seeded batches, noise and weights, and without dropout."""
 
     def __init__(
         self,
@@ -99,15 +99,15 @@ class Trial:
         prepare: Callable[[nn.Module], Any] | None = None,
         engine: PrivacyEngine | None = None,
     ):
-        subject = made(make)
-        self.plain = subject
+        subject = new_subject(make)
+        self.subject = subject
         model = subject.model.double() if double else subject.model
         without_dropout(model)
         if prepare is not None:
             prepare(model)
-        self.data = Watched(subject.loader.dataset if dataset is None else dataset, widen=double)
+        self.data = IndexRecorder(subject.loader.dataset if dataset is None else dataset, widen=double)
         options = {**subject.options, **(changes or {})}
-        self.options = {name: value for name, value in options.items() if value is not LEFT_OUT}
+        self.options = {name: value for name, value in options.items() if value is not OMITTED}
         batch_size = subject.loader.batch_size or 1
         loader = DataLoader(
             self.data,
@@ -121,7 +121,7 @@ class Trial:
             self.loader: Any = private[2]
         self.loss_of = subject.loss_of
         self._weights = [p.detach().clone() for p in model.parameters()]
-        self.data.taken()
+        self.data.pop_indices()
 
     @property
     def step(self) -> Any:
@@ -146,19 +146,19 @@ class Trial:
     @property
     def sensitivity(self) -> float:
         """Declared sensitivity of the sum to one unit."""
-        given = self.options.get("max_grad_norm")
+        max_grad_norm = self.options.get("max_grad_norm")
         if isinstance(self.options.get("clipping", "flat"), str) and self.options.get("clipping") != "adaptive":
-            if isinstance(given, (int, float)):
-                return float(given)
-            if isinstance(given, (list, tuple)):
-                return math.hypot(*given)
+            if isinstance(max_grad_norm, (int, float)):
+                return float(max_grad_norm)
+            if isinstance(max_grad_norm, (list, tuple)):
+                return math.hypot(*max_grad_norm)
         return float(self.plan.clipping.sensitivity())
 
     @property
     def noise_multiplier(self) -> float:
         """Declared noise multiplier."""
-        given = self.options.get("noise_multiplier")
-        return float(self.plan.noise_multiplier if given is None else given)
+        declared = self.options.get("noise_multiplier")
+        return float(self.plan.noise_multiplier if declared is None else declared)
 
     @property
     def std(self) -> float:
@@ -168,42 +168,42 @@ class Trial:
 
     @property
     def rounding(self) -> float:
-        """Rounding of the coarsest dtype of the parameters."""
-        kinds = {p.dtype for p in self.model.parameters() if p.requires_grad}
-        return max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        """Machine epsilon of the least precise dtype of the trainable parameters."""
+        dtypes = {p.dtype for p in self.model.parameters() if p.requires_grad}
+        return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def passes(self, number: int) -> list[Step]:
-        """Returns the steps of some passes over the loader."""
+        """Returns the steps of ``number`` passes over the loader."""
         return [step for _ in range(number) for step in self._pass(1.0, True)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
         """Runs ``number`` steps, or fewer if a pass has none. ``hold`` restores the weights after each step."""
-        found: list[Step] = []
-        while len(found) < number:
-            before = len(found)
+        steps: list[Step] = []
+        while len(steps) < number:
+            before = len(steps)
             for step in self._pass(scale, hold):
-                found.append(step)
-                if len(found) == number:
+                steps.append(step)
+                if len(steps) == number:
                     break
-            if len(found) == before:
+            if len(steps) == before:
                 break
-        return found
+        return steps
 
     def _pass(self, scale: float, hold: bool) -> Iterator[Step]:
         with quiet():
             drawn: list[int] = []
             for batch in self.loader:
-                drawn += self.data.taken()
-                promised = self.std, tuple(self.plan.clipping.bounds), self.sensitivity
+                drawn += self.data.pop_indices()
+                declared = self.std, tuple(self.plan.clipping.bounds), self.sensitivity
                 self.optimizer.zero_grad()
                 self.backward(batch, scale)
                 self.optimizer.step()
                 if self.optimizer.step_was_skipped:  # type: ignore[attr-defined]
                     continue
-                yield Step(tuple(drawn), self.gradients(), *promised)
+                yield Step(tuple(drawn), self.gradients(), *declared)
                 drawn = []
                 if hold:
-                    self.hold()
+                    self.restore_weights()
 
     def backward(self, batch: Any, scale: float = 1.0) -> None:
         """Runs the backward pass of one batch."""
@@ -211,7 +211,7 @@ class Trial:
         (loss * scale if scale else (loss * 0.0).nan_to_num(0.0)).backward()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns ``p.grad`` of all trainable parameters; zeros if there is none."""
+        """Returns a float64 copy of ``p.grad`` of each trainable parameter, zeros if it is None."""
         return {
             name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().cpu().double().clone()
             for name, p in self.model.named_parameters()
@@ -219,7 +219,7 @@ class Trial:
         }
 
     @torch.no_grad()
-    def hold(self) -> None:
+    def restore_weights(self) -> None:
         """Restores the initial weights."""
         for parameter, weights in zip(self.model.parameters(), self._weights, strict=True):
             parameter.copy_(weights)
@@ -229,21 +229,21 @@ class Trial:
         self.engine.detach(self.model)
 
 
-def made(make: Maker) -> Subject:
+def new_subject(make: Maker) -> Subject:
     """Returns a new subject, initialized with the same seed each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = make()
     if not isinstance(parts, tuple) or not 4 <= len(parts) <= 5 or not isinstance(parts[0], nn.Module):
         raise TypeError(
-            "auditing: the function must return (model, optimizer, loader, loss_of), optionally with the arguments of "
-            f"make_private, new at each call; got {torch.typename(parts)}."
+            f"auditing: make() returned {torch.typename(parts)}. Return a new (model, optimizer, loader, loss_of) at "
+            "each call, optionally followed by the arguments of make_private."
         )
     return Subject(*parts)
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Disables dropout in place: its random numbers apply to other rows if the batch has another size."""
+    """Disables dropout in place, because its mask of a sample depends on the size of the batch."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -251,14 +251,14 @@ def without_dropout(model: nn.Module) -> None:
             module.dropout = 0.0  # type: ignore[assignment]
 
 
-def without_target(options: Mapping[str, Any], noise_multiplier: float) -> dict[str, Any]:
-    """Returns changes of the options that set the noise multiplier in place of a target."""
-    targets = {name: LEFT_OUT for name in ("target_epsilon", "epochs", "steps") if name in options}
-    return {**targets, "noise_multiplier": noise_multiplier}
+def replace_target(options: Mapping[str, Any], noise_multiplier: float) -> dict[str, Any]:
+    """Returns changes of the options that replace a target epsilon by a noise multiplier."""
+    omitted = {name: OMITTED for name in ("target_epsilon", "epochs", "steps") if name in options}
+    return {**omitted, "noise_multiplier": noise_multiplier}
 
 
-def with_constants(subject: Subject, rate: float) -> dict[str, Any]:
-    """Returns changes of the options that declare all constants, so that none depends on the size of the data set."""
+def declare_constants(subject: Subject, rate: float) -> dict[str, Any]:
+    """Returns changes of the options that declare all constants, so that they do not depend on the data set's size."""
     size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
     constants = {"sample_rate": rate, "expected_batch_size": size, "target_delta": 1e-3, "allow_large_delta": True}
     return constants | {"example_input": subject.loader.dataset[0]}
@@ -267,18 +267,18 @@ def with_constants(subject: Subject, rate: float) -> dict[str, Any]:
 def in_double(tree: Any) -> Any:
     """Returns nested values with floating-point tensors in float64."""
 
-    def widened(leaf: Any) -> Any:
+    def to_double(leaf: Any) -> Any:
         return leaf.double() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
-    return pytree.tree_map(widened, tree)
+    return pytree.tree_map(to_double, tree)
 
 
 quiet = functools.partial(warnings.catch_warnings, action="ignore")
-"""Suppresses warnings in a context, such as those of runs without noise or on few rows."""
+"""Context manager that suppresses warnings, such as those about runs without noise or with few examples."""
 
 
 _FEATURES, _CLASSES, _ROWS = 6, 3, 40
-OPTIONS = {  # noise multiplier and clipping norm have different products, squares and ratios
+OPTIONS = {  # products, squares and ratios of noise multiplier and clipping norm differ
     "noise_multiplier": 0.8,
     "max_grad_norm": 0.5,
     "sample_rate": 0.15,
@@ -292,7 +292,7 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def two_layers(width: int = 40) -> nn.Module:
+def small_classifier(width: int = 40) -> nn.Module:
     """Returns a model of three linear layers, whose hidden parameters have equal shapes."""
     return nn.Sequential(
         nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, _CLASSES)
@@ -311,7 +311,7 @@ def small(changes: Mapping[str, Any] | None = None, *, width: int = 40, number: 
     """Returns a function that creates a small classifier, its data, and the arguments of ``make_private``."""
 
     def make() -> Subject:
-        model = two_layers(width)
+        model = small_classifier(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loader = DataLoader(rows(number), batch_size=6)
         return Subject(model, optimizer, loader, cross_entropy, {**OPTIONS, **(changes or {})})

@@ -1,4 +1,4 @@
-"""Audit result: the statistic, the bound that follows from it, and the verdict."""
+"""Audit report: the test statistic, the bound derived from it, and the verdict."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class AuditReport:
         p: P-value of the claim; None if it is not computed.
         bound: Lower bound on epsilon with confidence ``1 - alpha``; None if there is none.
         claimed: The claimed epsilon; None if there is no claim.
-        seed: Seed of the audit's randomness; None for entropy of the operating system.
+        seed: Seed of the audit's randomness; None for randomness of the operating system.
         cost: Duration in seconds.
-        details: More numbers, as plain JSON values.
+        details: Further values, as plain JSON values.
         caveats: Sentences that qualify the verdict.
 
     Raises:
@@ -56,7 +56,7 @@ class AuditReport:
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
-            raise ValueError(f"verdict={self.verdict!r} is not known. Choose one of: {', '.join(map(repr, VERDICTS))}.")
+            raise ValueError(f"verdict={self.verdict!r} is unknown. Choose one of: {', '.join(map(repr, VERDICTS))}.")
 
     @property
     def exit_code(self) -> int:
@@ -65,13 +65,15 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values. Infinity is ``"inf"``."""
-        own: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return json_values(own | {"details": dict(self.details), "caveats": list(self.caveats)})  # type: ignore[no-any-return]
+        fields: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        fields |= {"details": dict(self.details), "caveats": list(self.caveats)}
+        return json_values(fields)  # type: ignore[no-any-return]
 
     def summary(self) -> dict[str, Any]:
         """Returns the values for a privacy report: ``engine.report().with_audit(audit.summary())``."""
-        own = {name: getattr(self, name) for name in ("detector", "n", "bound", "claimed", "verdict")}
-        return json_values(own | {name: self.details.get(name) for name in ("kind", "delta", "alpha")})  # type: ignore[no-any-return]
+        fields = {name: getattr(self, name) for name in ("detector", "n", "bound", "claimed", "verdict")}
+        fields |= {name: self.details.get(name) for name in ("kind", "delta", "alpha")}
+        return json_values(fields)  # type: ignore[no-any-return]
 
     def to_json(self) -> str:
         """Returns the report as JSON."""
@@ -84,14 +86,14 @@ class AuditReport:
             lines.append(f"audited: epsilon >= {self.bound:.4g}; {claim}")
         if self.p is not None:
             lines.append(f"p of the claim: {self.p:.3g}")
-        lines += [f"{name.replace('_', ' ')}: {_shown(value)}" for name, value in self.details.items()]
+        lines += [f"{name.replace('_', ' ')}: {_formatted(value)}" for name, value in self.details.items()]
         lines += [f"- {caveat}" for caveat in self.caveats]
         return "\n".join(lines)
 
 
-def _shown(value: Any) -> str:
+def _formatted(value: Any) -> str:
     if isinstance(value, Mapping):
-        return ", ".join(f"{name.replace('_', ' ')} {_shown(one)}" for name, one in value.items())
+        return ", ".join(f"{name.replace('_', ' ')} {_formatted(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(_shown, value)) or "none"
+        return ", ".join(map(_formatted, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,4 +1,4 @@
-"""Private run with canaries, observed while the loop of the user trains it."""
+"""Private run with canaries, which is observed while the user's loop trains it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class WatchedRun:
-    """Run of an engine. Inside ``planted()`` its canaries are included or excluded by their coins."""
+    """Run of an engine. Within ``planted()``, coins include or exclude its canaries."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WatchedRun:
         self._canaries = canaries
         self._sizes = [p.numel() for p in passes.trainable().values()]
         self._directions = None if directions is None else directions(self._sizes)
-        self._seen: dict[int, Floats] = {}  # by step, the products of the release with the directions
+        self._projections: dict[int, Floats] = {}  # products of the release of each step with the directions
         self._planted = PlantedGradients(
             passes.mode,
             canaries,
@@ -54,9 +54,9 @@ class WatchedRun:
 
     def _check_supported(self, canaries: Canaries, *, gradient: bool) -> None:
         passes, strategy = self.run.step.passes, self.run.step.plan.sampling
-        for wrong, what, fix in (
-            (self.run.units is not None, "a run with privacy_unit", "Leave it out of the audited run."),
-            (not passes.topology.runs_independently, "a run of several processes", "Audit the same run in one."),
+        for unsupported, feature, fix in (
+            (self.run.units is not None, "a run with privacy_unit", "Omit it in the audited run."),
+            (not passes.topology.runs_independently, "a run of several processes", "Audit the run in one process."),
             (passes.only is not None, "a run with restrict_to_optimizer", "Freeze the other parameters in make()."),
             (
                 gradient and passes.grad_sample_mode == "ghost",
@@ -64,51 +64,51 @@ class WatchedRun:
                 "Pass kind='input'.",
             ),
         ):
-            if wrong:
-                raise UnknownParameterError(f"auditing.one_run cannot watch {what}.", fix=fix)
-        if strategy.num_examples != len(canaries.at):
+            if unsupported:
+                raise UnknownParameterError(f"auditing.one_run does not support {feature}.", fix=fix)
+        if strategy.num_examples != len(canaries.canary_of):
             raise UnknownParameterError(
-                f"The private loader draws from {strategy.num_examples:,} rows, and the data set that make() received "
-                f"has {len(canaries.at):,}.",
-                fix="Create the loader in make() from that data set.",
+                f"The private loader draws from {strategy.num_examples:,} examples, but the data set that make() "
+                f"received has {len(canaries.canary_of):,}.",
+                fix="Create the loader in make() from the data set that it receives.",
             )
 
     @contextmanager
     def planted(self) -> Iterator[None]:
         """Inserts the canaries and records the releases in a context."""
         passes, mode = self.run.step.passes, self.run.step.passes.mode
-        handle, every = self.run.optimizer.register_step_pre_hook(self._note), passes.probe.every
+        handle, every = self.run.optimizer.register_step_pre_hook(self._record_release), passes.probe.every
         try:
             passes.mode = self._planted  # type: ignore[assignment]
-            self._probe(None)  # the probe does not see the planted gradients
+            self._set_probe_interval(None)  # the probe does not see the planted gradients
             yield
         finally:
             handle.remove()
             passes.mode = mode
-            self._probe(every)
+            self._set_probe_interval(every)
 
-    def _probe(self, every: int | None) -> None:
+    def _set_probe_interval(self, every: int | None) -> None:
         probe = self.run.step.passes.probe
         probe.every = every
         probe.arm()
 
     def _trainable(self) -> Mapping[str, nn.Parameter]:
-        found = self.run.step.passes.trainable()
-        if self._directions is not None and [p.numel() for p in found.values()] != self._sizes:
+        parameters = self.run.step.passes.trainable()
+        if self._directions is not None and [p.numel() for p in parameters.values()] != self._sizes:
             raise UnknownParameterError(
                 "Parameters were frozen, unfrozen or replaced since make(), and gradient canaries use all parameters.",
                 fix="Pass kind='input', or freeze parameters in make().",
             )
-        return found
+        return parameters
 
     def _chunk(self) -> tuple[int, Indices]:
-        """Returns the step, and the rows of the chunk of the current backward pass."""
+        """Returns the step, and the example indices of the chunk of the current backward pass."""
         run = self.run.step
         step = run.batches.batches[-1].step
-        drawn = self.run.batches._batches.draw(step)  # a pure function: the same batch again
+        drawn = self.run.batches._batches.draw(step)  # a pure function, which draws the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
-    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _record_release(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Records the release in ``p.grad``, before the optimizer's update."""
         if self._directions is None:
             return
@@ -118,8 +118,8 @@ class WatchedRun:
             for p in self._trainable().values()
         ]
         divisor = run.plan.divisor(len(run.batches.batches), mean=run.passes.loss_reduction == "mean")
-        unit = divisor / run.plan.clipping.sensitivity()
-        self._seen[run.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * unit
+        scale = divisor / run.plan.clipping.sensitivity()
+        self._projections[run.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * scale
 
     @property
     def releases(self) -> int:
@@ -130,29 +130,29 @@ class WatchedRun:
         """Raises if no canary was in a batch."""
         if self.releases and not self._planted.drawn:
             raise UnknownParameterError(
-                "The run trained without its canaries: their rows were never drawn.", fix="Train for more steps."
+                "The run trained without its canaries, because none was drawn.", fix="Train for more steps."
             )
 
     def trace(self) -> Trace:
-        """Returns the releases along the directions, and the known facts of batches."""
+        """Returns the components of the releases along the directions, and the batches of the canaries."""
         plan, canaries = self.run.step.plan, self._canaries
-        steps = 1 + max(max(self._seen, default=-1), max(self._planted.drawn, default=-1))
+        steps = 1 + max(max(self._projections, default=-1), max(self._planted.drawn, default=-1))
         releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)
-        for step, along_M in self._seen.items():
-            releases_TM[step] = along_M
+        for step, projections_M in self._projections.items():
+            releases_TM[step] = projections_M
         for step, chunks in self._planted.drawn.items():
             drawn_TM[step, np.concatenate(chunks)] = True
-        turns_M, cycle = self._turns(plan.sampling)
+        first_steps_M, cycle = self._groups(plan.sampling)
         sigma = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
         rate, strategy_TT = plan.sampling.sample_rate, strategy_of(plan.noise, steps)
-        return Trace(releases_TM, drawn_TM, sigma, rate, turns_M, cycle, strategy_TT)
+        return Trace(releases_TM, drawn_TM, sigma, rate, first_steps_M, cycle, strategy_TT)
 
-    def _turns(self, strategy: Draws) -> tuple[Indices | None, int]:
+    def _groups(self, strategy: Draws) -> tuple[Indices | None, int]:
         """Returns the group of each canary and the number of groups, for cyclic sampling."""
         inner: Any = getattr(strategy, "drawn", strategy)
         if not hasattr(inner, "group_of"):
             return None, 1
-        row_M = np.zeros(self._canaries.count, dtype=np.int64)
-        rows = np.flatnonzero(self._canaries.at >= 0)
-        row_M[self._canaries.at[rows]] = rows
-        return inner.group_of(self.run.step.selection_words)[row_M], inner.cycle_length
+        index_M = np.zeros(self._canaries.count, dtype=np.int64)
+        indices = np.flatnonzero(self._canaries.canary_of >= 0)
+        index_M[self._canaries.canary_of[indices]] = indices
+        return inner.group_of(self.run.step.selection_words)[index_M], inner.cycle_length

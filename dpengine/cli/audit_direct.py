@@ -11,9 +11,9 @@ from typing import Any
 
 from dpengine.auditing.direct import DETECTORS, quick
 from dpengine.auditing.finding import AuditFinding, timed, worst_verdict
-from dpengine.auditing.noise_detector import noise_law
+from dpengine.auditing.noise_detector import noise_distribution
 from dpengine.auditing.replay_detector import replay
-from dpengine.auditing.sampler_detector import sampler_law
+from dpengine.auditing.sampler_detector import batch_distribution
 from dpengine.auditing.subject import small
 from dpengine.auditing.verdict import VERDICTS
 
@@ -28,8 +28,8 @@ _TEXTS = {
 }
 _LOOKS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
     "replay": ("DR", replay, "pairs"),
-    "noise": ("DN", noise_law, "coords"),
-    "sampler": ("DS", sampler_law, "draws"),
+    "noise": ("DN", noise_distribution, "coords"),
+    "sampler": ("DS", batch_distribution, "draws"),
 }
 
 

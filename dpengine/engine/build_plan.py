@@ -184,7 +184,7 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
     strategy = selection.over(rows)
-    sigma = config.known_noise_multiplier()
+    sigma = config.required_noise_multiplier()
     claim = config.claim(sigma, request.run)
     if not claim.claimed:
         raise InvalidBudgetError(
@@ -219,7 +219,7 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
 def _config_of(plan: Any) -> AbstractPlanConfig:
     """Returns the config of a plan, or the config itself."""
     config = getattr(plan, "config", plan)
-    if not callable(getattr(config, "known_noise_multiplier", None)):
+    if not callable(getattr(config, "required_noise_multiplier", None)):
         raise TypeError(f"plan is a {type(plan).__name__}; pass the result of config.make(), or a calibrated config.")
     return config
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from dpengine.errors import BatchStateError, ParameterMismatchError, UnsupportedLayerError, suggests_names
-from dpengine.sampling.scheme import whole_number
+from dpengine.sampling.scheme import checked_integer
 
 from .batch_state import Stage
 from .optimizer import parameters_of
@@ -34,7 +34,7 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
         ValueError: If it is negative.
     """  # noqa: DOC502 - the checks raise
     state = engine._last_run().step.batches
-    ahead = whole_number("fetch_ahead", "batches", batches, at_least=0)
+    ahead = checked_integer("fetch_ahead", "batches", batches, at_least=0)
     if state.external or state.last_step >= 0 or state.fetched:
         raise BatchStateError(
             "fetch_ahead was called for a run that has no private loader, or whose loader has returned a batch.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from dpengine.sampling.scheme import whole_number
+from dpengine.sampling.scheme import checked_integer
 
 from .buffered import MOST_BUFFERS, optimize_blt
 from .correlated import Recurrence
@@ -34,7 +34,7 @@ class BLT:
     def __post_init__(self) -> None:
         """Checks the arguments."""
         if self.num_buffers is not None:
-            found = whole_number("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
+            found = checked_integer("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
             if found > MOST_BUFFERS:
                 raise ValueError(f"noise.BLT: num_buffers must be at most {MOST_BUFFERS}, got {found}.")
 
@@ -67,7 +67,7 @@ class BandedInverse:
 
     def __post_init__(self) -> None:
         """Checks the arguments."""
-        whole_number("noise.BandedInverse", "num_bands", self.num_bands, at_least=1)
+        checked_integer("noise.BandedInverse", "num_bands", self.num_bands, at_least=1)
 
     bands = None
 

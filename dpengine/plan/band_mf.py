@@ -127,7 +127,7 @@ class BandMFConfig(AbstractPlanConfig):
         errors = np.zeros(self.iterations)
         for j in range(self.iterations):  # column j of the prefix sums of the noising matrix
             errors[j:] += np.square(np.cumsum(scales[j:] * noising[: self.iterations - j]))
-        return self.known_noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
+        return self.required_noise_multiplier() * math.sqrt(errors.mean()) / self.expected_participations
 
 
 BandMFExecutionPlanConfig = BandMFConfig

@@ -48,10 +48,10 @@ class PerformanceFlags:
     """Performance options of a plan. They do not change the mechanism or the guarantee.
 
     Attributes:
-        dtype: Dtype in which gradients are clipped and summed: float32 or float64. None meets_target their dtype, and
-            sums half precision in float32.
-        noise_seed: None for the operating system's randomness. With a seed noise repeats, for tests: anyone who knows
-            the seed can subtract it.
+        dtype: Dtype in which gradients are clipped and summed: float32 or float64. None keeps the dtype of the
+            gradients, and sums half precision in float32.
+        noise_seed: None for the operating system's randomness. A seed makes the noise reproducible, for tests: anyone
+            who knows the seed can subtract the noise.
         microbatch_size: Number of examples whose gradients are materialized at a time; it divides the batch.
         keep_batch_dim: Whether the loss gets examples with a leading axis of size 1.
         process_group: A ``torch.distributed`` group over whose ranks sums are all-reduced.
@@ -77,7 +77,7 @@ def calibrated_by_library(
     delta: float,
     tol: float,
 ) -> float:
-    """Returns the smallest noise that meets a target: the private end of a bisection to relative width ``tol``."""
+    """Returns the smallest noise multiplier that meets a target, at most by a factor of ``1 + tol`` too large."""
     if not target > 0 or not 0 < delta < 1:
         raise ValueError(f"calibrate: epsilon={target!r} must be positive, and delta={delta!r} in (0, 1).")
 
@@ -100,7 +100,7 @@ def calibrated_by_library(
     return high
 
 
-_VERSION = 1  # of the JSON form
+_VERSION = 1  # version of the JSON form
 _ACCOUNTANTS: dict[type, tuple[str, ...]] = {
     TruncatedParticipation: ("pld", "dp_accounting"),
     FixedSizeParticipation: ("pld", "dp_accounting_rdp"),
@@ -119,7 +119,7 @@ class AbstractPlanConfig(abc.ABC):
         rescale_to_unit_norm: Divides clipped gradients by ``l2_clip_norm``, so that it does not affect the step size.
         normalize_by: Divisor of the sum.
         num_examples: Number of examples in the data set, if public. Neighboring data sets then differ in one zeroed-out
-            example; otherwise one has an example more.
+            example; otherwise one has one example more.
     """
 
     iterations: int
@@ -134,7 +134,7 @@ class AbstractPlanConfig(abc.ABC):
     def __post_init__(self) -> None:
         """Checks the fields."""
         owner = type(self).__name__
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "iterations": checks.integer(owner, "iterations", self.iterations, at_least=1),
             "l2_clip_norm": checks.number(owner, "l2_clip_norm", self.l2_clip_norm),
             "normalize_by": checks.number(owner, "normalize_by", self.normalize_by, above=True),
@@ -142,10 +142,10 @@ class AbstractPlanConfig(abc.ABC):
         if not isinstance(self.rescale_to_unit_norm, bool):
             raise TypeError(f"{owner}: rescale_to_unit_norm={self.rescale_to_unit_norm!r} must be True or False.")
         if self.noise_multiplier is not None:
-            found["noise_multiplier"] = checks.number(owner, "noise_multiplier", self.noise_multiplier)
+            fields["noise_multiplier"] = checks.number(owner, "noise_multiplier", self.noise_multiplier)
         if self.num_examples is not None:
-            found["num_examples"] = checks.integer(owner, "num_examples", self.num_examples, at_least=0)
-        for name, value in {**found, **self._checked()}.items():
+            fields["num_examples"] = checks.integer(owner, "num_examples", self.num_examples, at_least=0)
+        for name, value in {**fields, **self._checked()}.items():
             object.__setattr__(self, name, value)
 
     # Subclasses implement
@@ -194,17 +194,17 @@ class AbstractPlanConfig(abc.ABC):
 
     def dp_event(self) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
-        return self._library_event(self.known_noise_multiplier())
+        return self._library_event(self.required_noise_multiplier())
 
     def _library_event(self, sigma: float) -> Any:
-        if self.relation is Relation.REPLACE_ONE:  # which the library's RDP accountant counts as a distance of 1
+        if self.relation is Relation.REPLACE_ONE:  # the library's RDP accountant counts a replacement as distance 1
             sigma /= 2
         return to_dp_accounting(self.claim(sigma, ONE_RUN), self.iterations)
 
     @suggests_names
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
         """Returns epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
-        sigma, steps = self.known_noise_multiplier(), self._steps(step)
+        sigma, steps = self.required_noise_multiplier(), self._steps(step)
         used = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
         if sigma > 0:
@@ -220,14 +220,14 @@ class AbstractPlanConfig(abc.ABC):
         tol: float | None = None,
         accountant: str | Accountant | AccountantFactory | None = None,
     ) -> Self:
-        """Returns the config with the smallest noise that meets a target.
+        """Returns the config with the smallest noise multiplier that meets a target.
 
         Args:
             epsilon: Target for the run; infinity means no noise.
             delta: In (0, 1).
-            tol: Maximum relative excess of the noise over the smallest. None selects 1e-5.
-            accountant: As for ``PrivacyEngine``; None for the default of the batches; or a function that creates an
-                accountant of the dp-accounting library for a ``NeighboringRelation``.
+            tol: Maximum relative excess of the noise multiplier over the smallest one. None selects 1e-5.
+            accountant: As for ``PrivacyEngine``; None for the default of the sampling scheme; or a function that
+                creates an accountant of the dp-accounting library for a ``NeighboringRelation``.
 
         Returns:
             A new config, whose ``epsilon(delta)`` is at most the target.
@@ -244,10 +244,10 @@ class AbstractPlanConfig(abc.ABC):
                 fix="Pass a positive sampling_prob.",
             )
         if callable(accountant):
-            found = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
+            noise = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
         else:
             self._warn(delta)
-            found = least_noise(
+            noise = least_noise(
                 lambda sigma: self.claim(sigma, ONE_RUN),
                 target_epsilon=epsilon,
                 target_delta=delta,
@@ -256,7 +256,7 @@ class AbstractPlanConfig(abc.ABC):
                 relation=self.relation,
                 tol=tol,
             )
-        return dataclasses.replace(self, noise_multiplier=found)
+        return dataclasses.replace(self, noise_multiplier=noise)
 
     @suggests_names
     def make(self, performance_flags: PerformanceFlags | None = None) -> DPExecutionPlan:
@@ -268,8 +268,8 @@ class AbstractPlanConfig(abc.ABC):
         Returns:
             A plan with this config's noise. Raises ValueError without a noise multiplier.
         """
-        sigma, flags = self.known_noise_multiplier(), performance_flags or PerformanceFlags()
-        bound: dict[str, Any] = {
+        sigma, flags = self.required_noise_multiplier(), performance_flags or PerformanceFlags()
+        fixed_options: dict[str, Any] = {
             "l2_clip_norm": self.l2_clip_norm,
             "rescale_to_unit_norm": self.rescale_to_unit_norm,
             "normalize_by": self.normalize_by,
@@ -284,7 +284,8 @@ class AbstractPlanConfig(abc.ABC):
         norm = self.sensitivity if noise is None else self.sensitivity * noise.column_norm
         stddev = sigma * norm if sigma else 0.0  # a sensitivity may be infinite
         transform = NoiseTransform(stddev, noise, flags.noise_seed, self.iterations)
-        return DPExecutionPlan(_with_bound(bound), self.selection, transform, self.relation, self)
+        clipped_grad = _clipped_grad_with(fixed_options)
+        return DPExecutionPlan(clipped_grad, self.selection, transform, self.relation, self)
 
     @property
     def sensitivity(self) -> float:
@@ -292,7 +293,7 @@ class AbstractPlanConfig(abc.ABC):
         return (1.0 if self.rescale_to_unit_norm else self.l2_clip_norm) / self.normalize_by
 
     def _warn(self, delta: float) -> None:
-        """Warns if truncated batches cost privacy."""
+        """Warns if the truncation of batches increases the privacy cost."""
         if type(self.participation) is TruncatedParticipation and self.num_examples:
             warn_about_truncation(self.participation, self.num_examples, self.iterations, delta)
 
@@ -312,7 +313,7 @@ class AbstractPlanConfig(abc.ABC):
         """Returns the clipping policy, or the name of one and its clipping norm."""
         return "flat", self.l2_clip_norm
 
-    def known_noise_multiplier(self) -> float:
+    def required_noise_multiplier(self) -> float:
         """Returns the noise multiplier; raises ValueError if it is not set."""
         if self.noise_multiplier is None:
             raise ValueError(
@@ -341,8 +342,8 @@ class AbstractPlanConfig(abc.ABC):
         }
 
     def _fields(self) -> dict[str, Any]:
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def to_json(self) -> str:
         """Returns the config as JSON, for `from_json`."""
@@ -370,11 +371,11 @@ class AbstractPlanConfig(abc.ABC):
         version = fields.pop("version", None)
         if version != _VERSION or isinstance(version, bool):
             raise ValueError(
-                f"{cls.__name__}.from_json: version {version!r} is unknown; this reads version {_VERSION}."
+                f"{cls.__name__}.from_json: version {version!r} is unknown; this release reads version {_VERSION}."
             )
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(known)}.")
+        names = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(fields) - names):
+            raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(names)}.")
         try:
             return cls._read(fields)
         except (TypeError, OverflowError) as error:
@@ -385,14 +386,14 @@ class AbstractPlanConfig(abc.ABC):
         return cls(**fields)
 
 
-def _with_bound(bound: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:
+def _clipped_grad_with(fixed_options: dict[str, Any]) -> Callable[..., BoundedSensitivityCallable]:
     """Returns ``clipped_grad`` with options fixed by the plan."""
     from dpengine.functional.clipped_gradients import clipped_grad  # imports the compiler, which takes a second
 
     def plan_clipped_grad(*args: Any, **options: Any) -> BoundedSensitivityCallable:
-        conflicts = sorted(options.keys() & bound.keys())
+        conflicts = sorted(options.keys() & fixed_options.keys())
         if conflicts:
-            raise TypeError(f"plan.clipped_grad: the plan fixes {', '.join(conflicts)}.")
-        return clipped_grad(*args, **{**options, **bound})
+            raise TypeError(f"plan.clipped_grad: the plan fixes {', '.join(conflicts)}. Do not pass them.")
+        return clipped_grad(*args, **{**options, **fixed_options})
 
     return plan_clipped_grad

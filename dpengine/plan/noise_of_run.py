@@ -27,7 +27,7 @@ Planned = Callable[[int], int | None]
 def check_noise(noise: Any) -> None:
     """Raises TypeError if a value is neither a design of correlated noise nor noise of the user's own."""
     if isinstance(noise, type):
-        raise TypeError(f"noise is the class {noise.__name__}; pass an object of it.")
+        raise TypeError(f"noise is the class {noise.__name__}; pass an instance.")
     if not callable(getattr(noise, "recurrence", None)) and not all(hasattr(noise, name) for name in _MEMBERS):
         raise TypeError(
             f"noise is a {type(noise).__name__}; pass noise=BandMF(num_bands=16), BLT() or BandedInverse(num_bands=4), "

@@ -17,8 +17,8 @@ from .scheme import (
     SamplingScheme,
     StatefulDraws,
     WordStream,
+    checked_integer,
     checked_iterations,
-    whole_number,
 )
 
 
@@ -46,7 +46,7 @@ class BallsInBinsSampling(SamplingScheme):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         checked_iterations(owner, self.iterations)
-        whole_number(owner, "cycle_length", self.cycle_length, at_least=1)
+        checked_integer(owner, "cycle_length", self.cycle_length, at_least=1)
 
     def over(self, num_examples: int) -> Draws:
         """See `SamplingScheme.over`."""
@@ -90,8 +90,8 @@ class RandomAllocationSampling(SamplingScheme):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole_number(owner, "participations", self.participations, at_least=0)
-        whole_number(owner, "iterations", self.iterations, at_least=self.participations)
+        checked_integer(owner, "participations", self.participations, at_least=0)
+        checked_integer(owner, "iterations", self.iterations, at_least=self.participations)
 
     def over(self, num_examples: int) -> Draws:
         """See `SamplingScheme.over`."""

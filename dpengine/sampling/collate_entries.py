@@ -1,4 +1,4 @@
-"""Takes the result of a ``collate_fn`` apart into the rows of single examples, and compares rows."""
+"""Splits the result of a ``collate_fn`` into the rows of single examples, and compares rows."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-_RTOL, _ATOL = 1e-4, 1e-5  # of values that are computed for a batch at once
-_DEPTH = 8  # of nested containers
+_RTOL, _ATOL = 1e-4, 1e-5  # tolerances for values that are computed for a batch at once
+_DEPTH = 8  # maximum depth of nested containers
 _CONTAINERS = (Tensor, np.ndarray, list, tuple, collections.abc.Mapping)
-_KINDS = "biufc"  # of NumPy arrays that are compared as tensors
+_KINDS = "biufc"  # dtype kinds of NumPy arrays that are compared as tensors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Entry:
     """A tensor, list or other value of a batch.
 
     Attributes:
-        path: Its place in the batch, such as ``batch['x']``.
-        rows: Its part for each example; None if it has no such parts.
-        value: The value.
+        path: Path in the batch, such as ``batch['x']``.
+        rows: The part of each example; None if the value has no part for each example.
+        value: The tensor, list or other value.
     """
 
     path: str
@@ -42,7 +42,7 @@ class Entry:
 
     @property
     def size(self) -> int | None:
-        """Number of its items along the first axis."""
+        """Length of the first axis; None without one."""
         if isinstance(self.value, Tensor):
             return len(self.value) if self.value.dim() else None
         return len(self.value) if isinstance(self.value, (list, tuple)) else None
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Numbers of examples of a batch and of another batch, and the axis that counts them."""
+    """Numbers of examples in a batch and in another batch, and the batch axis."""
 
     batch: int
     other: int
@@ -59,23 +59,23 @@ class Sizes:
 
 def entries(batch: Any, other: Any, sizes: Sizes) -> dict[str, Entry]:
     """Returns the entries of a batch by path. ``other`` is a batch with another number of examples."""
-    found = list(_entries(batch, other, sizes, "batch", _DEPTH))
-    ragged = [one for one in found if one.rows is None and isinstance(one.value, Tensor) and one.value.dim()]
-    for offsets in [one for one in found if ragged and one.rows is not None and _are_offsets(one.value)]:
+    all_entries = list(_entries(batch, other, sizes, "batch", _DEPTH))
+    ragged = [e for e in all_entries if e.rows is None and isinstance(e.value, Tensor) and e.value.dim()]
+    for offsets in [e for e in all_entries if ragged and e.rows is not None and _are_offsets(e.value)]:
         ends = offsets.value[1:].tolist()
         split = {r.path: list(torch.tensor_split(r.value, ends)) for r in ragged if len(r.value) >= max(ends)}
         if split:
-            found = [dataclasses.replace(one, rows=split.get(one.path, one.rows)) for one in found if one != offsets]
+            all_entries = [dataclasses.replace(e, rows=split.get(e.path, e.rows)) for e in all_entries if e != offsets]
             break
-    return {one.path: one for one in found}
+    return {entry.path: entry for entry in all_entries}
 
 
 def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Iterator[Entry]:
     batch, other = plain(batch, sizes.axis), plain(other, sizes.axis)
     if isinstance(batch, Tensor):
-        both = [t.shape if isinstance(t, Tensor) else () for t in (batch, other)]
+        shapes = [t.shape if isinstance(t, Tensor) else () for t in (batch, other)]
         for axis in (sizes.axis, 1 - sizes.axis):
-            if [shape[axis] if len(shape) > axis else None for shape in both] == [sizes.batch, sizes.other]:
+            if [shape[axis] if len(shape) > axis else None for shape in shapes] == [sizes.batch, sizes.other]:
                 yield Entry(path, list(batch.detach().unbind(axis)), batch)
                 return
     if isinstance(batch, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -83,8 +83,8 @@ def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Ite
             yield Entry(path, list(batch), batch)
             return
         if len(batch) == len(other) and depth:
-            for i, (one, two) in enumerate(zip(batch, other, strict=True)):
-                yield from _entries(one, two, sizes, f"{path}[{i}]", depth - 1)
+            for i, (item, other_item) in enumerate(zip(batch, other, strict=True)):
+                yield from _entries(item, other_item, sizes, f"{path}[{i}]", depth - 1)
             return
     if isinstance(batch, dict) and isinstance(other, dict) and batch.keys() == other.keys() and depth:
         for key in batch:
@@ -94,7 +94,10 @@ def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Ite
 
 
 def plain(value: Any, axis: int = 0) -> Any:
-    """Returns a value as a tensor, dict, list or tuple if it is like one."""
+    """Converts nested, sparse and packed tensors, arrays, mappings and records to tensors, dicts, lists or tuples.
+
+    Other values are returned unchanged. ``axis`` is the batch axis.
+    """
     if isinstance(value, Tensor):
         if value.is_nested:
             return list(value.unbind())
@@ -113,29 +116,29 @@ def plain(value: Any, axis: int = 0) -> Any:
     fields = getattr(value, "__dict__", {}) or {
         name: getattr(value, name) for name in getattr(value, "__slots__", ()) if hasattr(value, name)
     }
-    return dict(fields) if any(isinstance(one, _CONTAINERS) for one in fields.values()) else value
+    return dict(fields) if any(isinstance(field, _CONTAINERS) for field in fields.values()) else value
 
 
 def _are_offsets(value: Any) -> bool:
-    """Returns True for offsets of bags in a flat tensor."""
+    """Returns True if the value may be the offsets of bags in a flat tensor."""
     if not isinstance(value, Tensor) or value.dim() != 1 or len(value) < 2 or is_real(value):
         return False
     return bool(value[0] == 0) and bool((value.diff() >= 0).all())
 
 
 def is_real(value: Tensor) -> bool:
-    """Returns True for a tensor of numbers that are rounded."""
+    """Returns True for a floating-point or complex tensor, whose values are rounded."""
     return value.is_floating_point() or value.is_complex()
 
 
 def is_order(entry: Entry) -> bool:
-    """Returns True if the entry may hold the places of the examples in a sorted batch."""
+    """Returns True if the entry may be the permutation that sorted the batch."""
     value, rows = entry.value, entry.rows or []
     if isinstance(value, Tensor):
         if value.dim() != 1 or is_real(value):
             return False
         value = value.tolist()
-    return all(type(one) is int for one in value) and sorted(value) == list(range(len(rows)))
+    return all(type(index) is int for index in value) and sorted(value) == list(range(len(rows)))
 
 
 def same(one: Any, other: Any, *, padded: str = "") -> bool:
@@ -144,7 +147,7 @@ def same(one: Any, other: Any, *, padded: str = "") -> bool:
     Args:
         one: A value.
         other: A value.
-        padded: ``"constant"`` if tensors may differ by padding with one value, ``"any"`` for padding of any values.
+        padded: ``"constant"`` if tensors may differ by padding with one value, ``"any"`` by padding with any values.
     """
     one, other = plain(one), plain(other)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -170,27 +173,30 @@ def _same_tensors(one: Tensor, other: Tensor, padded: str) -> bool:
         return _close(one, other)
     if not padded or one.dim() != other.dim():
         return False
-    kept = [min(sizes) for sizes in zip(one.shape, other.shape, strict=True)]
-    for place in itertools.product(
+    common = [min(sizes) for sizes in zip(one.shape, other.shape, strict=True)]
+    for sides in itertools.product(
         (0, 2, 1), repeat=min(2, sum(a != b for a, b in zip(one.shape, other.shape, strict=True)))
     ):
-        parts = [_part(tensor, kept, one.shape, other.shape, place) for tensor in (one, other)]
-        if _close(parts[0][0], parts[1][0]) and (padded == "any" or all(_constant(rest) for _, rest in parts)):
+        parts = [_split_padding(tensor, common, one.shape, other.shape, sides) for tensor in (one, other)]
+        if _close(parts[0][0], parts[1][0]) and (padded == "any" or all(_constant(padding) for _, padding in parts)):
             return True
     return False
 
 
-def _part(tensor: Tensor, kept: Sequence[int], one: Sequence[int], other: Sequence[int], place: Sequence[int]) -> Any:
-    """Returns the part of a tensor without padding, and the values of the padding.
+def _split_padding(
+    tensor: Tensor, common: Sequence[int], one: Sequence[int], other: Sequence[int], sides: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Returns the part of a tensor without padding, of shape ``common``, and the values of the padding.
 
-    ``place`` is 0 for padding at the end of an axis, 2 for the front, and 1 for both, for each axis that differs.
+    ``one`` and ``other`` are the shapes of both tensors. For each axis that differs, ``sides`` is 0 for padding at the
+    end, 2 for padding at the front, and 1 for both.
     """
-    places = itertools.chain(place, itertools.repeat(place[-1]))
+    next_side = itertools.chain(sides, itertools.repeat(sides[-1]))
     starts = [
-        0 if a == b else (size - keep) * next(places) // 2
-        for size, keep, a, b in zip(tensor.shape, kept, one, other, strict=True)
+        0 if a == b else (size - length) * next(next_side) // 2
+        for size, length, a, b in zip(tensor.shape, common, one, other, strict=True)
     ]
-    index = tuple(slice(start, start + keep) for start, keep in zip(starts, kept, strict=True))
+    index = tuple(slice(start, start + length) for start, length in zip(starts, common, strict=True))
     outside = torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
     outside[index] = False
     return tensor[index], tensor[outside]

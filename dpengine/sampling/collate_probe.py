@@ -1,7 +1,8 @@
-"""Calls a ``collate_fn`` with examples next to different others, to see whether each row depends on one example only.
+"""Checks whether each row that a ``collate_fn`` returns depends on one example only.
 
-Examples are compared at the same place, from the same state of the random generators. A function that draws random
-numbers is compared for the first example of a batch, whose numbers cannot depend on those of the others.
+The function is called with batches that have some examples in common. The rows of a common example are compared at the
+same position and from the same state of the random generators. If the function draws random numbers, the first example
+of each batch is compared, because its random numbers cannot depend on the examples after it.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from .collate import restored_generators
 from .collate_entries import Entry, Sizes, entries, is_order, plain, same
 
 _EXAMPLES = 7  # besides example 0, which is read for the structure of an empty batch
-_ROUNDS = 8  # of random numbers
-_BATCH, _SMALLER = (0, 1, 2, 3), (0, 1, 2)  # numbers of examples, from the longest to the shortest
+_ROUNDS = 8  # number of comparisons of a function that draws random numbers
+_BATCH, _SMALLER = (0, 1, 2, 3), (0, 1, 2)  # indices of examples, which are sorted from the longest to the shortest
 _SECOND = (0, 4, 5, 6)
 _PAIRS = (  # with the same longest example, so that padding does not change
     (_BATCH, _SECOND),
@@ -47,23 +48,24 @@ _PAIRS = (  # with the same longest example, so that padding does not change
     ((4, 1, 2, 5), (6, 1, 3, 4)),
 )
 _OTHER_LENGTHS = ((_BATCH, (4, 1, 2, 5)),)
-Rows = tuple[int, ...]
+Indices = tuple[int, ...]
+Entries = dict[str, Entry]
 
 
 class _Undecided(Exception):
-    """It is not known whether examples are mixed; the text is the reason."""
+    """The check is inconclusive; the message is the reason."""
 
 
 def check_collate(loader: DataLoader[Any], *, batch_first: bool = True) -> None:
-    """Raises BatchDependentLossError if ``collate_fn`` changes an example depending on the others of a batch.
+    """Raises BatchDependentLossError if ``collate_fn`` changes an example depending on other examples of the batch.
 
-    Reads at most 7 examples of the data set and restores the random generators. If it cannot decide, it shows one
-    notice.
+    Reads at most 7 examples of the data set and restores the random generators. Shows one notice if the check is
+    inconclusive.
     """
     if _is_of_torch(loader.collate_fn) or len(loader.dataset) < 2:  # type: ignore[arg-type]
         return
     with restored_generators(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # shown in training
+        warnings.simplefilter("ignore")  # training shows the same warnings
         try:
             _Probe(loader.collate_fn, _read(loader.dataset), 0 if batch_first else 1).run()
             return
@@ -72,22 +74,23 @@ def check_collate(loader: DataLoader[Any], *, batch_first: bool = True) -> None:
     notice(
         "DPE012",
         f"It could not be checked whether {_name(loader.collate_fn)} mixes the examples of a batch: {reason}. Return "
-        "one row for each example, made from that example alone, and draw random numbers from torch, random or NumPy.",
+        "one row for each example, computed from that example alone, and draw random numbers from torch, random or "
+        "NumPy.",
         key="collate",
         of=loader,
     )
 
 
 class _Probe:
-    """A ``collate_fn`` and a few examples."""
+    """Compares the batches that a ``collate_fn`` returns for a few examples."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], examples: list[Any], axis: int):
         self.collate, self.axis, self.name = collate, axis, _name(collate)
         self.examples = sorted(examples, key=_size, reverse=True)
         self.generators = _generators(collate)
         self.smaller: Any = None
-        self.whole: set[str] = set()  # paths of values of the batch that depend on its examples
-        self.names: set[str] = set()  # paths of texts that are other ones in each call, such as a uuid
+        self.statistics: set[str] = set()  # paths of values of the batch that depend on its examples
+        self.new_names: set[str] = set()  # paths of strings that differ in each call, such as a UUID
 
     def run(self) -> None:
         """Raises BatchDependentLossError, BatchMismatchError or _Undecided."""
@@ -95,7 +98,7 @@ class _Probe:
         with contextlib.suppress(_Undecided):
             self._call(_SMALLER)
         self._set(states)
-        self.generators = _generators(self.collate)  # with those that the first call made
+        self.generators = _generators(self.collate)  # includes generators that the first call created
         states = self._states()
         torch.default_generator.manual_seed(0)  # the same result in all processes
         random.seed(0)
@@ -103,11 +106,11 @@ class _Probe:
         try:
             self._run()
         except (PrivacyError, _Undecided):
-            # Sizes of examples may not tell which has the longest row, if they are strings for example.
+            # The size of an example may not determine the length of its row, for example if it is a string.
             order = sorted(self.examples, key=self._size_of_row, reverse=True)
             if [*map(id, order)] == [*map(id, self.examples)]:
                 raise
-            self.examples, self.whole = order, set()
+            self.examples, self.statistics = order, set()
             self._run()
         finally:
             self._set(states)
@@ -119,84 +122,92 @@ class _Probe:
         batch = self._entries(_BATCH)
         drew = self._states() != states
         self._check_rows(batch)
-        again = self._from(before, _BATCH)
-        self.names = {path for path, entry in batch.items() if path in again and _are_new_names(entry, again[path])}
+        again = self._entries_from(before, _BATCH)
+        self.new_names = {path for path, entry in batch.items() if path in again and _are_new_names(entry, again[path])}
         if drew:
             self._compare_random()
             return
         for path, entry in batch.items():
-            if path in self.names:
+            if path in self.new_names:
                 continue
             if path not in again or not same(entry.value, again[path].value):
                 if entry.rows is None:
-                    continue  # such as a time
+                    continue  # for example the current time
                 raise _Undecided(f"{path} differs between two calls with the same examples")
-        own = {path for path, entry in batch.items() if path in again and same(entry.value, again[path].value)}
-        for one, other in _PAIRS:
-            self._compare(one, other, own)
+        repeated = {path for path, entry in batch.items() if path in again and same(entry.value, again[path].value)}
+        for indices, other_indices in _PAIRS:
+            self._compare(indices, other_indices, repeated)
         sizes = Sizes(len(_SMALLER), len(_BATCH), self.axis)
         self._match(_BATCH, batch, _SMALLER, entries(self.smaller, self._call(_BATCH), sizes), "constant")
-        for one, other in _OTHER_LENGTHS:
-            self._compare(one, other, set(), padded="any")
-        if self.whole:
-            raise _Undecided(f"{min(self.whole)} is one value for the batch that depends on all of its examples")
+        for indices, other_indices in _OTHER_LENGTHS:
+            self._compare(indices, other_indices, set(), padded="any")
+        if self.statistics:
+            raise _Undecided(f"{min(self.statistics)} is one value for the batch that depends on all of its examples")
 
-    def _compare(self, one: Rows, other: Rows, own: set[str], *, padded: str = "constant") -> None:
-        """Raises if the row of an example differs next to other examples."""
-        first, second = self._entries(one), self._entries(other)
-        self._match(one, first, other, second, padded)
+    def _compare(
+        self, indices: Indices, other_indices: Indices, repeated: set[str], *, padded: str = "constant"
+    ) -> None:
+        """Raises if the row of an example depends on the other examples of its batch.
+
+        ``repeated`` has the paths of values that are the same in two calls with the same examples.
+        """
+        first, second = self._entries(indices), self._entries(other_indices)
+        self._match(indices, first, other_indices, second, padded)
         sizes = {size for entry in (*first.values(), *second.values()) for size in _shape(entry.value)}
-        for path in own:
-            values = [found[path].value for found in (first, second) if path in found and found[path].rows is None]
+        for path in repeated:
+            values = [batch[path].value for batch in (first, second) if path in batch and batch[path].rows is None]
             if len(values) == 2 and not same(*values) and not all(_is_one_of(value, sizes) for value in values):
-                self.whole.add(path)
+                self.statistics.add(path)
 
-    def _match(self, one: Rows, first: dict[str, Entry], other: Rows, second: dict[str, Entry], padded: str) -> None:
-        """Compares the rows of common examples, at the same place or, if the batch is sorted, at any place."""
-        paths = self._common(first, second)
-        one, other = self._numbers(one), self._numbers(other)
-        shared = [i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a == b]
-        differ = self._differing(paths, first, second, shared, padded)
-        if differ is None:
+    def _match(self, indices: Indices, first: Entries, other_indices: Indices, second: Entries, padded: str) -> None:
+        """Compares the rows of common examples, at the same position or, if the batch is sorted, at any position."""
+        paths = self._paths_with_rows(first, second)
+        indices, other_indices = self._wrapped(indices), self._wrapped(other_indices)
+        shared = [i for i, (a, b) in enumerate(zip(indices, other_indices, strict=False)) if a == b]
+        differing_path = self._differing(paths, first, second, shared, padded)
+        if differing_path is None:
             return
-        free = [path for path in paths if not (is_order(first[path]) and is_order(second[path]))]
-        left = list(range(len(other)))
-        for i in range(len(one)):
-            at = (j for j in left if all(same(first[p].row(i), second[p].row(j), padded=padded) for p in free))
-            if (j := next(at, None)) is not None:
-                left.remove(j)
-        common = sum((Counter(one) & Counter(other)).values())
-        if len(other) - len(left) < common:
+        compared = [path for path in paths if not (is_order(first[path]) and is_order(second[path]))]
+        unmatched = list(range(len(other_indices)))
+        for i in range(len(indices)):
+            matches = (
+                j for j in unmatched if all(same(first[p].row(i), second[p].row(j), padded=padded) for p in compared)
+            )
+            if (j := next(matches, None)) is not None:
+                unmatched.remove(j)
+        common = sum((Counter(indices) & Counter(other_indices)).values())
+        if len(other_indices) - len(unmatched) < common:
             if padded == "any" and any(_shape(first[path].value) != _shape(second[path].value) for path in first):
-                raise _Undecided(f"{differ} changes with the length of the longest example")
-            raise self._mixes(differ)
+                raise _Undecided(f"{differing_path} changes with the length of the longest example")
+            raise self._mixing_error(differing_path)
 
     @staticmethod
     def _differing(
-        paths: list[str], first: dict[str, Entry], second: dict[str, Entry], places: Iterable[int], padded: str
+        paths: list[str], first: Entries, second: Entries, positions: Iterable[int], padded: str
     ) -> str | None:
-        """Returns the path of an entry with another row at one of these places."""
+        """Returns the first path of which a row differs at one of the positions; None if there is none."""
         for path in paths:
-            if not all(same(first[path].row(i), second[path].row(i), padded=padded) for i in places):
+            if not all(same(first[path].row(i), second[path].row(i), padded=padded) for i in positions):
                 return path
         return None
 
     def _compare_random(self) -> None:
-        """Compares the first example of batches, and examples next to others in another order."""
-        for turn in range(_ROUNDS):
-            first = turn % min(len(self.examples), _EXAMPLES)
+        """Compares the first example of different batches, and the last example after reordered examples."""
+        for number in range(_ROUNDS):
+            first = number % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]
             rest = [rest[i % len(rest)] for i in range(4)]
-            one, other = (first, 0, rest[0], rest[1]), (first, rest[2], rest[3], 0)
+            indices, other_indices = (first, 0, rest[0], rest[1]), (first, rest[2], rest[3], 0)
             states = self._states()
-            found, beside = self._from(states, one), self._from(states, other)
-            paths = self._common(found, beside)
-            differ = [self._differing(paths, found, beside, [i], "constant") for i in range(len(one))]
-            if None not in differ:
-                turned = self._from(states, (*one[:2], *one[:1:-1]))
-                if one[2] != one[3] and self._differing(paths, found, turned, range(len(one)), "") is None:
+            batch, other = self._entries_from(states, indices), self._entries_from(states, other_indices)
+            paths = self._paths_with_rows(batch, other)
+            differing = [self._differing(paths, batch, other, [i], "constant") for i in range(len(indices))]
+            if None not in differing:
+                reordered = self._entries_from(states, (*indices[:2], *indices[:1:-1]))
+                is_sorted = self._differing(paths, batch, reordered, range(len(indices)), "") is None
+                if indices[2] != indices[3] and is_sorted:
                     raise _Undecided("it sorts examples and draws random numbers for them")
-                raise self._mixes(str(differ[0]))
+                raise self._mixing_error(str(differing[0]))
         for last in range(1, len(self.examples)):
             if not any(self._keeps_last(last) for _ in range(_ROUNDS)):
                 raise _Undecided("its random numbers for an example depend on the examples before it")
@@ -206,13 +217,13 @@ class _Probe:
         states = self._states()
         rest = [i for i in range(1, len(self.examples)) if i != last] or [0]
         before = (0, rest[0], rest[-1])
-        found, turned = (self._from(states, (*order, last)) for order in (before, (before[2], *before[:2])))
-        paths = self._common(found, turned)
-        return any(self._differing(paths, found, turned, [i], "constant") is None for i in range(len(_BATCH)))
+        batch, reordered = (self._entries_from(states, (*order, last)) for order in (before, (before[2], *before[:2])))
+        paths = self._paths_with_rows(batch, reordered)
+        return any(self._differing(paths, batch, reordered, [i], "constant") is None for i in range(len(_BATCH)))
 
-    def _from(self, states: list[bytes], numbers: Rows) -> dict[str, Entry]:
+    def _entries_from(self, states: list[bytes], indices: Indices) -> Entries:
         self._set(states)
-        return self._entries(numbers)
+        return self._entries(indices)
 
     def _states(self) -> list[bytes]:
         return [pickle.dumps(get()) for get, _ in self.generators]
@@ -221,7 +232,7 @@ class _Probe:
         for (_, put), state in zip(self.generators, states, strict=True):
             put(pickle.loads(state))
 
-    def _check_rows(self, batch: dict[str, Entry]) -> None:
+    def _check_rows(self, batch: Entries) -> None:
         """Raises if the batch has no entry with a row for each example."""
         if any(entry.rows is not None for entry in batch.values()):
             return
@@ -231,15 +242,15 @@ class _Probe:
                 raise self._other_number(path, entry.size, len(_BATCH))
         raise _Undecided("no entry of the batch has a row for each example")
 
-    def _common(self, first: dict[str, Entry], second: dict[str, Entry]) -> list[str]:
-        """Returns the paths of entries with rows. Raises if one has rows in one of two batches only."""
+    def _paths_with_rows(self, first: Entries, second: Entries) -> list[str]:
+        """Returns the paths of entries with rows. Raises if an entry has rows in one of the two batches only."""
         if first.keys() != second.keys():
             raise _Undecided("batches have different entries")
         for path, entry in first.items():
             if (entry.rows is None) is not (second[path].rows is None):
                 wrong = entry if entry.rows is None else second[path]
                 raise self._other_number(path, wrong.size, len(_BATCH))
-        return [path for path, entry in first.items() if entry.rows is not None and path not in self.names]
+        return [path for path, entry in first.items() if entry.rows is not None and path not in self.new_names]
 
     def _other_number(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
         return BatchMismatchError(
@@ -249,26 +260,27 @@ class _Probe:
             "the data set instead.",
         )
 
-    def _mixes(self, path: str) -> BatchDependentLossError:
+    def _mixing_error(self, path: str) -> BatchDependentLossError:
         return BatchDependentLossError(
-            f"{self.name} changes an example depending on the others of its batch: the row of an example in {path} "
-            "was not the same beside other examples.",
-            fix="Make each row from its own example alone: replace statistics of the batch by constants, and leave out "
-            "mixup and stand-ins for bad examples.",
+            f"{self.name} changes an example depending on other examples of the batch: the row of an example in {path} "
+            "was not the same in another batch.",
+            fix="Compute each row from its own example alone: replace statistics of the batch by constants, and do not "
+            "use mixup or replace bad examples by others.",
         )
 
-    def _numbers(self, numbers: Rows) -> Rows:
-        return tuple(number % len(self.examples) for number in numbers)
+    def _wrapped(self, indices: Indices) -> Indices:
+        """Returns the indices modulo the number of examples."""
+        return tuple(index % len(self.examples) for index in indices)
 
-    def _entries(self, numbers: Rows) -> dict[str, Entry]:
-        return entries(self._call(numbers), self.smaller, Sizes(len(_BATCH), len(_SMALLER), self.axis))
+    def _entries(self, indices: Indices) -> Entries:
+        return entries(self._call(indices), self.smaller, Sizes(len(_BATCH), len(_SMALLER), self.axis))
 
-    def _call(self, numbers: Rows) -> Any:
-        """Returns the batch of copies of these examples."""
+    def _call(self, indices: Indices) -> Any:
+        """Returns the collated batch of copies of the examples."""
         try:
-            return self.collate([_copied(self.examples[number]) for number in self._numbers(numbers)])
+            return self.collate([_copied(self.examples[index]) for index in self._wrapped(indices)])
         except Exception as error:
-            raise _Undecided(f"a call with {len(numbers)} examples raised {type(error).__name__}") from error
+            raise _Undecided(f"a call with {len(indices)} examples raised {type(error).__name__}") from error
 
     def _size_of_row(self, example: Any) -> int:
         try:
@@ -278,17 +290,18 @@ class _Probe:
 
 
 def _is_of_torch(collate: Any) -> bool:
-    """Returns True for the functions of torch, unless the user registered functions for classes of their own."""
+    """Returns True for the collate functions of torch, unless the user registered functions for further classes."""
     if collate is default_convert:
         return True
-    ours = torch_collate.default_collate_fn_map.values()
-    return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in ours)
+    functions = torch_collate.default_collate_fn_map.values()
+    return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in functions)
 
 
 def _are_new_names(entry: Entry, again: Entry) -> bool:
-    """Returns True for texts that differ between equal calls. The check of the loop names texts that are used."""
-    texts = entry.rows is not None and all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows)
-    return texts and not same(entry.value, again.value)
+    """Returns True for strings that differ between equal calls. The check of the loop reports strings that are used."""
+    if entry.rows is None or not all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows):
+        return False
+    return not same(entry.value, again.value)
 
 
 def _name(collate: Any) -> str:
@@ -296,9 +309,9 @@ def _name(collate: Any) -> str:
 
 
 def _read(dataset: Any) -> list[Any]:
-    """Returns a few examples, as a loader reads them."""
-    rows, count = len(dataset), min(len(dataset), _EXAMPLES)
-    indices = [i * (rows - 1) // (count - 1) for i in range(count)]
+    """Returns a few examples, read as a loader reads them."""
+    count = min(len(dataset), _EXAMPLES)
+    indices = [i * (len(dataset) - 1) // (count - 1) for i in range(count)]
     try:
         if hasattr(dataset, "__getitems__"):
             return list(dataset.__getitems__(indices))
@@ -308,7 +321,7 @@ def _read(dataset: Any) -> list[Any]:
 
 
 def _copied(example: Any) -> Any:
-    """Returns a copy of an example. A copy of a view would otherwise copy the whole data set with it."""
+    """Returns a copy of an example. Tensors are cloned, because ``deepcopy`` of a view copies its complete storage."""
     tensors = [leaf for leaf in pytree.tree_leaves(example) if isinstance(leaf, Tensor)]
     return copy.deepcopy(example, {id(tensor): tensor.clone() for tensor in tensors})
 
@@ -322,7 +335,7 @@ def _size(value: Any, depth: int = 4) -> int:
         return len(value) if isinstance(value, (str, bytes)) else 1
     if isinstance(value, dict):
         value = list(value.values())
-    return sum(_size(one, depth - 1) for one in value) if isinstance(value, (list, tuple)) else 1
+    return sum(_size(item, depth - 1) for item in value) if isinstance(value, (list, tuple)) else 1
 
 
 def _shape(value: Any) -> Sequence[int]:
@@ -340,47 +353,47 @@ Generator = tuple[Callable[[], Any], Callable[[Any], Any]]
 
 
 @functools.cache
-def _of_kinds() -> dict[type, Callable[[Any], Generator]]:
-    """Returns how the states of generators are read and written. Loads NumPy's, which importing it does not."""
+def _state_functions() -> dict[type, Callable[[Any], Generator]]:
+    """Returns the functions that read and write the states of each type of generator. Loads ``numpy.random``."""
     return {
-        # As arrays, because equal tensors may differ when they are pickled.
-        torch.Generator: lambda one: (
-            lambda: one.get_state().numpy(),
-            lambda state: one.set_state(torch.from_numpy(state.copy())),
+        # States are arrays, because the pickled bytes of equal tensors may differ.
+        torch.Generator: lambda generator: (
+            lambda: generator.get_state().numpy(),
+            lambda state: generator.set_state(torch.from_numpy(state.copy())),
         ),
-        random.Random: lambda one: (one.getstate, one.setstate),
-        np.random.RandomState: lambda one: (one.get_state, one.set_state),
-        np.random.Generator: lambda one: (
-            lambda: one.bit_generator.state,
-            lambda state: setattr(one.bit_generator, "state", state),
+        random.Random: lambda generator: (generator.getstate, generator.setstate),
+        np.random.RandomState: lambda generator: (generator.get_state, generator.set_state),
+        np.random.Generator: lambda generator: (
+            lambda: generator.bit_generator.state,
+            lambda state: setattr(generator.bit_generator, "state", state),
         ),
     }
 
 
 def _generators(collate: Any) -> list[Generator]:
-    """Returns functions that read and write the states of the generators of the process, and of the function's own."""
-    kinds, seen = _of_kinds(), {id(torch.default_generator): torch.default_generator}
-    _reach(collate, seen, depth=3)
+    """Returns functions that read and write the states of the global generators and those that ``collate`` uses."""
+    functions, reachable = _state_functions(), {id(torch.default_generator): torch.default_generator}
+    _add_reachable(collate, reachable, depth=3)
     return [
         (random.getstate, random.setstate),
         (np.random.get_state, np.random.set_state),
-        *(kinds[type(value)](value) for value in seen.values() if type(value) in kinds),
+        *(functions[type(value)](value) for value in reachable.values() if type(value) in functions),
     ]
 
 
-def _reach(value: Any, seen: dict[int, Any], depth: int) -> None:
-    """Adds a function and the values that it can use: attributes, arguments, and variables from outside."""
-    if id(value) in seen or value is None or inspect.ismodule(value):
+def _add_reachable(value: Any, reachable: dict[int, Any], depth: int) -> None:
+    """Adds a function and the values that it can use, by id: attributes, bound arguments and outer variables."""
+    if id(value) in reachable or value is None or inspect.ismodule(value):
         return
-    seen[id(value)] = value
+    reachable[id(value)] = value
     if not depth or isinstance(value, (Tensor, str, bytes, type)):
         return
     used = [*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None)]
     if isinstance(value, functools.partial):
         used += [value.func, *value.args, *value.keywords.values()]
     if inspect.isfunction(value):
-        with contextlib.suppress(ValueError):  # of a variable that is not set yet
+        with contextlib.suppress(ValueError):  # raised for a variable that is not set yet
             outside = inspect.getclosurevars(value)
             used += [*outside.nonlocals.values(), *outside.globals.values()]
-    for one in used:
-        _reach(one, seen, depth - 1)
+    for item in used:
+        _add_reachable(item, reachable, depth - 1)

@@ -19,9 +19,9 @@ from .scheme import (
     IndexBatch,
     SamplingScheme,
     WordStream,
+    checked_integer,
     checked_iterations,
     checked_probability,
-    whole_number,
 )
 from .truncation import TruncatedDraws
 
@@ -117,9 +117,9 @@ class CyclicPoissonSampling(SamplingScheme):
         owner = type(self).__name__
         checked_probability(owner, "sampling_prob", self.sampling_prob)
         checked_iterations(owner, self.iterations)
-        whole_number(owner, "cycle_length", self.cycle_length, at_least=1)
+        checked_integer(owner, "cycle_length", self.cycle_length, at_least=1)
         if self.truncated_batch_size is not None:
-            whole_number(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
+            checked_integer(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
         if not isinstance(self.partition_type, Partition):
             names = ", ".join(f"Partition.{one.name}" for one in Partition)
             raise TypeError(f"{owner}: partition_type must be one of {names}, got {self.partition_type!r}.")
@@ -177,10 +177,10 @@ class CyclicDraws(Draws):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         fields = {
-            "num_examples": whole_number(owner, "num_examples", self.num_examples, at_least=0),
+            "num_examples": checked_integer(owner, "num_examples", self.num_examples, at_least=0),
             "sample_rate": 0.0 if self.sample_rate == 0 else checked_sample_rate(owner, self.sample_rate),
-            "cycle_length": whole_number(owner, "cycle_length", self.cycle_length, at_least=1),
-            "steps_per_epoch": whole_number(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
+            "cycle_length": checked_integer(owner, "cycle_length", self.cycle_length, at_least=1),
+            "steps_per_epoch": checked_integer(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
             "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
         }
         if not isinstance(self.partition, Partition):

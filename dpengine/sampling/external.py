@@ -9,7 +9,7 @@ from dpengine.accounting.run_events import Participation, PoissonParticipation, 
 from dpengine.errors import suggests_names
 
 from .poisson import checked_batch_size, checked_sample_rate
-from .scheme import Draws, WordStream, whole_number
+from .scheme import Draws, WordStream, checked_integer
 
 
 @suggests_names
@@ -45,8 +45,8 @@ class ExternalBatches(Draws):
         """Checks the arguments."""
         size = checked_batch_size("ExternalBatches", self.expected_batch_size)
         object.__setattr__(self, "expected_batch_size", size)
-        whole_number("ExternalBatches", "num_examples", self.num_examples, at_least=0)
-        whole_number("ExternalBatches", "steps_per_epoch", self.steps_per_epoch, at_least=1)
+        checked_integer("ExternalBatches", "num_examples", self.num_examples, at_least=0)
+        checked_integer("ExternalBatches", "steps_per_epoch", self.steps_per_epoch, at_least=1)
         stated = self.sample_rate is not None
         rate = checked_sample_rate("ExternalBatches", self.sample_rate) if stated else 1.0  # type: ignore[arg-type]
         object.__setattr__(self, "sample_rate", rate)

@@ -9,7 +9,7 @@ import numpy as np
 
 from dpengine.accounting.run_events import FixedSizeParticipation, Participation, UnknownParticipation
 
-from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_iterations, whole_number
+from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_integer, checked_iterations
 from .subset import numbers_below, uniform_subset
 
 
@@ -36,7 +36,7 @@ class FixedBatchSampling(SamplingScheme):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole_number(owner, "batch_size", self.batch_size, at_least=0)
+        checked_integer(owner, "batch_size", self.batch_size, at_least=0)
         checked_iterations(owner, self.iterations)
 
     def over(self, num_examples: int) -> Draws:
@@ -67,7 +67,7 @@ class FixedSizeDraws(Draws):
     law: ClassVar[str] = "fixed-size"
 
     def __post_init__(self) -> None:
-        whole_number(type(self).__name__, "num_examples", self.num_examples, at_least=0)
+        checked_integer(type(self).__name__, "num_examples", self.num_examples, at_least=0)
         enough = self.num_examples > 0 if self.replace else self.num_examples >= self.batch_size
         if self.batch_size and not enough:
             raise ValueError(

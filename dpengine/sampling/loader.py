@@ -16,7 +16,7 @@ from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
 from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .collate_probe import check_collate
-from .scheme import Draws, WordStream, whole_number
+from .scheme import Draws, WordStream, checked_integer
 from .whole_tensors import as_read, whole_tensors
 
 _END = object()
@@ -55,9 +55,9 @@ def private_loader(
     if not strategy.may_repeat:
         check_repeats(loader.dataset)
     _check_loader_size(loader, strategy)
-    accumulation_steps = whole_number("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
+    accumulation_steps = checked_integer("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:
-        physical_batch_size = whole_number("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
+        physical_batch_size = checked_integer("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
         if accumulation_steps > 1:
             raise ValueError(
                 f"physical_batch_size={physical_batch_size} and accumulation_steps={accumulation_steps} both split "
@@ -241,7 +241,7 @@ class PrivateIteration:
         """Continues from a stored position, and ends an open pass."""
         if set(state) != {"position"}:
             raise ValueError(f"load_state_dict: expected only the key 'position', got {sorted(state)}.")
-        position = whole_number("load_state_dict", "position", state["position"], at_least=0)
+        position = checked_integer("load_state_dict", "position", state["position"], at_least=0)
         self._batches.end_pass()
         self._batches.position = position
 

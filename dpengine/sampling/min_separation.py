@@ -11,15 +11,15 @@ from dpengine.accounting.run_events import Participation, SeparatedParticipation
 
 from .poisson import PoissonDraws
 from .scheme import (
-    BEFORE,
+    INITIAL_STEP,
     Draws,
     IndexBatch,
     SamplingScheme,
     StatefulDraws,
     WordStream,
+    checked_integer,
     checked_iterations,
     checked_probability,
-    whole_number,
 )
 from .subset import numbers_below, uniform_subset
 
@@ -59,9 +59,9 @@ class BMinSepSampling(SamplingScheme):
         owner = type(self).__name__
         checked_probability(owner, "sampling_prob", self.sampling_prob)
         checked_iterations(owner, self.iterations)
-        whole_number(owner, "min_separation", self.min_separation, at_least=1)
+        checked_integer(owner, "min_separation", self.min_separation, at_least=1)
         if self.truncated_batch_size is not None:
-            whole_number(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
+            checked_integer(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
 
     def over(self, num_examples: int) -> Draws:
         """See `SamplingScheme.over`."""
@@ -96,8 +96,8 @@ class MinSeparationDraws(StatefulDraws):
         slots = self.selection.min_separation - 1
         resting = np.empty(0, dtype=np.int64)
         if self.selection.warm_start:
-            resting = _poisson(self.num_examples, slots * self.sample_rate, words, BEFORE)
-        slot = numbers_below(max(1, slots), len(resting), words, step=BEFORE)
+            resting = _poisson(self.num_examples, slots * self.sample_rate, words, INITIAL_STEP)
+        slot = numbers_below(max(1, slots), len(resting), words, step=INITIAL_STEP)
         return tuple(resting[slot == i] for i in range(slots))
 
     def advance(self, state: Resting, step: int, words: WordStream) -> tuple[Resting, IndexBatch]:

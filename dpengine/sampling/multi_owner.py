@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .scheme import Batches, IndexBatch, SamplingScheme, checked_scheme, whole_number, words_from
+from .scheme import Batches, IndexBatch, SamplingScheme, checked_integer, checked_scheme, words_from
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
     Returns:
         The indices of the selected examples, sorted.
     """
-    max_degree = whole_number("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
+    max_degree = checked_integer("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
     open_edge = graph.degree[graph.examples] <= max_degree
     return np.sort(independent_examples(graph, graph.examples[open_edge], graph.users[open_edge]))
 
@@ -125,7 +125,7 @@ class MultiOwnerSelection:
 
     def __post_init__(self) -> None:
         checked_scheme("MultiOwnerSelection: base", self.base)
-        whole_number("MultiOwnerSelection", "max_degree", self.max_degree, at_least=1)
+        checked_integer("MultiOwnerSelection", "max_degree", self.max_degree, at_least=1)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
         """Returns the batches of one run; see `SamplingScheme.batch_iterator`.
@@ -192,7 +192,7 @@ class MultiOwnerMinSepSampling:
 
     def __post_init__(self) -> None:
         for name, least in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():
-            whole_number(type(self).__name__, name, getattr(self, name), at_least=least)
+            checked_integer(type(self).__name__, name, getattr(self, name), at_least=least)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
         """Returns the batches of the schedule. ``rng`` is ignored: the schedule is deterministic."""

@@ -28,8 +28,8 @@ from .scheme import (
     KeyedWords,
     SamplingScheme,
     WordStream,
+    checked_integer,
     checked_scheme,
-    whole_number,
 )
 
 OWN_SCHEME = "own: "
@@ -72,7 +72,7 @@ class OwnScheme(SamplingScheme):
         """See `SamplingScheme.over`."""
         name = type(self.scheme).__name__
         size = checked_batch_size(name, self.expected_batch_size(num_examples))
-        steps = whole_number(name, "steps_per_epoch", self.scheme.steps_per_epoch(num_examples), at_least=1)
+        steps = checked_integer(name, "steps_per_epoch", self.scheme.steps_per_epoch(num_examples), at_least=1)
         rate = min(1.0, size / max(num_examples, 1))
         draws = self.scheme.over(num_examples)
         return OwnDraws(num_examples, rate, size, steps, name, _stated(self.scheme, draws), draws)

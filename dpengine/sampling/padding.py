@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .scheme import IndexBatch, whole_number
+from .scheme import IndexBatch, checked_integer
 
 PADDING = -1
 """Index of no example. Pass ``indices == PADDING`` as ``is_padding_example`` of `functional.clipped_grad`."""
@@ -26,13 +26,13 @@ def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size
     Raises:
         ValueError: If the microbatches do not fit.
     """
-    multiple = whole_number("pad_to_multiple_of", "multiple", multiple, at_least=1)
+    multiple = checked_integer("pad_to_multiple_of", "multiple", multiple, at_least=1)
     given = np.asarray(indices, dtype=np.int64)
     missing = -len(given) % multiple
     padded = np.concatenate([given, np.full((missing, *given.shape[1:]), PADDING, dtype=np.int64)])
     if microbatch_size is None:
         return padded
-    size = whole_number("pad_to_multiple_of", "microbatch_size", microbatch_size, at_least=1)
+    size = checked_integer("pad_to_multiple_of", "microbatch_size", microbatch_size, at_least=1)
     if len(padded) % size:
         raise ValueError(
             f"pad_to_multiple_of: microbatch_size={size} does not divide the {len(padded)} rows. Pass a "

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from dpengine.accounting.run_events import PoissonParticipation
 
-from .scheme import Draws, IndexBatch, WordStream, whole_number
+from .scheme import Draws, IndexBatch, WordStream, checked_integer
 
 # Note: exactness of the draw.
 # A word w represents u = (w + 1/2) * 2**-64. At least k examples are skipped before the next included one if and only
@@ -60,9 +60,9 @@ class PoissonDraws(Draws):
     def __post_init__(self) -> None:
         owner = type(self).__name__
         fields = {
-            "num_examples": whole_number(owner, "num_examples", self.num_examples, at_least=0),
+            "num_examples": checked_integer(owner, "num_examples", self.num_examples, at_least=0),
             "sample_rate": checked_sample_rate(owner, self.sample_rate),
-            "steps_per_epoch": whole_number(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
+            "steps_per_epoch": checked_integer(owner, "steps_per_epoch", self.steps_per_epoch, at_least=0),
             "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
         }
         if fields["num_examples"] > 1 << 53:

@@ -1,6 +1,6 @@
-"""Interface of sampling schemes, which select the examples of the logical batch of each step, and their random words.
+"""Interface of sampling schemes, which select the examples of each logical batch, and of the random words they use.
 
-A scheme does not know the data set. `SamplingScheme.over` gives the `Draws` over a data set of known size.
+A scheme does not know the data set. `SamplingScheme.over` returns the `Draws` for a data set of known size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Draws(abc.ABC):
 
     Attributes:
         num_examples: Number of examples in the data set.
-        sample_rate: Probability of an example to be in a logical batch.
+        sample_rate: Probability that an example is in a logical batch.
         expected_batch_size: Public constant that divides the sums.
         steps_per_epoch: Number of logical batches in one pass over the loader.
         law: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
@@ -56,7 +56,7 @@ class Draws(abc.ABC):
     expected_batch_size: float
     steps_per_epoch: int
     law: ClassVar[str]
-    may_repeat: ClassVar[bool] = False  # whether the data set may have an example more than once
+    may_repeat: ClassVar[bool] = False  # whether the data set may contain an example more than once
     of_units: ClassVar[bool] = False  # whether batches have `UnitDraws.chunks_of_ranks` and places
 
     @property
@@ -77,7 +77,7 @@ class Draws(abc.ABC):
         """
 
     def with_epochs_of(self, steps: int) -> Self:
-        """Returns the same draws with another number of batches per epoch."""
+        """Returns a copy with another number of batches per epoch."""
         return dataclasses.replace(self, steps_per_epoch=steps)  # type: ignore[type-var]
 
     def saved_state(self, words: WordStream) -> dict[str, Any] | None:
@@ -85,16 +85,16 @@ class Draws(abc.ABC):
         return None
 
     def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
-        """Restores a result of ``saved_state``."""
+        """Restores the result of ``saved_state``."""
         raise ValueError(f"{type(self).__name__} has no state to restore.")
 
 
-BEFORE = 1 << 63
-"""Step of the words for the state before the first batch."""
+INITIAL_STEP = 1 << 63
+"""Step number of the random words that initialize the state before the first batch."""
 
 
-class _Memory:
-    """Last draw of one stream of words."""
+class _LastDraw:
+    """Last draw from one stream of words."""
 
     words: WordStream | None = None
     step = -1
@@ -107,15 +107,15 @@ class StatefulDraws(Draws):
     """Sampling scheme in which the batch of step t depends on a state of earlier steps."""
 
     num_examples: int
-    sample_rate: float  # probability of one example in one batch, over all possible earlier batches
+    sample_rate: float  # marginal probability that an example is in a batch, over all earlier batches
     expected_batch_size: float
     steps_per_epoch: int
-    _memory: _Memory = dataclasses.field(default_factory=_Memory, init=False, repr=False, compare=False)
+    _last: _LastDraw = dataclasses.field(default_factory=_LastDraw, init=False, repr=False, compare=False)
 
     @property
     def participation(self) -> Participation:
         """See `Draws.participation`."""
-        return self.selection.participation()  # type: ignore[attr-defined, no-any-return]  # the scheme, of subclasses
+        return self.selection.participation()  # type: ignore[attr-defined, no-any-return]  # a field of subclasses
 
     @abc.abstractmethod
     def begin(self, words: WordStream) -> Any:
@@ -123,41 +123,41 @@ class StatefulDraws(Draws):
 
     @abc.abstractmethod
     def advance(self, state: Any, step: int, words: WordStream) -> tuple[Any, IndexBatch]:
-        """Returns the next state and batch. The given state is not changed."""
+        """Returns the next state and batch. Does not modify ``state``."""
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. Fast if steps are drawn in order."""
-        memory = self._memory
-        if memory.words is not words or memory.step > step or (memory.step == step and memory.batch is None):
-            memory.words, memory.step, memory.state, memory.batch = words, -1, self.begin(words), None
-        while memory.step < step:
-            memory.state, memory.batch = self.advance(memory.state, memory.step + 1, words)
-            memory.step += 1
-        assert memory.batch is not None
-        return memory.batch
+        last = self._last
+        if last.words is not words or last.step > step or (last.step == step and last.batch is None):
+            last.words, last.step, last.state, last.batch = words, -1, self.begin(words), None
+        while last.step < step:
+            last.state, last.batch = self.advance(last.state, last.step + 1, words)
+            last.step += 1
+        assert last.batch is not None
+        return last.batch
 
     def saved_state(self, words: WordStream) -> dict[str, Any] | None:
-        """Returns the state for later batches, as plain values; None before the first draw of this stream."""
-        memory = self._memory
-        if memory.words is not words or memory.step < 0:
+        """Returns the state for later batches, as plain values; None before the first draw from this stream."""
+        last = self._last
+        if last.words is not words or last.step < 0:
             return None
-        arrays = memory.state if isinstance(memory.state, tuple) else (memory.state,)
-        return {"step": memory.step, "state": [array.tolist() for array in arrays]}
+        arrays = last.state if isinstance(last.state, tuple) else (last.state,)
+        return {"step": last.step, "state": [array.tolist() for array in arrays]}
 
     def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
-        """Restores a result of ``saved_state``. The last batch itself is not restored."""
+        """Restores the result of ``saved_state``, except for the last batch."""
         arrays = tuple(np.asarray(values, dtype=np.int64) for values in saved_state["state"])
-        memory = self._memory
-        memory.words, memory.step, memory.batch = words, int(saved_state["step"]), None
-        memory.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]
+        last = self._last
+        last.words, last.step, last.batch = words, int(saved_state["step"]), None
+        last.state = arrays if isinstance(self.begin(words), tuple) else arrays[0]
 
 
 class SamplingScheme(abc.ABC):
     """Sampling scheme of a run, independent of the data set. Schemes are frozen dataclasses of public numbers.
 
-    Private values are arguments: the size of the data set, and the randomness. A scheme of your own need not be a
-    subclass: ``make_private(sampling=...)`` accepts an object with ``over``, ``participation``, ``expected_batch_size``
-    and ``steps_per_epoch``.
+    Private values are arguments: the size of the data set, and the randomness. A custom scheme need not be a subclass:
+    ``make_private(sampling=...)`` accepts any object with ``over``, ``participation``, ``expected_batch_size`` and
+    ``steps_per_epoch``.
 
     Attributes:
         iterations: Number of batches in the run; None for no limit.
@@ -183,8 +183,8 @@ class SamplingScheme(abc.ABC):
 
     def steps_per_epoch(self, num_examples: int) -> int:
         """Returns the number of batches in one pass over the loader."""
-        passes = math.ceil(num_examples / self.expected_batch_size(num_examples))
-        return max(1, passes) if self.iterations is None else min(self.iterations, max(1, passes))
+        steps = max(1, math.ceil(num_examples / self.expected_batch_size(num_examples)))
+        return steps if self.iterations is None else min(self.iterations, steps)
 
     def batch_iterator(self, num_examples: int, rng: Any = None) -> Batches:
         """Returns the batches of one run.
@@ -209,7 +209,7 @@ class Batches(Iterator[IndexBatch]):
     Args:
         draws: Draws the batches.
         iterations: Number of batches.
-        words: The randomness.
+        words: Source of randomness.
     """
 
     def __init__(self, draws: Draws, iterations: int | None, words: WordStream):
@@ -227,11 +227,11 @@ class Batches(Iterator[IndexBatch]):
 
     def __len__(self) -> int:
         if self._iterations is None:
-            raise TypeError("This run has no last batch. Pass iterations= to the sampling scheme.")
+            raise TypeError("The number of batches is unlimited. Pass iterations= to the sampling scheme.")
         return self._iterations - self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, the key of the randomness if it has one, and the state of the scheme. Secret."""
+        """Returns the position, the key of the random words if they have one, and the state of the scheme. Secret."""
         key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
         return {"step": self._step, "key": key, "kept": self._draws.saved_state(self._words)}
 
@@ -247,7 +247,7 @@ class Batches(Iterator[IndexBatch]):
         step, key = state.get("step"), state.get("key")
         last = math.inf if self._iterations is None else self._iterations
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= last:
-            raise ValueError(f"load_state_dict: step={step!r} is not in a run of {last} batches.")
+            raise ValueError(f"load_state_dict: step={step!r} is out of range for a run of {last} batches.")
         if (key is None) == isinstance(self._words, KeyedWords):
             raise ValueError("load_state_dict: the state belongs to a run with another type of randomness.")
         if key is not None:
@@ -297,11 +297,11 @@ def words_from(rng: Any = None) -> WordStream:
     Raises TypeError for a number, which is not secret.
     """
     if rng is None:
-        drawn = secrets.token_bytes(16)
+        key = secrets.token_bytes(16)
     elif isinstance(rng, np.random.Generator):
-        drawn = rng.bytes(16)
+        key = rng.bytes(16)
     elif isinstance(rng, random.Random):
-        drawn = rng.getrandbits(128).to_bytes(16, "little")
+        key = rng.getrandbits(128).to_bytes(16, "little")
     elif callable(rng):
         return rng  # type: ignore[no-any-return]
     else:
@@ -309,7 +309,7 @@ def words_from(rng: Any = None) -> WordStream:
             f"rng is a {type(rng).__name__}; pass None, a numpy.random.Generator, a random.SystemRandom or a stream of "
             "words."
         )
-    return KeyedWords((int.from_bytes(drawn[:8], "little"), int.from_bytes(drawn[8:], "little")))
+    return KeyedWords((int.from_bytes(key[:8], "little"), int.from_bytes(key[8:], "little")))
 
 
 def checked_probability(owner: str, name: str, value: Any) -> float:
@@ -321,8 +321,8 @@ def checked_probability(owner: str, name: str, value: Any) -> float:
     return float(value)
 
 
-def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
-    """Returns ``value`` as an int; raises if it is not an integer or too small, naming the argument."""
+def checked_integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
+    """Returns ``value`` as an int; raises if it is not an integer or too small. The error names the argument."""
     if isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.")
     try:
@@ -335,11 +335,11 @@ def whole_number(owner: str, name: str, value: Any, *, at_least: int) -> int:
 
 
 def checked_scheme(name: str, value: Any) -> Any:
-    """Returns a sampling scheme; raises TypeError, which names the argument, if a member is missing."""
+    """Returns the sampling scheme; raises TypeError, which names the argument, if a member is missing."""
     members = ("over", "participation", "expected_batch_size", "steps_per_epoch")
     missing = [member for member in members if not callable(getattr(value, member, None))]
     if isinstance(value, type):
-        raise TypeError(f"{name} is the class {value.__name__}; pass an object of it.")
+        raise TypeError(f"{name} is the class {value.__name__}; pass an instance.")
     if missing:
         raise TypeError(f"{name} is a {type(value).__name__}; pass a sampling scheme. Missing: {', '.join(missing)}.")
     return value
@@ -347,4 +347,4 @@ def checked_scheme(name: str, value: Any) -> Any:
 
 def checked_iterations(owner: str, value: Any, *, at_least: int = 0) -> int | None:
     """Returns the number of batches in a run as an int; None for no limit."""
-    return None if value is None else whole_number(owner, "iterations", value, at_least=at_least)
+    return None if value is None else checked_integer(owner, "iterations", value, at_least=at_least)

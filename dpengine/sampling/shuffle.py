@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from dpengine.accounting.run_events import EpochParticipation, Participation, UnknownParticipation
 
-from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_iterations, whole_number
+from .scheme import Draws, IndexBatch, SamplingScheme, WordStream, checked_integer, checked_iterations
 
 _ONE = np.uint64(1)
 _TOP_BIT = np.uint64(63)
@@ -42,7 +42,7 @@ class ShuffleSampling(SamplingScheme):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        whole_number(owner, "batch_size", self.batch_size, at_least=1)
+        checked_integer(owner, "batch_size", self.batch_size, at_least=1)
         checked_iterations(owner, self.iterations)
 
     def over(self, num_examples: int) -> Draws:
@@ -89,8 +89,8 @@ class ShuffleDraws(Draws):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        rows = whole_number(owner, "num_examples", self.num_examples, at_least=1)
-        size = whole_number(owner, "batch_size", self.batch_size, at_least=1)
+        rows = checked_integer(owner, "num_examples", self.num_examples, at_least=1)
+        size = checked_integer(owner, "batch_size", self.batch_size, at_least=1)
         fields = {
             "num_examples": rows,
             "batch_size": size,

@@ -9,7 +9,7 @@ from dpengine.accounting.run_events import (
     Participation,
 )
 
-from .scheme import Draws, IndexBatch, WordStream, checked_probability, whole_number
+from .scheme import Draws, IndexBatch, WordStream, checked_integer, checked_probability
 from .subset import uniform_subset
 
 _NEGLIGIBLE = 0.01
@@ -30,7 +30,7 @@ class TruncatedDraws(Draws):
     law: ClassVar[str] = "truncated"
 
     def __post_init__(self) -> None:
-        whole_number(type(self).__name__, "largest", self.largest, at_least=0)
+        checked_integer(type(self).__name__, "largest", self.largest, at_least=0)
 
     @property
     def num_examples(self) -> int:  # type: ignore[override]
@@ -85,8 +85,8 @@ def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> fl
     from scipy import stats  # takes a second to import
 
     owner = "cut_probability"
-    num_examples = whole_number(owner, "num_examples", num_examples, at_least=1)
-    largest = whole_number(owner, "largest", largest, at_least=0)
+    num_examples = checked_integer(owner, "num_examples", num_examples, at_least=1)
+    largest = checked_integer(owner, "largest", largest, at_least=0)
     sampling_prob = checked_probability(owner, "sampling_prob", sampling_prob)
     return float(stats.binom.sf(largest - 1, num_examples - 1, sampling_prob))
 
@@ -106,8 +106,8 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
     Raises:
         ValueError: If an argument is out of range.
     """
-    rounds = whole_number("suggest_cap", "rounds", rounds, at_least=1)
-    whole_number("suggest_cap", "num_examples", num_examples, at_least=1)
+    rounds = checked_integer("suggest_cap", "rounds", rounds, at_least=1)
+    checked_integer("suggest_cap", "num_examples", num_examples, at_least=1)
     if not 0 < delta < 1:
         raise ValueError(f"suggest_cap: delta must be in (0, 1), got {delta!r}.")
     low, high = 0, num_examples  # the batch has at most num_examples, so the others never fill one of that size

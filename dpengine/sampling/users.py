@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from .scheme import Batches, IndexBatch, SamplingScheme, checked_scheme, whole_number, words_from
+from .scheme import Batches, IndexBatch, SamplingScheme, checked_integer, checked_scheme, words_from
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class UserSelectionStrategy:
 
     def __post_init__(self) -> None:
         checked_scheme("UserSelectionStrategy: base", self.base)
-        whole_number("UserSelectionStrategy", "examples_per_user", self.examples_per_user, at_least=1)
+        checked_integer("UserSelectionStrategy", "examples_per_user", self.examples_per_user, at_least=1)
 
     @property
     def iterations(self) -> int | None:

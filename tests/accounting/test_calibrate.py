@@ -4,7 +4,7 @@ import random
 import pytest
 
 from dpengine.accounting import Charge, GaussianEvent, Relation, calibration, epsilon, epsilon_of, release_event
-from dpengine.accounting.noise_calibration import least_noise_by
+from dpengine.accounting.noise_calibration import least_noise_for
 from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError
 
 GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
@@ -208,19 +208,19 @@ def test_noise_by_any_falling_function_is_within_the_tolerance(power, start):
     def epsilon_at(sigma):
         return 7.0 * sigma**-power
 
-    found = least_noise_by(epsilon_at, target_epsilon=3.0, tolerance=0.01, start=start)
+    found = least_noise_for(epsilon_at, target_epsilon=3.0, tolerance=0.01, start=start)
     assert 3.0 - 0.01 <= epsilon_at(found) <= 3.0
 
 
 def test_noise_by_a_function_that_jumps_is_at_the_jump():
-    found = least_noise_by(lambda sigma: 5.0 if sigma < 2.0 else 0.0, target_epsilon=3.0, tolerance=0.01)
+    found = least_noise_for(lambda sigma: 5.0 if sigma < 2.0 else 0.0, target_epsilon=3.0, tolerance=0.01)
     assert 2.0 <= found <= 2.0 * (1 + 1e-5)
 
 
 def test_noise_by_a_function_that_never_exceeds_the_target_is_the_least():
-    assert least_noise_by(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
+    assert least_noise_for(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
 
 
 def test_noise_by_a_function_that_never_meets_the_target_is_refused():
     with pytest.raises(CalibrationError, match="smallest reachable here: 4"):
-        least_noise_by(lambda sigma: 4.0, target_epsilon=3.0, tolerance=0.01)
+        least_noise_for(lambda sigma: 4.0, target_epsilon=3.0, tolerance=0.01)

@@ -231,7 +231,7 @@ def test_calibration_by_simulation_refuses_what_it_cannot_reach(few, monkeypatch
         least_noise(lambda sigma: run("cold", sigma=sigma), steps=2, **settings)
     with pytest.raises(AccountingRefusedError, match="or more"):
         least_noise(lambda sigma: run("cold", sigma=sigma), steps=1, **{**settings, "target_delta": 1e-5})
-    monkeypatch.setattr(noise_calibration, "MOST_NOISE", 0.5)
+    monkeypatch.setattr(noise_calibration, "MAX_NOISE", 0.5)
     with pytest.raises(CalibrationError, match=r"noise_multiplier > 0\.5 by simulation"):
         least_noise(lambda sigma: run("cold", sigma=sigma), steps=1, **settings)
 

@@ -60,7 +60,7 @@ def test_a_gradient_canary_adds_its_direction_at_the_threshold_next_to_the_other
     expected = sum_of(model, rows().tensors)
     directions = run._directions
     for canary in np.flatnonzero(canaries.coins):
-        np.add.at(expected, directions.places_MK[canary], (1 - SLACK) * NORM * directions.values_MK[canary])
+        np.add.at(expected, directions.indices_MK[canary], (1 - SLACK) * NORM * directions.values_MK[canary])
     assert 5 < canaries.coins.sum() < COUNT - 5
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -76,7 +76,7 @@ def test_the_trace_is_in_units_of_the_threshold():
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 def test_an_input_canary_that_is_out_has_a_gradient_of_zero(mode):
     _, canaries, found, model = watched("input", grad_sample_mode=mode)
-    out = np.isin(canaries.at, np.flatnonzero(~canaries.coins))
+    out = np.isin(canaries.canary_of, np.flatnonzero(~canaries.coins))
     assert out.sum() == (~canaries.coins).sum() > 5
     expected = sum_of(model, [tensor[~out] for tensor in rows().tensors])
     everything = sum_of(model, rows().tensors)
@@ -107,7 +107,7 @@ def test_who_was_drawn_is_what_the_loader_drew():
     for step in range(30):
         indices = np.array(inside.draw(run.run.batches, step), dtype=int)
         expected = np.zeros(COUNT, bool)
-        expected[canaries.at[indices][canaries.at[indices] >= 0]] = True
+        expected[canaries.canary_of[indices][canaries.canary_of[indices] >= 0]] = True
         assert (drawn_TM[step] == expected).all()
     assert 0.1 < drawn_TM.mean() < 0.3
 
@@ -115,12 +115,12 @@ def test_who_was_drawn_is_what_the_loader_drew():
 def test_directions_are_unit_vectors_that_share_no_place():
     directions = Directions([30, 5, 200], 9, np.random.default_rng(1))
     dense = np.zeros((9, 235))
-    np.put_along_axis(dense, directions.places_MK, directions.values_MK, axis=1)
+    np.put_along_axis(dense, directions.indices_MK, directions.values_MK, axis=1)
     assert dense @ dense.T == pytest.approx(np.eye(9))
     vector = np.random.default_rng(2).standard_normal(235)
     assert directions.along(vector) == pytest.approx(dense @ vector)
     parts = [
-        directions.rows(number, shape, np.array([4, -1, 7]), 3.0, torch.zeros(1, dtype=torch.float64))
+        directions.gradients(number, shape, np.array([4, -1, 7]), 3.0, torch.zeros(1, dtype=torch.float64))
         for number, shape in enumerate([(5, 6), (5,), (2, 100)])
     ]
     joined = torch.cat([part.flatten(1) for part in parts], dim=1).numpy()
@@ -134,7 +134,7 @@ def test_more_canaries_than_numbers_are_refused():
 
 def test_groups_that_take_turns_are_known():
     run, canaries, _, _ = watched(steps=12, sample_rate=0.2, noise=1.0)
-    assert run.trace().turns_M is None
+    assert run.trace().first_steps_M is None
     rng = np.random.default_rng(0)
     dataset, canaries = plant(rows(), COUNT, "gradient", None, rng)
     parts = made(sample_rate=0.2, noise_multiplier=1.0, steps=12, noise=BandMF(num_bands=3))(dataset)
@@ -142,7 +142,7 @@ def test_groups_that_take_turns_are_known():
     with run.planted():
         trained(12)(*parts)
     trace = run.trace()
-    assert trace.cycle == 3 and set(np.unique(trace.turns_M)) <= {-1, 0, 1, 2}
+    assert trace.cycle == 3 and set(np.unique(trace.first_steps_M)) <= {-1, 0, 1, 2}
     assert trace.drawn_TM.sum() > 50
     assert not (trace.drawn_TM & ~trace.possible_TM).any()
     assert np.abs(trace.strategy_TT - np.eye(12)).max() > 0.1

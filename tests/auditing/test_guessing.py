@@ -126,8 +126,8 @@ def test_guesses_are_of_the_highest_and_the_lowest():
     [
         ([1.0], [True, False], 1, "both must be"),
         ([[1.0, 2.0]], [[True, False]], 1, "both must be"),
-        ([1.0, 2.0], [True, False], 2, "pass 1 to 1"),
-        ([1.0, 2.0], [True, False], 0, "pass 1 to 1"),
+        ([1.0, 2.0], [True, False], 2, "must be from 1 to 1"),
+        ([1.0, 2.0], [True, False], 0, "must be from 1 to 1"),
     ],
 )
 def test_what_cannot_be_guessed_is_refused(scores, coins, each, message):
@@ -137,7 +137,7 @@ def test_what_cannot_be_guessed_is_refused(scores, coins, each, message):
 
 @pytest.mark.parametrize("numbers", [(10, 11, 5), (10, 5, 6), (10, 5, -1)])
 def test_counts_that_do_not_fit_are_refused(numbers):
-    with pytest.raises(ValueError, match="cannot be"):
+    with pytest.raises(ValueError, match="expected 0 <= right"):
         Guesses(*numbers)
 
 

@@ -141,7 +141,7 @@ WRONG = {
     "alpha": ({"alpha": 1.0}, "strictly between 0 and 1"),
     "loss": ({"kind": "input"}, "Pass loss="),
     "examples": ({"examples": rows(50)}, "examples= are for kind='input'"),
-    "rows": ({"kind": "input", "canaries": 200, "loss": losses}, "200 of 100 rows"),
+    "rows": ({"kind": "input", "canaries": 200, "loss": losses}, "200, but there are 100 examples"),
     "guesses": ({"guesses": 300}, "half of the canaries"),
     "no guesses": ({"guesses": ()}, "half of the canaries"),
     "shape": ({"kind": "input", "canaries": 30, "loss": lambda model, batch: losses(model, batch).mean()}, "shape ()"),

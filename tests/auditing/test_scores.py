@@ -32,9 +32,9 @@ def brute_force(releases_T, trace, canary):
 CASES = {
     "independent": {"sample_rate": 0.3},
     "all rows": {"sample_rate": 1.0},
-    "in turns": {"sample_rate": 0.3, "turns_M": np.array([0, 1, 1, -1]), "cycle": 2, "strategy_TT": STRATEGY},
+    "in turns": {"sample_rate": 0.3, "first_steps_M": np.array([0, 1, 1, -1]), "cycle": 2, "strategy_TT": STRATEGY},
     "in turns, all rows": {
-        "sample_rate": 1.0, "turns_M": np.array([0, 1, 1, -1]), "cycle": 2,
+        "sample_rate": 1.0, "first_steps_M": np.array([0, 1, 1, -1]), "cycle": 2,
         "strategy_TT": matrix([0.7, 0.5, 0.3], STEPS),
     },
 }  # fmt: skip

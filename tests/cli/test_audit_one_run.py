@@ -39,8 +39,8 @@ def test_no_claim_is_inconclusive_with_code_2(capsys):
 
 @pytest.mark.parametrize(
     "options,message",
-    [(["--canaries", "5"], "at least 20"), (["--kind", "input", "--canaries", "40000"], "40000 of")],
-    ids=["few", "more than rows"],
+    [(["--canaries", "5"], "at least 20"), (["--kind", "input", "--canaries", "40000"], "canaries=40000")],
+    ids=["few", "more than examples"],
 )
 def test_a_wrong_call_gives_2_and_a_message(capsys, options, message):
     assert main([*QUICK, *options]) == 2

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpengine.auditing.noise_detector import noise_law
+from dpengine.auditing.noise_detector import noise_distribution
 from dpengine.auditing.subject import small
 from dpengine.checkpoint.run_state import Resumption
 from dpengine.engine.step import PrivateStep
@@ -197,7 +197,7 @@ BUGS = (
         (
             Patch(module_of(add_noise), "_cut_spans", _each_rank_draws_all),
             Patch(module_of(PrivateStep), "add_noise", _share_of_ranks),
-            Patch(module_of(noise_law), "add_noise", _share_of_ranks),
+            Patch(module_of(noise_distribution), "add_noise", _share_of_ranks),
         ),
     ),
     Planted(

@@ -55,21 +55,21 @@ GUARDS = [
     Guard(
         "collate-pairs",
         "a row that changes with other examples",
-        "            self._compare(one, other, own)\n",
+        "            self._compare(indices, other_indices, repeated)\n",
         "            pass\n",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[series summed up]",
     ),
     Guard(
         "collate-matched",
         "a sorted batch has the rows of all common examples",
-        "        if len(other) - len(left) < common:",
-        "        if len(other) == len(left):",
+        "        if len(other_indices) - len(unmatched) < common:",
+        "        if len(other_indices) == len(unmatched):",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[replaced by the next]",
     ),
     Guard(
         "collate-shortest",
         "padding has one value",
-        'padded == "any" or all(_constant(rest) for _, rest in parts)',
+        'padded == "any" or all(_constant(padding) for _, padding in parts)',
         "True",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[cut to the shortest]",
     ),
@@ -83,7 +83,7 @@ GUARDS = [
     Guard(
         "collate-random",
         "a row that changes with other examples, with random numbers",
-        "            if None not in differ:",
+        "            if None not in differing:",
         "            if False:",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[mixup]",
     ),
@@ -97,7 +97,7 @@ GUARDS = [
     Guard(
         "collate-whole",
         "a value of the batch that depends on its examples",
-        "        if self.whole:",
+        "        if self.statistics:",
         "        if False:",
         "sampling/test_collate_probe.py::test_what_cannot_be_decided_gives_one_notice[a mean]",
     ),
@@ -125,8 +125,8 @@ GUARDS = [
     Guard(
         "collate-copies",
         "a collate function that changes its examples",
-        "self.collate([_copied(self.examples[number]) for",
-        "self.collate([self.examples[number] for",
+        "self.collate([_copied(self.examples[index]) for",
+        "self.collate([self.examples[index] for",
         "sampling/test_collate_probe.py::test_functions_that_make_each_row_of_one_example_pass[popped]",
     ),
     Guard(

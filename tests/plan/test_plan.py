@@ -97,8 +97,8 @@ def test_json_does_not_hold_parts_from_outside():
         ({"sampling": 3}, TypeError, "sampling is a int; pass a sampling scheme"),
         ({"sampling": POISSON, "noise": 3}, TypeError, "noise is a int"),
         ({"sampling": POISSON, "clipping": 3}, TypeError, "clipping=3 is not a policy"),
-        ({"sampling": FixedBatchSampling}, TypeError, "sampling is the class FixedBatchSampling; pass an object"),
-        ({"sampling": POISSON, "noise": BLT}, TypeError, "noise is the class BLT; pass an object"),
+        ({"sampling": FixedBatchSampling}, TypeError, "sampling is the class FixedBatchSampling; pass an instance"),
+        ({"sampling": POISSON, "noise": BLT}, TypeError, "noise is the class BLT; pass an instance"),
         ({"sampling": POISSON, "clipping": "flat"}, TypeError, r"pass a policy, such as dpengine.Flat\(1.0\)"),
     ],
 )

@@ -466,7 +466,7 @@ MIXED = {  # the data set, the function, and the entry that the message names
 @pytest.mark.parametrize("name", MIXED)
 def test_functions_that_mix_examples_are_rejected(name):
     data, collate, path = MIXED[name]
-    with pytest.raises(BatchDependentLossError, match="depending on the others of its batch") as raised:
+    with pytest.raises(BatchDependentLossError, match="depending on other examples of the batch") as raised:
         check(data, collate)
     assert f" in {path} was" in str(raised.value)
     assert raised.value.fix

@@ -28,7 +28,7 @@ _ERROR = 1e-3  # relative error of delta from windows and rounding
 _MOST_ROUNDING = 1e-2  # maximum relative error of delta from floating-point rounding
 _MOST_LOST = 1e-1  # maximum relative error of delta from windows
 _MOST_KINDS = 64
-_LEAST_NOISE = 0.02  # below it, losses are in the thousands
+_MIN_NOISE = 0.02  # below it, losses are in the thousands
 _UNIT = 2.0**-53
 
 
@@ -137,7 +137,7 @@ def _releases(composition: Composition, delta: float, relation: Relation) -> lis
     least = min(group.noise_multiplier for group in composition.sampled)
     if kinds > _MOST_KINDS:
         raise _unsupported(f"{kinds} distinct releases are more than the {_MOST_KINDS} that it composes")
-    if least < _LEAST_NOISE:
+    if least < _MIN_NOISE:
         raise _unsupported(f"losses at noise_multiplier={least:g} are too large for its mesh")
     if 2 * count * _UNIT > _MOST_ROUNDING * delta:
         raise _unsupported(f"the rounding of {count:,} releases is more than {_MOST_ROUNDING:.0%} of delta={delta:.2g}")

@@ -25,8 +25,8 @@ from .tilt import NoWindowError, Part
 
 _ACCURACY = 2e-5  # relative error of epsilon from the lattice
 _COARSE = 8.0  # accuracy ratio for the direction that does not determine the result
-_LEAST_NOISE = 0.02  # below it, losses are in the thousands, and epsilon is useless
-_MOST_NOISE = 1e15  # above it, losses are lost in rounding
+_MIN_NOISE = 0.02  # below it, losses are in the thousands, and epsilon is useless
+_MAX_NOISE = 1e15  # above it, losses are lost in rounding
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
@@ -129,7 +129,7 @@ def _on_lattices(composition: Composition, delta: float, relation: Relation, acc
 def _out_of_range(composition: Composition) -> bool:
     noise = [group.noise_multiplier for group in composition.sampled]
     noise += [1 / max(BATCH_LAWS[type(event)].distance(event), 1e-300) for event, _ in composition.batches]
-    return not all(_LEAST_NOISE <= sigma <= _MOST_NOISE for sigma in noise)
+    return not all(_MIN_NOISE <= sigma <= _MAX_NOISE for sigma in noise)
 
 
 def _parts(composition: Composition, direction: Direction) -> tuple[Part, ...]:

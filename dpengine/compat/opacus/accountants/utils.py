@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from dpengine.accounting.constants import steps_of_epochs
-from dpengine.accounting.noise_calibration import MOST_NOISE, calibration, least_noise_by
+from dpengine.accounting.noise_calibration import MAX_NOISE, calibration, least_noise_for
 from dpengine.errors import CalibrationError, check_keywords
 
 from .ledger_accountant import KEYWORDS, LedgerAccountant
 from .registry import create_accountant
 
-MAX_SIGMA = MOST_NOISE
+MAX_SIGMA = MAX_NOISE
 
 _ARGUMENTS = ("target_epsilon", "target_delta", "sample_rate", "epochs", "steps", "accountant", "epsilon_tolerance")
 _ROUGHLY = 1e-3
@@ -72,4 +72,4 @@ def get_noise_multiplier(
         ).noise_multiplier
     except CalibrationError:
         roughly = MAX_SIGMA  # another accountant may need less
-    return least_noise_by(epsilon_at, target_epsilon=target_epsilon, tolerance=epsilon_tolerance, start=roughly)
+    return least_noise_for(epsilon_at, target_epsilon=target_epsilon, tolerance=epsilon_tolerance, start=roughly)

@@ -17,7 +17,7 @@ from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.errors import suggests_names
 from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.loader import PrivateIteration
-from dpengine.sampling.scheme import whole_number
+from dpengine.sampling.scheme import checked_integer
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
@@ -44,7 +44,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
                 "BatchSplittingSampler: the sampler of a private loader is cut by its loader. Use BatchMemoryManager."
             )
         self.sampler = sampler
-        self.max_batch_size = whole_number("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
+        self.max_batch_size = checked_integer("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
         self.optimizer = optimizer
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -139,7 +139,7 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
         if optimizer.has_external_batches:
             report_to(data_loader, optimizer)
         chunks: Any = copy.copy(data_loader)
-        size = whole_number("wrap_data_loader", "max_batch_size", max_batch_size, at_least=1)
+        size = checked_integer("wrap_data_loader", "max_batch_size", max_batch_size, at_least=1)
         chunks.__dict__["_physical_batch_size"] = size
         chunks.__class__ = _in_chunks(type(data_loader))
         return chunks  # type: ignore[no-any-return]
@@ -174,7 +174,7 @@ class BatchMemoryManager:
 
     @suggests_names
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer):
-        whole_number("BatchMemoryManager", "max_physical_batch_size", max_physical_batch_size, at_least=1)
+        checked_integer("BatchMemoryManager", "max_physical_batch_size", max_physical_batch_size, at_least=1)
         self.data_loader = data_loader
         self.max_physical_batch_size = max_physical_batch_size
         self.optimizer = optimizer

@@ -12,7 +12,7 @@ from dpengine.errors import suggests_names
 from dpengine.noise.source import NoiseSource
 from dpengine.sampling.choose_scheme import batches_per_epoch
 from dpengine.sampling.poisson import PoissonDraws
-from dpengine.sampling.scheme import whole_number
+from dpengine.sampling.scheme import checked_integer
 
 
 @suggests_names
@@ -35,7 +35,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         generator: torch.Generator | None = None,
         steps: int | None = None,
     ):
-        self.num_samples = whole_number(type(self).__name__, "num_samples", num_samples, at_least=1)
+        self.num_samples = checked_integer(type(self).__name__, "num_samples", num_samples, at_least=1)
         self.sample_rate = sample_rate
         self.generator = generator
         self.steps = batches_per_epoch(sample_rate, drop_last=True) if steps is None else steps
@@ -74,7 +74,7 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         generator: torch.Generator | None = None,
     ):
         ranks = Ranks.of(None)
-        self.total_size = whole_number(type(self).__name__, "total_size", total_size, at_least=1)
+        self.total_size = checked_integer(type(self).__name__, "total_size", total_size, at_least=1)
         self.sample_rate = sample_rate
         self.generator = generator
         self.num_replicas, self.rank = ranks.size, ranks.rank

@@ -1,4 +1,4 @@
-"""DF: searches public output for secrets: keys, sampled batch sizes, N, paths and names."""
+"""Detector DF: searches public output for secrets, such as keys, sampled batch sizes, paths and names."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from dpengine.checkpoint.saving import save
 from dpengine.errors import PrivacyError
 
 from .finding import AuditFinding, Evidence
-from .subject import LEFT_OUT, Maker, Trial, made
+from .subject import OMITTED, Maker, Trial, new_subject
 
-_ROWS = 1009  # a number that occurs nowhere else
-_SECRET = "private"  # the folder that is not published
-_SHORTEST = 4  # length of a name that is searched for
+_NUM_EXAMPLES = 1009  # size of the data set: a number that occurs nowhere else in the output
+_SECRET = "private"  # name of the folder that must not be published
+_MIN_LENGTH = 4  # names up to this length are not searched for
 
 
-def files(make: Maker, *, seed: int = 0) -> AuditFinding:
+def public_output(make: Maker, *, seed: int = 0) -> AuditFinding:
     """Searches a saved run, its reports, representations and logs."""
     evidence = Evidence("DF", seed)
-    options = made(make).options
-    dataset: Any = made(make).loader.dataset
+    options = new_subject(make).options
+    dataset: Any = new_subject(make).loader.dataset
     few = [dataset[index] for index in range(min(50, len(dataset)))]
-    sized = options.get("noise") is not None or options.get("plan") is not None
-    changes = {"allow_large_delta": True, **({"privacy_unit": LEFT_OUT} if "privacy_unit" in options else {})}
-    listed = None if sized else [few[i % len(few)] for i in range(_ROWS)]
-    handler = _Recorder()
+    fixed_size = options.get("noise") is not None or options.get("plan") is not None
+    changes = {"allow_large_delta": True, **({"privacy_unit": OMITTED} if "privacy_unit" in options else {})}
+    examples = None if fixed_size else [few[i % len(few)] for i in range(_NUM_EXAMPLES)]
+    handler = _LogRecorder()
     logging.getLogger().addHandler(handler)
     try:
-        trial = Trial(make, seed=seed, dataset=listed, changes={} if sized else changes)
+        trial = Trial(make, seed=seed, dataset=examples, changes={} if fixed_size else changes)
         steps = trial.steps(6)
-        texts = _leaving(trial)
+        texts = _public_texts(trial)
     finally:
         logging.getLogger().removeHandler(handler)
     texts["logs"] = "\n".join(handler.messages).encode()
@@ -47,14 +47,14 @@ def files(make: Maker, *, seed: int = 0) -> AuditFinding:
         evidence.n += 1
         for what, pattern in _forbidden(trial, sizes).items():
             if re.search(pattern, content):
-                evidence.fault(f"{where} holds {what}")
+                evidence.fault(f"{where} contains {what}")
     return evidence.finding()
 
 
-def _leaving(trial: Trial) -> dict[str, bytes]:
-    """Returns all public output, by its place."""
+def _public_texts(trial: Trial) -> dict[str, bytes]:
+    """Returns all public output by its location."""
     engine = trial.engine
-    found = {
+    texts = {
         "repr of the engine": repr(engine).encode(),
         "repr of the optimizer": repr(trial.optimizer).encode(),
         "repr of the noise": repr(trial.step.source).encode(),
@@ -71,12 +71,12 @@ def _leaving(trial: Trial) -> dict[str, bytes]:
         for path in sorted(Path(name).rglob("*")):
             place = path.relative_to(name)
             if path.is_file() and _SECRET not in place.parts:
-                found[str(place)] = path.read_bytes()
-    return found
+                texts[str(place)] = path.read_bytes()
+    return texts
 
 
 def _traceback(trial: Trial) -> bytes:
-    """Returns the message of an error, as it appears in a log."""
+    """Returns the message of an error as a log shows it."""
     try:
         trial.optimizer.step()
     except PrivacyError as error:
@@ -87,24 +87,24 @@ def _traceback(trial: Trial) -> bytes:
 def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
     """Returns the patterns of secrets."""
     key = bytes.fromhex(trial.step.source.secret_state()["key"])
-    listed = re.escape(", ".join(map(str, sizes)))
+    size_list = re.escape(", ".join(map(str, sizes)))
     patterns = {
         "the key": re.escape(key),
-        "the key in hexadecimals": b"(?i)" + re.escape(key.hex().encode()),
-        "the key in base 64": re.escape(base64.b64encode(key)[:-2]),
-        "the sizes of batches": listed.replace(r",\ ", r",\s*").encode(),
-        "the name of the machine": _word(socket.gethostname()),
-        "the name of the user": _word(_user()),
-        "a path": _word(str(Path.home())) if len(str(Path.home())) > 5 else _word(""),
+        "the key in hexadecimal": b"(?i)" + re.escape(key.hex().encode()),
+        "the key in base64": re.escape(base64.b64encode(key)[:-2]),
+        "the batch sizes": size_list.replace(r",\ ", r",\s*").encode(),
+        "the host name": _word_pattern(socket.gethostname()),
+        "the user name": _word_pattern(_user()),
+        "a path": _word_pattern(str(Path.home())) if len(str(Path.home())) > 5 else _word_pattern(""),
     }
-    if trial.plan.relation is Relation.ADD_OR_REMOVE_ONE and len(trial.data) == _ROWS:
-        patterns["the number of examples"] = rb"(?<![\d.])%d(?![\d.])" % _ROWS
+    if trial.plan.relation is Relation.ADD_OR_REMOVE_ONE and len(trial.data) == _NUM_EXAMPLES:
+        patterns["the number of examples"] = rb"(?<![\d.])%d(?![\d.])" % _NUM_EXAMPLES
     return patterns
 
 
-def _word(text: str) -> bytes:
-    """Returns a pattern for a word; one that matches nothing if the word is too short."""
-    return rb"\b" + re.escape(text.encode()) + rb"\b" if len(text) > _SHORTEST else rb"(?!)"
+def _word_pattern(text: str) -> bytes:
+    """Returns a pattern that matches the word, or nothing if the word is too short."""
+    return rb"\b" + re.escape(text.encode()) + rb"\b" if len(text) > _MIN_LENGTH else rb"(?!)"
 
 
 def _user() -> str:
@@ -114,7 +114,7 @@ def _user() -> str:
         return ""
 
 
-class _Recorder(logging.Handler):
+class _LogRecorder(logging.Handler):
     """Records log messages."""
 
     def __init__(self) -> None:
