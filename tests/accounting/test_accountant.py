@@ -168,9 +168,9 @@ def test_the_answer_does_not_depend_on_what_was_asked_before():
     answers = []
     for clear in (True, False, True):
         if clear:
-            for cached in (pld._on_lattices, lattice._planned, loss_grid.sketch):
+            for cached in (pld._on_lattices, lattice._plan_for, loss_grid.sketch):
                 cached.cache_clear()
-            tilted._laws.clear()
+            tilted._releases.clear()
             tilted._transforms.clear()
         answers.append((epsilon_of(MIXED, 1e-5), epsilon_of(SAMPLED, 1e-7), epsilon_of(MIXED, 1e-5)))
     assert len(set(answers)) == 1

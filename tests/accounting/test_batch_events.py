@@ -30,7 +30,7 @@ from dpengine.accounting import (
 from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.accounting.library import library_relation
 from dpengine.accounting.rdp import ORDERS
-from dpengine.accounting.tilted_pld.batch_losses import BATCH_LAWS, FixedSizePair, MixturePair, cut_of
+from dpengine.accounting.tilted_pld.batch_losses import BATCH_EVENT_PAIRS, FixedSizePair, MixturePair, truncation_of
 from dpengine.accounting.tilted_pld.loss_pairs import Direction
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
@@ -69,7 +69,7 @@ def test_the_law_of_a_cut_is_that_of_enumeration():
         if sum(pattern[1:]) >= most:
             full += chance
             taken += chance * pattern[0] * most / sum(pattern)
-    found = cut_of(TruncatedGaussianEvent(n, q, most, 1.0))
+    found = truncation_of(TruncatedGaussianEvent(n, q, most, 1.0))
     assert found == pytest.approx((1 - full, full, taken / full), rel=1e-8)
     assert found[0] >= (1 - full) * (1 - 1e-12)
     assert found[1] >= full * (1 - 1e-12) and found[2] >= taken / full * (1 - 1e-12)
@@ -148,7 +148,7 @@ def test_rounded_probabilities_miss_nothing():
 def test_probabilities_above_1_cost_no_less_than_those_of_sum_1():
     over = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99 + 9e-10, 0.01))
     plain = MixtureGaussianEvent(1.0, (0.0, 1.0), (0.99, 0.01))
-    pair = BATCH_LAWS[MixtureGaussianEvent].mixture(over, Direction.ADD)[0][1]
+    pair = BATCH_EVENT_PAIRS[MixtureGaussianEvent].mixture(over, Direction.ADD)[0][1]
     assert math.fsum(pair.probabilities) == pytest.approx(1, abs=1e-15)
     assert epsilon_of((Charge(over, 10),), 1e-6) >= epsilon_of((Charge(plain, 10),), 1e-6) * (1 - 1e-6)
 

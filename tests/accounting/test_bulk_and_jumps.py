@@ -12,7 +12,7 @@ from dpengine.accounting.composition import Composition, SampledGaussian
 from dpengine.accounting.events import Relation
 from dpengine.accounting.tilted_pld import bulk_and_jumps as module
 from dpengine.accounting.tilted_pld import lattice, pld
-from dpengine.accounting.tilted_pld.bulk_and_jumps import Aim, bulk_and_jumps
+from dpengine.accounting.tilted_pld.bulk_and_jumps import Target, bulk_and_jumps
 from dpengine.accounting.tilted_pld.convolved import CoarseWindow
 from dpengine.accounting.tilted_pld.loss_pairs import DIRECTIONS, Direction
 
@@ -33,7 +33,7 @@ def forced(kinds, direction, epsilon, log_delta, points=2**11):
     with np.errstate(all="ignore"):
         parts = parts_of(kinds, direction)
         tilt = lattice._Search(parts, math.exp(log_delta)).overview.tilt_for_delta(log_delta)
-        return bulk_and_jumps(parts, -0.25 * epsilon, 6 * epsilon, points, Aim(log_delta, tilt, 2e-6 * epsilon))
+        return bulk_and_jumps(parts, -0.25 * epsilon, 6 * epsilon, points, Target(log_delta, tilt, 2e-6 * epsilon))
 
 
 @pytest.mark.one_in(2, "row")
@@ -62,7 +62,7 @@ def test_the_upper_bound_is_close_where_bulk_and_jumps_both_count(sigma, rate, s
         noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta, relation=relation
     )
     best = min(  # with other lattices, each a bound itself
-        lattice._least_epsilon(law, math.log(delta), upper)
+        lattice._smallest_epsilon(law, math.log(delta), upper)
         for points in (2**11, 2**12)
         for law in [forced([(rate, sigma, steps)], DIRECTIONS[RELATIONS[relation]][0], upper, math.log(delta), points)]
     )
@@ -86,7 +86,7 @@ def test_bulk_and_jumps_together_keep_both_masses(direction, cut):
     mixture, step = parts_of([(0.1, 1.0, 100)], direction)[0].mixture, 0.01
     window = CoarseWindow(-(2**30), 2**30, above=True)
     bulk = module._bulk(mixture, cut << 4, step / 16)
-    jumping = module._jumping(mixture, bulk, cut, step, window)
+    jumping = module._jump_or_nothing(mixture, bulk, cut, step, window)
     losses = (jumping.first + np.arange(len(jumping.masses))) * step
     of_p, of_q = jumping.masses.sum() + jumping.infinite, float(jumping.masses @ np.exp(-losses))
     of_q *= float(bulk.masses @ np.exp(-bulk.losses)) / float(bulk.masses.sum())

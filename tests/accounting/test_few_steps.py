@@ -51,7 +51,7 @@ def test_convolution_and_fft_agree_where_both_can_be_had():
         by_fft = lattice.upper_epsilon(parts, delta, 2e-5).epsilon
         by_convolution = lattice._by_convolution(parts, by_fft, np.log(delta), 2e-5).epsilon
         from_below, cut_short = (
-            lattice._greatest_epsilon(
+            lattice._largest_epsilon(
                 lattice.convolved(parts, -by_fft, most * by_fft, 2**13, above=False), np.log(delta), 1.01 * by_fft
             )
             for most in (4.0, 1.05)  # what lies above the window must not count as more than it is
@@ -68,7 +68,7 @@ def test_asking_step_by_step_is_asking_afresh(rate, sigma, delta):
     for steps in (65, 127, 128, 4099, 8191):
         answer = epsilon_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)
         with np.errstate(all="ignore"):
-            alone = lattice._planned(parts_of(rate, sigma, steps), delta, 2e-5).epsilon
+            alone = lattice._plan_for(parts_of(rate, sigma, steps), delta, 2e-5).epsilon
         assert answer == pytest.approx(alone, rel=5e-5)
 
 

@@ -97,12 +97,12 @@ def test_sketches_side_by_side_are_sketches_one_by_one():
     first, second, third = (LossPair(q, s, Direction.REMOVE) for q, s in ((0.01, 0.8), (0.2, 3.0), (1.0, 5.0)))
     mixtures, counts, tail, points = [((0.3, first), (0.7, second)), ((1.0, third),)], [7, 30], 1e-9, 301
     together = sketches(mixtures, counts, tail, points)
-    lifted = together.lifted((0.0, 2.0), 1e-4)
+    raised = together.raised((0.0, 2.0), 1e-4)
     for tilt in (-3.0, 0.0, 2.5):
         moment = lifted_moment = mean = variance = squares = 0.0
         for mixture, count in zip(mixtures, counts, strict=True):
             seen = [(weight, sketch(pair, tail, points)) for weight, pair in mixture]
-            floors = [one.lifted(one.floor((0.0, 2.0), 1e-4)) for _, one in seen]
+            floors = [one.raised(one.floor((0.0, 2.0), 1e-4)) for _, one in seen]
             losses, masses = (
                 np.concatenate(parts)
                 for parts in zip(*((one.losses, weight * np.exp(one.log_masses)) for weight, one in seen), strict=True)
@@ -120,6 +120,6 @@ def test_sketches_side_by_side_are_sketches_one_by_one():
             variance += count * (tilted @ (losses - one_mean) ** 2) / tilted.sum()
             squares += count * (masses @ losses**2) / masses.sum()
         assert together.log_moments(np.array([1.0, tilt]))[1] == pytest.approx(moment, rel=1e-12, abs=1e-12)
-        assert lifted.log_moments(np.array([tilt]))[0] == pytest.approx(lifted_moment, rel=1e-12, abs=1e-12)
+        assert raised.log_moments(np.array([tilt]))[0] == pytest.approx(lifted_moment, rel=1e-12, abs=1e-12)
         assert together.moments(tilt) == pytest.approx((mean, variance), rel=1e-12)
         assert together.squares() == pytest.approx(squares, rel=1e-12)

@@ -150,7 +150,7 @@ def test_every_group_of_a_schedule_is_composed(groups):
 def test_a_grid_that_is_too_coarse_never_costs_more_than_rdp(monkeypatch):
     history = poisson(0.02, 1.5, 100)
     tight, bound = epsilon_of(history, 1e-5), epsilon_of(history, 1e-5, "rdp")
-    monkeypatch.setattr(pld, "_on_lattices", lambda *_: lattice.Answer(math.inf))
+    monkeypatch.setattr(pld, "_on_lattices", lambda *_: lattice.UpperBound(math.inf))
     assert tight < epsilon_of(history, 1e-5) == bound
 
 

@@ -291,7 +291,7 @@ class Exact:
 
 
 def hockey_stick(atoms, step, eps):
-    losses = atoms.places * step + atoms.shift
+    losses = atoms.indices * step + atoms.shift
     return atoms.infinite + float(atoms.masses @ np.maximum(-np.expm1(eps - losses), 0))
 
 
@@ -320,7 +320,7 @@ def test_a_discrete_pair_holds_all_of_both_masses(rate, sigma, direction, steps)
     for ends_of in kinds:
         atoms = atoms_above(((1.0, pair),), ends_of, step)
         assert math.fsum(atoms.masses) + atoms.infinite == pytest.approx(1, abs=1e-12)
-        of_q = math.fsum(atoms.masses * np.exp(-atoms.places * step))
+        of_q = math.fsum(atoms.masses * np.exp(-atoms.indices * step))
         assert of_q <= 1 + 1e-12
         # Above the last cell it is not counted, and below the first one less of it than there is.
         ends = ends_of(pair)

@@ -188,7 +188,7 @@ def test_a_delta_below_the_rounding_is_refused():
 
 
 def test_rounding_that_is_too_large_is_refused(monkeypatch):
-    monkeypatch.setattr(prv_sum, "_PER_LEVEL", 1e9)
+    monkeypatch.setattr(prv_sum, "_ROUNDING_PER_LEVEL", 1e9)
     prv._bracket.cache_clear()
     with pytest.raises(AccountingRefusedError, match="rounding may change probabilities"):
         epsilon_of(MIXED, 1e-6, "prv")
@@ -198,7 +198,7 @@ def test_rounding_that_is_too_large_is_refused(monkeypatch):
 @pytest.mark.parametrize("count", [1, 7, 300])
 def test_the_rounding_of_a_composition_is_within_its_bound(count):
     p = Fraction(0.3), 1 - Fraction(0.3)
-    law = prv_sum._Rounded(-1, 1.0, np.array([float(x) for x in p]), 0.0, 0.0, 0.0)
+    law = prv_sum._RoundedRelease(-1, 1.0, np.array([float(x) for x in p]), 0.0, 0.0, 0.0)
     masses, bound = prv_sum._composed([(law, count)], -count - 3, 2048)
     exact = [float(math.comb(count, i) * p[0] ** (count - i) * p[1] ** i) for i in range(count + 1)]
     exact = np.array([0.0] * 3 + exact + [0.0] * (2048 - count - 4))

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from dpengine.accounting.tilted_pld.tail_sums import tail_sums
-from dpengine.accounting.tilted_pld.tilted import Memory
-from dpengine.accounting.tilted_pld.transform import FADED, faded_from, fading, transform
+from dpengine.accounting.tilted_pld.tilted import Cache
+from dpengine.accounting.tilted_pld.transform import FADED, faded_length, fading, transform
 
 SIZE = 2**16
 
@@ -21,7 +21,7 @@ def law(kind):
 
 
 def transformed(places, masses, many):
-    return transform(places, masses, SIZE, faded_from(((fading(places, masses), many),), SIZE), many)
+    return transform(places, masses, SIZE, faded_length(((fading(places, masses), many),), SIZE), many)
 
 
 @pytest.mark.parametrize("kind", ["smooth", "with spikes"])
@@ -50,9 +50,9 @@ def test_releases_of_many_kinds_fade_together():
         laws.append((fading(places, masses), 100))
         with np.errstate(divide="ignore"):
             sums += 100 * np.log(np.abs(np.fft.rfft(np.bincount(places % SIZE, masses, minlength=SIZE))))
-    length = faded_from(tuple(laws), SIZE)
+    length = faded_length(tuple(laws), SIZE)
     assert sums[length:].max() <= FADED
-    assert 1.5 * length < min(faded_from((law,), SIZE) for law in laws)
+    assert 1.5 * length < min(faded_length((law,), SIZE) for law in laws)
 
 
 @pytest.mark.parametrize("tilt", [1e-3, 0.5, 40.0])
@@ -72,7 +72,7 @@ def test_tails_by_frequency_are_tails_by_mass(tilt, start):
 
 def test_a_memory_discards_what_was_not_used_for_longest_and_keeps_nothing_too_large():
     made = []
-    memory = Memory(10, len)
+    memory = Cache(10, len)
 
     def get(key, length):
         return memory.get(key, lambda: made.append(key) or "x" * length)

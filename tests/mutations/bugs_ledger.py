@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.special import ndtr
 
-from dpengine.accounting.tilted_pld.lattice import Answer
+from dpengine.accounting.tilted_pld.lattice import UpperBound
 from dpengine.accounting.tilted_pld.pld import rough_epsilon
 from dpengine.auditing.subject import small
 from dpengine.engine import PrivacyEngine
@@ -113,7 +113,7 @@ def _plain_fft(on_lattices: Any) -> Any:
         answer = 0.0
         for direction in (1, -1):
             answer = max(answer, _untilted(composition.sampled, delta, direction))
-        return Answer(answer)
+        return UpperBound(answer)
 
     return composed
 

@@ -1,8 +1,8 @@
-"""The privacy curve of releases that seldom lose much: their losses convolved by sums of products.
+"""Privacy curve of releases whose losses are rarely large, by direct convolution instead of an FFT.
 
-An FFT rounds relative to the largest mass. If a loss is either tiny or large, as with a tiny rate and a
-tiny delta, no tilt brings all that counts to one size. Sums of products of positive numbers keep their digits however
-small they are; they take a time that grows with the square of the lattice, so that it must be a short one.
+Rounding errors of an FFT are relative to the largest mass. If a loss is either tiny or large, as with a tiny sampling
+rate and a tiny delta, no tilt makes all relevant masses similar. Sums of products of positive numbers have small
+relative errors, however small the numbers are. The time is quadratic in the number of points, so the lattice is short.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
     from .tilt import Part
 
 _UNIT = 2.0**-53
-LOST = 1e-300  # bound on all products that are too small for float64
+LOST = 1e-300  # bound on the sum of all products that underflow in float64
 
 
 @dataclass(frozen=True)
 class ConvolvedSum:
-    """The law of the sum of all losses between two of them.
+    """Distribution of the sum of all losses in a window.
 
     Attributes:
-        masses: Under P, ``(N,)``.
-        first: Loss at the first of them. What is below counts there, and not at all in a lower bound.
-        step: The lattice.
-        infinite: Mass at infinite loss, or above the last point. In a lower bound, what is above counts at that point.
+        masses: Masses under P ``(N,)``.
+        first: Loss at the first point. For an upper bound, lower losses are moved to it; for a lower one, omitted.
+        step: Spacing of the lattice.
+        infinite: Mass at infinite loss. For an upper bound, this includes losses above the last point; for a lower
+            one, these are moved to the last point.
         relative: Bound on the relative error of each mass.
         sign: 1 for an upper bound, -1 for a lower one.
     """
@@ -45,11 +46,11 @@ class ConvolvedSum:
 
     @property
     def last(self) -> float:
-        """The highest loss."""
+        """Loss at the last point."""
         return self.first + self.step * (len(self.masses) - 1)
 
     def log_delta(self, epsilon: float) -> tuple[float, float]:
-        """Log of the bound on delta at an epsilon, and its slope."""
+        """Returns the log of the bound on delta at an epsilon, and its slope."""
         start = max(0, math.floor((epsilon - self.first) / self.step) + 1)
         gaps = self.first + self.step * np.arange(start, len(self.masses)) - epsilon
         value = float(self.masses[start:] @ -np.expm1(-gaps)) + self.infinite
@@ -58,7 +59,7 @@ class ConvolvedSum:
         return (math.log(value), -slope / value) if value > 0 else (-math.inf, 0.0)
 
     def quantile(self, log_share: float) -> float:
-        """Approximate quantile of the loss; above the last point if more mass is left there."""
+        """Returns the loss that is exceeded with about this probability; above the last point if there is none."""
         over = np.cumsum(self.masses[::-1])[::-1] + self.infinite
         above = int(np.searchsorted(-over, -math.exp(log_share)))
         return self.first + self.step * above if above < len(over) else 2 * self.last
@@ -74,10 +75,10 @@ def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: in
     total, levels, shift = None, 0.0, 0.0
     for part in parts:
         atoms = (atoms_above if above else atoms_below)(part.mixture, lambda pair: window.ends(pair, step), step)
-        law = power(window.law(atoms), part.count, window)
+        masses = power(window.masses_of(atoms), part.count, window)
         shift += part.count * atoms.shift
         levels += part.count
-        total = law if total is None else window.sum(total, law)
+        total = masses if total is None else window.sum(total, masses)
     assert total is not None
     relative = levels * (len(total.masses) + 64) * 4 * _UNIT + 8 * len(total.masses) * _UNIT
     infinite = total.infinite + LOST if above else total.infinite
@@ -85,8 +86,8 @@ def convolved(parts: tuple[Part, ...], lowest: float, highest: float, points: in
 
 
 @dataclass(frozen=True)
-class CoarseLaw:
-    """Masses from a place on, and the mass at infinity."""
+class CoarseMasses:
+    """Masses at lattice indices from ``first`` on, and the mass at infinite loss."""
 
     masses: Floats
     first: int
@@ -95,10 +96,10 @@ class CoarseLaw:
 
 @dataclass(frozen=True)
 class CoarseWindow:
-    """The places that are kept.
+    """Range of lattice indices.
 
-    What is below counts as the lowest, what is above as infinite; in a lower bound the one is left out, and the other
-    counts as the highest.
+    For an upper bound, lower losses are moved to the lowest index, and higher losses to infinity. For a lower bound,
+    lower losses are omitted, and higher losses are moved to the highest index.
     """
 
     low: int
@@ -106,22 +107,23 @@ class CoarseWindow:
     above: bool
 
     def ends(self, pair: Pair, step: float) -> Integers:
-        """All places of the losses of a release."""
+        """Returns all indices in the window that losses of the pair can have."""
         first, last = pair.loss(np.array(pair.reach(LOST)))
         return np.arange(max(self.low, math.floor(first / step)), min(self.high, max(math.ceil(last / step), 1)) + 1)
 
-    def law(self, atoms: Atoms) -> CoarseLaw:
-        """The law of one release."""
-        first = int(atoms.places.min())
-        return self.kept(np.bincount(atoms.places - first, atoms.masses).astype(np.float64), first, atoms.infinite)
+    def masses_of(self, atoms: Atoms) -> CoarseMasses:
+        """Returns the distribution of one release."""
+        first = int(atoms.indices.min())
+        masses = np.bincount(atoms.indices - first, atoms.masses).astype(np.float64)
+        return self.truncated(masses, first, atoms.infinite)
 
-    def sum(self, one: CoarseLaw, other: CoarseLaw) -> CoarseLaw:
-        """The law of the sum of two."""
+    def sum(self, one: CoarseMasses, other: CoarseMasses) -> CoarseMasses:
+        """Returns the distribution of the sum of two independent losses."""
         infinite = min(1.0, one.infinite + other.infinite)
-        return self.kept(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
+        return self.truncated(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
 
-    def kept(self, masses: Floats, first: int, infinite: float) -> CoarseLaw:
-        """Distribution with the mass outside moved to the safe side."""
+    def truncated(self, masses: Floats, first: int, infinite: float) -> CoarseMasses:
+        """Returns the distribution with the mass outside of the window moved or omitted, as described above."""
         beyond = max(0, first + len(masses) - 1 - self.high)
         if beyond:
             over = float(masses[-beyond:].sum())
@@ -135,17 +137,17 @@ class CoarseWindow:
             under = float(masses[:below].sum())
             masses, first = masses[below:].copy(), first + below
             masses[0] += under if self.above else 0.0
-        return CoarseLaw(masses, first, infinite)
+        return CoarseMasses(masses, first, infinite)
 
 
-def power(law: CoarseLaw, count: int, window: CoarseWindow) -> CoarseLaw:
-    """Distribution of a sum of equal ones, by squaring."""
-    found, square = None, law
+def power(masses: CoarseMasses, count: int, window: CoarseWindow) -> CoarseMasses:
+    """Returns the distribution of the sum of ``count`` independent losses, by squaring."""
+    total, square = None, masses
     while True:
         if count & 1:
-            found = square if found is None else window.sum(found, square)
+            total = square if total is None else window.sum(total, square)
         count >>= 1
         if not count:
-            assert found is not None
-            return found
+            assert total is not None
+            return total
         square = window.sum(square, square)

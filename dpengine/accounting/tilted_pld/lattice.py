@@ -1,8 +1,8 @@
-"""Epsilon and delta of one direction of many releases, on lattices of losses as fine as an accuracy needs.
+"""Epsilon and delta of many releases in one direction, on loss lattices whose spacing depends on the accuracy.
 
-How fine, under which tilt and between which ends is found once for a whole range of counts, at the top of the range,
-and kept: a run that asks after every step composes on a lattice that is there already. What is bounded is bounded for
-the counts that are asked for, so the choice can cost accuracy and never soundness. It follows from the counts alone.
+The spacing, the tilt and the window of a lattice are chosen once for a range of counts, at the top of the range, and
+cached, so a run that computes epsilon after every step reuses them. Errors are bounded for the actual counts, so this
+choice affects the accuracy and never the soundness. It depends on the counts only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from . import one_release
-from .bulk_and_jumps import Aim, bulk_and_jumps
+from .bulk_and_jumps import Target, bulk_and_jumps
 from .convolved import ConvolvedSum, convolved
 from .loss_pairs import LossPair, Pair
 from .tilt import NoWindowError, Overview, Part
@@ -22,26 +22,29 @@ from .tilted import TiltedSum, composed
 
 Parts = tuple[Part, ...]
 
-LEAST_TAIL = 1e-290
-_LEAST_BINS, _MOST_BINS = 2**12, 2**21
-_TAIL_SHARE = 1e-5  # of delta, for all releases together
-_RANGE_BITS = 6  # leading bits of a count that tell its range
-_CLOSE = 1e-9  # share of epsilon by which a search may stay above its aim
-_DOUBTFUL = 12.0  # times the accuracy: with more, convolution is tried
-_LOOSE = 1e-3  # share of epsilon between the bounds from which on it is tried for the lower one
-_FEW_KINDS = 8
-_LEAST_CONVOLVED, _ENOUGH, _MOST_CONVOLVED = 2**10, 2**12, 2**13
-_MANY, _SPLIT = 64, 2**11  # releases, and points, from which on bulk and jumps are told apart
-_FINE_SHARE = 0.1  # of the accuracy, for the lattice of the bulk
-_LOWEST, _HIGHEST = -0.25, 4.0  # between which sums are convolved, over epsilon
-_NEXT_TO_NOTHING = -14.0  # log of a share of delta
+MIN_TAIL = 1e-290
+_MIN_BINS, _MAX_BINS = 2**12, 2**21
+_TAIL_SHARE = 1e-5  # fraction of delta that the tails of all releases may have together
+_RANGE_BITS = 6  # number of leading bits of a count that determine its range
+_SEARCH_TOLERANCE = 1e-9  # relative error of the search for epsilon
+_MAX_DOUBT = 12.0  # error over the accuracy above which convolution is tried
+_MAX_GAP = 1e-3  # relative gap between the bounds above which convolution is tried for the lower one
+_MAX_KINDS_CONVOLVED = 8  # maximum number of distinct releases whose lower bound is convolved
+_MIN_POINTS, _ENOUGH_POINTS, _MAX_POINTS = 2**10, 2**12, 2**13  # lattice points of a convolution
+_MANY_RELEASES, _SPLIT_POINTS = 64, 2**11  # minimum numbers of releases and of points to separate bulk and jumps
+_FINE_SHARE = 0.1  # fraction of the accuracy for the lattice of the bulk
+_LOWEST, _HIGHEST = -0.25, 4.0  # ends of the window of a convolution, relative to epsilon
+_LOG_NEGLIGIBLE = -14.0  # log of a negligible fraction of delta
 
 
 @dataclass(frozen=True)
-class Answer:
-    """An upper bound on epsilon, about its distance from the truth, and the spacing of the lattice behind it.
+class UpperBound:
+    """Upper bound on epsilon.
 
-    The distance is infinite where it is not known.
+    Attributes:
+        epsilon: The bound.
+        excess: Approximate distance of the bound from the true epsilon; infinite if unknown.
+        step: Spacing of the lattice; None without a lattice.
     """
 
     epsilon: float
@@ -51,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A way to compose, and what it gives at the top of its range of counts. None if there is no way."""
+    """Function that composes releases, and its result at the top of its range of counts."""
 
     epsilon: float
     excess: float = math.inf
@@ -59,79 +62,82 @@ class _Plan:
     compose: Callable[[Parts], TiltedSum | ConvolvedSum] | None = None
 
 
-def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> Answer:
-    """An upper bound on epsilon, to which the lattice may add the share ``accuracy``."""
-    found = _on_lattice(parts, delta, accuracy)
-    if (pair := _alone(parts)) is not None:
+def upper_epsilon(parts: Parts, delta: float, accuracy: float) -> UpperBound:
+    """Returns an upper bound on epsilon with a relative lattice error of at most ``accuracy``, if possible."""
+    bound = _on_lattice(parts, delta, accuracy)
+    if (pair := _single_pair(parts)) is not None:
         exact = one_release.epsilon(pair, delta)
-        found = found if found.epsilon <= exact else Answer(exact)
+        bound = bound if bound.epsilon <= exact else UpperBound(exact)
     largest = _largest_loss(parts)
-    return found if found.epsilon <= largest else Answer(largest)
+    return bound if bound.epsilon <= largest else UpperBound(largest)
 
 
 def lower_epsilon(parts: Parts, delta: float, upper: float, accuracy: float) -> float:
-    """A lower bound on epsilon, at most ``upper``."""
-    log_delta, found = math.log(delta), 0.0
+    """Returns a lower bound on epsilon, at most ``upper``."""
+    log_delta, bound = math.log(delta), 0.0
     with contextlib.suppress(NoWindowError):
         search = _Search(parts, delta)
         tilt = search.overview.tilt_for_delta(log_delta)
         bins = 2 * search.bins(tilt, accuracy)
-        law = composed(parts, search.overview.window_below(tilt), bins=bins, above=False)
-        found = _greatest_epsilon(law, log_delta, upper)
-    if (pair := _alone(parts)) is not None:
-        found = max(found, min(upper, one_release.epsilon_below(pair, delta)))
-    if found < (1 - _LOOSE) * upper and len(parts) <= _FEW_KINDS:
-        highest, points = _HIGHEST * upper, _LEAST_CONVOLVED
-        while points <= _MOST_CONVOLVED:
-            other = convolved(parts, -_HIGHEST * upper, highest, points, above=False)  # what is below is left out
-            found = max(found, _greatest_epsilon(other, log_delta, upper))
-            quantile = other.quantile(log_delta + _NEXT_TO_NOTHING)
+        composed_sum = composed(parts, search.overview.window_below(tilt), bins=bins, above=False)
+        bound = _largest_epsilon(composed_sum, log_delta, upper)
+    if (pair := _single_pair(parts)) is not None:
+        bound = max(bound, min(upper, one_release.epsilon_below(pair, delta)))
+    if bound < (1 - _MAX_GAP) * upper and len(parts) <= _MAX_KINDS_CONVOLVED:
+        highest, points = _HIGHEST * upper, _MIN_POINTS
+        while points <= _MAX_POINTS:
+            other = convolved(parts, -_HIGHEST * upper, highest, points, above=False)  # omits losses below the window
+            bound = max(bound, _largest_epsilon(other, log_delta, upper))
+            quantile = other.quantile(log_delta + _LOG_NEGLIGIBLE)
             points, highest = 2 * points, 4 * highest if quantile > other.last else max(_HIGHEST * upper, quantile)
-    return found
+    return bound
 
 
 def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: float) -> float:
-    """Log of an upper bound on delta, possibly above ``ceiling``; NoWindowError if no lattice holds the losses."""
+    """Returns the log of an upper bound on delta, possibly above ``ceiling``.
+
+    Raises NoWindowError if no lattice can represent the losses.
+    """
     if epsilon >= _largest_loss(parts):
         return -math.inf
     rough = _Search(parts, ceiling).overview
     tilt = rough.tilt_for_epsilon(epsilon)
     chernoff = rough.log_moment(tilt) - tilt * epsilon
-    search = _Search(parts, max(LEAST_TAIL, min(ceiling, math.exp(min(0.0, chernoff - 5)))))
+    search = _Search(parts, max(MIN_TAIL, min(ceiling, math.exp(min(0.0, chernoff - 5)))))
     tilt = search.overview.tilt_for_epsilon(epsilon)
     bins = 2 * search.bins(tilt, accuracy)
-    law = composed(parts, search.overview.window(tilt, bins), bins=bins)
-    found = law.log_delta(epsilon)[0]
-    if (pair := _alone(parts)) is not None:
-        found = min(found, math.log(max(LEAST_TAIL, one_release.delta_of(pair, epsilon))))
-    if epsilon > LEAST_TAIL and law.doubt(epsilon) > _DOUBTFUL * accuracy * epsilon:
-        highest, points = _HIGHEST * epsilon, _LEAST_CONVOLVED
-        while points <= _MOST_CONVOLVED:
+    composed_sum = composed(parts, search.overview.window(tilt, bins), bins=bins)
+    bound = composed_sum.log_delta(epsilon)[0]
+    if (pair := _single_pair(parts)) is not None:
+        bound = min(bound, math.log(max(MIN_TAIL, one_release.delta_of(pair, epsilon))))
+    if epsilon > MIN_TAIL and composed_sum.doubt(epsilon) > _MAX_DOUBT * accuracy * epsilon:
+        highest, points = _HIGHEST * epsilon, _MIN_POINTS
+        while points <= _MAX_POINTS:
             other = convolved(parts, _LOWEST * epsilon, highest, points, above=True)
-            found = min(found, other.log_delta(epsilon)[0])
-            points, highest = 2 * points, max(_HIGHEST * epsilon, other.quantile(found + _NEXT_TO_NOTHING))
-    return found
+            bound = min(bound, other.log_delta(epsilon)[0])
+            points, highest = 2 * points, max(_HIGHEST * epsilon, other.quantile(bound + _LOG_NEGLIGIBLE))
+    return bound
 
 
-def _on_lattice(parts: Parts, delta: float, accuracy: float) -> Answer:
+def _on_lattice(parts: Parts, delta: float, accuracy: float) -> UpperBound:
     top = tuple(_top_of_range(part) for part in parts)
-    plan = _planned(top, delta, accuracy)
+    plan = _plan_for(top, delta, accuracy)
     if plan.epsilon == 0:
-        return Answer(0.0, step=plan.step)
+        return UpperBound(0.0, step=plan.step)
     if top != parts and plan.compose is not None and plan.epsilon < math.inf:
-        law = plan.compose(parts)
-        value = _least_epsilon(law, math.log(delta), plan.epsilon)
+        composed_sum = plan.compose(parts)
+        value = _smallest_epsilon(composed_sum, math.log(delta), plan.epsilon)
         if 0 < value < math.inf:
-            return Answer(value, plan.excess * value / plan.epsilon, law.step)
-    plan = _planned(parts, delta, accuracy)
-    return Answer(plan.epsilon, plan.excess, plan.step)
+            return UpperBound(value, plan.excess * value / plan.epsilon, composed_sum.step)
+    plan = _plan_for(parts, delta, accuracy)
+    return UpperBound(plan.epsilon, plan.excess, plan.step)
 
 
 def _top_of_range(part: Part) -> Part:
-    """The same with the count rounded up, or the noise rounded down, to the end of a range."""
-    spare = part.count.bit_length() - _RANGE_BITS
-    if spare > 0:
-        return replace(part, count=-(-part.count >> spare) << spare)
+    """Returns the part with its count rounded up, or its noise rounded down, to the end of a range."""
+    dropped_bits = part.count.bit_length() - _RANGE_BITS
+    if dropped_bits > 0:
+        return replace(part, count=-(-part.count >> dropped_bits) << dropped_bits)
     (_, pair), *others = part.mixture
     if others or not isinstance(pair, LossPair) or pair.rate < 1:
         return part
@@ -141,12 +147,12 @@ def _top_of_range(part: Part) -> Part:
 
 
 @functools.lru_cache(maxsize=512)
-def _planned(parts: Parts, delta: float, accuracy: float) -> _Plan:
-    """A way to compose releases: by FFT, or by convolution where that is not accurate."""
+def _plan_for(parts: Parts, delta: float, accuracy: float) -> _Plan:
+    """Plans a composition by FFT, or by convolution if the FFT is inaccurate."""
     search, log_delta = _Search(parts, delta), math.log(delta)
     tilt = search.overview.tilt_for_delta(log_delta)
     plan, doubt = _by_fft(parts, search, tilt, log_delta, accuracy)
-    if plan.epsilon == 0 or plan.excess + doubt <= _DOUBTFUL * accuracy * plan.epsilon < math.inf:
+    if plan.epsilon == 0 or plan.excess + doubt <= _MAX_DOUBT * accuracy * plan.epsilon < math.inf:
         return plan
     start = min(plan.epsilon, (search.overview.log_moment(tilt) - log_delta) / tilt, _largest_loss(parts))
     other = _by_convolution(parts, start, log_delta, accuracy)
@@ -154,124 +160,129 @@ def _planned(parts: Parts, delta: float, accuracy: float) -> _Plan:
 
 
 def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accuracy: float) -> tuple[_Plan, float]:
-    """Finer and finer lattices until they agree; and how much of epsilon is there for bounds on errors."""
+    """Refines the lattice until epsilon converges. Returns the plan, and the part of epsilon due to error bounds."""
     plan, doubt, bins = _Plan(math.inf), math.inf, 0
     with contextlib.suppress(NoWindowError):
         while True:
             bins = 2 * bins or search.bins(tilt, accuracy) // 2
             compose = functools.partial(composed, window=search.overview.window(tilt, bins), bins=bins)
-            law = compose(parts)
-            value = _least_epsilon(law, log_delta, plan.epsilon)
-            excess = _third(plan.epsilon - value)  # it falls with the square of the spacing
-            plan = _Plan(value, max(0.0, excess), law.step, compose)
-            doubt = law.doubt(value) if value < math.inf else math.inf
-            if bins >= _MOST_BINS or value == 0 or excess <= accuracy * value:
+            composed_sum = compose(parts)
+            value = _smallest_epsilon(composed_sum, log_delta, plan.epsilon)
+            excess = _excess_after(plan.epsilon - value)
+            plan = _Plan(value, max(0.0, excess), composed_sum.step, compose)
+            doubt = composed_sum.doubt(value) if value < math.inf else math.inf
+            if bins >= _MAX_BINS or value == 0 or excess <= accuracy * value:
                 break
     return plan, doubt
 
 
 def _by_convolution(parts: Parts, start: float, log_delta: float, accuracy: float) -> _Plan:
-    """The same by convolution, where ``start`` is about epsilon, or above; of many releases bulk and jumps apart."""
-    plan, highest, points, slope = _Plan(math.inf), _HIGHEST * start, _LEAST_CONVOLVED, 0.0
-    many = max(part.count for part in parts) >= _MANY
-    while LEAST_TAIL < highest < math.inf:  # below it a step is no number
+    """Refines the lattice of a convolution until epsilon converges. ``start`` is at least about epsilon.
+
+    Bulk and jumps of many releases are composed separately.
+    """
+    plan, highest, points, slope = _Plan(math.inf), _HIGHEST * start, _MIN_POINTS, 0.0
+    many = max(part.count for part in parts) >= _MANY_RELEASES
+    while MIN_TAIL < highest < math.inf:  # a smaller window has no representable step
         near = min(start, plan.epsilon)
         compose: Callable[[Parts], ConvolvedSum] = functools.partial(
             convolved, lowest=_LOWEST * near, highest=highest, points=points, above=True
         )
-        if many and points >= _SPLIT and slope < 0:
-            aim = Aim(log_delta, -slope, _FINE_SHARE * accuracy * near)
-            compose = functools.partial(bulk_and_jumps, lowest=_LOWEST * near, highest=highest, points=points, aim=aim)
-        law = compose(parts)
-        value = _least_epsilon(law, log_delta, near)
-        excess = _third(plan.epsilon - value)
+        if many and points >= _SPLIT_POINTS and slope < 0:
+            target = Target(log_delta, -slope, _FINE_SHARE * accuracy * near)
+            compose = functools.partial(
+                bulk_and_jumps, lowest=_LOWEST * near, highest=highest, points=points, target=target
+            )
+        composed_sum = compose(parts)
+        value = _smallest_epsilon(composed_sum, log_delta, near)
+        excess = _excess_after(plan.epsilon - value)
         if value <= plan.epsilon:
-            plan = _Plan(value, max(0.0, excess), law.step, compose)
-        # With bulk and jumps apart a short lattice is enough; what does not gain by then will hardly.
-        most = _MOST_CONVOLVED if plan.epsilon < start and not many else _ENOUGH
-        if points >= most or value == 0 or 0 <= excess <= accuracy * value:
+            plan = _Plan(value, max(0.0, excess), composed_sum.step, compose)
+        # A short lattice suffices if bulk and jumps are separate, or if convolution has not improved on `start`.
+        max_points = _MAX_POINTS if plan.epsilon < start and not many else _ENOUGH_POINTS
+        if points >= max_points or value == 0 or 0 <= excess <= accuracy * value:
             break
-        slope = law.log_delta(value)[1] if value < math.inf else 0.0
-        points, highest = 2 * points, law.quantile(log_delta + _NEXT_TO_NOTHING)
+        slope = composed_sum.log_delta(value)[1] if value < math.inf else 0.0
+        points, highest = 2 * points, composed_sum.quantile(log_delta + _LOG_NEGLIGIBLE)
     return plan
 
 
-def _third(fall: float) -> float:
-    """A third of what the last refinement took off; infinite where none is known to have worked before."""
-    return fall / 3 if math.isfinite(fall) else math.inf
+def _excess_after(decrease: float) -> float:
+    """Estimates the remaining excess from the decrease of epsilon when the spacing was halved."""
+    return decrease / 3 if math.isfinite(decrease) else math.inf  # the excess is quadratic in the spacing
 
 
 class _Search:
-    """Plan of the computation for one direction."""
+    """Overview of the losses for the choice of tilt, window and number of bins."""
 
     def __init__(self, parts: Parts, delta: float):
-        share = math.log10(_TAIL_SHARE * max(delta, LEAST_TAIL)) - math.log10(sum(part.count for part in parts))
-        # A power of ten, for cache hits.
-        self.overview = Overview(parts, 10.0 ** max(math.floor(share), math.log10(LEAST_TAIL)))
+        share = math.log10(_TAIL_SHARE * max(delta, MIN_TAIL)) - math.log10(sum(part.count for part in parts))
+        # Rounded to a power of ten, for cache hits.
+        self.overview = Overview(parts, 10.0 ** max(math.floor(share), math.log10(MIN_TAIL)))
 
     def bins(self, tilt: float, accuracy: float) -> int:
-        """Estimate of the number of lattice points for an accuracy."""
-        aim, bins = accuracy * max(self.overview.mean(tilt), 0.0), _LEAST_BINS
+        """Estimates the number of lattice points for an accuracy."""
+        max_excess, bins = accuracy * max(self.overview.mean(tilt), 0.0), _MIN_BINS
         window = self.overview.window(tilt, bins)
-        while bins < _MOST_BINS and self.overview.excess(window, bins) > aim:
+        while bins < _MAX_BINS and self.overview.excess(window, bins) > max_excess:
             bins *= 2
         return bins
 
 
-def _alone(parts: Parts) -> Pair | None:
-    """The pair, if there is only one release, which has a closed form."""
+def _single_pair(parts: Parts) -> Pair | None:
+    """Returns the pair if there is only one release, which has a closed form; None otherwise."""
     (_, pair), *others = parts[0].mixture
     return pair if len(parts) == parts[0].count == 1 and not others else None
 
 
 def _largest_loss(parts: Parts) -> float:
-    """Upper limit of the sum of losses."""
+    """Returns an upper limit of the sum of losses."""
     largest = [max(pair.largest_loss for _, pair in part.mixture) * part.count for part in parts]
     return math.fsum(largest) * (1 + 1e-12)
 
 
-def _least_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, start: float) -> float:
-    """Smallest epsilon of the window whose bound on delta is small enough; infinity if there is none."""
-    least, most = max(0.0, law.first), law.last
-    if most < least:
-        return 0.0 if law.log_delta(0.0)[0] <= log_delta else math.inf
-    low, high, found = least, most, math.inf
-    x = start if least <= start <= most else (least + most) / 2
+def _smallest_epsilon(composed_sum: TiltedSum | ConvolvedSum, log_delta: float, start: float) -> float:
+    """Returns the smallest epsilon in the window whose bound on delta is small enough; infinity if there is none."""
+    lowest, highest = max(0.0, composed_sum.first), composed_sum.last
+    if highest < lowest:
+        return 0.0 if composed_sum.log_delta(0.0)[0] <= log_delta else math.inf
+    low, high, smallest = lowest, highest, math.inf
+    x = start if lowest <= start <= highest else (lowest + highest) / 2
     while True:
-        value, slope = law.log_delta(x)
+        value, slope = composed_sum.log_delta(x)
         if value > log_delta:
             low = x
         else:
-            high = found = x
-            if x == least or log_delta - value <= _CLOSE * -slope * x:
+            high = smallest = x
+            if x == lowest or log_delta - value <= _SEARCH_TOLERANCE * -slope * x:
                 return x
         if high - low <= 1e-10 * high:
-            return found
+            return smallest
         newton = x - (value - log_delta) / slope if slope < 0 and math.isfinite(value) else math.nan
-        # Slightly on the safe side, so that the bracket closes from above.
-        moved = newton + 1e-12 * (1 + newton)
-        if low < moved < high:
-            x = moved
-        elif moved <= low == least and x != least:
-            x = least
-        elif moved >= high == most and x != most:
-            x = most
+        # Slightly larger than the Newton step, so that the bracket closes from above.
+        candidate = newton + 1e-12 * (1 + newton)
+        if low < candidate < high:
+            x = candidate
+        elif candidate <= low == lowest and x != lowest:
+            x = lowest
+        elif candidate >= high == highest and x != highest:
+            x = highest
         else:
             x = (low + high) / 2
             if not low < x < high:
-                return found
+                return smallest
 
 
-def _greatest_epsilon(law: TiltedSum | ConvolvedSum, log_delta: float, upper: float) -> float:
-    """Epsilon at which the lower bound on delta is still large enough; 0 if none is found."""
-    x = min(upper, law.last)
+def _largest_epsilon(composed_sum: TiltedSum | ConvolvedSum, log_delta: float, upper: float) -> float:
+    """Returns an epsilon at which the lower bound on delta is large enough; 0 if none is found."""
+    x = min(upper, composed_sum.last)
     for _ in range(12):
-        value, slope = law.log_delta(x)
+        value, slope = composed_sum.log_delta(x)
         if value >= log_delta:
             return max(0.0, x)
         if not math.isfinite(value) or slope >= 0:
             return 0.0
         x -= 1.02 * (log_delta - value) / -slope + 1e-12 * x
-        if x <= max(0.0, law.first):
+        if x <= max(0.0, composed_sum.first):
             return 0.0
     return 0.0

@@ -1,13 +1,13 @@
-"""Pairs of normal mixtures that dominate one release, and the privacy loss between them.
+"""Pairs of normal mixtures that dominate one release, and their privacy loss.
 
-Each pair (P, Q) is on a line of outputs x, along which the loss ``log dP/dQ`` rises. For Poisson sampling with rate q
-and noise sigma, both in units of the sensitivity, with ``M(c) = (1 - q) N(0) + q N(c)``:
+The outputs x of a pair (P, Q) are real numbers, and the loss ``log dP/dQ`` increases with x. For Poisson sampling with
+rate q and noise sigma, in units of the sensitivity, and ``M(c) = (1 - q) N(0) + q N(c)``:
 
-- an example is taken away: P = M(1), Q = N(0);
-- an example is added: P = N(0), Q = M(-1), which is the pair above with the roles exchanged and the line turned round;
-- an example is another: P = M(1), Q = M(-1).
+- removing an example: P = M(1), Q = N(0);
+- adding an example: P = N(0), Q = M(-1), which is the pair above with exchanged roles and reversed outputs;
+- replacing an example: P = M(1), Q = M(-1).
 
-Source: Zhu, Dong, Wang 2022 (arXiv:2106.08567) and Lebeda et al. 2024 (arXiv:2405.20769) for domination.
+Sources for the domination: Zhu, Dong, Wang 2022 (arXiv:2106.08567) and Lebeda et al. 2024 (arXiv:2405.20769).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpengine.accounting.events import Relation
 Floats = npt.NDArray[np.float64]
 
 _erfc = np.frompyfunc(math.erfc, 1, 1)
-_LARGE = 30.0  # 1 is negligible compared with e^y in float64
+_LARGE = 30.0  # y above which 1 is small compared with e^y
 
 
 class Direction(enum.Enum):
@@ -41,16 +41,18 @@ DIRECTIONS = {
     Relation.ZERO_OUT: (Direction.REMOVE, Direction.ADD),
     Relation.REPLACE_ONE: (Direction.REPLACE,),
 }
-"""Directions of a relation, each composed over the complete run."""
+"""Directions of each relation. Each direction is composed over the complete run."""
 
 
 @dataclass(frozen=True)
 class Masses:
-    """Masses of P and Q between neighbouring outputs, small ones to full precision but for the tails' rounding.
+    """Masses of P and Q between adjacent outputs.
+
+    Each mass is a difference of two tails, and its rounding error is relative to the larger one.
 
     Attributes:
         p, q: The masses ``(C,)``.
-        p_tails, q_tails: The larger of the two tails of which each is a difference ``(C,)``.
+        p_tails, q_tails: The larger of the two tails ``(C,)``.
     """
 
     p: Floats
@@ -64,9 +66,9 @@ class LossPair:
     """The pair of one release.
 
     Attributes:
-        rate: Probability of the example to be in the batch, in (0, 1].
-        sigma: Standard deviation over the sensitivity, positive.
-        direction: What the neighbour is.
+        rate: Probability that the example is in the batch, in (0, 1].
+        sigma: Standard deviation of the noise over the sensitivity, positive.
+        direction: Direction of the neighboring relation.
     """
 
     rate: float
@@ -74,7 +76,7 @@ class LossPair:
     direction: Direction
 
     def loss(self, x: Floats) -> Floats:
-        """The loss at outputs x, to a few units in its last place."""
+        """Returns the loss at outputs x, to a few units in the last place."""
         if self.direction is Direction.REMOVE:
             return self._log_ratio(x)
         if self.direction is Direction.ADD:
@@ -82,7 +84,7 @@ class LossPair:
         return self._log_ratio(x) - self._log_ratio(-x)
 
     def output(self, y: Floats) -> Floats:
-        """The output at which the loss is y; minus or plus infinity where it is always above or below."""
+        """Returns the outputs with losses y; minus or plus infinity if the loss is always above or below y."""
         if self.direction is Direction.REMOVE:
             return self._output_of_ratio(y)
         if self.direction is Direction.ADD:
@@ -90,7 +92,7 @@ class LossPair:
         return self._output_of_difference(y)
 
     def masses(self, x: Floats) -> Masses:
-        """The masses between neighbouring outputs x, rising, ends at infinity included."""
+        """Returns the masses between adjacent outputs x, which ascend and may be infinite at the ends."""
         parts = {mean: between((x - mean) / self.sigma) for mean in {self._p_mean, self._q_mean, 0.0}}
         p, p_tails = self._mixed(parts, self._p_mean)
         q, q_tails = self._mixed(parts, self._q_mean)
@@ -112,16 +114,16 @@ class LossPair:
 
     @property
     def largest_loss(self) -> float:
-        """An example that is added lowers no probability by more than its absence; other losses have no end."""
+        """Upper limit of the losses. It is finite for adding an example, because the example may not be sampled."""
         bounded = self.direction is Direction.ADD and self.rate < 1
         return -math.log1p(-self.rate) if bounded else math.inf
 
     def reach(self, tail: float) -> tuple[float, float]:
-        """Outputs below which P has less than 1e-20, and above which it has less than ``tail``."""
+        """Returns outputs below which P has a mass of less than 1e-20, and above which less than ``tail``."""
         return -9.5 * self.sigma, self._p_mean + self.sigma * math.sqrt(max(1.0, -2 * math.log(tail)))
 
     def _log_ratio(self, x: Floats) -> Floats:
-        """``log(1 - q + q e^t)`` with ``t`` the log of N(1) over N(0)."""
+        """Returns ``log(1 - q + q e^t)``, where ``t`` is the log ratio of N(1) over N(0)."""
         t = (2 * x - 1) / self.sigma / self.sigma / 2
         if self.rate == 1:
             return t
@@ -132,7 +134,7 @@ class LossPair:
         return np.where(t <= _LARGE, near, far)
 
     def _output_of_ratio(self, y: Floats) -> Floats:
-        """The inverse of `_log_ratio`."""
+        """Returns the inverse of `_log_ratio`."""
         variance, q = self.sigma * self.sigma, self.rate
         if q == 1:
             return variance * y + 0.5
@@ -143,7 +145,7 @@ class LossPair:
         return variance * np.where(y <= _LARGE, near, far) + 0.5
 
     def _output_of_difference(self, y: Floats) -> Floats:
-        """For the pair M(1), M(-1), an odd function: ``sigma**2 (y/2 + asinh((1-q)/q e^(1/2sigma^2) sinh(y/2)))``."""
+        """Returns outputs of the pair M(1), M(-1): ``sigma^2 (y/2 + asinh((1-q)/q e^(1/(2 sigma^2)) sinh(y/2)))``."""
         variance = self.sigma * self.sigma
         if self.rate == 1:
             return variance * y / 2
@@ -157,7 +159,7 @@ class LossPair:
 
 
 def between(z: Floats) -> tuple[Floats, Floats]:
-    """Standard normal mass between neighbouring points, and the larger of the two tails of which it is a difference."""
+    """Returns the standard normal masses between adjacent points, and the larger of the two tails of each."""
     tail = _tail(np.abs(z))
     low, high = z[:-1], z[1:]
     inner, outer = tail[:-1], tail[1:]
@@ -167,34 +169,34 @@ def between(z: Floats) -> tuple[Floats, Floats]:
 
 
 def _tail(z: Floats) -> Floats:
-    """Standard normal mass beyond z, to a few units in the last place, far out too."""
-    # Error functions of numerical libraries lose digits there, at random from point to point, which matters where the
-    # masses of neighbouring narrow cells are differences. The C library's does not.
+    """Returns the standard normal mass beyond z, to a few units in the last place, even for large z."""
+    # Error functions of numerical libraries lose digits for large z, irregularly from point to point. That matters for
+    # narrow cells, whose masses are differences. The function of the C library does not.
     return np.asarray(_erfc(z / math.sqrt(2)), dtype=np.float64) / 2
 
 
 class Pair(Protocol):
-    """Interface of pairs for lattices; frozen. The methods are those of `LossPair`."""
+    """Interface of pairs, which are frozen. See `LossPair` for the methods."""
 
     def __hash__(self) -> int:
-        """Pairs are keys of caches."""
+        """Returns the hash, because pairs are cache keys."""
 
     @property
     def sigma(self) -> float:
-        """A scale of outputs."""
+        """Scale of the outputs."""
 
     @property
     def largest_loss(self) -> float:
         """Upper limit of the losses."""
 
     def loss(self, x: Floats) -> Floats:
-        """The loss at outputs x, rising."""
+        """Returns the loss at outputs x, which increases with x."""
 
     def output(self, y: Floats) -> Floats:
-        """The output at which the loss is y."""
+        """Returns the outputs with losses y."""
 
     def masses(self, x: Floats) -> Masses:
-        """The masses between neighbouring outputs."""
+        """Returns the masses between adjacent outputs."""
 
     def reach(self, tail: float) -> tuple[float, float]:
-        """Range of the relevant outputs."""
+        """Returns the range of relevant outputs."""

@@ -1,7 +1,7 @@
-"""The privacy curve of a single release, in closed form: two tails of normal mixtures, and a bound on their rounding.
+"""Privacy curve of a single release in closed form, with a bound on rounding errors.
 
-For the pair (P, Q) of `Pair`, delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]`` with a the output whose loss
-is epsilon. Sharp where the two do not cancel: for tiny epsilon the lattice is better.
+For a `Pair` (P, Q), delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]``, where a is the output with loss epsilon.
+Both are tails of normal mixtures. The bound is loose if the terms nearly cancel: for tiny epsilon, a lattice is better.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 from .loss_pairs import Pair
 
 _ROUNDING = 2.0**-47
-_LEAST_MASS = 1e-290  # with less, digits are lost
-_GAPS = np.geomspace(1e-6, 60.0, 2**11)  # between epsilon and larger losses
+_MIN_MASS = 1e-290  # smaller masses lose digits
+_GAPS = np.geomspace(1e-6, 60.0, 2**11)  # losses above epsilon at which cells end
 
 
 def epsilon(pair: Pair, delta: float) -> float:
-    """Smallest epsilon whose bound on delta is small enough; infinity if there is none below 1e6."""
+    """Returns the smallest epsilon whose bound on delta is small enough; infinity if there is none below 1e6."""
     low, high = 0.0, 1.0
     if delta_of(pair, low) <= delta:
         return 0.0
@@ -32,7 +32,7 @@ def epsilon(pair: Pair, delta: float) -> float:
 
 
 def epsilon_below(pair: Pair, delta: float) -> float:
-    """An epsilon at which a lower bound on delta is still above ``delta``; 0 if there is none."""
+    """Returns an epsilon at which a lower bound on delta exceeds ``delta``; 0 if there is none."""
     low, high = 0.0, 1.0
     while _delta(pair, high, -1) > delta:
         low, high = high, 2 * high
@@ -44,29 +44,29 @@ def epsilon_below(pair: Pair, delta: float) -> float:
 
 
 def delta_of(pair: Pair, epsilon: float) -> float:
-    """An upper bound on delta at an epsilon."""
+    """Returns an upper bound on delta at an epsilon."""
     return _delta(pair, epsilon, 1)
 
 
 def _delta(pair: Pair, epsilon: float, side: int) -> float:
-    """Delta, and a bound on its rounding added, or taken off where ``side`` is -1."""
+    """Returns delta plus a bound on its rounding error, or minus this bound if ``side`` is -1."""
     x = pair.output(np.array([epsilon]))
     beyond = np.array([x[0], np.inf])
     masses = pair.masses(beyond)
     p, q = float(masses.p[0]), float(masses.q[0])
-    if q > _LEAST_MASS:
+    if q > _MIN_MASS:
         weighted = math.exp(epsilon + math.log(q))
     else:
         weighted = _weighted_by_losses(pair, epsilon, float(x[0]), side)
-    # The cut may be off by rounding, and so may each tail; the loss there is epsilon, so both move alike.
+    # Rounding may move the output a and each tail. The loss at a is epsilon, so both tails change by equal amounts.
     rounding = _ROUNDING * (1 + epsilon + abs(float(x[0])) / pair.sigma) ** 2 * (p + weighted)
     return max(0.0, p - weighted) + side * rounding
 
 
 def _weighted_by_losses(pair: Pair, epsilon: float, x: float, side: int) -> float:
-    """Bounds ``e^epsilon Q[> x]``, from above if ``side`` is -1, else from below, without the mass of Q.
+    """Returns a bound on ``e^epsilon Q[> x]``, an upper one if ``side`` is -1, else a lower one, without the mass of Q.
 
-    Q is P times ``e^-loss``, and the loss increases: each cell of outputs lies between its two ends.
+    Q is P times ``e^-loss``. The loss increases, so the loss in a cell of outputs is between the losses at its ends.
     """
     ends = np.maximum(np.append(x, pair.output(epsilon + _GAPS)), x)
     gaps = pair.loss(ends) - epsilon

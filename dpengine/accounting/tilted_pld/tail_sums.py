@@ -1,7 +1,7 @@
-"""Weighted tails of a law on a lattice, from its transform: by its masses or, if few frequencies are left, by those.
+"""Weighted tail sums of a distribution on a lattice, from its masses or from its transform.
 
-Of many releases nearly all frequencies have faded. The tail of each one that is left is a geometric sum, so that
-neither an FFT nor a pass over the lattice is needed.
+Nearly all frequencies of the sum of many releases have faded. The tail of each remaining frequency is a geometric sum,
+which needs neither an FFT nor a pass over the lattice.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from .transform import Complex
 
 _UNIT = 2.0**-53
-_RELEVANT = 60.0  # -log of weights that no longer count
-_SHARE_OF_FREQUENCIES = 64
+_RELEVANT = 60.0  # -log of the weight below which masses are negligible
+_LOW_FREQUENCIES = 64  # lattice size over the number of frequencies from which on geometric sums are faster
 
 
 @dataclass(frozen=True)
 class Tail:
-    """Sums over all lattice points from one on, with gaps g above 0 and a tilt theta.
+    """Sums over all lattice points above an epsilon, at distances g from it, under a tilt theta.
 
     Attributes:
-        value: Of the masses times ``e^(-theta g) (1 - e^-g)``.
-        slope: Of the masses times ``e^(-(theta + 1) g)``.
-        rounding: Bound on the error of ``value``.
+        value: Sum of the masses times ``e^(-theta g) (1 - e^-g)``.
+        slope: Sum of the masses times ``e^(-(theta + 1) g)``.
+        rounding: Bound on the rounding error of ``value``.
     """
 
     value: float
@@ -37,19 +37,19 @@ class Tail:
 
 
 class TailSums(Protocol):
-    """A law on a lattice of ``size`` points."""
+    """Distribution on a lattice of ``size`` points, whose masses have the L2 norm ``norm``."""
 
     size: int
     norm: float
 
     def tail(self, start: int, gap: float, step: float, tilt: float) -> Tail:
-        """Sums from the point ``start`` on, whose gap is ``gap``."""
+        """Returns the sums from the point ``start`` on, whose distance from epsilon is ``gap``."""
         ...
 
 
 def tail_sums(transform: Complex, first: int, size: int) -> TailSums:
-    """Computes the sums."""
-    if len(transform) <= size // _SHARE_OF_FREQUENCIES:
+    """Returns the tail sums of the distribution with this transform, whose first point has the index ``first``."""
+    if len(transform) <= size // _LOW_FREQUENCIES:
         return _ByFrequency(transform, first, size)
     return _ByMass(np.roll(np.fft.irfft(transform, size), -(first % size)))
 
@@ -84,15 +84,15 @@ class _ByFrequency:
         return Tail(value, float(np.sum((weighted * far).real)), rounding)
 
     def _geometric(self, start: int, gap: float, step: float, rate: float) -> Complex:
-        """Returns, for each frequency, the sum of ``e^(i w place - rate gap)`` over all points from ``start`` on."""
+        """Returns, for each frequency w, the sum of ``e^(i w index - rate gap)`` over all points from ``start`` on."""
         number = self.size - start
         decay = rate * step
         ratio = -np.expm1(self._log(1, decay))
         ends = -np.expm1(self._log(number, number * decay))
         return np.asarray(np.exp(self._log(self._first + start, rate * gap)) * ends / ratio, dtype=np.complex128)
 
-    def _log(self, places: int, decay: float) -> Complex:
-        """``-decay + i w places`` with the angle between -pi and pi, in whole parts of a turn."""
-        turns = np.arange(len(self._transform)) * places % self.size
-        turns = np.where(turns > self.size // 2, turns - self.size, turns)
-        return np.asarray(-decay + 2j * math.pi / self.size * turns, dtype=np.complex128)
+    def _log(self, offset: int, decay: float) -> Complex:
+        """Returns ``-decay + i w offset`` for each frequency w, with angles from -pi to pi."""
+        phases = np.arange(len(self._transform)) * offset % self.size  # in units of 2 pi / size, exactly
+        phases = np.where(phases > self.size // 2, phases - self.size, phases)
+        return np.asarray(-decay + 2j * math.pi / self.size * phases, dtype=np.complex128)

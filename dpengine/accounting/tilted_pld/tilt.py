@@ -1,6 +1,6 @@
-"""Chooses the tilt and the window of a loss lattice, from sketches of all losses at a few outputs each.
+"""Chooses the tilt and the window of a loss lattice, from sketches of the losses at a few outputs.
 
-These choices are approximate. The code that uses a choice bounds its error.
+The choice is approximate. The code that uses it bounds the resulting error.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .loss_grid import SKETCH_POINTS, Mixture, View, sketch
 if TYPE_CHECKING:
     from .loss_pairs import Floats
 
-_AT_ONCE = 2**17  # elements, so that they stay in the cache
+_MAX_CHUNK = 2**17  # number of elements that fit in the processor's cache
 
 
 @dataclass(frozen=True)
 class Sketches:
-    """Sketches of the pairs of all releases. Axes: R pairs, S points of a sketch, K kinds of releases.
+    """Sketches of the pairs of all releases. Axes: R pairs, S points of a sketch, K kinds of releases, T tilts.
 
     Attributes:
         losses: Losses ``(R, S)``, ascending along S.
@@ -41,7 +41,7 @@ class Sketches:
 
     def log_moments(self, tilts: Floats) -> Floats:
         """Returns ``log E[e^(tilt * sum of losses)]`` for each tilt."""
-        of_pairs = self._of_pairs(tilts) + self.log_weights
+        of_pairs = self._pair_log_moments(tilts) + self.log_weights
         return np.asarray(np.logaddexp.reduceat(of_pairs, self.starts, axis=1) @ self.counts)
 
     def moments(self, tilt: float) -> tuple[float, float]:
@@ -58,20 +58,20 @@ class Sketches:
         masses, counts = self._tilted(0.0)
         return float((masses * self.losses**2).sum(axis=1) @ counts)
 
-    def lifted(self, tilts: tuple[float, ...], share: float) -> Sketches:
-        """Raises the smallest losses of each pair, with at most this share under each tilt, to one loss."""
+    def raised(self, tilts: tuple[float, ...], share: float) -> Sketches:
+        """Raises the smallest losses of each pair, whose tilted mass is at most ``share``, to their maximum."""
         below = np.cumsum(np.exp(self.log_masses), axis=1)
         low = np.ones(self.losses.shape, dtype=bool)
         for tilt in tilts:
-            log_moments = self._of_pairs(np.array([tilt]))[0]
+            log_moments = self._pair_log_moments(np.array([tilt]))[0]
             low &= np.log(below) + tilt * self.losses - log_moments[:, None] <= math.log(share)
         first = np.maximum(np.argmin(low, axis=1) - 1, 0)[:, None]
-        place = np.arange(self.losses.shape[1])
-        kept = np.where(place < first, -np.inf, self.log_masses)
-        return replace(self, log_masses=np.where(place == first, np.log(below), kept))
+        index = np.arange(self.losses.shape[1])
+        log_masses = np.where(index < first, -np.inf, self.log_masses)
+        return replace(self, log_masses=np.where(index == first, np.log(below), log_masses))
 
     def _tilted(self, tilt: float) -> tuple[Floats, Floats]:
-        """Returns the masses of each pair under the tilt, with sum 1, and the expected number of its releases."""
+        """Returns the tilted masses of each pair, which sum to 1, and the expected number of its releases."""
         exponents = self.log_masses + tilt * self.losses
         top = exponents.max(axis=1, keepdims=True)
         masses = np.exp(exponents - top)
@@ -81,42 +81,42 @@ class Sketches:
         of_kinds = np.logaddexp.reduceat(logs, self.starts)
         return masses / sums, np.exp(logs - np.repeat(of_kinds, pairs)) * np.repeat(self.counts, pairs)
 
-    def _of_pairs(self, tilts: Floats) -> Floats:
+    def _pair_log_moments(self, tilts: Floats) -> Floats:
         """Returns the log moments of one release of each pair, ``(T, R)``."""
-        many, found = max(1, _AT_ONCE // self.losses.size), []
-        for start in range(0, len(tilts), many):
-            exponents = self.log_masses + tilts[start : start + many, None, None] * self.losses
+        chunk, log_moments = max(1, _MAX_CHUNK // self.losses.size), []
+        for start in range(0, len(tilts), chunk):
+            exponents = self.log_masses + tilts[start : start + chunk, None, None] * self.losses
             top = exponents.max(axis=2)
             exponents -= top[:, :, None]
-            found.append(top + np.log(np.exp(exponents, out=exponents).sum(axis=2)))
-        return np.concatenate(found)
+            log_moments.append(top + np.log(np.exp(exponents, out=exponents).sum(axis=2)))
+        return np.concatenate(log_moments)
 
 
 def sketches(mixtures: Sequence[Mixture], counts: Sequence[int], tail: float, points: int) -> Sketches:
-    """Returns sketches of releases."""
-    rows = [[(weight, pair) for weight, pair in mixture if weight > 0] for mixture in mixtures]
-    seen = [sketch(pair, tail, points) for row in rows for _, pair in row]
-    widest = max(len(one.losses) for one in seen)
+    """Returns sketches of the pairs of releases, each with ``points`` outputs and without a mass of ``tail``."""
+    kinds = [[(weight, pair) for weight, pair in mixture if weight > 0] for mixture in mixtures]
+    each = [sketch(pair, tail, points) for kind in kinds for _, pair in kind]
+    longest = max(len(one.losses) for one in each)
     return Sketches(
-        np.array([np.pad(one.losses, (0, widest - len(one.losses)), "edge") for one in seen]),
-        np.array([np.pad(one.log_masses, (0, widest - len(one.losses)), constant_values=-np.inf) for one in seen]),
-        np.array([math.log(weight) for row in rows for weight, _ in row]),
-        np.cumsum([0, *(len(row) for row in rows[:-1])]),
+        np.array([np.pad(one.losses, (0, longest - len(one.losses)), "edge") for one in each]),
+        np.array([np.pad(one.log_masses, (0, longest - len(one.losses)), constant_values=-np.inf) for one in each]),
+        np.array([math.log(weight) for kind in kinds for weight, _ in kind]),
+        np.cumsum([0, *(len(kind) for kind in kinds[:-1])]),
         np.array(counts, dtype=np.float64),
     )
 
 
-_OUTSIDE = 18.0  # -log of the tilted mass that the window leaves out, over that above the answer
-_OUTSIDE_BELOW = 32.0  # the same for lower bounds, which lose all of it
-_SETBACKS = (0.0, 2.0, 4.0, 7.0, 11.0, 16.0)
-_MARGIN = 0.02
-_LIFTED = 1e-11  # share of the tilted mass that is moved up, over all releases
-_NEAREST, _FARTHEST = 0.05, 500.0  # tilts that bound the ends, in units of 1 / deviation
-_FARTHEST_PLACE = 2.0**50  # lattice indices are whole numbers in float64
-_POINTS = 11  # points of a search among tilts; each round narrows it to a fifth
-_ZOOMS, _ZOOMS_OF_ENDS = 10, 2
-_LEAST_POINTS = 201  # points of a sketch, if there are many kinds of releases
-_EXCESS, _ROUNDING = 0.4, 4e-14  # what a lattice and an FFT add, from measurements of both
+_OUTSIDE = 18.0  # -log of the tilted mass outside of the window, relative to the mass above the result
+_OUTSIDE_BELOW = 32.0  # the same for lower bounds, which omit all of this mass
+_SETBACKS = (0.0, 2.0, 4.0, 7.0, 11.0, 16.0)  # candidates, as -log of the mass above the result under a smaller tilt
+_MARGIN = 0.02  # margin of the window relative to its length
+_RAISED_SHARE = 1e-11  # fraction of the tilted mass that is raised, over all releases
+_NEAREST, _FARTHEST = 0.05, 500.0  # range of the tilts of Chernoff bounds for the ends, in units of 1 / deviation
+_MAX_INDEX = 2.0**50  # lattice indices must be exact in float64
+_POINTS = 11  # points of a search for a tilt; each round narrows the interval to a fifth
+_ROUNDS, _ROUNDS_FOR_ENDS = 10, 2  # rounds of such a search
+_MIN_POINTS = 201  # points of a sketch if there are many kinds of releases
+_EXCESS, _ROUNDING = 0.4, 4e-14  # measured error coefficients of a lattice and of an FFT
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Part:
     """Releases of one kind.
 
     Attributes:
-        mixture: Probability of each pair, which is drawn for each release and known to the attacker.
+        mixture: Pairs with their probabilities. Each release draws a pair, which the attacker knows.
         count: Number of releases.
     """
 
@@ -137,9 +137,9 @@ class Window:
     """Interval of losses that contains nearly all of the tilted sum.
 
     Attributes:
-        view: The tilt, and the losses of each release that count.
+        view: The tilt, and the relevant losses of each release.
         low, high: Ends of the interval.
-        low_move, high_move: Tilts, relative to theta, whose bounds show that the mass beyond the ends is negligible.
+        low_move, high_move: Tilts relative to theta whose Chernoff bounds on the mass beyond the ends are negligible.
     """
 
     view: View
@@ -154,35 +154,35 @@ class NoWindowError(Exception):
 
 
 class Overview:
-    """Sketches of all releases, each without a mass of ``tail``."""
+    """Approximate moments of the sum of all losses. Each sketch omits a mass of ``tail``."""
 
     def __init__(self, parts: tuple[Part, ...], tail: float):
-        points = max(_LEAST_POINTS, SKETCH_POINTS // len(parts))
+        points = max(_MIN_POINTS, SKETCH_POINTS // len(parts))
         self._tail = tail
         self._sketches = sketches([part.mixture for part in parts], [part.count for part in parts], tail, points)
         self._candidates: dict[float, list[tuple[float, float, Window]]] = {}
         self._count = sum(part.count for part in parts)
-        self._share = _LIFTED * 0.5 ** math.ceil(math.log2(self._count))
-        self._spread = math.sqrt(max(self._sketches.squares(), 1e-300))
+        self._share = _RAISED_SHARE * 0.5 ** math.ceil(math.log2(self._count))
+        self._scale = math.sqrt(max(self._sketches.squares(), 1e-300))
 
     def tilt_for_delta(self, log_delta: float) -> float:
         """Returns the tilt of the smallest Chernoff bound on epsilon."""
-        return self._least(lambda moments, tilts: (moments - log_delta) / tilts)
+        return self._best_tilt(lambda moments, tilts: (moments - log_delta) / tilts)
 
     def tilt_for_epsilon(self, epsilon: float) -> float:
         """Returns the tilt of the smallest Chernoff bound on delta."""
-        return self._least(lambda moments, tilts: moments - tilts * epsilon)
+        return self._best_tilt(lambda moments, tilts: moments - tilts * epsilon)
 
     def log_moment(self, tilt: float) -> float:
         """Returns ``log E[e^(tilt * sum of losses)]``."""
         return float(self._sketches.log_moments(np.array([tilt]))[0])
 
     def mean(self, tilt: float) -> float:
-        """Returns the mean of the tilted sum, which is close to the result at the best tilt."""
+        """Returns the mean of the tilted sum, which is near the result at the best tilt."""
         return self._sketches.moments(tilt)[0]
 
     def excess(self, window: Window, bins: int) -> float:
-        """Returns the approximate error of epsilon from a lattice with this number of points."""
+        """Returns the approximate error of epsilon on a lattice with ``bins`` points."""
         step = (window.high - window.low) / bins
         return _EXCESS * self._count * step * step * (1 + window.view.focus)
 
@@ -191,75 +191,75 @@ class Overview:
         return self._window(tilt, tilt, self._deviation(tilt), _OUTSIDE_BELOW)
 
     def window(self, tilt: float, bins: int) -> Window:
-        """Returns the tilt and the window at which a lattice with this number of points has the smallest error.
+        """Returns the window with the smallest error on a lattice with ``bins`` points, by the best tilt ``tilt``.
 
-        The best tilt leaves most room for rounding. Under a smaller tilt the result lies further up in the tail. That
-        tail is lighter, so the window is shorter and the lattice is finer.
+        The best tilt has the smallest rounding errors. Under a smaller tilt, the result is further in the tail, which
+        is lighter, so the window is shorter and the lattice is finer.
         """
-        best, found = math.inf, None
+        smallest_error, best_window = math.inf, None
         if tilt not in self._candidates:
             self._candidates[tilt] = self._windows(tilt)
         for setback, deviation, window in self._candidates[tilt]:
             lower, step = window.view.tilt, (window.high - window.low) / bins
-            if not 0 < step * lower < math.inf or max(abs(window.low), abs(window.high)) > _FARTHEST_PLACE * step:
+            if not 0 < step * lower < math.inf or max(abs(window.low), abs(window.high)) > _MAX_INDEX * step:
                 continue
             rounding = _ROUNDING * self._count * math.exp(setback) * deviation * math.sqrt(1 + 1 / (lower * step))
-            loss = self.excess(window, bins) + rounding
-            if loss < best:
-                best, found = loss, window
-        if found is None:
+            error = self.excess(window, bins) + rounding
+            if error < smallest_error:
+                smallest_error, best_window = error, window
+        if best_window is None:
             raise NoWindowError
-        return found
+        return best_window
 
     def _windows(self, tilt: float) -> list[tuple[float, float, Window]]:
-        """Returns the deviation of the sum and its window for each setback."""
-        answer, top, found = self.mean(tilt), self.log_moment(tilt), []
+        """Returns each setback with the standard deviation of the tilted sum and its window."""
+        result, log_moment, windows = self.mean(tilt), self.log_moment(tilt), []
         for setback in _SETBACKS:
-            lower = self._set_back(tilt, top, answer, setback)
+            lower = self._set_back(tilt, log_moment, result, setback)
             deviation = self._deviation(lower)
-            found.append((setback, deviation, self._window(tilt, lower, deviation, _OUTSIDE + setback)))
-        return found
+            windows.append((setback, deviation, self._window(tilt, lower, deviation, _OUTSIDE + setback)))
+        return windows
 
     def _window(self, focus: float, tilt: float, deviation: float, outside: float) -> Window:
         view = View(focus, tilt, self._tail, self._share)
-        # Under a smaller tilt the bulk may be narrow and far from the result, whose own deviation counts too.
+        # Under a smaller tilt, the bulk may be narrow and far from the result, so both deviations are used.
         widest, narrowest = max(deviation, self._deviation(focus)), min(deviation, self._deviation(focus))
         nearest, farthest = _NEAREST / widest, _FARTHEST / narrowest
-        left_out = outside - self.log_moment(tilt)
-        lifted = self._sketches.lifted((focus, tilt), view.share)
+        log_outside = outside - self.log_moment(tilt)
+        raised = self._sketches.raised((focus, tilt), view.share)
 
         def end(of: Sketches, sign: int) -> tuple[float, float]:
             def at(moves: Floats) -> Floats:
-                return (of.log_moments(tilt + sign * moves) + left_out) / moves
+                return (of.log_moments(tilt + sign * moves) + log_outside) / moves
 
-            return _least(at, nearest, farthest, _ZOOMS_OF_ENDS)
+            return _minimum(at, nearest, farthest, _ROUNDS_FOR_ENDS)
 
-        (up, high), (down, below) = end(self._sketches, 1), end(lifted, -1)
-        margin = _MARGIN * (high + below)  # the error of a lattice must not reach beyond the window
+        (up, high), (down, below) = end(self._sketches, 1), end(raised, -1)
+        margin = _MARGIN * (high + below)  # for the rounding errors of the losses
         return Window(view, -below - margin, high + margin, -down, up)
 
-    def _set_back(self, tilt: float, top: float, answer: float, setback: float) -> float:
-        """Returns the smaller tilt under which e^-setback of the mass lies above the result."""
+    def _set_back(self, tilt: float, log_moment: float, result: float, setback: float) -> float:
+        """Returns the smaller tilt under which a mass of about ``e^-setback`` is above the result."""
         low, high = 1e-3 * tilt, tilt
         for _ in range(12 if setback else 0):
             middle = math.sqrt(low * high)
-            over = top - self.log_moment(middle) - (tilt - middle) * answer
+            over = log_moment - self.log_moment(middle) - (tilt - middle) * result
             low, high = (middle, high) if over < -setback else (low, middle)
         return high
 
     def _deviation(self, tilt: float) -> float:
         return math.sqrt(max(self._sketches.moments(tilt)[1], 1e-300))
 
-    def _least(self, score: Callable[[Floats, Floats], Floats]) -> float:
+    def _best_tilt(self, score: Callable[[Floats, Floats], Floats]) -> float:
         def of(tilts: Floats) -> Floats:
             return score(self._sketches.log_moments(tilts), tilts)
 
-        return _least(of, 1e-5 / self._spread, 1e14 / self._spread, _ZOOMS)[0]
+        return _minimum(of, 1e-5 / self._scale, 1e14 / self._scale, _ROUNDS)[0]
 
 
-def _least(score: Callable[[Floats], Floats], low: float, high: float, zooms: int) -> tuple[float, float]:
-    """Returns the approximate minimizer between two numbers of a function that falls and then rises, and its value."""
-    for _ in range(zooms):
+def _minimum(score: Callable[[Floats], Floats], low: float, high: float, rounds: int) -> tuple[float, float]:
+    """Returns the approximate minimizer of a unimodal function between two positive numbers, and its value."""
+    for _ in range(rounds):
         grid = np.geomspace(low, high, _POINTS)
         values = score(grid)
         best = int(np.argmin(values))

@@ -1,8 +1,8 @@
-"""The Fourier transform of masses on a long lattice: by FFT, or of the lowest frequencies alone.
+"""Fourier transform of masses on a long lattice, by FFT or for the lowest frequencies only.
 
-Of many releases only the lowest frequencies of one count, since the others fade when the transform is raised to the
-number of releases. Masses are then gathered in few wide cells with their moments about the middle of the cell; a short
-FFT for each moment, and the exponential series of the phase within a cell, give what counts to full precision.
+The transform of a sum of many releases is a high power, which is negligible ("faded") except at the lowest frequencies.
+To compute only these, masses are gathered in few wide cells with their moments about the center of the cell. A short
+FFT of each moment and the exponential series of the phase within a cell then give the transform to full precision.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 Complex = npt.NDArray[np.complex128]
 Integers = npt.NDArray[np.int64]
 
-FADED = -80.0  # log of what is left out
+FADED = -80.0  # log of the absolute value below which a transform is negligible
 _UNIT = 2.0**-53
-_SHARE = 64  # with no more than this part of all frequencies it is worth it
+_LOW_FREQUENCIES = 64  # lattice size over the number of frequencies from which on the series is faster than an FFT
 _CELLS = 2  # minimum ratio of cells to frequencies: the phase within half a cell is at most pi / 2
-_TERMS = 23  # of its exponential series, which are exact then
+_TERMS = 23  # terms of the exponential series, which is then exact up to rounding
 
 
 @dataclass(frozen=True)
 class Transform:
-    """The transform of the masses of one release, up to where that of many has faded.
+    """Transform of the masses of one release, up to the frequency where the transform of all releases has faded.
 
     Attributes:
-        values: ``(F,)``.
-        log_size: Log of their absolute values ``(F,)``.
-        error: Bound on the error of the whole, as masses, in the L2 norm.
+        values: Values at the lowest frequencies ``(F,)``.
+        log_size: Log of the absolute values ``(F,)``.
+        error: Bound on the L2 norm of the error, as an error of the masses.
     """
 
     values: Complex
@@ -45,31 +45,34 @@ class Transform:
 
 @dataclass(frozen=True)
 class Fading:
-    """At an angle w per place the transform of a release is at most ``rest + variation / 2 sin(w / 2)``."""
+    """Bound on the transform of a release: at most ``rest + variation / (2 sin(w / 2))`` at an angle w per point."""
 
     rest: float
     variation: float
 
 
-def transform(places: Integers, masses: Floats, size: int, length: int, many: int) -> Transform:
-    """Transforms masses that are folded to a lattice."""
-    if length * _SHARE <= size:
-        values, error = _series(places, masses, size, length)
+def transform(indices: Integers, masses: Floats, size: int, length: int, count: int) -> Transform:
+    """Returns the transform of masses that are folded to a lattice of ``size`` points, for ``count`` releases.
+
+    ``length`` is the number of frequencies before the transform of all releases has faded.
+    """
+    if length * _LOW_FREQUENCIES <= size:
+        values, error = _series(indices, masses, size, length)
     else:
-        folded = np.bincount(places % size, masses, minlength=size)
+        folded = np.bincount(indices % size, masses, minlength=size)
         values = np.asarray(np.fft.rfft(folded), dtype=np.complex128)
         error = 8 * _UNIT * math.log2(size) * float(np.linalg.norm(folded))
     log_size = np.log(np.abs(values))
-    kept = len(values) - int(np.argmax(many * log_size[::-1] > FADED))
+    kept = len(values) - int(np.argmax(count * log_size[::-1] > FADED))
     return Transform(values[:kept].copy(), log_size[:kept].copy(), error)
 
 
-def fading(places: Integers, masses: Floats) -> Fading:
-    """Bounds the transform of masses at places, of which one may come more than once."""
-    # With p = a + b, all of them at least 0, summation by parts gives |p^(w)| <= sum(b) + variation(a) / 2 sin(w / 2).
-    # a is the least of each three neighbours: it lies where there are no gaps.
-    order = np.argsort(places, kind="stable")  # fast, as places come in rising runs
-    ordered = places[order]
+def fading(indices: Integers, masses: Floats) -> Fading:
+    """Returns a bound on the transform of masses. Indices may repeat."""
+    # For p = a + b with a, b >= 0, summation by parts gives |p^(w)| <= sum(b) + variation(a) / (2 sin(w / 2)).
+    # a is the minimum of three neighbors, and 0 next to gaps.
+    order = np.argsort(indices, kind="stable")  # fast, because indices come in increasing runs
+    ordered = indices[order]
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
     where, p = ordered[first], np.add.reduceat(masses[order], first)
     next_to = np.diff(where) == 1
@@ -83,10 +86,10 @@ def fading(places: Integers, masses: Floats) -> Fading:
 
 
 @functools.lru_cache(maxsize=256)
-def faded_from(laws: tuple[tuple[Fading, int], ...], size: int) -> int:
-    """A frequency from which on the transform of the sum has surely faded."""
-    rest, variation = (np.array([getattr(law, name) for law, _ in laws]) for name in ("rest", "variation"))
-    counts = np.array([count for _, count in laws], dtype=np.float64)
+def faded_length(releases: tuple[tuple[Fading, int], ...], size: int) -> int:
+    """Returns a frequency from which on the transform of the sum has faded, by the bounds and counts of releases."""
+    rest, variation = (np.array([getattr(bound, name) for bound, _ in releases]) for name in ("rest", "variation"))
+    counts = np.array([count for _, count in releases], dtype=np.float64)
     low, high = 0, size // 2 + 1
     while high - low > 1:
         middle = (low + high) // 2
@@ -96,13 +99,13 @@ def faded_from(laws: tuple[tuple[Fading, int], ...], size: int) -> int:
     return high
 
 
-def _series(places: Integers, masses: Floats, size: int, length: int) -> tuple[Complex, float]:
-    """The first frequencies, and a bound on their error as masses."""
+def _series(indices: Integers, masses: Floats, size: int, length: int) -> tuple[Complex, float]:
+    """Returns the first ``length`` frequencies, and a bound on the L2 norm of their error as an error of the masses."""
     cells = 1 << math.ceil(math.log2(_CELLS * length))
     width = size // cells
-    cell, within = np.divmod(places % size, width)
-    offset = (2 * within + 1 - width) / width  # from the middle, in half cells
-    phase = -1j * math.pi / cells * np.arange(length)  # of half a cell
+    cell, within = np.divmod(indices % size, width)
+    offset = (2 * within + 1 - width) / width  # distance from the center, in half cells
+    phase = -1j * math.pi / cells * np.arange(length)  # phase of half a cell
     values, factor = np.zeros(length, dtype=np.complex128), np.ones(length, dtype=np.complex128)
     weighted: Floats = masses
     for term in range(_TERMS):
@@ -110,7 +113,7 @@ def _series(places: Integers, masses: Floats, size: int, length: int) -> tuple[C
         weighted = np.asarray(weighted * offset, dtype=np.float64)
         factor = np.asarray(factor * phase / (term + 1), dtype=np.complex128)
     middle = (width - 1) / width
-    # No moment is larger than the mass, and the factors of all terms add up to less than e^(pi / 2).
+    # No moment exceeds the mass, and the factors of all terms sum to less than e^(pi / 2).
     norm = math.exp(math.pi / 2) * math.sqrt(2 * cells / size) * float(np.linalg.norm(np.bincount(cell, masses)))
     error = 8 * _UNIT * (math.log2(cells) + 8) * norm
     return np.asarray(values * np.exp(middle * phase), dtype=np.complex128), error
