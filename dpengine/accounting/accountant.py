@@ -28,7 +28,7 @@ class BuiltinAccountant:
         delta: Returns an upper bound on delta for an epsilon.
         bounds: Returns a lower and an upper bound on epsilon for a delta; None without a lower bound.
         spacing: Returns the spacing of the grid of privacy losses; None without a grid.
-        simulates: Whether the accountant handles runs without a closed form, and not plain DP-SGD.
+        simulates: Whether the accountant is for runs without a closed form, and does not support DP-SGD.
     """
 
     epsilon: Callable[[Composition, float, Relation], float]
@@ -72,18 +72,20 @@ class PrivacySpent:
 
 
 def accountant_used(accountant: str | Accountant = "pld") -> str:
-    """Returns the name of an accountant. Raises unless it is built in or satisfies `Accountant`."""
+    """Returns the name of an accountant. Raises if it is not built in and does not satisfy `Accountant`."""
     choices = ", ".join(repr(name) for name in ACCOUNTANTS)
     if isinstance(accountant, str) and accountant in ACCOUNTANTS:
         return accountant
     if not isinstance(accountant, type) and type(accountant).__module__ == "builtins":
         raise ValueError(
-            f"accountant={accountant!r} is not known. Choose {choices}, or pass an object: see Accountant."
+            f"accountant={accountant!r} is not known. Choose one of {choices}, or pass an object: see Accountant."
         )
     own_accountant.check_accountant(accountant)
     name = own_accountant.name_of(accountant)
     if name in ACCOUNTANTS:
-        raise ValueError(f"accountant is a {type(accountant).__name__} with the name {name!r}, which is built in.")
+        raise ValueError(
+            f"accountant is a {type(accountant).__name__} with the name {name!r} of a built-in accountant. Rename it."
+        )
     return name
 
 
@@ -100,19 +102,19 @@ def epsilon_of(
     Args:
         history: All charges, such as ``ledger.history``. Discarded batches count like steps.
         delta: Strictly between 0 and 1; well below 1/N.
-        accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, without sampling only); for a second opinion
-            "prv", and by the dp-accounting library "dp_accounting" and "dp_accounting_rdp"; "monte_carlo" (by
-            simulation, for a history with one run that has no closed form; up to half a minute). Or an object that
-            satisfies `Accountant`.
+        accountant: "pld" (tight), "rdp" (fast, looser) or "gdp" (exact, only without sampling); for a second opinion
+            "prv", or "dp_accounting" and "dp_accounting_rdp" of the dp-accounting library; "monte_carlo" (simulation,
+            for a history with one run that has no closed form; takes up to half a minute). Or an object that satisfies
+            `Accountant`.
         relation: Neighboring relation.
 
     Returns:
         0.0 if nothing was charged, infinity for a release without noise.
 
     Raises:
-        InvalidBudgetError: If ``delta`` is out of range, or the charges are more than can be counted.
-        TypeError: If the history holds anything but charges, or an object does not fulfill `Accountant`.
-        AccountingRefusedError: If the history holds an unclaimed release, or the accountant has no sound answer.
+        InvalidBudgetError: If ``delta`` is out of range, or the total count of charges exceeds the maximum.
+        TypeError: If the history contains anything but charges, or an object does not satisfy `Accountant`.
+        AccountingRefusedError: If the history contains an unclaimed release, or the accountant does not support it.
         ValueError: If the accountant is unknown, or a custom accountant returns a value out of range.
     """  # noqa: DOC502 - the checks raise on our behalf
     delta, name, relation = arguments.delta_in_range(delta), accountant_used(accountant), Relation(relation)
@@ -128,7 +130,7 @@ def bounds_of(
     accountant: str | Accountant = "pld",
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
-    """Returns epsilon from both sides: ``(lower, estimate, upper)``. Report the upper bound.
+    """Returns bounds on epsilon and an estimate, ``(lower, estimate, upper)``. Report the upper bound.
 
     Args:
         history: All charges.
@@ -145,14 +147,14 @@ def bounds_of(
     name, history = accountant_used(accountant), checked_history(history)
     delta, relation = arguments.delta_in_range(delta), Relation(relation)
     if not isinstance(accountant, str):
-        own = own_accountant.bounds_by(accountant, history, delta, relation)
-        if own is not None:
-            return own
-    elif (answer := ACCOUNTANTS[name].bounds) is not None:
-        found = answer(compose(history), delta, relation)
-        return found.lower, found.estimate, found.upper
-    choices = ", ".join(repr(name) for name, one in ACCOUNTANTS.items() if one.bounds is not None)
-    raise AccountingRefusedError(f"accountant {name!r} has no lower bound.", fix=f"Choose {choices}.")
+        custom_bounds = own_accountant.bounds_by(accountant, history, delta, relation)
+        if custom_bounds is not None:
+            return custom_bounds
+    elif (function := ACCOUNTANTS[name].bounds) is not None:
+        bounds = function(compose(history), delta, relation)
+        return bounds.lower, bounds.estimate, bounds.upper
+    choices = ", ".join(repr(name) for name, builtin in ACCOUNTANTS.items() if builtin.bounds is not None)
+    raise AccountingRefusedError(f"accountant {name!r} has no lower bound.", fix=f"Choose one of {choices}.")
 
 
 def delta_of(
@@ -198,8 +200,8 @@ def mu_gdp(
 
     Args:
         history: All charges.
-        delta: The curve is bounded at each decade of delta from 1e-9, and at this delta. If the accountant does not
-            support such a small delta, from the smallest supported decade.
+        delta: The curve is bounded at each decade of delta from 1e-9 (or from the smallest decade that the accountant
+            supports), and at this delta.
         accountant: As for `epsilon_of`.
         relation: Neighboring relation.
 
@@ -235,10 +237,10 @@ def privacy_profile(
         The pairs, each with an upper bound for its delta.
 
     Raises:
-        AccountingRefusedError: If the accountant supports none of them.
+        AccountingRefusedError: If the accountant supports none of the deltas.
     """  # noqa: DOC502 - the last error
     history = checked_history(history)
-    _composed(history)  # raises for an unclaimed release, for all deltas
+    _composed(history)  # raises for an unclaimed release, which no delta supports
     points, last_error = [], None
     for delta in sorted((arguments.delta_in_range(value) for value in deltas), reverse=True):
         try:
@@ -258,8 +260,10 @@ def discretization_of(
 ) -> float | None:
     """Returns the grid spacing of the privacy loss behind `epsilon_of`, for reports; None without a grid."""
     name = accountant_used(accountant)
-    answer = ACCOUNTANTS[name].spacing if isinstance(accountant, str) else None
-    return None if answer is None else answer(_composed(history), arguments.delta_in_range(delta), Relation(relation))
+    function = ACCOUNTANTS[name].spacing if isinstance(accountant, str) else None
+    return (
+        None if function is None else function(_composed(history), arguments.delta_in_range(delta), Relation(relation))
+    )
 
 
 def privacy_spent(

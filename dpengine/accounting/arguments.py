@@ -6,38 +6,38 @@ import operator
 
 from dpengine.errors import InvalidBudgetError
 
-MOST_COUNT = 2**62
+MAX_COUNT = 2**62
 """Maximum count of one argument, and of all charges of a history: sums of counts fit into 64 bits."""
 
-_LONGEST = 60  # characters of a value in a message
+_MAX_LENGTH = 60  # maximum number of characters of a value in a message
 
 
 def real(name: str, value: object) -> float:
     """Returns ``value`` as a Python float. Raises if it is not a number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InvalidBudgetError(f"{name}={_shown(value)} is not a number.", fix=f"Pass {name} as a float.")
+        raise InvalidBudgetError(f"{name}={_value_text(value)} is not a number.", fix=f"Pass {name} as a float.")
     try:
         return float(value)
     except OverflowError:
         raise InvalidBudgetError(
-            f"{name}={_shown(value)} is more than a float can hold.", fix=f"Pass {name} as a float."
+            f"{name}={_value_text(value)} exceeds the range of a float.", fix=f"Pass {name} as a float."
         ) from None
 
 
 def count(name: str, value: object, *, least: int = 1) -> int:
-    """Returns ``value`` as a Python int, or raises unless it is an integer from ``least`` to `MOST_COUNT`."""
+    """Returns ``value`` as a Python int, or raises unless it is an integer from ``least`` to `MAX_COUNT`."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         number = least - 1
     if number < least:
         raise InvalidBudgetError(
-            f"{name}={_shown(value)} must be an integer of at least {least}.", fix=f"Pass {name} as an int."
+            f"{name}={_value_text(value)} must be an integer of at least {least}.", fix=f"Pass {name} as an int."
         )
-    if number > MOST_COUNT:
+    if number > MAX_COUNT:
         raise InvalidBudgetError(
-            f"{name}={_shown(number)} is more than 2**62, the most that is counted here.",
-            fix=f"Check {name}: at a million a second, 2**62 of them take 146,000 years.",
+            f"{name}={_value_text(number)} exceeds the maximum of 2**62.",
+            fix=f"Check {name}: at a million per second, 2**62 take 146,000 years.",
         )
     return number
 
@@ -58,7 +58,7 @@ def sample_rate(value: object) -> float:
     if not 0 < rate <= 1:
         raise InvalidBudgetError(
             f"sample_rate={rate!r} must lie in (0, 1].",
-            fix="Pass the probability of an example to be in a batch: batch_size / N.",
+            fix="Pass the probability that an example is in a batch: batch_size / N.",
         )
     return rate
 
@@ -82,12 +82,12 @@ def epsilon_in_range(value: object, name: str = "epsilon", *, zero: bool = True)
     return epsilon
 
 
-def _shown(value: object) -> str:
-    """Returns a value for a message, with large integers by their size: Python rejects more than 4,300 digits."""
+def _value_text(value: object) -> str:
+    """Returns a value as text. Large integers are rounded, because Python does not print more than 4,300 digits."""
     if isinstance(value, int) and value.bit_length() > 80:
         return f"about {'-' if value < 0 else ''}10**{round((value.bit_length() - 1) * math.log10(2))}"
     try:
         text = repr(value)
-    except ValueError:  # it contains such an integer
+    except ValueError:  # the value contains such an integer
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."

@@ -1,4 +1,4 @@
-"""Attributes of privacy events with their usual values. Code that counts events asks for them, not for a class."""
+"""Base class of privacy events, whose attributes have defaults. Accountants read them instead of testing classes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ class BaseEvent:
     is_whole_run: ClassVar[bool] = False
     """True if one charge accounts for a whole run of `num_steps` steps, whose cost is simulated."""
     is_selection: ClassVar[bool] = False
-    """True if it is a selection among several runs."""
+    """True if the event is a selection of the best of several runs."""
     num_steps: ClassVar[int] = 1
     """Number of steps that one charge accounts for."""
 
     @property
     def refusal(self) -> str:
-        """Reason why no privacy analysis is known; empty if one is."""
+        """Reason why there is no privacy analysis; empty if there is one."""
         return ""
 
     @property
     def claimed(self) -> bool:
-        """True if a privacy analysis is known."""
+        """True if there is a privacy analysis."""
         return not self.refusal
 
     @property
     def noiseless(self) -> bool:
-        """True if it has no noise, so that epsilon is infinite."""
+        """True if the release has no noise, so that epsilon is infinite."""
         return getattr(self, "noise_multiplier", None) == 0
 
     @property
@@ -41,9 +41,9 @@ class BaseEvent:
         return 0.0
 
     def cycles(self, steps: int) -> int:
-        """Returns the maximum number of participations of an example in this number of steps."""
+        """Returns the maximum number of participations of an example in ``steps`` steps."""
         return steps
 
     def rounded(self) -> Any:
-        """Returns the event without details that another account of the same charges may lack."""
+        """Returns the event without details that another record of the same charges may lack."""
         return self

@@ -1,4 +1,4 @@
-"""Privacy events for batches without plain Poisson sampling: truncated, of fixed size, or with repeated units."""
+"""Privacy events of truncated Poisson batches, of batches of fixed size, and of units with several examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base_event import BaseEvent
 class TruncatedGaussianEvent(BaseEvent):
     """A Gaussian sum over a Poisson batch that is truncated to a uniform subset if it is too large.
 
-    For zero-out, with a public number of examples. With banded noise and cyclic groups, it is one step of the run, like
+    Relation: zero-out, with a public number of examples. With banded noise and cyclic groups, it is one step, like
     `CyclicGaussianEvent`.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
@@ -61,13 +61,13 @@ class TruncatedGaussianEvent(BaseEvent):
 class FixedSizeGaussianEvent(BaseEvent):
     """A Gaussian sum over a uniform subset of fixed size.
 
-    For replace-one, and zero-out by the same bound, with a public number of examples.
+    Relation: replace-one, or zero-out by the same bound, with a public number of examples.
 
     Source: Balle, Barthe, Gaboardi 2018 (arXiv:1807.01647), theorem 11.
 
     Attributes:
         num_examples: Number of examples in the data set.
-        batch_size: At most ``num_examples``.
+        batch_size: Number of examples in the batch, at most ``num_examples``.
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum. The sensitivity to
             replacing an example is twice that.
     """
@@ -96,16 +96,15 @@ class FixedSizeGaussianEvent(BaseEvent):
 class MixtureGaussianEvent(BaseEvent):
     """A Gaussian sum in which the contribution of a unit has a random norm.
 
-    For example, a user with several examples, of which a batch contains none, some or all. For add-or-remove and
-    zero-out.
+    For example, a batch may contain none, some or all examples of a user. Relation: add-or-remove or zero-out.
 
     Source: Choquette-Choo et al. 2024 (arXiv:2310.15526).
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the norms.
-        norms: Nonnegative; 0 if the unit may be absent.
-        probabilities: Probability of each norm, with sum 1. What is missing from 1, at most 1e-9, counts as infinite
-            privacy loss.
+        norms: Norms of the contribution, nonnegative; 0 if the unit may be absent.
+        probabilities: Probability of each norm. The sum must be 1 up to 1e-9; a smaller sum counts as infinite privacy
+            loss with the missing probability.
     """
 
     noise_multiplier: float
@@ -118,13 +117,13 @@ class MixtureGaussianEvent(BaseEvent):
         object.__setattr__(self, "probabilities", _numbers("probabilities", self.probabilities))
         if len(self.norms) != len(self.probabilities) or abs(math.fsum(self.probabilities) - 1) > 1e-9:
             raise InvalidBudgetError(
-                "MixtureGaussianEvent needs one probability for each norm, of sum 1.",
+                "MixtureGaussianEvent needs one probability for each norm, and their sum must be 1.",
                 fix="Pass norms=(0.0, 1.0), probabilities=(0.99, 0.01).",
             )
 
     @property
     def missing(self) -> float:
-        """Probability that no norm is given for; 0 if rounding the probabilities to floats explains it."""
+        """Probability without a norm; 0 if the rounding of the probabilities explains it."""
         missing = math.fsum([1.0, *(-probability for probability in self.probabilities)])
         return missing if missing > len(self.probabilities) * 2.0**-54 else 0.0
 
@@ -132,5 +131,5 @@ class MixtureGaussianEvent(BaseEvent):
 def _numbers(name: str, values: Sequence[float]) -> tuple[float, ...]:
     numbers = tuple(arguments.real(name, value) for value in values)
     if not numbers or any(not (math.isfinite(number) and number >= 0) for number in numbers):
-        raise InvalidBudgetError(f"{name} must hold finite numbers of at least 0.", fix=f"Pass {name}=(0.0, 1.0).")
+        raise InvalidBudgetError(f"{name} must be finite numbers of at least 0.", fix=f"Pass {name}=(0.0, 1.0).")
     return numbers

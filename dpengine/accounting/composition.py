@@ -1,4 +1,4 @@
-"""Composition of a history: the parameters on which its privacy depends, without order and splits."""
+"""Composition of a history: the parameters that determine its privacy cost, without order and splits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Composition:
         """Raises for accountants that need closed forms."""
         if self.runs:
             raise AccountingRefusedError(
-                f"This history holds a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
+                f"This history contains a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
                 fix="Use accountant='monte_carlo'.",
             )
 
@@ -72,15 +72,16 @@ class Composition:
             )
 
     def check_no_selections(self) -> None:
-        """Raises for accountants that compose losses: a selected result only has a bound by Renyi divergences."""
+        """Raises for accountants without Renyi divergences, which cannot bound the best of several results."""
         if self.selections:
             raise AccountingRefusedError(
-                "This history holds the best of several results, which only has a bound by Renyi divergences.",
+                "This history contains a selection of the best of several results, which only has a bound by Renyi "
+                "divergences.",
                 fix="Use accountant='rdp'.",
             )
 
     def mu(self, relation: Relation) -> float:
-        """Exact mu of the unsampled Gaussians: mu**2 adds up, and replace-one doubles the sensitivity."""
+        """Returns the exact mu of the unsampled Gaussians: mu**2 adds up, and replace-one doubles the sensitivity."""
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
@@ -91,7 +92,7 @@ class Composition:
         return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, above)
 
     def typical(self) -> Composition:
-        """Like `limited`, with releases of about the mean cost of the merged ones: an estimate, not a bound."""
+        """Returns the composition like `limited`, but with the mean cost of merged releases: an estimate, no bound."""
         return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, None)
 
 
@@ -124,7 +125,7 @@ def compose(history: Iterable[Charge]) -> Composition:
         if event.noiseless:
             non_private = True
         else:
-            counts[type(event)][event] += charge.count  # of one run, also if the history interleaves runs
+            counts[type(event)][event] += charge.count  # per run, also if the history interleaves runs
     unsampled: Counter[float] = Counter()
     sampled: Counter[tuple[float, float]] = Counter()
     for kind in (GaussianEvent, PoissonGaussianEvent, CyclicGaussianEvent):
@@ -134,7 +135,7 @@ def compose(history: Iterable[Charge]) -> Composition:
             else:
                 sampled[event.inclusion_rate, event.noise_multiplier] += event.cycles(steps)
     batches = [(event, event.cycles(steps)) for kind in get_args(BatchEvent) for event, steps in counts[kind].items()]
-    # Integer counts first, then fsum, which rounds once: the result does not depend on order and splits.
+    # Counts are integers, and fsum rounds once, so the result does not depend on order and splits.
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(sampled.items()))
     parts = [count / sigma / sigma for sigma, count in unsampled.items()]
     precision = math.fsum([*parts, *(event.precision(steps) for event, steps in counts[MatrixGaussianEvent].items())])
@@ -149,12 +150,12 @@ def compose(history: Iterable[Charge]) -> Composition:
 
 
 @functools.lru_cache(maxsize=8)
-def _limited(composition: Composition, most: int, above: bool | None) -> Composition:
+def _limited(composition: Composition, max_distinct: int, above: bool | None) -> Composition:
     """Merges releases to an upper or lower bound, or to an estimate if ``above`` is None."""
     kinds = Kinds(*np.array([(g.sample_rate, g.noise_multiplier, g.count) for g in composition.sampled]).T)
     counts: Counter[tuple[float, float]] = Counter()
-    for cell in cells(kinds, most, above=above is not False):
+    for cell in cells(kinds, max_distinct, above=above is not False):
         merged = typical(kinds, cell) if above is None else kinds.corner(cell, above=above)
-        counts[merged] += sum(composition.sampled[place].count for place in cell.tolist())
+        counts[merged] += sum(composition.sampled[index].count for index in cell.tolist())
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(counts.items()))
     return replace(composition, sampled=groups)

@@ -1,4 +1,4 @@
-"""Privacy losses as probability masses on a grid: for inspection, and for mechanisms that this package lacks.
+"""Privacy losses as probability masses on a grid, for inspection and for mechanisms outside of this package.
 
 These functions do not bound their own errors. The engine only reports results of `epsilon_of`.
 """
@@ -22,9 +22,9 @@ from .tilted_pld.loss_pairs import Direction, LossPair
 
 Floats = npt.NDArray[np.float64]
 
-_NODES = 16  # of the Gauss-Legendre rule in each panel
-_PANELS = 160
-_NEAREST = 1e-8  # smallest positive end of a panel; the ends are a geometric sequence
+_NODES = 16  # number of nodes of the Gauss-Legendre rule in each panel
+_PANELS = 160  # number of panels on each side of 0
+_SMALLEST_END = 1e-8  # smallest positive end of a panel; the ends are a geometric sequence
 _erfc = np.frompyfunc(math.erfc, 1, 1)
 
 
@@ -50,22 +50,22 @@ class RemovalLoss:
             raise InvalidBudgetError("A release without noise has no loss distribution: noise_multiplier=0.")
 
     def cdf(self, losses: npt.ArrayLike) -> Floats:
-        """Returns the distribution function at these losses."""
+        """Returns the cumulative distribution function at ``losses``."""
         x = self._pair.output(np.asarray(losses, dtype=np.float64))
         q, sigma = self.sample_rate, self.noise_multiplier
         return np.asarray((1 - q) * _normal_cdf(x / sigma) + q * _normal_cdf((x - 1) / sigma), dtype=np.float64)
 
     def density(self, losses: npt.ArrayLike) -> Floats:
-        """Returns the density at these losses; 0 below the smallest loss."""
+        """Returns the density at ``losses``; 0 below the smallest loss."""
         y = np.asarray(losses, dtype=np.float64)
         q, sigma = self.sample_rate, self.noise_multiplier
         with np.errstate(all="ignore"):
             x = self._pair.output(y)
-            # dy/dx is the fraction of the sampled term in the mixture, over sigma^2; that fraction is 1 - (1 - q) e^-y.
+            # dy/dx is the fraction of the sampled term in the mixture, 1 - (1 - q) e^-y, over sigma^2.
             slope = (-np.expm1(math.log1p(-q) - y) if q < 1 else np.ones_like(y)) / sigma / sigma
             without, sampled = (np.exp(-(((x - mean) / sigma) ** 2) / 2) for mean in (0, 1))
-            found = ((1 - q) * without + q * sampled) / (slope * sigma * math.sqrt(2 * math.pi))
-        return np.where(np.isfinite(x) & (slope > 0), np.nan_to_num(found), 0.0)
+            density = ((1 - q) * without + q * sampled) / (slope * sigma * math.sqrt(2 * math.pi))
+        return np.where(np.isfinite(x) & (slope > 0), np.nan_to_num(density), 0.0)
 
     @property
     def _pair(self) -> LossPair:
@@ -76,15 +76,15 @@ def mean_of_losses(cdf: Callable[[Floats], npt.ArrayLike], low: float, high: flo
     """Returns the mean of a loss from its distribution function by quadrature, without an error bound.
 
     Args:
-        cdf: Takes an array; 0 at ``low`` and 1 at ``high``.
+        cdf: Distribution function of an array of losses; 0 at ``low`` and 1 at ``high``.
         low: Lower limit of the losses.
         high: Upper limit of the losses.
 
     Returns:
         The approximate mean.
     """
-    largest = max(abs(low), abs(high), 2 * _NEAREST)
-    ends = np.geomspace(_NEAREST, largest, _PANELS)
+    largest = max(abs(low), abs(high), 2 * _SMALLEST_END)
+    ends = np.geomspace(_SMALLEST_END, largest, _PANELS)
     ends = np.unique(np.clip(np.concatenate([-ends, [0.0], ends, [low, high]]), low, high))
     nodes, weights = np.polynomial.legendre.leggauss(_NODES)
     half, middle = np.diff(ends) / 2, (ends[1:] + ends[:-1]) / 2
@@ -93,12 +93,12 @@ def mean_of_losses(cdf: Callable[[Floats], npt.ArrayLike], low: float, high: flo
 
 
 def self_composed_masses(masses: Floats, count: int, first: int) -> Floats:
-    """Returns the distribution of the sum of independent copies, by FFT, on equally many points, with wraparound.
+    """Returns the distribution of the sum of independent copies, by FFT, on the same number of points, with wraparound.
 
     Args:
-        masses: On evenly spaced points ``(N,)``.
+        masses: Masses on evenly spaced points ``(N,)``.
         count: Number of copies, at least 1.
-        first: The first point, in units of the spacing; also of the result.
+        first: First point in units of the spacing, of the masses and of the result.
 
     Returns:
         Masses ``(N,)``.
@@ -108,32 +108,32 @@ def self_composed_masses(masses: Floats, count: int, first: int) -> Floats:
     return np.maximum(np.roll(summed, (count - 1) * first % len(masses)), 0.0)
 
 
-def composed_masses(laws: Sequence[Floats], first: int) -> Floats:
+def composed_masses(distributions: Sequence[Floats], first: int) -> Floats:
     """Returns the distribution of the sum of independent losses, like `self_composed_masses`.
 
     Args:
-        laws: Masses of each, ``(N,)``, on the same points.
-        first: The first point, in units of the spacing; also of the result.
+        distributions: Masses of each loss ``(N,)``, on the same points.
+        first: First point in units of the spacing, of the masses and of the result.
 
     Returns:
         Masses ``(N,)``.
 
     Raises:
-        InvalidBudgetError: If there are none, or they have different numbers of points.
+        InvalidBudgetError: If there are no distributions, or they have different numbers of points.
     """
-    if len({len(law) for law in laws}) != 1:
+    if len({len(masses) for masses in distributions}) != 1:
         raise InvalidBudgetError("Composed distributions must have the same points.", fix="Use one grid for all.")
-    product = np.prod([np.fft.rfft(law) for law in laws], axis=0)
-    summed = np.fft.irfft(product, len(laws[0]))
-    return np.maximum(np.roll(summed, (len(laws) - 1) * first % len(summed)), 0.0)
+    product = np.prod([np.fft.rfft(masses) for masses in distributions], axis=0)
+    summed = np.fft.irfft(product, len(distributions[0]))
+    return np.maximum(np.roll(summed, (len(distributions) - 1) * first % len(summed)), 0.0)
 
 
 def epsilon_of_losses(losses: Floats, masses: Floats, delta: float) -> float:
     """Returns the smallest epsilon of a discrete loss for a delta.
 
     Args:
-        losses: Points of the masses ``(N,)``.
-        masses: ``(N,)``.
+        losses: Losses ``(N,)``.
+        masses: Masses of the losses ``(N,)``.
         delta: Any number.
 
     Returns:
@@ -159,12 +159,12 @@ def safe_reach(releases: Sequence[tuple[float, float, int]], eps_error: float, d
     """Returns the largest loss that a grid must contain (Gopi, Lee, Wutschitz 2021, arXiv:2106.02848, remark 5.6).
 
     Args:
-        releases: ``(noise multiplier, sample rate, count)`` of each kind.
+        releases: ``(noise multiplier, sampling rate, count)`` of each kind of release.
         eps_error: Maximum width of the interval of epsilon.
         delta_error: Maximum mass beyond the grid.
 
     Returns:
-        A loss.
+        The largest loss.
     """
     total = sum(count for _, _, count in releases)
     events = [release_event(noise_multiplier=sigma, sample_rate=rate) for sigma, rate, _ in releases]
@@ -175,5 +175,5 @@ def safe_reach(releases: Sequence[tuple[float, float, int]], eps_error: float, d
 
 
 def _normal_cdf(z: Floats) -> Floats:
-    """Standard normal distribution function."""
+    """Returns the standard normal distribution function."""
     return np.asarray(_erfc(-z / math.sqrt(2)), dtype=np.float64) / 2

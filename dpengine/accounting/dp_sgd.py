@@ -1,6 +1,6 @@
-"""Plain DP-SGD in one call: its privacy cost, the required noise, and the number of steps within a budget.
+"""Privacy cost, calibrated noise and number of steps within a budget, for DP-SGD with Poisson sampling.
 
-Each function is for a run of Poisson batches with Gaussian noise. For other runs, build a history: see `epsilon_of`.
+For other runs, build a history; see `epsilon_of`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ import math
 
 from dpengine.errors import InvalidBudgetError, suggests_names
 
-from . import arguments
-from . import noise_calibration as calibrating
+from . import arguments, noise_calibration
 from .accountant import bounds_of, delta_of, epsilon_of
 from .events import Relation, release_event
 from .ledger import Charge
 from .own_accountant import Accountant
 
-_MOST_STEPS = 2**40
-_SQUARE_ROOT = 0.5
-_GUESSES = 16  # then bisection
+_MAX_STEPS = 2**40
+_INITIAL_EXPONENT = 0.5
+_GUESSES = 16  # number of interpolated guesses before bisection
 
 
 @suggests_names
@@ -62,7 +61,7 @@ def epsilon_bounds(
     accountant: str | Accountant = "pld",
     relation: Relation | str = Relation.ADD_OR_REMOVE_ONE,
 ) -> tuple[float, float, float]:
-    """Returns epsilon from both sides: ``(lower, estimate, upper)``. Report the upper bound.
+    """Returns bounds on epsilon and an estimate, ``(lower, estimate, upper)``. Report the upper bound.
 
     Args:
         noise_multiplier: As for `epsilon`.
@@ -125,9 +124,9 @@ def calibrate(
         relation: As for `epsilon`.
 
     Returns:
-        The noise multiplier. `calibration` also returns its privacy cost, and includes earlier charges.
+        The noise multiplier. Use `calibration` to include earlier charges, or for the epsilon that is reached.
     """
-    return calibrating.calibration(
+    return noise_calibration.calibration(
         target_epsilon=target_epsilon,
         target_delta=target_delta,
         sample_rate=sample_rate,
@@ -158,14 +157,14 @@ def steps_within(
         relation: As for `epsilon`.
 
     Returns:
-        The largest number of steps whose `epsilon` is at most the target; may be 0.
+        The largest number of steps at which `epsilon` is at most the target; may be 0.
 
     Raises:
         InvalidBudgetError: If an argument is out of range, or 2**40 steps cost less than the target.
     """
     target = arguments.epsilon_in_range(target_epsilon, "target_epsilon", zero=False)
-    low, high = 0, _MOST_STEPS + 1  # low fits, high does not
-    steps, exponent, last = 1, _SQUARE_ROOT, (0, 0.0)
+    low, high = 0, _MAX_STEPS + 1  # low is within the budget, high is not
+    steps, exponent, last = 1, _INITIAL_EXPONENT, (0, 0.0)
     for attempt in itertools.count():
         if high - low <= 1:
             break
@@ -181,14 +180,15 @@ def steps_within(
         if 0 < last[1] < math.inf and 0 < cost < math.inf and cost != last[1]:
             exponent = max(0.2, math.log(cost / last[1]) / math.log(steps / last[0]))
         last = (steps, cost)
-        # Epsilon is approximately a power of the steps: aim at the last number that fits, then check adjacent ones.
+        # Epsilon is approximately a power of the steps, which gives a guess of the largest number within the budget.
         guess = steps * min(1e3, min(1e30, target / cost) ** (1 / exponent)) if 0 < cost < math.inf else 1e3 * steps
-        near = math.floor(guess) + (math.floor(guess) == low)
-        steps = near if attempt < _GUESSES and low < near < high else (low + high) // 2
-    if low == _MOST_STEPS:
+        rounded = math.floor(guess) + (math.floor(guess) == low)
+        steps = rounded if attempt < _GUESSES and low < rounded < high else (low + high) // 2
+    if low == _MAX_STEPS:
         raise InvalidBudgetError(
-            f"accounting.steps_within: {low:,} steps cost less than target_epsilon={target:g}.",
-            fix="The budget does not limit training: choose the number of steps freely.",
+            f"accounting.steps_within: {low:,} steps cost less than target_epsilon={target:g}, so the budget does not "
+            "limit training.",
+            fix="Choose any number of steps.",
         )
     return low
 

@@ -1,4 +1,4 @@
-"""Privacy events: records that completely describe a release for accountants."""
+"""Privacy events: complete descriptions of releases, for accountants."""
 
 import enum
 import math
@@ -19,23 +19,22 @@ class Relation(enum.Enum):
     """Neighboring relation of data sets."""
 
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
-    """One data set has an example more. The number of examples is private."""
+    """One data set has one example more. The number of examples is private."""
     ZERO_OUT = "zero-out"
-    """One example contributes nothing ("replace special"). The cost is that of add-or-remove; N is public."""
+    """One example contributes zero ("replace special"). The cost is that of add-or-remove, and N is public."""
     REPLACE_ONE = "replace-one"
     """One example is replaced, which doubles the sensitivity of a sum."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Relation":
         """Accepts "add_remove", "zero_out" and "replace_one", also with dashes. Raises for other values."""
-        short = {"add-remove": cls.ADD_OR_REMOVE_ONE, "replace-special": cls.ZERO_OUT}
-        spelled = value.lower().replace("_", "-") if isinstance(value, str) else ""
-        found = short.get(spelled) or next((one for one in cls if one.value == spelled), None)
-        if found is None:
-            raise InvalidBudgetError(
-                f"{value!r} is not a valid Relation.", fix=f"Choose one of {', '.join(repr(one.value) for one in cls)}."
-            )
-        return found
+        aliases = {"add-remove": cls.ADD_OR_REMOVE_ONE, "replace-special": cls.ZERO_OUT}
+        name = value.lower().replace("_", "-") if isinstance(value, str) else ""
+        relation = aliases.get(name) or next((member for member in cls if member.value == name), None)
+        if relation is None:
+            choices = ", ".join(repr(member.value) for member in cls)
+            raise InvalidBudgetError(f"{value!r} is not a valid Relation.", fix=f"Choose one of {choices}.")
+        return relation
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class PoissonGaussianEvent(BaseEvent):
         return self.sample_rate
 
     def rounded(self) -> "PoissonGaussianEvent":
-        """See `BaseEvent.rounded`: the last digits of the rate may differ."""
+        """See `BaseEvent.rounded`: rounds the sampling rate, whose last digits may differ."""
         return replace(self, sample_rate=float(f"{self.sample_rate:.12g}"))
 
 
@@ -79,15 +78,15 @@ class CyclicGaussianEvent(BaseEvent):
     """One step of a run with banded noise and cyclic sampling.
 
     Each example is in one of ``cycle_length`` groups. A step samples each example of one group with ``sample_rate``,
-    and the noise has at most ``cycle_length`` bands. All steps of the run together cost as much as one Poisson-sampled
-    Gaussian for each cycle, including an incomplete one (Choquette-Choo et al. 2023, theorem 4).
+    and the noise has at most ``cycle_length`` bands. The run costs as much as one Poisson-sampled Gaussian per cycle,
+    including an incomplete one (Choquette-Choo et al. 2023, theorem 4).
 
     Attributes:
         sample_rate: Sampling rate within the group.
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
         cycle_length: Number of groups.
-        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a run of
-            its own.
+        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a separate
+            run.
     """
 
     sample_rate: float
@@ -114,17 +113,17 @@ class CyclicGaussianEvent(BaseEvent):
 
 @dataclass(frozen=True)
 class MatrixGaussianEvent(BaseEvent):
-    """One step of a run with noise correlated across steps, in which examples participate once in every cycle.
+    """One step of a run with noise correlated across steps, in which examples participate once per cycle.
 
-    All steps so far are one Gaussian mechanism, of the contributions of all participations.
+    All steps so far form one Gaussian mechanism, whose sensitivity includes all participations of an example.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
         cycle_length: Minimum number of steps between two participations.
         sq_sensitivities: For each number of cycles, the squared sensitivity of all steps so far relative to that of one
             participation. Nondecreasing.
-        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a run of
-            its own.
+        run: Name of the run. The noise of different runs is independent. Without a name, each step counts as a separate
+            run.
     """
 
     noise_multiplier: float
@@ -137,7 +136,7 @@ class MatrixGaussianEvent(BaseEvent):
         object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
         squares = tuple(arguments.epsilon_in_range(square, "sq_sensitivities") for square in self.sq_sensitivities)
         if not squares or list(squares) != sorted(squares):
-            raise ValueError("MatrixGaussianEvent.sq_sensitivities must hold a number for each cycle, nondecreasing.")
+            raise ValueError("MatrixGaussianEvent.sq_sensitivities must be one number per cycle, nondecreasing.")
         object.__setattr__(self, "sq_sensitivities", squares)
         if not isinstance(self.run, str):
             raise TypeError(f"MatrixGaussianEvent.run is a {type(self.run).__name__}; it must be a str.")
@@ -145,7 +144,7 @@ class MatrixGaussianEvent(BaseEvent):
     def precision(self, steps: int) -> float:
         """Returns ``1 / noise_multiplier**2`` of the Gaussian mechanism formed by these steps.
 
-        Steps beyond those of the run count as another run, as for a history that was loaded twice.
+        Further steps count as another run, as for a history that was loaded twice.
 
         Args:
             steps: Number of steps in the run, at least 1.
@@ -166,7 +165,7 @@ class NonPrivateEvent(BaseEvent):
 
     @property
     def noiseless(self) -> bool:
-        """True: it has no noise."""
+        """True, because the release has no noise."""
         return True
 
 
@@ -189,7 +188,7 @@ class UnclaimedEvent(BaseEvent):
         return self.reason or "no reason is given"
 
     def rounded(self) -> "UnclaimedEvent":
-        """See `BaseEvent.rounded`: the event without amplification may be missing."""
+        """See `BaseEvent.rounded`: omits the event without amplification."""
         return replace(self, unamplified=None)
 
 
@@ -213,7 +212,7 @@ def release_event(*, noise_multiplier: float, sample_rate: float = 1.0) -> Event
 
     Args:
         noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
-        sample_rate: Probability of each example to be in the batch, independently of the others.
+        sample_rate: Probability that an example is in the batch, independently of the others.
 
     Returns:
         ``NonPrivateEvent`` without noise, ``GaussianEvent`` at sampling rate 1, otherwise ``PoissonGaussianEvent``.
@@ -246,23 +245,25 @@ def event_to_state(event: Event) -> dict[str, Any]:
     state = {"type": _NAMES[type(event)], **asdict(event)}
     state.pop("unamplified", None)
     if event.is_selection:
-        state["base"] = [[event_to_state(one), count] for one, count in getattr(event, "base")]  # noqa: B009
+        state["base"] = [[event_to_state(part), count] for part, count in getattr(event, "base")]  # noqa: B009
         state["shape"] = None if math.isinf(state["shape"]) else state["shape"]
     return state
 
 
 def event_from_state(state: Mapping[str, Any]) -> Event:
-    """Returns the event of an `event_to_state` result."""
+    """Returns the event of a result of `event_to_state`."""
     if not isinstance(state, Mapping):
         raise LedgerError(f"An event of the ledger is a {type(state).__name__}, not a dictionary.")
     fields = dict(state)
     name = fields.pop("type", None)
     if not isinstance(name, str) or name not in _TYPES:
-        raise LedgerError(f"The ledger holds an event of unknown type {name!r}.", fix=f"Known: {', '.join(_TYPES)}.")
+        raise LedgerError(
+            f"The ledger contains an event of unknown type {name!r}.", fix=f"Known types: {', '.join(_TYPES)}."
+        )
     try:
         if name == "repeat-and-select":
-            fields["base"] = tuple((event_from_state(one), count) for one, count in fields["base"])
+            fields["base"] = tuple((event_from_state(part), count) for part, count in fields["base"])
             fields["shape"] = math.inf if fields["shape"] is None else fields["shape"]
         return _TYPES[name](**fields)
     except (TypeError, ValueError, KeyError) as error:
-        raise LedgerError(f"The ledger holds a damaged event {dict(state)!r}: {error}") from error
+        raise LedgerError(f"The ledger contains a damaged event {dict(state)!r}: {error}") from error

@@ -1,8 +1,8 @@
-"""Gaussian differential privacy: closed form, only for cases in which it is exact.
+"""Accountant with Gaussian differential privacy, for the cases in which its closed form is exact.
 
-A composition of unsampled Gaussian mechanisms is one Gaussian mechanism, whose trade-off is that of N(0, 1) against
-N(mu, 1) (Dong, Roth, Su 2019, 1905.02383). With sampling, this form only holds in a limit and underestimates the cost,
-so it is not supported.
+A composition of Gaussian mechanisms without sampling is one Gaussian mechanism, whose trade-off is that of N(0, 1)
+against N(mu, 1) (Dong, Roth, Su 2019, arXiv:1905.02383). With sampling, this form only holds in a limit and
+underestimates the cost, so it is not supported.
 """
 
 import math
@@ -13,23 +13,23 @@ from . import arguments
 from .composition import Bounds, Composition
 from .events import Relation
 
-_MU_ROUNDING = 2.0**-50  # of the sum behind mu, its root and its double
-_ENORMOUS = 1e10
+_MU_ROUNDING = 2.0**-50  # relative rounding error of mu
+_LARGE_EPSILON = 1e10  # above this, `largest_mu` uses a bound
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Exact epsilon of unsampled Gaussians. Raises for other events."""
+    """Returns the exact epsilon of unsampled Gaussians. Raises for other events."""
     return epsilon_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), delta)
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Exact delta of unsampled Gaussians. Raises for other events."""
+    """Returns the exact delta of unsampled Gaussians. Raises for other events."""
     return delta_of_mu(exact_mu(composition, relation) * (1 + _MU_ROUNDING), epsilon)
 
 
 def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds:
-    """The exact epsilon, rounded down and up."""
+    """Returns the exact epsilon, rounded down and up."""
     mu = exact_mu(composition, relation)
     upper = epsilon_of_mu(mu * (1 + _MU_ROUNDING), delta)
     return Bounds(min(epsilon_of_mu(mu * (1 - _MU_ROUNDING), delta, above=False), upper), upper, upper)
@@ -38,7 +38,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
 def central_limit_epsilon(*, noise_multiplier: float, sample_rate: float, steps: int, delta: float) -> float:
     """Returns an APPROXIMATION of epsilon of Poisson-sampled Gaussians by a central limit theorem, not a bound.
 
-    It usually underestimates epsilon, by a third for small rates and noise. For comparison with papers.
+    It usually underestimates epsilon, by up to a third for small rates and noise. It is for comparison with papers.
 
     Source: Bu, Dong, Long, Su 2020 (arXiv:1911.11607), ``mu = q sqrt(T (e^(1/sigma^2) - 1))``.
 
@@ -103,7 +103,7 @@ def delta_of_mu(mu: float, epsilon: float) -> float:
         return 0.0
     if math.isinf(mu):
         return 1.0
-    # At epsilon 0 it is 2 Phi(mu / 2) - 1, below mu / sqrt(2 pi): a bound for mu so small that rounding dominates.
+    # At epsilon 0, delta is 2 Phi(mu / 2) - 1 < mu / sqrt(2 pi) < 0.4 mu. This bound is better if rounding dominates.
     return min(1.0, 0.4 * mu, math.exp(min(0.0, _log_delta(mu, epsilon))))
 
 
@@ -114,7 +114,7 @@ def epsilon_of_mu(mu: float, delta: float, *, above: bool = True) -> float:
     target = math.log(delta)
     if 0.4 * mu <= delta or _log_delta(mu, 0.0, above=above) <= target:
         return 0.0
-    # delta <= Phi(mu/2 - eps/mu) <= exp(-(eps/mu - mu/2)**2 / 2) for eps >= mu**2 / 2, so this end is safe.
+    # delta <= Phi(mu/2 - eps/mu) <= exp(-(eps/mu - mu/2)**2 / 2) for eps >= mu**2 / 2, so `high` is an upper bound.
     low, high = 0.0, mu * mu / 2 + mu * math.sqrt(-2 * target)
     while low < (middle := (low + high) / 2) < high:
         if _log_delta(mu, middle, above=above) <= target:
@@ -129,9 +129,9 @@ def largest_mu(epsilon: float, delta: float) -> float:
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)
-    if epsilon > _ENORMOUS:  # digits are lost, and the bound of `epsilon_of_mu` is as tight
-        spare = math.sqrt(-2 * target)
-        return math.hypot(spare, math.sqrt(2) * math.sqrt(epsilon)) - spare
+    if epsilon > _LARGE_EPSILON:  # _log_delta loses digits, and the bound in `epsilon_of_mu` is as tight
+        root = math.sqrt(-2 * target)
+        return math.hypot(root, math.sqrt(2) * math.sqrt(epsilon)) - root
     low, high = 0.0, 1.0
     while _log_delta(high, epsilon) <= target:
         low, high = high, 2 * high
@@ -144,9 +144,9 @@ def largest_mu(epsilon: float, delta: float) -> float:
 
 
 def _log_delta(mu: float, epsilon: float, *, above: bool = True) -> float:
-    """Log of delta, raised or lowered by a bound on its own rounding error."""
+    """Returns the log of delta plus a bound on its rounding error, or minus this bound."""
     near, far = mu / 2 - epsilon / mu, -mu / 2 - epsilon / mu
-    # e^eps phi(far) = phi(near), so the two terms differ by a ratio of Mills ratios alone and nothing large cancels.
+    # e^eps phi(far) = phi(near), so the ratio of the terms is a ratio of Mills ratios, without cancellation.
     mills_near, mills_far = _log_mills(near), _log_mills(far)
     ratio = min(mills_far - mills_near, -1e-300)
     rounding = 2.0**-50 * (1 + near * near + (1 + abs(mills_near) + abs(mills_far)) / -ratio)
@@ -155,7 +155,7 @@ def _log_delta(mu: float, epsilon: float, *, above: bool = True) -> float:
 
 
 def _log_mills(x: float) -> float:
-    """``log(Phi(x) / phi(x))``."""
+    """Returns ``log(Phi(x) / phi(x))``."""
     if x > -6:
         log_cdf = (
             math.log1p(-0.5 * math.erfc(x / math.sqrt(2))) if x > 0 else math.log(0.5 * math.erfc(-x / math.sqrt(2)))

@@ -24,7 +24,7 @@ _SCHEMA = 1
 
 @dataclass(frozen=True)
 class Charge:
-    """``count`` equal entries. All kinds count for epsilon: a batch may be discarded because of the data."""
+    """``count`` equal ledger entries. All kinds count for epsilon, because data may cause a batch to be discarded."""
 
     event: Event
     count: int = 1
@@ -36,7 +36,7 @@ class Charge:
             raise TypeError(f"Charge.event is a {type(self.event).__name__}; it must be one of {names}.")
         if self.kind not in KINDS:
             raise InvalidBudgetError(f"kind={self.kind!r} is not known.", fix=f"Choose one of {', '.join(KINDS)}.")
-        if type(self.count) is not int or not 0 < self.count <= arguments.MOST_COUNT:
+        if type(self.count) is not int or not 0 < self.count <= arguments.MAX_COUNT:
             object.__setattr__(self, "count", arguments.count("count", self.count))
 
 
@@ -54,7 +54,7 @@ class Ledger:
         self._charges: list[Charge] = []
         self._counts: dict[Event, int] = {}
         self._total = 0
-        self._steps = 0  # a running sum, because the history grows with the run
+        self._steps = 0  # a running sum, because summing the history takes longer as the run grows
 
     def charge(self, event: Event, *, count: int = 1, kind: str = "release") -> None:
         """Appends ``count`` equal entries. Call it before the release that they account for.
@@ -70,16 +70,16 @@ class Ledger:
         charge = Charge(event, count, kind)
         _check_total(self._total + charge.count)
         self._append(charge)
-        with ExitStack() as calls:  # calls all of them, in order, also if one raises
+        with ExitStack() as calls:  # calls all observers in order, even if one raises
             for observer in reversed(self._observers):
                 calls.callback(observer, charge)
 
     def observe(self, observer: Callable[[Charge], object]) -> Callable[[], None]:
-        """Calls a function with each charge from now on, until the function that this returns is called.
+        """Calls a function with each new charge, until the returned function is called.
 
-        The charge is in the ledger before the call, and its release comes after the call. If an observer raises,
-        the charge stands, the other observers are called, and the error propagates to the caller of `charge`.
-        ``load_state_dict`` calls no observer. An observer is not added twice.
+        The observer is called after the charge is in the ledger and before its release. If an observer raises, the
+        charge remains, the other observers are called, and the error propagates to the caller of `charge`.
+        ``load_state_dict`` does not call observers. An observer is not added twice.
 
         Args:
             observer: Called with a `Charge`, not merged with the charges before it.
@@ -91,7 +91,7 @@ class Ledger:
             self._observers += (observer,)
 
         def remove() -> None:
-            self._observers = tuple(one for one in self._observers if one != observer)
+            self._observers = tuple(other for other in self._observers if other != observer)
 
         return remove
 
@@ -104,7 +104,7 @@ class Ledger:
         self._counts[charge.event] = self._counts.get(charge.event, 0) + charge.count
         last = self._charges[-1] if self._charges else None
         if last is not None and (last.event, last.kind) == (charge.event, charge.kind):
-            merged = copy.copy(last)  # copied, because callers hold the last charge; fields and total are validated
+            merged = copy.copy(last)  # a copy, because callers may hold the last charge; fields are already validated
             object.__setattr__(merged, "count", last.count + charge.count)
             self._charges[-1] = merged
         else:
@@ -117,7 +117,7 @@ class Ledger:
 
     @property
     def totals(self) -> tuple[Charge, ...]:
-        """Each event once, with its count over all kinds. Determines epsilon; its size does not grow with the run."""
+        """Each event once, with its count over all kinds. Determines epsilon. The size does not grow with the run."""
         return tuple(Charge(event, count) for event, count in self._counts.items())
 
     @property
@@ -146,8 +146,8 @@ class Ledger:
 
         Args:
             state: Result of `state_dict`, also after a round trip through JSON.
-            merge: Adds to the charges of this ledger. A history that is loaded into its own ledger counts twice, which
-                is safe.
+            merge: Whether to add to the charges of this ledger. A history that is loaded into its own ledger counts
+                twice, which is safe.
 
         Raises:
             LedgerError: If this ledger has charges and ``merge`` is not set, or if the state cannot be read. The ledger
@@ -155,10 +155,10 @@ class Ledger:
         """
         if self._charges and not merge:
             raise LedgerError(
-                f"This ledger already holds {self.steps} steps, which loading would discard.",
+                f"This ledger already has {self.steps} steps, which loading would discard.",
                 fix="Load before the first step, or pass merge=True to keep both.",
             )
-        charges = _read(state)
+        charges = _charges_of_state(state)
         try:
             _check_total(self._total + sum(charge.count for charge in charges))
         except InvalidBudgetError as error:
@@ -170,17 +170,15 @@ class Ledger:
 def checked_history(history: Iterable[Charge]) -> tuple[Charge, ...]:
     """Returns the charges of a history. Raises TypeError if it is not a sequence of charges."""
     if isinstance(history, (Ledger, Charge)):
-        found, fix = (
-            ("a Ledger", "ledger.history") if isinstance(history, Ledger) else ("a Charge", "a sequence: [charge]")
-        )
-        raise TypeError(f"A history is a sequence of charges, and this is {found}. Pass {fix}.")
+        fix = "ledger.history" if isinstance(history, Ledger) else "[charge]"
+        raise TypeError(f"history is a {type(history).__name__}; expected a sequence of charges. Pass {fix}.")
     charges = tuple(history)
     for charge in charges:
         if not isinstance(charge, Charge):
             kind = type(charge).__name__
             raise TypeError(
-                f"A history holds charges, and this one holds a {kind}. Pass each event with its count: "
-                "Charge(event, count) of dpengine.accounting."
+                f"The history contains a {kind}; expected charges. Pass dpengine.accounting.Charge(event, count) for "
+                "each event."
             )
     _check_total(sum(charge.count for charge in charges))
     return charges
@@ -198,14 +196,14 @@ def _steps(charge: Charge) -> int:
 
 
 def _check_total(total: int) -> None:
-    if total > arguments.MOST_COUNT:
+    if total > arguments.MAX_COUNT:
         raise InvalidBudgetError(
-            f"The charges of one history would add up to {total:,}, more than 2**62, the maximum.",
-            fix="Check the counts: at a million steps a second, 2**62 take 146,000 years.",
+            f"The total count of charges would be {total:,}, which exceeds the maximum of 2**62.",
+            fix="Check the counts: at a million steps per second, 2**62 take 146,000 years.",
         )
 
 
-def _read(state: Mapping[str, Any]) -> list[Charge]:
+def _charges_of_state(state: Mapping[str, Any]) -> list[Charge]:
     if not isinstance(state, Mapping):
         raise _damaged(f"it is a {type(state).__name__}, not the dictionary that state_dict returned")
     if state.get("schema") != _SCHEMA:
@@ -214,29 +212,29 @@ def _read(state: Mapping[str, Any]) -> list[Charge]:
             fix="Load it with the version that wrote it.",
         )
     _check_keys("the state", state, ("schema", "charges"))
-    rows = state["charges"]
-    if not isinstance(rows, (list, tuple)):
-        raise _damaged(f"charges is a {type(rows).__name__}, not a list")
-    return [_charge_of(row, f"charges[{index}]") for index, row in enumerate(rows)]
+    charges = state["charges"]
+    if not isinstance(charges, (list, tuple)):
+        raise _damaged(f"charges is a {type(charges).__name__}, not a list")
+    return [_charge_of(charge, f"charges[{index}]") for index, charge in enumerate(charges)]
 
 
-def _charge_of(row: Any, where: str) -> Charge:
-    if not isinstance(row, Mapping):
-        raise _damaged(f"{where} is a {type(row).__name__}, not a dictionary")
-    _check_keys(where, row, ("event", "count", "kind"))
+def _charge_of(state: Any, where: str) -> Charge:
+    if not isinstance(state, Mapping):
+        raise _damaged(f"{where} is a {type(state).__name__}, not a dictionary")
+    _check_keys(where, state, ("event", "count", "kind"))
     try:
-        return Charge(event_from_state(row["event"]), row["count"], row["kind"])
+        return Charge(event_from_state(state["event"]), state["count"], state["kind"])
     except (TypeError, InvalidBudgetError, LedgerError) as error:
         raise _damaged(f"{where}: {error}") from error
 
 
 def _check_keys(where: str, state: Mapping[Any, Any], known: tuple[str, ...]) -> None:
-    """Raises for unknown keys, which may increase the cost of a charge, and for missing ones."""
+    """Raises for missing keys, and for unknown keys, because they might increase the cost of a charge."""
     unknown, missing = [key for key in state if key not in known], [key for key in known if key not in state]
     if unknown or missing:
-        wrong = f"has {unknown[0]!r}, which this version does not support" if unknown else f"lacks {missing[0]!r}"
-        raise _damaged(f"{where} {wrong}")
+        reason = f"has {unknown[0]!r}, which this version does not support" if unknown else f"lacks {missing[0]!r}"
+        raise _damaged(f"{where} {reason}")
 
 
-def _damaged(found: str) -> LedgerError:
-    return LedgerError(f"The ledger state is damaged: {found.rstrip('.')}.", fix="Restore it from a backup.")
+def _damaged(reason: str) -> LedgerError:
+    return LedgerError(f"The ledger state is damaged: {reason.rstrip('.')}.", fix="Restore it from a backup.")

@@ -1,4 +1,4 @@
-"""Privacy events as events of the dp-accounting library, for a second opinion."""
+"""Converts privacy events to events of the dp-accounting library, for a second opinion."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
         import dp_accounting
     except ImportError as error:
         raise MissingDependencyError(
-            "dp-accounting is needed to state a history as its events.", fix="pip install dp-accounting"
+            "Converting events to those of dp-accounting needs that library.", fix="pip install dp-accounting"
         ) from error
     count = arguments.count("count", count)
     if type(event) not in _CONVERSIONS:
-        known = ", ".join(kind.__name__ for kind in _CONVERSIONS)
-        raise TypeError(f"accounting.to_dp_accounting takes an event, not a {type(event).__name__}: one of {known}.")
+        types = ", ".join(kind.__name__ for kind in _CONVERSIONS)
+        raise TypeError(f"accounting.to_dp_accounting: got a {type(event).__name__}. Pass one of {types}.")
     if event.noiseless:
         return dp_accounting.NonPrivateDpEvent()
-    one, number = _CONVERSIONS[type(event)](dp_accounting, event, count)
-    return dp_accounting.SelfComposedDpEvent(one, number) if number is not None else one
+    converted, number = _CONVERSIONS[type(event)](dp_accounting, event, count)
+    return dp_accounting.SelfComposedDpEvent(converted, number) if number is not None else converted
 
 
 def _poisson(library: Any, event: Any, count: int) -> tuple[Any, int]:
@@ -59,13 +59,13 @@ def _cyclic(library: Any, event: Any, count: int) -> tuple[Any, int]:
 
 
 def _truncated(library: Any, event: TruncatedGaussianEvent, count: int) -> tuple[Any, int]:
-    one = library.TruncatedSubsampledGaussianDpEvent(
+    truncated = library.TruncatedSubsampledGaussianDpEvent(
         dataset_size=event.num_examples,
         sampling_probability=event.sample_rate,
         truncated_batch_size=event.largest_batch,
         noise_multiplier=event.noise_multiplier,
     )
-    return one, event.cycles(count)
+    return truncated, event.cycles(count)
 
 
 def _fixed_size(library: Any, event: FixedSizeGaussianEvent, count: int) -> tuple[Any, int]:
@@ -76,15 +76,15 @@ def _fixed_size(library: Any, event: FixedSizeGaussianEvent, count: int) -> tupl
 def _mixture(library: Any, event: MixtureGaussianEvent, count: int) -> tuple[Any, int]:
     if event.missing:
         raise AccountingRefusedError(
-            f"The probabilities of a MixtureGaussianEvent miss {event.missing:.2g} of 1, which is infinite loss: "
-            "dp-accounting has no event for it.",
+            f"The probabilities of a MixtureGaussianEvent sum to {event.missing:.2g} less than 1, which counts as "
+            "infinite loss. dp-accounting has no event for it.",
             fix="Use accountant='pld', or probabilities of sum 1.",
         )
     return library.dp_event.MixtureOfGaussiansDpEvent(event.noise_multiplier, event.norms, event.probabilities), count
 
 
 def _selection(library: Any, event: RepeatAndSelectEvent, count: int) -> tuple[Any, int]:
-    base = library.ComposedDpEvent([to_dp_accounting(one, times) for one, times in event.base])
+    base = library.ComposedDpEvent([to_dp_accounting(part, times) for part, times in event.base])
     return library.dp_event.RepeatAndSelectDpEvent(base, event.mean, event.shape), count
 
 

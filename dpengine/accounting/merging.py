@@ -1,9 +1,9 @@
-"""Merging of similar releases of a long history, with little effect on a bound of epsilon.
+"""Merges similar releases of a long history, with little effect on a bound on epsilon.
 
-A release costs at most as much as one with a larger rate and less noise, and at least as much as one with a smaller
-rate and more noise. A history of many kinds is therefore split into cells, each of which is replaced by its most or
-least expensive corner. The cost of a release is only estimated here, by its Renyi divergence at an order that suits the
-history: the choice of cells affects accuracy, never soundness.
+A release costs at most as much as one with a larger sampling rate and less noise, and at least as much as one with a
+smaller rate and more noise. Distinct releases are therefore split into cells of the plane of rate and noise, and all
+releases of a cell are replaced by its most or least expensive corner. The costs of releases are estimated by the Renyi
+divergence at one order. The estimates affect the accuracy of the bound, never its soundness.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
 _ORDERS = (2, 3, 4, 5, 6, 8, 11, 16, 22, 32)
-_LOG_DELTA = math.log(1e-6)  # of a typical delta
+_LOG_DELTA = math.log(1e-6)  # log of a typical delta
 _MIN_NOISE, _MAX_NOISE = 1e-3, 1e100  # limits within which squares and their inverses are normal floats
-_CUTS = 32  # candidate cuts of a large cell, for each of two criteria
+_CUTS = 32  # number of candidate cuts of a large cell, for each of two criteria
 _HALVINGS = 40
 
 
@@ -30,8 +30,8 @@ class Kinds:
     """Distinct sampled Gaussians, in any order.
 
     Attributes:
-        rates: Between 0 and 1, ``(K,)``.
-        noise: Positive, ``(K,)``.
+        rates: Sampling rates, between 0 and 1 ``(K,)``.
+        noise: Noise multipliers, positive ``(K,)``.
         counts: Number of releases of each kind, ``(K,)``.
     """
 
@@ -40,23 +40,23 @@ class Kinds:
     counts: Floats
 
     def corner(self, cell: Integers, *, above: bool) -> tuple[float, float]:
-        """Returns rate and noise of a release that costs at least, or at most, as much as each of a cell."""
+        """Returns rate and noise of a release that costs at least (or at most) as much as each release of a cell."""
         rates, noise = self.rates[cell], self.noise[cell]
         return (float(rates.max()), float(noise.min())) if above else (float(rates.min()), float(noise.max()))
 
 
-def cells(kinds: Kinds, most: int, *, above: bool) -> list[Integers]:
+def cells(kinds: Kinds, max_cells: int, *, above: bool) -> list[Integers]:
     """Splits kinds into cells, always at the best cut, and returns the indices of the kinds in each cell.
 
     With ``above`` a cell is replaced by its most expensive corner, otherwise by its cheapest.
     """
     cutter = _Cutter(kinds, above)
-    found = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # a heap; the number breaks ties
-    for number in range(1, 2 * most - 1, 2):
-        for i, part in enumerate(heapq.heappop(found)[2].parts):
+    heap = [(-0.0, 0, cutter.cut(np.arange(len(kinds.rates))))]  # (negative gain, number that breaks ties, cut)
+    for number in range(1, 2 * max_cells - 1, 2):
+        for i, part in enumerate(heapq.heappop(heap)[2].parts):
             cut = cutter.cut(part)
-            heapq.heappush(found, (-cut.gain, number + i, cut))
-    return [cut.cell for _, _, cut in found]
+            heapq.heappush(heap, (-cut.gain, number + i, cut))
+    return [cut.cell for _, _, cut in heap]
 
 
 def typical(kinds: Kinds, cell: Integers) -> tuple[float, float]:
@@ -65,19 +65,19 @@ def typical(kinds: Kinds, cell: Integers) -> tuple[float, float]:
         return kinds.corner(cell, above=True)
     expensive, cheap = (np.log(kinds.corner(cell, above=above)) for above in (True, False))
     order, counts = _order(kinds), kinds.counts[cell]
-    aim = float(counts @ _cost(kinds.rates[cell], kinds.noise[cell], order) / counts.sum())
+    mean_cost = float(counts @ _cost(kinds.rates[cell], kinds.noise[cell], order) / counts.sum())
     low, high = 0.0, 1.0  # position between the cheapest and the most expensive corner
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         rate, noise = np.exp(cheap + middle * (expensive - cheap))
-        too_much = _cost(np.array([rate]), np.array([noise]), order)[0] > aim
+        too_much = _cost(np.array([rate]), np.array([noise]), order)[0] > mean_cost
         low, high = (low, middle) if too_much else (middle, high)
     return float(rate), float(noise)
 
 
 @dataclass(frozen=True)
 class _Cut:
-    """A cell, its parts if it has several kinds, and the decrease of the error by cutting."""
+    """A cell, its two parts if it has several kinds, and the decrease of the error by cutting."""
 
     cell: Integers
     parts: tuple[Integers, ...]
@@ -85,63 +85,61 @@ class _Cut:
 
 
 class _Cutter:
-    """Cuts cells, with the error of replacing them."""
+    """Cuts cells such that the error of replacing them by corners decreases most."""
 
     def __init__(self, kinds: Kinds, above: bool):
         self._counts, self._order = kinds.counts, _order(kinds)
         self._costs = kinds.counts * _cost(kinds.rates, kinds.noise, self._order)
-        sign = 1.0 if above else -1.0
-        self._sign, self._axes = (
-            sign,
-            (sign * kinds.rates, -sign * kinds.noise),
-        )  # larger is closer to the corner
+        self._sign = 1.0 if above else -1.0
+        self._axes = (self._sign * kinds.rates, -self._sign * kinds.noise)  # larger values are closer to the corner
 
     def cut(self, cell: Integers) -> _Cut:
-        """Returns the best straight cut of a cell."""
+        """Returns the best cut of a cell along one axis."""
         if len(cell) == 1:
             return _Cut(cell, (), -math.inf)
         counts = self._counts[cell].sum()
-        whole = counts * self._corner_costs(*(axis[cell].max(keepdims=True) for axis in self._axes))[0]
+        uncut = counts * self._corner_costs(*(axis[cell].max(keepdims=True) for axis in self._axes))[0]
         best = _Cut(cell, (), -math.inf)
         for axis in self._axes:
             ordered = cell[np.argsort(axis[cell], kind="stable")]
-            places = self._places(ordered)
-            first = np.cumsum(self._counts[ordered])[places - 1]
-            below = [np.maximum.accumulate(one[ordered])[places - 1] for one in self._axes]
-            beyond = [np.maximum.accumulate(one[ordered][::-1])[::-1][places] for one in self._axes]
+            cuts = self._candidate_cuts(ordered)
+            first = np.cumsum(self._counts[ordered])[cuts - 1]
+            below = [np.maximum.accumulate(values[ordered])[cuts - 1] for values in self._axes]
+            beyond = [np.maximum.accumulate(values[ordered][::-1])[::-1][cuts] for values in self._axes]
             both = first * self._corner_costs(*below) + (counts - first) * self._corner_costs(*beyond)
-            gains = self._sign * (whole - both)
-            at = int(np.argmax(gains))
-            if gains[at] > best.gain:
-                best = _Cut(cell, (ordered[: places[at]], ordered[places[at] :]), float(gains[at]))
+            gains = self._sign * (uncut - both)
+            index = int(np.argmax(gains))
+            if gains[index] > best.gain:
+                best = _Cut(cell, (ordered[: cuts[index]], ordered[cuts[index] :]), float(gains[index]))
         return best
 
-    def _places(self, ordered: Integers) -> Integers:
-        """Returns candidate cuts: all, or those at equal fractions of the members and of the cost."""
+    def _candidate_cuts(self, ordered: Integers) -> Integers:
+        """Returns the positions of candidate cuts: all, or those at equal fractions of the kinds and of the cost."""
         last = len(ordered) - 1
         if last <= 2 * _CUTS:
             return np.arange(1, last + 1)
         shares = np.cumsum(self._costs[ordered])
-        at = np.searchsorted(shares, np.linspace(0, shares[-1], _CUTS))
-        return np.unique(np.concatenate([at, at + 1, np.linspace(1, last, _CUTS, dtype=np.int64)]).clip(1, last))
+        by_cost = np.searchsorted(shares, np.linspace(0, shares[-1], _CUTS))
+        by_kinds = np.linspace(1, last, _CUTS, dtype=np.int64)
+        return np.unique(np.concatenate([by_cost, by_cost + 1, by_kinds]).clip(1, last))
 
     def _corner_costs(self, rates: Floats, noise: Floats) -> Floats:
         return _cost(self._sign * rates, -self._sign * noise, self._order)
 
 
 def _order(kinds: Kinds) -> int:
-    """Returns the order of the best bound on epsilon."""
-    best, found = math.inf, _ORDERS[0]
+    """Returns the order with the smallest bound on epsilon."""
+    best, best_order = math.inf, _ORDERS[0]
     for order in _ORDERS:
         epsilon = (float(kinds.counts @ _cost(kinds.rates, kinds.noise, order)) - _LOG_DELTA) / (order - 1)
         if epsilon > best:
             break
-        best, found = epsilon, order
-    return found
+        best, best_order = epsilon, order
+    return best_order
 
 
 def _cost(rates: Floats, noise: Floats, order: int) -> Floats:
-    """Log of the moment ``E[(dP/dQ)^order]`` of releases (Mironov, Talwar, Zhang 2019, 1908.10530)."""
+    """Returns ``log E[(dP/dQ)^order]`` of releases (Mironov, Talwar, Zhang 2019, arXiv:1908.10530)."""
     noise = np.clip(noise, _MIN_NOISE, _MAX_NOISE)
     total = np.full(len(rates), -np.inf)
     with np.errstate(all="ignore"):

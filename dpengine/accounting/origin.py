@@ -1,4 +1,4 @@
-"""Facts about the runs whose charges are in a ledger."""
+"""Descriptions of the runs whose charges are in a ledger."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FIX = "Pass the result of engine.state_dict()."
 
 @dataclass(frozen=True)
 class Origin:
-    """Facts about a run that a report states. The defaults are those of an unknown run.
+    """Description of a run, for reports. The defaults are those of an unknown run.
 
     Attributes:
         sampling: Sampling scheme.
@@ -25,7 +25,7 @@ class Origin:
         kind: Generator of the noise.
         cryptographic: Whether that generator is cryptographic.
         insecure_seed: Whether the noise is derived from a seed that can be guessed.
-        loss_checked: Whether samples were probed for dependence on each other, and none was found.
+        loss_checked: Whether the samples were checked to be independent of each other.
         processes: Number of processes of the run.
         resumed: Whether the run was resumed from a checkpoint, and later steps of the saving process may be missing.
     """
@@ -41,18 +41,18 @@ class Origin:
     resumed: bool = False
 
     def state(self) -> dict[str, Any]:
-        """Returns the known facts as plain JSON values, for `origins_in`."""
-        known = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
-        return known | ({} if self.relation is None else {"relation": self.relation.value})
+        """Returns the fields that are not None as plain JSON values, for `origins_in`."""
+        state = {item.name: getattr(self, item.name) for item in fields(self) if getattr(self, item.name) is not None}
+        return state | ({} if self.relation is None else {"relation": self.relation.value})
 
 
 def states_of(origins: Iterable[Origin]) -> list[dict[str, Any]]:
-    """Returns the states of origins, in an order that depends on them alone."""
-    return sorted((one.state() for one in origins), key=str)
+    """Returns the states of origins, in an order that depends only on the states."""
+    return sorted((origin.state() for origin in origins), key=str)
 
 
 def origins_in(state: Mapping[str, Any]) -> tuple[Origin, ...]:
-    """Returns the origins in ``state["origins"]``. Earlier versions stored names of sampling schemes only.
+    """Returns the origins in ``state["origins"]``. Earlier versions only stored names of sampling schemes.
 
     Args:
         state: State of an engine, or an entry of a ledger file about loaded charges.
@@ -61,7 +61,7 @@ def origins_in(state: Mapping[str, Any]) -> tuple[Origin, ...]:
         The origins; an unknown one if the state has none.
 
     Raises:
-        LedgerError: If the origins are damaged, or have facts that this version does not support.
+        LedgerError: If the origins are damaged, or have fields that this version does not support.
     """
     stored = state.get("origins")
     if stored is None:
@@ -69,9 +69,9 @@ def origins_in(state: Mapping[str, Any]) -> tuple[Origin, ...]:
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise LedgerError("The engine's state has 'samplings' that are not a list of names.", fix=_FIX)
         stored = [{"sampling": name} for name in names]
-    if not isinstance(stored, list) or not all(isinstance(one, Mapping) for one in stored):
+    if not isinstance(stored, list) or not all(isinstance(origin, Mapping) for origin in stored):
         raise LedgerError("The engine's state has 'origins' that are not a list of mappings.", fix=_FIX)
-    return tuple(_origin(one) for one in stored) or (Origin(),)
+    return tuple(_origin(origin) for origin in stored) or (Origin(),)
 
 
 def _origin(stored: Mapping[str, Any]) -> Origin:
@@ -98,18 +98,18 @@ _TYPES: Mapping[str, type] = {
 
 
 def relation_of(origins: Iterable[Origin]) -> Relation:
-    """Returns the relation of all charges: that of the runs if they agree and it is known, otherwise zero-out.
+    """Returns the relation of all charges: that of the runs if it is known and equal for all, otherwise zero-out.
 
-    Every analysis holds for zero-out. It makes the number of examples public, as it is if any run reveals it.
+    Every analysis is valid for zero-out. Zero-out makes the number of examples public.
     """
     relations = {origin.relation for origin in origins}
     return (relations.pop() if len(relations) == 1 else None) or Relation.ZERO_OUT
 
 
 def unit_of(origins: Iterable[Origin]) -> str | None:
-    """Returns the privacy unit of all runs; None if it is unknown for all.
+    """Returns the privacy unit of all runs; None if it is unknown for all runs.
 
-    Costs of different units cannot be added or converted: removing one example may change the clipped gradient of its
+    Costs for different units cannot be added or converted: removing one example may change the clipped gradient of its
     user by twice the clipping norm.
 
     Args:
@@ -124,7 +124,7 @@ def unit_of(origins: Iterable[Origin]) -> str | None:
     units = sorted({origin.unit for origin in origins if origin.unit is not None})
     if len(units) > 1:
         raise LedgerError(
-            f"Some runs protect each {units[0]!r} and others each {units[1]!r}: their costs cannot be added.",
+            f"Some runs protect each {units[0]!r}, others each {units[1]!r}. Their costs cannot be added.",
             fix="Use a separate engine and ledger for each unit of privacy.",
         )
     return units[0] if units else None

@@ -1,9 +1,9 @@
-"""Text and tables by which terminals and notebooks show the engine, the loader, the ledger and the report."""
+"""Text and HTML representations of the engine, the loader, the ledger and the report."""
 
 import html
 from collections.abc import Mapping
 
-MOST_ROWS = 20
+MAX_ROWS = 20
 
 
 def text_line(title: str, values: Mapping[str, object]) -> str:
@@ -12,10 +12,10 @@ def text_line(title: str, values: Mapping[str, object]) -> str:
 
 
 def html_table(title: str, values: Mapping[str, object]) -> str:
-    """Returns the title and the first ``MOST_ROWS`` values as HTML, escaped."""
+    """Returns the title and the first ``MAX_ROWS`` values as HTML, escaped."""
     rows = [f"<tr><th>{_escaped(name)}</th><td>{_escaped(value)}</td></tr>" for name, value in values.items()]
-    more = f"<p>and {len(rows) - MOST_ROWS} more</p>" if len(rows) > MOST_ROWS else ""
-    return f"<p><b>{_escaped(title)}</b></p><table>{''.join(rows[:MOST_ROWS])}</table>{more}"
+    more = f"<p>and {len(rows) - MAX_ROWS} more</p>" if len(rows) > MAX_ROWS else ""
+    return f"<p><b>{_escaped(title)}</b></p><table>{''.join(rows[:MAX_ROWS])}</table>{more}"
 
 
 def _escaped(value: object) -> str:

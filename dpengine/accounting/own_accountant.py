@@ -1,4 +1,4 @@
-"""Interface of custom accountants, and checks of the object and its return values."""
+"""Interface of custom accountants, and checks of accountants and of the values that they return."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from .ledger import Charge
 
 
 class Accountant(Protocol):
-    """Contract of a user's own accountant, for ``PrivacyEngine(accountant=...)`` and the functions of this package.
+    """Interface of custom accountants, for ``PrivacyEngine(accountant=...)`` and the functions of this package.
 
-    Any object with these members is accepted; it need not be a subclass. Two more methods are optional:
+    Any object with these members is accepted; it need not be a subclass. Two methods are optional:
 
-    - ``charged(charge)`` observes each `Charge` once it is in the engine's ledger and before the optimizer's update.
-      ``charge.kind`` is ``"release"`` for a step and ``"void"`` for a discarded batch. It does not observe charges
-      loaded from a state or a file; the history that ``epsilon`` receives holds them. See `Ledger.observe`.
+    - ``charged(charge)`` is called with each `Charge` after it is added to the engine's ledger and before the
+      optimizer's update. ``charge.kind`` is ``"release"`` for a step and ``"void"`` for a discarded batch. It is not
+      called with charges that are loaded from a state or a file; the history of ``epsilon`` contains these. See
+      `Ledger.observe`.
     - ``bounds(history, delta, relation)`` returns a lower bound, an estimate and an upper bound on epsilon.
 
-    The library does not verify the values. It raises if a value is not a number, is NaN or is out of range. It does not
-    call the accountant for an empty history, which costs nothing, a release without noise, which costs infinity, or a
-    release without a privacy claim, which raises AccountingRefusedError. An accountant raises AccountingRefusedError
-    for a history that it cannot bound. The same arguments must give the same value: the engine caches how many steps
-    fit the budget.
+    The library raises if a value is not a number, is NaN or is out of range; it cannot verify that the bounds hold. It
+    does not call the accountant for an empty history (epsilon is 0), a release without noise (infinity), or a release
+    without a privacy analysis (AccountingRefusedError). The accountant must raise AccountingRefusedError for a history
+    that it does not support. It must return the same value for the same arguments, because the engine caches how many
+    steps are within the budget.
     """
 
     @property
@@ -37,8 +38,8 @@ class Accountant(Protocol):
         """Returns an upper bound on epsilon, at least 0.
 
         Args:
-            history: All charges; those with equal events may be merged. The cost depends neither on their order
-                nor on their kind, and more charges do not cost less.
+            history: All charges. Charges with equal events may be merged. The result must not depend on their order or
+                kind, and must not decrease with more charges.
             delta: In (0, 1).
             relation: Neighboring relation.
         """
@@ -54,7 +55,7 @@ class Accountant(Protocol):
 
 
 def check_accountant(accountant: object) -> None:
-    """Raises TypeError if an object does not fulfill the contract."""
+    """Raises TypeError if an object does not satisfy `Accountant`."""
     if isinstance(accountant, type):
         raise TypeError(f"accountant is the class {accountant.__name__}. Pass an instance of it.")
     owner = type(accountant).__name__
@@ -72,7 +73,7 @@ def check_accountant(accountant: object) -> None:
 
 
 def name_of(accountant: str | Accountant) -> str:
-    """Returns the name of an accountant, which is not checked."""
+    """Returns the name of an accountant, without checks."""
     return accountant if isinstance(accountant, str) else accountant.name
 
 
@@ -83,18 +84,18 @@ def observer_of(accountant: str | Accountant) -> Callable[[Charge], object] | No
 
 def epsilon_by(accountant: Accountant, history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
     """Returns the accountant's upper bound on epsilon, checked."""
-    known = _trivial_epsilon(history)
-    if known is not None:
-        return known
+    epsilon = _epsilon_without_analysis(history)
+    if epsilon is not None:
+        return epsilon
     return _checked(accountant, "epsilon", accountant.epsilon(history, delta, relation))
 
 
 def delta_by(accountant: Accountant, history: tuple[Charge, ...], epsilon: float, relation: Relation) -> float:
     """Returns the accountant's upper bound on delta, checked."""
-    known = _trivial_epsilon(history)
-    if known is not None:
-        return min(known, 1.0)
-    return _checked(accountant, "delta", accountant.delta(history, epsilon, relation), most=1.0)
+    trivial_epsilon = _epsilon_without_analysis(history)
+    if trivial_epsilon is not None:
+        return min(trivial_epsilon, 1.0)
+    return _checked(accountant, "delta", accountant.delta(history, epsilon, relation), max_value=1.0)
 
 
 def bounds_by(
@@ -104,33 +105,35 @@ def bounds_by(
     bounds = getattr(accountant, "bounds", None)
     if bounds is None:
         return None
-    known = _trivial_epsilon(history)
-    if known is not None:
-        return known, known, known
-    found = bounds(history, delta, relation)
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
+    epsilon = _epsilon_without_analysis(history)
+    if epsilon is not None:
+        return epsilon, epsilon, epsilon
+    returned = bounds(history, delta, relation)
+    if not isinstance(returned, (tuple, list)) or len(returned) != 3:
         raise TypeError(
-            f"accountant {accountant.name!r}: bounds() must return (lower, estimate, upper), not {found!r}."
+            f"accountant {accountant.name!r}: bounds() returned {returned!r}; expected (lower, estimate, upper)."
         )
-    lower, estimate, upper = (_checked(accountant, "bounds", value) for value in found)
+    lower, estimate, upper = (_checked(accountant, "bounds", value) for value in returned)
     if not lower <= estimate <= upper:
-        raise ValueError(f"accountant {accountant.name!r}: bounds() returned {found!r}, which is not in rising order.")
+        raise ValueError(
+            f"accountant {accountant.name!r}: bounds() returned {returned!r}, which is not in ascending order."
+        )
     return lower, estimate, upper
 
 
-def _trivial_epsilon(history: tuple[Charge, ...]) -> float | None:
-    """Returns epsilon if it needs no analysis: 0 without charges, infinity without noise; otherwise None."""
+def _epsilon_without_analysis(history: tuple[Charge, ...]) -> float | None:
+    """Returns 0 for an empty history and infinity for a release without noise; otherwise None."""
     composition = compose(history)  # raises if no epsilon is claimed for a release
     if composition.non_private:
         return math.inf
     return 0.0 if composition.empty else None
 
 
-def _checked(accountant: Accountant, method: str, value: object, most: float = math.inf) -> float:
+def _checked(accountant: Accountant, method: str, value: object, max_value: float = math.inf) -> float:
     where = f"accountant {accountant.name!r}: {method}() returned {value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{where}, which is not a number.")
     number = float(value)
-    if not 0 <= number <= most:
-        raise ValueError(f"{where}, which is not in [0, {most:g}].")
+    if not 0 <= number <= max_value:
+        raise ValueError(f"{where}, which is not in [0, {max_value:g}].")
     return number

@@ -22,7 +22,7 @@ class FirstAnswer:
         epsilon: Infinity if no accountant supports the history.
         accountant_used: A name of `ACCOUNTANTS`; None if no accountant supports the history.
         relation: Relation of the bound.
-        refusals: Error messages of the accountants that were tried before.
+        refusals: Error messages of the accountants that do not support the history.
     """
 
     epsilon: float

@@ -17,7 +17,7 @@ from .ledger import Charge, checked_history
 
 Floats = npt.NDArray[np.float64]
 
-_LARGEST = 1e300
+_MAX_ORDER = 1e300
 
 
 def renyi_divergences(*, noise_multiplier: float, sample_rate: float, orders: Iterable[float]) -> Floats:
@@ -44,14 +44,14 @@ def epsilon_by_orders(
         Epsilon, 0.0 if nothing was charged and infinity for a release without noise, and an order.
 
     Raises:
-        AccountingRefusedError: For what has no such bound: see `epsilon_of` with "rdp".
+        AccountingRefusedError: If the history has no such bound. See `epsilon_of` with "rdp".
         InvalidBudgetError: If an argument is out of range.
     """  # noqa: DOC502 - the checks raise on our behalf
-    delta, asked = arguments.delta_in_range(delta), _checked(orders)
+    delta, checked_orders = arguments.delta_in_range(delta), _checked(orders)
     composition = compose(checked_history(history))
     if composition.empty or composition.non_private:
-        return (math.inf if composition.non_private else 0.0), asked[-1]
-    return rdp.curve(composition, Relation(relation), asked).epsilon(delta)
+        return (math.inf if composition.non_private else 0.0), checked_orders[-1]
+    return rdp.curve(composition, Relation(relation), checked_orders).epsilon(delta)
 
 
 def epsilon_of_divergences(orders: Iterable[float], rho: Iterable[float], delta: float) -> tuple[float, float]:
@@ -59,22 +59,23 @@ def epsilon_of_divergences(orders: Iterable[float], rho: Iterable[float], delta:
 
     Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), proposition 12.
     """
-    asked, values = _checked(orders), np.asarray(list(rho), dtype=np.float64)
+    checked_orders, values = _checked(orders), np.asarray(list(rho), dtype=np.float64)
     delta = arguments.delta_in_range(delta)
-    if len(asked) != len(values):
+    if len(checked_orders) != len(values):
         raise InvalidBudgetError(
-            f"rho has {len(values)} numbers for {len(asked)} orders.", fix="Pass one divergence for each order."
+            f"rho has {len(values)} numbers for {len(checked_orders)} orders.",
+            fix="Pass one divergence for each order.",
         )
-    known = np.isfinite(values)
-    if not known.any():
+    finite = np.isfinite(values)
+    if not finite.any():
         return math.inf, math.nan
-    return rdp.best_epsilon(np.where(known, values, np.inf), np.array(asked), delta)
+    return rdp.best_epsilon(np.where(finite, values, np.inf), np.array(checked_orders), delta)
 
 
-def _checked(orders: Iterable[float], most: float = _LARGEST) -> tuple[float, ...]:
-    asked = tuple(arguments.real("orders", order) for order in orders)
-    if not asked or not all(1 < order <= most for order in asked):
+def _checked(orders: Iterable[float], max_order: float = _MAX_ORDER) -> tuple[float, ...]:
+    checked_orders = tuple(arguments.real("orders", order) for order in orders)
+    if not checked_orders or not all(1 < order <= max_order for order in checked_orders):
         raise InvalidBudgetError(
-            f"orders must hold numbers above 1 and at most {most:g}.", fix="Pass orders=[1.5, 2, 4, 8, 16, 32]."
+            f"orders must be numbers above 1 and at most {max_order:g}.", fix="Pass orders=[1.5, 2, 4, 8, 16, 32]."
         )
-    return asked
+    return checked_orders

@@ -1,6 +1,6 @@
-"""The privacy event of a step, from the participation of examples and the correlation of noise.
+"""Privacy event of a step, by the participation of examples and the correlation of the noise.
 
-The table at the end is the only place that combines them. A combination without a row has no privacy analysis.
+The table at the end maps each combination to an event. A combination without a row has no privacy analysis.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from .events import (
 )
 
 ONE_RUN = "one run"
-"""Name in events that are charged for one run only, to compute its epsilon."""
+"""Run name of events that are only used to compute the epsilon of a single run."""
 
 
 class BaseParticipation:
-    """Attributes of participation with their usual values."""
+    """Base class of participations, with default values."""
 
-    apart: ClassVar[int] = 0
-    """Minimum number of steps between two participations of an example; 0 if it is not known."""
+    min_separation: ClassVar[int] = 0
+    """Minimum number of steps between two participations of an example; 0 if unknown."""
     epoch_steps: ClassVar[int] = 0
-    """Number of batches in an epoch of which each example is in at most one; 0 for other schemes."""
+    """Number of batches in an epoch, if each example is in at most one batch of each epoch; otherwise 0."""
     claims_epochs: ClassVar[bool] = False
     """True if epsilon is claimed for each epoch as a whole."""
     equal_groups: ClassVar[bool] = False
-    """True if there are groups of equal size, which make the number of examples public."""
+    """True if examples are split into groups of equal size, which makes the number of examples public."""
     needs_size: ClassVar[bool] = False
-    """True if the privacy cost depends on the number of examples, which is then public."""
+    """True if the privacy cost depends on the number of examples, which must then be public."""
     relation: ClassVar[Relation | None] = None
     """Neighboring relation of the guarantee, if only one is possible."""
     steps_are_separate: ClassVar[bool] = False
-    """True if the cost of a step depends neither on others nor on its number."""
+    """True if the privacy cost of a step does not depend on other steps or on its number."""
 
     def truncated(self, largest_batch: int) -> Participation:
-        """Returns the participation after larger batches were truncated to a uniform subset."""
+        """Returns the participation if batches are truncated to a uniform subset of at most ``largest_batch``."""
         return UnknownParticipation("Truncated batches of this sampling scheme have no privacy analysis.")
 
 
@@ -54,7 +54,7 @@ class PoissonParticipation(BaseParticipation):
     """Step t samples each example of group ``t mod cycle_length`` independently of all others.
 
     Attributes:
-        sample_rate: Probability of each example of the group, in [0, 1]; 1 for groups that are used in a fixed order.
+        sample_rate: Sampling rate within the group, in [0, 1]; 1 if every step uses the whole group.
         cycle_length: Number of groups, to which examples are assigned once, independently of the data.
         equal_groups: Whether the groups have equal size, which makes the number of examples public.
     """
@@ -69,8 +69,8 @@ class PoissonParticipation(BaseParticipation):
         object.__setattr__(self, "cycle_length", arguments.count("cycle_length", self.cycle_length))
 
     @property
-    def apart(self) -> int:  # type: ignore[override]
-        """See `BaseParticipation.apart`."""
+    def min_separation(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.min_separation`."""
         return self.cycle_length
 
     @property
@@ -98,8 +98,8 @@ class TruncatedParticipation(BaseParticipation):
     needs_size: ClassVar[bool] = True
 
     @property
-    def apart(self) -> int:  # type: ignore[override]
-        """See `BaseParticipation.apart`."""
+    def min_separation(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.min_separation`."""
         return self.drawn.cycle_length
 
     @property
@@ -119,16 +119,16 @@ class FixedSizeParticipation(BaseParticipation):
     batch_size: int
 
     needs_size: ClassVar[bool] = True
-    relation: ClassVar[Relation] = Relation.REPLACE_ONE  # an example more would change the probabilities of others
+    relation: ClassVar[Relation] = Relation.REPLACE_ONE  # adding an example changes the sampling rates of others
 
 
 @dataclass(frozen=True)
 class EpochParticipation(BaseParticipation):
-    """Each example is in at most one batch of each epoch, as after shuffling. Nothing else is known of its batches.
+    """Each example is in at most one batch of each epoch, as with shuffling. No other property is assumed.
 
     Attributes:
         steps: Number of batches in an epoch.
-        claimed: Whether epsilon is claimed, without amplification by sampling. If not, reports show it separately.
+        claimed: Whether to claim the epsilon without amplification by sampling. Otherwise reports show it separately.
     """
 
     steps: int
@@ -149,7 +149,7 @@ class EpochParticipation(BaseParticipation):
 
 @dataclass(frozen=True)
 class SeparatedParticipation(BaseParticipation):
-    """Two batches of an example are at least some steps apart. Nothing else is known of its batches.
+    """Two participations of an example are at least ``separation`` steps apart. No other property is assumed.
 
     Attributes:
         separation: Minimum number of steps between two participations.
@@ -161,14 +161,14 @@ class SeparatedParticipation(BaseParticipation):
         object.__setattr__(self, "separation", arguments.count("separation", self.separation))
 
     @property
-    def apart(self) -> int:  # type: ignore[override]
-        """See `BaseParticipation.apart`."""
+    def min_separation(self) -> int:  # type: ignore[override]
+        """See `BaseParticipation.min_separation`."""
         return self.separation
 
 
 @dataclass(frozen=True)
 class UnknownParticipation(BaseParticipation):
-    """No analysis is known, so no epsilon is claimed.
+    """Participation without a privacy analysis, so no epsilon is claimed.
 
     Attributes:
         reason: The reason, as a sentence for the user.
@@ -194,11 +194,11 @@ class Correlation:
     """Correlation of the noise across steps. The noise of a run is ``S^-1 Z``, with independent normals Z.
 
     Attributes:
-        bands: Number of diagonals of the strategy S, up to the last one that is not zero; 1 for independent noise. None
-            if it grows with the run.
-        sq_sensitivities: Returns, for examples that participate in every ``cycle_length``-th step, the squared
-            sensitivity after each number of cycles, relative to that of one participation. Nondecreasing. None if it is
-            not known.
+        bands: Number of diagonals of the strategy S, up to the last nonzero one; 1 for independent noise. None if it
+            grows with the run.
+        sq_sensitivities: Function of ``cycle_length`` that returns the squared sensitivity after each number of cycles,
+            relative to that of one participation, for examples that participate once per cycle. Nondecreasing. None if
+            unknown.
     """
 
     bands: int | None = 1
@@ -210,7 +210,7 @@ INDEPENDENT = Correlation()
 
 @dataclass(frozen=True)
 class Release:
-    """The other values of a step that determine its event.
+    """Values of a step that determine its event, besides participation and correlation.
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
@@ -228,9 +228,9 @@ class Release:
 
 
 def accounted_sample_rate(sample_rate: float) -> float:
-    """Returns the sampling rate to account for: an upper bound of the probability of a draw at ``sample_rate``."""
-    # The draw compares 64-bit words, so its probability exceeds the rate by at most 2**-60. For rates of 2**-7 or more
-    # that is lost to rounding, so the next float is used.
+    """Returns an upper bound on the probability with which an example is drawn at ``sample_rate``."""
+    # The draw compares 64-bit words, so its probability exceeds the rate by at most 2**-60. If that is lost to
+    # rounding, for rates of at least 2**-7, the next float is used.
     return min(1.0, max(sample_rate + 2.0**-60, math.nextafter(sample_rate, 1.0)))
 
 
@@ -240,22 +240,25 @@ def relation_of(participation: Participation, *, public_size: bool) -> Relation:
 
 
 def event_of_step(participation: Participation, correlation: Correlation, release: Release) -> Event:
-    """Returns the privacy event of one step, which is an `UnclaimedEvent` for a combination without analysis."""
+    """Returns the privacy event of one step: an `UnclaimedEvent` if the combination has no analysis."""
     if release.noise_multiplier == 0:
         return NonPrivateEvent()
     if release.relation is Relation.ADD_OR_REMOVE_ONE and participation.equal_groups:
         return UnclaimedEvent("Groups of equal size reveal the number of examples, which add-or-remove keeps private.")
     if participation.needs_size and not release.num_examples:
         return UnclaimedEvent(f"The cost of {participation} depends on the number of examples: pass num_examples=.")
-    make = _EVENTS.get((type(participation), _reach(participation, correlation)), _no_analysis)
+    make = _EVENTS.get((type(participation), _overlap(participation, correlation)), _no_analysis)
     return make(participation, correlation, release)
 
 
-def _reach(participation: Participation, correlation: Correlation) -> str:
-    """Returns "none" for independent noise, "once" if no example participates twice within the bands, else "all"."""
+def _overlap(participation: Participation, correlation: Correlation) -> str:
+    """Returns how participations overlap in the strategy: a key of `_EVENTS`.
+
+    "none" for independent noise, "once" if no example participates twice within the bands, otherwise "all".
+    """
     if correlation.bands == 1:
         return "none"
-    return "once" if correlation.bands is not None and correlation.bands <= participation.apart else "all"
+    return "once" if correlation.bands is not None and correlation.bands <= participation.min_separation else "all"
 
 
 def _sampled(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
@@ -273,14 +276,14 @@ def _in_fixed_order(participation: PoissonParticipation, correlation: Correlatio
 
 
 def _separated(participation: SeparatedParticipation, correlation: Correlation, release: Release) -> Event:
-    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # an example more may change the batches of others
+    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may change the batches of others
         return UnclaimedEvent("A minimum separation has an analysis only if the number of examples is public.")
     return CyclicGaussianEvent(1.0, release.noise_multiplier, participation.separation, release.run)
 
 
 def _truncated(participation: TruncatedParticipation, correlation: Correlation, release: Release) -> Event:
     drawn = participation.drawn
-    if drawn.cycle_length > 1 and not drawn.equal_groups:  # a large group is truncated more often
+    if drawn.cycle_length > 1 and not drawn.equal_groups:  # a larger group is truncated more often
         return UnclaimedEvent("Truncated batches of several groups have an analysis only with equal_groups=True.")
     return TruncatedGaussianEvent(
         num_examples=max(1, release.num_examples // drawn.cycle_length),
@@ -300,14 +303,14 @@ def _epochs(participation: EpochParticipation, correlation: Correlation, release
     # Conditioned on the batches, an epoch is one Gaussian mechanism with one contribution of each example.
     sigma, steps = release.noise_multiplier, participation.steps
     if participation.claimed and release.relation is Relation.ADD_OR_REMOVE_ONE:
-        return UnclaimedEvent("Batches of epochs have an analysis only if the number of examples is public.")
-    whole = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
-    if participation.claimed and whole is not None:
-        return whole
-    # Merged batches may be of two epochs, which may contain an example twice. With add-or-remove, an example more
-    # changes the other batches.
+        return UnclaimedEvent("Shuffled batches have an analysis only if the number of examples is public.")
+    unamplified = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
+    if participation.claimed and unamplified is not None:
+        return unamplified
+    # Merged batches may be from two epochs, so they may contain an example twice. With add-or-remove, adding an
+    # example changes the other batches.
     has_bound = release.batches == 1 and release.relation is not Relation.ADD_OR_REMOVE_ONE
-    return UnclaimedEvent("sampling='shuffle' does not draw Poisson batches.", whole if has_bound else None)
+    return UnclaimedEvent("sampling='shuffle' does not draw Poisson batches.", unamplified if has_bound else None)
 
 
 def _unknown(participation: UnknownParticipation, correlation: Correlation, release: Release) -> Event:

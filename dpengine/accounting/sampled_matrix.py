@@ -20,8 +20,8 @@ SCHEMES = ("balls-in-bins", "cyclic-poisson", "b-min-sep")
 class SampledMatrixEvent(BaseEvent):
     """One complete run that releases ``G + S^-1 Z`` step by step, with amplification by random participation.
 
-    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. A part of
-    the run is another event, with fewer steps, whose number was fixed in advance.
+    One charge accounts for all ``steps``. There is no closed form: `monte_carlo_epsilon` verifies an epsilon. The first
+    steps of a run are another event, if their number was fixed in advance.
 
     The steps of each example are drawn independently of all other examples, and batches are not truncated. Groups of
     equal size (``Partition.EQUAL_SPLIT``) are not covered, because an example's group then depends on those of others.
@@ -30,18 +30,19 @@ class SampledMatrixEvent(BaseEvent):
 
     Attributes:
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation: the clipping norm
-            times the largest column norm of the strategy. A multiple of the strategy is the same run.
+            times the largest column norm of the strategy. Scaling the strategy does not change the run.
         scheme: One of `SCHEMES`. "balls-in-bins": each example selects one of ``cycle_length`` bins, and participates
-            in every step of it. "cyclic-poisson": the same with ``sample_rate`` at each step of the bin. "b-min-sep":
-            with ``sample_rate`` at each step, but not for ``cycle_length - 1`` steps after each participation.
+            in every step of the bin. "cyclic-poisson": it participates with probability ``sample_rate`` in each step
+            of the bin. "b-min-sep": it participates with probability ``sample_rate`` in each step, except in the
+            ``cycle_length - 1`` steps after each participation.
         cycle_length: Number of bins or groups, or minimum number of steps between two participations.
         steps: Number of steps in the run.
         coefficients: First column of a Toeplitz strategy S, nonnegative, with a positive first element.
         columns: Alternatively all columns of a lower-triangular S, of ``steps`` nonnegative numbers each.
-        sample_rate: As above; 1 for balls in bins.
+        sample_rate: Probability of participation, see ``scheme``; 1 for balls-in-bins.
         warm_start: For b-min-sep: True if the first step is distributed like a step in the middle of a long run.
 
-    Except for balls in bins, columns ``cycle_length`` apart must not overlap: there are at most that many bands.
+    Except for balls-in-bins, the strategy has at most ``cycle_length`` bands, so columns that far apart do not overlap.
     """
 
     noise_multiplier: float
@@ -84,7 +85,7 @@ class SampledMatrixEvent(BaseEvent):
         if bool(self.coefficients) == bool(self.columns):
             raise InvalidBudgetError("SampledMatrixEvent takes either coefficients or columns.")
         if len(self.coefficients) > self.steps:
-            raise InvalidBudgetError(f"coefficients holds {len(self.coefficients)} numbers for {self.steps} steps.")
+            raise InvalidBudgetError(f"coefficients has {len(self.coefficients)} numbers for {self.steps} steps.")
         if self.columns and {len(self.columns), *map(len, self.columns)} != {self.steps}:
             raise InvalidBudgetError(f"columns must be {self.steps} columns of {self.steps} numbers.")
         if any(any(column[:i]) or not column[i] > 0 for i, column in enumerate(self.columns)):
@@ -108,7 +109,7 @@ def _entries(name: str, values: Iterable[float]) -> tuple[float, ...]:
     entries = tuple(arguments.real(name, value) for value in values)
     if any(not math.isfinite(entry) or entry < 0 for entry in entries):
         raise InvalidBudgetError(
-            f"{name} holds a number that is negative or not finite; amplification needs a nonnegative strategy.",
+            f"{name} contains a number that is negative or not finite; amplification needs a nonnegative strategy.",
             fix="Use MatrixGaussianEvent, which does not use amplification.",
         )
     return entries

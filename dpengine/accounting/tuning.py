@@ -1,4 +1,4 @@
-"""Privacy cost of tuning: a mechanism is run a random number of times, and the best result is published.
+"""Privacy cost of tuning, in which a mechanism runs a random number of times and the best result is published.
 
 Source: Papernot, Steinke 2022 (arXiv:2110.03620), theorems 2 and 6. The number of runs has a truncated negative
 binomial distribution (geometric for shape 1, logarithmic for shape 0) or a Poisson distribution. It must not depend on
@@ -25,11 +25,11 @@ _HALVINGS = 200
 
 @dataclass(frozen=True)
 class RepeatAndSelectEvent(BaseEvent):
-    """Runs of one mechanism, of which the best is published.
+    """Selection of the best of several runs of one mechanism.
 
     Attributes:
         base: Events of one run with their counts, none of them a `RepeatAndSelectEvent`.
-        mean: Mean number of runs, at least 1: the bound for Poisson would be negative below it.
+        mean: Mean number of runs, at least 1. Below 1, the bound for Poisson would be negative.
         shape: Shape of the truncated negative binomial distribution, at least 0; infinity for Poisson.
     """
 
@@ -44,7 +44,7 @@ class RepeatAndSelectEvent(BaseEvent):
         mean, shape = arguments.real("mean", self.mean), arguments.real("shape", self.shape)
         if not self.base or any(getattr(event, "is_selection", False) for event, _ in self.base):
             raise InvalidBudgetError(
-                "RepeatAndSelectEvent.base must hold the events of one run, without a selection.",
+                "RepeatAndSelectEvent.base must contain the events of one run, without a selection.",
                 fix="Pass base=((PoissonGaussianEvent(0.01, 1.0), 1000),).",
             )
         if not (shape >= 0 and math.isfinite(mean) and mean >= 1):
@@ -63,13 +63,13 @@ def selected_rho(event: RepeatAndSelectEvent, orders: Floats, rho: Floats) -> Fl
     if event.mean == 1 and event.shape >= 0:
         return rho  # exactly one run
     gamma = _success(event.mean, event.shape)
-    # At the best other order.
-    chosen = (1 + event.shape) * (1 - 1 / orders) * rho + (1 + event.shape) * -math.log(gamma) / orders
-    return np.asarray(rho + float(chosen.min()) + math.log(event.mean) / (orders - 1))
+    # The theorem has a second order, at which this term is smallest.
+    at_second_order = (1 + event.shape) * (1 - 1 / orders) * rho + (1 + event.shape) * -math.log(gamma) / orders
+    return np.asarray(rho + float(at_second_order.min()) + math.log(event.mean) / (orders - 1))
 
 
 def _poisson(mean: float, orders: Floats, rho: Floats) -> Floats:
-    """Theorem 6, with (eps, delta) of one run such that ``e^eps <= 1 + 1 / (order - 1)``."""
+    """Returns the bound of theorem 6, with (eps, delta) of one run such that ``e^eps <= 1 + 1 / (order - 1)``."""
     epsilon = np.log1p(1 / (orders - 1))
     # Delta of one run at that epsilon, from its divergences (Canonne, Kamath, Steinke 2020, Prop. 12).
     exponents = (orders - 1) * (rho - epsilon[:, None] + np.log1p(-1 / orders)) - np.log(orders)
@@ -79,7 +79,7 @@ def _poisson(mean: float, orders: Floats, rho: Floats) -> Floats:
 
 def _success(mean: float, shape: float) -> float:
     """Returns the success probability of the distribution with this mean, rounded down."""
-    low, high = 0.0, 1.0  # the mean decreases in it
+    low, high = 0.0, 1.0  # the mean decreases with the probability
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if not low < middle < high:

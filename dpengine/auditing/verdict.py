@@ -56,7 +56,7 @@ class AuditReport:
 
     def __post_init__(self) -> None:
         if self.verdict not in VERDICTS:
-            raise ValueError(f"verdict={self.verdict!r} is unknown. Choose one of: {', '.join(map(repr, VERDICTS))}.")
+            raise ValueError(f"verdict={self.verdict!r} is not known. Choose one of: {', '.join(map(repr, VERDICTS))}.")
 
     @property
     def exit_code(self) -> int:

@@ -10,7 +10,7 @@ from argparse import Namespace
 from typing import Any
 
 from dpengine.accounting.accountant import ACCOUNTANTS, accountant_used, bounds_of, epsilon_of
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
 from dpengine.accounting.events import Relation, release_event
 from dpengine.accounting.ledger import Charge
@@ -120,7 +120,7 @@ def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
     steps = arguments.steps
     if steps is None:
         steps = arguments.epochs * steps_per_epoch(arguments.n, arguments.batch)
-        if steps > MOST_COUNT:
+        if steps > MAX_COUNT:
             raise CommandError(
                 f"--epochs {arguments.epochs:,} of --n {arguments.n:,} rows in batches of {arguments.batch:,} are more "
                 "than 2**62 steps, the most that is counted here."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dpengine.accounting.accountant import ACCOUNTANTS
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 
 _LONGEST = 40  # characters of a value in a message
 
@@ -42,7 +42,7 @@ def _folder(text: str) -> Path:
 def _count(text: str) -> int:
     try:
         value = Decimal(text)  # also 6e4; compared before it is an integer, which may have any number of digits
-        if 1 <= value <= MOST_COUNT and value == value.to_integral_value():
+        if 1 <= value <= MAX_COUNT and value == value.to_integral_value():
             return int(value)
     except InvalidOperation:  # no number, or NaN
         pass

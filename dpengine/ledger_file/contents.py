@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.events import Event, event_from_state
 from dpengine.accounting.ledger import KINDS, Charge
 from dpengine.errors import InvalidBudgetError, LedgerError
@@ -130,7 +130,7 @@ class Contents:
 
     def _add(self, entry: Entry, kind: str, *, reserved: bool = False) -> Row:
         event, count = self.event_at.get(entry.fields["event"]), entry.fields["count"]
-        if event is None or not 1 <= count <= MOST_COUNT:
+        if event is None or not 1 <= count <= MAX_COUNT:
             raise self.damaged(entry, "has a charge for an unknown event, or an invalid count")
         row = Row(event, {kind: count}, reserved)
         self._open_run(entry).rows.append(row)

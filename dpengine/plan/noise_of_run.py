@@ -82,7 +82,7 @@ def _recurrence(noise: Any, draws: Draws, planned: Planned) -> Recurrence:
 def recurrence_for(noise: Any, steps: int, participation: Participation) -> Recurrence:
     """Returns the noise of a run, from a design or from noise of the user's own."""
     if hasattr(noise, "recurrence"):
-        return noise.recurrence(steps, participation.apart or steps)  # type: ignore[no-any-return]
+        return noise.recurrence(steps, participation.min_separation or steps)  # type: ignore[no-any-return]
     return recurrence_of(noise, steps)
 
 

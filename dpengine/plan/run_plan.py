@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.run_events import (
     INDEPENDENT,
@@ -115,7 +115,7 @@ class RunPlan:
 
     def steps_after(self, step: int, planned: int | None) -> int:
         """Returns the number of planned steps after this one; 2**62 without a limit."""
-        end = min((one for one in (self._last, planned) if one is not None), default=MOST_COUNT)
+        end = min((one for one in (self._last, planned) if one is not None), default=MAX_COUNT)
         return max(0, end - step - 1)
 
     def check_step(self, step: int) -> None:

@@ -20,11 +20,11 @@ from dpengine.accounting import (
     suggested_delta,
 )
 from dpengine.accounting.accountant import accountant_used
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.errors import InvalidBudgetError
 
 RUN = {"noise_multiplier": 3.0, "sample_rate": 256 / 60_000, "delta": 5.5e-6}
-TOO_MANY = [MOST_COUNT + 1, 2**63, 10**31, 10**36, 10**5000]
+TOO_MANY = [MAX_COUNT + 1, 2**63, 10**31, 10**36, 10**5000]
 
 
 def message_of(call):
@@ -53,7 +53,7 @@ def test_a_large_count_is_reported_by_its_size():
     assert f"steps={2**62 + 1} " in message_of(lambda: epsilon(**RUN, steps=2**62 + 1))
 
 
-@pytest.mark.parametrize("steps", [MOST_COUNT - 1, MOST_COUNT])
+@pytest.mark.parametrize("steps", [MAX_COUNT - 1, MAX_COUNT])
 @pytest.mark.parametrize("relation", list(Relation))
 def test_the_largest_count_costs_what_it_must_by_the_closed_form(steps, relation):
     mu = math.sqrt(steps) / 3.0 * (2 if relation is Relation.REPLACE_ONE else 1)
@@ -67,7 +67,7 @@ def test_the_largest_count_costs_what_it_must_by_the_closed_form(steps, relation
 
 @pytest.mark.parametrize("sigma", [3.0, 1e5, 1e8, 1e9, 1e10])
 def test_the_largest_count_of_sampled_releases_costs_no_less_than_its_normal_limit(sigma):
-    steps = MOST_COUNT
+    steps = MAX_COUNT
     run = RUN | {"noise_multiplier": sigma, "steps": steps}
     # With so many small losses the limit is exact; where one loss is not small it says nothing, and the mean of all
     # losses is a bound from below (delta is far under 1/2).
@@ -97,7 +97,7 @@ def test_a_number_that_no_float_holds_is_refused_by_name(value):
 @pytest.mark.parametrize("accountant", [["pld"], {"pld": 1}, None, 3, "abacus"], ids=str)
 def test_an_accountant_that_is_none_is_answered_with_the_choices(accountant):
     for call in (lambda: accountant_used(accountant), lambda: epsilon(**RUN, steps=3, accountant=accountant)):
-        with pytest.raises(ValueError, match=r"accountant=.* is not known. Choose 'pld', 'rdp'"):
+        with pytest.raises(ValueError, match=r"accountant=.* is not known. Choose one of 'pld', 'rdp'"):
             call()
 
 

@@ -21,7 +21,7 @@ from dpengine.accounting import (
     privacy_spent,
     trade_off,
 )
-from dpengine.accounting.arguments import MOST_COUNT
+from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.ledger import steps_of
 from dpengine.errors import InvalidBudgetError, LedgerError
 
@@ -182,7 +182,7 @@ def test_what_is_no_state_is_refused(state):
 
 def test_charges_that_add_up_to_more_than_can_be_counted_are_refused_and_change_nothing():
     ledger = Ledger()
-    ledger.charge(STEP, count=MOST_COUNT - 1)
+    ledger.charge(STEP, count=MAX_COUNT - 1)
     ledger.charge(OTHER)
     before, state = ledger.history, ledger.state_dict()
     for event in (STEP, OTHER, GaussianEvent(3.0)):

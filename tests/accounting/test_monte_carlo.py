@@ -99,7 +99,7 @@ def test_losses_of_bins_are_those_of_all_bins_though_outputs_are_drawn_in_their_
     sampler = losses.loss_sampler(event)
     assert sampler.rows == min(steps, apart)
     drawn = np.zeros((sampler.rows, 400))
-    sampler.join(np.random.default_rng(0), drawn)
+    sampler.add_participations(np.random.default_rng(0), drawn)
     theirs = np.unique(drawn.round(12), axis=1)
     theirs = theirs[:, np.argsort(np.linalg.norm(theirs, axis=0))]  # norms differ, or columns do not overlap
     ours = np.unique(np.array([matrix_of(event) @ u for _, u in patterns(event)]).T.round(12), axis=1)
@@ -127,7 +127,7 @@ def test_participations_follow_their_law(scheme):
     for chance, u in patterns(event):
         chances[tuple(u)] += chance
     drawn = np.zeros((6, 20_000))
-    losses.loss_sampler(event).join(np.random.default_rng(3), drawn)
+    losses.loss_sampler(event).add_participations(np.random.default_rng(3), drawn)
     found, counts = np.unique(drawn, axis=1, return_counts=True)
     assert {tuple(u) for u in found.T} <= set(chances)
     for u, count in zip(found.T, counts, strict=True):  # each within five standard errors

@@ -46,7 +46,7 @@ from .simulated_runs import BANDS, DENSE, run
 @pytest.fixture
 def few(monkeypatch):
     """The accountant with so few samples that tests can use it."""
-    monkeypatch.setattr(monte_carlo, "MOST_SAMPLES", 20_000)
+    monkeypatch.setattr(monte_carlo, "MAX_SAMPLES", 20_000)
 
 
 def test_the_accountant_bounds_the_truth(few):
@@ -119,8 +119,8 @@ def test_the_accountant_refuses_what_it_does_not_judge():
     event = run("bins")
     refused = [
         ((Charge(GaussianEvent(1.0)),), Relation.ADD_OR_REMOVE_ONE, "accountant='pld'"),
-        ((Charge(event, 2),), Relation.ADD_OR_REMOVE_ONE, "holds 2"),
-        ((Charge(event), Charge(run("cold"))), Relation.ADD_OR_REMOVE_ONE, "holds 2"),
+        ((Charge(event, 2),), Relation.ADD_OR_REMOVE_ONE, "history has 2"),
+        ((Charge(event), Charge(run("cold"))), Relation.ADD_OR_REMOVE_ONE, "history has 2"),
         ((Charge(event),), Relation.REPLACE_ONE, "replace-one"),
     ]
     for history, relation, reason in refused:

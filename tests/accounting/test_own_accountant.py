@@ -229,7 +229,7 @@ def test_a_name_must_be_a_printable_text(name):
 def test_the_name_of_a_builtin_accountant_is_taken(name):
     own = Says(1.0)
     own.name = name
-    with pytest.raises(ValueError, match=f"a Says with the name '{name}', which is built in"):
+    with pytest.raises(ValueError, match=f"a Says with the name '{name}' of a built-in accountant"):
         PrivacyEngine(accountant=own)
 
 

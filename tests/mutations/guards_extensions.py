@@ -124,7 +124,7 @@ GUARDS = [
     Guard(
         "event-table",
         "noise of more bands than the cycle has groups is no sampled Gaussian",
-        'return "once" if correlation.bands is not None and correlation.bands <= participation.apart else "all"',
+        'return "once" if correlation.bands is not None and correlation.bands <= participation.min_separation else "all"',
         'return "once"',
         EVENTS + "test_a_combination_has_the_event_of_its_row",
     ),
@@ -145,8 +145,8 @@ GUARDS = [
     Guard(
         "event-separated",
         "a minimum separation is not analyzed for add-or-remove",
-        "    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # an example more may",
-        "    if False:  # an example more may",
+        "    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may",
+        "    if False:  # adding an example may",
         EVENTS + "test_what_has_no_analysis_has_no_claim",
     ),
     Guard(

@@ -1,7 +1,7 @@
 """Epsilon of runs without a closed form, verified by simulation.
 
-The results hold for random samples. Their seed is given, or derived from the event, so that equal charges always have
-equal cost. There is no guarantee for the best result of several seeds or runs.
+The results hold for random samples. The seed is an argument, or is derived from the event so that equal charges always
+have equal cost. There is no guarantee for the best result of several seeds or runs.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from .losses import loss_sampler
 from .tally import curve_of, simulation
 from .verified import delta_above, threshold_for, verified_delta
 
-MOST_SAMPLES = 10_000_000
-_MAX_WORK = 25_000_000_000  # nanoseconds
-_PER_OCTAVE = 64  # noise multipliers on the grid of a calibration
+MAX_SAMPLES = 10_000_000
+_MAX_WORK = 25_000_000_000  # maximum duration of a simulation in nanoseconds
+_GRID_PER_OCTAVE = 64  # number of noise multipliers per octave on the grid of a calibration
 _TAIL = 1e-3
-"""Fraction of the threshold at which the privacy curve of other releases is truncated."""
+"""Delta at which the privacy curve of other releases is truncated, as a fraction of the threshold."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class MonteCarloClaim:
     """A claimed epsilon of a run, and the result of its simulation.
 
     Attributes:
-        epsilon: The claim.
+        epsilon: The claimed epsilon.
         accepted: Whether the estimate is at most the threshold.
         delta: The verified delta, if the claim is published only when accepted; see `verified_delta`.
-        threshold: Maximum of the estimates of both directions, fixed beforehand.
+        threshold: Maximum estimate for acceptance, fixed before sampling.
         estimate: The larger estimate.
         samples: Number of samples in each direction.
         seed: Seed of the generator.
@@ -67,21 +67,21 @@ def verify(
     Args:
         event: The run.
         epsilon: At least 0 and finite.
-        threshold: Maximum of the estimate of delta. Choose it before sampling, with `threshold_for`.
+        threshold: Maximum estimate of delta for acceptance. Choose it before sampling, with `threshold_for`.
         samples: Number of samples in each direction.
-        seed: Seed of the generator, which is not used for anything else.
+        seed: Seed of the generator. Do not use it for anything else.
         beside: Other charges on the same data.
         relation: Add-or-remove or zero-out.
 
     Returns:
-        The claim.
+        The claim and whether it was accepted.
     """
     epsilon = arguments.epsilon_in_range(epsilon)
     delta = verified_delta(threshold, samples)
     composition = _composition_with(event, beside, Relation(relation))
     curve, _ = curve_of(composition, Relation(relation), max(_TAIL * threshold, 1e-300))
-    drawn = simulation(event, samples, _checked_seed(seed))
-    estimate = drawn.estimate(epsilon, curve)
+    simulated = simulation(event, samples, _checked_seed(seed))
+    estimate = simulated.estimate(epsilon, curve)
     return MonteCarloClaim(epsilon, estimate <= threshold, delta, threshold, estimate, samples, seed)
 
 
@@ -94,15 +94,15 @@ def monte_carlo_epsilon(
     beside: Iterable[Charge] = (),
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> MonteCarloClaim:
-    """Returns the smallest epsilon that a simulation accepts: the end of a sweep of decreasing claims.
+    """Returns the smallest epsilon that a simulation accepts, by a sweep over decreasing claims.
 
-    Wrong claims come last in the sweep, so its error probability is that of one claim; see `verified_delta`.
+    Only the last claims of the sweep can be wrong, so its error probability is that of one claim; see `verified_delta`.
 
     Args:
         event: The run.
         delta: Strictly between 0 and 1. The verified delta is at most this.
-        samples: Number of samples in each direction. None for 100 / delta, limited by `MOST_SAMPLES` and half a minute.
-            More samples give a tighter epsilon.
+        samples: Number of samples in each direction. None selects 100 / delta, limited by `MAX_SAMPLES` and by half a
+            minute. More samples give a tighter epsilon.
         seed: Seed of the generator.
         beside: Other charges on the same data.
         relation: Add-or-remove or zero-out.
@@ -120,15 +120,15 @@ def monte_carlo_epsilon(
     threshold = threshold_for(delta, samples)
     composition = _composition_with(event, beside, relation)
     curve, end = curve_of(composition, relation, _TAIL * threshold)
-    drawn = simulation(event, samples, _checked_seed(seed))
-    found = drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
-    estimate = drawn.estimate(found, curve)
-    return MonteCarloClaim(found, True, verified_delta(threshold, samples), threshold, estimate, samples, seed)
+    simulated = simulation(event, samples, _checked_seed(seed))
+    epsilon = simulated.smallest_epsilon(threshold, curve, max(0.0, simulated.largest) + end)
+    estimate = simulated.estimate(epsilon, curve)
+    return MonteCarloClaim(epsilon, True, verified_delta(threshold, samples), threshold, estimate, samples, seed)
 
 
 def affordable_samples(event: SampledMatrixEvent) -> int:
-    """Returns the number of samples in each direction that take less than about half a minute."""
-    return max(1, min(MOST_SAMPLES, _MAX_WORK // loss_sampler(event).work))
+    """Returns the number of samples in each direction that take at most about half a minute."""
+    return max(1, min(MAX_SAMPLES, _MAX_WORK // loss_sampler(event).work))
 
 
 def seed_of(event: SampledMatrixEvent) -> int:
@@ -137,7 +137,7 @@ def seed_of(event: SampledMatrixEvent) -> int:
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Upper bound on epsilon. The number of samples and the seed only depend on the event."""
+    """Returns an upper bound on epsilon. The number of samples and the seed only depend on the event."""
     if composition.non_private:
         return math.inf
     if composition.empty:
@@ -146,8 +146,8 @@ def epsilon(composition: Composition, delta: float, relation: Relation) -> float
     samples = affordable_samples(event)
     threshold = threshold_for(delta, samples)
     curve, end = curve_of(composition, relation, _TAIL * threshold)
-    drawn = simulation(event, samples, seed_of(event))
-    return drawn.least_epsilon(threshold, curve, max(0.0, drawn.largest) + end)
+    simulated = simulation(event, samples, seed_of(event))
+    return simulated.smallest_epsilon(threshold, curve, max(0.0, simulated.largest) + end)
 
 
 def least_noise(
@@ -157,16 +157,16 @@ def least_noise(
     relation: Relation,
     limits: tuple[float, float],
 ) -> float:
-    """Returns the least accepted noise multiplier of a grid; infinity if none is accepted.
+    """Returns the smallest accepted noise multiplier of a grid; infinity if none is accepted.
 
-    The samples are those of `epsilon`, and ``delta`` covers all claims that are tested; see `verified`.
+    The samples are those of `epsilon`. ``delta`` covers the errors of all tested claims; see `verified`.
     """
     lowest, highest = limits
-    size = math.floor(math.log2(highest / lowest) * _PER_OCTAVE) + 1
-    claims = size.bit_length()  # the most that halving tests
+    size = math.floor(math.log2(highest / lowest) * _GRID_PER_OCTAVE) + 1
+    claims = size.bit_length()  # maximum number of claims that the bisection tests
 
-    def accepted(place: int) -> bool:
-        event = event_of(lowest * 2.0 ** (place / _PER_OCTAVE))
+    def is_accepted(index: int) -> bool:
+        event = event_of(lowest * 2.0 ** (index / _GRID_PER_OCTAVE))
         composition = compose((Charge(event),))
         _only_run(composition, relation)
         samples = affordable_samples(event)
@@ -174,18 +174,18 @@ def least_noise(
         curve, _ = curve_of(composition, relation, _TAIL * threshold)
         try:
             return simulation(event, samples, seed_of(event)).estimate(target, curve) <= threshold
-        except AccountingRefusedError:  # losses overflow
+        except AccountingRefusedError:  # the losses overflow
             return False
 
-    rejected, found = -1, size
-    while found - rejected > 1:
-        middle = (rejected + found) // 2
-        rejected, found = (rejected, middle) if accepted(middle) else (middle, found)
-    return lowest * 2.0 ** (found / _PER_OCTAVE) if found < size else math.inf
+    rejected, accepted = -1, size
+    while accepted - rejected > 1:
+        middle = (rejected + accepted) // 2
+        rejected, accepted = (rejected, middle) if is_accepted(middle) else (middle, accepted)
+    return lowest * 2.0 ** (accepted / _GRID_PER_OCTAVE) if accepted < size else math.inf
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Upper bound on delta, by the same samples."""
+    """Returns an upper bound on delta, by the same samples."""
     if composition.non_private:
         return 1.0
     if composition.empty:
@@ -211,11 +211,11 @@ def _only_run(composition: Composition, relation: Relation) -> SampledMatrixEven
             "accountant 'monte_carlo' has no bound under replace-one.", fix="Use add-or-remove or zero-out."
         )
     if not composition.runs:
-        raise AccountingRefusedError("Nothing in this history needs to be simulated.", fix="Use accountant='pld'.")
+        raise AccountingRefusedError("No event of this history needs a simulation.", fix="Use accountant='pld'.")
     (event, times), *more = composition.runs
     if more or times > 1:
         count = sum(times for _, times in composition.runs)
-        raise AccountingRefusedError(f"accountant 'monte_carlo' simulates one run; this history holds {count}.")
+        raise AccountingRefusedError(f"accountant 'monte_carlo' simulates one run; this history has {count}.")
     return event
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # numpy imports its generators lazily
     Rng = np.random.Generator
 
 _CHUNK = 2**19
-"""Number of elements of a chunk of samples over all steps."""
-_MOST_ENTRIES = 2**25  # maximum number of entries of a strategy
-_WORK = 40  # nanoseconds for each row, besides multiplications
+"""Number of elements of a chunk of samples, over all steps."""
+_MAX_ENTRIES = 2**25  # maximum number of entries of a strategy
+_WORK = 40  # nanoseconds per row of an output, without multiplications
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class LossSampler:
     """Draws privacy losses.
 
     Attributes:
-        rows: Number of elements in one output.
-        work: Approximate nanoseconds for one sample of both directions.
+        rows: Number of elements of one output.
+        work: Approximate duration of one sample of both directions, in nanoseconds.
         sigma: Standard deviation of the noise.
-        join: Adds ``S u`` to outputs (T, M), with new u for each sample.
-        log_ratio: ``log dP/dQ`` of outputs (T, M).
+        add_participations: Adds ``S u`` to outputs (T, M), with new u for each sample.
+        log_ratio: Returns ``log dP/dQ`` of outputs (T, M).
     """
 
     rows: int
     work: int
     sigma: float
-    join: Callable[[Rng, Floats], None]
+    add_participations: Callable[[Rng, Floats], None]
     log_ratio: Callable[[Floats], Floats]
 
     def draw(self, samples: int, seed: int) -> tuple[Floats, Floats]:
-        """Returns losses of both directions: removing and adding an example.
+        """Returns losses for removing and for adding an example, ``(samples,)`` each.
 
-        Both use the same noise. Samples of each direction are independent.
+        Both directions use the same noise. The samples of each direction are independent.
         """
         rng = np.random.Generator(np.random.SFC64(seed))
         remove, add = np.empty(samples), np.empty(samples)
@@ -62,7 +62,7 @@ class LossSampler:
                 noise_TM = rng.standard_normal((self.rows, part.stop - start))
                 noise_TM *= self.sigma
                 np.negative(self.log_ratio(noise_TM), out=add[part])
-                self.join(rng, noise_TM)
+                self.add_participations(rng, noise_TM)
                 remove[part] = self.log_ratio(noise_TM)
         if not (np.isfinite(remove).all() and np.isfinite(add).all()):
             raise AccountingRefusedError("The noise multiplier is so small that losses overflow.")
@@ -72,7 +72,7 @@ class LossSampler:
 def loss_sampler(event: SampledMatrixEvent) -> LossSampler:
     """Returns the sampler of a run. Raises if its strategy would need too much memory."""
     entries = event.steps * (event.cycle_length if event.scheme == "balls-in-bins" else event.bands)
-    if entries > _MOST_ENTRIES:
+    if entries > _MAX_ENTRIES:
         raise AccountingRefusedError(
             f"A {event.scheme} run of {event.steps:,} steps has {entries:,} entries: too many to simulate.",
             fix="Use MatrixGaussianEvent, which does not use amplification.",
@@ -83,18 +83,18 @@ def loss_sampler(event: SampledMatrixEvent) -> LossSampler:
 
 
 def _bands(event: SampledMatrixEvent) -> Floats:
-    """Entry ``[k, i]`` is ``S[i + k, i]``, and 0 beyond the run: the last columns are truncated."""
+    """Returns the bands of the strategy: ``[k, i]`` is ``S[i + k, i]``, and 0 beyond the run."""
     steps = event.steps
-    found = np.zeros((event.bands, steps))
+    bands_KT = np.zeros((event.bands, steps))
     for k in range(event.bands):
-        found[k, : steps - k] = (
+        bands_KT[k, : steps - k] = (
             event.coefficients[k] if event.coefficients else [event.columns[i][i + k] for i in range(steps - k)]
         )
-    return found
+    return bands_KT
 
 
 def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """The columns of each bin are summed. Outputs are drawn in the span of these vectors only."""
+    """Returns a sampler with the summed columns of each bin. Outputs are drawn in the span of these sums only."""
     bins, steps = event.cycle_length, event.steps
     sums_TB = np.zeros((steps, bins))
     for k, row in enumerate(bands_KT):
@@ -103,7 +103,7 @@ def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> 
     _, spanned_TB = np.linalg.qr(sums_TB)  # the sums in coordinates of their span
     half_squares_B = np.square(spanned_TB).sum(axis=0)[:, None] / 2
 
-    def join(rng: Rng, y_TM: Floats) -> None:
+    def add_participations(rng: Rng, y_TM: Floats) -> None:
         y_TM += spanned_TB[:, rng.integers(bins, size=y_TM.shape[1])]
 
     def log_ratio(y_TM: Floats) -> Floats:
@@ -112,18 +112,18 @@ def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> 
         losses_BM /= sigma * sigma
         return _log_sum(losses_BM) - math.log(bins)
 
-    return LossSampler(len(spanned_TB), len(spanned_TB) * (_WORK + bins // 4), sigma, join, log_ratio)
+    return LossSampler(len(spanned_TB), len(spanned_TB) * (_WORK + bins // 4), sigma, add_participations, log_ratio)
 
 
 def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """Conditioned on the group, steps are independent, because their columns do not overlap."""
+    """Returns a sampler of steps that are independent given the group, because their columns do not overlap."""
     groups, rate = event.cycle_length, event.sample_rate
     log_rest = math.log1p(-rate) if rate < 1 else -math.inf
 
-    def join(rng: Rng, y_TM: Floats) -> None:
+    def add_participations(rng: Rng, y_TM: Floats) -> None:
         size = y_TM.shape[1]
-        at = np.asarray(rng.integers(groups, size=size) + groups * (rng.geometric(rate, size=size) - 1))
-        _participate(y_TM, bands_KT, at, lambda count: groups * rng.geometric(rate, size=count))
+        first = np.asarray(rng.integers(groups, size=size) + groups * (rng.geometric(rate, size=size) - 1))
+        _participate(y_TM, bands_KT, first, lambda count: groups * rng.geometric(rate, size=count))
 
     def log_ratio(y_TM: Floats) -> Floats:
         losses_TM = _step_losses(bands_KT, sigma, y_TM)
@@ -133,53 +133,54 @@ def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) ->
         runs_BM = np.array([losses_TM[group::groups].sum(axis=0) for group in range(groups)])
         return _log_sum(runs_BM) - math.log(groups)
 
-    return LossSampler(event.steps, event.steps * (_WORK + len(bands_KT)), sigma, join, log_ratio)
+    return LossSampler(event.steps, event.steps * (_WORK + len(bands_KT)), sigma, add_participations, log_ratio)
 
 
 def b_min_sep(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
-    """Computed backwards from the last step: the future only depends on the remaining rest of the example."""
-    steps, apart, rate = event.steps, event.cycle_length, event.sample_rate
+    """Returns a sampler whose ratio is computed backwards: the future only depends on the remaining waiting time."""
+    steps, separation, rate = event.steps, event.cycle_length, event.sample_rate
     log_rest = math.log1p(-rate) if rate < 1 else -math.inf
-    starts = 1 + (apart - 1) * rate  # an example is ready with probability 1 / starts, otherwise its rest is uniform
+    # With a warm start, the waiting time is 0 with probability 1 / starts, and otherwise uniform.
+    starts = 1 + (separation - 1) * rate
 
-    def join(rng: Rng, y_TM: Floats) -> None:
+    def add_participations(rng: Rng, y_TM: Floats) -> None:
         size = y_TM.shape[1]
         ready = np.zeros(size, dtype=np.int64)
-        if event.warm_start and apart > 1:
-            resting = rng.random(size) >= 1 / starts
-            ready = np.where(resting, rng.integers(1, apart, size=size), 0)
-        at = ready + rng.geometric(rate, size=size) - 1
-        _participate(y_TM, bands_KT, at, lambda count: apart - 1 + rng.geometric(rate, size=count))
+        if event.warm_start and separation > 1:
+            is_waiting = rng.random(size) >= 1 / starts
+            ready = np.where(is_waiting, rng.integers(1, separation, size=size), 0)
+        first = ready + rng.geometric(rate, size=size) - 1
+        _participate(y_TM, bands_KT, first, lambda count: separation - 1 + rng.geometric(rate, size=count))
 
     def log_ratio(y_TM: Floats) -> Floats:
         losses_TM = _step_losses(bands_KT, sigma, y_TM) + math.log(rate)
-        ahead_TM = np.zeros((steps + apart, y_TM.shape[1]))
+        future_TM = np.zeros((steps + separation, y_TM.shape[1]))  # log ratio of the steps from t on, if ready at t
         for t in range(steps - 1, -1, -1):
-            losses_TM[t] += ahead_TM[t + apart]
-            _log_add(losses_TM[t], ahead_TM[t + 1] + log_rest, ahead_TM[t])
+            losses_TM[t] += future_TM[t + separation]
+            _log_add(losses_TM[t], future_TM[t + 1] + log_rest, future_TM[t])
         if not event.warm_start:
-            return ahead_TM[0]
-        ahead_TM[1:apart] += math.log(rate)
-        return _log_sum(ahead_TM[:apart]) - math.log(starts)
+            return future_TM[0]
+        future_TM[1:separation] += math.log(rate)
+        return _log_sum(future_TM[:separation]) - math.log(starts)
 
-    return LossSampler(steps, steps * (_WORK + len(bands_KT)), sigma, join, log_ratio)
+    return LossSampler(steps, steps * (_WORK + len(bands_KT)), sigma, add_participations, log_ratio)
 
 
 _SAMPLERS = {"balls-in-bins": balls_in_bins, "cyclic-poisson": cyclic_poisson, "b-min-sep": b_min_sep}
 
 
-def _participate(y_TM: Floats, bands_KT: Floats, at_M: Steps, gaps: Callable[[int], Steps]) -> None:
-    """Adds the columns of all participations. The first of each sample is at ``at_M``; ``gaps`` draws gaps."""
+def _participate(y_TM: Floats, bands_KT: Floats, step_M: Steps, draw_gaps: Callable[[int], Steps]) -> None:
+    """Adds the columns of all participations. ``step_M`` is the first step of each sample, and is overwritten."""
     steps = len(y_TM)
-    while (who := np.flatnonzero(at_M < steps)).size:
-        at = at_M[who]
-        for k, row in enumerate(bands_KT):
-            y_TM[np.minimum(at + k, steps - 1), who] += row[at]  # beyond the run the entry is 0
-        at_M[who] += gaps(len(who))
+    while (samples := np.flatnonzero(step_M < steps)).size:
+        t = step_M[samples]
+        for k, band_T in enumerate(bands_KT):
+            y_TM[np.minimum(t + k, steps - 1), samples] += band_T[t]  # beyond the run, the entry is 0
+        step_M[samples] += draw_gaps(len(samples))
 
 
 def _step_losses(bands_KT: Floats, sigma: float, y_TM: Floats) -> Floats:
-    """Contribution of a single participation at each step: ``(2 <S_t, y> - |S_t|^2) / (2 sigma^2)``."""
+    """Returns the log ratio of one participation at each step: ``(2 <S_t, y> - |S_t|^2) / (2 sigma^2)``."""
     losses_TM = np.empty_like(y_TM)
     half_squares_T = np.square(bands_KT).sum(axis=0) / 2
     for t, half_square in enumerate(half_squares_T):
@@ -190,14 +191,14 @@ def _step_losses(bands_KT: Floats, sigma: float, y_TM: Floats) -> Floats:
 
 
 def _log_add(one_M: Floats, other_M: Floats | float, out_M: Floats) -> None:
-    """Computes ``log(e^one + e^other)``, several times as fast as ``np.logaddexp``."""
-    apart_M = one_M - other_M
+    """Computes ``log(e^one + e^other)``, several times faster than ``np.logaddexp``."""
+    difference_M = one_M - other_M
     np.maximum(one_M, other_M, out=out_M)
-    np.abs(apart_M, out=apart_M)
-    np.negative(apart_M, out=apart_M)
-    np.exp(apart_M, out=apart_M)
-    np.log1p(apart_M, out=apart_M)
-    out_M += apart_M
+    np.abs(difference_M, out=difference_M)
+    np.negative(difference_M, out=difference_M)
+    np.exp(difference_M, out=difference_M)
+    np.log1p(difference_M, out=difference_M)
+    out_M += difference_M
 
 
 def _log_sum(logs_BM: Floats) -> Floats:

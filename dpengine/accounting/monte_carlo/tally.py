@@ -1,4 +1,4 @@
-"""Tallies simulated losses of both directions, and evaluates the privacy curve of the rest of the history."""
+"""Empirical distributions of simulated losses in both directions, and the privacy curve of all other releases."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
     from dpengine.accounting.sampled_matrix import SampledMatrixEvent
 
 Curve = Callable[[Floats], Floats]
-"""Nonincreasing upper bound on delta at each epsilon, also negative ones, in [0, 1]."""
+"""Nonincreasing upper bound on delta in [0, 1] at each epsilon, including negative ones."""
 
-_CELLS = 2**18
-_ROUNDING = 1e-9
+_CELLS = 2**18  # number of grid cells over the range of losses
+_ROUNDING = 1e-9  # relative bound on the rounding error of losses
 
 
 @dataclass(frozen=True, eq=False)
 class Tally:
-    """Losses of one direction, rounded up to a grid: each value once, with its fraction of the samples."""
+    """Distinct losses of one direction, rounded up to a grid, with their fractions of the samples."""
 
     values: Floats
     shares: Floats
 
     def estimate(self, epsilon: float, curve: Curve) -> float:
-        """Returns the mean of a curve at ``epsilon`` minus the loss."""
+        """Returns the estimate of delta: the mean of the curve at ``epsilon`` minus the loss."""
         return float(self.shares @ curve(epsilon - self.values))
 
 
@@ -52,14 +52,14 @@ class Simulation:
         return max(float(tally.values[-1]) for tally in self.directions)
 
     def estimate(self, epsilon: float, curve: Curve) -> float:
-        """Returns the estimate of delta of the worse direction."""
+        """Returns the larger of the estimates of delta of both directions."""
         return max(tally.estimate(epsilon, curve) for tally in self.directions)
 
-    def least_epsilon(self, threshold: float, curve: Curve, enough: float) -> float:
-        """Returns the smallest epsilon with an estimate below the threshold; ``enough`` is one with it."""
+    def smallest_epsilon(self, threshold: float, curve: Curve, sufficient: float) -> float:
+        """Returns the smallest epsilon whose estimate is at most the threshold, which ``sufficient`` satisfies."""
         if self.estimate(0.0, curve) <= threshold:
             return 0.0
-        low, high = 0.0, enough
+        low, high = 0.0, sufficient
         while high - low > 1e-7 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.estimate(middle, curve) <= threshold else (middle, high)
@@ -68,33 +68,33 @@ class Simulation:
 
 @functools.lru_cache(maxsize=8)
 def simulation(event: SampledMatrixEvent, samples: int, seed: int) -> Simulation:
-    """Draws the losses of a run."""
+    """Draws the losses of a run in both directions."""
     remove, add = loss_sampler(event).draw(samples, seed)
     return Simulation(samples, seed, (tally(remove), tally(add)))
 
 
 def tally(losses: Floats) -> Tally:
-    """Rounds losses up, by a fraction of their range and by more than their rounding error."""
-    least, largest = float(losses.min()), float(losses.max())
-    spacing = max((largest - least) / _CELLS, 1e-300)
-    counts = np.bincount(np.ceil((losses - least) / spacing).astype(np.int64))
+    """Rounds losses up to a grid, and adds a bound on their rounding error."""
+    smallest, largest = float(losses.min()), float(losses.max())
+    spacing = max((largest - smallest) / _CELLS, 1e-300)
+    counts = np.bincount(np.ceil((losses - smallest) / spacing).astype(np.int64))
     cells = np.flatnonzero(counts)
-    values = least + cells * spacing
+    values = smallest + cells * spacing
     return Tally(values + _ROUNDING * (1 + np.abs(values)), counts[cells] / len(losses))
 
 
 def no_release(epsilons: Floats) -> Floats:
-    """Privacy curve without other releases: delta is ``1 - e^epsilon`` for negative epsilon."""
-    below: Floats = np.minimum(epsilons, 0.0)
-    return -np.expm1(below)
+    """Returns the privacy curve without other releases: delta is ``1 - e^epsilon`` for negative epsilon."""
+    negative: Floats = np.minimum(epsilons, 0.0)
+    return -np.expm1(negative)
 
 
-_POINTS = 48
+_POINTS = 48  # number of points at which a privacy curve is evaluated
 
 
 @functools.lru_cache(maxsize=8)
 def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple[Curve, float]:
-    """Returns an upper bound on the curve without simulated runs, and the epsilon at which it falls to ``tail``."""
+    """Returns an upper bound on the privacy curve without simulated runs, and the epsilon at which it is ``tail``."""
     rest = dataclasses.replace(composition, runs=())
     if rest.empty:
         return no_release, 0.0
@@ -103,18 +103,18 @@ def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple
     deltas = np.append([pld.delta(rest, float(point), relation) for point in points[:-1]], tail)
     deltas = np.minimum.accumulate(deltas)
 
-    def above(epsilons: Floats) -> Floats:
-        """Delta is convex in ``e^epsilon``, so chords are above it; from ``end`` it is at most ``tail``."""
+    def chords_of_delta(epsilons: Floats) -> Floats:
+        """Returns chords of delta, which is convex in ``e^epsilon``; from ``end`` on, ``tail``."""
         cell = np.minimum(np.searchsorted(points, epsilons, side="right") - 1, _POINTS - 2)
-        along = np.expm1(np.minimum(epsilons, points[-1]) - points[cell]) / np.expm1(points[cell + 1] - points[cell])
-        found: Floats = deltas[cell] + (deltas[cell + 1] - deltas[cell]) * np.clip(along, 0.0, 1.0)
-        return found
+        distance = np.minimum(epsilons, points[-1]) - points[cell]
+        fraction = np.expm1(distance) / np.expm1(points[cell + 1] - points[cell])
+        chords: Floats = deltas[cell] + (deltas[cell + 1] - deltas[cell]) * np.clip(fraction, 0.0, 1.0)
+        return chords
 
     def curve(epsilons: Floats) -> Floats:
-        # For a = e^epsilon below 1: H_a(P, Q) = 1 - a + a H_{1/a}(Q, P), and the curve bounds both directions.
-        below = epsilons < 0
+        # For a = e^epsilon < 1, H_a(P, Q) = 1 - a + a H_{1/a}(Q, P), and the chords bound both directions.
         a = np.exp(np.minimum(epsilons, 0.0))
-        found = above(np.abs(epsilons))
-        return np.where(below, 1 - a + a * found, found)
+        bound = chords_of_delta(np.abs(epsilons))
+        return np.where(epsilons < 0, 1 - a + a * bound, bound)
 
     return curve, float(end)

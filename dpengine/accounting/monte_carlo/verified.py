@@ -1,20 +1,22 @@
 """Verified delta of a claim that a simulation accepted.
 
-A claim is that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m independent
-numbers in [0, 1] with expectation delta is at most a threshold fixed beforehand. If the claim is wrong, the expectation
-of one direction exceeds a. By Chernoff and Hoeffding its mean is at most the threshold with probability at most
-``beta = exp(-m KL(threshold || a))``, for any dependence between the samples of the two directions. Publishing accepted
-claims only has a delta of at most a if the claim is right, and of 1 with probability beta if it is wrong: together
-``a (1 - beta) + beta``. This holds for every a, so for the best one.
+A claim states that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m
+independent numbers in [0, 1] with expectation delta is at most a threshold that is fixed before sampling. If the claim
+is wrong, the expectation of one direction exceeds a. By Chernoff and Hoeffding, its mean is then at most the threshold
+with probability at most ``beta = exp(-m KL(threshold || a))``, for any dependence between the samples of the two
+directions. A mechanism that publishes only accepted claims has a delta of at most a if the claim is right, and of 1
+with probability beta if it is wrong, so of at most ``a (1 - beta) + beta``. This holds for every a, so the smallest
+bound is used.
 
-A sweep over claims from the weakest, which stops at the first rejected one, publishes a wrong claim only if the first
-wrong one is accepted. That claim is fixed before sampling. So the bound of a sweep is that of one claim, for any number
-of claims with the same samples.
+A sweep starts with the weakest claim and stops at the first rejected claim. It publishes a wrong claim only if the
+first wrong claim is accepted. That claim is fixed before sampling, so the bound of a sweep is that of one claim, for
+any number of claims with the same samples.
 
-Calibration tests claims about different noise, each with samples of its own, by halving a grid that is fixed before
-sampling. More noise costs less, so after the rejection of a right claim only right ones are tested. The first wrong
-acceptance is therefore on the path that accepts right claims and rejects wrong ones, which is fixed before sampling. By
-a union bound over the n claims on it, a wrong one is published with probability at most ``n beta``.
+Calibration tests claims about different noise multipliers with separate samples, by bisection of a grid that is fixed
+before sampling. More noise costs less, so after the rejection of a right claim, only right claims are tested. The first
+wrong acceptance is therefore on the path of the bisection that accepts right claims and rejects wrong ones, which is
+fixed before sampling. By a union bound over the n claims of this path, a wrong claim is published with probability at
+most ``n beta``.
 
 Source: Wang et al. 2023 (arXiv:2304.07927) for publishing after a check.
 """
@@ -28,19 +30,19 @@ import numpy as np
 from dpengine.accounting import arguments
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
-LEAST_SAMPLES_TIMES_DELTA = 25
-"""Minimum of samples times delta for a useful threshold."""
-_GUESSES = 2000
-_MISTAKES = 0.1  # expected number of wrong bounds per this number of samples
+MIN_SAMPLES_TIMES_DELTA = 25
+"""Minimum number of samples times delta for a useful threshold."""
+_GUESSES = 2000  # number of values of a in each search
+_EXPECTED_ERRORS = 0.1  # the probability of a wrong bound is this over the number of samples
 
 
 def verified_delta(threshold: float, samples: int, claims: int = 1) -> float:
     """Returns the delta of an accepted claim.
 
     Args:
-        threshold: Maximum of the estimates of delta of both directions, fixed before sampling.
+        threshold: Maximum estimate of delta in each direction, fixed before sampling.
         samples: Number of samples in each direction.
-        claims: Number of claims of which one is published, with samples of their own.
+        claims: Number of claims of which one is published. Each has separate samples.
 
     Returns:
         An upper bound of ``min_a [a + (1 - a) claims exp(-samples KL(threshold || a))]``.
@@ -52,7 +54,7 @@ def verified_delta(threshold: float, samples: int, claims: int = 1) -> float:
     if not 0 <= threshold < 1:
         raise InvalidBudgetError(f"threshold={threshold!r} must lie in [0, 1).", fix="Use half the delta of the claim.")
     samples = arguments.count("samples", samples)
-    # Each a gives a bound, so a coarse search is sound; a fine one follows.
+    # Each a gives a valid bound, so a coarse and then a fine search suffices.
     above = np.geomspace(1e-3 / samples, 1, _GUESSES)
     best = int(np.argmin(_delta_with(threshold, threshold + above, samples, claims)))
     finer = np.geomspace(above[max(0, best - 1)], above[min(_GUESSES - 1, best + 1)], _GUESSES)
@@ -71,17 +73,17 @@ def threshold_for(delta: float, samples: int, claims: int = 1) -> float:
         The threshold, positive.
 
     Raises:
-        AccountingRefusedError: If there are fewer samples than `LEAST_SAMPLES_TIMES_DELTA` over delta.
+        AccountingRefusedError: If there are fewer samples than `MIN_SAMPLES_TIMES_DELTA` over delta.
     """
     delta, samples = arguments.delta_in_range(delta), arguments.count("samples", samples)
     low, high = 0.0, delta
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if verified_delta(middle, samples, claims) <= delta else (low, middle)
-    if samples * delta < LEAST_SAMPLES_TIMES_DELTA or low == 0:
-        least = 1.05 * LEAST_SAMPLES_TIMES_DELTA / samples  # two digits are shown
+    if samples * delta < MIN_SAMPLES_TIMES_DELTA or low == 0:
+        smallest = 1.05 * MIN_SAMPLES_TIMES_DELTA / samples  # with a margin, because two digits are shown
         raise AccountingRefusedError(
-            f"{samples:,} samples do not verify {delta=:g}, only {least:.2g} or more.",
+            f"{samples:,} samples do not verify {delta=:g}, only {smallest:.2g} or more.",
             fix="Use a larger delta, or monte_carlo_epsilon with more samples.",
         )
     return low
@@ -90,14 +92,14 @@ def threshold_for(delta: float, samples: int, claims: int = 1) -> float:
 def delta_above(estimate: float, samples: int) -> float:
     """Returns the delta of the smallest claim that an estimate accepts.
 
-    The estimate is the larger of both directions, and ``samples`` counts those of one direction. All claims have the
-    same probability to be accepted if wrong, so this is also the end of a sweep.
+    ``estimate`` is the larger of both directions, and ``samples`` is the number of samples in each direction. The
+    probability of accepting a wrong claim is equal for all claims, so the result is also valid for a sweep.
     """
-    beta = _MISTAKES / samples
+    beta = _EXPECTED_ERRORS / samples
     low, high = estimate, 1.0
     while low < (middle := (low + high) / 2) < high:
-        enough = samples * _divergence(estimate, np.array(middle)) >= -math.log(beta)
-        low, high = (low, middle) if enough else (middle, high)
+        is_refuted = samples * _divergence(estimate, np.array(middle)) >= -math.log(beta)
+        low, high = (low, middle) if is_refuted else (middle, high)
     return min(1.0, high + (1 - high) * beta)
 
 
@@ -105,11 +107,11 @@ def _delta_with(threshold: float, a: np.ndarray, samples: int, claims: int) -> n
     a = a[a < 1]
     rounding = 2.0**-50 * (threshold + a)
     beta = np.minimum(1.0, claims * np.exp(-samples * np.maximum(0.0, _divergence(threshold, a) - rounding)))
-    found: np.ndarray = np.append(a + (1 - a) * beta, 1.0)
-    return found
+    deltas: np.ndarray = np.append(a + (1 - a) * beta, 1.0)
+    return deltas
 
 
 def _divergence(p: float, q: np.ndarray) -> np.ndarray:
-    """``KL(p || q)`` of two Bernoulli distributions; p is below 1."""
+    """Returns ``KL(p || q)`` of two Bernoulli distributions; p is below 1."""
     tails: np.ndarray = (1 - p) * (math.log1p(-p) - np.log1p(-q))
     return tails + p * np.log(p / q) if p > 0 else tails
