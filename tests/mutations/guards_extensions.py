@@ -124,8 +124,8 @@ GUARDS = [
     Guard(
         "event-table",
         "noise of more bands than the cycle has groups is no sampled Gaussian",
-        'return "once" if correlation.bands is not None and correlation.bands <= participation.min_separation else "all"',
-        'return "once"',
+        "correlation.bands is not None and correlation.bands <= participation.min_separation",
+        "True",
         EVENTS + "test_a_combination_has_the_event_of_its_row",
     ),
     Guard(
