@@ -19,7 +19,7 @@ from dpengine.kernels.products import sq_norms
 
 from .flat_buffer import Sums
 from .method import Algorithm, Method
-from .rows import Units, in_rows, some_rows, wide, widened, without_rows, zeroed
+from .rows import Units, in_rows, some_rows, stays_narrow, wide, widened, without_rows, zeroed
 from .scratch import Scratch
 from .strategy import common_rows
 
@@ -54,7 +54,7 @@ class Entry:
         """Concatenates calls of the same sampler if it supports that."""
         if len(self.calls) < 2 or self.kept is not None:
             return
-        self.calls = [(widened(call), sampler) for call, sampler in self.calls]
+        self.calls = [(c if stays_narrow(c, [s.plain or s]) else widened(c), s) for c, s in self.calls]
         by_sampler: dict[int, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
             plain = sampler.plain or sampler
@@ -80,7 +80,8 @@ class Entry:
     def sq_norm(self, algorithm: Algorithm, rows: int, scratch: Scratch) -> Tensor:
         """Computes squared norms ``(B,)`` by one method. ``KEEP`` stores the gradients, in ``scratch`` if possible."""
         if algorithm.method is Method.GHOST:
-            if len(self.calls) > 1:
+            if len(self.calls) > 1:  # the sum must round the inputs as this norm does
+                self.calls = [(widened(call), sampler) for call, sampler in self.calls]
                 return self.from_gram(tied_norm(self.calls))
             ((call, sampler),) = self.calls
             return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._spread())
@@ -227,7 +228,7 @@ class Entry:
 
     @property
     def _in_bfloat16(self) -> bool:
-        return bool(self.calls) and self.calls[0][0].grad_output.dtype is torch.bfloat16
+        return any(call.grad_output.dtype is torch.bfloat16 for call, _ in self.calls)
 
     def _spread(self) -> Tensor | None:
         """Returns the sum of the norms of all parts; None if the gradient has one part."""

@@ -19,7 +19,7 @@ from dpengine.kernels.products import Entries, norms
 
 from .gram import spread_of
 from .linear import tokens
-from .machine import fast_in_float64
+from .machine import fast_in_float64, launches_kernels
 from .sampler import GradSampler, argument
 
 _FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # multiplications
@@ -64,19 +64,38 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
     padding = call.layer.padding_idx
     if padding is not None:
         real_N = entry_N != padding
-        if traced(grad_ND):
+        if traced(grad_ND) or launches_kernels(grad_ND.device):  # no shape depends on values
             return Uses(row_N, entry_N, rows), grad_ND.where(real_N.unsqueeze(1), 0)
         row_N, entry_N, grad_ND = row_N[real_N], entry_N[real_N], grad_ND[real_N]
     return Uses(row_N, entry_N, rows), grad_ND
 
 
 def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
-    """Adds the values of equal pairs of row and entry."""
+    """Adds the values of equal pairs of row and entry.
+
+    On an accelerator, pairs that were merged into others stay, with the value 0 and as repetitions of the last pair:
+    it would wait until the number of different pairs is known.
+    """
     # In float64: long sums of values that cancel are as exact as the values. MPS has none.
-    pair_M, place_N = torch.unique(uses.row_N * size + uses.entry_N, return_inverse=True)
     wide_N = value_N if value_N.device.type == "mps" else value_N.double()
+    pair_N = uses.row_N * size + uses.entry_N
+    pair_M, place_N = _merged_places(pair_N) if launches_kernels(pair_N.device) else _unique_places(pair_N)
     value_M = wide_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, place_N, wide_N)
     return Uses(pair_M // size, pair_M % size, uses.rows), value_M
+
+
+def _unique_places(pair_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the different pairs, and the index of each pair among them."""
+    return torch.unique(pair_N, return_inverse=True)  # type: ignore[return-value]
+
+
+def _merged_places(pair_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Does the same without a shape that depends on values: the last pair is repeated up to the length of the input."""
+    sorted_N, order_N = pair_N.sort()
+    begins_N = torch.cat([sorted_N.new_zeros(min(1, len(sorted_N))), (sorted_N.diff() != 0).to(sorted_N.dtype)])
+    place_N = begins_N.cumsum(0)
+    pair_M = sorted_N[-1:].expand(len(sorted_N)).clone().scatter_(0, place_N, sorted_N)
+    return pair_M, torch.empty_like(place_N).scatter_(0, order_N, place_N)
 
 
 def per_row(uses: Uses, value_N: Tensor) -> Tensor:
@@ -88,7 +107,11 @@ def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
     """Gradients ``(B, V, D)`` of what ``merged`` gave."""
     size, features = weight.shape
     flat = torch.zeros(pairs.rows * size, features, dtype=wide(weight), device=grad_MD.device)
-    flat[pairs.row_N * size + pairs.entry_N] = grad_MD.to(flat.dtype)
+    place_M, value_MD = pairs.row_N * size + pairs.entry_N, grad_MD.to(flat.dtype)
+    if launches_kernels(flat.device):  # a pair may be repeated, see `merged`
+        flat.index_add_(0, place_M, value_MD)
+    else:
+        flat[place_M] = value_MD
     return flat.view(pairs.rows, size, features)
 
 
@@ -133,6 +156,9 @@ def _sq_norm(call: LayerCall) -> Tensor:
     """Squared norms of uses, those of one entry in one row merged first: they are few in most texts."""
     if traced(call.grad_output) or _has_few_pairs(call):
         return _sq_norm_by_pairs(call)
+    if launches_kernels(call.grad_output.device):
+        pairs, grad_MD = _pairs(call)
+        return per_row(pairs, grad_MD.square().sum(dim=1))
     uses, grad_ND = _uses(call)
     _, place_N, count_M = torch.unique(
         uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True

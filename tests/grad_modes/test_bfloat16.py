@@ -15,9 +15,11 @@ from dpengine.capture.record import LayerCall, Use
 from dpengine.clipping import Flat
 from dpengine.grad_modes import bookkeep, choose_method, entry, rows
 from dpengine.grad_modes.entry import Entry
+from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.method import KEEP, Algorithm, Method
 from dpengine.grad_modes.scratch import Scratch
 from dpengine.grad_samplers import machine
+from dpengine.grad_samplers.embedding import SAMPLERS as EMBEDDING
 from dpengine.grad_samplers.linear import SAMPLERS, add_product
 
 ROWS, POSITIONS = 6, 5
@@ -137,6 +139,34 @@ def test_a_tied_parameter_has_the_sums_of_widened_tensors(narrow, monkeypatch):
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
     _, truth = clipped(Tied(), batch=(words, targets))
     assert relative_error(sums, truth) < 2e-3  # the input of the last layer is rounded to bfloat16, or not
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS[1:], ids=str)
+def test_the_sum_of_a_tied_parameter_is_that_of_its_norms(algorithm, monkeypatch):
+    """The bfloat16 call stays narrow if the gradients are formed, and is widened for the Gram matrix and its sum."""
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: True)
+    model = Tied()
+    words, by_words = torch.randint(0, 40, (ROWS, POSITIONS)), torch.randn(ROWS, POSITIONS, 300)
+    inputs, by_head = torch.randn(ROWS, POSITIONS, 300).bfloat16(), torch.randn(ROWS, POSITIONS, 40).bfloat16()
+    by_words[0] = -inputs[0].float() * by_head[0, :, :1].float()  # the uses cancel in part
+    head = LayerCall(model.head, (inputs,), by_head, name="head")
+    table = LayerCall(model.words, (words,), by_words, name="words")
+    samplers = SAMPLERS["weight"], EMBEDDING["weight"]
+    one = Entry(Use(model.head.weight, "weight"), list(zip((head, table), samplers, strict=True)))
+    truth = torch.einsum("bto,bti->boi", by_head.double(), inputs.double())
+    for i in range(ROWS):
+        truth[i].index_add_(0, words[i], by_words[i].double())
+    one.join()
+    assert [call.grad_output.dtype for call, _ in one.calls] == [torch.bfloat16, torch.float32]
+    sq_norm_B = one.sq_norm(algorithm, ROWS, Scratch())
+    torch.testing.assert_close(sq_norm_B.double(), truth.flatten(1).square().sum(dim=1), rtol=1e-6, atol=0)
+    dtypes = {call.grad_output.dtype for call, _ in one.calls}
+    assert (torch.bfloat16 in dtypes) is (algorithm.method is Method.DISCARD)
+    factor_B, buffer = torch.rand(ROWS), FlatBuffer([model.head.weight])
+    one.add_sum(factor_B, 2.0, buffer)
+    expected = 2 * torch.einsum("b,boi->oi", factor_B.double(), truth)
+    (found,) = buffer.drain().views.values()
+    assert relative_error({"weight": found.double()}, {"weight": expected}) < 1e-6
 
 
 @pytest.mark.parametrize("left_is_narrow", [True, False])

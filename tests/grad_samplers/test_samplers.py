@@ -295,6 +295,30 @@ def test_convolutions_take_channels_that_lie_last(groups, size, dimensions, dtyp
         torch.testing.assert_close(form(call).double(), expected, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("kind", ["embedding", "bag", "weighted bag"])
+@pytest.mark.parametrize("length", [0, 1, 9])
+def test_accelerators_add_repeated_entries_without_a_shape_that_depends_on_values(length, kind, padding, monkeypatch):
+    torch.manual_seed(0)
+    entries, cotangent = torch.randint(3, (5, length)), torch.randn(5, *([length] if kind == "embedding" else []), 4)
+    layer = (nn.Embedding if kind == "embedding" else nn.EmbeddingBag)(3, 4, padding_idx=padding)
+    weights = (torch.rand(5, length),) if kind == "weighted bag" else ()
+    layer.mode = "sum"
+    if kind == "embedding":
+        cotangent[entries == padding] = float("inf")
+    call = LayerCall(layer, (entries, *([None] * len(weights)), *weights), cotangent, {}, None, "table")
+    sampler, factor_B = sampler_for(layer)["weight"], torch.rand(5)
+    monkeypatch.setattr(embedding, "_FEW_ON_CPU", 0)
+    ways = lambda: (sampler.grad(call), sampler.sq_norm(call).double(), sampler.weighted_sum(call, factor_B))  # noqa: E731
+    expected = ways()
+    monkeypatch.setattr(embedding, "launches_kernels", lambda device: True)
+    monkeypatch.setattr(embedding, "_has_few_pairs", lambda call: False)
+    monkeypatch.setattr(embedding, "_unique_places", None)
+    monkeypatch.setattr(torch.Tensor, "any", None)  # which the host would read
+    for found, truth in zip(ways(), expected, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("limit", [0, 2**30], ids=["by search", "by pairs"])
 @pytest.mark.parametrize("padding", [None, 0])
 @pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 2, 3)], ids=str)
