@@ -135,6 +135,10 @@ def work(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> t
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return None, 0.0, read + wrote, launches
+    if name == "convolution_backward":  # the gradients that are asked for; groups take five times as long
+        (grad, _, weight), groups, wanted = inputs[:3], args[-2], args[-1]
+        flops = 2.0 * sum(wanted[:2]) * len(grad) * math.prod(grad.shape[2:]) * weight.numel()
+        return grad.dtype, flops * (5 if groups > 1 else 1), read + wrote, launches
     factors = [t for t in inputs if not any(t is other for other in written)]
     plain = [a for a in args if not isinstance(a, torch.dtype)]
     others = {n: value for n, value in kwargs.items() if n not in ("out", "out_dtype", "alpha", "beta")}

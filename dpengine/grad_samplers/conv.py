@@ -23,11 +23,12 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
+from . import linear
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
-from .machine import fast_in_float64, memory_for, operations_per_byte
+from .machine import fast_in_float64, memory_for, operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, argument
 
-_ONE_CALL = 2e6  # floating point operations in the time of one call from Python
+_CALL_SECONDS = 2e-5  # of one call from Python
 
 
 def sliding_windows(
@@ -38,7 +39,7 @@ def sliding_windows(
     sides: Sequence[tuple[int, int]],
 ) -> Tensor:
     """View of the padded windows: leading axes, axes of the kernel, positions along each axis. Any memory format."""
-    wide = F.pad(wide, _reversed(sides))
+    wide = F.pad(wide, _reversed(sides)) if any(map(any, sides)) else wide  # without padding, it would be a copy
     leading = wide.dim() - len(kernel)
     for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
         wide = wide.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
@@ -98,9 +99,18 @@ class _Correlation:
             yield replace(self, wide=wide, narrow=narrow)
 
 
+def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
+    acts, grads = argument(call, 0, "input"), call.grad_output
+    return acts.to(grads.dtype) if grads.dtype is torch.bfloat16 else acts, grads  # as the layer did under autocast
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 def _correlation(call: LayerCall) -> _Correlation:
     layer: Any = call.layer
-    wide, narrow = argument(call, 0, "input"), call.grad_output
+    wide, narrow = _acts_and_grads(call)
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     if layer.transposed:
         wide, narrow = narrow, wide
@@ -128,18 +138,19 @@ def _reversed(sides: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Tensor:
-    """One ordinary weight gradient."""
-    shape_only = c.wide.new_zeros(1).expand(weight_shape)  # zero strides: only the shape is read
+    """One ordinary weight gradient, in float32 at least."""
+    wide, narrow = (tensor.to(_wide(tensor)) for tensor in (c.wide, c.narrow))
+    shape_only = wide.new_zeros(1).expand(weight_shape)  # zero strides: only the shape is read
     zeros = [0] * len(c.kernel)
     args = (c.stride, c.padding, c.dilation, False, zeros, groups, [False, True, False])
-    return torch.ops.aten.convolution_backward(c.narrow, c.wide, shape_only, None, *args)[1]
+    return torch.ops.aten.convolution_backward(narrow, wide, shape_only, None, *args)[1]
 
 
 def _grouped_grad(call: LayerCall) -> Tensor:
     """Rows become groups, so that one call of the backward kernel gives the gradients of all."""
     rows, shape = call.batch_size, _weight_shape(call)
     if rows == 0:
-        return call.grad_output.new_zeros(0, *shape)
+        return call.grad_output.new_zeros(0, *shape, dtype=_wide(call.grad_output))
     c = _correlation(call)
     # Through one axis, since axes of size 1 may have strides by which the kernel takes the channels for last.
     wide, narrow = (t.reshape(-1).view(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
@@ -148,7 +159,7 @@ def _grouped_grad(call: LayerCall) -> Tensor:
 
 
 def _new_grads(call: LayerCall) -> Tensor:
-    return call.grad_output.new_empty(call.batch_size, *_weight_shape(call))
+    return call.grad_output.new_empty(call.batch_size, *_weight_shape(call), dtype=_wide(call.grad_output))
 
 
 def _looped_grad(call: LayerCall) -> Tensor:
@@ -178,7 +189,7 @@ def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
     done = 0
     for part in c.some_rows():
         narrow = part.narrow_NCT()
-        torch.bmm(narrow, part.windows_NFT().transpose(1, 2), out=by_group[done : done + len(narrow)])
+        linear.product(narrow, part.windows_NFT().transpose(1, 2), by_group[done : done + len(narrow)])
         done += len(narrow)
 
 
@@ -211,7 +222,7 @@ def _compiled_sq_norm(call: LayerCall) -> Tensor:
 def _gram_sq_norm(call: LayerCall) -> Tensor:
     """By the Gram of all windows, which are copied."""
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(0)
+        return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
     c = _correlation(call)
     parts = [gram_sq_norm(p.narrow_NCT().transpose(1, 2), p.windows_NFT().transpose(1, 2)) for p in c.some_rows()]
     return torch.cat(parts).view(-1, c.groups).sum(dim=1)
@@ -224,7 +235,7 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
     parts of that Gram. No window is copied, and no product is formed twice.
     """
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(0)
+        return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
     c = _correlation(call)
     wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])).double()
     wide = wide.reshape(-1, wide.shape[1] // c.groups, *wide.shape[2:])
@@ -260,15 +271,18 @@ def _weight_cost(call: LayerCall) -> Cost:
     c = _correlation(call)
     (channels, window), length, device = c.features, c.positions, c.wide.device
     product = 2.0 * length * channels * window * c.groups
-    traffic = 12.0 * length * window * c.groups * operations_per_byte(device)
+    traffic = 3.0 * c.wide.itemsize * length * window * c.groups * operations_per_byte(device)
+    one_call = _CALL_SECONDS * operations_per_second(device)
     # The grouped kernel is slow at both ends of its range: few channels, and many on a small map.
     slow = c.wide.shape[1] // c.groups <= 4 < channels or length * (channels + window) < channels * window
-    grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + _ONE_CALL}
+    grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + one_call}
+    if c.wide.dtype is torch.bfloat16:  # discarded gradients are formed again, and the other kernels may add otherwise
+        grads = {"unfold": grads["unfold"]}
     gram = gram_operations(length, (channels, window), c.wide.dtype, device)
     sq_norms = {} if gram is None else {"gram": gram * c.groups + traffic}
     if native.Windows(c.wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation).fit():
-        grads["compiled"] = sq_norms["compiled"] = 1.5 * product + _ONE_CALL / call.batch_size
-    if fast_in_float64(device) and c.wide.dtype is torch.float32:
+        grads["compiled"] = sq_norms["compiled"] = 1.5 * product + one_call / call.batch_size
+    if fast_in_float64(device) and c.wide.dtype is not torch.float64:
         spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
         places = math.prod(c.kernel) * 16 * operations_per_byte(device)
         inside = 4 * spread_out**2 * c.wide.shape[1] + length**2 * (4 * channels + places) * c.groups
@@ -279,8 +293,8 @@ def _weight_cost(call: LayerCall) -> Cost:
 
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(_weight_shape(call))
-    acts, grads = argument(call, 0, "input"), call.grad_output
+        return call.grad_output.new_zeros(_weight_shape(call), dtype=_wide(call.grad_output))
+    acts, grads = (tensor.to(_wide(tensor)) for tensor in _acts_and_grads(call))
     if acts.numel() < grads.numel():
         acts = acts * _beside(factor_B, acts)
     else:
@@ -295,7 +309,7 @@ def _weight_spread(call: LayerCall) -> Tensor:
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in sides)
     shared = math.sqrt(repeats * math.prod(layer.kernel_size))
-    acts, grads = argument(call, 0, "input"), call.grad_output
+    acts, grads = _acts_and_grads(call)
     positions = math.prod((acts if layer.transposed else grads).shape[2:])
     return spread_of(positions, acts, grads) * shared
 
@@ -305,7 +319,7 @@ def _beside(factor_B: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _bias_grad(call: LayerCall) -> Tensor:
-    return call.grad_output.flatten(2).sum(dim=2)
+    return call.grad_output.flatten(2).sum(dim=2, dtype=_wide(call.grad_output))
 
 
 def _bias_windows(call: LayerCall) -> native.Windows:
@@ -327,6 +341,7 @@ SAMPLERS = {
         settings=("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed"),
         job=_windows,
         stacked_name="compiled",
+        takes_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows),
+    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, takes_bfloat16=True),
 }

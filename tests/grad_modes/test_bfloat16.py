@@ -82,6 +82,26 @@ def test_sums_and_norms_are_those_of_widened_tensors(algorithm, mode, narrow, mo
     assert found.largest_norm == pytest.approx(expected.largest_norm, rel=1e-6)
 
 
+CONVOLVED = [Algorithm(Method.KEEP, "unfold"), Algorithm(Method.DISCARD, "unfold"), Algorithm(Method.GHOST, "gram")]
+
+
+@pytest.mark.parametrize("algorithm", CONVOLVED, ids=str)
+def test_convolutions_have_the_sums_of_rounded_inputs(algorithm, narrow, monkeypatch):
+    """Without tensor cores the inputs are not rounded in the gradient, as they are in the forward pass."""
+    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
+    torch.manual_seed(0)
+    layers = nn.Conv2d(8, 64, 3), nn.Tanh(), nn.Conv2d(64, 64, 3, stride=2), nn.Flatten(), nn.Linear(64, 5)
+    model = nn.Sequential(*layers)
+    inputs = torch.randn(ROWS, 8, 5, 5).bfloat16().float()
+    batch = inputs, torch.randint(0, 5, (ROWS,))
+    found, sums = clipped(copy.deepcopy(model), batch=batch)
+    assert narrow and all(narrow)
+    monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
+    expected, truth = clipped(model, batch=batch)
+    assert relative_error(sums, truth) < 2e-5
+    assert found.largest_norm == pytest.approx(expected.largest_norm, rel=1e-6)
+
+
 @pytest.mark.parametrize("bfloat16", [True, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:2], ids=str)
 def test_an_accelerator_forms_gradients_of_one_shape_together(algorithm, bfloat16, monkeypatch):

@@ -75,6 +75,7 @@ def test_gradients_are_those_of_each_row_alone(case, dtype):
 
 
 FEATURES_FIRST = (nn.modules.conv._ConvNd,)
+NARROW = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 def parts_of(run):
@@ -136,6 +137,31 @@ def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
         if sampler.cost is not None:
             cost = sampler.cost(run.call)
             assert cost.grads.keys() <= sampler.grads.keys() and cost.sq_norms.keys() <= sampler.sq_norms.keys()
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if isinstance(c.make(), NARROW)], ids=lambda case: case.id)
+@pytest.mark.parametrize("rows", [0, ROWS])
+def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):
+    run = Run(case, F32, rows)
+    call = run.call.map(lambda tensor: tensor.bfloat16())
+    inputs = run.call.replace(grad_output=call.grad_output)  # float32 inputs, as layers under autocast have
+    wide = call.map(lambda tensor: tensor.float())
+    factor_B = factors(F32)[:rows]
+    for name in run.names:
+        sampler = run.samplers[name]
+        assert sampler.takes_bfloat16
+        for form in sampler.grads:
+            truth = sampler.grads[form](wide)
+            for narrow in (call, inputs):
+                found = sampler.grads[form](narrow)
+                assert found.dtype is F32
+                assert_close(found, truth.double(), 1e-5)
+        for form in sampler.sq_norms:
+            assert_close(sampler.sq_norms[form](inputs).double(), sampler.sq_norms[form](wide).double(), 1e-5)
+        if sampler.weighted_sum is not None:
+            total = sampler.weighted_sum(inputs, factor_B)
+            assert total.dtype is F32
+            assert_close(total, sampler.weighted_sum(wide, factor_B).double(), 1e-5)
 
 
 @pytest.mark.one_in(2, "case", "dtype")
