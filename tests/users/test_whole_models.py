@@ -190,6 +190,23 @@ def test_a_model_is_clipped_so_in_the_default_mode_and_its_smallest_parts_run_al
     assert sorted(units) == UNITS.get(name, [])
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mode", ["auto", "whole_model"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM"])
+def test_gradient_checkpointing_does_not_change_the_clipped_sum(name, use_reentrant, mode):
+    model, inputs_of = made(name)
+    plain = copy.deepcopy(model)  # a loop over samples cannot run reentrant checkpoints
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+
+    def gradients_of(trained, inputs):
+        plain.load_state_dict(trained.state_dict())
+        return per_sample_gradients(in_double(plain), loss_of, inputs, WEIGHTS)
+
+    steps_of(model, inputs_of, loss_of, gradients_of, mode=mode)
+
+
 @pytest.mark.parametrize(
     ("name", "one_by_one"),  # `vmap` cannot run models that look at their masks
     [
