@@ -54,12 +54,14 @@ def _busy(kernel: Kernel) -> float:
 def engine_on(log: Log, *, checks: bool = False) -> Iterator[None]:
     """Adapts the engine to the device: its clock, and noise by one kernel. Without ``checks``, no step is checked."""
     from dpengine.grad_modes import choose_method
+    from dpengine.grad_samplers.machine import memory_for
     from dpengine.independence.probe import Probe
     from dpengine.noise import philox_normals
 
     def add_normals(flat: Tensor, *others: Any) -> None:
         log.add("philox", None, 0.0, 2 * flat.numel() * flat.itemsize)  # of the Triton kernel
 
+    memory_for.cache_clear()  # the memory of another device
     with ExitStack() as stack:
         if not checks:
             stack.enter_context(patch.object(Probe, "due", False))
@@ -152,16 +154,21 @@ def deviation(cell: Cell) -> float:
 
 
 def most_rows(cell: Cell, way: str, memory: int) -> int:
-    """Returns the largest batch, in steps of a 16th of its size, whose ordinary step fits into the memory."""
-    fits, too_many = 0, None
-    rows = cell.rows
-    while too_many is None or too_many - fits > max(1, fits // 16):
-        if _peak(cell, way, rows, memory) <= memory:
-            fits = rows
-        else:
-            too_many = rows
-        rows = 2 * fits if too_many is None else (fits + too_many) // 2
-    return fits
+    """Returns a batch size whose ordinary step fits into the memory, at most a 32nd below the largest one.
+
+    Peaks grow by nearly the same for each sample, so the next size that is tried is on the line through two of them.
+    """
+    below, above = (1, _peak(cell, way, 1, memory)), (cell.rows, _peak(cell, way, cell.rows, memory))
+    while above[1] <= memory:
+        below, above = above, (4 * above[0], _peak(cell, way, 4 * above[0], memory))
+    while above[0] - below[0] > max(1, below[0] // 32):
+        slope = (above[1] - below[1]) / (above[0] - below[0])
+        rows = min(max(int(below[0] + 0.99 * (memory - below[1]) / slope), below[0] + 1), above[0] - 1)
+        tried = rows, _peak(cell, way, rows, memory)
+        below, above = (tried, above) if tried[1] <= memory else (below, tried)
+        if below is tried and below[1] > 0.97 * memory:
+            break
+    return below[0]
 
 
 def _peak(cell: Cell, way: str, rows: int, memory: int) -> int:

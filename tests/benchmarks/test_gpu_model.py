@@ -45,6 +45,16 @@ def test_noise_reads_and_writes_each_number_once(predicted, cell):
     assert predicted[cell]["dpengine auto"]["noise_bytes_per_parameter"] == 8
 
 
+WIDER = {"bert": {"float32"}, "gpt-2": {"float32", "float64"}}  # of embeddings, whose gradients are float32
+
+
+@pytest.mark.parametrize("cell", TINY)
+def test_products_of_layers_are_in_bfloat16_under_autocast(predicted, cell):
+    flops = predicted[cell]["dpengine auto"]["flops"]
+    assert flops.keys() <= {"bfloat16"} | WIDER.get(cell, set())
+    assert sum(flops.values()) < 1.1 * flops["bfloat16"]
+
+
 @pytest.mark.parametrize("cell", TINY)
 def test_updates_equal_those_of_the_cpu(predicted, cell):
     """The first step, which is checked: its operations never mix devices."""
