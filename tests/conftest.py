@@ -4,6 +4,7 @@
 """
 
 import gc
+import importlib.util
 import os
 import socket
 import sys
@@ -22,6 +23,10 @@ from dpengine.errors import forget_notices
 
 if torch is not None and "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+if torch is not None and importlib.util.find_spec("torchvision"):
+    from models.operators import define_operators
+
+    define_operators()
 
 _LOCAL_NAMES = {None, "", b"", "localhost", "127.0.0.1", "::1", b"localhost", socket.gethostname()}
 

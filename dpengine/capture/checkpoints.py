@@ -31,7 +31,7 @@ _STAND_INS: dict[str, Any] = {
     "CheckpointFunction": _RunsOnce,
     "_checkpoint_without_reentrant_generator": _does_nothing,
 }
-_originals = {name: getattr(checkpoint, name) for name in _STAND_INS}
+_originals: dict[str, Any] = {}  # while a context runs
 _lock = threading.Lock()
 _contexts = 0  # of all threads
 
@@ -49,6 +49,8 @@ def without_checkpoints() -> Iterator[None]:
 def _count(change: int) -> None:
     global _contexts
     with _lock:
+        if _contexts == 0:
+            _originals.update({name: getattr(checkpoint, name) for name in _STAND_INS if hasattr(checkpoint, name)})
         _contexts += change
-        for name, function in (_STAND_INS if _contexts else _originals).items():
-            setattr(checkpoint, name, function)
+        for name, original in _originals.items():
+            setattr(checkpoint, name, _STAND_INS[name] if _contexts else original)
