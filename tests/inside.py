@@ -108,7 +108,7 @@ def policy(owner, run=-1):
 
 def unclipped_count(owner, run=-1):
     """The centered count of unclipped samples that an adaptive policy collected for the current step."""
-    return float(_step(owner, run).plan.clipping._centred_count)
+    return float(_step(owner, run).plan.clipping._centered_count)
 
 
 def sampling(owner, run=-1):

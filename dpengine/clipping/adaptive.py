@@ -1,4 +1,4 @@
-"""Adaptive clipping: the threshold follows a quantile of the gradient norms, privately (Andrew et al. 2021)."""
+"""Adaptive clipping (Andrew et al. 2021): the clipping norm tracks a quantile of the gradient norms."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _DOMAIN = "clip"
 @final
 @suggests_names
 class Adaptive(AbstractClip):
-    """Flat clipping whose threshold C moves towards a quantile of the norms.
+    """Flat clipping with a clipping norm C that tracks a quantile of the per-sample gradient norms.
 
-    Each step releases, with the noisy gradient sum, a noisy count of samples with norm at most C, and then sets
-    C to C * exp(-learning_rate * (share of such samples - target_quantile)). A sample counts +1/2 or -1/2, so that the
-    count moves by 1/2 when a sample comes or goes; the share is relative to the expected batch size, a public constant.
+    Every step releases a noisy count of unclipped samples together with the noisy gradient sum, and then updates
+    ``C *= exp(-learning_rate * (unclipped_fraction - target_quantile))``. The fraction is relative to the expected
+    batch size, which is a public constant.
 
-    Sum and count are **one** Gaussian release of a vector (sum / (C sigma_g), count / sigma_b), whose sensitivity is
-    sqrt(1/sigma_g**2 + 1/(2 sigma_b)**2). To cost what a noise multiplier sigma costs, the gradient gets the multiplier
-    sigma_g = (sigma**-2 - (2 sigma_b)**-2)**-1/2, slightly above sigma, and the ledger charges sigma.
+    Privacy: the gradient sum and the count form one Gaussian mechanism. Samples contribute +1/2 or -1/2 to the count,
+    so its sensitivity is 1/2. To keep the total cost at noise multiplier sigma, the gradient uses
+    ``sigma_g = (sigma**-2 - (2 * sigma_b)**-2) ** -0.5``, which is slightly larger than sigma.
 
     Args:
-        initial_norm: Threshold of the first step.
-        target_quantile: The share of samples that should stay unclipped, between 0 and 1.
-        learning_rate: Of the threshold's logarithm.
-        count_noise_multiplier: sigma_b, standard deviation of the noise on the count, in samples. About a twentieth of
-            the expected batch size is usual. Must exceed half the noise multiplier of the run.
-        min_norm: The threshold never falls below.
-        max_norm: The threshold never rises above.
+        initial_norm: Clipping norm of the first step.
+        target_quantile: Target fraction of unclipped samples, in (0, 1).
+        learning_rate: Step size of the update of log C.
+        count_noise_multiplier: sigma_b, the standard deviation of the noise on the count, in samples. A common value
+            is a twentieth of the expected batch size. It must exceed half the noise multiplier of the run.
+        min_norm: Lower limit of the clipping norm.
+        max_norm: Upper limit of the clipping norm.
 
     Raises:
         InvalidBudgetError: If an argument is out of its range.
@@ -70,8 +70,8 @@ class Adaptive(AbstractClip):
             raise InvalidBudgetError(
                 f"{_WHERE}: initial_norm={initial_norm!r} lies outside [min_norm, max_norm] = [{min_norm}, {max_norm}]."
             )
-        # Private until it has had its noise: the centred count, kept on the device of the norms to spare a wait.
-        self._centred_count: Tensor | float = 0.0
+        # Private: the count without noise. It stays on the device of the norms, to avoid a synchronization.
+        self._centered_count: Tensor | float = 0.0
 
     @property
     def bounds(self) -> tuple[float, ...]:
@@ -86,52 +86,54 @@ class Adaptive(AbstractClip):
         return factors_within(self._norm, norms_BK)
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """sigma_g, which leaves room for the count within a step that is booked as ``noise_multiplier``.
+        """Returns sigma_g, the noise multiplier of the gradient if the step with its count costs ``noise_multiplier``.
 
         Args:
-            noise_multiplier: sigma, which the ledger charges. 0 gives 0.
+            noise_multiplier: sigma, which the ledger charges.
 
         Returns:
-            (sigma**-2 - (2 sigma_b)**-2)**-1/2.
+            ``(sigma**-2 - (2 * sigma_b)**-2) ** -0.5``; 0 for a sigma of 0.
 
         Raises:
-            InvalidBudgetError: If the count alone costs as much as sigma allows for the whole step, or sigma is
-                negative or not finite.
+            InvalidBudgetError: If the count alone costs at least as much as the step may cost, or sigma is negative or
+                not finite.
         """
-        count = 2 * self.count_noise_multiplier
+        count_multiplier = 2 * self.count_noise_multiplier
         if not 0 <= noise_multiplier < math.inf:
             raise InvalidBudgetError(
                 f"{_WHERE}: noise_multiplier={noise_multiplier!r} must be finite and not negative."
             )
-        if noise_multiplier >= count:
+        if noise_multiplier >= count_multiplier:
             raise InvalidBudgetError(
                 f"{_WHERE}: noise_multiplier={noise_multiplier!r} needs count_noise_multiplier above "
-                f"{noise_multiplier / 2:g}, got {self.count_noise_multiplier:g}: the count alone costs the whole step.",
+                f"{noise_multiplier / 2:g}, got {self.count_noise_multiplier:g}: the count alone exceeds the cost of a "
+                "step.",
                 fix=f"Try count_noise_multiplier={5 * noise_multiplier:g}.",
             )
-        # sigma / sqrt(1 - r**2) with r = sigma / (2 sigma_b), in a form that loses nothing as r nears 1.
-        return noise_multiplier / math.sqrt((count - noise_multiplier) * (count + noise_multiplier)) * count
+        # sigma / sqrt(1 - r**2) with r = sigma / (2 sigma_b), in a form without cancellation for r near 1.
+        difference, total = count_multiplier - noise_multiplier, count_multiplier + noise_multiplier
+        return noise_multiplier / math.sqrt(difference * total) * count_multiplier
 
     def observe(self, norms_BK: Tensor) -> None:
-        """Adds 1/2 for each sample with norm at most C, and takes 1/2 for each other; a dropped sample adds nothing."""
+        """Adds 1/2 for each sample with norm at most C and -1/2 for each other; a dropped sample adds nothing."""
         check_norms(_WHERE, norms_BK, 1)
         below, above = (norms_BK <= self._norm).sum(), ((norms_BK > self._norm) & norms_BK.isfinite()).sum()
-        self._centred_count = self._centred_count + (below - above) / 2
+        self._centered_count = self._centered_count + (below - above) / 2
 
     def finish_step(self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float) -> None:
         size = positive(_WHERE, "expected_batch_size", expected_batch_size)
         noise = torch.empty(1, dtype=torch.float64, device="cpu")
         source.normal_(noise, domain=_DOMAIN, step=step)
-        count = total(self._centred_count) + self.count_noise_multiplier * noise.item()
+        count = total(self._centered_count) + self.count_noise_multiplier * noise.item()
         self.discard()
-        # The centred count over the size is the share less 1/2, whatever the size of the batch that was drawn.
+        # The centered count over the expected size is the unclipped fraction minus 1/2, for any size of the batch.
         change = -self.learning_rate * (count / size + 0.5 - self.target_quantile)
         lowest, highest = math.log(self.min_norm / self._norm), math.log(self.max_norm / self._norm)
-        moved = self._norm * math.exp(min(max(change, lowest), highest))
-        self._norm = min(max(moved, self.min_norm), self.max_norm)  # again, since exp and log round
+        norm = self._norm * math.exp(min(max(change, lowest), highest))
+        self._norm = min(max(norm, self.min_norm), self.max_norm)  # clamped again, because exp and log round
 
     def discard(self) -> None:
-        self._centred_count = 0.0
+        self._centered_count = 0.0
 
     def resized(self, max_grad_norm: float) -> Adaptive:
         other = copy.copy(self)
@@ -143,7 +145,7 @@ class Adaptive(AbstractClip):
         return {"policy": "adaptive", "norm": self._norm, **{name: getattr(self, name) for name in names}}
 
     def state_dict(self) -> dict[str, Any]:
-        """The threshold, which is public: it follows from releases. The count of an unfinished step is not in it."""
+        """Returns the clipping norm, which is public because it follows from releases, without the current count."""
         return {"norm": self._norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

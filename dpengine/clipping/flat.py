@@ -1,4 +1,4 @@
-"""Flat clipping with one clipping norm (Abadi et al. 2016), and automatic clipping, AUTO-S (Bu et al. 2022)."""
+"""Flat clipping (Abadi et al. 2016) and automatic clipping, AUTO-S (Bu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .policy import SLACK, AbstractClip, check_norms, factors_within, positive, 
 @suggests_names
 @dataclass(frozen=True)
 class Flat(AbstractClip):
-    """Scales each sample's gradient down to norm ``max_norm`` at most.
+    """Scales each sample's gradient down to a norm of at most ``max_norm``.
 
     Args:
-        max_norm: The threshold, an L2 norm. Positive and finite.
+        max_norm: Clipping norm (L2), positive and finite.
 
     Raises:
         InvalidBudgetError: If ``max_norm`` is not positive and finite.
@@ -57,13 +57,13 @@ _WHERE = "clipping.Automatic"
 @suggests_names
 @dataclass(frozen=True)
 class Automatic(AbstractClip):
-    """Multiplies each sample's gradient by ``max_norm / (norm + stability)``, which leaves it below norm ``max_norm``.
+    """Multiplies each sample's gradient by ``max_norm / (norm + stability)``, so that its norm is below ``max_norm``.
 
-    Small gradients are scaled up, so ``max_norm`` and the learning rate say the same thing: fix one, tune the other.
+    Small gradients are scaled up, so ``max_norm`` and the learning rate have the same effect: fix one, tune the other.
 
     Args:
-        max_norm: The norm that large gradients get.
-        stability: What is added to the norm. It keeps the order of small norms, hence convergence.
+        max_norm: Norm of large gradients after clipping.
+        stability: Constant that is added to the norm. It preserves the order of small norms, which ensures convergence.
 
     Raises:
         InvalidBudgetError: If an argument is not positive and finite.
@@ -85,7 +85,7 @@ class Automatic(AbstractClip):
 
     def factors(self, norms_BK: Tensor) -> Tensor:
         check_norms(_WHERE, norms_BK, 1)
-        largest = torch.finfo(norms_BK.dtype).max  # an infinite factor would make NaN of a gradient of zeros
+        largest = torch.finfo(norms_BK.dtype).max  # an infinite factor times a zero gradient would be NaN
         factors_BK = (torch.full_like(norms_BK, self.max_norm * (1 - SLACK)) / (norms_BK + self.stability)).clamp(
             max=largest
         )

@@ -1,4 +1,4 @@
-"""Clipping in groups that the user names by the beginnings of parameter names."""
+"""Clipping in groups of parameters, which are given by prefixes of parameter names."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dpengine.errors import suggests_names
 from .policy import AbstractClip, check_norms, factors_within, positive
 
 _WHERE = "clipping.Groups"
-_BY_WRITING = "If the optimizer has this attribute, write new thresholds as optimizer.max_grad_norms = [...]."
+_OPTIMIZER_FIX = "If the optimizer has this attribute, assign new clipping norms: optimizer.max_grad_norms = [...]."
 
 
 @final
 @suggests_names
 @dataclass(frozen=True)
 class Groups(AbstractClip):
-    """Scales each sample's gradient group by group.
+    """Scales each sample's gradient separately in each group of parameters.
 
     Args:
-        max_norms: A threshold for each prefix of dotted names, as in ``{"encoder": 1.0, "encoder.embed": 0.1}``. A
-            prefix covers whole parts of a name, the longest that fits wins, and ``""`` fits everything.
+        max_norms: Clipping norm of each prefix of dotted names, as in ``{"encoder": 1.0, "encoder.embed": 0.1}``. A
+            prefix matches complete components of a name, the longest matching prefix applies, and ``""`` matches all.
 
     Raises:
-        InvalidBudgetError: If a threshold is not positive and finite.
-        ValueError: If there is none.
+        InvalidBudgetError: If a clipping norm is not positive and finite.
+        ValueError: If there are no prefixes.
     """
 
     max_norms: Mapping[str, float] | tuple[tuple[str, float], ...]
@@ -39,8 +39,8 @@ class Groups(AbstractClip):
             (prefix, positive(_WHERE, f"max_norms[{prefix!r}]", c)) for prefix, c in self._by_prefix.items()
         )
         if not checked:
-            raise ValueError(f"{_WHERE}: max_norms is empty. Give a threshold for each prefix, or for ''.")
-        object.__setattr__(self, "max_norms", checked)  # a tuple of pairs: the caller's dict may change
+            raise ValueError(f"{_WHERE}: max_norms is empty. Pass a clipping norm for each prefix, or for ''.")
+        object.__setattr__(self, "max_norms", checked)  # a tuple of pairs, because the caller may change the dict
 
     @property
     def _by_prefix(self) -> Mapping[str, float]:
@@ -51,31 +51,31 @@ class Groups(AbstractClip):
         return tuple(self._by_prefix.values())
 
     def group_of(self, names: Sequence[str]) -> list[int]:
-        """The group of each parameter.
+        """Returns the group of each parameter.
 
         Args:
             names: Dotted names of trainable parameters.
 
         Returns:
-            The place of the longest prefix that fits each name.
+            The index of the longest prefix that matches each name.
 
         Raises:
-            ValueError: If a name fits no prefix, or a prefix no name.
+            ValueError: If a name matches no prefix, or no name has a prefix as its longest match.
         """
         prefixes = list(self._by_prefix)
-        fitting = [[prefix for prefix in prefixes if _covers(prefix, name)] for name in names]
-        outside = [name for name, fits in zip(names, fitting, strict=True) if not fits]
-        if outside:
+        matches = [[prefix for prefix in prefixes if _matches(prefix, name)] for name in names]
+        unmatched = [name for name, matching in zip(names, matches, strict=True) if not matching]
+        if unmatched:
             raise ValueError(
-                f"{_WHERE}: no prefix of {prefixes} fits the trainable parameters {outside}. Add a prefix for them, or "
-                f"'' for all others. {_BY_WRITING}"
+                f"{_WHERE}: no prefix of {prefixes} matches the trainable parameters {unmatched}. Add a prefix for "
+                f"them, or '' for all others. {_OPTIMIZER_FIX}"
             )
-        groups = [prefixes.index(max(fits, key=len)) for fits in fitting]
-        idle = [prefix for place, prefix in enumerate(prefixes) if place not in groups]
-        if idle:
+        groups = [prefixes.index(max(matching, key=len)) for matching in matches]
+        unused = [prefix for index, prefix in enumerate(prefixes) if index not in groups]
+        if unused:
             raise ValueError(
-                f"{_WHERE}: no trainable parameter falls to the prefixes {idle}. Take them out: each one adds noise. "
-                f"{_BY_WRITING}"
+                f"{_WHERE}: the prefixes {unused} apply to no trainable parameter. Remove them, because each prefix "
+                f"adds noise. {_OPTIMIZER_FIX}"
             )
         return groups
 
@@ -91,5 +91,5 @@ class Groups(AbstractClip):
         return {"policy": "groups", "max_norms": dict(self._by_prefix)}
 
 
-def _covers(prefix: str, name: str) -> bool:
+def _matches(prefix: str, name: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + ".")

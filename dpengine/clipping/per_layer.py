@@ -1,4 +1,4 @@
-"""Per-layer clipping: each layer that owns parameters has a threshold of its own (McMahan et al. 2018)."""
+"""Per-layer clipping (McMahan et al. 2018): each layer with parameters has a separate clipping norm."""
 
 from __future__ import annotations
 
@@ -20,45 +20,46 @@ _WHERE = "clipping.PerLayer"
 @suggests_names
 @dataclass(frozen=True)
 class PerLayer(AbstractClip):
-    """Scales each sample's gradient layer by layer.
+    """Scales each sample's gradient separately in each layer.
 
-    A layer is what the part of a parameter's name before the last dot names; layers are counted in the model's order.
+    The name of a parameter's layer is the part of its name before the last dot. Layers are in the model's order.
 
     Args:
-        max_norms: One number C is shared out evenly: each of K layers gets C / sqrt(K), so that the whole gradient
-            keeps norm C. A sequence gives each layer its own, and the whole gradient the root of the sum of squares.
+        max_norms: A number C, which gives each of K layers the clipping norm C / sqrt(K), so that the complete gradient
+            has a norm of at most C. Or the clipping norm of each layer; the complete gradient then has a norm of at
+            most the root of the sum of their squares.
 
     Raises:
-        InvalidBudgetError: If a threshold is not positive and finite.
+        InvalidBudgetError: If a clipping norm is not positive and finite.
     """
 
     max_norms: float | Sequence[float]
 
     def __post_init__(self) -> None:
-        given = self.max_norms
-        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        norms = self.max_norms
+        is_sequence = isinstance(norms, Sequence) and not isinstance(norms, str)
         checked = (
-            tuple(positive(_WHERE, f"max_norms[{i}]", value) for i, value in enumerate(given))  # type: ignore[arg-type]
-            if listed
-            else positive(_WHERE, "max_norms", given)
+            tuple(positive(_WHERE, f"max_norms[{i}]", value) for i, value in enumerate(norms))  # type: ignore[arg-type]
+            if is_sequence
+            else positive(_WHERE, "max_norms", norms)
         )
         if checked == ():
-            raise ValueError(f"{_WHERE}: max_norms is empty. Give one number, or one for each layer.")
+            raise ValueError(f"{_WHERE}: max_norms is empty. Pass one number, or one for each layer.")
         object.__setattr__(self, "max_norms", checked)
 
     @property
     def bounds(self) -> tuple[float, ...]:
-        """A threshold for each layer, or the one number that is shared out."""
+        """Clipping norm of each layer, or the one number for the complete gradient."""
         return self.max_norms if isinstance(self.max_norms, tuple) else (self.max_norms,)  # type: ignore[return-value]
 
     def group_of(self, names: Sequence[str]) -> list[int]:
-        """The layer of each parameter; ValueError if the thresholds are for another number of layers."""
+        """Returns the layer of each parameter. Raises ValueError for another number of clipping norms than layers."""
         layers: dict[str, int] = {}
         groups = [layers.setdefault(name.rpartition(".")[0], len(layers)) for name in names]
         if isinstance(self.max_norms, tuple) and len(self.max_norms) != len(layers):
             raise ValueError(
-                f"{_WHERE}: max_norms has {len(self.max_norms)} thresholds for {len(layers)} layers with trainable "
-                f"parameters: {', '.join(repr(layer) for layer in layers)}. Give one for each, or a single number."
+                f"{_WHERE}: max_norms has {len(self.max_norms)} clipping norms for {len(layers)} layers with trainable "
+                f"parameters: {', '.join(repr(layer) for layer in layers)}. Pass one for each, or a single number."
             )
         return groups
 
@@ -76,5 +77,5 @@ class PerLayer(AbstractClip):
         return PerLayer([bound * (norm / self.max_grad_norm) for bound in self.max_norms])
 
     def describe(self) -> dict[str, Any]:
-        shared_out = not isinstance(self.max_norms, tuple)
-        return {"policy": "per_layer", "max_norms": list(self.bounds), "shared_out": shared_out}
+        is_shared = not isinstance(self.max_norms, tuple)
+        return {"policy": "per_layer", "max_norms": list(self.bounds), "shared_out": is_shared}

@@ -1,4 +1,4 @@
-"""Interface of clipping policies, which turn per-sample gradient norms into factors, and checks of their results.
+"""Interface of clipping policies, which compute factors from per-sample gradient norms, and checks of their results.
 
 Axes: B samples, K groups.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dpengine.errors import ExtensionError, InvalidBudgetError
 
-# Factor of the sensitivity by neighboring relation. The names are those of accounting.Relation.
+# Factor of the sensitivity by neighboring relation. The keys are the values of accounting.Relation.
 RELATIONS = {"add-or-remove-one": 1.0, "zero-out": 1.0, "replace-one": 2.0}
 
-# Norms, factors, and each product and partial sum of a clipped gradient are rounded. Factors are smaller by this
-# relative margin, which covers pairwise float32 sums of up to 2**24 terms.
+# Relative reduction of factors, which covers the rounding of norms, factors, products and partial sums of clipped
+# gradients, for pairwise float32 sums of up to 2**24 terms.
 SLACK = 2.0**-20
 
 
@@ -28,21 +28,21 @@ Total = Callable[[Tensor | float], float]
 
 
 class NormalStream(Protocol):
-    """Interface of ``noise.NoiseSource`` for policies that add noise to statistics of their own."""
+    """Interface of ``noise.NoiseSource`` for policies that release noisy statistics."""
 
     def normal_(self, out: Tensor, *, domain: str, step: int) -> Tensor:
         """Fills ``out`` with standard normals of one domain and step."""
 
 
 class AbstractClip(abc.ABC):
-    """Turns per-sample gradient norms into factors.
+    """Computes clipping factors from per-sample gradient norms.
 
-    Each trainable parameter is in a group, and each group has a clipping norm. The gradient of a sample is scaled group
-    by group. A sample whose norm is not finite in any group gets factor 0 in every group.
+    Each trainable parameter is in a group, and each group has a clipping norm. The gradient of a sample is scaled in
+    each group separately. A sample whose norm is not finite in some group gets factor 0 in every group.
     """
 
     has_constant_bounds: ClassVar[bool] = True
-    """True if the bounds stay the same in a run, as correlated noise needs."""
+    """True if the bounds are constant in a run, which correlated noise requires."""
 
     @property
     def name(self) -> str:
@@ -52,17 +52,17 @@ class AbstractClip(abc.ABC):
     @property
     @abc.abstractmethod
     def bounds(self) -> tuple[float, ...]:
-        """Current clipping norms, one for each group; a single one bounds all groups together."""
+        """Current clipping norms, one for each group; a single one bounds the norm over all groups."""
 
     @abc.abstractmethod
     def group_of(self, names: Sequence[str]) -> list[int]:
         """Returns the group of each trainable parameter.
 
         Args:
-            names: Dotted names, in the order of the model. A tied tensor has one name.
+            names: Dotted names in the order of the model. A tied tensor has one name.
 
         Returns:
-            An index for each name, from 0, without gaps.
+            A group index for each name, from 0 without gaps.
         """
 
     @abc.abstractmethod
@@ -70,8 +70,8 @@ class AbstractClip(abc.ABC):
         """Returns the factor of each sample's gradient in each group.
 
         Args:
-            norms_BK: Norm of each sample in each group, ``(B, K)``, float32 or float64. A norm is below the true one by
-                rounding at most.
+            norms_BK: Norm of each sample in each group, ``(B, K)``, float32 or float64. Only rounding can make a norm
+                smaller than the true one.
 
         Returns:
             ``(B, K)`` in the dtype of the norms. Factor times norm is at most the clipping norm of the group.
@@ -87,11 +87,11 @@ class AbstractClip(abc.ABC):
 
     @property
     def max_grad_norm(self) -> float:
-        """Largest L2 norm over all groups of a clipped gradient."""
+        """Maximum L2 norm of a clipped gradient over all groups."""
         return math.hypot(*self.bounds)
 
     def resized(self, max_grad_norm: float) -> AbstractClip:
-        """Returns the policy with another ``max_grad_norm``, for schedules. All clipping norms change in proportion.
+        """Returns the policy with another ``max_grad_norm``, for schedules. Scales all clipping norms proportionally.
 
         Args:
             max_grad_norm: Positive and finite.
@@ -100,12 +100,12 @@ class AbstractClip(abc.ABC):
             InvalidBudgetError: If the policy does not support it.
         """
         raise InvalidBudgetError(
-            f"{self.name} has no resized(), so its clipping norm cannot change in the middle of a run.",
-            fix="Add a method resized(max_grad_norm), which returns the policy with that norm.",
+            f"{self.name} has no resized(), so its clipping norm cannot change during a run.",
+            fix="Add a method resized(max_grad_norm) that returns the policy with that norm.",
         )
 
     def sensitivity(self, relation: str = "add-or-remove-one") -> float:
-        """Returns the largest change of the sum of clipped gradients by one sample, in L2 norm.
+        """Returns the maximum change of the sum of clipped gradients by one sample, in L2 norm.
 
         Args:
             relation: A key of ``RELATIONS``: the value of ``accounting.Relation``.
@@ -121,29 +121,29 @@ class AbstractClip(abc.ABC):
         return RELATIONS[relation] * self.max_grad_norm
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """Returns the noise multiplier of the gradient sum with which a whole step costs ``noise_multiplier``."""
+        """Returns the noise multiplier of the gradient sum if the complete step costs ``noise_multiplier``."""
         return noise_multiplier
 
     def observe(self, norms_BK: Tensor) -> None:  # noqa: B027 - most policies do not adapt
-        """Observes the norms of one physical batch, without padding."""
+        """Observes the norms of a physical batch, without padding."""
 
     def finish_step(  # noqa: B027 - most policies do not adapt
         self, source: NormalStream, step: int, expected_batch_size: float, total: Total = float
     ) -> None:
-        """Adapts to the norms observed since the last step. Called once for each release, after it.
+        """Adapts to the norms observed since the last step. Called once after each release.
 
         Args:
-            source: Source of noise.
+            source: Source of the noise.
             step: Number of the step.
-            expected_batch_size: Public constant, over all processes.
-            total: Sums a number over the processes that share a batch.
+            expected_batch_size: Expected batch size over all processes, a public constant.
+            total: Returns the sum of a number over the processes that share a batch.
         """
 
     def discard(self) -> None:  # noqa: B027
-        """Forgets the norms observed since the last step, for a batch that is discarded."""
+        """Discards the norms observed since the last step, because their batch was discarded."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that a resumed run needs. It is public, because it follows from releases."""
+        """Returns the state for resuming. It must follow from releases, because it is stored as public."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
@@ -152,39 +152,39 @@ class AbstractClip(abc.ABC):
 
 def factors_within(bounds: float | Sequence[float], norms_BK: Tensor) -> Tensor:
     """Returns the factors ``min(1, (1 - SLACK) * bound / norm)``."""
-    bounds_K: Any = bounds  # one number needs no copy to the device, which would wait for it
+    bounds_K: Any = bounds  # a number needs no copy to the device, which would synchronize
     if isinstance(bounds, Sequence):
         bounds_K = torch.as_tensor(bounds, dtype=norms_BK.dtype).to(norms_BK.device, non_blocking=True)
     factors_BK = bounds_K * (1 - SLACK) / norms_BK
     if norms_BK.shape[1] > 1:
         return selected(factors_BK, norms_BK).clamp(max=1)
-    # With one group the factor of a norm that is not usable is not positive, or it is NaN.
-    return factors_BK.sub_(_least(factors_BK.dtype)).clamp_(0, 1).nan_to_num_(0.0)
+    # With one group, the factor of an invalid norm is NaN or not positive.
+    return factors_BK.sub_(_smallest_subnormal(factors_BK.dtype)).clamp_(0, 1).nan_to_num_(0.0)
 
 
 def selected(factors_BK: Tensor, norms_BK: Tensor) -> Tensor:
-    """Returns the factors, rounded down, with 0 for samples whose norm is not usable in some group."""
-    # Factors from four times the smallest normal number on do not change.
-    lowered_BK = (factors_BK - _least(factors_BK.dtype)).clamp(min=0)
-    # Selection, not multiplication: 0 * NaN is NaN.
-    usable_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
-    return torch.where(usable_B1, lowered_BK, 0.0)
+    """Returns the factors, rounded down, with 0 for samples whose norm is invalid in some group."""
+    # The subtraction does not change factors of at least four times the smallest normal number.
+    lowered_BK = (factors_BK - _smallest_subnormal(factors_BK.dtype)).clamp(min=0)
+    # A selection, because the product 0 * NaN would be NaN.
+    valid_B1 = ((norms_BK >= 0) & (norms_BK < torch.inf)).all(dim=1, keepdim=True)
+    return torch.where(valid_B1, lowered_BK, 0.0)
 
 
-def _least(dtype: torch.dtype) -> float:
-    """The smallest positive number.
+def _smallest_subnormal(dtype: torch.dtype) -> float:
+    """Returns the smallest positive number.
 
-    Numbers below the smallest normal one have few bits, so the next smaller one is taken: it is not above the exact
-    factor. Hardware without such numbers rounds it to 0, which is safe too.
+    Subnormal factors have few bits. Subtracting this number gives the next smaller one, which is at most the exact
+    factor. Hardware without subnormal numbers rounds it to 0, which is also sound.
     """
     info = torch.finfo(dtype)
     return info.smallest_normal * info.eps
 
 
 def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> Tensor:
-    """Raises ExtensionError if factors scale a gradient to more than the bounds that their policy states.
+    """Returns the factors, with 0 for samples whose norm is not finite.
 
-    Returns the factors, with 0 for samples that are dropped because their norm is not finite.
+    Raises ExtensionError if a clipped gradient would exceed the bounds that the policy states.
     """
     name, bounds, shape = policy.name, tuple(map(float, policy.bounds)), tuple(norms_BK.shape)
     if not bounds or not all(0 < bound < math.inf for bound in bounds) or len(bounds) not in (1, shape[1]):
@@ -198,45 +198,45 @@ def checked_factors(policy: AbstractClip, norms_BK: Tensor, factors_BK: Any) -> 
             fix="Do not override sensitivity() and max_grad_norm.",
         )
     if not isinstance(factors_BK, Tensor) or factors_BK.shape != norms_BK.shape or factors_BK.is_complex():
-        found = tuple(factors_BK.shape) if isinstance(factors_BK, Tensor) else torch.typename(factors_BK)
+        returned = tuple(factors_BK.shape) if isinstance(factors_BK, Tensor) else torch.typename(factors_BK)
         raise ExtensionError(
-            f"{name}.factors() returned {found}; expected real factors of shape {shape}.",
+            f"{name}.factors() returned {returned}; expected real factors of shape {shape}.",
             fix="Return one factor for each sample and group.",
         )
     clipped_BK = (factors_BK.double() * norms_BK.double()).abs()
-    if len(bounds) < shape[1]:  # one bound for all groups together
+    if len(bounds) < shape[1]:  # one bound over all groups
         clipped_BK = clipped_BK.square().sum(dim=1, keepdim=True).sqrt()
     excess_BK = clipped_BK / clipped_BK.new_tensor(bounds)
     dropped_B1 = ~norms_BK.isfinite().all(dim=1, keepdim=True)
-    if not ((excess_BK <= 1 + SLACK) | dropped_B1).all():  # NaN is not within
+    if not ((excess_BK <= 1 + SLACK) | dropped_B1).all():  # also raises for NaN
         worst = float(excess_BK.masked_fill(dropped_B1, 0).max())
         raise ExtensionError(
             f"{name}.factors() exceeds the bounds that the policy states: factor times norm is up to {worst:.6g} times "
-            "the bound, so that the noise would be too small.",
+            "the bound, so the noise would be too small.",
             fix="Return factors of at most bounds[k] / norms_BK[:, k] for group k, or state larger bounds.",
         )
     return factors_BK.masked_fill(dropped_B1, 0)
 
 
-def own_factors(policy: AbstractClip, norms_BK: Tensor) -> Tensor:
-    """Returns the checked factors of a policy from outside, which observes the norms of the pass.
+def custom_factors(policy: AbstractClip, norms_BK: Tensor) -> Tensor:
+    """Returns the checked factors of a custom policy, which also observes the norms of the pass.
 
-    Raises ExtensionError if the bounds change, because the noise is drawn for those after the pass.
+    Raises ExtensionError if the bounds change, because the noise is drawn for the bounds after the pass.
     """
     bounds = tuple(policy.bounds)
-    factors_BK = checked_factors(policy, norms_BK, policy.factors(norms_BK.clone()))  # which may write to what it gets
+    factors_BK = checked_factors(policy, norms_BK, policy.factors(norms_BK.clone()))  # a copy the policy may modify
     policy.observe(norms_BK.clone())
     if tuple(policy.bounds) != bounds:
         raise ExtensionError(
-            f"{policy.name}.bounds changed from {bounds} to {tuple(policy.bounds)} during a backward pass, so that the "
-            "noise would not fit the sums.",
+            f"{policy.name}.bounds changed from {bounds} to {tuple(policy.bounds)} during a backward pass, so the "
+            "noise would not match the sums.",
             fix="Change the bounds in finish_step() only.",
         )
     return factors_BK
 
 
 def check_norms(where: str, norms_BK: Tensor, groups: int | None = None) -> None:
-    """Raises for norms of another dtype or shape."""
+    """Raises for norms of an unsupported dtype or shape."""
     if norms_BK.dtype not in (torch.float32, torch.float64):
         raise TypeError(f"{where}: norms are {norms_BK.dtype}; compute them in float32 or float64.")
     if norms_BK.dim() != 2 or groups not in (None, norms_BK.shape[1]):

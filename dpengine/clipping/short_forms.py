@@ -22,26 +22,26 @@ SHORT_FORMS: dict[str, Callable[[Any], AbstractClip]] = {
 }
 
 BUILTIN = frozenset({Flat, PerLayer, Automatic, Adaptive, Groups})
-"""Policies whose factors need no check against their bounds."""
+"""Policies whose factors are not checked against their bounds."""
 
 
 def clipping_from(value: Any, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
-    """Returns the policy of a short form, a policy, or an object that fulfills the contract of one."""
+    """Returns the clipping policy for a short form, a policy, or an object with the members of a policy."""
     if not isinstance(value, str):
         value = value if isinstance(value, AbstractClip) else OwnPolicy(value)
         if max_grad_norm is None or _same(value, max_grad_norm):
             return value
         raise ValueError(
-            f"max_grad_norm={max_grad_norm!r} and clipping={value.describe()!r} contradict each other. Leave out "
-            "max_grad_norm: the policy has the clipping norm."
+            f"max_grad_norm={max_grad_norm!r} contradicts clipping={value.describe()!r}. Omit max_grad_norm, because "
+            "the policy has a clipping norm."
         )
     if value not in SHORT_FORMS:
         raise ValueError(f"clipping={value!r} is not known. Pass a policy, or one of: {', '.join(SHORT_FORMS)}.")
     if max_grad_norm is None:
-        raise InvalidBudgetError(f"clipping={value!r} needs a threshold.", fix="Pass max_grad_norm=1.0.")
+        raise InvalidBudgetError(f"clipping={value!r} needs a clipping norm.", fix="Pass max_grad_norm=1.0.")
     if isinstance(max_grad_norm, Sequence) and not isinstance(max_grad_norm, str) and value != "per_layer":
         raise InvalidBudgetError(
-            f"max_grad_norm={max_grad_norm!r} is a list, which clipping={value!r} does not take.",
+            f"max_grad_norm={max_grad_norm!r} is a list, which clipping={value!r} does not support.",
             fix="Pass one number, or clipping='per_layer'.",
         )
     return SHORT_FORMS[value](max_grad_norm)

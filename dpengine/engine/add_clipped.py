@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dpengine.clipping.policy import AbstractClip, own_factors
+from dpengine.clipping.policy import AbstractClip, custom_factors
 from dpengine.clipping.short_forms import BUILTIN
 from dpengine.distributed.topology import Topology
 from dpengine.errors import UnsupportedLayerError
@@ -91,7 +91,7 @@ def add_clipped(
         factors_BK = policy.factors(norms_BK)
         policy.observe(norms_BK)
     else:
-        factors_BK = own_factors(policy, norms_BK)
+        factors_BK = custom_factors(policy, norms_BK)
     samples = common_rows(mode.rows)
     total, smallest, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0, 1.0)
     dropped = 0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)

@@ -1,7 +1,7 @@
-"""Buffered linear Toeplitz strategies: a few decaying sums represent all earlier steps.
+"""Buffered linear Toeplitz strategies, in which a few decaying sums represent all earlier steps.
 
-The strategy's first column is 1, then ``t_k = sum_i omega_i theta_i^(k-1)``. That of its inverse has the same form,
-with ``theta_hat`` and ``omega_hat``. The decays of both determine the strategy, and they interlace.
+The strategy's first column is 1, then ``t_k = sum_i omega_i theta_i^(k-1)``. The first column of its inverse has the
+same form, with ``theta_hat`` and ``omega_hat``. The decays of both determine the strategy, and they interlace.
 
 Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 """
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from .toeplitz import error_weights
 
-MOST_BUFFERS = 15
-_MIN_GAIN = 0.01  # least relative decrease of the loss for one more buffer
+MAX_BUFFERS = 15
+_MIN_GAIN = 0.01  # minimum relative decrease of the loss for one more buffer
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class BLTStrategy:
     inverse_decays: tuple[float, ...]
 
     def column(self, size: int) -> np.ndarray:
-        """First column of the strategy, ``(size,)``."""
+        """Returns the first column of the strategy ``(size,)``."""
         return blt_column(self.decays, self.scales, size)
 
     def inverse_column(self, size: int) -> np.ndarray:
-        """First column of the inverse, ``(size,)``."""
+        """Returns the first column of the inverse ``(size,)``."""
         theta, hat = _wide(self.decays), _wide(self.inverse_decays)
         return _column(hat, _residues(hat, theta), size).numpy()
 
@@ -77,45 +77,49 @@ def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") ->
     Raises:
         ValueError: If a number is out of its range.
     """
-    if size < 1 or (buffers is not None and not 0 <= buffers <= MOST_BUFFERS):
-        raise ValueError(f"noise.optimize_blt: got {size} steps and {buffers} buffers, of 0 to {MOST_BUFFERS}.")
+    if size < 1 or (buffers is not None and not 0 <= buffers <= MAX_BUFFERS):
+        raise ValueError(
+            f"noise.optimize_blt: got {size} steps and {buffers} buffers. Pass at least 1 step and 0 to {MAX_BUFFERS} "
+            "buffers."
+        )
     weights = torch.from_numpy(np.ascontiguousarray(error_weights(size, loss)))
-    best, lowest = BLTStrategy((), (), ()), float(weights.cumsum(0)[-1])
-    for count in range(1, MOST_BUFFERS + 1) if buffers is None else [buffers] if buffers else []:
-        found, reached = _optimized(count, size, weights)
-        if buffers is None and reached > lowest * (1 - _MIN_GAIN):
+    best, best_loss = BLTStrategy((), (), ()), float(weights.cumsum(0)[-1])
+    for count in range(1, MAX_BUFFERS + 1) if buffers is None else [buffers] if buffers else []:
+        strategy, loss_of_strategy = _optimize(count, size, weights)
+        if buffers is None and loss_of_strategy > best_loss * (1 - _MIN_GAIN):
             break
-        best, lowest = found, reached
+        best, best_loss = strategy, loss_of_strategy
     return best
 
 
-def _optimized(count: int, size: int, weights: Tensor) -> tuple[BLTStrategy, float]:
+def _optimize(count: int, size: int, weights: Tensor) -> tuple[BLTStrategy, float]:
+    """Returns the strategy with ``count`` buffers and minimal loss, and its loss."""
     from scipy.optimize import minimize
 
-    # 1 - decay in geometric progression from 1 / size, like the poles of a good approximation of a square root.
+    # Starts with 1 - decay in geometric progression from 1 / size, like poles that approximate a square root well.
     values = 1 - (1 / max(size, 2)) ** (1 - (np.arange(2 * count) + 0.5) / (2 * count))
     shares = values / np.concatenate([[1.0], values[:-1]])
     start = np.log(shares / (1 - shares))
     value = _with_gradient(lambda free: _log_loss(free, size, weights))
-    found = minimize(value, start, jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13})
-    decays = np.cumprod(1 / (1 + np.exp(-found.x)))
-    return blt_from_decays(tuple(decays[::2].tolist()), tuple(decays[1::2].tolist())), math.exp(float(found.fun))
+    result = minimize(value, start, jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13})
+    decays = np.cumprod(1 / (1 + np.exp(-result.x)))
+    return blt_from_decays(tuple(decays[::2].tolist()), tuple(decays[1::2].tolist())), math.exp(float(result.fun))
 
 
 def _with_gradient(loss: Callable[[Tensor], Tensor]) -> Callable[[np.ndarray], tuple[float, np.ndarray]]:
     def value(point: np.ndarray) -> tuple[float, np.ndarray]:
         free = torch.tensor(point, dtype=torch.float64, requires_grad=True)
         with torch.enable_grad():
-            found = loss(free)
-        (gradient,) = torch.autograd.grad(found, free)
-        usable = bool(found.isfinite()) and bool(gradient.isfinite().all())
-        return (float(found.detach()), gradient.numpy()) if usable else (math.inf, np.zeros_like(point))
+            result = loss(free)
+        (gradient,) = torch.autograd.grad(result, free)
+        is_finite = bool(result.isfinite()) and bool(gradient.isfinite().all())
+        return (float(result.detach()), gradient.numpy()) if is_finite else (math.inf, np.zeros_like(point))
 
     return value
 
 
 def _log_loss(free: Tensor, size: int, weights: Tensor) -> Tensor:
-    decays = torch.sigmoid(free).cumprod(0)  # each is a fraction of the previous one: they interlace and stay in (0, 1)
+    decays = torch.sigmoid(free).cumprod(0)  # decreasing values in (0, 1), which interlace
     theta, hat = decays[::2], decays[1::2]
     strategy = _column(theta, _residues(theta, hat), size)
     beta = _column(hat, _residues(hat, theta), size).cumsum(0)
@@ -123,7 +127,7 @@ def _log_loss(free: Tensor, size: int, weights: Tensor) -> Tensor:
 
 
 def _residues(theta: Tensor, hat: Tensor) -> Tensor:
-    """``prod_j (theta_i - hat_j) / prod_{j != i} (theta_i - theta_j)``."""
+    """Returns ``prod_j (theta_i - hat_j) / prod_{j != i} (theta_i - theta_j)``."""
     delta = theta.unsqueeze(1) - theta.unsqueeze(0)
     return (theta.unsqueeze(1) - hat.unsqueeze(0)).prod(dim=1) / (delta + torch.eye(len(theta)).to(delta)).prod(dim=1)
 

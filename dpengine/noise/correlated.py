@@ -1,7 +1,7 @@
 """Noise correlated across steps: step t gets row t of ``S^-1 Z``, where Z has a fresh normal row for each step.
 
-A `Recurrence` gives the weights from which a row is computed. This file draws, addresses and stores the rows, and
-raises if the guarantee does not hold. A discarded step has a row too: otherwise the steps of one example would be
+A `Recurrence` gives the weights from which a row is computed. This module generates and stores the rows, and raises if
+the guarantee does not hold. A discarded step also uses a row, because participations of an example would otherwise be
 closer together than the guarantee allows.
 
 Axes: K kept rows, D elements of the noised slice.
@@ -30,7 +30,7 @@ Fresh = Callable[[Tensor, float, int], None]
 
 
 class CorrelatedRows(Protocol):
-    """Contract of correlated noise, for ``make_private(noise=...)``: the weights of each row, which are public.
+    """Interface of correlated noise for ``make_private(noise=...)``: the weights of each row, which are public.
 
     Row t of the noise is ``x_t = sum_j fresh[j] z_(t-j) + sum_k weights[k] m_k``, with independent normal rows z and K
     kept rows m, which are zero before the first step. Then ``m_k`` becomes ``factors[k] m_k + gains[k] x_t``. The
@@ -42,7 +42,7 @@ class CorrelatedRows(Protocol):
         """Number of steps; None for no limit."""
 
     def row(self, step: int) -> tuple[Weights, Weights]:
-        """Returns ``fresh``, of which the first number is positive, and ``weights`` ``(K,)``."""
+        """Returns ``fresh``, whose first number is positive, and ``weights`` ``(K,)``."""
 
     def kept(self, step: int) -> tuple[Weights, Weights]:
         """Returns ``factors`` and ``gains``, ``(K,)`` each."""
@@ -53,15 +53,15 @@ UNKNOWN = Correlation(bands=None)
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Noise that fulfills `CorrelatedRows`, with its analysis.
+    """Correlated noise as in `CorrelatedRows`, with its privacy analysis.
 
     Attributes:
         name: Name in reports and checkpoints.
         row: See `CorrelatedRows`.
         kept: See `CorrelatedRows`.
         size: Number of rows; None for no limit.
-        column_norm: Largest column norm of S: the sensitivity to one participation, which multiplies the noise.
-        correlation: Properties of S that the privacy analysis uses.
+        column_norm: Largest column norm of S: the sensitivity to one participation, by which the noise is multiplied.
+        correlation: Properties of S for the privacy analysis.
         description: Public description for reports.
     """
 
@@ -80,14 +80,14 @@ class Recurrence:
 
     @property
     def regenerates(self) -> bool:
-        """True if a step may need the fresh rows of earlier steps again."""
+        """True if a step may use fresh rows of earlier steps."""
         return self.size is None or any(len(self.row(step)[0]) > 1 for step in range(self.size))
 
 
 def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Tensor) -> None:
-    """Adds row ``step`` to ``out`` ``(D,)``, which is zero, and updates the kept rows. Rows are computed in order."""
-    of_fresh, weights = noise.row(step)
-    for lag, weight in enumerate(of_fresh[: step + 1]):
+    """Adds row ``step`` to ``out`` ``(D,)``, which must be zero, and updates the kept rows. Call it in order."""
+    fresh_weights, weights = noise.row(step)
+    for lag, weight in enumerate(fresh_weights[: step + 1]):
         if weight:
             fresh(out, float(weight), step - lag)
     if not len(kept_KD):
@@ -101,34 +101,34 @@ def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Te
         )
         kept_KD.mul_(factors_K.unsqueeze(1)).addr_(gains_K, out)
         return
-    for place in changed:
-        kept_KD[place].mul_(float(factors[place])).add_(out, alpha=float(gains[place]))
+    for k in changed:
+        kept_KD[k].mul_(float(factors[k])).add_(out, alpha=float(gains[k]))
 
 
 @final
 class CorrelatedNoise(AbstractNoise):
     """Adds ``std`` times row t of ``S^-1 Z`` at step t, counted from 0.
 
-    Privacy: the guarantee is for the complete matrix. So ``std`` is the same at every step, no row is used twice, and
-    there is no row after the last. The state is secret: it reveals a part of the noise of later steps.
+    Privacy: the guarantee is for the complete matrix. It requires the same ``std`` at every step, and that every row is
+    used at most once. The state is secret, because it determines a part of the noise of later steps.
 
     Args:
-        source: The source of fresh normals.
-        recurrence: The matrix.
+        source: Source of fresh normals.
+        recurrence: Weights of the rows.
         domain: Separates these normals from other uses of the source.
-        first_step: The step of row 0.
+        first_step: Step of row 0.
     """
 
     def __init__(self, source: NoiseSource, recurrence: Recurrence, *, domain: str = "noise", first_step: int = 0):
         self._source = source
         self._recurrence = recurrence
         self._domain = domain
-        self._first = first_step
+        self._first_step = first_step
         self._next = (first_step, 0)  # (step, index) of the first unused address
         self._std: float | None = None
         self._slices: dict[Places, _Slice] = {}
-        self._nonces: dict[int, int] = {}  # nonce of the source by the first row that was drawn with it
-        self._generators: dict[Places | None, str] = {}  # of the rows of each slice; of a loaded state under None
+        self._nonces: dict[int, int] = {}  # nonces of the source, by the first row generated with each
+        self._generators: dict[Places | None, str] = {}  # generator of the rows of each slice; None: of a loaded state
 
     def add(
         self,
@@ -143,19 +143,19 @@ class CorrelatedNoise(AbstractNoise):
     ) -> None:
         """Adds the noise of a step in place, and multiplies by ``scale``.
 
-        The slices of one step's vector must come in the order of their ``start``, and be the same at every step.
+        The slices of a step's vector must be passed in the order of their ``start``, and be the same at every step.
 
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64. Noise is computed and stored in its dtype.
             std: Standard deviation of the fresh rows, the same at every step. 0 adds nothing.
-            step: Number of the logical batch in the run, in increasing order.
+            step: Number of the logical batch in the run. It must increase.
             start: Index of ``sums[0]`` in the complete vector.
             scale: Factor of the noisy sums.
             rows: See ``AbstractNoise.add``.
             stride: See ``AbstractNoise.add``.
 
         Raises:
-            PrivacyError: If the address has been used, the matrix has no further row, or ``std`` or the slices changed.
+            PrivacyError: If the address was used, the run has no further row, or ``std`` or the slices changed.
         """  # noqa: DOC502 - the checks raise on our behalf
         where = "noise.CorrelatedNoise.add"
         check_release(where, sums, std)
@@ -166,7 +166,7 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
         if not self._nonces or self._source.nonce != next(reversed(self._nonces.values())):
             self._nonces[part.rows] = self._source.nonce
-        last = step - self._first
+        last = step - self._first_step
         if std == 0:
             part.rows = last + 1
             sums.mul_(scale)
@@ -176,7 +176,7 @@ class CorrelatedNoise(AbstractNoise):
 
         def fresh(out: Tensor, weight: float, drawn: int) -> None:
             nonce = next(nonce for first, nonce in reversed(self._nonces.items()) if first <= drawn)
-            address: dict[str, Any] = {"step": drawn + self._first, "start": start, "rows": rows, "stride": stride}
+            address: dict[str, Any] = {"step": drawn + self._first_step, "start": start, "rows": rows, "stride": stride}
             self._source.add_normal_(out, weight, domain=self._domain, nonce=nonce, **address)
 
         noise = sums.new_empty(sums.shape)
@@ -194,26 +194,26 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Use a new step for each release, and a separate start for each slice of one vector.",
             )
         size = self._recurrence.size
-        if size is not None and step - self._first >= size:
+        if size is not None and step - self._first_step >= size:
             raise PrivacyError(
-                f"{where}: got step {step - self._first} of a run whose noise was planned for {size} steps.",
-                fix="Plan for all steps of the run, or begin a new run, whose cost adds to that of this one.",
+                f"{where}: got step {step - self._first_step} of a run whose noise was planned for {size} steps.",
+                fix="Plan for all steps of the run, or begin a new run, which adds to the privacy cost.",
             )
         if self._std is not None and std != self._std:
             raise PrivacyError(
                 f"{where}: std changed from {self._std!r} to {std!r}. Correlated noise needs a constant noise "
-                "multiplier and sensitivity in the whole run.",
+                "multiplier and sensitivity.",
                 fix="Do not change the noise multiplier or the clipping norm, or use independent noise.",
             )
 
     def _check_generator(self, where: str, sums: Tensor, places: Places) -> None:
-        """Raises if earlier rows, which cancel, would be generated again with other values."""
+        """Raises if rows of earlier steps would be regenerated with other values, so that they would not cancel."""
         now = self._source.generator_on(sums.device)
         then = self._generators.setdefault(places, self._generators.get(None, now))
         if now != then and self._recurrence.regenerates:
             raise PrivacyError(
-                f"{where}: the noise of earlier steps comes from another generator ({then}, now {now}), so it would "
-                "not cancel.",
+                f"{where}: the noise of earlier steps was generated by {then}, and would now be generated by {now}, so "
+                "it would not cancel.",
                 fix="Move the model before training starts, and keep it on devices of the same type.",
             )
 
@@ -221,7 +221,10 @@ class CorrelatedNoise(AbstractNoise):
         """Returns the state of a slice of the vector. Slices must be the same at every step."""
         part = self._slices.get(places)
         rows_drawn = max((other.rows for other in self._slices.values()), default=0)
-        if part is None and rows_drawn in (0, step - self._first + 1):  # the first step, whose slices come one by one
+        if part is None and rows_drawn in (
+            0,
+            step - self._first_step + 1,
+        ):  # new slices are valid in the first step only
             if not self._slices or all(other.first == step for other in self._slices.values()):
                 part = self._slices[places] = _Slice(
                     sums.new_zeros(self._recurrence.num_kept, sums.numel()), first=step
@@ -236,25 +239,25 @@ class CorrelatedNoise(AbstractNoise):
         return part
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state on which later noise depends, except for the source. Secret.
+        """Returns the state that determines later noise, without the source. Secret.
 
         Returns:
-            ``"slices"`` has the state ``(K, D)`` of each slice of this rank by its places; it may be loaded for other
-            slices. The other entries are the same on all ranks.
+            ``"slices"`` maps the places of each slice of this rank to its state ``(K, D)``; it may be loaded for other
+            slices. The other entries are equal on all ranks.
 
         Raises:
-            PrivacyError: If noise was added to some slices of a step, and failed for others.
+            PrivacyError: If a step failed after noise was added to some of its slices.
         """
         progress = {(part.first, part.rows) for part in self._slices.values()}
         if len(progress) > 1:
             raise PrivacyError(
-                "noise.CorrelatedNoise.state_dict: a step failed after a part of its noise was added.",
-                fix="Call it after the next step, which updates all slices.",
+                "noise.CorrelatedNoise.state_dict: a step failed after noise was added to some of its slices.",
+                fix="Call state_dict() after the next step, which updates all slices.",
             )
         first, rows = progress.pop() if progress else (None, None)
         return {
             "recurrence": self._recurrence.name,
-            "first_step": self._first,
+            "first_step": self._first_step,
             "next_step": self._next[0] + (self._next[1] > 0),
             "std": self._std,
             "lives": dict(self._nonces),
@@ -265,10 +268,10 @@ class CorrelatedNoise(AbstractNoise):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Loads the result of ``state_dict()``. Later noise is the same, bit by bit, as without the interruption.
+        """Loads the result of ``state_dict()``. Later noise is bit-identical to that without the interruption.
 
         Args:
-            state: Result of ``state_dict``; its slices may be cut differently.
+            state: Result of ``state_dict``, possibly with slices at other boundaries.
 
         Raises:
             ValueError: If the state belongs to another mechanism.
@@ -278,7 +281,7 @@ class CorrelatedNoise(AbstractNoise):
                 f"noise.CorrelatedNoise: the state belongs to {state['recurrence']!r}, not to "
                 f"{self._recurrence.name!r}. Load it into the mechanism that saved it."
             )
-        self._first = state["first_step"]
+        self._first_step = state["first_step"]
         self._next = (state["next_step"], 0)
         self._std = state["std"]
         self._nonces = {int(first): int(nonce) for first, nonce in state["lives"].items()}
@@ -291,7 +294,7 @@ class CorrelatedNoise(AbstractNoise):
 
 
 def mechanism_for(source: NoiseSource, recurrence: Recurrence | None, *, first_step: int = 0) -> AbstractNoise:
-    """Returns the mechanism of a source: independent noise if no recurrence is given."""
+    """Returns the noise mechanism: `GaussianNoise` without a recurrence, otherwise `CorrelatedNoise`."""
     return GaussianNoise(source) if recurrence is None else CorrelatedNoise(source, recurrence, first_step=first_step)
 
 
@@ -300,9 +303,9 @@ class _Slice:
     """State of a slice of the vector.
 
     Attributes:
-        state_KD: State of the recurrence.
-        first: The first step of the slice.
-        rows: Number of rows drawn.
+        state_KD: Kept rows of the recurrence.
+        first: First step of the slice.
+        rows: Number of rows generated.
     """
 
     state_KD: Tensor

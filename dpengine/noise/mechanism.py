@@ -18,7 +18,7 @@ class AbstractNoise(abc.ABC):
     """Noise for the clipped sums of a run.
 
     The standard deviation is an argument of each call, because only the caller knows the current sensitivity. The
-    mechanism determines how noise is correlated across steps.
+    mechanism determines the correlation of the noise across steps.
     """
 
     @abc.abstractmethod
@@ -38,19 +38,20 @@ class AbstractNoise(abc.ABC):
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing.
-            step: Number of the step. Two steps must have two numbers, even if the first was discarded.
+            step: Number of the step. Every step must have a new number, even after a discarded step.
             start: Index of ``sums[0]`` in the complete vector, if ``sums`` is a slice of it on one rank or device.
-            scale: Factor of the noisy sums, such as 1 / expected batch size. One pass over memory does both.
-            rows: Number of rows of equal length in ``sums``. Their starts are ``stride`` apart in the vector.
+            scale: Factor of the noisy sums, such as 1 / expected batch size.
+            rows: Number of rows of equal length in ``sums``. The starts of adjacent rows are ``stride`` apart in the
+                complete vector.
             stride: See ``rows``.
         """
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that a resumed run needs besides the noise source, between two steps. Secret.
+        """Returns the state for resuming between two steps, without the noise source. Secret.
 
         Returns:
-            ``"next_step"`` is the first step without noise; ``"slices"`` has tensors ``(K, D)`` by their places.
+            ``"next_step"`` is the first step without noise; ``"slices"`` maps places to tensors ``(K, D)``.
         """
 
     @abc.abstractmethod
@@ -60,13 +61,13 @@ class AbstractNoise(abc.ABC):
 
 @final
 class GaussianNoise(AbstractNoise):
-    """Independent Gaussian noise in each step: the noise of DP-SGD (Abadi et al. 2016).
+    """Independent Gaussian noise in each step, as in DP-SGD (Abadi et al. 2016).
 
-    Every (step, index) is a separate address of the noise source. Noise at one address in two releases would cancel in
-    their difference, so an address at or before a used one raises PrivacyError.
+    Every (step, index) is a separate address of the noise source. If two releases used the same address, the noise
+    would cancel in their difference, so an address at or before a used one raises PrivacyError.
 
     Args:
-        source: The source of the normals.
+        source: Source of the normals.
         domain: Separates these normals from other uses of the source.
     """
 
@@ -88,19 +89,19 @@ class GaussianNoise(AbstractNoise):
     ) -> None:
         """Adds the noise of a step in place, and multiplies by ``scale``.
 
-        The slices of one step's vector must come in the order of their ``start``.
+        The slices of a step's vector must be passed in the order of their ``start``.
 
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing and uses no address.
-            step: Number of the step, in increasing order.
+            step: Number of the step. It must increase.
             start: Index of ``sums[0]`` in the complete vector.
             scale: Factor of the noisy sums.
             rows: See ``AbstractNoise.add``.
             stride: See ``AbstractNoise.add``.
 
         Raises:
-            PrivacyError: If this address has been used.
+            PrivacyError: If the address was used.
         """
         check_release("noise.GaussianNoise.add", sums, std)
         if std == 0:
@@ -113,8 +114,8 @@ class GaussianNoise(AbstractNoise):
                 fix="Use a new step for each release, and a separate start for each slice of one vector.",
             )
         self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
-        cut = {"rows": rows, "stride": stride}
-        self._source.add_normal_(sums, std, domain=self._domain, step=step, start=start, scale=scale, **cut)
+        address: dict[str, Any] = {"step": step, "start": start, "rows": rows, "stride": stride}
+        self._source.add_normal_(sums, std, domain=self._domain, scale=scale, **address)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the first step without a used address."""
@@ -129,13 +130,13 @@ def check_release(where: str, sums: Tensor, std: float) -> None:
     """Raises if the dtype of the sums or the standard deviation is not supported."""
     if sums.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{where}: sums are {sums.dtype}, which absorbs noise by rounding. Add sums and noise in float32 or "
-            "float64, and cast after the division."
+            f"{where}: sums are {sums.dtype}, whose rounding absorbs noise. Use float32 or float64 sums, and cast "
+            "after the division."
         )
     if not (std >= 0 and math.isfinite(std)):
         raise InvalidBudgetError(f"{where}: std must be finite and nonnegative, got {std!r}.")
 
 
 def end_of(sums: Tensor, start: int, rows: int, stride: int) -> int:
-    """Returns the first place of the vector after the sums. See ``AbstractNoise.add``."""
+    """Returns the index in the complete vector after the last element of ``sums``. See ``AbstractNoise.add``."""
     return start + (rows - 1) * stride + sums.numel() // rows

@@ -1,8 +1,8 @@
-"""Strategies with minimal error for their sensitivity, by explicit gradients.
+"""Strategies with minimal error for their sensitivity, optimized with explicit gradients.
 
-With ``beta`` the first column of ``A S^-1`` the loss is ``E v``, where ``E = sum_t w_t beta_t^2`` and ``v`` is the
-squared sensitivity. ``beta`` solves ``c * beta = a``, so ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}`` with the adjoint
-``lambda``: the same recursive filter, run backwards over ``2 w beta``.
+Let ``beta`` be the first column of ``A S^-1``. The loss is ``E v``, where ``E = sum_t w_t beta_t^2`` and ``v`` is the
+squared sensitivity. ``beta`` solves ``c * beta = a``, so ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}``, where the
+adjoint ``lambda`` is the same recursive filter, applied backwards to ``2 w beta``.
 
 Source: Choquette-Choo et al. 2023 (arXiv:2306.08153) for banded strategies, Kalinin and Lampert 2025 (arXiv:2505.12128)
 for banded inverses.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .sensitivity import max_participations, overlapped
+from .sensitivity import max_participations, sum_of_columns
 from .toeplitz import (
     Coefficients,
     error_weights,
@@ -27,7 +27,7 @@ from .toeplitz import (
 )
 
 Loss = Callable[[np.ndarray], tuple[float, np.ndarray]]
-_MOST_STEPS = 500
+_MAX_STEPS = 500
 
 
 def optimize_banded(
@@ -37,7 +37,7 @@ def optimize_banded(
     workload: np.ndarray | None = None,
     loss: str = "mean",
     separation: int | None = None,
-    steps: int = _MOST_STEPS,
+    steps: int = _MAX_STEPS,
 ) -> np.ndarray:
     """Returns the banded Toeplitz strategy with minimal error.
 
@@ -46,12 +46,12 @@ def optimize_banded(
         bands: Number of coefficients of the strategy, at most ``size``.
         workload: First column of the workload, ``(size,)``; None for prefix sums.
         loss: ``"mean"`` or ``"max"`` over the steps.
-        separation: Number of steps between two participations of an example, if it is less than the bands; None if no
-            example participates twice within the bands.
+        separation: Number of steps between two participations of an example; None if no example participates twice
+            within the bands.
         steps: Maximum number of iterations of the optimizer.
 
     Returns:
-        ``(bands,)``, of norm 1, with a positive first element.
+        The first column ``(bands,)``, with norm 1 and a positive first element.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -60,17 +60,19 @@ def optimize_banded(
     a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
     weights = error_weights(size, loss)
     start = (root_of_prefix_sums(bands) if workload is None else root(np.abs(a[:bands]) + 0.0))[:bands]
-    sensitivity = _column_norm if separation is None or bands <= separation else _overlapping(size, bands, separation)
+    sensitivity = (
+        _column_norm if separation is None or bands <= separation else _overlapping_sensitivity(size, bands, separation)
+    )
     return _normalized(_minimize(lambda c: _banded_loss(c, a, weights, sensitivity), start, steps))
 
 
 def optimize_scheduled(
     size: int, bands: int, *, rates: np.ndarray, momentum: float = 0.0, steps: int = 500
 ) -> np.ndarray:
-    """Returns the banded Toeplitz strategy for momentum and learning rates that change. Their workload is not Toeplitz.
+    """Returns the banded Toeplitz strategy with minimal error for momentum and changing learning rates.
 
-    The model after step t holds ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. Takes
-    ``O(size^2)`` time and memory.
+    The change of the model after step t is ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. This
+    workload is not Toeplitz, so the optimization takes ``O(size^2)`` time and memory.
     """
     _check_size(size, bands)
     rates = _checked_workload(rates, size)
@@ -82,7 +84,7 @@ def optimize_scheduled(
 
 
 def scheduled_loss(column: Coefficients, *, rates: np.ndarray, momentum: float = 0.0) -> float:
-    """Loss of `optimize_scheduled`: mean squared error over the steps, times the squared column norm."""
+    """Returns the loss of `optimize_scheduled`: mean squared error over the steps times the squared column norm."""
     decay = momentum ** np.arange(len(rates))
     return _scheduled_loss(np.asarray(column, dtype=np.float64), np.asarray(rates, dtype=np.float64), decay)[0]
 
@@ -95,9 +97,9 @@ def optimize_banded_inverse(
     loss: str = "mean",
     separation: int | None = None,
     participations: int | None = None,
-    steps: int = _MOST_STEPS,
+    steps: int = _MAX_STEPS,
 ) -> np.ndarray:
-    """Returns the banded noising coefficients with minimal error. Their strategy is not banded.
+    """Returns the noising coefficients of a banded inverse strategy with minimal error.
 
     Args:
         size: Number of steps of the run.
@@ -109,7 +111,7 @@ def optimize_banded_inverse(
         steps: Maximum number of iterations of the optimizer.
 
     Returns:
-        ``(bands,)``, with 1 as first element.
+        The coefficients ``(bands,)``, whose first element is 1.
 
     Raises:
         ValueError: If a number is out of its range.
@@ -124,7 +126,7 @@ def optimize_banded_inverse(
         beta, c = product(a, d, size), toeplitz_inverse(d, size)
         error, by_beta = float(weights @ np.square(beta)), 2 * weights * beta
         by_error = np.array([by_beta[k:] @ a[: size - k] for k in range(bands)])
-        total = overlapped(c, size, gap, times)
+        total = sum_of_columns(c, size, gap, times)
         sq_norm = float(total @ total)
         by_c = np.zeros(size)
         for i in range(times):
@@ -133,8 +135,8 @@ def optimize_banded_inverse(
         by_norm = -np.array([adjoint[k:] @ c[: size - k] for k in range(bands)])
         return error * sq_norm, sq_norm * by_error + error * by_norm
 
-    found = _minimize(value, start, steps)
-    return found / found[0]
+    coefficients = _minimize(value, start, steps)
+    return coefficients / coefficients[0]
 
 
 def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | None = None) -> np.ndarray:
@@ -143,13 +145,13 @@ def banded_inverse_square_root(size: int, bands: int, workload: np.ndarray | Non
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128).
     """
     _check_size(size, bands)
-    of = root_of_prefix_sums(bands) if workload is None else root(_checked_workload(workload, size)[:bands])
-    return toeplitz_inverse(of, bands)
+    column = root_of_prefix_sums(bands) if workload is None else root(_checked_workload(workload, size)[:bands])
+    return toeplitz_inverse(column, bands)
 
 
 def _check_size(size: int, bands: int) -> None:
     if not 1 <= bands <= size:
-        raise ValueError(f"noise.optimize: got {bands} bands for {size} steps; pass 1 to {size} bands.")
+        raise ValueError(f"noise.optimize: got {bands} bands for {size} steps. Pass 1 to {size} bands.")
 
 
 def _checked_workload(workload: np.ndarray, size: int) -> np.ndarray:
@@ -166,12 +168,12 @@ def _column_norm(c: np.ndarray) -> tuple[float, np.ndarray]:
     return float(c @ c), 2 * c
 
 
-def _overlapping(size: int, bands: int, separation: int) -> Loss:
-    """Returns the squared sensitivity of a strategy with overlapping columns, and its gradient."""
+def _overlapping_sensitivity(size: int, bands: int, separation: int) -> Loss:
+    """Returns the function that computes the squared sensitivity with overlapping columns, and its gradient."""
     times = max_participations(size, separation)
 
     def value(c: np.ndarray) -> tuple[float, np.ndarray]:
-        total = overlapped(c, size, separation, times)
+        total = sum_of_columns(c, size, separation, times)
         by_c = np.zeros(bands)
         for i in range(times):
             part = total[i * separation :][:bands]
@@ -185,7 +187,7 @@ def _banded_loss(c: np.ndarray, a: np.ndarray, weights: np.ndarray, sensitivity:
     beta = solve(c, a)
     error = float(weights @ np.square(beta))
     adjoint = solve(c, (2 * weights * beta)[::-1])[::-1]
-    by_error = -_correlated(adjoint, beta, len(c))
+    by_error = -_cross_correlation(adjoint, beta, len(c))
     sq_norm, by_norm = sensitivity(c)
     return error * sq_norm, sq_norm * by_error + error * by_norm
 
@@ -204,11 +206,11 @@ def _scheduled_loss(c: np.ndarray, rates: np.ndarray, decay: np.ndarray) -> tupl
     by_g = np.array([np.diagonal(by_step, -k) @ rates[k:] for k in range(size)])
     adjoint = solve(c, by_g[::-1])[::-1]
     sq_norm = float(c @ c)
-    return error * sq_norm, -sq_norm * _correlated(adjoint, g, bands) + 2 * error * c
+    return error * sq_norm, -sq_norm * _cross_correlation(adjoint, g, bands) + 2 * error * c
 
 
-def _correlated(one: np.ndarray, other: np.ndarray, bands: int) -> np.ndarray:
-    """``sum_{t>=k} one_t other_{t-k}`` for ``k < bands``."""
+def _cross_correlation(one: np.ndarray, other: np.ndarray, bands: int) -> np.ndarray:
+    """Returns ``sum_{t>=k} one_t other_{t-k}`` for each ``k < bands``."""
     return np.array([one[k:] @ other[: len(other) - k] for k in range(bands)])
 
 
@@ -217,9 +219,9 @@ def _minimize(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
 
     def finite(c: np.ndarray) -> tuple[float, np.ndarray]:
         with np.errstate(all="ignore"):
-            found, gradient = value(c)
-        usable = np.isfinite(found) and np.isfinite(gradient).all()
-        return (float(found), gradient) if usable else (np.inf, np.zeros_like(c))
+            loss, gradient = value(c)
+        is_finite = np.isfinite(loss) and np.isfinite(gradient).all()
+        return (float(loss), gradient) if is_finite else (np.inf, np.zeros_like(c))
 
     if len(start) == 1 or steps <= 0:
         return start

@@ -1,4 +1,4 @@
-"""Recurrences: the weights of correlated noise, from the numbers of a strategy. K is the number of kept rows."""
+"""Recurrences of strategies: the weights of correlated noise. K is the number of kept rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .toeplitz import Coefficients, column_norms, toeplitz_inverse
 
 
 def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | None = None) -> Recurrence:
-    """``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``, with a state of the last b - 1 rows. BandMF.
+    """Banded Toeplitz strategy (BandMF): ``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``. Keeps the last b - 1 rows.
 
     Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
 
     Args:
         strategy: First column c of S, ``(b,)``, finite, with a positive first element.
-        column_normalized_steps: If given, divides each column of S by its norm, for a run of this many steps, after
-            dividing c by its own norm. The largest column norm is then 1; otherwise it is that of c.
+        column_normalized_steps: Number of steps of the run if each column of S is divided by its norm, which makes the
+            largest column norm 1. None for no normalization; the largest column norm is then the norm of c.
 
     Returns:
         The recurrence.
@@ -46,8 +46,8 @@ def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | No
         return (scale / float(c[0]),), scale * ring[t % num_kept] if num_kept else ()
 
     def kept(t: int) -> tuple[Weights, Weights]:
-        places = np.arange(num_kept) == t % max(num_kept, 1)  # the oldest row is replaced
-        return 1.0 - places, places / (1.0 if size is None else float(scales[t]))
+        is_oldest = np.arange(num_kept) == t % max(num_kept, 1)  # the oldest row is replaced
+        return 1.0 - is_oldest, is_oldest / (1.0 if size is None else float(scales[t]))
 
     description = {"strategy": [float(value) for value in c], "bands": len(c), "column_normalized": size is not None}
     name = f"banded-toeplitz-{_digest(c)}-{size}"
@@ -55,20 +55,20 @@ def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | No
 
 
 def _ring_weights(c: np.ndarray) -> list[np.ndarray]:
-    """Returns the weights of the stored rows for each place of the ring buffer that is written next."""
-    # Row s is stored at place s mod K, so x_{t-j} is at (t - j) mod K, and x_t replaces x_{t-K}.
+    """Returns the weights of the kept rows for each position of the ring buffer that is written next."""
+    # Row s is stored at position s mod K, so x_{t-j} is at (t - j) mod K, and x_t replaces x_{t-K}.
     kept = len(c) - 1
     rings = []
-    for place in range(kept):
+    for position in range(kept):
         weights = np.zeros(kept)
         for j in range(1, kept + 1):
-            weights[(place - j) % kept] = -c[j] / c[0]
+            weights[(position - j) % kept] = -c[j] / c[0]
         rings.append(weights)
     return rings
 
 
 def banded_inverse(coefficients: Coefficients) -> Recurrence:
-    """``x_t = sum_{j<b} d_j z_{t-j}``, without state: the fresh rows are regenerated.
+    """Banded inverse: ``x_t = sum_{j<b} d_j z_{t-j}``. Keeps no rows, because fresh rows are regenerated.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128); with ``(1, -lambda)`` it is DP-lambda-CGD (arXiv:2601.22334).
 
@@ -93,19 +93,19 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
     Args:
-        decays: theta of S, ``(K,)`` in [0, 1]. Empty for independent noise.
-        scales: omega of S, ``(K,)``.
+        decays: Decays theta of S ``(K,)``, in [0, 1]. Empty for independent noise.
+        scales: Scales omega of S ``(K,)``.
 
     Returns:
         The recurrence.
 
     Raises:
-        ValueError: If their shapes differ, or a decay is outside its range.
+        ValueError: If the shapes differ, or a decay is out of range.
     """
     theta, omega = (np.asarray(values, dtype=np.float64).reshape(-1) for values in (decays, scales))
     if theta.shape != omega.shape or not ((theta >= 0) & (theta <= 1)).all() or not np.isfinite(omega).all():
         raise ValueError(
-            f"noise.blt: decays must be in [0, 1], with as many finite scales; got {decays!r}, {scales!r}."
+            f"noise.blt: decays must be in [0, 1], with one finite scale each; got {decays!r}, {scales!r}."
         )
 
     ones = np.ones(len(theta))
@@ -115,16 +115,16 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
 
 
 def dense(strategy: np.ndarray) -> Recurrence:
-    """Any lower-triangular strategy, without state: all fresh rows of a row are regenerated. For short runs.
+    """Arbitrary lower-triangular strategy, for short runs. Keeps no rows, because fresh rows are regenerated.
 
     Args:
-        strategy: S, ``(n, n)``.
+        strategy: The strategy S ``(n, n)``.
 
     Returns:
         The recurrence, with n steps.
 
     Raises:
-        ValueError: If S is not square, lower-triangular and regular.
+        ValueError: If S is not square and lower-triangular with a positive diagonal.
     """
     matrix = np.asarray(strategy, dtype=np.float64)
     square = matrix.ndim == 2 and matrix.shape[0] == matrix.shape[1]
@@ -171,23 +171,21 @@ def banded_inverse_of_run(coefficients: Coefficients, size: int) -> Recurrence:
 
 
 def checked_column(name: str, column: Coefficients) -> np.ndarray:
-    """Returns the column as float64; raises ValueError unless it is 1-D, finite and begins with a positive number."""
+    """Returns the column as float64. Raises ValueError if it is not 1-D and finite with a positive first number."""
     c = np.asarray(column, dtype=np.float64)
     if c.ndim != 1 or not len(c) or not np.isfinite(c).all() or not c[0] > 0:
-        raise ValueError(
-            f"noise: {name} must be a list of finite numbers that begins with a positive one; got {column!r}."
-        )
+        raise ValueError(f"noise: {name} must be a list of finite numbers whose first one is positive; got {column!r}.")
     return c
 
 
 def lambda_cgd(lam: float) -> Recurrence:
-    """Each step subtracts a fraction of the previous step's noise: ``x_t = z_t - lam * z_{t-1}``.
+    """DP-lambda-CGD: each step subtracts a fraction of the previous step's fresh noise, ``x_t = z_t - lam * z_{t-1}``.
 
     Args:
         lam: The fraction, in [0, 1).
 
     Returns:
-        The recurrence, which has no state.
+        The recurrence, which keeps no rows.
 
     Raises:
         ValueError: If ``lam`` is not in [0, 1).
@@ -198,5 +196,5 @@ def lambda_cgd(lam: float) -> Recurrence:
 
 
 def _digest(numbers: np.ndarray) -> str:
-    """Returns a short digest of the numbers, as a name."""
+    """Returns a short digest of the numbers, for names."""
     return hashlib.blake2b(np.ascontiguousarray(numbers, dtype="<f8").tobytes(), digest_size=8).hexdigest()

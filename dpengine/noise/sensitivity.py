@@ -1,10 +1,11 @@
 """Sensitivity of a strategy matrix to one example that participates several times.
 
-An example participates in at most ``participations`` steps, which are at least ``separation`` apart. Over all such sets
-of steps ``I``, the squared sensitivity is the largest ``sum_{i,j in I} |X_ij|`` with ``X = S^T S``, for contributions
-of norm 1 each. Overlapping columns add up.
+An example participates in at most ``participations`` steps, which are at least ``separation`` apart. The squared
+sensitivity for contributions of norm 1 is the maximum of ``sum_{i,j in I} |X_ij|`` over all such sets of steps ``I``,
+with ``X = S^T S``. Overlapping columns add up.
 
-Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 (arXiv:2405.13763) for Toeplitz ones.
+Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 (arXiv:2405.13763) for Toeplitz
+strategies.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ def max_participations(size: int, separation: int, participations: int | None = 
 def toeplitz_sq_sensitivity(
     column: Coefficients, size: int, separation: int, participations: int | None = None
 ) -> float:
-    """Squared sensitivity of a Toeplitz strategy.
+    """Returns the squared sensitivity of a Toeplitz strategy for contributions of norm 1.
 
-    Exact if the coefficients are nonnegative and nonincreasing; otherwise an upper bound.
+    It is exact if the coefficients are nonnegative and nonincreasing; otherwise it is an upper bound.
 
     Args:
         column: First column of the strategy.
@@ -41,25 +42,25 @@ def toeplitz_sq_sensitivity(
         participations: Maximum number of participations; None for as many as fit.
 
     Returns:
-        The squared sensitivity for contributions of norm 1.
+        The squared sensitivity.
     """
-    shape = falling(column)[:size]
+    shape = nonincreasing_bound(column)[:size]
     times = max_participations(size, separation, participations)
     if len(shape) <= separation:
-        # Columns do not overlap: the first ones are the longest, and only the last may be truncated.
+        # Columns do not overlap. The first columns have the largest norms, and only the last may be truncated.
         squares = np.cumsum(np.square(shape))
         starts = np.arange(times) * separation
         return float(squares[np.minimum(len(squares), size - starts) - 1].sum())
-    return float(np.sum(np.square(overlapped(shape, size, separation, times))))
+    return float(np.sum(np.square(sum_of_columns(shape, size, separation, times))))
 
 
-def falling(column: Coefficients) -> np.ndarray:
-    """Returns the smallest nonincreasing sequence that is at least the absolute values of the coefficients."""
+def nonincreasing_bound(column: Coefficients) -> np.ndarray:
+    """Returns the smallest nonincreasing sequence that bounds the absolute values of the coefficients."""
     c = np.abs(np.asarray(column, dtype=np.float64))
     return np.maximum.accumulate(c[::-1])[::-1]
 
 
-def overlapped(column: np.ndarray, size: int, separation: int, times: int) -> np.ndarray:
+def sum_of_columns(column: np.ndarray, size: int, separation: int, times: int) -> np.ndarray:
     """Returns the sum ``(size,)`` of the first ``times`` columns at 0, separation, 2 separation, ..."""
     total = np.zeros(size)
     for i in range(times):
@@ -123,7 +124,7 @@ def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
 
 @functools.lru_cache(maxsize=16)  # because each report needs it, and long runs have many cycles
 def cycle_sq_sensitivities(column: bytes, size: int, cycle_length: int) -> tuple[float, ...]:
-    """Returns the squared sensitivity of a Toeplitz strategy after each number of cycles, relative to one of them.
+    """Returns the squared sensitivity of a Toeplitz strategy after each number of cycles, relative to one cycle.
 
     Args:
         column: First column of the strategy, as bytes of float64.
@@ -131,7 +132,7 @@ def cycle_sq_sensitivities(column: bytes, size: int, cycle_length: int) -> tuple
         cycle_length: Number of steps between two participations of an example.
 
     Returns:
-        A number for each cycle that has begun within the run.
+        One number for each cycle that begins within the run.
     """
     values = np.frombuffer(column)
     ends = [min(cycle * cycle_length, size) for cycle in range(1, -(-size // cycle_length) + 1)]
@@ -145,13 +146,13 @@ def cycle_sq_sensitivities_of(strategy: np.ndarray, cycle_length: int) -> tuple[
     cycles = -(-size // cycle_length)
     padded = np.zeros((cycles * cycle_length, cycles * cycle_length))
     padded[:size, :size] = strategy
-    gram, found = np.zeros((cycle_length, cycles, cycles)), []
+    gram, sq_sensitivities = np.zeros((cycle_length, cycles, cycles)), []
     for cycle in range(cycles):
-        # Rows of the cycle, by the place of the column in its cycle: (cycle_length, rows, cycles).
+        # Rows of the cycle by the position of the column in its cycle: (cycle_length, rows, cycles).
         rows = (
             padded[cycle * cycle_length :][:cycle_length].reshape(cycle_length, cycles, cycle_length).transpose(2, 0, 1)
         )
         gram += rows.transpose(0, 2, 1) @ rows
-        found.append(float(np.abs(gram).sum(axis=(1, 2)).max()))
+        sq_sensitivities.append(float(np.abs(gram).sum(axis=(1, 2)).max()))
     largest = float(np.square(strategy).sum(axis=0).max())
-    return tuple((np.maximum.accumulate(found) / largest).tolist())
+    return tuple((np.maximum.accumulate(sq_sensitivities) / largest).tolist())

@@ -1,4 +1,4 @@
-"""Noise on the clipped sums: each rank adds noise to its own shard, and each element gets noise once."""
+"""Adds noise to the clipped sums: each rank adds noise to its own shard, so that each element gets noise once."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def add_noise(
         step: Step of the noise.
         scale: Public factor of the noisy sums.
         replicas: The ranks over which sums are all-reduced.
-        fingerprint: Values that must agree; MechanismMismatchError is raised if those of another replica differ.
+        fingerprint: Values that must be equal on all replicas; otherwise MechanismMismatchError is raised.
     """
     if replicas.size > 1:
         for memory in sums.memory.values():
             RankFingerprint.write(memory[-RankFingerprint.WORDS :], fingerprint)
-    waits, done = [], 0
+    waits, noised = [], 0
     buckets = list(_buckets(sums)) if replicas.size > 1 else []
-    for span, mine in _cut_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
+    for span, is_local in _cut_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
         part, places = sums.sums(span), span.places
-        if mine:
-            cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
-            mechanism.add(part, std=std, step=step, scale=scale, **cut)
+        if is_local:
+            slice_of = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            mechanism.add(part, std=std, step=step, scale=scale, **slice_of)
         else:
             part.mul_(scale)
-        done += span.count
-        while buckets and buckets[0][0] <= done:
+        noised += span.count
+        while buckets and buckets[0][0] <= noised:
             waits.append(replicas.all_reduce(buckets.pop(0)[1]))
-    for _, bucket in buckets:  # if there is nothing but the fingerprint
+    for _, bucket in buckets:  # remain if there is only the fingerprint
         waits.append(replicas.all_reduce(bucket))
     for wait in waits:
         wait()
@@ -64,44 +64,47 @@ def add_noise(
 
 
 def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
-    """Returns the places of the vector of all parameters to which this rank adds noise."""
+    """Returns the places in the vector of all parameters to which this rank adds noise."""
     return [
         span.places
-        for span, mine in _cut_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
-        if mine
+        for span, is_local in _cut_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
+        if is_local
     ]
 
 
 def _buckets(sums: DrainedBuffer) -> Iterator[tuple[int, Tensor]]:
-    """Yields each bucket to send, and the number of sums that must have their noise before it is sent."""
+    """Yields the number of sums that must have noise before a bucket is sent, and the bucket."""
     before = 0
     for key, memory in sums.memory.items():
-        size, each = len(sums.flats[key]), sums.message_sizes[key]
-        for at, part in zip(range(0, len(memory), each), memory.split(each), strict=True):
-            yield before + min(at + each, size), part
+        size, bucket_size = len(sums.flats[key]), sums.message_sizes[key]
+        for start, bucket in zip(range(0, len(memory), bucket_size), memory.split(bucket_size), strict=True):
+            yield before + min(start + bucket_size, size), bucket
         before += size
 
 
 def _cut_spans(
-    spans: Sequence[BufferSpan], replicas: Ranks, messages: Mapping[Key, int], whole: int
+    spans: Sequence[BufferSpan], replicas: Ranks, bucket_sizes: Mapping[Key, int], total_numel: int
 ) -> Iterator[tuple[BufferSpan, bool]]:
-    """Cuts the spans so that each part lies in one bucket and gets noise from one rank; yields True for this rank."""
+    """Cuts the spans into parts that lie in one bucket and get noise from one rank.
+
+    Yields each part, and whether this rank adds its noise.
+    """
     if replicas.size == 1:
         for span in spans:
             yield span, True
         return
-    total = whole or sum(span.count for span in spans)
+    total = total_numel or sum(span.count for span in spans)
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
-    done = 0
+    count = 0
     for span in spans:
-        begin_at = span.places.start if whole else done  # position by which shards are cut
+        start = span.places.start if total_numel else count  # position that assigns elements to ranks
         if span.places.rows > 1:  # spans of several rows are not cut
-            yield span, first <= begin_at < end
+            yield span, first <= start < end
         else:
-            low, high = (min(max(edge - begin_at, 0), span.count) for edge in (first, end))
-            each = messages[span.key]
-            ends = range(each - span.offset % each, span.count, each)  # ends of buckets, the first of which begins at 0
-            edges = sorted({0, low, high, span.count, *ends})
+            low, high = (min(max(edge - start, 0), span.count) for edge in (first, end))
+            size = bucket_sizes[span.key]
+            bucket_ends = range(size - span.offset % size, span.count, size)
+            edges = sorted({0, low, high, span.count, *bucket_ends})
             for begin, stop in pairwise(edges):
                 yield span.part(begin, stop), low <= begin < high
-        done += span.count
+        count += span.count

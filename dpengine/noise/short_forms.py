@@ -6,7 +6,7 @@ import dataclasses
 
 from dpengine.sampling.scheme import checked_integer
 
-from .buffered import MOST_BUFFERS, optimize_blt
+from .buffered import MAX_BUFFERS, optimize_blt
 from .correlated import Recurrence
 from .optimize import optimize_banded_inverse
 from .recurrences import banded_inverse_of_run, blt_of_run
@@ -17,12 +17,12 @@ class BLT:
     """Buffered linear Toeplitz noise: each step cancels earlier noise, with a few buffers of the model's size.
 
     Examples are split once into groups of one batch each, which are used cyclically, so there is no amplification by
-    sampling. It pays off for a few epochs, or for batches so large that amplification would be small.
+    sampling. It is best for a few epochs, or for batches so large that amplification would be small.
 
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
     Args:
-        num_buffers: Number of buffers, from 0 to 15; None adds buffers while they help.
+        num_buffers: Number of buffers, from 0 to 15; None adds buffers while they decrease the error.
 
     Raises:
         TypeError: If it is not an integer.
@@ -34,16 +34,16 @@ class BLT:
     def __post_init__(self) -> None:
         """Checks the arguments."""
         if self.num_buffers is not None:
-            found = checked_integer("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
-            if found > MOST_BUFFERS:
-                raise ValueError(f"noise.BLT: num_buffers must be at most {MOST_BUFFERS}, got {found}.")
+            number = checked_integer("noise.BLT", "num_buffers", self.num_buffers, at_least=0)
+            if number > MAX_BUFFERS:
+                raise ValueError(f"noise.BLT: num_buffers must be at most {MAX_BUFFERS}, got {number}.")
 
     bands = None
 
     def recurrence(self, iterations: int, cycle_length: int) -> Recurrence:
         """Returns the noise of a run with this number of steps."""
-        found = optimize_blt(iterations, buffers=self.num_buffers)
-        return blt_of_run(found.decays, found.scales, iterations)
+        strategy = optimize_blt(iterations, buffers=self.num_buffers)
+        return blt_of_run(strategy.decays, strategy.scales, iterations)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

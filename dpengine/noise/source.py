@@ -1,8 +1,8 @@
-"""Source of private randomness: a secret key, and pure functions of (key, domain, nonce, step, index).
+"""Source of private randomness: pure functions of a secret key and an address (domain, nonce, step, index).
 
-There is no hidden position. An address always has the same values, whatever the chunking, the number of threads or the
-order of the calls. A resumed run, a shard or a correlated mechanism can therefore regenerate noise, with the same
-`NoiseSource.generator_on`. Noise at the same address also cancels, so the caller must never use one (domain, step,
+The source has no position. An address always has the same values, for any chunking, number of threads and order of
+calls. A resumed run, a shard or a correlated mechanism can therefore regenerate noise, if its generator is the same
+(see `NoiseSource.generator_on`). Noise at the same address cancels, so the caller must never use a (domain, step,
 index) for two releases.
 """
 
@@ -28,27 +28,26 @@ from .keyed_streams import DEFAULT_KIND, SECURE_KIND, stream_kind
 from .philox_normals import GENERATOR, add_normals
 
 _KEY_BYTES = 32
-_LIMIT = 2**64  # upper limit of steps, blocks and incarnations: addresses are 64-bit and never wrap
-_PER_THREAD = 2**14  # minimum number of normals per thread
-_GENERATOR_DEVICES = ("cuda",)  # devices that generate their noise; for others the CPU generates it
+_LIMIT = 2**64  # upper limit of steps, blocks and nonces: addresses are 64-bit and never wrap
+_MIN_PER_THREAD = 2**14  # minimum number of normals per thread
+_GENERATOR_DEVICES = ("cuda",)  # devices that generate their own noise; the CPU generates noise for others
 
 
 @final
 class NoiseSource:
-    """A root key, from which random words and normals are derived.
+    """Derives random words and normals from a secret key.
 
-    On the CPU, words come from a keyed stream (``keyed_streams.STREAM_KINDS``). On CUDA they come from Philox4x32-10,
-    which is not cryptographic; it is keyed for each step with 128 bits derived from the key (`philox_normals`). Normals
-    are computed in float64 from 64-bit words on all devices. The global generators of torch, NumPy and Python are
-    neither read nor advanced.
+    On the CPU, words come from a keyed stream (``keyed_streams.STREAM_KINDS``). On CUDA, they come from Philox4x32-10,
+    which is not cryptographic; 128 bits derived from the key are its key for each step (`philox_normals`). Normals are
+    computed in float64 from 64-bit words on all devices. The global generators of torch, NumPy and Python are not used.
 
-    The object can only be used in the process that created it: in a fork it raises. It cannot be copied or pickled, and
+    The object can only be used in the process that created it and raises in a fork. It cannot be copied or pickled, and
     its ``repr`` does not show the key.
 
     Args:
-        key: 32 secret bytes. ``NoiseSource.fresh()`` takes them from the operating system.
+        key: 32 secret bytes. ``NoiseSource.fresh()`` reads them from the operating system.
         kind: A name in ``STREAM_KINDS``; or ``"secure"``, which generates with chacha20 on the CPU for all devices.
-        nonce: Noise nonce of the run. A resumed run that may sample other batches must use a new one.
+        nonce: Noise nonce of the run. A resumed run must use a new one if it may sample other batches.
         insecure_seed: Whether the key is derived from a value that can be guessed.
     """
 
@@ -91,7 +90,7 @@ class NoiseSource:
 
     @classmethod
     def from_secret_state(cls, state: Mapping[str, Any], *, nonce: int | None = None) -> NoiseSource:
-        """Returns the source that ``secret_state`` described, with the same nonce or the given one."""
+        """Returns the source of a result of ``secret_state``, with the stored nonce or the given one."""
         return cls(
             bytes.fromhex(state["key"]),
             kind=state["kind"],
@@ -100,7 +99,7 @@ class NoiseSource:
         )
 
     def secret_state(self) -> dict[str, Any]:
-        """Returns the state for resuming, **with the key**: for the operator's file, never for a published one."""
+        """Returns the state for resuming, **with the key**. Store it in a private file only."""
         return {
             "kind": self._kind,
             "key": self._open_key().hex(),
@@ -109,7 +108,7 @@ class NoiseSource:
         }
 
     def describe(self, device: torch.device | str = "cpu") -> dict[str, Any]:
-        """Returns the public description, for a report, of noise generated for tensors on ``device``."""
+        """Returns a public description of the noise for tensors on ``device``, for reports."""
         on_device = self._draws_on(torch.device(device))
         return {
             "kind": GENERATOR if on_device else "chacha20" if self._kind == SECURE_KIND else self._kind,
@@ -119,13 +118,13 @@ class NoiseSource:
         }
 
     def generator_on(self, device: torch.device) -> str:
-        """Returns the name of the generator of normals for a device. Two names may have two values at one address.
+        """Returns the name of the generator of normals for a device. Generators may differ in the values at an address.
 
         Args:
             device: Device of the tensor that gets the noise.
 
         Returns:
-            ``"CPU"``, or the generator of accelerators, which has the same values on all of them.
+            ``"CPU"``, or the name of the generator of accelerators, whose values are the same on all accelerators.
         """
         return GENERATOR if self._draws_on(device) else "CPU"
 
@@ -136,7 +135,7 @@ class NoiseSource:
 
     @property
     def insecure_seed(self) -> bool:
-        """True if the key is derived from a seed. There is no guarantee against anyone who knows the seed."""
+        """True if the key is derived from a seed. There is then no guarantee against anyone who knows the seed."""
         return self._insecure_seed
 
     def words(self, count: int, *, domain: str, step: int, block: int = 0, nonce: int | None = None) -> np.ndarray:
@@ -144,7 +143,7 @@ class NoiseSource:
 
         Args:
             count: Number of words.
-            domain: Purpose of the words. Two purposes must have two domains.
+            domain: Purpose of the words. Different purposes must have different domains.
             step: Step of the words.
             block: First block, in units of 8 words.
             nonce: Noise nonce; None for the current one.
@@ -181,23 +180,22 @@ class NoiseSource:
         stride: int = 0,
         nonce: int | None = None,
     ) -> Tensor:
-        """Adds ``std`` times independent standard normals in place, then multiplies by ``scale``, in one pass.
+        """Adds ``std`` times independent standard normals in place, and multiplies by ``scale``, in one pass.
 
-        On the CPU ``torch.get_num_threads()`` threads share the work. The values do not depend on the number of
-        threads, or on whether native code generates them.
+        On the CPU, ``torch.get_num_threads()`` threads share the work. The values do not depend on the number of
+        threads or on the use of native code.
 
         Args:
             flat: Contiguous 1-D tensor, float32 or float64. Sums are formed in float64 and rounded once.
             std: Standard deviation, in units of ``flat``.
-            domain: Purpose of the noise. Two purposes must have two domains.
-            step: Step of the noise. Two releases must have two steps.
+            domain: Purpose of the noise. Different purposes must have different domains.
+            step: Step of the noise. Different releases must have different steps.
             start: Index of ``flat[0]`` in the complete vector, if ``flat`` is a slice of it on one rank or device.
             scale: Factor of the noisy vector.
-            rows: Number of rows of equal length in ``flat``. Their starts are ``stride`` apart in the complete vector,
-                as those of a rank's columns of a matrix.
+            rows: Number of rows of equal length in ``flat``. The starts of adjacent rows are ``stride`` apart in the
+                complete vector, for example if a rank holds some columns of a matrix.
             stride: See ``rows``.
-            nonce: Noise nonce; None for the current one. Mechanisms that regenerate noise from before a resume pass an
-                earlier one.
+            nonce: Noise nonce; None for the current one. An earlier one regenerates noise from before a resume.
 
         Returns:
             ``flat``.
@@ -208,7 +206,7 @@ class NoiseSource:
         return self._draw_rows(flat, std, scale, subkey, start, rows, stride)
 
     def close(self) -> None:
-        """Overwrites the key, as far as Python allows, and ends the threads. Later calls raise."""
+        """Overwrites the key as far as Python allows, and stops the threads. Later calls raise."""
         self._key[:] = bytes(len(self._key))
         self._key.clear()
         if self._pool is not None:
@@ -222,13 +220,13 @@ class NoiseSource:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "noise.NoiseSource cannot be pickled or copied: two copies would generate the same noise for two releases. "
-            "Save secret_state() to the operator's own file."
+            "Store secret_state() in a private file instead."
         )
 
     def _open_key(self) -> bytes:
         if os.getpid() != self._pid:
             raise PrivacyError(
-                f"noise.NoiseSource was created in process {self._pid} and is used in its fork {os.getpid()}, where it "
+                f"noise.NoiseSource was created in process {self._pid} and is used in its fork {os.getpid()}, which "
                 "would repeat the noise of the parent.",
                 fix="Generate batches and noise in the main process, not in data loader workers or forked ranks.",
             )
@@ -238,8 +236,8 @@ class NoiseSource:
 
     def _subkey(self, use: bytes, domain: str, step: int, nonce: int | None = None) -> bytes:
         # Fixed-width numbers come first, so addresses map to distinct messages. `use` separates words and normals.
-        used = self._nonce if nonce is None else _address("nonce", nonce)
-        numbers = struct.pack("<QQ", used, _address("step", step))
+        nonce = self._nonce if nonce is None else _address("nonce", nonce)
+        numbers = struct.pack("<QQ", nonce, _address("step", step))
         keyed = hashlib.blake2b(numbers, digest_size=_KEY_BYTES, key=self._open_key(), person=b"dpengine " + use)
         keyed.update(domain.encode())
         return keyed.digest()
@@ -265,7 +263,7 @@ class NoiseSource:
         return tensor
 
     def _draws_on(self, device: torch.device) -> bool:
-        """Returns True if the device generates its noise; otherwise the CPU does."""
+        """Returns True if the device generates its own noise, False if the CPU does."""
         return device.type in _GENERATOR_DEVICES and self._kind != SECURE_KIND
 
     def _draw_rows(
@@ -274,14 +272,14 @@ class NoiseSource:
         length = flat.numel() // max(1, rows)
         if rows < 1 or rows * length != flat.numel() or stride < length:
             raise ValueError(
-                f"noise.NoiseSource: {flat.numel()} elements are not {rows} rows that begin {stride} places apart."
+                f"noise.NoiseSource: {flat.numel()} elements do not form {rows} rows with a stride of {stride}."
             )
         span = (rows - 1) * stride + length
         if flat.device.type == "cpu" and self._stream.by_rows:
             _check_drawable(flat)
             start = _address("start", start)
             _address("start", start + span)
-            threads = min(torch.get_num_threads(), -(-flat.numel() // _PER_THREAD))
+            threads = min(torch.get_num_threads(), -(-flat.numel() // _MIN_PER_THREAD))
             target = flat.detach().numpy()
             self._stream.add_normals_by_rows(subkey, start, std, scale, target, threads, rows=rows, stride=stride)
             return flat
@@ -293,7 +291,7 @@ class NoiseSource:
     def _add_on_cpu(self, target: np.ndarray, std: float, scale: float, subkey: bytes, start: int) -> None:
         """Distributes the vector over threads, including the current one. Parts end between groups of normals."""
         add = self._stream.add_normals
-        count = min(torch.get_num_threads(), -(-len(target) // _PER_THREAD))
+        count = min(torch.get_num_threads(), -(-len(target) // _MIN_PER_THREAD))
         if self._stream.uses_torch_threads:
             return add(subkey, start, std, scale, target, count)
         size = -(-len(target) // count // GROUP) * GROUP
@@ -310,7 +308,7 @@ class NoiseSource:
         try:
             add_part(parts[0])
         finally:
-            wait(futures)  # no thread may still write to the tensor after the return
+            wait(futures)  # no thread may write to the tensor after the return
         for future in futures:
             future.result()
 
@@ -318,8 +316,8 @@ class NoiseSource:
 def _check_drawable(flat: Tensor) -> None:
     if flat.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"noise.NoiseSource: got a {flat.dtype} tensor. Narrower types absorb the noise; use float32 or "
-            "float64 and cast after the release."
+            f"noise.NoiseSource: got a {flat.dtype} tensor. Rounding to narrower types absorbs noise. Use float32 or "
+            "float64, and cast after the release."
         )
     if flat.dim() != 1 or not flat.is_contiguous():
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Noise for loops without the engine: ``init`` once, then ``update`` for the sum of each step."""
+"""Noise for loops without the engine. Call ``init`` once, then ``update`` with the sum of each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .correlated import Recurrence, mechanism_for
 from .mechanism import AbstractNoise
 from .source import NoiseSource
 
-Place = tuple[torch.device, torch.dtype]
+Placement = tuple[torch.device, torch.dtype]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class NoiseTransform:
         stddev: Standard deviation of each fresh normal, in units of the sums: noise multiplier times sensitivity times
             the largest column norm of S.
         recurrence: Correlation of the noise across steps; None for independent noise.
-        noise_seed: None for the operating system's randomness. With a seed, noise repeats and is not secret.
+        noise_seed: None for the operating system's randomness. With a seed, noise is reproducible and not secret.
         iterations: Number of steps of the run; None for no limit.
 
     Raises:
@@ -61,15 +61,15 @@ class NoiseTransform:
         """Returns the noisy sums of the next step.
 
         Args:
-            sums: The clipped sums, unscaled: scaling them before would change the guarantee.
-            state: Result of ``init`` or of the last ``update``. An older one raises ``PrivacyError``, because used
-                noise cancels.
+            sums: The clipped sums. Do not scale them before, because that would change the guarantee.
+            state: Result of ``init`` or of the last ``update``. An older state raises ``PrivacyError``, because it
+                would reuse noise.
 
         Returns:
             Sums of the same dtypes, and the state after this step.
 
         Raises:
-            ValueError: If the sums have other shapes than at the start.
+            ValueError: If the sums have other shapes, dtypes or devices than the params of ``init``.
             BudgetExceeded: If the run has no further steps.
         """
         if self.iterations is not None and state.step >= self.iterations:
@@ -80,20 +80,19 @@ class NoiseTransform:
         leaves, spec = pytree.tree_flatten(sums)
         if _shapes(sums) != state.shapes:
             raise ValueError(
-                "NoiseTransform: the sums have other shapes, dtypes or devices than the params of init. Pass them as "
-                "the clipped gradient returned them."
+                "NoiseTransform: the sums have other shapes, dtypes or devices than the params of init. Pass the sums "
+                "that the clipped gradient returned."
             )
         noisy: list[Tensor] = list(leaves)
         start = 0
-        for places in _by_place(leaves).values():
-            flat = torch.cat([leaves[i].detach().reshape(-1).to(_wide(leaves[i].dtype)) for i in places])
+        for group in _group_by_placement(leaves).values():
+            flat = torch.cat([leaves[i].detach().reshape(-1).to(_wide(leaves[i].dtype)) for i in group])
             state.noise.add(flat, std=self.stddev, step=state.step, start=start)
             start += flat.numel()
-            parts = flat.split([leaves[i].numel() for i in places])
-            for i, part in zip(places, parts, strict=True):
+            parts = flat.split([leaves[i].numel() for i in group])
+            for i, part in zip(group, parts, strict=True):
                 noisy[i] = part.view(leaves[i].shape).to(leaves[i].dtype)
-        after = dataclasses.replace(state, step=state.step + 1)
-        return pytree.tree_unflatten(noisy, spec), after
+        return pytree.tree_unflatten(noisy, spec), dataclasses.replace(state, step=state.step + 1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -113,13 +112,13 @@ class NoiseState:
     shapes: object
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state that determines later noise, **with the key**: for a secret checkpoint."""
+        """Returns the state that determines later noise, **with the key**. Store it in a private file only."""
         return {"step": self.step, "source": self.source.secret_state(), "noise": self.noise.state_dict()}
 
     def resumed(self, state: Mapping[str, Any], recurrence: Recurrence | None) -> NoiseState:
-        """Returns the state from ``state_dict``; later noise equals that of the saved run, bit by bit.
+        """Returns the state of a result of ``state_dict``. Later noise is bit-identical to that of the saved run.
 
-        A step that was taken after saving must not be taken again with other data.
+        A step that was taken after saving must not be repeated with other data.
 
         Args:
             state: Result of ``state_dict``.
@@ -138,12 +137,12 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
-def _by_place(leaves: list[Tensor]) -> dict[Place, list[int]]:
+def _group_by_placement(leaves: list[Tensor]) -> dict[Placement, list[int]]:
     """Groups the indices of leaves by the device and dtype in which noise is added."""
-    places: dict[Place, list[int]] = {}
+    groups: dict[Placement, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        places.setdefault((leaf.device, _wide(leaf.dtype)), []).append(i)
-    return places
+        groups.setdefault((leaf.device, _wide(leaf.dtype)), []).append(i)
+    return groups
 
 
 def _shapes(tree: Any) -> object:

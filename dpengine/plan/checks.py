@@ -7,7 +7,7 @@ import operator
 from numbers import Real
 from typing import Any
 
-_MOST = 1e100  # sums of squares of such numbers are finite
+_MAX = 1e100  # sums of squares of such numbers are finite
 
 
 def integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
@@ -27,50 +27,50 @@ def number(owner: str, name: str, value: Any, *, above: bool = False) -> float:
     """Returns ``value`` as a finite float of at least 0, or above 0."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name}={value!r} must be a number.")
-    found = _float(value)
-    if not math.isfinite(found) or found < 0 or (above and found == 0):
+    number = _float(value)
+    if not math.isfinite(number) or number < 0 or (above and number == 0):
         raise ValueError(f"{owner}: {name}={value!r} must be finite and {'above' if above else 'at least'} 0.")
-    return found
+    return number
 
 
 def probability(owner: str, name: str, value: Any) -> float:
     """Returns ``value`` as a float in [0, 1]."""
-    found = number(owner, name, value)
-    if found > 1:
+    rate = number(owner, name, value)
+    if rate > 1:
         raise ValueError(f"{owner}: {name}={value!r} must be in [0, 1].")
-    return found
+    return rate
 
 
 def fraction(owner: str, name: str, value: Any) -> float:
     """Returns ``value`` as a float strictly between 0 and 1."""
-    found = number(owner, name, value, above=True)
-    if found >= 1:
+    share = number(owner, name, value, above=True)
+    if share >= 1:
         raise ValueError(f"{owner}: {name}={value!r} must be in (0, 1).")
-    return found
+    return share
 
 
 def numbers(owner: str, name: str, values: Any) -> tuple[float, ...]:
     """Returns ``values`` as finite floats."""
     try:
-        listed = values.tolist() if hasattr(values, "tolist") else list(values)
+        items = values.tolist() if hasattr(values, "tolist") else list(values)
     except TypeError:
-        listed = None
-    if not isinstance(listed, list):
+        items = None
+    if not isinstance(items, list):
         raise TypeError(f"{owner}: {name}={values!r} must be a list of numbers.")
-    for value in listed:
-        if isinstance(value, bool) or not isinstance(value, Real) or not abs(_float(value)) <= _MOST:
-            raise ValueError(f"{owner}: {name} must be a list of finite numbers of at most {_MOST:g}, got {value!r}.")
-    return tuple(map(float, listed))
+    for value in items:
+        if isinstance(value, bool) or not isinstance(value, Real) or not abs(_float(value)) <= _MAX:
+            raise ValueError(f"{owner}: {name} must be a list of finite numbers of at most {_MAX:g}, got {value!r}.")
+    return tuple(map(float, items))
 
 
 def column(owner: str, name: str, values: Any) -> tuple[float, ...]:
-    """Returns finite numbers whose first one is positive, and not negligible compared with the others."""
-    found = numbers(owner, name, values)
-    if not found or not found[0] > 0:
-        raise ValueError(f"{owner}: {name} must be a list of finite numbers that begins with a positive one.")
-    if max(map(abs, found)) > _MOST * found[0]:
-        raise ValueError(f"{owner}: {name} begins with {found[0]:g}, which is negligible compared with the others.")
-    return found
+    """Returns finite numbers. The first one must be positive, and not negligible compared with the others."""
+    column = numbers(owner, name, values)
+    if not column or not column[0] > 0:
+        raise ValueError(f"{owner}: {name} must be a list of finite numbers whose first one is positive.")
+    if max(map(abs, column)) > _MAX * column[0]:
+        raise ValueError(f"{owner}: {name} begins with {column[0]:g}, which is negligible compared with the others.")
+    return column
 
 
 def _float(value: Real) -> float:

@@ -1,4 +1,4 @@
-"""The noise of a run from the arguments of ``make_private``: its correlation, the batches that fit it, and its size."""
+"""Noise of a run from the arguments of ``make_private``: its correlation, matching batches, and noise multiplier."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dpengine.sampling.scheme import Draws
 
 BATCH_SIZE_TOLERANCE = 0.02  # relative difference of the batch sizes of the plan and the loader
 
-Planned = Callable[[int], int | None]
-"""Number of steps of the run for a number of steps per epoch; None if it was not given."""
+StepsForEpoch = Callable[[int], int | None]
+"""Returns the number of steps of the run for a number of steps per epoch; None if the length was not given."""
 
 
 def check_noise(noise: Any) -> None:
-    """Raises TypeError if a value is neither a design of correlated noise nor noise of the user's own."""
+    """Raises TypeError if a value is neither built-in nor custom correlated noise."""
     if isinstance(noise, type):
         raise TypeError(f"noise is the class {noise.__name__}; pass an instance.")
     if not callable(getattr(noise, "recurrence", None)) and not all(hasattr(noise, name) for name in _MEMBERS):
@@ -39,29 +39,29 @@ _MEMBERS = ("size", "row", "kept")
 
 
 def with_correlation(
-    noise: Any, draws: Draws, planned: Planned, relation: Relation, *, keep_draws: bool, divisor: float | None
+    noise: Any, draws: Draws, steps_for: StepsForEpoch, relation: Relation, *, keep_draws: bool, divisor: float | None
 ) -> tuple[Draws, Recurrence]:
-    """Returns the batches of a run with correlated noise, and the noise.
+    """Returns the sampling scheme and the noise of a run with correlated noise.
 
-    Poisson batches become cyclic ones of the same size: with amplification by sampling if the noise has few bands, else
-    in a fixed order. ``keep_draws`` leaves the batches as they are, for a sampling scheme that the user chose.
+    Poisson batches are replaced by cyclic batches of the same size: with amplification by sampling if the noise has few
+    bands, otherwise in a fixed order. ``keep_draws`` keeps the sampling scheme, because the user selected it.
     """
     check_noise(noise)
     name = type(noise).__name__
-    if planned(draws.steps_per_epoch) is None:
+    if steps_for(draws.steps_per_epoch) is None:
         raise InvalidBudgetError(f"noise={name}(...) needs the length of training.", fix="Pass epochs= or steps=.")
     if keep_draws:
-        return draws, _recurrence(noise, draws, planned)
+        return draws, _recurrence(noise, draws, steps_for)
     if hasattr(noise, "recurrence"):
         bands = noise.bands
     else:
-        bands = _recurrence(noise, draws, planned).correlation.bands
-        if bands is not None and bands * draws.sample_rate > 1 + 1e-12:  # fewer groups than bands
+        bands = _recurrence(noise, draws, steps_for).correlation.bands
+        if bands is not None and bands * draws.sample_rate > 1 + 1e-12:  # there would be fewer groups than bands
             bands = None
     if bands is None:
-        draws = _in_groups(name, draws, relation, divisor)
-        return draws, _recurrence(noise, draws, planned)
-    _check_bands(name, bands, draws, planned)
+        draws = _cyclic_groups(name, draws, relation, divisor)
+        return draws, _recurrence(noise, draws, steps_for)
+    _check_bands(name, bands, draws, steps_for)
     cyclic = CyclicDraws(
         draws.num_examples,
         min(1.0, bands * draws.sample_rate),
@@ -70,52 +70,53 @@ def with_correlation(
         draws.expected_batch_size,
         _partition(relation),
     )
-    return cyclic, _recurrence(noise, cyclic, planned)
+    return cyclic, _recurrence(noise, cyclic, steps_for)
 
 
-def _recurrence(noise: Any, draws: Draws, planned: Planned) -> Recurrence:
-    steps = planned(draws.steps_per_epoch)
+def _recurrence(noise: Any, draws: Draws, steps_for: StepsForEpoch) -> Recurrence:
+    steps = steps_for(draws.steps_per_epoch)
     assert steps is not None
     return recurrence_for(noise, steps, draws.participation)
 
 
 def recurrence_for(noise: Any, steps: int, participation: Participation) -> Recurrence:
-    """Returns the noise of a run, from a design or from noise of the user's own."""
+    """Returns the noise of a run, from built-in or custom correlated noise."""
     if hasattr(noise, "recurrence"):
         return noise.recurrence(steps, participation.min_separation or steps)  # type: ignore[no-any-return]
     return recurrence_of(noise, steps)
 
 
-def _check_bands(name: str, bands: int, draws: Draws, planned: Planned) -> None:
-    rate, steps = draws.sample_rate, planned(draws.steps_per_epoch)
+def _check_bands(name: str, bands: int, draws: Draws, steps_for: StepsForEpoch) -> None:
+    rate, steps = draws.sample_rate, steps_for(draws.steps_per_epoch)
     if bands * rate > 1 + 1e-12:
         raise InvalidBudgetError(
             f"{bands} bands need batches of at most 1/{bands} of the data set; this batch is 1/{1 / rate:.4g} of it.",
-            fix=f"Pass noise of at most {max(1, int(1 / rate))} bands, or a smaller batch size.",
+            fix=f"Pass noise with at most {max(1, int(1 / rate))} bands, or a smaller batch size.",
         )
     assert steps is not None
     if bands > steps:
         raise InvalidBudgetError(
             f"noise={name}(num_bands={bands}) has more bands than the {steps:,} planned steps.",
-            fix=f"Pass {name}(num_bands={steps}) at most, or plan for more steps.",
+            fix=f"Pass at most {name}(num_bands={steps}), or plan for more steps.",
         )
 
 
-def _in_groups(name: str, draws: Draws, relation: Relation, divisor: float | None) -> CyclicDraws:
-    """Returns batches in a fixed order: groups of about one batch each, used cyclically.
+def _cyclic_groups(name: str, draws: Draws, relation: Relation, divisor: float | None) -> CyclicDraws:
+    """Returns batches in a fixed order: groups of about one batch each, which are used cyclically.
 
-    Raises InvalidBudgetError if groups of about one batch each do not divide the data set.
+    Raises InvalidBudgetError if the size of the data set is not close to a multiple of the batch size.
     """
-    rows, rate = draws.num_examples, draws.sample_rate
+    num_examples, rate = draws.num_examples, draws.sample_rate
     groups = max(1, round(1 / rate))
-    if abs(rows / groups - rate * rows) > max(1.0, BATCH_SIZE_TOLERANCE * rate * rows):
+    if abs(num_examples / groups - rate * num_examples) > max(1.0, BATCH_SIZE_TOLERANCE * rate * num_examples):
+        sizes = [math.ceil(num_examples / number) for number in (groups, groups + 1)]
         raise InvalidBudgetError(
-            f"noise={name}(...) splits the {rows:,} examples into groups of one batch each. Batches of "
-            f"{rate * rows:g} do not divide them: {groups} groups would have {rows / groups:.4g} each.",
-            fix=f"Pass a loader with batch_size={math.ceil(rows / groups)} or {math.ceil(rows / (groups + 1))}.",
+            f"noise={name}(...) splits the {num_examples:,} examples into groups of one batch each. Batches of "
+            f"{rate * num_examples:g} do not divide them: {groups} groups would have {num_examples / groups:.4g} each.",
+            fix=f"Pass a loader with batch_size={sizes[0]} or {sizes[1]}.",
         )
-    size = max(rows / groups, 1e-9) if divisor is None else divisor  # keep the declared constant
-    return CyclicDraws(rows, 1.0, groups, groups, size, _partition(relation))
+    size = max(num_examples / groups, 1e-9) if divisor is None else divisor  # keep the declared constant
+    return CyclicDraws(num_examples, 1.0, groups, groups, size, _partition(relation))
 
 
 def _partition(relation: Relation) -> Partition:
@@ -124,13 +125,13 @@ def _partition(relation: Relation) -> Partition:
 
 @dataclasses.dataclass(frozen=True)
 class NoiseTarget:
-    """Noise multiplier, or the target that it is calibrated to.
+    """Noise multiplier of a run, or the target for its calibration.
 
     Attributes:
-        noise_multiplier: None for a target.
-        epsilon: Target for the run and the earlier charges; None for a given noise multiplier.
+        noise_multiplier: The noise multiplier; None if there is a target.
+        epsilon: Target for the run and the earlier charges; None if there is a noise multiplier.
         delta: Delta of the target.
-        accountant: The accountant that decides.
+        accountant: The accountant of the target.
         spent: Earlier charges on the same data.
     """
 
@@ -141,7 +142,7 @@ class NoiseTarget:
     spent: Sequence[Charge]
 
     def solve(self, event_of: Callable[[float], Event], law: str, steps: int | None, relation: Relation) -> float:
-        """Returns the noise multiplier of a run whose steps have the event of ``event_of``."""
+        """Returns the noise multiplier of a run. ``event_of`` returns the event of its steps for a noise multiplier."""
         sigma, target = self.noise_multiplier, self.epsilon
         if (sigma is None) == (target is None):
             given = "both were given" if sigma is not None else "neither was given"
@@ -152,11 +153,11 @@ class NoiseTarget:
         if sigma is not None:
             return sigma
         assert target is not None
-        one = event_of(1.0)
-        if not one.claimed:
+        event = event_of(1.0)
+        if not event.claimed:
             raise InvalidBudgetError(
                 f"target_epsilon={target!r} does not support sampling={law!r}, for which no epsilon is claimed: "
-                f"{one.refusal}",
+                f"{event.refusal}",
                 fix='Pass sampling="poisson", or noise_multiplier=1.1.',
             )
         if steps is None:

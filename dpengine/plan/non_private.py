@@ -20,7 +20,7 @@ from .config import AbstractPlanConfig
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NonPrivateConfig(AbstractPlanConfig):
-    """No clipping and no noise: epsilon is infinite, and there is no noise to calibrate.
+    """Training without clipping and noise. Epsilon is infinite, and there is no noise to calibrate.
 
     Attributes:
         batch_size: Size of the batches, which are uniform subsets.
@@ -35,11 +35,11 @@ class NonPrivateConfig(AbstractPlanConfig):
     def __post_init__(self) -> None:
         """Checks the fields."""
         owner = type(self).__name__
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "iterations": checks.integer(owner, "iterations", self.iterations, at_least=1),
             "normalize_by": checks.number(owner, "normalize_by", self.normalize_by, above=True),
         }
-        for name, value in {**found, **self._checked()}.items():
+        for name, value in {**fields, **self._checked()}.items():
             object.__setattr__(self, name, value)
 
     def _checked(self) -> dict[str, Any]:
@@ -57,12 +57,12 @@ class NonPrivateConfig(AbstractPlanConfig):
 
     @property
     def relation(self) -> Relation:
-        """Add-or-remove: without noise there is no guarantee for any relation."""
+        """Add-or-remove, although there is no guarantee for any relation without noise."""
         return Relation.ADD_OR_REMOVE_ONE
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """All accountants: epsilon is infinite."""
+        """All accountants, because epsilon is infinite by each."""
         return tuple(ACCOUNTANTS)
 
     def calibrate(

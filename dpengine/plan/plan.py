@@ -1,4 +1,4 @@
-"""A run as one value: any sampling scheme, noise and clipping policy."""
+"""Description of a run with any sampling scheme, noise and clipping policy."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _STORED: dict[str, type] = {
         RandomAllocationSampling,
     )
 }
-"""Parts that JSON holds, by the names of their classes."""
+"""Parts of plans that can be stored as JSON, by class name."""
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(AbstractPlanConfig):
-    """A run with any sampling scheme, noise and clipping policy. The other configs are short forms of such plans.
+    """Run with any sampling scheme, noise and clipping policy. The other configs are short forms of plans.
 
     Attributes:
-        sampling: A scheme of `dpengine.sampling`, or one of your own.
-        noise: ``BandMF(num_bands=16)``, ``BLT()``, ``BandedInverse(num_bands=4)``, or `CorrelatedRows` of your own.
-            None for independent noise.
-        clipping: A clipping policy, which then determines ``l2_clip_norm``. None clips each gradient to that norm.
+        sampling: A scheme of `dpengine.sampling`, or a custom one.
+        noise: ``BandMF(num_bands=16)``, ``BLT()``, ``BandedInverse(num_bands=4)``, or custom `CorrelatedRows`. None for
+            independent noise.
+        clipping: A clipping policy, which determines ``l2_clip_norm``. None clips each gradient to ``l2_clip_norm``.
     """
 
     sampling: SamplingScheme
@@ -63,7 +63,7 @@ class Plan(AbstractPlanConfig):
 
         Args:
             sampling: The sampling scheme.
-            iterations: Number of steps in the run; None for that of the scheme.
+            iterations: Number of steps in the run; None for the number of the scheme.
             fields: Other fields.
 
         Returns:
@@ -71,7 +71,7 @@ class Plan(AbstractPlanConfig):
 
         Raises:
             TypeError: If neither gives the number of steps.
-            ValueError: If they differ.
+            ValueError: If both give it and differ.
         """  # noqa: DOC502 - the checks raise on our behalf
         steps = getattr(sampling, "iterations", None) if iterations is None else iterations
         return cls(iterations=steps, sampling=sampling, **fields)  # type: ignore[arg-type]  # None is rejected
@@ -80,17 +80,17 @@ class Plan(AbstractPlanConfig):
         sampling = scheme_from(self.sampling)
         if sampling.iterations not in (None, self.iterations):
             raise ValueError(
-                f"Plan: iterations={self.iterations:,}, and the sampling scheme has iterations={sampling.iterations:,}."
+                f"Plan: iterations={self.iterations:,}, but the sampling scheme has iterations={sampling.iterations:,}."
             )
-        found: dict[str, Any] = {"sampling": sampling}
+        fields: dict[str, Any] = {"sampling": sampling}
         if self.noise is not None:
             check_noise(self.noise)
         if isinstance(self.clipping, str):
             raise TypeError(f"Plan: clipping={self.clipping!r}; pass a policy, such as dpengine.Flat(1.0).")
         if self.clipping is not None:
             policy = clipping_from(self.clipping)
-            found |= {"clipping": policy, "l2_clip_norm": policy.max_grad_norm}
-        return found
+            fields |= {"clipping": policy, "l2_clip_norm": policy.max_grad_norm}
+        return fields
 
     @functools.cached_property
     def recurrence(self) -> Recurrence | None:  # type: ignore[override]
@@ -101,9 +101,9 @@ class Plan(AbstractPlanConfig):
 
     @property
     def participation(self) -> Participation:
-        """Participation of examples, as the engine accounts for it."""
-        rows = self.num_examples
-        return self.sampling.participation() if rows is None else self.sampling.over(rows).participation
+        """Participation of examples that the engine accounts for."""
+        size = self.num_examples
+        return self.sampling.participation() if size is None else self.sampling.over(size).participation
 
     @property
     def selection(self) -> SamplingScheme:
@@ -131,12 +131,12 @@ class Plan(AbstractPlanConfig):
         return super().make(performance_flags)
 
     def to_json(self) -> str:
-        """Returns the plan as JSON, for `from_json`. Raises ValueError for a part that is not of dpengine."""
+        """Returns the plan as JSON, for `from_json`. Raises ValueError for custom parts and clipping policies."""
         for name in ("sampling", "noise", "clipping"):
             value = getattr(self, name)
             if value is not None and type(value) not in _STORED.values():
                 raise ValueError(
-                    f"Plan.to_json: {name} is a {_name(value)}, which JSON cannot hold. Build the plan in code."
+                    f"Plan.to_json: {name} is a {_name(value)}, which cannot be stored as JSON. Build the plan in code."
                 )
         return super().to_json()
 
@@ -152,16 +152,16 @@ class Plan(AbstractPlanConfig):
 
 
 def _stored(value: Any) -> dict[str, Any] | None:
-    """Returns a part of a plan as plain values; only its type if it is not of dpengine."""
+    """Returns a part of a plan as plain values: its type and fields, or only the type of a custom part."""
     if value is None:
         return None
-    known = type(value) in _STORED.values()
-    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} if known else {}
-    return {"type": _name(value)} | {name: getattr(one, "value", one) for name, one in fields.items()}
+    is_stored = type(value) in _STORED.values()
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)} if is_stored else {}
+    return {"type": _name(value)} | {name: getattr(item, "value", item) for name, item in fields.items()}
 
 
 def _name(part: Any) -> str:
-    """Returns the name of a part's class, also inside `OwnScheme` and `OwnPolicy`."""
+    """Returns the name of a part's class, or of the class that an `OwnScheme` or `OwnPolicy` contains."""
     return type(getattr(part, "scheme", getattr(part, "policy", part))).__name__
 
 
@@ -172,7 +172,7 @@ def _restored(fields: dict[str, Any] | None) -> Any:
     values = dict(fields)
     kind = _STORED.get(str(values.pop("type", None)))
     if kind is None:
-        raise ValueError(f"Plan.from_json: the part {fields!r} has no known type.")
+        raise ValueError(f"Plan.from_json: the part {fields!r} has an unknown type.")
     if "partition_type" in values:
         values["partition_type"] = Partition(values["partition_type"])
     return kind(**values)

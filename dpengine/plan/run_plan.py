@@ -1,4 +1,4 @@
-"""Plan of a run: sampling, clipping, noise, and their privacy event. The only place that combines them."""
+"""Plan of a run, which combines sampling, clipping, noise and their privacy event."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dpengine.noise.correlated import Recurrence
 from dpengine.sampling.scheme import Draws
 
 MIN_STD = 2.0**-100
-"""Minimum standard deviation of noise, which float32 sums represent with all bits."""
+"""Minimum standard deviation of noise, at which float32 sums keep full precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,11 @@ class RunPlan:
         noise_multiplier: Standard deviation of the noise in units of the sensitivity; 0 means not private.
         expected_batch_size: Public constant that divides the sums.
         relation: Neighboring relation of the guarantee.
-        noise: Correlation of the noise across steps; None for independent noise. The largest column norm of its
-            strategy is 1.
+        noise: Correlation of the noise across steps; None for independent noise.
         iterations: Number of logical batches in the run; None for no limit.
         of_config: Whether a config of `dpengine.plan` describes the run. ``expected_batch_size`` then divides the sums
             for every loss reduction.
-        run: Name of the run in the ledger, which identifies its steps if they are accounted together.
+        run: Name of the run in the ledger, which groups steps that are accounted together.
     """
 
     sampling: Draws
@@ -65,12 +64,12 @@ class RunPlan:
             )
         object.__setattr__(self, "noise_multiplier", float(sigma))
         if not isinstance(self.relation, Relation):
-            names = ", ".join(f"Relation.{one.name}" for one in Relation)
+            names = ", ".join(f"Relation.{relation.name}" for relation in Relation)
             raise TypeError(f"relation={self.relation!r} is unknown. Choose one of: {names}.")
         if sigma > 0 and self.noise_std < MIN_STD:
             raise InvalidBudgetError(
-                f"noise_multiplier={sigma!r} at sensitivity {self.clipping.sensitivity():g} is noise that would round "
-                "to 0.",
+                f"noise_multiplier={sigma!r} at sensitivity {self.clipping.sensitivity():g} gives noise that rounds to "
+                "0.",
                 fix="Pass noise_multiplier=1.0, and max_grad_norm=1.0.",
             )
         if not (math.isfinite(self.expected_batch_size) and self.expected_batch_size > 0):
@@ -80,8 +79,8 @@ class RunPlan:
             )
         if self.noise is not None and not self.clipping.has_constant_bounds:
             raise InvalidBudgetError(
-                'Correlated noise needs a constant clipping norm in the whole run, and clipping="adaptive" changes it.',
-                fix='Pass clipping="flat", or leave out noise=.',
+                'Correlated noise needs a constant clipping norm, but clipping="adaptive" changes it.',
+                fix='Pass clipping="flat", or omit noise=.',
             )
         if self.sampling.participation.equal_groups and self.relation is Relation.ADD_OR_REMOVE_ONE:
             raise InvalidBudgetError(
@@ -91,43 +90,43 @@ class RunPlan:
         if self.noise is not None and self.noise_multiplier > 0 and not self.claims_epsilon:
             raise InvalidBudgetError(
                 f"sampling={self.sampling.law!r} does not support this noise: {self.event().refusal}",
-                fix="Leave out sampling=: correlated noise selects it.",
+                fix="Omit sampling=, because correlated noise selects it.",
             )
 
     @cached_property
     def claims_epochs(self) -> bool:
-        """True if epsilon is claimed for each pass over the data as a whole, without amplification."""
+        """True if epsilon is claimed for each complete pass over the data, without amplification."""
         return self.sampling.participation.claims_epochs
 
     @cached_property
     def claims_epsilon(self) -> bool:
-        """True if the privacy cost of a step with noise is known."""
+        """True if a step with noise has a privacy analysis."""
         return self._event(1.0, 1).claimed
 
     @cached_property
     def steps_are_separate(self) -> bool:
-        """True if the cost of a step does not depend on others, so that batches may be merged and constants change."""
+        """True if the cost of a step is independent of other steps, so batches may be merged and constants changed."""
         return self.noise is None and not self.of_config and self.sampling.participation.steps_are_separate
 
     def has_step(self, step: int) -> bool:
-        """Returns True if the run may draw a batch with this number, from 0."""
-        return self._last is None or step < self._last
+        """Returns True if the run has a step with this number, from 0."""
+        return self._num_steps is None or step < self._num_steps
 
     def steps_after(self, step: int, planned: int | None) -> int:
-        """Returns the number of planned steps after this one; 2**62 without a limit."""
-        end = min((one for one in (self._last, planned) if one is not None), default=MAX_COUNT)
+        """Returns the number of planned steps after ``step``; 2**62 without a limit."""
+        end = min((limit for limit in (self._num_steps, planned) if limit is not None), default=MAX_COUNT)
         return max(0, end - step - 1)
 
     def check_step(self, step: int) -> None:
         """Raises BudgetExceeded if the run has no step with this number."""
         if not self.has_step(step):
             raise BudgetExceeded(
-                f"This run was planned for {self._last:,} steps, and all of them were drawn.",
+                f"This run was planned for {self._num_steps:,} steps, and all of them were drawn.",
                 fix="Plan more steps with steps= or epochs=, or call make_private again, which adds to the cost.",
             )
 
     @cached_property
-    def _last(self) -> int | None:
+    def _num_steps(self) -> int | None:
         """Number of steps in the run; None for no limit."""
         ends = [self.iterations, None if self.noise is None else self.noise.size]
         return min((end for end in ends if end is not None), default=None)
@@ -137,47 +136,49 @@ class RunPlan:
         batches = len(steps)
         if self.claims_epochs and len({step // self.sampling.participation.epoch_steps for step in steps}) > 1:
             return (
-                "the batches are of two passes over the data, which may contain an example twice. Call "
+                "the batches are from two passes over the data, so they may contain an example twice. Call "
                 "optimizer.step() and optimizer.zero_grad() after the last batch of each pass."
             )
         if batches < 2 or self.steps_are_separate:
             return ""
         return (
-            f"the {self._joint_part} needs one sampled batch in each step, and there are {batches}. Pass "
+            f"the {self._part_with_joint_cost} needs one sampled batch in each step, but there are {batches}. Pass "
             "accumulation_steps= to split a batch."
         )
 
     def changed(self, step: int, **constants: Any) -> RunPlan:
-        """Returns the plan with other constants from a step on."""
+        """Returns the plan with changed constants from a step on."""
         if not self.steps_are_separate:
             raise InvalidBudgetError(
-                "noise_multiplier and max_grad_norm cannot change in this run: its steps are accounted together.",
-                fix=f"Leave out the scheduler, or the {self._joint_part}.",
+                "noise_multiplier and max_grad_norm cannot change in this run, because its steps are accounted "
+                "together.",
+                fix=f"Omit the scheduler, or the {self._part_with_joint_cost}.",
             )
         return replace(self, run=self._name_from(step), **constants)
 
     @property
-    def _joint_part(self) -> str:
-        """The part of the plan for which steps are not separate."""
+    def _part_with_joint_cost(self) -> str:
+        """Name of the part of the plan because of which the cost of steps is not separate."""
         if self.noise is not None:
             return "correlated noise"
         return "plan" if self.of_config else "sampling scheme"
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
-        """Returns the plan that accounts for a step. Passes count from the first complete one after the last change.
+        """Returns the plan that accounts for a step, whose run name identifies the passes that are accounted together.
 
-        ``first`` marks the first step of a run. The rest of an interrupted pass is then accounted as a pass.
+        After a change of the plan, these are the passes from the first complete one on. ``first`` is True for the first
+        step of a run; the rest of an interrupted pass is then accounted as a pass.
         """
         if not self.counts_passes:
             return self
         epoch = self.sampling.participation.epoch_steps
         if first and step % epoch:
             return replace(self, run=self._name_from(step))
-        _, _, began = self.run.partition("@")
-        if not began or int(began) % epoch == 0:
+        _, _, start = self.run.partition("@")
+        if not start or int(start) % epoch == 0:
             return self
-        rest, present = int(began) // epoch, step // epoch
-        return self if present == rest else replace(self, run=self._name_from(present * epoch))
+        first_pass, current_pass = int(start) // epoch, step // epoch
+        return self if current_pass == first_pass else replace(self, run=self._name_from(current_pass * epoch))
 
     def _name_from(self, step: int) -> str:
         # The rest of a pass that began with another plan is accounted as a pass: an example may be in both parts.
@@ -190,7 +191,7 @@ class RunPlan:
         return self.expected_batch_size * batches if mean else 1.0
 
     def event(self, batches: int = 1) -> Event:
-        """Returns the privacy event of one logical batch of a step with ``batches`` of them."""
+        """Returns the privacy event of one logical batch of a step that merges ``batches`` logical batches."""
         return self._event_of_one_batch if batches == 1 else self._event(self.noise_multiplier, batches)
 
     @cached_property
@@ -205,7 +206,7 @@ class RunPlan:
     @cached_property
     def counts_passes(self) -> bool:
         """True if the cost of a pass without amplification is known: batches of one pass share no example."""
-        # Removing an example changes the other batches, so there is no such bound for add-or-remove.
+        # Removing an example changes the other batches, so this bound does not hold for add-or-remove.
         return self.sampling.participation.epoch_steps > 0 and self.relation is not Relation.ADD_OR_REMOVE_ONE
 
     @cached_property

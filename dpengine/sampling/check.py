@@ -1,4 +1,4 @@
-"""Checks that a loader can be made private: each example must have the same known sampling rate."""
+"""Checks that a loader can be made private: all examples must have the same known sampling rate."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _PLAIN_LOADER = "Pass DataLoader(dataset, batch_size=..., shuffle=True)."
 
 _UNSUPPORTED_SAMPLERS = {
     WeightedRandomSampler: (
-        "samples examples with unequal probabilities; the accounting needs equal ones.",
+        "samples examples with unequal probabilities; accounting needs equal sampling rates.",
         f"Weight the loss instead. {_PLAIN_LOADER}",
     ),
     SubsetRandomSampler: (
-        "samples from a subset of the examples, so its rate is not batch_size / len(dataset).",
+        "samples from a subset of the examples, so the sampling rate is not batch_size / len(dataset).",
         "Pass DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=..., shuffle=True).",
     ),
     DistributedSampler: (
-        "repeats examples to give all ranks the same number; a repeated example counts twice.",
+        "repeats examples so that all ranks get the same number; a repeated example counts twice.",
         f"Pass the complete data set on every rank; the engine splits each batch over the ranks. {_PLAIN_LOADER} "
         "batch_size is the total of all ranks.",
     ),
@@ -45,89 +45,89 @@ _UNSUPPORTED_SAMPLERS = {
 def check_loader(loader: Any) -> None:
     """Raises SamplingError for a loader whose examples do not have equal, known sampling rates.
 
-    Accepts a ``DataLoader`` or a subclass, over a map-style data set, with ``batch_size`` set and one of PyTorch's own
-    orders: sequential, or a random permutation of all examples.
+    Accepts a ``DataLoader`` or a subclass with a map-style data set, a ``batch_size``, and one of PyTorch's own orders:
+    sequential, or a random permutation of all examples.
     """
     if not isinstance(loader, DataLoader):
         raise SamplingError(f"{_name(loader)} is not a torch DataLoader.", fix=_PLAIN_LOADER)
     if isinstance(loader.dataset, IterableDataset):
         raise SamplingError(
             f"{_name(loader.dataset)} is an IterableDataset: examples without an index cannot be sampled uniformly.",
-            fix="Pass a map-style data set, such as DataLoader(list(dataset), batch_size=..., shuffle=True), "
-            "or a class with __len__ and __getitem__.",
+            fix="Pass a map-style data set: DataLoader(list(dataset), batch_size=..., shuffle=True), or a class with "
+            "__len__ and __getitem__.",
         )
     if loader.batch_sampler is None:
         raise SamplingError(f"{_name(loader)} has batch_size=None, so it does not return batches.", fix=_PLAIN_LOADER)
     if isinstance(loader.batch_sampler, PrivateBatchSampler):
         raise SamplingError(
             f"{_name(loader)} is private already: its batches belong to the model for which it was created.",
-            fix="Pass the plain loader from which it was created, or create it again, as in a notebook cell that was "
-            "run twice; each private model needs its own private loader.",
+            fix="Pass the plain loader from which it was created, or create it again, for example if a notebook cell "
+            "was run twice. Each private model needs its own private loader.",
         )
     if type(loader.batch_sampler) is not BatchSampler:
         raise SamplingError(
-            f"batch_sampler={_name(loader.batch_sampler)} has its own distribution; accounting needs equal rates.",
+            f"batch_sampler={_name(loader.batch_sampler)} may sample unequally; accounting needs equal sampling rates.",
             fix=_PLAIN_LOADER,
         )
     _check_sampler(loader.batch_sampler.sampler, loader.dataset)
 
 
 def _check_sampler(sampler: Any, dataset: Any) -> None:
-    for kind, (why, fix) in _UNSUPPORTED_SAMPLERS.items():
+    for kind, (reason, fix) in _UNSUPPORTED_SAMPLERS.items():
         if isinstance(sampler, kind):
-            raise SamplingError(f"{_name(sampler)} {why}", fix=fix)
-    # Exact types only, because a subclass may change the order.
+            raise SamplingError(f"{_name(sampler)} {reason}", fix=fix)
+    # Only exact types, because a subclass may change the order.
     if type(sampler) not in (SequentialSampler, RandomSampler):
         raise SamplingError(
-            f"sampler={_name(sampler)} has its own distribution; accounting needs equal rates.",
+            f"sampler={_name(sampler)} may sample unequally; accounting needs equal sampling rates.",
             fix=_PLAIN_LOADER,
         )
-    rows = _rows(dataset)
+    size = _length(dataset)
     if type(sampler) is RandomSampler and sampler.replacement:
         raise SamplingError(
             "RandomSampler(replacement=True) may return an example twice in a batch; it would count twice.",
             fix=_PLAIN_LOADER,
         )
-    if len(sampler) != rows or _rows(sampler.data_source) != rows:
+    if len(sampler) != size or _length(sampler.data_source) != size:
         raise SamplingError(
-            f"{_name(sampler)} samples {len(sampler)} examples from a data set of {rows}, so its rate is not "
+            f"{_name(sampler)} samples {len(sampler)} examples from a data set of {size}, so the sampling rate is not "
             "batch_size / len(dataset).",
             fix=_PLAIN_LOADER,
         )
 
 
 def check_repeats(dataset: Any) -> None:
-    """Raises SamplingError if a data set has an example more than once.
+    """Raises SamplingError if a data set contains an example more than once.
 
-    Finds repeated indices of ``torch.utils.data.Subset``, and data sets that overlap in a ``ConcatDataset``, at any
-    depth. Equal values in other data sets cannot be told from different examples.
+    Finds repeated indices of ``torch.utils.data.Subset``, and overlapping data sets of a ``ConcatDataset``, at any
+    depth. Different examples with equal values are not detected as copies.
     """
     if type(dataset) not in (Subset, ConcatDataset):
         return
-    taken: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by the id of a data set, which ``dataset`` keeps alive
+    selections: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by id of a part, which ``dataset`` keeps alive
     for part, indices in examples_of(dataset):
-        taken.setdefault(id(part), (part, []))[1].append(indices)
-    for part, every in taken.values():
-        if len(every) == 1 and every[0] is None:
+        selections.setdefault(id(part), (part, []))[1].append(indices)
+    for part, selected in selections.values():
+        if len(selected) == 1 and selected[0] is None:
             continue
-        listed = [np.arange(_rows(part)) if one is None else one for one in every]
-        found, counts = np.unique(np.concatenate(listed), return_counts=True)
+        indices_of_part = [np.arange(_length(part)) if indices is None else indices for indices in selected]
+        examples, counts = np.unique(np.concatenate(indices_of_part), return_counts=True)
         if len(counts) and counts.max() > 1:
             most = int(counts.argmax())
             raise SamplingError(
-                f"Example {found[most]} of {_name(part)} is in the data set {counts[most]} times, and "
-                f"{(counts > 1).sum()} of {len(counts)} examples are repeated. Each copy is sampled and clipped by "
-                "itself, so the privacy loss of an example is larger than stated.",
-                fix="Take each example once, as by Subset(dataset, sorted(set(indices))), or pass to make_private: "
-                "privacy_unit=dpengine.sampling.example_numbers(loader.dataset)",
+                f"Example {examples[most]} of {_name(part)} is in the data set {counts[most]} times, and "
+                f"{(counts > 1).sum()} of {len(counts)} examples are repeated. Each copy is sampled and clipped "
+                "separately, so the privacy loss of an example is larger than stated.",
+                fix="Use each example once, for example with Subset(dataset, sorted(set(indices))), or pass to "
+                "make_private: privacy_unit=dpengine.sampling.example_numbers(loader.dataset)",
             )
 
 
 def example_numbers(dataset: Any) -> npt.NDArray[np.int64]:
-    """Returns a number for each example, the same for all copies of an example, as ``privacy_unit=`` of make_private.
+    """Returns a number for each example, equal for all copies of an example, for ``make_private(privacy_unit=...)``.
 
     Args:
-        dataset: A map-style data set. Copies are those of ``torch.utils.data.Subset`` and ``ConcatDataset``.
+        dataset: A map-style data set. Copies may come from ``torch.utils.data.Subset`` and ``ConcatDataset``.
 
     Returns:
         The numbers, ``(N,)``.
@@ -140,47 +140,50 @@ def _numbers(dataset: Any, starts: dict[int, int]) -> npt.NDArray[np.int64]:
         return _numbers(dataset.dataset, starts)[np.asarray(dataset.indices, dtype=np.int64)]
     if type(dataset) is ConcatDataset:
         return np.concatenate([_numbers(part, starts) for part in dataset.datasets])
-    rows = _rows(dataset)
+    size = _length(dataset)
     start = starts.setdefault(id(dataset), starts.get(0, 0))
-    starts[0] = max(starts.get(0, 0), start + rows)  # 0 is no id
-    return np.arange(start, start + rows)
+    starts[0] = max(starts.get(0, 0), start + size)  # the next free number; 0 is not an id
+    return np.arange(start, start + size)
 
 
-def overlap(some: np.ndarray | None, others: np.ndarray | None) -> bool:
-    """Returns True if two selections of one data set have an example in common. None stands for all examples."""
-    if some is None or others is None:
+def overlap(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    """Returns True if two selections of a data set have a common example. None selects all examples."""
+    if first is None or second is None:
         return True
-    return bool(np.isin(some, others).any())
+    return bool(np.isin(first, second).any())
 
 
 def examples_of(dataset: Any, chosen: np.ndarray | None = None) -> list[tuple[Any, np.ndarray | None]]:
-    """Returns the data sets that a data set contains, and the indices that it uses; None for each index once."""
+    """Returns the innermost data sets of a data set, each with the selected indices; None selects all indices once.
+
+    ``chosen`` are the selected indices of ``dataset``; None selects all.
+    """
     if type(dataset) is Subset:
         try:
-            own = np.asarray(dataset.indices)
+            indices = np.asarray(dataset.indices)
         except (TypeError, ValueError):  # a tensor on a GPU
-            own = np.empty(0, dtype=object)
-        if own.ndim == 1 and own.dtype.kind in "iu":  # else keys
-            return examples_of(dataset.dataset, own if chosen is None else own[chosen])
+            indices = np.empty(0, dtype=object)
+        if indices.ndim == 1 and indices.dtype.kind in "iu":  # indices may also be keys
+            return examples_of(dataset.dataset, indices if chosen is None else indices[chosen])
     if type(dataset) is ConcatDataset:
         if chosen is None:
-            return [one for part in dataset.datasets for one in examples_of(part)]
-        ends, found = dataset.cumulative_sizes, []
+            return [selection for part in dataset.datasets for selection in examples_of(part)]
+        ends, selections = dataset.cumulative_sizes, []
         chosen = np.where(chosen < 0, chosen + ends[-1], chosen)
         for part, start, end in zip(dataset.datasets, [0, *ends], ends, strict=False):
-            found += examples_of(part, chosen[(start <= chosen) & (chosen < end)] - start)
-        return found
+            selections += examples_of(part, chosen[(start <= chosen) & (chosen < end)] - start)
+        return selections
     if chosen is not None and (chosen < 0).any():
-        chosen = np.where(chosen < 0, chosen + _rows(dataset), chosen)
+        chosen = np.where(chosen < 0, chosen + _length(dataset), chosen)
     return [(dataset, chosen)]
 
 
-def _rows(dataset: Any) -> int:
+def _length(dataset: Any) -> int:
     try:
         return len(dataset)
     except TypeError:
         raise SamplingError(
-            f"{_name(dataset)} has no length, so the sampling rate is not known.", fix="Implement __len__."
+            f"{_name(dataset)} has no length, so the sampling rate is unknown.", fix="Implement __len__."
         ) from None
 
 

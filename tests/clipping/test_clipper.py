@@ -257,7 +257,7 @@ def test_what_is_no_policy_is_refused_at_once(wrong):
 )
 def test_a_policy_that_does_not_fit_is_refused_before_hooks_go_on(policy):
     model = model_of()
-    with pytest.raises(ValueError, match=r"3 thresholds for 2 layers|\['2.weight', '2.bias'\]|\['9'\]"):
+    with pytest.raises(ValueError, match=r"3 clipping norms for 2 layers|\['2.weight', '2.bias'\]|\['9'\]"):
         PerSampleGradientClipper(model, policy)
     assert not any(m._forward_hooks for m in model.modules())
 

@@ -33,7 +33,7 @@ def test_a_listed_threshold_belongs_to_the_layer_in_its_place():
 
 
 def test_a_list_for_another_number_of_layers_is_refused_with_their_names():
-    with pytest.raises(ValueError, match=r"2 thresholds for 3 layers.*'a', 'b', 'c'"):
+    with pytest.raises(ValueError, match=r"2 clipping norms for 3 layers.*'a', 'b', 'c'"):
         PerLayer([1.0, 2.0]).group_of(["a.weight", "b.weight", "c.weight"])
 
 

@@ -106,7 +106,7 @@ GUARDS = [
     Guard(
         "factor-subnormal",
         "small factors are rounded down",
-        "factors_BK.sub_(_least(factors_BK.dtype))",
+        "factors_BK.sub_(_smallest_subnormal(factors_BK.dtype))",
         "factors_BK",
         "clipping/test_policy.py::test_factor_times_norm_never_passes_the_threshold",
     ),
@@ -120,7 +120,7 @@ GUARDS = [
     Guard(
         "factor-select",
         "samples without a usable norm have factor 0",
-        "torch.where(usable_B1, lowered_BK, 0.0)",
+        "torch.where(valid_B1, lowered_BK, 0.0)",
         "lowered_BK",
         "clipping/test_policy.py::test_one_unusable_norm_drops_the_sample_from_every_group",
     ),
@@ -155,21 +155,21 @@ GUARDS = [
     Guard(
         "adaptive-limits",
         "limits of the threshold",
-        "moved = self._norm * math.exp(min(max(change, lowest), highest))",
-        "moved = self._norm * math.exp(change)",
+        "norm = self._norm * math.exp(min(max(change, lowest), highest))",
+        "norm = self._norm * math.exp(change)",
         "clipping/test_adaptive.py::test_the_threshold_stays_between_its_limits",
     ),
     Guard(
         "groups-outside",
         "a parameter outside all groups",
-        "        if outside:",
+        "        if unmatched:",
         "        if False:",
         "clipping/test_groups.py::test_a_prefix_covers_whole_parts_of_a_name_only",
     ),
     Guard(
         "groups-idle",
         "a group without parameters",
-        "        if idle:",
+        "        if unused:",
         "        if False:",
         "clipping/test_groups.py::test_a_prefix_without_parameters_is_refused",
     ),

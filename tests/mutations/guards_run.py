@@ -139,8 +139,8 @@ GUARDS = [
     Guard(
         "noise-mine",
         "a rank adds noise to its own share only",
-        "        if mine:\n            cut",
-        "        if True:\n            cut",
+        "        if is_local:\n            slice_of",
+        "        if True:\n            slice_of",
         "noise/test_share.py::test_each_number_gets_its_noise_from_one_rank",
     ),
     Guard(
@@ -309,8 +309,8 @@ GUARDS = [
         "an address that fails halfway is used",
         "        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that "
         "fails halfway is used\n"
-        "        cut =",
-        "        cut =",
+        "        address:",
+        "        address:",
         "noise/test_gaussian.py::test_an_address_whose_draw_failed_counts_as_used",
     ),
     Guard(
@@ -337,7 +337,7 @@ GUARDS = [
     Guard(
         "noise-planned-steps",
         "more steps of correlated noise than planned",
-        "size is not None and step - self._first >= size",
+        "size is not None and step - self._first_step >= size",
         "False",
         "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_refused",
     ),

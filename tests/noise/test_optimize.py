@@ -18,7 +18,7 @@ def differences(value, point, step=1e-6):
 def test_the_gradient_of_a_banded_loss(loss, separation):
     rng, size, bands = np.random.default_rng(0), 12, 4
     workload, weights = toeplitz.momentum(size, 0.5), toeplitz.error_weights(size, loss)
-    norm = optimize._column_norm if separation is None else optimize._overlapping(size, bands, separation)
+    norm = optimize._column_norm if separation is None else optimize._overlapping_sensitivity(size, bands, separation)
     c = np.array([1.0, 0.5, 0.3, 0.1]) + 0.05 * rng.uniform(size=4)
     value = lambda point: optimize._banded_loss(point, workload, weights, norm)  # noqa: E731
     np.testing.assert_allclose(value(c)[1], differences(value, c), rtol=1e-6, atol=1e-6)

@@ -28,5 +28,5 @@ def test_rows_have_the_normals_of_their_places(kind, dtype, cut):
 
 @pytest.mark.parametrize(("rows", "stride"), [(3, 4), (7, 1), (0, 5), (-1, 5)])
 def test_rows_that_do_not_fit_are_refused(rows, stride):
-    with pytest.raises(ValueError, match=r"are not .* rows"):
+    with pytest.raises(ValueError, match=r"do not form .* rows"):
         NoiseSource.seeded(3).add_normal_(torch.zeros(14), 1.0, domain="noise", step=0, rows=rows, stride=stride)

@@ -79,7 +79,7 @@ def test_json_holds_every_scheme_and_noise(sampling):
 def test_json_does_not_hold_parts_from_outside():
     plan = Plan(sampling=recipe("Bernoulli")(0.25), **RUN)
     assert plan.describe()["batches"] == "own: Bernoulli"
-    with pytest.raises(ValueError, match="sampling is a Bernoulli, which JSON cannot hold"):
+    with pytest.raises(ValueError, match="sampling is a Bernoulli, which cannot be stored as JSON"):
         plan.to_json()
 
 

@@ -165,14 +165,14 @@ def given(id, kind, argument, values, *, match="", noise=True, **rest):
 
 BAD = [
     *given("B1", Budget, "noise_multiplier", (-1, nan, inf, "1.1", True), noise=False),
-    Bad("B1", Budget, r"noise_multiplier=1e-30.*would round to",
+    Bad("B1", Budget, r"noise_multiplier=1e-30.*rounds to",
         {"noise_multiplier": 1e-30, "max_grad_norm": 1e-3}),
     Bad("B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
         {"noise_multiplier": 4.0, "clipping": Adaptive(count_noise_multiplier=1.0)}),
     *given("B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
     Bad("B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
-    Bad("B2", ValueError, "3 thresholds for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
-    Bad("B2", ValueError, "contradict each other", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
+    Bad("B2", ValueError, "3 clipping norms for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
+    Bad("B2", ValueError, "contradicts clipping=", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
     *given("B3", ValueError, "sample_rate", (0, -0.1, 1.5, nan), match="sample_rate"),
     *given("B3", ValueError, "expected_batch_size", (0, -1, nan, inf), match="expected_batch_size"),
     Bad("B3", TypeError, r"sample_rate.*'a'", {"sample_rate": "a"}),
