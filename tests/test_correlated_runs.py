@@ -272,7 +272,7 @@ def test_constants_that_are_declared_stay():
         ({"batch_size": 10}, r"Batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
         ({"steps": None}, r"noise=BLT\(\.\.\.\) needs the length of training"),
         ({"sampling": "shuffle"}, "does not support sampling='shuffle'"),
-        ({"clipping": Adaptive(), "max_grad_norm": None}, "constant clipping norm in the whole run"),
+        ({"clipping": Adaptive(), "max_grad_norm": None}, "needs a constant clipping norm"),
     ],
 )
 def test_what_does_not_fit_turns_is_refused(options, says):

@@ -1,4 +1,4 @@
-"""Contents of a ledger file, from its entries. The writer applies its own entries in the same way."""
+"""Contents of a ledger file, built from its entries by readers and by the writer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SCHEMA = 1
 
 @dataclass
 class Row:
-    """A charge, or a reservation: charges that were written before they are made."""
+    """A charge, or a reservation of charges that are written in advance."""
 
     event: Event
     counts: dict[str, int]  # by kind
-    reserved: bool = False  # a reservation that is not settled: its steps may not have been made
+    reserved: bool = False  # True for a reservation that is not settled, whose steps may not have been taken
 
 
 @dataclass
@@ -31,10 +31,10 @@ class RunOfFile:
     """A run in the file.
 
     Attributes:
-        session: The process that wrote the run; a later one cannot write for it.
+        session: Session of the process that wrote the run. Other processes cannot write entries of this run.
         facts: Fields of its first entry: ``date``, ``asked``, ``about``, ``versions``, ``noise``, ``processes``.
-        rows: Its charges, in order.
-        closed: Whether its model was detached.
+        rows: Charges and reservations in order.
+        closed: Whether the model was detached.
     """
 
     session: str
@@ -44,7 +44,7 @@ class RunOfFile:
 
     @property
     def history(self) -> list[Charge]:
-        """Charges of the run in order, with unsettled reservations counted completely."""
+        """Charges of the run in order. Unsettled reservations count completely."""
         return _charges(self.rows)
 
     @property
@@ -82,23 +82,23 @@ class Contents:
         return _charges(self._rows)
 
     def apply(self, entry: Entry) -> None:
-        """Applies the next entry of the file. Raises LedgerError if it is unknown, or invalid at its place."""
+        """Applies the next entry of the file. Raises LedgerError if its kind is unknown, or if it is invalid."""
         handler = _KINDS.get(entry.kind)
         if handler is None:
             raise self.damaged(entry, f"has kind {entry.kind!r}, which this version does not support")
         types, apply = handler
-        wrong = [name for name in {**types, **entry.fields} if not _fits(entry.fields, types, name)]
-        if wrong:
-            raise self.damaged(entry, f"has an unsupported or missing field {wrong[0]!r}")
+        invalid = [name for name in {**types, **entry.fields} if not _is_valid(entry.fields, types, name)]
+        if invalid:
+            raise self.damaged(entry, f"has an unsupported or missing field {invalid[0]!r}")
         if (entry.kind == "ledger") != (entry.seq == 0):
-            raise self.damaged(entry, f"has kind {entry.kind!r} at the wrong place")
+            raise self.damaged(entry, f"has kind {entry.kind!r} in the wrong position")
         apply(self, entry)
         self.last = entry
         self.seals.append(entry.seal)
 
-    def damaged(self, entry: Entry, what: str) -> LedgerError:
-        """Returns the error for an entry."""
-        return LedgerError(f"{self.where}: line {entry.seq + 1} {what}.", fix=BACKUP)
+    def damaged(self, entry: Entry, reason: str) -> LedgerError:
+        """Returns the error for an invalid entry."""
+        return LedgerError(f"{self.where}: line {entry.seq + 1} {reason}.", fix=BACKUP)
 
     def _begin(self, entry: Entry) -> None:
         if entry.fields["schema"] != SCHEMA:
@@ -120,10 +120,10 @@ class Contents:
         self.runs[run] = RunOfFile(self.session, facts)
 
     def _charge(self, entry: Entry) -> None:
-        of = entry.fields["of"]
-        if of not in KINDS:
-            raise self.damaged(entry, f"has a charge of unknown kind {of!r}")
-        self._add(entry, of)
+        kind = entry.fields["of"]
+        if kind not in KINDS:
+            raise self.damaged(entry, f"has a charge of unknown kind {kind!r}")
+        self._add(entry, kind)
 
     def _reserve(self, entry: Entry) -> None:
         self._row_at[entry.seq] = (entry.fields["run"], self._add(entry, "release", reserved=True))
@@ -154,7 +154,7 @@ class Contents:
         self._open_run(entry).closed = True
 
     def _open_run(self, entry: Entry) -> RunOfFile:
-        """Returns the run of an entry. Only the process that began it may write for it, until a later one does."""
+        """Returns the run of an entry. Raises unless the run is open and belongs to the latest session."""
         run = self.runs.get(entry.fields["run"])
         if run is None or run.closed or run.session != self.session:
             raise self.damaged(entry, "belongs to a run that is not open")
@@ -178,16 +178,16 @@ _KINDS: Mapping[str, tuple[Mapping[str, type], Callable[[Contents, Entry], None]
 """Fields and handler of each kind of entry."""
 
 
-def _fits(fields: Mapping[str, Any], types: Mapping[str, type], name: str) -> bool:
-    """Checks a field. Unknown fields are invalid, because they may increase the cost of a charge."""
+def _is_valid(fields: Mapping[str, Any], types: Mapping[str, type], name: str) -> bool:
+    """Returns True if a field is valid. Unknown fields are invalid, because they might increase a charge."""
     return name in types and type(fields.get(name)) is types[name]
 
 
 def read(path: Path) -> Contents:
-    """Reads a ledger file, without locking it.
+    """Reads a ledger file without locking it.
 
     Args:
-        path: The file. If it does not exist, or its first line is incomplete, it has no entries.
+        path: The file. A file that does not exist, or whose first line is incomplete, has no entries.
 
     Returns:
         The contents.
@@ -207,7 +207,7 @@ def read(path: Path) -> Contents:
 
 
 def follow(contents: Contents, lines: Iterable[bytes]) -> int:
-    """Applies the entries of a file and returns their size in bytes, without an incomplete last line."""
+    """Applies the entries of a file. Returns their size in bytes, without an incomplete last line."""
     for entry, size in entries_of(lines, contents.where):
         try:
             contents.apply(entry)

@@ -26,13 +26,13 @@ from .file import LedgerFile
 from .run_ledger import MAX_RESERVED, RunLedger
 
 _open_ledgers: weakref.WeakValueDictionary[str, OpenLedger] = weakref.WeakValueDictionary()
-# Ledgers of processes that do not write the file, by path.
+# Ledgers of processes that do not write a file, by its path.
 _followers: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
 class OpenLedger:
-    """A ledger file that this process has locked, with its ledger in memory. Shared by the engines of a process.
+    """A locked ledger file with its ledger in memory, which the engines of a process share.
 
     The file is settled and closed when the object is garbage-collected, or when the process ends.
     """
@@ -44,24 +44,24 @@ class OpenLedger:
 
 
 def open_ledger(path: Path) -> OpenLedger:
-    """Returns the open ledger of a path, which this process locks from now on."""
+    """Returns the open ledger of a path, and locks the file if it is not open yet."""
     with _lock:
-        found = _find_open(path)
-        if found is None:
-            found = _open_ledgers[os.path.realpath(path)] = OpenLedger(path)
-        return found
+        ledger = _find_open(path)
+        if ledger is None:
+            ledger = _open_ledgers[os.path.realpath(path)] = OpenLedger(path)
+        return ledger
 
 
 def _find_open(path: Path) -> OpenLedger | None:
-    found = _open_ledgers.get(os.path.realpath(path))
-    if found is not None and not found.finalizer.alive:  # closed explicitly
+    ledger = _open_ledgers.get(os.path.realpath(path))
+    if ledger is not None and not ledger.finalizer.alive:  # closed explicitly
         del _open_ledgers[os.path.realpath(path)]
         return None
-    return found
+    return ledger
 
 
 Origins = Mapping[str, tuple[Origin, ...]]
-_LOADED = "loaded"  # key of loaded charges, in place of a run's name
+_LOADED = "loaded"  # key of the origins of loaded charges, instead of a run's name
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class _FileState:
     id: str
     history: tuple[Charge, ...]
     origins: Origins
-    prior: tuple[Charge, ...]  # before the run, without interrupted runs that it resumes
+    prior: tuple[Charge, ...]  # charges before the run, without the interrupted runs that it resumes
 
 
 class EngineLedger:
-    """Ledger of an engine, in memory or in a file, which charges ``reserve`` steps on disk at once."""
+    """Ledger of an engine, in memory or in a file. A file is charged for ``reserve`` steps at once."""
 
     def __init__(
         self, path: str | Path | None, reserve: int, observer: Callable[[Charge], object] | None = None
@@ -85,7 +85,7 @@ class EngineLedger:
         if path is None and reserve != 1:
             raise ValueError(f"reserve_steps={reserve} needs a ledger file. Pass ledger='run.ledger'.")
         if not isinstance(path, (str, Path, type(None))):
-            raise TypeError(f"ledger is a {type(path).__name__}; pass the path of a file, or None to use memory.")
+            raise TypeError(f"ledger is a {type(path).__name__}; pass the path of a file, or None for memory only.")
         self.path = None if path is None else Path(path).expanduser().absolute()
         self.reserve = reserve
         self._open_ledger: OpenLedger | None = None
@@ -105,7 +105,7 @@ class EngineLedger:
     def ledger(self) -> Ledger:
         """All charges that this process knows."""
         if self.path is not None and self._open_ledger is None:
-            self._open_ledger = _find_open(self.path)  # opened by another engine in the meantime
+            self._open_ledger = _find_open(self.path)  # another engine may have opened it
         return self._ledger if self._open_ledger is None else self._open_ledger.ledger
 
     def totals(self) -> tuple[Charge, ...]:
@@ -114,19 +114,19 @@ class EngineLedger:
 
     def origins(self, without: Collection[str]) -> frozenset[Origin]:
         """Returns the origins of charges that were loaded or are in the file, except for those of some runs."""
-        known = self._origins if self._open_ledger is None else _origins(self._open_ledger.file.contents)
-        return frozenset(one for run, origins in known.items() if run not in without for one in origins)
+        by_run = self._origins if self._open_ledger is None else _origins(self._open_ledger.file.contents)
+        return frozenset(origin for run, origins in by_run.items() if run not in without for origin in origins)
 
     def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
-        """Prepares for a run. The first of its processes locks the file from now on.
+        """Prepares for a run, and locks the file on the first process.
 
-        Returns the charges before the run, and the number of steps already made, 0 with a file: a checkpoint contains
-        them.
+        Returns the charges before the run, and the number of steps already taken. The latter is 0 with a file, because
+        a checkpoint contains it.
         """
         if len(set(ranks.all_gather((self.path is not None, self.reserve)))) > 1:
             raise MechanismMismatchError(
-                "The processes of this run have different ledger= or reserve_steps=.",
-                fix="Pass the same values on all processes; the first writes the file.",
+                "The processes of this run have different values of ledger= or reserve_steps=.",
+                fix="Pass the same values on all processes. The first process writes the file.",
             )
         if self.path is None:
             return ((), self._ledger.steps) if first else (self._ledger.history, 0)
@@ -157,12 +157,12 @@ class EngineLedger:
         return self._run
 
     def begin(self, ledger: Ledger | RunLedger, about: Mapping[str, Any], **facts: Any) -> None:
-        """Writes the begin of a run."""
+        """Writes the first entry of a run."""
         if not isinstance(ledger, RunLedger):
             return
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
         ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
-        self._observe()  # the ledger is another object once the file is open
+        self._observe()  # opening the file replaced the ledger object
 
     def _observe(self) -> None:
         if self._observer is not None:
@@ -170,7 +170,7 @@ class EngineLedger:
 
     @property
     def anchor(self) -> dict[str, Any] | None:
-        """Position in the file, for stored states; None on processes that do not write it."""
+        """Position in the file, for stored states; None on processes that do not write the file."""
         if self._open_ledger is None:
             return None
         contents = self._open_ledger.file.contents
@@ -178,11 +178,11 @@ class EngineLedger:
         return {"ledger": contents.id, "seq": contents.last.seq, "hash": contents.last.seal}
 
     def load(self, state: Mapping[str, Any], anchor: Any, origins: tuple[Origin, ...]) -> None:
-        """Adds a stored history of these origins, unless the file contains it."""
+        """Adds a stored history with its origins, unless the file contains it."""
         if self.path is None:
             if anchor is not None:
                 raise LedgerError(
-                    "The loaded state was charged in a ledger file, and this engine has none.",
+                    "The loaded state was charged in a ledger file, but this engine has none.",
                     fix="Pass the path of that file as PrivacyEngine(ledger=...).",
                 )
             before = self._ledger.history
@@ -201,13 +201,13 @@ class EngineLedger:
             return
         if anchor is not None:
             raise LedgerError(
-                f"The loaded state was charged in another ledger file than {self.path}, which lacks its charges.",
-                fix="Pass the path of that file as PrivacyEngine(ledger=...); a new one would lack later charges.",
+                f"The loaded state was charged in another ledger file. {self.path} does not contain its charges.",
+                fix="Pass the path of that file as PrivacyEngine(ledger=...); a new file would lack later charges.",
             )
         stored = Ledger()
         stored.load_state_dict(state)
         if self._open_ledger is not None:
-            _adopt(self._open_ledger.file, stored.history, origins)
+            _write_loaded(self._open_ledger.file, stored.history, origins)
         self._add_origins(origins if stored.history else ())
         self.ledger.load_state_dict(state, merge=True)
 
@@ -223,12 +223,12 @@ def run_settings(plan: Any, **numbers: Any) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Returns the versions of installed packages that affect a run."""
-    found = {}
+    """Returns the installed versions of packages that affect a run."""
+    versions = {}
     for name in ("dpengine", "torch", "dp-accounting"):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _in_memory(history: Iterable[Charge]) -> Ledger:
@@ -239,7 +239,7 @@ def _in_memory(history: Iterable[Charge]) -> Ledger:
 
 
 def _origins(contents: Contents) -> Origins:
-    """Returns the origins of each run that was charged."""
+    """Returns the origins of each run with charges."""
     return {name: _origins_of(run.facts) for name, run in contents.runs.items() if run.rows}
 
 
@@ -247,36 +247,36 @@ def _origins_of(facts: Mapping[str, Any]) -> tuple[Origin, ...]:
     about = facts["about"]
     if "origins" in about or "samplings" in about:  # loaded charges
         return origins_in(about)
-    stated = about | facts["noise"] | {"processes": facts["processes"]}
+    values = about | facts["noise"] | {"processes": facts["processes"]}
     names = ("sampling", "relation", "unit", "kind", "cryptographic", "insecure_seed", "processes")
-    return origins_in({"origins": [{name: stated[name] for name in names if name in stated}]})
+    return origins_in({"origins": [{name: values[name] for name in names if name in values}]})
 
 
 def _follower_ledger(path: Path, file_state: _FileState) -> Ledger:
-    """Returns the ledger of a process that does not write the file, shared by all engines with its path."""
+    """Returns the ledger of a process that does not write the file, which all engines with this path share."""
     key = os.path.realpath(path)
-    found = _followers.get(key)
-    if found is None or found.history != file_state.history:
-        found = _followers[key] = _in_memory(file_state.history)
-    return found
+    ledger = _followers.get(key)
+    if ledger is None or ledger.history != file_state.history:
+        ledger = _followers[key] = _in_memory(file_state.history)
+    return ledger
 
 
 def _interrupted_runs(contents: Contents, asked: Mapping[str, Any], session: str) -> list[RunOfFile]:
-    """Returns the last run and those that it resumed, if it was interrupted.
+    """Returns the last run and the runs that it resumed, latest first, if it was interrupted.
 
-    It was if it has the same settings, was not detached, has steps left, and its process has ended.
+    A run was interrupted if it has the same settings, was not detached, has steps left, and its process has ended.
     """
-    found: list[RunOfFile] = []
+    interrupted: list[RunOfFile] = []
     for run in reversed(contents.runs.values()):
         if not run.rows:
             continue
         if run.closed or run.session == session or run.facts["asked"] != asked:
             break
         planned = run.facts["about"].get("planned_steps")
-        if not found and planned is not None and steps_of(run.history) >= planned:
+        if not interrupted and planned is not None and steps_of(run.history) >= planned:
             break
-        found.append(run)
-    return found
+        interrupted.append(run)
+    return interrupted
 
 
 def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
@@ -284,16 +284,16 @@ def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
     for other in file.contents.runs.values():
         if other.facts["about"].get("unit", unit) != unit:
             raise LedgerError(
-                f"{file.path} accounts for the privacy of each {other.facts['about']['unit']!r}, and this run protects "
-                f"each {unit!r}: the costs cannot be added.",
-                fix="Use a separate ledger for each unit of privacy.",
+                f"{file.path} accounts for the privacy of each {other.facts['about']['unit']!r}, but this run protects "
+                f"each {unit!r}. The costs cannot be added.",
+                fix="Use a separate ledger for each privacy unit.",
             )
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%MZ")
     file.append(("open", {"run": run, "session": file.session, "date": date, **fields}))
 
 
-def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin, ...]) -> None:
-    """Writes charges that were made elsewhere, as a separate run."""
+def _write_loaded(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin, ...]) -> None:
+    """Writes loaded charges as a separate run."""
     if not history:
         return
     run = secrets.token_hex(8)
@@ -302,8 +302,9 @@ def _adopt(file: LedgerFile, history: tuple[Charge, ...], origins: tuple[Origin,
         facts |= {"asked": {}, "versions": {}, "noise": {}, "processes": 1}
         file.append(("open", {"run": run, "session": file.session, **facts}))
         for charge in history:
-            at, event = file.event_entry(charge.event)
-            file.append(*event, ("charge", {"run": run, "event": at, "count": charge.count, "of": charge.kind}))
+            seq, event_entries = file.event_entry(charge.event)
+            fields = {"run": run, "event": seq, "count": charge.count, "of": charge.kind}
+            file.append(*event_entries, ("charge", fields))
         file.append(("close", {"run": run}))
 
 
@@ -311,6 +312,6 @@ def _check_not_truncated(contents: Contents, anchor: Mapping[str, Any]) -> None:
     seq = anchor.get("seq")
     if type(seq) is not int or not 0 <= seq < len(contents.seals) or contents.seals[seq] != anchor.get("hash"):
         raise LedgerError(
-            f"{contents.where} was truncated or changed after the state was stored: it lacks charges.",
-            fix="Restore the ledger file from a backup that is as new as the checkpoint.",
+            f"{contents.where} was truncated or changed after the state was stored, so it lacks charges.",
+            fix="Restore the ledger file from a backup that is at least as recent as the checkpoint.",
         )

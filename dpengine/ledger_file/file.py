@@ -1,4 +1,4 @@
-"""A ledger file for writing: one process at a time, with each entry on disk before the call returns."""
+"""Ledger file for writing. One process writes at a time, and each entry is on disk before the call returns."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Closes the files in a fork, such as a loader worker, which would otherwise keep them locked."""
-    for one in list(_open_files):
-        one.forget()
+    """Closes the files in a forked process, such as a loader worker, which would otherwise keep them locked."""
+    for file in list(_open_files):
+        file.forget()
 
 
 if hasattr(os, "register_at_fork"):
@@ -63,7 +63,7 @@ class LedgerFile:
 
     def _open(self) -> int:
         if fcntl is None:
-            raise LedgerError("A ledger file needs POSIX file locks.", fix="Leave out ledger= on this machine.")
+            raise LedgerError("A ledger file needs POSIX file locks.", fix="Omit ledger= on this machine.")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
@@ -76,20 +76,20 @@ class LedgerFile:
         except OSError as error:
             os.close(file)
             raise LedgerError(
-                f"{self.path} is held by another process ({error}). Concurrent runs would not include each other's "
+                f"{self.path} is locked by another process ({error}). Concurrent runs would not include each other's "
                 "cost.",
-                fix="Wait for it, or use a separate ledger for this run: dpengine ledger total adds them up.",
+                fix="Wait for that process, or use a separate ledger for this run; dpengine ledger total adds them up.",
             ) from error
         return file
 
     def _read(self) -> int:
-        """Reads the entries and truncates an incomplete last line of a process that died."""
+        """Reads the entries, and removes an incomplete last line that a terminated process left. Returns the size."""
         with open(self._file, "rb", closefd=False) as file:
             size = follow(self.contents, file)
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
             _sync(self._file)
-        # A last line that is complete except for its newline counts.
+        # A last line that only lacks its newline is complete.
         if size and os.pread(self._file, 1, size - 1) != b"\n":
             size += os.pwrite(self._file, b"\n", size)
             _sync(self._file)
@@ -113,7 +113,7 @@ class LedgerFile:
                     raise
                 raise LedgerError(
                     f"{self.path} cannot be written: {error}.",
-                    fix="The step is not made, and its batch is discarded. Free disk space, then continue.",
+                    fix="The step was not taken, and its batch is discarded. Free disk space, then continue.",
                 ) from error
             self._size += len(data)
             for entry in entries:
@@ -134,13 +134,13 @@ class LedgerFile:
         return self._file >= 0 and not self._broken and os.getpid() == self._process
 
     def _write(self, data: bytes) -> None:
-        place = self._size
+        offset = self._size
         while data:
-            written = os.pwrite(self._file, data, place)
-            data, place = data[written:], place + written
+            written = os.pwrite(self._file, data, offset)
+            data, offset = data[written:], offset + written
 
     def _truncate(self) -> None:
-        """Removes what was written. If that fails, the end of the file is unknown, so nothing more is written."""
+        """Removes a partial write. If that fails, the end of the file is unknown, so no further entry is written."""
         try:
             os.ftruncate(self._file, self._size)
             _sync(self._file)
@@ -151,14 +151,14 @@ class LedgerFile:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise LedgerError(
-                f"{self.path} is held by the process that opened it, of which this one is a fork.",
+                f"{self.path} was opened by the parent of this forked process, which still locks it.",
                 fix="Train in the process that called make_private.",
             )
 
     def _check_unchanged(self) -> None:
         if self._broken or self._file < 0:
             raise LedgerError(
-                f"{self.path} could not be written before ({self._broken or 'it is closed'}).",
+                f"{self.path} can no longer be written ({self._broken or 'it is closed'}).",
                 fix="Start a new process, and resume from a checkpoint.",
             )
         try:
@@ -168,7 +168,7 @@ class LedgerFile:
             same = False
         if not same:
             raise LedgerError(
-                f"{self.path} was changed, moved or deleted while this run writes it.",
+                f"{self.path} was changed, moved or deleted during this run.",
                 fix="Restore it, or start again with a new ledger and add the total of the old one.",
             )
 
@@ -176,12 +176,12 @@ class LedgerFile:
         """Settles all reservations and unlocks the file. Does nothing in a fork."""
         if self._file < 0 or os.getpid() != self._process:
             return
-        with self._lock:  # a step of another thread is completed first, or fails
+        with self._lock:  # waits for a step of another thread
             try:
                 for run in list(self.reservations):
                     self.settle(run)
             except (LedgerError, OSError):
-                pass  # the reservation stays charged completely
+                pass  # the reservation then counts completely
             finally:
                 self.forget()
 
@@ -192,26 +192,29 @@ class LedgerFile:
             os.close(file)
 
     def settle(self, run: str) -> None:
-        """Writes how much of its reservation a run has used, if it has one."""
+        """Writes the used number of charges of a run's reservation, if it has one."""
         reservation = self.reservations.pop(run, None)
         if reservation is not None:
             self.append(reservation.settled(run))
 
     def event_entry(self, event: Event, before: Sequence[NewEntry] = ()) -> tuple[int, Sequence[NewEntry]]:
-        """Returns the number of the entry of an event, and that entry if it must be written first."""
+        """Returns the sequence number of the entry of an event, and the entry itself if it is not written yet.
+
+        ``before`` are entries that will be written before it.
+        """
         state = {"event": event_to_state(event)}
         assert self.contents.last is not None
-        for place, (kind, fields) in enumerate(before):
+        for index, (kind, fields) in enumerate(before):
             if kind == "event" and fields == state:
-                return self.contents.last.seq + 1 + place, ()
-        for seq, known_event in self.contents.event_at.items():
-            if known_event == event:
+                return self.contents.last.seq + 1 + index, ()
+        for seq, written_event in self.contents.event_at.items():
+            if written_event == event:
                 return seq, ()
         return self.contents.last.seq + 1 + len(before), [("event", state)]
 
 
 class Reservation:
-    """Charges of one event that are on disk before they are made."""
+    """Charges of one event that are written to disk in advance."""
 
     def __init__(self, seq: int, event: Event, count: int):
         self.seq, self.event, self.count = seq, event, count
@@ -219,11 +222,11 @@ class Reservation:
 
     @property
     def left(self) -> int:
-        """Number of charges not made yet."""
+        """Number of unused charges."""
         return self.count - sum(self.used.values())
 
     def use(self, count: int, kind: str) -> None:
-        """Makes some of the charges."""
+        """Uses ``count`` charges."""
         self.used[kind] = self.used.get(kind, 0) + count
 
     def settled(self, run: str) -> NewEntry:
@@ -232,7 +235,7 @@ class Reservation:
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable, if the system supports it."""
+    """Flushes the file names of a folder to disk, if the system supports it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,7 @@
-"""Lines of a ledger file. A hash chain over all lines detects changed or missing ones.
+"""Lines of a ledger file. A hash chain over all lines detects changed and missing lines.
 
 A line is one JSON object that ends with its seal: the SHA-256 of the previous seal and of the rest of the line. This
-protects against accidents and careless edits, not against the owner of the file, who can write a new one.
+protects against accidents and careless edits, but not against the owner of the file, who can write a new one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from dpengine.errors import LedgerError
 
-_BEFORE_THE_FIRST = "0" * 64
+_INITIAL_SEAL = "0" * 64
 _SEAL = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
 _FIRST = b'{"seq":0,"kind":"ledger",'
 BACKUP = "Restore it from a backup."
@@ -38,28 +38,28 @@ class Entry:
     seal: str
 
 
-def sealed(before: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[bytes, Entry]:
-    """Returns the line that follows an entry, and its entry."""
-    seq = 0 if before is None else before.seq + 1
+def sealed(previous: Entry | None, kind: str, fields: Mapping[str, Any]) -> tuple[bytes, Entry]:
+    """Returns the line after the previous entry, and its entry."""
+    seq = 0 if previous is None else previous.seq + 1
     text = json.dumps({"seq": seq, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
-    seal = _seal_of(before, text.encode())
+    seal = _seal_of(previous, text.encode())
     return f'{text[:-1]},"hash":"{seal}"}}\n'.encode(), Entry(seq, kind, dict(fields), seal)
 
 
 def entries_of(lines: Iterable[bytes], where: str) -> Iterator[tuple[Entry, int]]:
-    """Reads lines and checks each seal. Yields the entry and the size so far in bytes.
+    """Reads lines and checks their seals. Yields each entry and the size of the file up to it in bytes.
 
-    An incomplete last line is ignored: the process died while writing it, so it had no effect.
+    An incomplete last line is ignored, because the process that wrote it was terminated before it had an effect.
     """
-    before, size = None, 0
+    previous, size = None, 0
     for line in lines:
         if not line.endswith(b"\n"):
-            if before is None and not _may_begin(line):
+            if previous is None and not _may_begin(line):
                 raise LedgerError(f"{where} is not a ledger.", fix="Pass another path.")
             if not _SEAL.search(line):
                 return
-        before, size = _read(line.removesuffix(b"\n"), before, where), size + len(line)
-        yield before, size
+        previous, size = _read(line.removesuffix(b"\n"), previous, where), size + len(line)
+        yield previous, size
 
 
 def _may_begin(line: bytes) -> bool:
@@ -67,13 +67,13 @@ def _may_begin(line: bytes) -> bool:
     return not line.strip(b"\0") or line.startswith(_FIRST) or _FIRST.startswith(line)
 
 
-def _read(line: bytes, before: Entry | None, where: str) -> Entry:
-    seq = 0 if before is None else before.seq + 1
+def _read(line: bytes, previous: Entry | None, where: str) -> Entry:
+    seq = 0 if previous is None else previous.seq + 1
     found = _SEAL.search(line)
     if found is None:
         raise LedgerError(f"{where}: line {seq + 1} is not a ledger entry.", fix=BACKUP)
     text, seal = line[: found.start()] + b"}", found[1].decode()
-    if _seal_of(before, text) != seal:
+    if _seal_of(previous, text) != seal:
         raise LedgerError(f"{where}: line {seq + 1}, or an earlier one, was edited, moved or removed.", fix=BACKUP)
     try:
         fields = json.loads(text)
@@ -84,6 +84,6 @@ def _read(line: bytes, before: Entry | None, where: str) -> Entry:
         raise LedgerError(f"{where}: line {seq + 1} cannot be read: {error}.", fix=BACKUP) from error
 
 
-def _seal_of(before: Entry | None, text: bytes) -> str:
-    previous = _BEFORE_THE_FIRST if before is None else before.seal
-    return hashlib.sha256(previous.encode() + text).hexdigest()
+def _seal_of(previous: Entry | None, text: bytes) -> str:
+    previous_seal = _INITIAL_SEAL if previous is None else previous.seal
+    return hashlib.sha256(previous_seal.encode() + text).hexdigest()

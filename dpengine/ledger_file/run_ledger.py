@@ -1,4 +1,4 @@
-"""Ledger of one run: charges the file first, if any, and then the ledger in memory."""
+"""Ledger of one run, which charges the file first, if any, and then the ledger in memory."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ MAX_RESERVED = 1000
 class RunLedger:
     """Ledger of one run.
 
-    If several processes share the run, the first writes the file. The others do the same arithmetic, so that all know
-    when the next entry is due: they wait for it, and fail with it.
+    If several processes share the run, the first process writes the file. The others count the same charges, so all
+    processes know when the next entry is due. They wait for it, and fail if it fails.
     """
 
-    ledger: Ledger  # in memory, of all runs on the data
-    run: str  # its name in the file
+    ledger: Ledger  # ledger in memory of all runs on the data
+    run: str  # name of the run in the file
     ranks: Ranks
-    file: LedgerFile | None  # None on all processes but the first
+    file: LedgerFile | None  # None on all processes except the first
     reserve: int = 1  # number of steps charged on disk at once
-    holder: Any = None  # closes the file when it is garbage-collected: a run may outlive its engine
+    holder: Any = None  # keeps the file open, because a run may outlive its engine
     knows_later: bool = False  # the run was resumed from a checkpoint, and all later charges are in the file
     _reservation: Reservation | None = None
     _unwritten: list[Charge] = field(default_factory=list)
@@ -53,10 +53,10 @@ class RunLedger:
     def charge(
         self, event: Event, *, count: int = 1, kind: str = "release", room: Callable[[], int] | None = None
     ) -> None:
-        """Charges ``count`` entries before their step. Nothing is charged if the file cannot be written.
+        """Charges ``count`` entries before their step. If the file cannot be written, nothing is charged.
 
         All processes charge the same steps at the same time. ``room`` returns the maximum number of charges of the
-        event to reserve, including these; None reserves only these.
+        event to reserve, including these charges; None reserves only these.
         """
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.locked():
@@ -67,11 +67,11 @@ class RunLedger:
             self.ledger.charge(event, count=count, kind=kind)
 
     def _is_reserved(self, charge: Charge) -> bool:
-        """Returns True if there is an unsettled reservation for the charge."""
+        """Returns True if an unsettled reservation covers the charge."""
         reservation = self._reservation
         if reservation is None or reservation.event != charge.event or reservation.left < charge.count:
             return False
-        if charge.kind != "release" and self.ranks.size > 1:  # perhaps only on this process
+        if charge.kind != "release" and self.ranks.size > 1:  # other processes may not make this charge
             return False
         return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is reservation)
 
@@ -80,7 +80,7 @@ class RunLedger:
             try:
                 self._append(charge, charge.count)
             except LedgerError:
-                self._unwritten.append(charge)  # counts from now on, and is written before the next release
+                self._unwritten.append(charge)  # it counts in memory, and is written before the next release
             return
         reserved = charge.count if room is None else max(charge.count, min(self.reserve, room()))
         self._reservation = None
@@ -91,30 +91,30 @@ class RunLedger:
                 self.file.reservations[self.run] = self._reservation
 
     def _append(self, charge: Charge, reserved: int) -> int:
-        """Writes a charge, or a reservation that begins with it, on the first process. Returns its entry number."""
+        """Writes a charge, or a reservation that includes it, on the first process. Returns the sequence number."""
         if self.file is None:
             return 0
-        with self.file.locked():  # entry numbers must not change before writing
+        with self.file.locked():  # sequence numbers must not change before writing
             new_entries: list[NewEntry] = []
             if charge.kind == "release":
-                # If a later statement fails, the old reservation stays charged completely.
-                before = self.file.reservations.pop(self.run, None)
-                new_entries += [] if before is None else [before.settled(self.run)]
-            for one in (*self._unwritten, charge):
-                at, event = self.file.event_entry(one.event, new_entries)
-                new_entries += event
-                fields = {"run": self.run, "event": at, "count": one.count}
-                if one is charge and reserved > charge.count:
+                # If a later statement fails, the old reservation counts completely.
+                previous = self.file.reservations.pop(self.run, None)
+                new_entries += [] if previous is None else [previous.settled(self.run)]
+            for new_charge in (*self._unwritten, charge):
+                seq, event_entries = self.file.event_entry(new_charge.event, new_entries)
+                new_entries += event_entries
+                fields = {"run": self.run, "event": seq, "count": new_charge.count}
+                if new_charge is charge and reserved > charge.count:
                     new_entries.append(("reserve", {**fields, "count": reserved}))
                 else:
-                    new_entries.append(("charge", {**fields, "of": one.kind}))
+                    new_entries.append(("charge", {**fields, "of": new_charge.kind}))
             self.file.append(*new_entries)
             self._unwritten.clear()
             assert self.file.contents.last is not None
             return self.file.contents.last.seq
 
     def close(self) -> None:
-        """Settles the reservation and writes the end of the run, on the first process."""
+        """Settles the reservation and writes the end of the run on the first process."""
         self._reservation = None
         if self.file is not None:
             self.file.settle(self.run)

@@ -47,7 +47,7 @@ def test_another_process_is_kept_out_until_the_first_is_gone(path):
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert other.stdout.readline() == "held\n"
-    with pytest.raises(LedgerError, match="held by another process"):
+    with pytest.raises(LedgerError, match="locked by another process"):
         Run(path)
     other.communicate("")
     assert Run(path).train(1).engine.ledger.steps == 1
@@ -136,7 +136,7 @@ def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path
         run.train(1)
         assert run.engine.ledger.steps == steps_of(read(path).history) == 4
     else:  # what is on disk is not known
-        with pytest.raises(LedgerError, match="could not be written before"):
+        with pytest.raises(LedgerError, match="can no longer be written"):
             run.train(1)
 
 

@@ -346,13 +346,13 @@ BAD = [
     (DPSGDConfig, {"iterations": 5, "fixed_batch_size": 8, "num_examples": 9, "sampling_prob": 0.1}, "be combined"),
     (BandMFConfig, {**BAND, "strategy": (1.0,) * 11}, "11 numbers for 10 iterations"),
     (BandMFConfig, {**BAND, "strategy": ()}, "strategy"),
-    (BandMFConfig, {**BAND, "strategy": (0.0, 1.0)}, "begins with a positive"),
+    (BandMFConfig, {**BAND, "strategy": (0.0, 1.0)}, "whose first one is positive"),
     (BandMFConfig, {**BAND, "strategy": (1.0, math.nan)}, "finite"),
     (BandMFConfig, {**BAND, "truncated_batch_size": 5}, "needs num_examples"),
     (BLTConfig, {**CYCLES, "decays": (1.5,), "scales": (0.5,)}, "decays"),
     (BLTConfig, {**CYCLES, "decays": (0.5,), "scales": ()}, "one finite scale each"),
     (BLTConfig, {**CYCLES, "cycle_length": 0, "decays": (0.5,), "scales": (0.5,)}, "cycle_length=0"),
-    (BandedInverseConfig, {**CYCLES, "coefficients": (-1.0,)}, "begins with a positive"),
+    (BandedInverseConfig, {**CYCLES, "coefficients": (-1.0,)}, "whose first one is positive"),
     (BandedInverseConfig, {**CYCLES, "coefficients": (1.0,) * 11}, "11 numbers for 10 iterations"),
 ]  # fmt: skip
 

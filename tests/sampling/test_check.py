@@ -74,7 +74,7 @@ REFUSED = {  # the name that the message must hold, and what it must say
     "weighted": (
         lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
         "WeightedRandomSampler",
-        "unequal probabilities; the accounting needs equal ones. Weight the loss",
+        "unequal probabilities; accounting needs equal sampling rates. Weight the loss",
     ),
     "subset": (
         lambda: DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler([1, 2])),
@@ -86,18 +86,18 @@ REFUSED = {  # the name that the message must hold, and what it must say
         "DistributedSampler",
         "repeats examples",
     ),
-    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "its own distribution"),
+    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "may sample unequally"),
     "sampler-subclass": (
         lambda: DataLoader(DATA, batch_size=4, sampler=ShuffledTwice(DATA)),
         "ShuffledTwice",
-        "its own distribution",
+        "may sample unequally",
     ),
     "own-batch-sampler": (
         lambda: DataLoader(DATA, batch_sampler=OddBatches(SequentialSampler(DATA), 4, False)),
         "OddBatches",
-        "its own distribution",
+        "may sample unequally",
     ),
-    "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "its own distribution"),
+    "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "may sample unequally"),
     "sampler-in-batch-sampler": (
         lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 10, 10), 4, False)),
         "WeightedRandomSampler",
@@ -121,7 +121,7 @@ REFUSED = {  # the name that the message must hold, and what it must say
     "other-source": (
         lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(range(3), num_samples=10)),
         "RandomSampler",
-        "its rate is not",
+        "the sampling rate is not",
     ),
     "no-length": (
         lambda: DataLoader(Endless(), batch_size=4, sampler=SequentialSampler(range(3))),
