@@ -1,6 +1,6 @@
-"""Checkpoint folders, replaced atomically, and nested states as JSON values with named tensors.
+"""Atomic replacement of checkpoint folders, and conversion of nested states to JSON values and named tensors.
 
-A process may die at any time. It then leaves the old folder, the new one, or both under names that `present` checks.
+If a process is terminated at any time, the old folder, the new one or both remain under names that `present` checks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TENSOR, _TUPLE, _PAIRS, _FLOAT = "tensor", "tuple", "pairs", "float"
 
 
 def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
-    """Separates the tensors from a state. Returns the state as JSON values, and the tensors by name."""
+    """Separates tensors from a nested state. Returns the state as JSON values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
     def plain(value: Any, path: str) -> Any:
@@ -32,7 +32,7 @@ def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
             mark = f"{name}.{len(tensors)}"  # paths of different keys may be equal
             tensors[mark] = value
             return {_TENSOR: mark}
-        if isinstance(value, Mapping):  # as pairs, because keys may be numbers or equal a mark
+        if isinstance(value, Mapping):  # stored as pairs, because keys may be numbers or equal a mark
             return {_PAIRS: [[plain(key, path), plain(part, f"{path}.{key}")] for key, part in value.items()]}
         if isinstance(value, (list, tuple)):
             parts = [plain(part, f"{path}.{i}") for i, part in enumerate(value)]
@@ -47,7 +47,7 @@ def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
 
 
 def join_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Inverse of `split_tensors`."""
+    """Returns the state that `split_tensors` split."""
     if isinstance(state, list):
         return [join_tensors(part, tensors) for part in state]
     if not isinstance(state, dict):
@@ -73,12 +73,12 @@ _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
 def begin(folder: Path, *, secret_folder: str) -> Path:
-    """Creates an empty staging folder next to a folder, for its new content."""
+    """Creates an empty staging folder next to ``folder``, for its new content, and returns its path."""
     folder = folder.resolve()
     if folder.exists() and not (folder / secret_folder).is_dir() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"checkpoint: {folder} contains other files. Choose another folder.")
     new, old = staging_folder(folder), _sibling(folder, _OLD)
-    if not folder.exists() and old.exists():  # a process died between the renames of `commit`
+    if not folder.exists() and old.exists():  # a process was terminated between the renames of `commit`
         present(folder).rename(folder)
     for left in (new, old):
         if left.exists():
@@ -99,7 +99,7 @@ def discard(folder: Path) -> None:
 
 
 def commit(folder: Path, *, secret_folder: str) -> None:
-    """Replaces a folder with its staging folder, once all of its files are durable."""
+    """Replaces a folder with its staging folder, after flushing the file names to disk."""
     folder = folder.resolve()
     new, old = staging_folder(folder), _sibling(folder, _OLD)
     sync_folder(new / secret_folder)
@@ -113,7 +113,10 @@ def commit(folder: Path, *, secret_folder: str) -> None:
 
 
 def write(path: Path, into: Callable[[Path], object], *, secret: bool) -> str:
-    """Creates a file durably and returns its SHA-256. ``into`` gets it empty, with its permissions set."""
+    """Creates a file, flushes it to disk and returns its SHA-256.
+
+    ``into`` writes the content to an empty file with the final permissions.
+    """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
     into(path)
@@ -146,10 +149,10 @@ def present(folder: Path) -> Path:
     """Returns the path of the last complete folder."""
     folder = folder.resolve()
     new, old = _sibling(folder, _NEW), _sibling(folder, _OLD)
-    # Between the two renames both are complete; the new one is complete once the old one is renamed.
-    for place in (folder, new, old) if old.is_dir() else (folder,):
-        if place.is_dir():
-            return place
+    # `commit` renames the old folder after the new one is complete, so with an old folder, the new one is complete.
+    for candidate in (folder, new, old) if old.is_dir() else (folder,):
+        if candidate.is_dir():
+            return candidate
     raise FileNotFoundError(f"checkpoint: there is no folder {folder}.")
 
 

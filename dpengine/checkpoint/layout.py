@@ -1,4 +1,4 @@
-"""Layout of a checkpoint: the names of its files, and the objects with a state."""
+"""Layout of a checkpoint: file names, and the objects whose state is saved."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ EARLIER = "Use an earlier checkpoint."
 
 
 def only_run(engine: PrivacyEngine) -> Run:
-    """Returns the attached run of an engine. Raises InvalidBudgetError unless there is exactly one."""
+    """Returns the attached run of an engine. Raises InvalidBudgetError if there is none or more than one."""
     runs = [run for run in engine.runs if run.attached]
     if len(runs) != 1:
         raise InvalidBudgetError(
-            f"A checkpoint contains one run, and this engine has {len(runs)}.",
-            fix="Call make_private first." if not runs else "Detach the others, or use one engine for each.",
+            f"A checkpoint contains one run, but this engine has {len(runs)}.",
+            fix="Call make_private first." if not runs else "Detach the other runs, or use one engine for each.",
         )
     return runs[0]
 
 
 def stateful_objects(run: Run) -> dict[str, Any]:
-    """Returns the objects with a state besides the model, the optimizer first."""
-    found = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
-    return {name: one for name, one in found.items() if one is not None}
+    """Returns the objects other than the model whose state is saved, the optimizer first."""
+    objects = {"optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler, "grad_scaler": run.grad_scaler}
+    return {name: stateful for name, stateful in objects.items() if stateful is not None}
 
 
 def untied_tensors(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
-    """Returns each tensor of a model once, under its first name: readers reject tensors that share memory."""
+    """Returns each tensor of a model once, by its first name, because readers reject tensors that share memory."""
     weights: dict[str, Any] = model.state_dict()
     others = [name for name, tensor in weights.items() if not isinstance(tensor, Tensor)]
     if others:
@@ -55,7 +55,7 @@ def untied_tensors(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Any) -> tuple[Any, ...]:
-    """Returns a key that is equal for tensors that share their memory; empty for an empty tensor."""
+    """Returns a key that is equal for tensors with the same memory; empty for an empty tensor."""
     if not tensor.numel():
         return ()
     return (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -1,4 +1,4 @@
-"""``load``: resumes a saved run, on any number of processes."""
+"""Resumes a saved run, on any number of processes."""
 
 from __future__ import annotations
 
@@ -28,25 +28,24 @@ from .tensor_files import StoredTensors, files_of
 
 
 def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool = False) -> None:
-    """Resumes a saved run. Call ``make_private`` as in the first run, then this, then train.
+    """Resumes a saved run. Call ``make_private`` as in the first run, then ``load``, then train.
 
-    Model, optimizer, privacy cost and position are those of the checkpoint. Later batches and noise are fresh, so no
-    randomness repeats; only a run with a seed continues as without interruption. The cost of steps that the saving
-    process made after the checkpoint is in the ledger file, if there is one. Otherwise it is unknown here: add it with
-    ``engine.load_state_dict`` if its state is available.
+    The model, the optimizer, the privacy cost and the position are those of the checkpoint. Later batches and noise are
+    fresh, so no randomness repeats; only a run with a seed continues as without interruption. A ledger file contains
+    the cost of steps that the saving process took after the checkpoint. Without a ledger file this cost is unknown: add
+    it with ``engine.load_state_dict`` if its state is available.
 
-    Correlated noise starts again, as a separate mechanism whose cost is added, so the total cost is higher than that of
-    the uninterrupted run. With ``nothing_left_since`` it continues as the planned matrix.
+    Correlated noise starts again as a separate mechanism, whose cost is added, so the total cost is higher than that of
+    the uninterrupted run. With ``nothing_left_since``, it continues as the planned matrix.
 
-    The data set must be the same, in the same order. Its length is compared, and some of its examples if reading them
-    is deterministic. The number of processes, and how they share the model, may change. Each of them calls this
-    function.
+    The data set must be the same, in the same order. Its length is compared, and some examples if reading them is
+    deterministic. The number of processes, and how they share the model, may change. Each process calls this function.
 
     Args:
         folder: The folder of the checkpoint.
-        engine: An engine whose last run has not begun. Earlier charges of the run need not be loaded before.
-        nothing_left_since: States that nothing which the saving process made after the checkpoint was released or even
-            displayed: for example, it crashed and its weights are lost.
+        engine: An engine whose last run has not begun. Earlier charges of the run need not be loaded.
+        nothing_left_since: Whether the caller states that no result of steps after the checkpoint was released or
+            displayed, for example because the process crashed and its weights are lost.
 
     Raises:
         MechanismMismatchError: If the run differs from the saved one.
@@ -63,7 +62,7 @@ def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool 
     seals = ranks.each(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
     topology.check_consistent(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
     with contextlib.ExitStack() as opened:
-        files = _Files(opened)
+        files = _CheckpointFiles(opened)
         ranks.each(lambda: files.open(folders.present(Path(folder))))
         nonce = ranks.broadcast(next_nonce(files.state))
         ranks.each(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
@@ -73,7 +72,7 @@ def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool 
 
 
 def exists(folder: str | Path) -> bool:
-    """Returns True if `load` finds a checkpoint, also one that an interrupted ``save`` left next to the folder.
+    """Returns True if `load` finds a checkpoint, including one that an interrupted ``save`` left next to the folder.
 
     Args:
         folder: The folder of the checkpoint.
@@ -88,14 +87,14 @@ def exists(folder: str | Path) -> bool:
     return True
 
 
-class _Files:
-    """The files of a checkpoint, and the changes that loading makes."""
+class _CheckpointFiles:
+    """The files of a checkpoint, and the changes that `load` makes."""
 
     def __init__(self, opened: contextlib.ExitStack):
         self._opened = opened
 
     def open(self, folder: Path) -> None:
-        """Reads the small files."""
+        """Opens the tensor files and reads the state of the run."""
         self._folder = folder
         seals = _seals(folder)
         names = [name.removeprefix(f"{layout.SECRET}/") for name in seals]
@@ -104,21 +103,19 @@ class _Files:
             return self._opened.enter_context(StoredTensors(folder / file for file in files_of(name, names)))
 
         self._model, self._optimizer = stored(layout.MODEL, self._folder), stored(layout.OPTIMIZER, self._folder)
-        self._noise, kept = (
-            stored(layout.NOISE, self._folder / layout.SECRET),
-            stored(layout.RUN, self._folder / layout.SECRET),
-        )
-        tensors = {name: kept.read(name) for name in kept.names}
-        self.state = join_tensors(_json(kept.metadata.get("state", ""), layout.RUN), tensors)
+        self._noise = stored(layout.NOISE, self._folder / layout.SECRET)
+        run_file = stored(layout.RUN, self._folder / layout.SECRET)
+        tensors = {name: run_file.read(name) for name in run_file.names}
+        self.state = join_tensors(_json(run_file.metadata.get("state", ""), layout.RUN), tensors)
         if not isinstance(self.state, dict) or self.state.get("version") != layout.VERSION:
             version = self.state.get("version") if isinstance(self.state, dict) else None
             raise CorruptFileError(
-                f"{layout.RUN} has version {version!r}; this one reads {layout.VERSION}.", fix=layout.EARLIER
+                f"{layout.RUN} has version {version!r}; this release reads {layout.VERSION}.", fix=layout.EARLIER
             )
         check_state(self.state)
 
     def prepare(self, run: Run, engine: PrivacyEngine, nonce: int, *, nothing_left_since: bool) -> None:
-        """Prepares all changes, without making any."""
+        """Prepares all changes without making them."""
         topology = run.step.passes.topology
         if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
             places = noised_places(run.step.passes.buffer, topology.replicas)
@@ -132,16 +129,16 @@ class _Files:
             name: sharded_state.local_tensor(self._model, name, like, topology) for name, like in now.items()
         }
         metadata = self._optimizer.metadata
-        of = _json(metadata.get("of", ""), layout.OPTIMIZER)
-        if not isinstance(of, dict) or not all(isinstance(number, int) for number in of.values()):
+        owners = _json(metadata.get("of", ""), layout.OPTIMIZER)
+        if not isinstance(owners, dict) or not all(isinstance(number, int) for number in owners.values()):
             raise CorruptFileError(f"{layout.OPTIMIZER} does not assign its tensors to parameters.", fix=layout.EARLIER)
-        tensors = sharded_state.optimizer_tensors(self._optimizer, of, run.optimizer, topology)
-        self._others = join_tensors(_json(metadata.get("state", ""), layout.OPTIMIZER), tensors)
-        if not isinstance(self._others, dict):
+        tensors = sharded_state.optimizer_tensors(self._optimizer, owners, run.optimizer, topology)
+        self._object_states = join_tensors(_json(metadata.get("state", ""), layout.OPTIMIZER), tensors)
+        if not isinstance(self._object_states, dict):
             raise CorruptFileError(f"{layout.OPTIMIZER} has no states.", fix=layout.EARLIER)
-        if self._others.keys() != stateful_objects(run).keys():
+        if self._object_states.keys() != stateful_objects(run).keys():
             raise MechanismMismatchError(
-                f"The checkpoint has {list(self._others)}, and this run has {sorted(stateful_objects(run))}.",
+                f"The checkpoint has {list(self._object_states)}, but this run has {sorted(stateful_objects(run))}.",
                 fix="Pass the same lr_scheduler= and grad_scaler= to make_private.",
             )
         self._privacy_state = _json(folders.read(self._folder / layout.PUBLIC).decode(errors="replace"), layout.PUBLIC)
@@ -152,7 +149,7 @@ class _Files:
         model_inside(run.model).load_state_dict(self._weights, strict=False)
         for name, stateful in stateful_objects(run).items():
             try:
-                stateful.load_state_dict(self._others[name])
+                stateful.load_state_dict(self._object_states[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise CorruptFileError(
                     f"The stored state does not fit the {name}: {error!r}.", fix=layout.EARLIER
@@ -161,23 +158,23 @@ class _Files:
 
 
 def _marked_resumed(state: Any) -> Any:
-    """Returns the state of an engine whose charges are marked as resumed, so that a ledger file records it too.
+    """Returns the state of an engine with its charges marked as resumed, which a ledger file also records.
 
-    Charges that are in a ledger file already keep their marks: that file has all later charges.
+    Charges that are already in a ledger file are not marked, because that file contains all later charges.
     """
     if not isinstance(state, dict) or "anchor" in state:
         return state
-    return state | {"origins": states_of(dataclasses.replace(one, resumed=True) for one in origins_in(state))}
+    return state | {"origins": states_of(dataclasses.replace(origin, resumed=True) for origin in origins_in(state))}
 
 
 @contextlib.contextmanager
 def _all_or_nothing(run: Run) -> Iterator[None]:
     """Restores the model and the other objects if one of them cannot load its state."""
     with contextlib.ExitStack() as undo:
-        for one in (model_inside(run.model), *stateful_objects(run).values()):
-            undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
+        for stateful in (model_inside(run.model), *stateful_objects(run).values()):
+            undo.callback(stateful.load_state_dict, copy.deepcopy(stateful.state_dict()))
         yield
-        undo.pop_all()  # success: nothing is undone
+        undo.pop_all()  # on success, nothing is restored
 
 
 def _check_seals(folder: Path, rank: int, ranks: int) -> str:
@@ -206,12 +203,12 @@ def _json(text: str, where: str) -> Any:
 
 def _check_weights(now: Mapping[str, Tensor], stored: StoredTensors) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in now.items()}
-    found = {name: stored.shape(name) for name in stored.names}
-    differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    saved = {name: stored.shape(name) for name in stored.names}
+    differing = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
             f"The checkpoint has another model: {len(differing)} tensors differ, the first is {name!r} "
-            f"({found.get(name)}, now {expected.get(name)}).",
+            f"({saved.get(name)}, now {expected.get(name)}).",
             fix="Build the same model as in the saved run.",
         )

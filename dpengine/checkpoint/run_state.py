@@ -3,12 +3,12 @@
 A resumed run samples fresh batches and noise with a new nonce of the same source, so no randomness repeats. A run with
 a seed keeps its nonce, to reproduce the uninterrupted run; its noise is not secret.
 
-Correlated noise continues as one matrix only if nothing after the checkpoint was released. Otherwise there would be two
-continuations of one matrix that share the earlier contributions of an example, and no accountant here has an analysis
-of both. So it starts again, as a separate mechanism, unless the caller states that nothing was released.
+Correlated noise continues as one matrix only if nothing after the checkpoint was released. Otherwise two continuations
+of one matrix would share the earlier contributions of an example, which has no privacy analysis here. So the noise
+starts again as a separate mechanism, unless the caller states that nothing was released.
 
-A matrix that generates earlier rows again, so that they cancel, continues only with the generator that drew them. With
-several generators the file does not tell which one drew a row, so such a matrix does not continue either.
+A matrix that regenerates earlier rows, so that they cancel, continues only with the generator that generated them. If
+there were several generators, the file does not state which one generated a row, so such a matrix does not continue.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def state_of(run: Run) -> dict[str, Any]:
     step = run.step
     if run.batches is None:
         raise SamplingError(
-            "A run of external batches cannot be saved: the position of its batches is not known.",
+            "A run with external batches cannot be saved, because the position of its batches is unknown.",
             fix="Save the model, the optimizer and engine.state_dict(), and call make_private again.",
         )
     if step.batches.stage not in _BETWEEN_STEPS or step.batches.fetched:
         raise BatchStateError(
-            "A batch was returned that was not stepped, and a checkpoint needs a run between two steps.",
+            "A batch was returned whose step was not taken, but a checkpoint needs a run between two steps.",
             fix="Save after optimizer.step(), before the next batch is drawn.",
         )
     source = step.source.secret_state()
@@ -68,7 +68,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "last_step": step.batches.last_step,
         "source": source,
         "first_life": step.earlier_nonces[0][1] if step.earlier_nonces else source["incarnation"],
-        "earlier_nonces": [list(one) for one in step.earlier_nonces],
+        "earlier_nonces": [list(entry) for entry in step.earlier_nonces],
         "noise": step.noise.state_dict(),
         "clipping": step.plan.clipping.state_dict(),
         "dropped_rows": step.dropped_rows,
@@ -81,21 +81,21 @@ def state_of(run: Run) -> dict[str, Any]:
 def check_state(state: Any) -> None:
     """Raises CorruptFileError if `state_of` cannot have returned the state."""
     for path, kind in _TYPES.items():
-        found = state
+        value = state
         for name in path.split("."):
-            if not isinstance(found, dict) or name not in found:
+            if not isinstance(value, dict) or name not in value:
                 raise CorruptFileError(f"The state of the run has no {path!r}.", fix=EARLIER)
-            found = found[name]
-        in_range = kind is not int or (not isinstance(found, bool) and isinstance(found, int) and -1 <= found < 2**64)
-        if not isinstance(found, kind) or not in_range:
-            shown = "number out of range" if isinstance(found, int) else type(found).__name__
-            raise CorruptFileError(f"The state of the run has a {shown} as {path!r}.", fix=EARLIER)
+            value = value[name]
+        in_range = kind is not int or (not isinstance(value, bool) and isinstance(value, int) and -1 <= value < 2**64)
+        if not isinstance(value, kind) or not in_range:
+            description = "number out of range" if isinstance(value, int) else type(value).__name__
+            raise CorruptFileError(f"The state of the run has a {description} as {path!r}.", fix=EARLIER)
     nonces = state.get("earlier_nonces", [])  # missing in earlier checkpoints
-    pairs = isinstance(nonces, list) and all(isinstance(one, list) for one in nonces)
-    if not pairs or any([*map(type, one)] != [int, int] for one in nonces):
+    are_lists = isinstance(nonces, list) and all(isinstance(pair, list) for pair in nonces)
+    if not are_lists or any([*map(type, pair)] != [int, int] for pair in nonces):
         raise CorruptFileError("The state of the run has damaged 'earlier_nonces'.", fix=EARLIER)
     generators = state["noise"].get("generators", [])  # missing in earlier checkpoints
-    if not isinstance(generators, list) or not all(isinstance(one, str) for one in generators):
+    if not isinstance(generators, list) or not all(isinstance(name, str) for name in generators):
         raise CorruptFileError("The state of the noise has damaged 'generators'.", fix=EARLIER)
     units = state.get("units")  # missing in earlier checkpoints; None before the first batch
     if not (units is None or (isinstance(units, list) and all(isinstance(name, str) for name in units))):
@@ -106,12 +106,12 @@ def check_state(state: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """All changes that resume a run, prepared before any is made."""
+    """All changes that resume a run. They are prepared completely before `apply` makes them."""
 
-    state: Mapping[str, Any]  # the result of `state_of`
+    state: Mapping[str, Any]  # result of `state_of`
     plan: RunPlan  # with the saved noise multiplier
     source: NoiseSource  # with the nonce of the resumed run
-    noise: AbstractNoise  # with its earlier state or without
+    noise: AbstractNoise  # with the saved state, or a new one
     earlier_nonces: tuple[tuple[int, int], ...]  # see `PrivateStep`
 
     def apply(self, run: Run) -> None:
@@ -124,7 +124,7 @@ class Resumption:
         step.plan.clipping.load_state_dict(dict(state["clipping"]))
         step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
         first = step.passes.topology.everyone.rank == 0
-        step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is that of all ranks
+        step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is the sum over ranks
         step.earlier_nonces = self.earlier_nonces
         capture = step.passes.capture
         if state.get("units") is not None and capture.choice is not None:
@@ -136,10 +136,10 @@ class Resumption:
 def resumption(
     run: Run, state: Mapping[str, Any], charges: Iterable[Charge], *, nonce: int, nothing_left_since: bool
 ) -> Resumption:
-    """Returns the changes that resume a run, without making them. ``nonce`` is the same on all ranks."""
+    """Returns the changes that resume a run, without making them. ``nonce`` must be equal on all ranks."""
     if run.step.batches.last_step >= 0 or run.resumed or not run.attached:
         raise BatchStateError(
-            "The run to resume has drawn batches already, was loaded before, or was detached.",
+            "The run to resume has already drawn batches, was already loaded, or was detached.",
             fix="Call make_private, then load, then train.",
         )
     _check_fingerprint(run, state)
@@ -155,31 +155,30 @@ def resumption(
         return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), ())
     if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in charges):
         raise LedgerError(
-            "This engine has charged steps of the loaded run, so something may have been released since.",
-            fix="Leave out nothing_left_since=True: the noise then starts again, and both are accounted.",
+            "This engine has charged steps of the loaded run, so results may have been released since the checkpoint.",
+            fix="Omit nothing_left_since=True. The noise then starts again, and both mechanisms are accounted.",
         )
     if not same_matrix:
         raise MechanismMismatchError(
-            f"The noise cannot continue as one matrix: it was {state['matrix']}, and this run has another, "
+            f"The noise cannot continue as one matrix: it was {state['matrix']}, but this run has another matrix, "
             "perhaps because it was optimized on another machine.",
-            fix="Leave out nothing_left_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
+            fix="Omit nothing_left_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
         )
     if plan.noise is not None:
         _check_generators(run, plan.noise, source, state["noise"])
     noise = mechanism_for(source, plan.noise)
     noise.load_state_dict(dict(state["noise"]))
     plan = dataclasses.replace(plan, run=state["run"])
-    earlier = state.get("earlier_nonces") or [
-        (0, state["first_life"])
-    ]  # earlier checkpoints have that of the groups only
-    nonces = (*((int(end), int(drawn)) for end, drawn in earlier), (first, state["source"]["incarnation"]))
+    # Earlier checkpoints only have the nonce of the groups.
+    earlier = state.get("earlier_nonces") or [(0, state["first_life"])]
+    nonces = (*((int(end), int(nonce)) for end, nonce in earlier), (first, state["source"]["incarnation"]))
     return Resumption(state, plan, source, noise, nonces)
 
 
 def fingerprint(run: Run) -> dict[str, Any]:
-    """Returns the values that must be equal to resume a run."""
+    """Returns the values that must equal those of the saved run to resume it."""
     plan, noise = run.step.plan, run.step.plan.noise
-    moving = plan.clipping.state_dict()
+    changing = plan.clipping.state_dict()
     parameters = run.step.passes.topology.parameters(model_inside(run.model))
     trained = set(run.step.passes.trainable().values())
     names = {parameter: name for name, parameter in parameters.items()}
@@ -188,8 +187,8 @@ def fingerprint(run: Run) -> dict[str, Any]:
     optimizer = getattr(type(run.optimizer), "dp_base", type(run.optimizer))
     parts = {
         "sampling": repr(plan.sampling),
-        "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in moving},
-        # With a target, calibration depended on earlier charges, which another process may lack.
+        "clipping": {name: value for name, value in plan.clipping.describe().items() if name not in changing},
+        # With a target, the noise multiplier depends on earlier charges, which another process may lack.
         "noise multiplier": plan.noise_multiplier if target is None else f"for epsilon {target!r}",
         "loss_reduction": run.step.passes.loss_reduction,
         "divisor": plan.divisor(1, mean=run.step.passes.loss_reduction == "mean"),
@@ -211,7 +210,7 @@ def fingerprint(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as read from a file
 
 
-_FORMER_NAMES = {  # of sampling schemes in earlier checkpoints
+_FORMER_NAMES = {  # names of sampling schemes in earlier checkpoints
     "PoissonSampling": "PoissonDraws",
     "CyclicPoissonStrategy": "CyclicDraws",
     "TruncatedStrategy": "TruncatedDraws",
@@ -228,8 +227,7 @@ def _check_fingerprint(run: Run, state: Mapping[str, Any]) -> None:
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
-            f"The checkpoint has a run with another {', '.join(differing)} ({name}: {then.get(name)!r}, now "
-            f"{now.get(name)!r}).",
+            f"The saved run has another {', '.join(differing)} ({name}: {then.get(name)!r}, now {now.get(name)!r}).",
             fix="Call make_private with the model, the data and the arguments of the saved run.",
         )
 
@@ -244,7 +242,7 @@ def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> 
         raise MechanismMismatchError(
             f"The data set differs from that of the checkpoint: {len(differing)} of {len(now)} compared examples are "
             "different, or at another index.",
-            fix="Load with the same data set, in the same order; for another data set, begin a new run.",
+            fix="Use the same data set in the same order, or begin a new run for another data set.",
         )
 
 
@@ -254,18 +252,18 @@ def _check_generators(run: Run, noise: Recurrence, source: NoiseSource, state: M
     if len({*then, *now}) > 1 and noise.regenerates:
         source.close()
         raise MechanismMismatchError(
-            f"The noise cannot continue as one matrix: it comes from {', '.join(sorted(then))}, and this run generates "
-            f"noise on {', '.join(sorted(now))}, which has other values, so that earlier noise would not cancel.",
-            fix="Continue on a device of the same type as that of the saved run, with the same version of dpengine. "
-            "Without a seed you can also leave out nothing_left_since=True, so that the noise starts again.",
+            f"The noise cannot continue as one matrix: it was generated by {', '.join(sorted(then))}, and this run "
+            f"uses {', '.join(sorted(now))} with other values, so earlier noise would not cancel.",
+            fix="Continue on a device of the same type as in the saved run, with the same version of dpengine. Without "
+            "a seed you can also omit nothing_left_since=True, so that the noise starts again.",
         )
 
 
 def next_nonce(state: Mapping[str, Any]) -> int:
-    """Returns an unused nonce of the source; with a seed, the saved nonce."""
+    """Returns an unused nonce of the source, or the saved nonce of a run with a seed."""
     return int(state["source"]["incarnation"]) if is_seeded(state) else secrets.randbits(_NONCE_BITS)
 
 
 def is_seeded(state: Mapping[str, Any]) -> bool:
-    """Returns True if the run has a seed: it reproduces itself, and its noise is not secret."""
+    """Returns True if the run has a seed, so that it is reproducible and its noise is not secret."""
     return bool(state["source"]["insecure_seed"])

@@ -1,4 +1,4 @@
-"""Sharded states: what each process writes, and reads from the files of all processes."""
+"""Shards of states that each process writes, and reads from the files of all processes."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ _SLICE = "noise"
 
 
 def owned_shards(tensors: Mapping[str, Tensor], topology: Topology) -> dict[str, Shard]:
-    """Selects the shards that this rank writes: exactly one rank writes each element."""
-    found = {}
+    """Returns the shards that this rank writes. Exactly one rank writes each element."""
+    shards = {}
     for name, tensor in tensors.items():
         if topology.writes(tensor):
             start = topology.layout.local_shard(cast(nn.Parameter, tensor)).kept.start if is_dtensor(tensor) else None
             part = Shard(local_part(tensor), start)
             if start is None or part.tensor.numel():
-                found[name] = part
-    return found
+                shards[name] = part
+    return shards
 
 
 def local_tensor(stored: StoredTensors, name: str, like: Tensor, topology: Topology) -> Tensor:
-    """Reads a stored tensor for this rank: completely, or its shard as a DTensor if ``like`` is one."""
+    """Reads a stored tensor for this rank: the complete tensor, or a shard as a DTensor if ``like`` is a DTensor."""
     if not is_dtensor(like):
         return stored.read(name)
     like = cast(nn.Parameter, like)
@@ -44,59 +44,64 @@ def local_tensor(stored: StoredTensors, name: str, like: Tensor, topology: Topol
 
 
 def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int]:
-    """Returns the parameter index of each tensor of an optimizer's state."""
-    of = {id(leaf): i for i, kept in state.get("state", {}).items() for leaf in pytree.tree_leaves(kept)}
-    found = {name: of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in of}
-    parameters = _listed(optimizer)
-    for name, i in found.items():
+    """Returns the parameter index of each tensor of an optimizer's state, by name of the tensor."""
+    index_of = {id(leaf): i for i, values in state.get("state", {}).items() for leaf in pytree.tree_leaves(values)}
+    indices = {name: index_of[id(tensor)] for name, tensor in tensors.items() if id(tensor) in index_of}
+    parameters = _parameters_of(optimizer)
+    for name, i in indices.items():
         tensor = tensors[name]
-        if is_dtensor(parameters[i]) and not _alike(tensor, parameters[i]) and (tensor.dim() or is_dtensor(tensor)):
+        if (
+            is_dtensor(parameters[i])
+            and not _is_sharded_like(tensor, parameters[i])
+            and (tensor.dim() or is_dtensor(tensor))
+        ):
             raise TypeError(
-                f"checkpoint: the optimizer keeps a tensor {tuple(tensor.shape)} for a sharded parameter "
+                f"checkpoint: the optimizer has a state of shape {tuple(tensor.shape)} for a sharded parameter "
                 f"{tuple(parameters[i].shape)}. Supported are tensors sharded like the parameter, and scalars."
             )
-    return found
+    return indices
 
 
 def optimizer_tensors(
     stored: StoredTensors, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
 ) -> dict[str, Tensor]:
-    """Reads the tensors of an optimizer's state for this rank."""
-    parameters, found = _listed(optimizer), {}
+    """Reads the tensors of an optimizer's state for this rank. ``of`` is the result of `owners`."""
+    parameters, tensors = _parameters_of(optimizer), {}
     for name in stored.names:
         if name not in of:
-            found[name] = stored.read(name)
+            tensors[name] = stored.read(name)
             continue
         if not 0 <= of[name] < len(parameters):
             raise CorruptFileError(f"{name!r} does not belong to a parameter.", fix=EARLIER)
         parameter, shape = parameters[of[name]], stored.shape(name)
         if not is_dtensor(parameter) or not shape:
-            found[name] = stored.read(name)
+            tensors[name] = stored.read(name)
         elif shape == tuple(parameter.shape):
-            found[name] = local_tensor(stored, name, parameter, topology)
+            tensors[name] = local_tensor(stored, name, parameter, topology)
         else:
             raise MechanismMismatchError(
-                f"The optimizer keeps a tensor {shape} for a parameter {tuple(parameter.shape)} that is sharded now.",
+                f"The stored optimizer state has shape {shape} for a parameter {tuple(parameter.shape)} that is now "
+                "sharded.",
                 fix="Load it without sharding, or use an optimizer whose state is sharded like the parameters.",
             )
-    return found
+    return tensors
 
 
-def _listed(optimizer: Optimizer) -> list[Any]:
+def _parameters_of(optimizer: Optimizer) -> list[Any]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _alike(tensor: Any, parameter: Any) -> bool:
+def _is_sharded_like(tensor: Any, parameter: Any) -> bool:
     return is_dtensor(tensor) and (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)
 
 
 def slice_shards(slices: Mapping[Places, Tensor]) -> dict[str, Shard]:
-    """Returns the state of correlated noise, ``(K, D)`` by place, as shards of a file."""
+    """Returns the state of correlated noise, tensors ``(K, D)`` by places, as shards of a file."""
     return {".".join([_SLICE, *map(str, astuple(places))]): Shard(state_KD) for places, state_KD in slices.items()}
 
 
 def cut_slices(stored: StoredTensors, wanted: Sequence[Places]) -> dict[Places, Tensor]:
-    """Reads the state of correlated noise for the slices of this rank."""
+    """Reads the state of correlated noise for the slices of this rank, by their places."""
     rows = sorted(row for name in stored.names for row in _rows_of(name))
     return {places: _cut(stored, rows, places) for places in wanted}
 
@@ -108,22 +113,22 @@ def _rows_of(name: str) -> list[tuple[int, int, str, int]]:
 
 
 def _cut(stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], wanted: Places) -> Tensor:
-    pieces: list[Tensor] = []
-    cache: dict[str, Tensor] = {}  # slices with several rows are read once
+    parts: list[Tensor] = []
+    cache: dict[str, Tensor] = {}  # slices with several rows, which are read once
     for row in range(wanted.rows):
-        place = wanted.start + row * wanted.stride
-        end = place + wanted.length
-        at = bisect.bisect_right(rows, place, key=lambda one: one[0]) - 1
-        while place < end:
-            start, length, name, offset = rows[at] if 0 <= at < len(rows) else (end, 0, "", 0)
-            if not start <= place < start + length:
-                raise CorruptFileError(f"The state of the noise at place {place} is missing.", fix=EARLIER)
+        position = wanted.start + row * wanted.stride
+        end = position + wanted.length
+        index = bisect.bisect_right(rows, position, key=lambda stored_row: stored_row[0]) - 1
+        while position < end:
+            start, length, name, offset = rows[index] if 0 <= index < len(rows) else (end, 0, "", 0)
+            if not start <= position < start + length:
+                raise CorruptFileError(f"The state of the noise at index {position} is missing.", fix=EARLIER)
             stop = min(end, start + length)
-            state_rows, several = stored.shape(name)[0], stored.shape(name)[1] > length
-            if several:
+            state_rows, has_several_rows = stored.shape(name)[0], stored.shape(name)[1] > length
+            if has_several_rows:
                 state_KD = cache[name] if name in cache else cache.setdefault(name, stored.read(name))
-                pieces.append(state_KD[:, offset + place - start : offset + stop - start])
+                parts.append(state_KD[:, offset + position - start : offset + stop - start])
             else:
-                pieces.append(stored.read(name, Box((0, place - start), (state_rows, stop - place))))
-            place, at = stop, at + 1
-    return torch.cat(pieces, dim=1)
+                parts.append(stored.read(name, Box((0, position - start), (state_rows, stop - position))))
+            position, index = stop, index + 1
+    return torch.cat(parts, dim=1)

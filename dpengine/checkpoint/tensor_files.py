@@ -1,8 +1,8 @@
-"""Tensors, possibly sharded over processes, in safetensors files. Such a file cannot contain code.
+"""Safetensors files of tensors, which may be sharded over processes. Such files cannot contain code.
 
-One process writes one file, ``NAME.safetensors``. Several write ``NAME-00001-of-00004.safetensors`` and so on, each
-with the offsets of its shards in the format of ``torch.distributed.checkpoint``, whose ``HuggingFaceStorageReader``
-reads them.
+One process writes one file, ``NAME.safetensors``. Several processes write ``NAME-00001-of-00004.safetensors`` and so
+on, with the offsets of their shards in the format of ``torch.distributed.checkpoint``, whose
+``HuggingFaceStorageReader`` reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .folder import COPY_ALL
 from .layout import EARLIER
 
 _SUFFIX = ".safetensors"
-_PLACES, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # names of torch.distributed.checkpoint
+_SHARDING_KEY, _OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"  # names of torch.distributed.checkpoint
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Shard:
 
     Attributes:
         tensor: The shard.
-        start: Its offset along each axis; None for a complete tensor.
+        start: Offset along each axis; None for a complete tensor.
     """
 
     tensor: Tensor
@@ -49,32 +49,32 @@ def file_name(name: str, rank: int, ranks: int) -> str:
 
 
 def files_of(name: str, files: Iterable[str]) -> list[str]:
-    """Selects the files of all ranks."""
+    """Returns the names in ``files`` that are files of any rank for ``name``, sorted."""
     pattern = re.compile(rf"{re.escape(name)}(-\d{{5,}}-of-\d{{5,}})?{re.escape(_SUFFIX)}")
     return sorted(file for file in files if pattern.fullmatch(file))
 
 
 def writer(parts: Mapping[str, Shard], metadata: Mapping[str, str]) -> Callable[[Path], None]:
-    """Returns a function that writes a file."""
-    places = {name: {_OFFSETS: part.start} for name, part in parts.items() if part.start is not None}
-    if places:
-        others = {name: {_OFFSETS: [0] * part.tensor.dim()} for name, part in parts.items() if part.start is None}
-        metadata = {**metadata, _PLACES: json.dumps({**places, **others})}
+    """Returns a function that writes the shards and the metadata to a file."""
+    offsets = {name: {_OFFSETS_KEY: part.start} for name, part in parts.items() if part.start is not None}
+    if offsets:
+        others = {name: {_OFFSETS_KEY: [0] * part.tensor.dim()} for name, part in parts.items() if part.start is None}
+        metadata = {**metadata, _SHARDING_KEY: json.dumps({**offsets, **others})}
     tensors = {name: _with_own_storage(part.tensor.detach()) for name, part in parts.items()}
     return lambda path: save_file(tensors, path, dict(metadata))
 
 
 def _with_own_storage(tensor: Tensor) -> Tensor:
-    """Returns the tensor with a storage of its own, which safetensors requires."""
+    """Returns the tensor with a storage that it does not share, which safetensors requires."""
     tensor = tensor.contiguous()
     size = tensor.numel() * tensor.element_size()
     return tensor if tensor.untyped_storage().nbytes() == size else tensor.clone()
 
 
 class StoredTensors:
-    """The tensors in the files of all ranks, which can be read completely or partially.
+    """Reads tensors, completely or partially, from the files of all ranks.
 
-    Use it in a ``with`` statement, which closes the files.
+    A context manager that closes the files.
     """
 
     def __init__(self, paths: Iterable[Path]):
@@ -84,16 +84,16 @@ class StoredTensors:
         for path in paths:
             with _corruption_errors(path.name):
                 file = self._files.enter_context(safe_open(path, framework="pt"))
-                found = dict(file.metadata() or {})
-                places = json.loads(found.pop(_PLACES, "{}"))
-                self.metadata = self.metadata or found
+                metadata = dict(file.metadata() or {})
+                offsets = json.loads(metadata.pop(_SHARDING_KEY, "{}"))
+                self.metadata = self.metadata or metadata
                 for name in file.keys():
                     size = tuple(file.get_slice(name).get_shape())
-                    start = tuple(places[name][_OFFSETS]) if name in places else (0,) * len(size)
+                    start = tuple(offsets[name][_OFFSETS_KEY]) if name in offsets else (0,) * len(size)
                     if len(start) != len(size):
                         raise ValueError(f"{name!r} is a shard of another tensor")
                     parts = self._parts.setdefault(name, [])
-                    if all(box != Box(start, size) for _, box in parts):  # ranks may have written the same shard
+                    if all(box != Box(start, size) for _, box in parts):  # several ranks may write the same shard
                         parts.append((file, Box(start, size)))
 
     def __enter__(self) -> StoredTensors:
@@ -113,9 +113,9 @@ class StoredTensors:
         return tuple(map(max, zip(*ends, strict=True)))
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
-        """Returns a part of a tensor, on the CPU with its own storage."""
+        """Returns a part of a tensor, or the complete tensor, as a new tensor on the CPU."""
         box = Box.whole(self.shape(name)) if wanted is None else wanted
-        out, found = None, 0
+        out, count = None, 0
         with _corruption_errors(name):
             for file, part in self._parts[name]:
                 common = part.common(box)
@@ -123,8 +123,8 @@ class StoredTensors:
                     values = _values(file, name, part, common)
                     out = torch.empty(box.size, dtype=values.dtype) if out is None else out
                     out[common.inside(box)] = values
-                    found += common.numel
-        if out is None or found != box.numel:
+                    count += common.numel
+        if out is None or count != box.numel:
             raise CorruptFileError(f"{name!r} is incomplete.", fix=EARLIER)
         return out
 
@@ -132,18 +132,18 @@ class StoredTensors:
 def _values(file: Any, name: str, part: Box, common: Box) -> Tensor:
     if common == part or not part.size:
         return file.get_tensor(name)  # type: ignore[no-any-return]
-    if not common.numel:  # only its dtype is needed
+    if not common.numel:  # an empty tensor with the stored dtype
         return file.get_slice(name)[tuple(slice(0, 0) for _ in part.size)].new_empty(common.size)  # type: ignore[no-any-return]
     return file.get_slice(name)[common.inside(part)]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
-def _corruption_errors(what: str) -> Any:
+def _corruption_errors(name: str) -> Any:
     try:
         yield
     except FileNotFoundError:
-        raise CorruptFileError(f"{what} is missing.", fix=COPY_ALL) from None
+        raise CorruptFileError(f"{name} is missing.", fix=COPY_ALL) from None
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         if isinstance(error, CorruptFileError):
             raise
-        raise CorruptFileError(f"{what} is damaged, or not a tensor file: {error}.", fix=EARLIER) from error
+        raise CorruptFileError(f"{name} is damaged, or not a tensor file: {error}.", fix=EARLIER) from error
