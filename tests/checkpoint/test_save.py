@@ -280,7 +280,7 @@ def test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone
         monkeypatch.setattr(checkpoint.run_state, "state_of", _without_generators(checkpoint.run_state.state_of))
     run.saved(tmp_path / "run")
     accelerator(first != "accelerator")
-    with pytest.raises(MechanismMismatchError, match="noise cannot continue as one matrix: it comes from"):
+    with pytest.raises(MechanismMismatchError, match="noise cannot continue as one matrix: its generator was"):
         Run(**settings).resumed(tmp_path / "run", nothing_left_since=True)
     if seed is None:
         Run(**settings).resumed(tmp_path / "run").train(1)  # the noise starts again
@@ -570,7 +570,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
     assert other.optimizer.state_dict()["state"] == {} and torch.equal(other.weights, before)
     other.resumed(tmp_path / "run")
     assert other.engine.ledger.steps == 2 and not torch.equal(other.weights, before)
-    with pytest.raises(BatchStateError, match="was loaded before"):
+    with pytest.raises(BatchStateError, match="was already loaded"):
         other.resumed(tmp_path / "run")
 
 

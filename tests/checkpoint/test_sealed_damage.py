@@ -101,7 +101,7 @@ def test_a_checkpoint_of_a_version_that_is_not_known_is_refused_by_its_number(tm
     save_file(sealed.tensors[name], folder / name, {"state": other})
     sealed.seal(name)
     run = Run()
-    with pytest.raises(CorruptFileError, match=r"DPE024.*has version .*this one reads 2"):
+    with pytest.raises(CorruptFileError, match=r"DPE024.*has version .*this release reads 2"):
         run.resumed(folder)
     assert run.engine.ledger.steps == 0
 

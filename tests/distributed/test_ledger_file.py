@@ -72,7 +72,7 @@ def full_disk(path):
 def test_no_rank_makes_a_step_that_the_first_cannot_write(tmp_path):
     path = tmp_path / "run.ledger"
     first, second = launched(2, full_disk, path, seconds=20)
-    assert "No space left" in first[0] or "could not be written" in first[0]
+    assert "No space left" in first[0] or "can no longer be written" in first[0]
     assert "Rank 0 failed" in second[0]
     assert first[1] and second[1]
     assert steps_of(read(path).history) == 2

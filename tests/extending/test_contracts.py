@@ -213,8 +213,8 @@ class Weights:
 @pytest.mark.parametrize(
     ("noise", "says"),
     [
-        (Weights(((0.0,), ())), "the first of row"),
-        (Weights(((1.0,), (0.5,))), "as many weights, factors and gains"),
+        (Weights(((0.0,), ())), "the first number of row"),
+        (Weights(((1.0,), (0.5,))), "one weight, factor and gain"),
         (Weights((1.0, 0.5)), "Return finite numbers"),
         (Weights(((1.0, float("nan")), ())), "Return finite numbers"),
         (Weights(((1.0,), (-0.3,)), ((37.7,), (1.0,))), "cannot be computed accurately"),

@@ -202,7 +202,7 @@ model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_m
         exec(cell, scope)
     gc.collect()  # the first engine and optimizer are gone
     dpengine.detach(model)
-    with pytest.raises(SamplingError, match=r"DPE004.*create it again, as in a notebook cell"):
+    with pytest.raises(SamplingError, match=r"DPE004.*create it again, for example if a notebook cell"):
         exec(cell, scope)
     exec(cell, {**scope, "loader": DataLoader(examples(), batch_size=6)})
 
