@@ -1,6 +1,6 @@
-"""All errors and warnings that dpengine raises, each with a stable code, and the check of keyword arguments.
+"""All errors and warnings of dpengine, with stable codes, and the check of keyword arguments.
 
-An error states where (the dotted module or argument), what was found, and what to do; ``fix`` is the line to type.
+An error states where (the dotted module or argument), what was found, and what to do (``fix``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class PrivacyError(RuntimeError):
     """Base of all errors that protect the guarantee.
 
     Args:
-        message: Where, what was found, and why it matters.
-        fix: What to do about it, best as a line to type.
-        where: Dotted name of the layer or parameter at fault, if it is one.
+        message: Place, problem, and reason why it matters.
+        fix: Remedy, preferably a line of code.
+        where: Dotted name of the layer or parameter at fault; None if there is none.
     """
 
     code = "DPE000"
@@ -32,8 +32,8 @@ class PrivacyError(RuntimeError):
         super().__init__(f"[{self.code}] {message} {fix}".rstrip())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Comes out of a pickle, as other processes send it, as it was."""
-        return _again, (type(self), self.args, self.fix, self.__dict__)
+        """Supports pickling, so that errors of other processes keep all attributes."""
+        return _unpickled, (type(self), self.args, self.fix, self.__dict__)
 
     @property
     def docs(self) -> str:
@@ -41,29 +41,29 @@ class PrivacyError(RuntimeError):
         return f"docs/errors.md#{self.code.lower()}"
 
 
-def _again(kind: type[PrivacyError], args: tuple[Any, ...], fix: str, rest: dict[str, Any]) -> PrivacyError:
+def _unpickled(kind: type[PrivacyError], args: tuple[Any, ...], fix: str, attributes: dict[str, Any]) -> PrivacyError:
     error = kind.__new__(kind, *args)
     error.args, error.fix = args, fix
-    error.__dict__.update(rest)
+    error.__dict__.update(attributes)
     return error
 
 
 class UnsupportedError(ValueError):
-    """Something that cannot be trained privately as it is."""
+    """An object cannot be trained privately as it is."""
 
 
 class UnsupportedModuleError(UnsupportedError):
-    """A module that cannot be trained privately as it is; what the engine refuses is an ``UnsupportedLayerError``."""
+    """A module cannot be trained privately as it is. The engine raises the subclass ``UnsupportedLayerError``."""
 
 
 class UnsupportedLayerError(PrivacyError, UnsupportedModuleError):
-    """A layer whose per-sample gradients are not known, or which mixes the rows of a batch."""
+    """A layer has no rule for per-sample gradients, or mixes the samples of a batch."""
 
     code = "DPE001"
 
 
 class MissingGradientError(PrivacyError, ValueError):
-    """A trainable parameter without a per-sample gradient, or with one that did not come through its layer."""
+    """A trainable parameter has no per-sample gradient, or got a gradient outside its layer."""
 
     code = "DPE002"
 
@@ -87,7 +87,7 @@ class StaleGradientError(PrivacyError, ValueError):
 
 
 class InvalidBudgetError(PrivacyError, ValueError):
-    """A privacy parameter outside its legal range."""
+    """A privacy parameter is out of range."""
 
     code = "DPE007"
 
@@ -105,49 +105,49 @@ class ScaledGradientError(PrivacyError):
 
 
 class BatchDependentLossError(PrivacyError):
-    """The loss of one row depends on the other rows."""
+    """The loss of one sample depends on the other samples of the batch."""
 
     code = "DPE010"
 
 
 class BudgetExceeded(PrivacyError):
-    """The next step would spend more than the target."""
+    """The next step would exceed the target epsilon."""
 
     code = "DPE011"
 
 
 class ReductionError(PrivacyError, ValueError):
-    """The loss is summed where a mean was declared, or the other way round."""
+    """The loss is a sum, but was declared as a mean, or vice versa."""
 
     code = "DPE013"
 
 
 class UnknownParameterError(PrivacyError):
-    """A parameter or optimizer that the engine cannot make private."""
+    """A parameter or an optimizer cannot be made private."""
 
     code = "DPE016"
 
 
 class RepeatedBackwardError(PrivacyError, ValueError):
-    """The same rows went through two backward passes in one step."""
+    """The same samples were used in two backward passes of one step."""
 
     code = "DPE017"
 
 
 class BatchMismatchError(PrivacyError):
-    """The rows seen in backward are not the rows that the sampler drew."""
+    """The samples in a backward pass are not those that the sampler drew."""
 
     code = "DPE018"
 
 
 class DetachedError(PrivacyError):
-    """An optimizer was stepped without its engine: a copy, say, or one that was detached half-way."""
+    """An optimizer was stepped without its engine, for example a copy, or one that was detached during the step."""
 
     code = "DPE019"
 
 
 class MissingDependencyError(PrivacyError, ImportError):
-    """An optional package is absent."""
+    """An optional package is not installed."""
 
     code = "DPE020"
 
@@ -165,41 +165,41 @@ class BatchStateError(PrivacyError):
 
 
 class MechanismMismatchError(PrivacyError, ValueError):
-    """The stored state belongs to another mechanism than the one that loads it."""
+    """A stored state belongs to another mechanism than the one that loads it."""
 
     code = "DPE023"
 
 
 class CorruptFileError(PrivacyError):
-    """A stored file is missing, damaged, edited, or of a version that is not known."""
+    """A stored file is missing, damaged, edited, or of an unknown version."""
 
     code = "DPE024"
 
 
 class AccountingRefusedError(PrivacyError):
-    """No sound number can be given for this history."""
+    """No valid privacy bound exists for this history of charges."""
 
     code = "DPE025"
 
 
 class BufferUpdateError(PrivacyError):
-    """A forward pass or the loop keeps data of a batch in the model."""
+    """A forward pass or the loop stores data of a batch in the model."""
 
     code = "DPE026"
 
 
 class ExtensionError(PrivacyError, ValueError):
-    """A clipping policy, grad sampler or norm sampler from outside does not fulfill its contract."""
+    """A user's clipping policy, grad sampler or norm sampler does not fulfill its contract."""
 
     code = "DPE027"
 
 
 class PrivacyWarning(Warning):
-    """Something a person who answers for the guarantee must know. Shown once for each code, and object at fault."""
+    """Information that matters for the privacy guarantee. Shown once for each code and object at fault."""
 
 
 class _Process:
-    """Stands for the process in `_shown`."""
+    """Represents the process in `_shown`."""
 
 
 _PROCESS = _Process()
@@ -212,7 +212,7 @@ def notice(code: str, message: str | Callable[[], str], *, key: str = "", of: ob
     Args:
         code: The code of the error catalogue, such as ``"DPE012"``.
         message: What happened and what to do; or a function that returns it, called only if the notice is shown.
-        key: Tells apart notices of one code that should each be shown.
+        key: Distinguishes notices with the same code that should each be shown.
         of: The object at fault, such as a model; the process by default.
     """
     shown = _shown.setdefault(of, set())
@@ -220,7 +220,7 @@ def notice(code: str, message: str | Callable[[], str], *, key: str = "", of: ob
         shown.add((code, key))
         frame = sys._getframe(1)
         caller = frame.f_back or frame
-        # Not `warnings.warn`, which by default shows equal texts from one line once, whatever object they are about.
+        # `warnings.warn` would show equal texts from one line only once, even for different objects.
         warnings.warn_explicit(
             f"[{code}] {message if isinstance(message, str) else message()}",
             PrivacyWarning,
@@ -231,7 +231,7 @@ def notice(code: str, message: str | Callable[[], str], *, key: str = "", of: ob
 
 
 def forget_notices() -> None:
-    """Lets every notice be shown again, as in a new process. For tests."""
+    """Allows every notice to be shown again, as in a new process. For tests."""
     _shown.clear()
 
 
@@ -239,7 +239,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 
 def suggests_names(target: C) -> C:
-    """Makes a public function or class answer an unknown keyword with the nearest one that it knows."""
+    """Decorates a public function or class: TypeError for an unknown keyword suggests the most similar known one."""
     if isinstance(target, type):
         target.__init__ = _checked(target.__init__, target.__qualname__)  # type: ignore[misc]
         return target
@@ -247,15 +247,15 @@ def suggests_names(target: C) -> C:
 
 
 def check_keywords(called: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Checks keywords against those that a callable takes.
+    """Checks keywords against those that a callable accepts.
 
     Args:
         called: Name of the callable.
         names: The keywords.
-        known: All keywords that it takes.
+        known: All keywords that it accepts.
 
     Raises:
-        TypeError: If one is not known; the message names the nearest known one.
+        TypeError: If a keyword is unknown. The message suggests the most similar known one.
     """
     for name in names:
         if name not in known:

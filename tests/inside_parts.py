@@ -25,7 +25,7 @@ from dpengine.distributed.topology import SINGLE
 from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
 from dpengine.engine.argument_checks import attached_runs
-from dpengine.engine.optimizer import REFUSED
+from dpengine.engine.optimizer import UNSUPPORTED
 from dpengine.engine.pass_clipper import PassClipper, RecordedPass
 from dpengine.engine.watch_model import watch_model
 from dpengine.grad_modes.bookkeep import BookKeeping
@@ -35,7 +35,7 @@ from dpengine.grad_modes.rows import Units
 from dpengine.independence import live_probe as probe
 from dpengine.plan.run_plan import RunPlan
 
-REJECTED_OPTIMIZERS = frozenset(REFUSED)
+REJECTED_OPTIMIZERS = frozenset(UNSUPPORTED)
 """Names of the optimizers of torch that ``make_private`` rejects."""
 
 accounted_rate = accounted_sample_rate

@@ -251,7 +251,7 @@ def test_the_state_is_plain_json_and_loads_on_top():
         (lambda state: None, "NoneType"),
         (lambda state: {}, "no 'ledger'"),
         (lambda state: {"ledger": state["ledger"]}, "no 'delta'"),
-        (lambda state: state | {"ledger": None}, "NoneType as its 'ledger'"),
+        (lambda state: state | {"ledger": None}, "'ledger' in the engine's state is a NoneType"),
         (lambda state: state | {"ledger": {}}, "schema None"),
         *[(lambda state, delta=delta: state | {"delta": delta}, "delta=") for delta in (7.0, 0.0, "1e-5", math.nan)],
     ],

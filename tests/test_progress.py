@@ -9,7 +9,7 @@ import torch
 from loops import make_loop
 
 from dpengine.accounting import Ledger, PoissonGaussianEvent
-from dpengine.engine.progress import is_shown, progress, spent_text
+from dpengine.engine.progress import cost_text, is_shown, progress
 from dpengine.errors import AccountingRefusedError
 
 
@@ -63,7 +63,7 @@ def test_it_shows_the_spent_and_the_allowed_epsilon(shown, capsys):
 )
 def test_what_is_shown_is_never_less_than_what_was_spent(epsilon, target, text):
     spender = type("Fixed", (), {"epsilon": epsilon})()
-    assert spent_text(spender, target) == text
+    assert cost_text(spender, target) == text
 
 
 def test_a_run_without_a_claim_shows_no_epsilon(shown, capsys):

@@ -26,15 +26,15 @@ from .watched_parameter import Origin, WatchedParameter, realize, unsupported
 if TYPE_CHECKING:
     from .capture import Capture
 
-Live = Mapping[str, nn.Parameter]  # by name in the module
-_REFUSES = "_refuses_gradients"  # attribute of a tensor
+Trained = Mapping[str, nn.Parameter]  # parameters that are trained, by name in the module
+_REJECTS_GRADIENTS = "_rejects_gradients"  # attribute of a tensor whose gradient raises an error
 
 
 class AnyForward:
     """Runs a module with parameters that do not require gradients, and taps its output.
 
-    The parameters of a module that is followed operation by operation are replaced by `WatchedParameter`. In a model
-    with layers that are split over processes, the tap is on the local part of the output, an ordinary tensor.
+    If a module is followed operation by operation, its parameters are replaced by `WatchedParameter`. In a model whose
+    layers are split over processes, the tap is on the local part of the output, which is an ordinary tensor.
     """
 
     def __init__(self, capture: Capture, watch: Watch):
@@ -48,54 +48,54 @@ class AnyForward:
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module by its original ``forward``."""
+        """Runs the original ``forward`` of the module, and returns its output with a tap on it."""
         capture, watch, part = self.capture, self.watch, self._part
         if capture.is_in_running_unit(watch.module):
             return forward(*args, **kwargs)
-        args, kwargs = _realised(args, kwargs)
-        live = self._live()
+        args, kwargs = _realized(args, kwargs)
+        trained = self._trained()
         if part is not None and part.is_empty_linear_call(args):
             inputs, mesh = args[0].to_local(), args[0].device_mesh
             output = part.run_empty(watch.module, inputs)
-            return part.empty_output(self.tap(live, (inputs,), {}, output) if live else output, mesh)
-        if not live:
+            return part.empty_output(self.tap(trained, (inputs,), {}, output) if trained else output, mesh)
+        if not trained:
             return forward(*args, **kwargs)
         if watch.kind is Kind.OPERATIONS:
-            return self._run_operations(live, forward, args, kwargs)
+            return self._run_operations(trained, forward, args, kwargs)
         shares = self.positions is not None and self.positions.in_call(args, kwargs)
         if shares and part is not None:
             raise UnsupportedLayerError(
-                f"Embedding '{part.name}' is split over processes, and all rows share the entries that it gives.",
-                fix="Leave it out of the plan of parallelize_module, or pass it indices of each row, (B, T).",
+                f"Embedding '{part.name}' is split over processes, and all samples share its output.",
+                fix="Leave it out of the plan of parallelize_module, or pass it indices for each sample, (B, T).",
             )
-        with self._switched_off(live.values()):
-            output, drawn = self._output(live, forward, args, kwargs)
+        with self._switched_off(trained.values()):
+            output, drawn = self._output(trained, forward, args, kwargs)
         if not capture.recording:
             return output
-        self._refuse_stored_tensors()
+        self._reject_stored_tensors()
         if output is None:
             return output
         if shares:
-            return self._watched_entries(live, args, kwargs, output)
-        return self.tap(live, args, kwargs, output, drawn)
+            return self._watched_entries(trained, args, kwargs, output)
+        return self.tap(trained, args, kwargs, output, drawn)
 
-    def _live(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that are trained, also those that a call around this one switched off."""
-        capture, live = self.capture, {}
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters that are trained, including those that an enclosing call switched off."""
+        capture, trained = self.capture, {}
         off = {p for running in capture.switched_off for p in running}
         sharded = bool(capture.topology.slots)
         for owner, name, dotted in self.slots:
             p = owner._parameters[name]
             if p is not None and (p in off or (capture.registered(p, owner, name) if sharded else p).requires_grad):
-                live[dotted] = p
-        if off.intersection(live.values()):
-            self.capture.refuse_second_thread()
-        return live
+                trained[dotted] = p
+        if off.intersection(trained.values()):
+            self.capture.reject_second_thread()
+        return trained
 
     @contextlib.contextmanager
-    def _switched_off(self, live: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Switches ``requires_grad`` of parameters off."""
-        off = [p for p in live if p.requires_grad and p.is_leaf]  # others come from the caller, and are rejected later
+    def _switched_off(self, trained: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Sets ``requires_grad`` of parameters to False in the context."""
+        off = [p for p in trained if p.requires_grad and p.is_leaf]  # non-leaf tensors are rejected later
         capture = self.capture
         capture.switched_off.append(off)
         try:
@@ -107,8 +107,8 @@ class AnyForward:
                 parameter.requires_grad = True
             capture.switched_off.pop()
 
-    def _output(self, live: Live, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Runs the module, a unit by its rule if that can run each sample alone. See ``ForwardCall``."""
+    def _output(self, trained: Trained, forward: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Runs the module. If it is a unit whose rule can run each sample alone, the rule runs it."""
         watch, capture = self.watch, self.capture
         if watch.kind is not Kind.UNIT:
             return forward(*args, **kwargs), None
@@ -118,37 +118,37 @@ class AnyForward:
             with without_checkpoints():
                 if by_rows is None:
                     return forward(*args, **kwargs), None
-                return by_rows(ForwardCall(watch.module, forward, args, kwargs, live, watch.name, batch_first))
+                return by_rows(ForwardCall(watch.module, forward, args, kwargs, trained, watch.name, batch_first))
         finally:
             capture.running_units.pop()
 
-    def _refuse_stored_tensors(self) -> None:
-        """Makes tensors that the forward pass stored in attributes raise an error if the loss depends on them.
+    def _reject_stored_tensors(self) -> None:
+        """Adds hooks to tensors that the forward pass stored in attributes. They raise if the loss uses the tensors.
 
-        Their gradient does not reach the tap on the output. The attribute gets a view, because the output may depend on
-        the tensor itself.
+        The gradient of such a tensor does not reach the tap on the output. The hook is on a view, which replaces the
+        attribute, because the output may depend on the tensor itself.
         """
         for module in self._storing:
             for name, value in list(vars(module).items()):
-                if type(value) is Tensor and value.grad_fn is not None and not hasattr(value, _REFUSES):
+                if type(value) is Tensor and value.grad_fn is not None and not hasattr(value, _REJECTS_GRADIENTS):
                     vars(module)[name] = view = value.view_as(value)
-                    setattr(view, _REFUSES, True)
-                    view.register_hook(partial(_refuse_stored, self.capture, self.watch.name, name))
+                    setattr(view, _REJECTS_GRADIENTS, True)
+                    view.register_hook(partial(_reject_stored, self.capture, self.watch.name, name))
 
-    def tap(self, live: Live, args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
-        """Returns the output of a call, with a tap on it."""
+    def tap(self, trained: Trained, args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
+        """Returns the output of a call with a tap on it."""
         capture, watch, part = self.capture, self.watch, self._part
         shapes = {} if part is None else part.shapes
-        uses = {name: self._use(p, self._dotted[name], part=shapes.get(name)) for name, p in live.items()}
+        uses = {name: self._use(p, self._dotted[name], part=shapes.get(name)) for name, p in trained.items()}
         if capture.topology.splits.size > 1 and part is None:
             args, kwargs = local_inputs(watch.name, (args, kwargs))
         call = part.local(args, kwargs, output) if part is not None and is_dtensor(output) else None
         if call is not None:
-            args, kwargs, output, whole = call.args, call.kwargs, call.output, output
+            args, kwargs, output, full_output = call.args, call.kwargs, call.output, output
         layer = watch.module if part is None else part.layer
         tapped = tap(capture, watch, uses, args, kwargs, output, layer=layer, batch_first=watch.in_rows, drawn=drawn)
         if call is not None:
-            return LayerPart.with_tap(tapped, call, whole)
+            return LayerPart.with_tap(tapped, call, full_output)
         return tapped if drawn is None else drawn.reduced(tapped, mean=capture.mean_loss)
 
     def _use(self, parameter: nn.Parameter, name: str, place: slice | None = None, part: Any = None) -> Use:
@@ -157,10 +157,10 @@ class AnyForward:
         self.capture.uses[registered] += 1
         return Use(registered, name, place, part)
 
-    def _watched_entries(self, live: Live, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """Follows shared entries operation by operation until they are combined with a tensor that has a batch axis."""
+    def _watched_entries(self, trained: Trained, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+        """Returns the output as a watched tensor, followed until it is combined with a tensor with a batch axis."""
         capture, indices = self.capture, tensors_in((args, kwargs))[0]
-        ((name, parameter),) = live.items()
+        ((name, parameter),) = trained.items()
 
         def tapped_rows(origin: Origin, rows: int) -> Tensor:
             entries = output.detach().expand(rows, *output.shape).clone()
@@ -171,14 +171,14 @@ class AnyForward:
         origin = Origin(parameter, self._dotted[name], tapped_rows, _no_linear, lambda: capture.rows)
         return WatchedParameter.of(output.detach(), origin)
 
-    def _run_operations(self, live: Live, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_operations(self, trained: Trained, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module whose own parameters are followed operation by operation."""
         capture, mark = self.capture, len(self.capture.swapped)
-        stand_ins = {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in live.items()}
+        stand_ins = {name: WatchedParameter.of(p.detach(), self._origin(name, p)) for name, p in trained.items()}
         try:
             for owner, name, dotted in self.slots:
-                if dotted in live:
-                    capture.swapped.append((owner, name, live[dotted]))
+                if dotted in trained:
+                    capture.swapped.append((owner, name, trained[dotted]))
                     owner._parameters[name] = stand_ins[dotted]  # type: ignore[assignment]
             return forward(*args, **kwargs)
         finally:
@@ -204,12 +204,12 @@ class AnyForward:
         return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, rows)
 
 
-def _refuse_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -> None:
+def _reject_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -> None:
     """Raises UnsupportedLayerError."""
-    capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
+    capture.expect_end()  # the error prevents the callback, so `unfinished` stays set and the batch is discarded
     raise UnsupportedLayerError(
-        f"The loss uses the tensor that layer '{layer}' stored in its attribute '{attribute}'. The gradients of single "
-        "samples are formed from what its forward returns.",
+        f"The loss uses the tensor that layer '{layer}' stored in its attribute '{attribute}'. Per-sample gradients "
+        "are computed from the tensors that its forward returns.",
         fix="Return the tensor from forward as one more output, or detach it before it is stored.",
         where=layer,
     )
@@ -219,7 +219,7 @@ def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) ->
     raise unsupported(next(iter(origins.values())), F.linear)
 
 
-def _realised(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _realized(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for value in (*args, *kwargs.values()):
         if isinstance(value, WatchedParameter):
             return tuple(realize(v) for v in args), {k: realize(v) for k, v in kwargs.items()}

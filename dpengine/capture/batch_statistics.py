@@ -44,11 +44,11 @@ def _guard(name: str, is_on: Callable[[], bool]) -> Hook:
     def check(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not (_uses_batch_statistics(module) and is_on()):
             return
-        reason = "is in train mode" if module.training else "has no running statistics any more"
+        reason = "is in train mode" if module.training else "no longer has running statistics"
         raise UnsupportedLayerError(
-            f"{name or 'The model'} ({type(module).__name__}) {reason}, so it would normalize each sample by the other "
-            "samples of the batch and store batch statistics without noise. Note that model.train() puts every layer "
-            "into train mode.",
+            f"{name or 'The model'} ({type(module).__name__}) {reason}, so it would normalize each sample with the "
+            "statistics of the batch and store these without noise. Note that model.train() puts every layer into "
+            "train mode.",
             fix=f"Call model.get_submodule({name!r}).eval() after each model.train(), for every batch norm, or call "
             "dpengine.fix(model) before creating the optimizer.",
         )

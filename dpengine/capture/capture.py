@@ -1,4 +1,4 @@
-"""Capture: watches a model and reports every use of a trainable parameter, batch first, in the backward pass."""
+"""Capture: records each use of a trainable parameter of a model, and reports it in the backward pass, batch first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpengine.layers.replacements import to_original, to_replacement
 from .batch_statistics import batch_norm_guards
 from .hooks import Forwards, RootHook
 from .module_tables import ModuleTables
-from .on_modules import Hook, PlainReduce
+from .on_modules import Hook, ReduceWithoutHooks
 from .own_loss import token_mean_guards
 from .record import LayerCall, Listener, Recipient, Use, turned
 from .tensors import tensors_in
@@ -48,7 +48,7 @@ class CaptureState(enum.Enum):
 
     DETACHED = "detached"  # no hook on the model
     ATTACHED = "attached"  # train-mode forward passes are recorded
-    PAUSED = "paused"  # the hooks are attached and do nothing, as inside a replay
+    PAUSED = "paused"  # the hooks are attached and do nothing, for example during a replay
 
 
 @dataclass(eq=False)
@@ -60,13 +60,13 @@ class Capture:
         watches: The watched modules.
         listener: Receives the events.
         linear_rule: The rule for ``F.linear`` called on parameters of a module that is followed operation by operation.
-        batch_first: True if axis 0 is the batch; else axis 1 of indices and of tensors with three axes or more.
+        batch_first: True if axis 0 is the batch; else axis 1 of integer tensors and of tensors with three or more axes.
         mean_loss: True if losses are declared to be means over the samples. Copied to each `LayerCall`.
-        replay: Records forward passes that will run again; None if none will.
-        topology: How the model is distributed. A module of a sharded model holds other parameters while it runs.
+        replay: Records forward passes to run them again; None if they are not recorded.
+        topology: Placement of the model on processes. Modules of a sharded model hold other parameters while they run.
         choice: Changes the watches in the first batches, until it calls `stop_choosing`.
         outermost: Replaces the ``forward`` of the model, outside those of the watched modules. Set before ``attach``.
-        error_note: Note for an exception of the next forward pass; empty if there is nothing to say.
+        error_note: Note that is added to an exception of the next forward pass; empty for no note.
     """
 
     model: nn.Module
@@ -81,14 +81,14 @@ class Capture:
     outermost: ReplacedForward | None = field(default=None, init=False)
     error_note: str = field(default="", init=False)
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
-    rows: int | None = field(default=None, init=False)  # of the running forward pass
-    inputs: tuple[Any, Any] | None = field(default=None, init=False)  # of the running forward pass of the model
-    # Number of uses of each parameter since the last backward pass. A hooked output counts if ``counts_uses`` is set.
+    rows: int | None = field(default=None, init=False)  # batch size of the running forward pass
+    inputs: tuple[Any, Any] | None = field(default=None, init=False)  # inputs of the running forward pass
+    # Number of uses of each parameter since the last backward pass. Outputs with a hook count if ``counts_uses``.
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
     recipient: Recipient = field(init=False)  # the listener, except inside ``redirected``
-    # Parameters that are replaced while modules run that are followed operation by operation: module, name, parameter.
+    # Parameters that are replaced while a module runs that is followed operation by operation: module, name, parameter.
     swapped: list[tuple[nn.Module, str, nn.Parameter]] = field(default_factory=list, init=False)
     # Parameters whose ``requires_grad`` is off while their layers run, one list for each running call.
     switched_off: list[list[nn.Parameter]] = field(default_factory=list, init=False)
@@ -96,11 +96,11 @@ class Capture:
     thread: int | None = field(default=None, init=False)  # id of the thread of the last recorded forward pass
     counts_uses: bool = field(default=False, init=False)  # the grad mode reads ``uses``
     units: tuple[str, ...] = field(default=(), init=False)  # names of the modules that the choice made units
-    # Rows of the operations on parameters of a module that is followed operation by operation; None: not recorded.
+    # Number of samples in the operations on parameters of watched modules; None if they are not recorded.
     rows_seen: list[tuple[Watch, int]] | None = field(default=None, init=False)
     anchor: Tensor = field(init=False)  # note [anchor] in tap.py
     tables: ModuleTables = field(init=False)
-    streams: Streams = field(default_factory=Streams, init=False)  # on which calls were reported; note [streams]
+    streams: Streams = field(default_factory=Streams, init=False)  # streams on which calls were reported
     unfinished: int | None = field(default=None, init=False)  # graph task of a backward pass that has not ended
 
     def __post_init__(self) -> None:
@@ -108,14 +108,13 @@ class Capture:
         self.anchor = torch.zeros((), requires_grad=True)
         self.tables = ModuleTables(self.model, self.topology)
         self._report_lock, self._switch_lock = Lock(), Lock()
-        self._pauses = 0  # number of ``paused`` contexts, and the state before the first
-        self._unpaused = self.state
+        self._pauses, self._unpaused = 0, self.state  # number of ``paused`` contexts, and the state before the first
         self._redirecting: int | None = None  # thread that is inside ``redirected``
-        self._reporting: int | None = None  # thread in which the recipient handles a layer call now
+        self._reporting: int | None = None  # thread in which the recipient handles a layer call
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards = Forwards(self)
-        self._copies: list[PlainReduce] = []
+        self._copies: list[ReduceWithoutHooks] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
         self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a leak hook, because they are frozen
@@ -123,13 +122,13 @@ class Capture:
     def attach(self) -> None:
         """Attaches all hooks to the model."""
         if self.state is not CaptureState.DETACHED:
-            raise RuntimeError("capture is attached already; detach it first.")
+            raise RuntimeError("capture is already attached; detach it first.")
         # Models may share a module without tensors, such as an activation.
         modules = [part for part in self.model.modules() if part._parameters or part._buffers or part._modules]
         if any(module in _watched for module in modules):
             raise UnknownParameterError(
-                f"The model ({type(self.model).__name__}), or a part of it, is watched already: by an engine, a "
-                "GradSampleModule or a PerSampleGradientClipper, which would each see the passes of the other.",
+                f"The model ({type(self.model).__name__}), or a part of it, is already watched by an engine, a "
+                "GradSampleModule or a PerSampleGradientClipper. Each would record the passes of the other.",
                 fix="Call dpengine.detach(model), to_standard_module() or clipper.detach() first.",
             )
         _forget_compiled_code()
@@ -142,7 +141,9 @@ class Capture:
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
         for module in self.model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._copies.append(PlainReduce(module, replaced=any(module is layer for layer in self._replaced)))
+                self._copies.append(
+                    ReduceWithoutHooks(module, replaced=any(module is layer for layer in self._replaced))
+                )
                 self._copies[-1].attach()
         self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
@@ -151,7 +152,7 @@ class Capture:
         _attached.add(self)
 
     def watch(self, watches: Sequence[Watch], units: tuple[str, ...] = ()) -> None:
-        """Watches other modules from now on, of which some are chosen units. No forward pass may be running."""
+        """Watches other modules from now on, with the chosen ``units``. No forward pass may be running."""
         self.watches, self.units = watches, units
         if self.state is not CaptureState.DETACHED:
             _forget_compiled_code()
@@ -167,21 +168,21 @@ class Capture:
         if not self.topology.slots:
             return present
         if present not in self._registered and owner is not None:
-            known = self.topology.registered(owner, name, present)
-            self._registered[present] = known
-            if known is not present and present.requires_grad:
-                dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is known)
+            registered = self.topology.registered(owner, name, present)
+            self._registered[present] = registered
+            if registered is not present and present.requires_grad:
+                dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is registered)
                 self._handles.append(present.register_post_accumulate_grad_hook(self._leak_hook(dotted)))
         return self._registered.get(present, present)
 
     def watch_leaks(self) -> None:
-        """Detects gradients that autograd writes to trainable parameters, also those unfrozen since the last call."""
+        """Adds hooks that detect gradients that autograd writes to parameters, including newly unfrozen ones."""
         for name in [name for name, p in self._unwatched.items() if p.requires_grad]:
             parameter = self._unwatched.pop(name)
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._leak_hook(name)))
 
     def check_layers(self) -> None:
-        """Raises UnknownParameterError if a layer with parameters that train was added after the hooks."""
+        """Raises UnknownParameterError if a layer with trainable parameters was added after the hooks."""
         if self.state is CaptureState.DETACHED or self.topology.slots:
             return
         for name, module in self.model.named_modules():
@@ -190,8 +191,8 @@ class Capture:
                 raise UnknownParameterError(
                     f"Layer '{name}' ({type(module).__name__}) was added or replaced after the hooks were attached, so "
                     "its gradients are not clipped.",
-                    fix="Change the layers first. Now detach the hooks (engine.detach(model), to_standard_module() or "
-                    "clipper.detach()), and attach them again.",
+                    fix="Change layers before the hooks are attached. Detach the hooks (engine.detach(model), "
+                    "to_standard_module() or clipper.detach()), and attach them again.",
                 )
 
     def detach(self) -> None:
@@ -218,7 +219,7 @@ class Capture:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Makes the hooks ignore forward passes in the context."""
-        with self._switch_lock.lock:  # contexts of several threads may overlap: the last one to end resumes
+        with self._switch_lock.lock:  # contexts of several threads may overlap; the last one to end resumes
             self._pauses += 1
             if self._pauses == 1:
                 self._unpaused, self.state = self.state, CaptureState.PAUSED
@@ -239,7 +240,7 @@ class Capture:
 
     @contextlib.contextmanager
     def reporting(self) -> Iterator[None]:
-        """Lets one thread compute at a time, without autocast. Forward passes of a grad sampler are not recorded."""
+        """Allows one thread at a time, and disables autocast. Forward passes of a grad sampler are not recorded."""
         with self._report_lock.lock, without_autocast():
             before, self._reporting = self._reporting, threading.get_ident()
             self.streams.join()
@@ -257,10 +258,10 @@ class Capture:
 
     @contextlib.contextmanager
     def redirected(self, recipient: Recipient, rows: int | None) -> Iterator[None]:
-        """Sends the layer calls of passes in the context to another recipient. The root hook does nothing meanwhile.
+        """Sends the layer calls of passes in the context to another recipient. The root hook does nothing there.
 
-        Contexts may be nested in one thread. Another thread raises UnsupportedLayerError: it cannot wait, because the
-        first one may wait for a thread of autograd that this one occupies.
+        Contexts may be nested in one thread. Another thread raises UnsupportedLayerError. It cannot wait, because the
+        first thread may wait for a thread of autograd that the second one occupies.
         """
         with self._switch_lock.lock:
             if self._redirecting not in (None, threading.get_ident()):
@@ -274,7 +275,7 @@ class Capture:
             with self._switch_lock.lock:
                 self.recipient, self.rows, self.unfinished, self._redirecting = before
             self.uses.clear()
-            self.unswap(mark)  # an interrupt may have ended a forward pass before its hooks could
+            self.unswap(mark)  # after an interrupt, the hooks of a forward pass may not have run
             self.streams.join()
 
     def begin(self, rows: int | None) -> None:
@@ -288,7 +289,7 @@ class Capture:
 
     @property
     def sharded(self) -> bool:
-        """True if processes hold parts of parameters or of layers, so that all of them must run a pass together."""
+        """True if processes hold parts of parameters or layers, so that all processes must run a pass together."""
         return bool(self.topology.slots) or self.topology.splits.size > 1
 
     def restore(self) -> None:
@@ -299,7 +300,7 @@ class Capture:
             for parameter in self.switched_off.pop():
                 parameter.requires_grad = True
 
-    def refuse_second_thread(self) -> None:
+    def reject_second_thread(self) -> None:
         """Raises UnsupportedLayerError if a forward pass of another thread is inside a layer."""
         running = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
         if self.thread in running:
@@ -370,7 +371,7 @@ class Capture:
         task = torch._C._current_graph_task_id()
         with self._report_lock.lock:
             if self.unfinished != task:
-                # An earlier backward pass was interrupted, and no forward pass that would discard it began since.
+                # An earlier backward pass was interrupted, and no later forward pass has discarded it.
                 if self.unfinished is not None:
                     self.listener.forward_started(self.rows)
                 self.unfinished = task

@@ -1,4 +1,4 @@
-"""Random generators and autocast at the start of a forward pass, to run it again alike."""
+"""State of random generators and autocast at the start of a forward pass, to repeat the pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ForwardState:
     Attributes:
         random: The state of torch's random generators, by device.
         host_random: The state of the random generators of Python and NumPy.
-        autocast: Device type, enabled, and dtype of autocast.
+        autocast: Device type, enabled flag, and dtype of autocast.
     """
 
     random: list[tuple[str, Tensor]]
@@ -48,12 +48,12 @@ class ForwardState:
         return _random_states([device for device, _ in self.random])
 
     def has_drawn(self) -> bool:
-        """Returns True if random numbers were drawn since."""
+        """Returns True if random numbers were drawn since this state."""
         torch_same = all(torch.equal(a, b) for (_, a), (_, b) in zip(self.random, self.random_now(), strict=True))
         return not torch_same or self.host_has_drawn()
 
     def host_has_drawn(self) -> bool:
-        """Returns True if random numbers of Python or NumPy were drawn since."""
+        """Returns True if random numbers of Python or NumPy were drawn since this state."""
         (python, numpy), (python_now, numpy_now) = self.host_random, _host_random()
         return not (python == python_now and all(map(np.array_equal, numpy, numpy_now)))
 
@@ -78,7 +78,7 @@ class ForwardState:
 
     @contextlib.contextmanager
     def with_autocast(self) -> Iterator[None]:
-        """Runs with the same autocast, which stores no copies of parameters."""
+        """Enables the same autocast in the context, without its cache of cast parameters."""
         with contextlib.ExitStack() as stack:
             for device_type, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(device_type, enabled=enabled, dtype=dtype, cache_enabled=False))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from dpengine.kernels.library import traced
-from dpengine.layers.not_twice_differentiable import refuse_second_derivative
+from dpengine.layers.not_twice_differentiable import reject_second_derivative
 
 from .any_forward import AnyForward
 from .buffers import BufferWatch
@@ -65,7 +65,7 @@ class RootHook:
             return
         recomputes = torch._C._current_graph_task_id() != -1  # inside the backward pass of a checkpoint
         if (capture.swapped or capture.switched_off) and not recomputes:
-            capture.refuse_second_thread()
+            capture.reject_second_thread()
             capture.restore()  # an interrupt may have ended the last pass before its hooks restored the parameters
         self.buffers.note()
         if not capture.recording or recomputes:
@@ -87,7 +87,7 @@ class RootHook:
             if capture.error_note and (error := sys.exception()) is not None:
                 error.add_note(capture.error_note)
             return None
-        self.buffers.refuse_written()
+        self.buffers.check_not_written()
         if not capture.recording:
             return None
         if capture.replay is not None:
@@ -157,7 +157,7 @@ class Arrival(TensorCall):
             self.capture.streams.note(grad)
         # Not by `Capture.report`: most recipients only store this call, and need no lock and no autocast guard.
         self.capture.recipient.receive_tensor_call(self)
-        return refuse_second_derivative(grad) if grad.requires_grad else None
+        return reject_second_derivative(grad) if grad.requires_grad else None
 
 
 class LayerForward(ReplacedForward):

@@ -1,4 +1,4 @@
-"""Snapshot of the state of a model besides its parameters, so that a forward pass can be repeated and undone."""
+"""Snapshot of the state of a model except its parameters, to repeat or undo a forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SIMPLE = frozenset({bool, int, float, str, type(None)})
 _NOT_SAVED = _SIMPLE | {tuple}
 _NOT_COMPARED = _NOT_SAVED | {_HOOKS}
 _CONTAINERS = frozenset({list, dict, set})
-_MOST_ELEMENTS = 2**20  # of a tensor attribute that is copied
+_MOST_ELEMENTS = 2**20  # largest tensor attribute that is copied
 
 Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name of its attribute
 
@@ -26,8 +26,8 @@ Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name o
 class ModelState:
     """Snapshot of the buffers and attributes of all modules, including train or eval mode.
 
-    Contents of attributes are saved for lists, dicts, sets, small tensors and generators, also inside each other, and
-    for hooks, which a forward pass may register.
+    The contents of attributes are saved for (nested) lists, dicts, sets, small tensors and generators, and for hooks,
+    which a forward pass may register.
 
     Attributes:
         attributes: The ``__dict__`` of each module, and a copy of it.
@@ -69,19 +69,19 @@ class ModelState:
                     buffer.data.copy_(value)
 
     def changed_since(self, before: ModelState) -> list[Slot]:
-        """Returns the attributes whose value, or its content, may differ from the one before."""
-        found = []
+        """Returns the attributes whose value or content may differ from that in an earlier snapshot."""
+        changed = []
         for i, ((_, now), (_, then)) in enumerate(zip(self.attributes, before.attributes, strict=True)):
             for name, value in now.items():
                 old = then.get(name, _MISSING)
                 if value is not old:
                     if type(value) not in _SIMPLE or type(value) is not type(old) or value != old:
-                        found.append((i, name))
-                elif type(value) not in _NOT_COMPARED and self._wrote(before, value):
-                    found.append((i, name))
-        return found
+                        changed.append((i, name))
+                elif type(value) not in _NOT_COMPARED and self._content_changed(before, value):
+                    changed.append((i, name))
+        return changed
 
-    def _wrote(self, before: ModelState, value: Any) -> bool:
+    def _content_changed(self, before: ModelState, value: Any) -> bool:
         if id(value) not in self.contents or id(value) not in before.contents:
             return False
         now, then = self.contents[id(value)][1], before.contents[id(value)][1]
@@ -89,7 +89,7 @@ class ModelState:
             return not _equal(now, then)
         parts, old_parts = _parts(now), _parts(then)
         same = len(parts) == len(old_parts) and all(map(_is_same, parts, old_parts))
-        return not same or any(self._wrote(before, part) for part in parts)
+        return not same or any(self._content_changed(before, part) for part in parts)
 
     def value_of(self, slot: Slot) -> Any:
         """Returns the saved value of an attribute with its saved content; None if there is no such attribute."""
@@ -102,7 +102,7 @@ class ModelState:
         return {k: self._as_saved(v) for k, v in content.items()} if type(value) is dict else content
 
     def put(self, slots: Iterable[Slot]) -> None:
-        """Restores some attributes, and the content of all that they hold."""
+        """Restores the attributes ``slots``, with their contents."""
         for i, name in slots:
             current, saved = self.attributes[i]
             if name in saved:
@@ -119,7 +119,7 @@ class ModelState:
                 self._put_content(part)
 
     def detached(self) -> ModelState:
-        """Returns this snapshot without the graphs of tensors, and without buffers, to be kept for longer."""
+        """Returns this snapshot without buffers and autograd graphs, so that it can be stored until a later batch."""
         attributes = [
             (current, {name: _detached(v) for name, v in saved.items()}) for current, saved in self.attributes
         ]
@@ -132,7 +132,7 @@ _MISSING = object()
 
 @contextlib.contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Restores the train or eval mode of each module on exit, because parts may be in eval mode on purpose."""
+    """Restores the train or eval mode of each module on exit."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         yield
@@ -153,7 +153,7 @@ def _save_contents(values: Iterable[Any], contents: dict[int, tuple[Any, Any]]) 
 
 
 def _parts(content: Any) -> list[Any]:
-    """Returns what a list, dict or set holds."""
+    """Returns the elements of a list or set, or the values of a dict; an empty list for other objects."""
     if type(content) in _CONTAINERS:
         return list(content.values() if type(content) is dict else content)
     return []

@@ -1,4 +1,4 @@
-"""The children, parameters and buffers of a model's modules, which are listed anew when one of them has changed."""
+"""Cached list of the children, parameters and buffers of a model's modules, renewed if one of them has changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dpengine.distributed.topology import SINGLE, Topology
 class ModuleTables:
     """The tables ``_modules``, ``_parameters`` and ``_buffers`` of all modules of a model.
 
-    A step reads them several times, and a walk over the modules takes longer than a layer. So the tables are compared
-    with those of the last walk, entry by entry, without a loop in Python.
+    A step reads them several times, and a walk over the modules takes longer than a layer. The tables are therefore
+    compared with those of the last walk, entry by entry, without a loop in Python.
 
     Attributes:
         modules: The modules by dotted name.
@@ -24,7 +24,7 @@ class ModuleTables:
 
     Args:
         model: The model.
-        topology: How the model is distributed.
+        topology: Placement of the model on processes.
     """
 
     def __init__(self, model: nn.Module, topology: Topology = SINGLE):
@@ -33,12 +33,12 @@ class ModuleTables:
         self._model = model
         self._topology = topology
         self._tables: list[list[dict[str, Any]]] = []  # tables of tensors, tables of children
-        self._contents: list[tuple[list[str], list[Any]]] = []  # names and values of these
+        self._contents: list[tuple[list[str], list[Any]]] = []  # names and values in these tables
         self._named: tuple[int, Mapping[str, nn.Parameter]] = (0, {})  # version of the walk, parameters
         self.refresh()
 
     def refresh(self) -> None:
-        """Walks over the modules if an entry of a table has changed."""
+        """Lists the modules again if an entry of a table has changed."""
         if self.version and self.unchanged():
             return
         self.modules = dict(self._model.named_modules())
@@ -48,9 +48,9 @@ class ModuleTables:
         self.version += 1
 
     def unchanged(self, *, children: bool = True) -> bool:
-        """Returns True if all tables, or all tables of tensors, are as they were at the last walk.
+        """Returns True if the tables are as they were at the last walk. ``children=False`` ignores tables of children.
 
-        False if parameters are sharded, because modules hold other parameters while they run.
+        Returns False if parameters are sharded, because modules hold other parameters while they run.
         """
         if self._topology.slots:
             return False
@@ -61,7 +61,7 @@ class ModuleTables:
         return True
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns the parameters that the optimizer holds, by dotted name: the same object until the next walk."""
+        """Returns the parameters that the optimizer holds, by dotted name. The result is cached until the next walk."""
         if self._named[0] != self.version:
             self._named = self.version, self._topology.parameters(self._model)
         return self._named[1]

@@ -1,4 +1,4 @@
-"""Hooks and attributes that capture sets on modules. Copies and pickles of the modules have none of them."""
+"""Hooks and attributes that capture sets on modules. Copies and pickles of modules do not contain them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from dpengine.layers.replacements import ORIGINALS
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+_HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 _RNN = (1, 1, 1, True, False, 0.0, False, 0, "meta")
 _SMALLEST: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.RNN: (*_RNN[:3], "tanh", *_RNN[3:]),
@@ -24,7 +24,10 @@ _SMALLEST: dict[type[nn.Module], tuple[Any, ...]] = {
     nn.LSTMCell: (1, 1, True, "meta"),
     nn.MultiheadAttention: (1, 1, 0.0, True, False, False, None, None, False, "meta"),
 }
-"""Smallest constructor arguments of layers that run as replacements. The copied state then overwrites their tensors."""
+"""Constructor arguments of the smallest layers of the types that run as replacements.
+
+A copy is constructed with them, and then gets the state of the layer.
+"""
 
 
 class Hook(functools.partial[Any]):
@@ -34,7 +37,8 @@ class Hook(functools.partial[Any]):
         return _DOES_NOTHING.__exit__
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
-        return getattr, (_DOES_NOTHING, "__exit__")  # of the standard library: a saved model loads without dpengine
+        # An object of the standard library, so that a saved model can be loaded without dpengine.
+        return getattr, (_DOES_NOTHING, "__exit__")
 
 
 _DOES_NOTHING = contextlib.nullcontext()
@@ -53,7 +57,7 @@ class ReplacedForward:
     def read(self) -> None:
         """Reads the ``forward`` to replace."""
         self.forward: Callable[..., Any] = self.module.forward
-        self.replaced = vars(self.module).get("forward")  # the instance attribute, if any; put back by `detach`
+        self.replaced = vars(self.module).get("forward")  # the instance attribute, if any; restored by `detach`
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -77,7 +81,7 @@ class ReplacedForward:
         return _forward_of_class(memo.get(id(self.module), self.module))
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[nn.Module, str]]:
-        return getattr, (self.module, "forward")  # has no instance attributes yet while it is unpickled: the class's
+        return getattr, (self.module, "forward")  # gets ``forward`` of the class, as attributes are unpickled later
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
@@ -96,19 +100,19 @@ def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
     return types.MethodType(type(module).forward, module)
 
 
-class PlainReduce:
-    """Replaces ``__reduce_ex__`` of a module: pickles and copies of the module contain no object of dpengine.
+class ReduceWithoutHooks:
+    """Replaces ``__reduce_ex__`` of a module, so that its pickles and copies contain no object of dpengine.
 
     Args:
         module: The module.
-        replaced: True if it is a layer whose class is that of a replacement while the hooks are attached.
+        replaced: True if the module is a layer that has the class of a replacement while the hooks are attached.
     """
 
     def __init__(self, module: nn.Module, *, replaced: bool):
         self._module, self._replaced = module, replaced
 
     def attach(self) -> None:
-        """Sets the attribute of the module, unless the module has one of its own."""
+        """Sets the attribute of the module, unless the module already has one."""
         vars(self._module).setdefault("__reduce_ex__", self)
 
     def detach(self) -> None:
@@ -117,27 +121,27 @@ class PlainReduce:
             del vars(self._module)["__reduce_ex__"]
 
     def __call__(self, protocol: Any) -> Any:
-        """Returns what pickle and copy need."""
+        """Returns the reduced form of the module without hooks, for pickle and copy."""
         kind: type[nn.Module] = ORIGINALS[type(self._module)] if self._replaced else type(self._module)
-        plain = object.__new__(kind)
-        vars(plain).update(_without_hooks(self._module))
-        reduced = plain.__reduce_ex__(protocol)
+        unhooked = object.__new__(kind)
+        vars(unhooked).update(_without_hooks(self._module))
+        reduced = unhooked.__reduce_ex__(protocol)
         return (kind, _SMALLEST[kind], *reduced[2:]) if self._replaced else reduced  # pickle compares classes
 
 
 def _without_hooks(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes that a module would have without hooks."""
-    own = {name: value for name, value in vars(module).items() if not isinstance(value, PlainReduce)}
+    own = {name: value for name, value in vars(module).items() if not isinstance(value, ReduceWithoutHooks)}
     while isinstance(forward := own.pop("forward", None), ReplacedForward):
         if forward.replaced is not None:
             own["forward"] = forward.replaced
     if forward is not None:
         own["forward"] = forward
-    kept: set[int] = set()
+    user_hooks: set[int] = set()  # ids
     for name in _HOOKS:
         hooks = own[name]
         own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
-        kept.update(own[name])
-    for name in _OF_HOOKS:
-        own[name] = type(own[name])((key, value) for key, value in own[name].items() if key in kept)
+        user_hooks.update(own[name])
+    for name in _HOOK_FLAGS:
+        own[name] = type(own[name])((key, value) for key, value in own[name].items() if key in user_hooks)
     return own

@@ -1,4 +1,4 @@
-"""Rejects a loss that a Hugging Face model computes itself as a mean over the tokens of the whole batch."""
+"""Rejects the loss of a Hugging Face model that is a mean over all tokens of the batch."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _INSTALL = " Or let the model return it: model.loss_function = dpengine.losses.c
 
 
 def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[Any]:
-    """Attaches hooks that raise BatchDependentLossError in the backward pass from a loss with unequal weights.
+    """Attaches hooks that raise BatchDependentLossError in the backward pass of a loss that weights samples unequally.
 
-    Such a loss is that of a model of the library transformers, or of such a model inside another one, given ``labels``
-    of which samples have different numbers, or the number of labels in the batch. Nothing is raised if it is not used.
+    This is the loss of a model of the library transformers, also as a part of another model, if the samples have
+    different numbers of labels, or if the model gets the number of labels of the batch. Nothing is raised if the loss
+    is not used.
     """
     handles = []
     for module in model.modules():
@@ -47,22 +48,21 @@ def _check(
     output: Any,
 ) -> None:
     if recording():
-        _refuse(module, signature.bind_partial(module, *args, **kwargs).arguments, output)
+        _reject_if_used(module, signature.bind_partial(module, *args, **kwargs).arguments, output)
 
 
-def _refuse(module: nn.Module, given: Mapping[str, Any], output: Any) -> None:
+def _reject_if_used(module: nn.Module, arguments: Mapping[str, Any], output: Any) -> None:
     if getattr(module, "loss_function", None) is causal_lm_loss:
         return
-    labels = given.get("labels")
+    labels = arguments.get("labels")
     loss = output[0] if isinstance(output, tuple) else getattr(output, "loss", None)
     logits = output[1] if isinstance(output, tuple) and len(output) > 1 else getattr(output, "logits", None)
     if not isinstance(loss, Tensor) or loss.dim() or loss.grad_fn is None:
         return
     if not (isinstance(logits, Tensor) and isinstance(labels, Tensor)) or logits.shape[:2] != labels.shape:
-        return  # no loss of tokens, as one of CTC
-    shifted = any("CausalLM" in type(one).__name__ or "LMHead" in type(one).__name__ for one in (module, output))
-    more = {**given, **given.get("kwargs", {})}
-    if more.get("num_items_in_batch") is not None:
+        return  # not a loss over tokens; for example CTC
+    shifted = any("CausalLM" in type(part).__name__ or "LMHead" in type(part).__name__ for part in (module, output))
+    if {**arguments, **arguments.get("kwargs", {})}.get("num_items_in_batch") is not None:
         why = "num_items_in_batch= divides the loss of each sample by the number of labels of the whole batch"
     elif _have_equal_counts(labels, shifted):
         return
@@ -86,7 +86,7 @@ def _has_slot(module: nn.Module) -> bool:
 
 
 def _have_equal_counts(labels: Any, shifted: bool) -> bool:
-    """Returns True if all samples have the same number of labels that count."""
+    """Returns True if all samples have the same number of labels that are not ignored."""
     if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point() or len(labels) < 2:
         return True
     counts_B = ((labels[:, 1:] if shifted else labels) != _IGNORED).flatten(1).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Records that capture reports: one for each call of a layer in a backward pass."""
+"""Records of the layer calls in a backward pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .tensors import map_tensors, tensors_in
 def turned(tensor: Tensor) -> Tensor:
     """Swaps axes 0 and 1 of a tensor of a model with ``batch_first=False``, if its batch is on axis 1.
 
-    That holds for indices and for tensors with three axes or more. A float tensor ``(B, F)`` has its batch in front.
+    The batch is on axis 1 of integer tensors and of tensors with three or more axes. It is on axis 0 of ``(B, F)``.
     """
     batch_is_first = tensor.dim() < 2 or (tensor.dim() == 2 and tensor.is_floating_point())
     return tensor if batch_is_first else tensor.transpose(0, 1)
@@ -27,9 +27,9 @@ def turned(tensor: Tensor) -> Tensor:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class LayerCall:
-    """One call of a layer: its inputs and the gradient of its output, with the batch on axis 0.
+    """One call of a layer: its inputs and the gradient of its output.
 
-    This also holds if the model has its batch on axis 1.
+    The batch is on axis 0, even if the model has its batch on axis 1.
 
     Attributes:
         layer: The module, with its settings (stride, eps, ...) and the parameters that the optimizer updates.
@@ -40,8 +40,8 @@ class LayerCall:
         name: Dotted name of the layer in the model.
         batch_first: True if the layer itself has the batch on axis 0; else see ``turned``.
         mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
-        drawn: How the forward pass ran each sample alone, if it drew random numbers or gave one number for the batch:
-            what ``JointSampler.forward`` returned. The rule draws the same random numbers again.
+        drawn: Second result of ``JointSampler.forward``, from which the rule repeats the forward pass of single
+            samples with the same random numbers; None if the layer did not run each sample alone.
     """
 
     layer: nn.Module
@@ -56,15 +56,15 @@ class LayerCall:
 
     @property
     def batch_size(self) -> int:
-        """Number of samples. Raises UnsupportedLayerError if the layer returned one number for all of them."""
+        """Number of samples. Raises UnsupportedLayerError if the layer returned one number for all samples."""
         leaf = tensors_in(self.grad_output)[0]
         if leaf.dim():
             return leaf.shape[0]
         raise UnsupportedLayerError(
-            f"Layer '{self.name}' ({type(self.layer).__name__}) returned one number for the whole batch, which "
-            "does not show the gradients of single samples.",
+            f"Layer '{self.name}' ({type(self.layer).__name__}) returned one number for the whole batch, from which "
+            "per-sample gradients cannot be computed.",
             fix="If the model's forward calls it, pass grad_sample_mode='auto' or 'whole_model'. Else call it on "
-            "values of single samples, as the losses of loss_fn(..., reduction='none'), and average its output.",
+            "values of single samples, such as loss_fn(..., reduction='none'), and average its output.",
         )
 
     def replace(self, **changes: Any) -> LayerCall:
@@ -91,7 +91,7 @@ class ForwardCall:
         forward: Runs it.
         args: Positional inputs.
         kwargs: Keyword inputs.
-        parameters: The parameters that gradients are wanted of, by name in the module.
+        parameters: The trainable parameters, by name in the module.
         name: Dotted name of the module in the model.
         batch_first: See `LayerCall`.
     """
@@ -106,10 +106,10 @@ class ForwardCall:
 
 
 class LayerUses(dict[str, "Use"]):
-    """The uses of a layer's parameters, by their name in the layer, in calls that differ in the number of samples only.
+    """The uses of a layer's parameters, by name in the layer, in calls that differ only in the number of samples.
 
-    A `LayerForward` creates a new one only if a shape, a setting of the layer or a parameter changed. Hashes and
-    compares by identity, so it can be a key of what is cached between passes.
+    A `LayerForward` creates a new object only if a shape, a setting of the layer or a parameter changed. Objects are
+    hashed and compared by identity, so they can be keys of caches.
 
     Attributes:
         layer: The layer.
@@ -133,14 +133,14 @@ class LayerUses(dict[str, "Use"]):
 class TensorCall:
     """One call of a layer that has one input and one output tensor, with the batch on axis 0.
 
-    Most layers are such, so a pass has one of these per layer and forms a `LayerCall` only if it needs one.
+    A fast form of `LayerCall` for the most common layers.
 
     Attributes:
         uses: The layer, and the uses of its parameters.
-        inputs: The input, not detached; None once the call was used.
+        inputs: The input, not detached; None after the call was used.
         shape: Shape of the output, ``(B, ...)``.
-        grad: Gradient of the loss by the output; None before the backward pass, and once the call was used.
-        grad_shape: Shape of ``grad``. If the output is a view, that of the tensor of which it is a view.
+        grad: Gradient of the loss by the output; None before the backward pass, and after the call was used.
+        grad_shape: Shape of ``grad``: that of the output, or of its base tensor if the output is a view.
     """
 
     __slots__ = ("grad", "grad_shape", "inputs", "shape", "uses")
@@ -163,9 +163,9 @@ class Use:
 
     Attributes:
         parameter: The parameter.
-        name: Its dotted name in the model.
-        place: The slice of its leading axis that was used; None for all of it.
-        part: Shape of the part on this process, if the layer is split over processes; None for all of it.
+        name: Dotted name of the parameter in the model.
+        place: The slice of the leading axis that was used; None for the full parameter.
+        part: Shape of the part on this process, if the layer is split over processes; None if it is not split.
     """
 
     parameter: nn.Parameter
@@ -191,11 +191,11 @@ class Recipient(Protocol):
         """Receives a layer call, once the gradient of the layer's output is computed."""
 
     def receive_tensor_call(self, call: TensorCall) -> None:
-        """The same for a layer with one input and one output tensor.
+        """Receives a call of a layer with one input and one output tensor.
 
-        Other threads may call this method at the same time, and autocast may be on, so a recipient that does more than
-        store the call must do so within ``Capture.reporting``.
-        The recipient must set ``call.inputs`` and ``call.grad`` to None when it has used them.
+        Other threads may call this method at the same time, and autocast may be enabled. A recipient that does more
+        than store the call must do so within ``Capture.reporting``. It must set ``call.inputs`` and ``call.grad`` to
+        None after it used them.
         """
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:

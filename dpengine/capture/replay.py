@@ -26,12 +26,12 @@ class Pass:
 
     Attributes:
         replay: The replay that records it.
-        args: Copies of its inputs.
-        kwargs: Copies of its inputs by keyword.
-        state: The state of the model before the pass.
-        began: The state of random generators and of autocast before the pass.
-        outputs: The tensors of its output, detached.
-        grads: Their gradients; None for an output without one.
+        args: Copies of the positional inputs.
+        kwargs: Copies of the keyword inputs.
+        state: State of the model before the pass.
+        began: State of random generators and of autocast before the pass.
+        outputs: The tensors of the output, detached.
+        grads: Gradients of the outputs; None for an output without a gradient.
         random_after: State of the random generators after the last replay, by device.
     """
 
@@ -50,13 +50,13 @@ class Pass:
         self.replay.reached.append(self)
 
     def rerun(self, model: nn.Module, grads_of: GradsOf, args: Any = None, kwargs: Any = None) -> list[Tensor]:
-        """Runs the model forward and backward again, also on other inputs. Restores the state of the model afterwards.
+        """Runs the model forward and backward again, optionally on other inputs. Restores its state afterwards.
 
         Args:
             model: The model.
             grads_of: Returns the gradient with which the backward pass starts at each output; None for no gradient.
-            args: Inputs instead of those of the pass.
-            kwargs: Keyword inputs instead of those of the pass.
+            args: Positional inputs; None for those of the pass.
+            kwargs: Keyword inputs, used if ``args`` is not None.
 
         Returns:
             The output tensors, detached.
@@ -71,20 +71,20 @@ class Pass:
 
     @contextlib.contextmanager
     def as_it_began(self, model: nn.Module) -> Iterator[None]:
-        """Restores the state of the model and of the random generators before the pass, in the context."""
+        """Sets the model and the random generators to their states before the pass, in the context."""
         with self.began.random_again(), torch.enable_grad(), _with_state(model, self.state):
             yield
 
     def forward(self, model: nn.Module, args: Any = None, kwargs: Any = None) -> list[Tensor]:
-        """Runs the model forward on the inputs of the pass, or on others, and returns the output tensors."""
-        given = (self.args, self.kwargs) if args is None else (args, kwargs)
-        args, kwargs = copies_of(given)  # because forward may write to its inputs, and the pass may run again
+        """Runs the model forward, on the inputs of the pass if ``args`` is None, and returns the output tensors."""
+        inputs = (self.args, self.kwargs) if args is None else (args, kwargs)
+        args, kwargs = copies_of(inputs)  # forward may write to its inputs, and the pass may run again
         with self.began.with_autocast():
             return tensors_in_outputs(model(*args, **kwargs))
 
 
 class Loop(Protocol):
-    """Records a training loop, in which the forward pass of the model is one entry."""
+    """Records a training loop. The forward pass of the model is one entry of the record."""
 
     def close(self) -> None:
         """Ends the record."""
@@ -92,7 +92,7 @@ class Loop(Protocol):
     def model_started(self) -> None:
         """Called when the model starts to run."""
 
-    def model_ended(self, given: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
+    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
         """Called with the inputs of the model, the outputs that it returns, and the recorded pass."""
 
 
@@ -101,8 +101,8 @@ class Replay:
 
     Attributes:
         reached: The forward passes.
-        running: True while they run again.
-        loop: Receives the forward passes of a loop that is recorded; None for most batches.
+        running: True while the forward passes run again.
+        loop: The record of the training loop; None if the loop is not recorded.
     """
 
     def __init__(self) -> None:
@@ -110,35 +110,34 @@ class Replay:
         self.loop: Loop | None = None
         self.running = False
         self._current: Pass | None = None
-        self._given: Any = None  # inputs of the current pass
+        self._inputs: Any = None  # inputs of the current pass
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Records inputs, random state and model state of a pass that begins."""
         if self.loop is not None:
-            self._given = args, kwargs
+            self._inputs = args, kwargs
             self.loop.model_started()
         began = ForwardState.now((*tensors_in((args, kwargs)), *model.parameters()))
-        given = copies_of(args), copies_of(kwargs)
-        self._current = Pass(self, *given, ModelState.of(model), began)
+        self._current = Pass(self, copies_of(args), copies_of(kwargs), ModelState.of(model), began)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
-        """Records the outputs of the pass, and returns them with a tap on them."""
+        """Records the outputs of the pass, and returns them with a tap."""
         outputs = tensors_in_outputs(output)
         current, self._current = self._current, None
         if current is None or not outputs:
             return output
         tapped = Tap.apply(anchor, "the model", current.reached, len(outputs), *outputs)
-        current.outputs = [t.detach().clone() for t in outputs]  # because the loss may write to them
+        current.outputs = [t.detach().clone() for t in outputs]  # the loss may write to them
         if self.loop is not None:
-            self.loop.model_ended(self._given, tapped, current)
-        following = iter(tapped)
-        return map_outputs(lambda _: next(following), output)
+            self.loop.model_ended(self._inputs, tapped, current)
+        remaining = iter(tapped)
+        return map_outputs(lambda _: next(remaining), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
         """Repeats forward and backward of each pass. ``select`` is applied to every output gradient.
 
-        Raises UnsupportedLayerError if outputs differ from the first time, because the gradients would then belong to
-        another computation.
+        Raises UnsupportedLayerError if outputs differ from those of the first run, because the gradients would belong
+        to another computation.
         """
         self.running = True
         try:
@@ -172,7 +171,7 @@ class Replay:
 
 
 def copies_of(tree: Any) -> Any:
-    """Returns a tree with copies of its tensors, detached."""
+    """Returns a tree with detached copies of its tensors."""
     return map_tensors(lambda tensor: tensor.detach().clone(), tree)
 
 

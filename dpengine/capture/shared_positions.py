@@ -1,4 +1,7 @@
-"""Tells positions that all samples share from one index for each sample, by a forward pass with one sample less."""
+"""Distinguishes position indices that all samples share from one index per sample.
+
+A forward pass with one sample less decides: the number of shared positions does not change.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class SharedPositions:
 
     def __init__(self, capture: Capture, watch: Watch):
         self._capture, self._watch = capture, watch
-        self._shared = False  # True once 1-D indices were not as many as samples: they are shared positions
-        self._told_apart = False  # True once a pass with fewer samples was run, because they were as many
+        self._shared = False  # True once the number of indices differed from that of samples
+        self._compared = False  # True once a pass with one sample less was run
 
     def in_call(self, args: Any, kwargs: Any) -> bool:
         """Returns True if all samples share the entries: indices ``(1, T)``, ``(T,)`` or ``(T, T)``."""
@@ -38,12 +41,12 @@ class SharedPositions:
             return False
         indices = local_part(tensors_in((args, kwargs))[0])
         if indices.dim() == 1 or (indices.dim() == 2 and indices.shape[0] == indices.shape[1]):
-            # A batch may have as many samples as there are positions, so a call that shows sharing decides later ones.
+            # A later batch may have as many samples as positions, so the decision of an earlier call stays.
             self._shared = self._shared or len(indices) != capture.rows
-            if not (self._shared or self._told_apart or len(indices) < 2 or self._is_in_inputs(indices)):
-                self._told_apart = True
+            if not (self._shared or self._compared or len(indices) < 2 or self._is_in_inputs(indices)):
+                self._compared = True
                 if capture.sharded:
-                    self._refuse_consecutive(indices)
+                    self._reject_consecutive(indices)
                 self._shared = indices.shape in self._shapes_with_fewer_samples()
             return self._shared
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
@@ -57,21 +60,21 @@ class SharedPositions:
         batched = [leaf for leaf in inputs if leaf.dim() and len(leaf) == self._capture.rows]
         return any(leaf.untyped_storage().data_ptr() == indices.untyped_storage().data_ptr() for leaf in batched)
 
-    def _refuse_consecutive(self, indices: Tensor) -> None:
+    def _reject_consecutive(self, indices: Tensor) -> None:
         if indices.dim() == 2:
-            consecutive = torch.equal(indices[1:, 1:], indices[:-1, :-1])  # as distances between positions are
+            consecutive = torch.equal(indices[1:, 1:], indices[:-1, :-1])  # like distances between positions
         else:
             consecutive = torch.equal(indices, indices[0] + torch.arange(len(indices), device=indices.device))
         if consecutive:
             raise UnsupportedLayerError(
-                f"Embedding '{self._watch.name}' got {len(indices)} consecutive indices, as many as samples. They may "
+                f"Embedding '{self._watch.name}' got {len(indices)} consecutive indices for as many samples. They may "
                 "be positions that all samples share.",
                 fix="Give positions an axis of length 1: torch.arange(T).unsqueeze(0).",
                 where=self._watch.name,
             )
 
     def _shapes_with_fewer_samples(self) -> set[torch.Size]:
-        """Returns the shapes of the indices of this layer if the running pass has one sample less."""
+        """Returns the shapes of the indices of this layer in a rerun of the current pass with one sample less."""
         shapes: set[torch.Size] = set()
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -86,13 +89,13 @@ class SharedPositions:
 
 
 def _run_with_fewer_samples(capture: Capture) -> None:
-    """Runs the running forward pass without its last sample. Does nothing if that fails.
+    """Runs the current forward pass again without its last sample. Ignores errors of the model.
 
     Restores the random state of torch, buffers, and the attributes of modules.
     """
     leaves = pytree.tree_leaves(capture.inputs)
-    known = all(isinstance(leaf, _WITHOUT_STATE) for leaf in leaves)  # others may hold samples that are not cut
-    if capture.inputs is None or capture.rows is None or capture.sharded or not known:
+    can_cut = all(isinstance(leaf, _WITHOUT_STATE) for leaf in leaves)  # other objects may hold samples
+    if capture.inputs is None or capture.rows is None or capture.sharded or not can_cut:
         return
 
     def cut(leaf: Any) -> Any:
@@ -105,7 +108,7 @@ def _run_with_fewer_samples(capture: Capture) -> None:
     state = ModelState.of(model)
     replaced = [(owner, name, owner._parameters[name]) for owner, name, _ in capture.swapped]
     try:
-        for owner, name, parameter in reversed(capture.swapped):  # modules that follow their own parameters
+        for owner, name, parameter in reversed(capture.swapped):  # parameters of modules followed by operation
             owner._parameters[name] = parameter
         args, kwargs = pytree.tree_map(cut, capture.inputs)
         with capture.paused(), torch.no_grad(), torch.random.fork_rng(devices):

@@ -1,7 +1,7 @@
 """Tap: an identity function whose backward reports the gradient of a layer's output.
 
-Note [anchor]: a layer whose input needs no gradient, and whose parameters require none while it runs, would be outside
-the graph. Every tap takes a scalar that requires a gradient, so that its backward always runs.
+Note [anchor]: parameters do not require gradients while their layer runs. If the input does not either, the output
+would not be in the autograd graph. Every tap has a scalar input that requires a gradient, so its backward always runs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ OTHER_PASSES = (
 def repeated_backward(name: str) -> RepeatedBackwardError:
     """Returns the error for a second backward pass over one forward pass of a layer."""
     return RepeatedBackwardError(
-        f"Layer '{name}' was reached by a second backward pass over the same forward pass; each pass would be clipped "
-        "alone, so a sample would count twice.",
+        f"Layer '{name}' was reached by a second backward pass over the same forward pass. Each pass would be clipped "
+        "separately, so a sample would count twice.",
         fix=f"Add the losses: (loss_a + loss_b).backward(). {OTHER_PASSES}",
     )
 
 
 class Tap(torch.autograd.Function):
-    """Identity on outputs, in the same memory, that reports their gradients together, with tensors that it saves.
+    """Identity function on outputs. Its backward reports the gradients of all outputs together with saved tensors.
 
-    The caller may write to an output. So it is a copy if it shares memory with another output or with what is saved.
+    Outputs keep their memory, except for those that share memory with another output or a saved tensor. These are
+    copied, because the caller may write to an output.
     """
 
     @staticmethod
@@ -62,9 +63,9 @@ class Tap(torch.autograd.Function):
     @not_twice_differentiable
     def backward(ctx, *grads):
         if any(grad is not None for grad in grads):  # else the loss does not depend on the outputs
-            if getattr(ctx, "fired", False):
+            if getattr(ctx, "reported", False):
                 raise repeated_backward(ctx.name)
-            ctx.fired = True
+            ctx.reported = True
             ctx.report(ctx.saved_tensors, grads)
         return (None, None, None, None, *grads, *[None] * (len(ctx.needs_input_grad) - 4 - ctx.count))
 
@@ -82,12 +83,12 @@ def tap(
     batch_first: bool = False,
     drawn: Any = None,
 ) -> Any:
-    """Returns the output of a layer, with a tap that pairs the inputs with the gradient of the output."""
+    """Returns the output of a layer with a tap, which reports the inputs together with the gradient of the output."""
     rule = watch.rule if rule is None else rule
     batch_first = batch_first or capture.batch_first
     needs_output = getattr(rule, "needs_output", False)
-    saved, put_inputs = _taken((args, kwargs))
-    outputs, put_outputs = _taken(output)
+    saved, put_inputs = _flattened((args, kwargs))
+    outputs, put_outputs = _flattened(output)
     before, count = len(saved), len(outputs)
     if not outputs:
         return output
@@ -96,7 +97,7 @@ def tap(
         front = [t if t is None or batch_first else turned(t) for t in (*kept, *grads)]
         kept_outputs, fronts = front[before:-count], front[-count:]
         inputs, kwargs = put_inputs(front)
-        # A container of outputs may leave out those that are None.
+        # A container of outputs may omit outputs that are None.
         grad = tuple(fronts) if needs_output and count > 1 else put_outputs(fronts)
         output = put_outputs(kept_outputs) if needs_output else None
         module, mean_loss = layer or watch.module, capture.mean_loss
@@ -115,9 +116,9 @@ def tap_rows(capture: Capture, use: Use, value: Tensor, rows: int) -> Tensor:
     return tapped
 
 
-def _taken(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
-    """Takes the tensors out of a tree. Returns them, and a function that puts others in their places."""
-    if isinstance(tree, Tensor):  # as most outputs; pytree takes longer than a small layer
+def _flattened(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
+    """Returns the tensors of a tree, and a function that returns the tree with other values in their places."""
+    if isinstance(tree, Tensor):  # the common case, because pytree takes longer than a small layer
         return [tree], operator.itemgetter(0)
     if type(tree) is tuple and list(map(type, tree)) == [tuple, dict] and (len(tree[0]), len(tree[1])) == (1, 0):
         (args, _) = tree

@@ -1,4 +1,4 @@
-"""Traversal of nested containers of tensors. Tuples, lists and dicts, which calls have, take no time in pytree."""
+"""Traversal of nested containers of tensors. Common containers are handled without pytree, which is slower."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _NO_TENSORS = frozenset({int, float, bool, str, type(None)})
 
 def tensors_in(tree: Any) -> list[Tensor]:
     """Returns all tensors in nested containers, in order."""
-    found: list[Tensor] = []
-    waiting = [tree]
-    while waiting:
-        node = waiting.pop()
+    tensors: list[Tensor] = []
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
         if isinstance(node, Tensor):
-            found.append(node)
+            tensors.append(node)
         elif type(node) is tuple or type(node) is list:
-            waiting.extend(reversed(node))
+            nodes.extend(reversed(node))
         elif type(node) is dict:
-            waiting.extend(reversed(node.values()))
+            nodes.extend(reversed(node.values()))
         elif type(node) not in _NO_TENSORS:
-            found += [leaf for leaf in pytree.tree_leaves(node) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in pytree.tree_leaves(node) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -42,19 +42,19 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:
-    """Returns the tensors of a model's output in order, also those in fields of objects.
+    """Returns the tensors of a model's output in order, including those in fields of objects.
 
-    Objects in fields of objects are left out, except distributions of which another one is made.
+    Fields of objects inside other objects are not searched, except for distributions that wrap other distributions.
     """
     if isinstance(output, Tensor):
         return [output]
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, Distribution):
-            found += tensors_in_outputs(vars(leaf))
+            tensors += tensors_in_outputs(vars(leaf))
         else:
-            found += tensors_in(leaf) or tensors_in(_content(leaf))
-    return found
+            tensors += tensors_in(leaf) or tensors_in(_content(leaf))
+    return tensors
 
 
 def map_outputs(function: Callable[[Tensor], Tensor], output: Any) -> Any:

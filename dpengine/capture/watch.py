@@ -1,4 +1,4 @@
-"""Watch list: the modules that capture hooks, and how it follows the parameters of each."""
+"""Watch list: the modules that capture hooks, and the method that follows the parameters of each."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class Kind(enum.Enum):
     """Method to follow a module's parameters."""
 
-    LAYER = "layer"  # one tensor out; each parameter has its own grad sampler
-    UNIT = "unit"  # the module with all its submodules, by one joint sampler. Not a privacy unit
-    OPERATIONS = "operations"  # the operations that use its own parameters, one by one
+    LAYER = "layer"  # a layer with one output tensor; each parameter has its own grad sampler
+    UNIT = "unit"  # the module with all its submodules, with one joint sampler. Not a privacy unit
+    OPERATIONS = "operations"  # each operation that uses a parameter of the module itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,10 @@ class Watch:
     Attributes:
         name: Dotted name in the model.
         module: The module.
-        kind: How its parameters are followed.
-        rule: The grad samplers of the module, which capture passes on to the grad mode.
-        in_rows: True if calls have the batch on axis 0 also in a model with ``batch_first=False``, as layers inside a
-            batch-first replacement layer have.
+        kind: Method to follow its parameters.
+        rule: The grad samplers of the module, which capture passes to the grad mode.
+        in_rows: True if calls have the batch on axis 0 even in a model with ``batch_first=False``, which holds for
+            layers inside a batch-first replacement layer.
     """
 
     name: str
@@ -65,7 +65,7 @@ class WatchChoice(Protocol):
         """Makes the modules with these names units, and ends the choice."""
 
     def share(self, capture: Capture) -> None:
-        """Makes the units of all processes those of each. Called by all of them at the end of a step."""
+        """Uses the units of all processes in each process. All processes call it at the end of a step."""
 
 
 Lookup = Callable[[nn.Module], Any]
@@ -96,7 +96,7 @@ def watch_list(
             watch = _watch(module, name, lookup, unit_rule, by_operations)
         if watch is not None:
             found.append(replace(watch, in_rows=in_rows))
-            if watch.kind is Kind.UNIT:  # a submodule that is also called outside the unit is found by another path
+            if watch.kind is Kind.UNIT:  # a submodule that is also used outside the unit is visited on another path
                 return
         for child_name, child in module.named_children():
             dotted = f"{name}.{child_name}" if name else child_name
@@ -126,12 +126,12 @@ def _watch(
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    """Returns True for dropout, which would make a joint sampler run each sample alone in the forward pass also."""
+    """Returns True for dropout, because of which a joint sampler would also run each sample alone in forward."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 def has_own_parameters(module: nn.Module) -> bool:
-    """Returns True if the module itself, not a child, holds a parameter."""
+    """Returns True if the module itself holds a parameter. Parameters of children do not count."""
     return any(p is not None for p in module._parameters.values())
 
 

@@ -1,15 +1,15 @@
-"""Parameters that a module uses directly, outside any known layer: class tokens, layer scales, packed projections.
+"""Parameters that a module uses directly and not in a known layer: class tokens, layer scales, packed projections.
 
 During the forward of the module, each such parameter is a ``WatchedParameter``: a tensor that intercepts the operations
 on it. Three uses are supported, each with its own tap:
 
-* ``F.linear(x, weight, bias)`` or ``linear_place``: captured like a Linear layer;
-* an elementwise operation with a batched tensor, a product ``x @ parameter``, also as an ``einsum``, or the bias of
-  ``scaled_dot_product_attention``: the parameter is repeated for each sample (``RowsTap``);
-* ``parameter.expand(B, ...)`` or ``repeat``, later concatenated with a batched tensor: the same.
+* ``F.linear(x, weight, bias)`` or ``linear_place`` is captured like a Linear layer.
+* For an elementwise operation with a batched tensor, a product ``x @ parameter`` or ``einsum``, or the bias of
+  ``scaled_dot_product_attention``, the parameter is repeated for each sample (``tap_rows``).
+* For ``parameter.expand(B, ...)`` or ``repeat``, later concatenated with a batched tensor, it is repeated as well.
 
 Operations on the parameter alone (an index, a view, ``1 + scale``) are recorded and replayed for each sample. Every
-other operation raises with its name, before any gradient is computed.
+other operation raises an error with its name, before any gradient is computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpengine.layers.linear_place import linear_place
 
 _RUN_ALONE = (
     "Pass grad_sample_mode='auto' or 'whole_model', or freeze it. In a sharded model or a checkpoint, move it to a "
-    "module of its own."
+    "separate module."
 )
 
 
@@ -45,8 +45,8 @@ class Origin:
         tap_linear: Adds a tap to the output of a linear operation.
         batch_size: Returns the batch size of the current forward pass; None if it is not known.
         steps: Operations applied so far, each a function of one tensor.
-        place: Slice of the leading axis, if that is the only operation.
-        rows: Leading size after an expansion, if axis 0 may be the batch.
+        place: Slice of the leading axis, if slicing is the only operation.
+        rows: Size of axis 0 after an expansion, if axis 0 may be the batch.
     """
 
     parameter: nn.Parameter
@@ -75,7 +75,7 @@ class WatchedParameter(Tensor):
 
     @classmethod
     def of(cls, value: Tensor, origin: Origin) -> WatchedParameter:
-        """Wraps a value that depends on the parameter only. Raises if a gradient reaches it, see `_escaped`."""
+        """Wraps a value that depends on the parameter only. A gradient that reaches it raises, see `_escaped`."""
         with torch._C.DisableTorchFunctionSubclass():
             wrapped = _Traced.around(value) if traced(value) else value.detach().as_subclass(cls)
             if type(wrapped) is cls and torch.is_grad_enabled() and wrapped.is_floating_point():
@@ -142,7 +142,7 @@ def _expanded_per_sample(value: WatchedParameter) -> Tensor:
 
 
 def _escaped(origin: Origin, grad: Tensor) -> None:
-    """Raises in the backward pass if the parameter was used in an operation that no handler saw."""
+    """Raises in the backward pass if the parameter was used in an operation that was not intercepted."""
     raise UnsupportedLayerError(
         f"Parameter '{origin.name}' is used in a torch.autograd.Function, where no rule gives its per-sample "
         "gradients.",
@@ -160,7 +160,7 @@ def _holds_tensor(result: Any) -> bool:
 
 
 def unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
-    """Returns the error for a use of a parameter, or of what was derived from it, that is not followed."""
+    """Returns the error for an unsupported operation on a parameter or on a tensor derived from it."""
     operation = getattr(func, "__name__", str(func))
     return UnsupportedLayerError(
         f"Parameter '{origin.name}' is used by {operation}, where no rule gives its per-sample gradients.",
@@ -328,12 +328,12 @@ def _einsum(func, args, kwargs):
     operands = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     origin = _first(operands, kwargs).origin
     terms, _, result = equation.replace(" ", "").partition("->") if isinstance(equation, str) else ("", "", "")
-    letters, at = terms.split(","), [i for i, one in enumerate(operands) if isinstance(one, WatchedParameter)]
-    batch = {term[:1] for i, term in enumerate(letters) if i not in at} | {result[:1]}
-    fits = len(at) == len(batch) == 1 and len(letters) == len(operands) > 1 and origin.rows is None
+    letters, watched = terms.split(","), [i for i, v in enumerate(operands) if isinstance(v, WatchedParameter)]
+    batch = {term[:1] for i, term in enumerate(letters) if i not in watched} | {result[:1]}
+    fits = len(watched) == len(batch) == 1 and len(letters) == len(operands) > 1 and origin.rows is None
     if not fits or "." in equation or kwargs:
         raise unsupported(origin, func)
-    (letter,), (i,) = batch, at
+    (letter,), (i,) = batch, watched
     if not letter or letter in letters[i]:
         raise unsupported(origin, func)
     others = [operand for operand in operands if operand is not operands[i]]

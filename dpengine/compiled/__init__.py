@@ -1,1 +1,1 @@
-"""The forward pass, the backward pass and clipping as compiled functions, from one traced graph."""
+"""Compiles the forward pass, the backward pass and clipping into functions, from one traced graph."""

@@ -1,4 +1,4 @@
-"""A compiled pass: its autograd function at the output of the model, and its gradients as a grad mode.
+"""A compiled pass: the autograd function of the model, and a grad mode that holds the gradients.
 
 Axes: B samples, P samples after padding, K groups of parameters that are clipped together.
 """
@@ -24,29 +24,27 @@ from dpengine.layers.not_twice_differentiable import not_twice_differentiable
 from .graphs import Graphs
 
 _version = operator.attrgetter("_version")
-WITHOUT = "Leave out compile= in make_private"
+_REMEDY = "Leave out compile= in make_private"
 
 
 def called_twice() -> UnsupportedLayerError:
     """Returns the error for a model that was called several times before one backward pass."""
     return UnsupportedLayerError(
-        "The model was called more than once before one backward pass. A compiled call has norms of its own, so the "
-        "gradients of the calls cannot be clipped together.",
-        fix=f"{WITHOUT}, or call the model once, on all samples.",
+        "The model was called more than once before one backward pass. Each compiled call computes its own norms, so "
+        "the gradients of the calls cannot be clipped together.",
+        fix=f"{_REMEDY}, or call the model once, on all samples.",
     )
 
 
-class Halves(torch.autograd.Function):
-    """Runs the first of the graphs in the forward pass, and the second in the backward pass."""
+class CompiledPassFunction(torch.autograd.Function):
+    """Runs the graph of the outputs in the forward pass, and that of the norms in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, compiled: CompiledPass) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.compiled = compiled
         outputs = compiled.forward()
-        wanted = compiled.graphs.layout.differentiable
-        ctx.mark_non_differentiable(
-            *(output for output, is_wanted in zip(outputs, wanted, strict=True) if not is_wanted)
-        )
+        pairs = zip(outputs, compiled.graphs.layout.differentiable, strict=True)
+        ctx.mark_non_differentiable(*(output for output, differentiable in pairs if not differentiable))
         return tuple(outputs)
 
     @staticmethod
@@ -63,10 +61,10 @@ class CompiledPass(AbstractGradients):
     """One compiled pass.
 
     Args:
-        graphs: The code.
+        graphs: The compiled functions.
         state: Parameters and buffers of the model.
         batch: The tensors of the batch; those that have the batch on axis 0 are padded.
-        padded: Whether each tensor of the batch is padded.
+        padded: For each tensor of the batch, whether it is padded.
         rows: Number of samples.
         on_backward: Called with this object when the backward pass has reached it.
     """
@@ -85,14 +83,14 @@ class CompiledPass(AbstractGradients):
         self._padded = padded
         self._num_rows = rows
         self._on_backward = on_backward
-        self._began = ForwardState.now(batch) if graphs.draws else None  # to run it again without some samples
+        self._began = ForwardState.now(batch) if graphs.draws else None  # random state, to run the pass again
         self._state = state
         self._tensors = [*state, *batch]
         self._grads: list[Tensor] = []
         self._empty = False
 
     def forward(self) -> list[Tensor]:
-        """Returns the outputs for the samples."""
+        """Returns the outputs of the model, without padding."""
         graphs, begin = self.graphs, len(self._tensors)
         self._tensors += graphs.outputs(self._tensors)
         self._read = [self._tensors[i] for i in graphs.norms.takes if i < len(self._tensors)]
@@ -111,15 +109,15 @@ class CompiledPass(AbstractGradients):
                 "is not in place."
             )
         pairs = zip(grads, self.graphs.layout.differentiable, strict=True)
-        self._grads = [_with_zero_rows(grad, self.graphs.rows) for grad, is_wanted in pairs if is_wanted]
+        self._grads = [_with_zero_rows(grad, self.graphs.rows) for grad, differentiable in pairs if differentiable]
         self._compute_norms()
         self._on_backward(self)
 
     def _compute_norms(self) -> None:
         self._tensors += self._grads
-        found = self.graphs.norms(self._tensors)
-        self._tensors += found
-        self.sq_norms_PK = found[0]
+        results = self.graphs.norms(self._tensors)
+        self._tensors += results
+        self.sq_norms_PK = results[0]
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
         raise called_twice()
@@ -139,15 +137,15 @@ class CompiledPass(AbstractGradients):
         return self.sq_norms_PK[: self._num_rows] * scale**2
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
-        """Does nothing, because the graphs are traced for the parameters that are clipped."""
+        """Does nothing, because the graphs compute only the gradients of the parameters that are clipped."""
 
     def drop(self, rows_B: Tensor) -> None:
-        """Runs the pass again with other samples in place of those that are dropped, which get no gradient."""
+        """Runs the pass again. Dropped samples are replaced by a copy of a kept one, with zero output gradients."""
         if bool((self.sq_norms_PK < 0).any()):
             raise UnsupportedLayerError(
-                "A sample has its gradient in the place of another one: the model moves samples to other places, by "
-                "values that were not in the batches with which the compiled code was compared.",
-                fix=f"{WITHOUT}.",
+                "The gradient of a sample is at the index of another one: the model changes the positions of samples, "
+                "for values that were not in the batches with which the compiled code was compared.",
+                fix=f"{_REMEDY}.",
             )
         kept = (~rows_B).nonzero().flatten()
         self._empty = len(kept) == 0
@@ -179,14 +177,14 @@ class CompiledPass(AbstractGradients):
 
 
 def padded(tensor: Tensor, rows: int) -> Tensor:
-    """Returns the tensor, padded with copies of its rows."""
+    """Returns the tensor, padded to ``rows`` samples with copies of its samples."""
     if len(tensor) == rows:
         return tensor
     return tensor[torch.arange(rows, device=tensor.device) % len(tensor)]
 
 
 def _first_rows(output: Tensor, rows: int) -> Tensor:
-    """Returns the first rows, not as a view: autograd forbids in-place operations on views from its functions."""
+    """Returns a copy of the first rows, because autograd forbids in-place operations on views that it returns."""
     return output[:rows].clone()
 
 

@@ -1,4 +1,4 @@
-"""One pass over a model as a function of tensors: forward, backward, norms and weighted sums, by the hooks.
+"""One pass over a model with hooks, as a function of tensors: forward, backward, norms and weighted sums.
 
 Axes: B samples, K groups of parameters that are clipped together.
 """
@@ -30,7 +30,7 @@ class Results:
     """Results of a pass.
 
     Attributes:
-        outputs: The tensors in the output of the model, each once, detached.
+        outputs: The tensors in the output of the model, detached and without duplicates.
         sq_norms_BK: Squared norms of per-sample gradients.
         sums: Weighted sums of all parameters, one vector for each device and dtype, in the order of the groups.
     """
@@ -46,8 +46,8 @@ class OutputLayout:
 
     Attributes:
         spec: Nesting of the leaves.
-        leaves: For each leaf, the index of its tensor, or None and the value of the leaf.
-        differentiable: Whether each tensor requires a gradient.
+        leaves: For each leaf, the index of its tensor (None for other leaves) and its value (None for tensors).
+        differentiable: For each tensor, whether it requires a gradient.
     """
 
     spec: Any
@@ -56,7 +56,7 @@ class OutputLayout:
 
     @classmethod
     def of(cls, output: Any) -> tuple[OutputLayout, list[Tensor]]:
-        """Returns the layout of an output, and its tensors, each once."""
+        """Returns the layout of an output, and its tensors without duplicates."""
         flat, spec = pytree.tree_flatten(output)
         tensors = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
         number = {id(tensor): i for i, tensor in enumerate(tensors)}
@@ -73,16 +73,16 @@ class OutputLayout:
 
 @dataclass(frozen=True, eq=False)
 class OnePass:
-    """A pass over a model that capture watches.
+    """A pass over a model with hooks.
 
     Attributes:
-        capture: Its hooks are on the model, and report here while the pass runs.
+        capture: The capture, whose hooks report to this object while the pass runs.
         forward: Runs the model on the tensors among its arguments.
-        state: Parameters and buffers of the model, each once.
+        state: Parameters and buffers of the model, without duplicates.
         groups: The group of each parameter that is clipped.
-        num_groups: How many there are.
+        num_groups: Number of groups.
         rows: Number of samples.
-        took_part: The parameters that had a gradient in the last pass.
+        included: The parameters that had a gradient in the last pass.
     """
 
     capture: Capture
@@ -91,12 +91,12 @@ class OnePass:
     groups: Mapping[nn.Parameter, int]
     num_groups: int
     rows: int
-    took_part: list[nn.Parameter] = field(default_factory=list)
+    included: list[nn.Parameter] = field(default_factory=list)
 
     def layout(self, values: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[OutputLayout, list[Tensor]]:
-        """Runs the model forward alone. Returns the layout of its output, and the tensors in it."""
-        with self._forward(values, batch) as (found, _, _):
-            layout, tensors = OutputLayout.of(found)
+        """Runs only the forward pass. Returns the layout of the output and its tensors."""
+        with self._forward(values, batch) as (output, _, _):
+            layout, tensors = OutputLayout.of(output)
         memory = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()]
         if len(set(memory)) < len(memory):
             raise UnsupportedLayerError("two outputs of the model share memory.")
@@ -105,13 +105,15 @@ class OnePass:
     def run(
         self, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
     ) -> Results:
-        """Runs forward and backward, from gradients of the outputs that require one."""
-        with self._forward(values, batch) as (found, stand_ins, mode):
-            outputs = OutputLayout.of(found)[1]
+        """Runs the forward pass, and the backward pass from ``grads`` at the outputs that require a gradient."""
+        with self._forward(values, batch) as (output, stand_ins, mode):
+            outputs = OutputLayout.of(output)[1]
             trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
             roots = [output for output in outputs if output.requires_grad]
-            torch.autograd.backward(roots, grads, inputs=[self.capture.anchor, *trained])  # into nothing of the user's
-        self._refuse_leaks(stand_ins)
+            torch.autograd.backward(
+                roots, grads, inputs=[self.capture.anchor, *trained]
+            )  # no gradient for user tensors
+        self._check_leaks(stand_ins)
         groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         with torch.no_grad(), without_autocast():
             if len(mode.parameters) > len(groups):
@@ -119,50 +121,53 @@ class OnePass:
             sq_norms_BK = _negative_if_moved(mode.sq_norms(groups, self.num_groups, 1.0), grads)
             sums = _NewSums()
             mode.add_sums(groups, weights_BK, 1.0, sums)
-        found = [(own, sums.totals.get(stand_in)) for own, stand_in in zip(self.groups, groups, strict=True)]
-        self.took_part[:] = [own for own, total in found if total is not None]
-        return Results([output.detach() for output in outputs], sq_norms_BK, _flat(found))
+        totals = [(p, sums.totals.get(stand_in)) for p, stand_in in zip(self.groups, groups, strict=True)]
+        self.included[:] = [parameter for parameter, total in totals if total is not None]
+        return Results([output.detach() for output in outputs], sq_norms_BK, _flat(totals))
 
     @contextlib.contextmanager
     def _forward(
         self, values: Sequence[Tensor], batch: Sequence[Tensor]
     ) -> Iterator[tuple[Any, dict[Tensor, Tensor], BookKeeping]]:
-        """Runs the model forward on other values of its parameters and buffers; what runs inside may go backward."""
+        """Runs the model forward with other values of its parameters and buffers. Yields the output and the grad mode.
+
+        A backward pass may run inside the context.
+        """
         stand_ins = {
             own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(self.state, values, strict=True)
         }
         versions = {value: value._version for value in [*stand_ins.values(), *batch]}
-        mode = BookKeeping(MethodTable(timed=False))  # what is traced has no numbers to time
+        mode = BookKeeping(MethodTable(timed=False))  # traced tensors cannot be timed
         with torch.enable_grad(), _standing_in(self.capture.model, stand_ins) as changed:
             with self.capture.redirected(mode, self.rows):
                 output = self.forward([tensor.detach() for tensor in batch])
-                self._refuse_written(versions, batch)
+                self._check_not_written(versions, batch)
                 if name := changed():
                     raise UnsupportedLayerError(f"the forward pass changes attribute {name} of a module.")
                 yield output, stand_ins, mode
 
-    def _refuse_written(self, versions: Mapping[Tensor, int], batch: Sequence[Tensor]) -> None:
+    def _check_not_written(self, versions: Mapping[Tensor, int], batch: Sequence[Tensor]) -> None:
         if any(tensor._version != versions[tensor] for tensor in batch):
             raise UnsupportedLayerError("the forward pass changes its input in place.")
         for name, buffer in self.capture.model.named_buffers():
             if buffer._version != versions.get(buffer):
                 raise BufferUpdateError(f"The forward pass writes into buffer '{name}'.")
 
-    def _refuse_leaks(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
+    def _check_leaks(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
         for name, own in self.capture.model.named_parameters():
             if stand_ins[own].grad is not None:
                 raise MissingGradientError(f"Parameter '{name}' is used outside its layer.")
 
 
 def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """Returns -1 for all norms if a sample without an output gradient has one. See note [places] in graphs.py."""
-    none_B = torch.stack([(grad.reshape(len(grad), -1) == 0).all(dim=1) for grad in grads]).all(dim=0)
-    moved = ((sq_norms_BK > 0).any(dim=1) & none_B).any()
+    """Returns -1 for all norms if a sample without an output gradient has a norm. See note [positions] in graphs.py."""
+    no_grad_B = torch.stack([(grad.reshape(len(grad), -1) == 0).all(dim=1) for grad in grads]).all(dim=0)
+    moved = ((sq_norms_BK > 0).any(dim=1) & no_grad_B).any()
     return torch.where(moved, -1.0, sq_norms_BK)
 
 
 class _NewSums(Sums):
-    """Sums in memory of their own."""
+    """Sums in newly allocated memory."""
 
     def __init__(self) -> None:
         self.totals: dict[nn.Parameter, Tensor] = {}
@@ -185,27 +190,27 @@ class _NewSums(Sums):
         pass
 
 
-def _flat(found: Sequence[tuple[nn.Parameter, Tensor | None]]) -> list[Tensor]:
+def _flat(totals: Sequence[tuple[nn.Parameter, Tensor | None]]) -> list[Tensor]:
     """Returns the sums of all parameters as one vector for each device and dtype, as in a `FlatBuffer`."""
     parts: dict[Key, list[Tensor]] = {}
-    for own, total in found:
-        dtype = wide(own.dtype)
-        part = torch.zeros(own.numel(), dtype=dtype, device=own.device) if total is None else total.reshape(-1)
-        parts.setdefault((own.device, dtype), []).append(part)
-    return [torch.cat(some) for some in parts.values()]
+    for p, total in totals:
+        dtype = wide(p.dtype)
+        part = torch.zeros(p.numel(), dtype=dtype, device=p.device) if total is None else total.reshape(-1)
+        parts.setdefault((p.device, dtype), []).append(part)
+    return [torch.cat(vectors) for vectors in parts.values()]
 
 
-def _places(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Returns the places at which modules hold parameters and buffers."""
+def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Returns the tables in which modules hold parameters and buffers, and the names in the tables."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     return [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 @contextlib.contextmanager
 def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
-    """Gives the model other parameters and buffers; afterwards its modules are what they were, all attributes too.
+    """Replaces the parameters and buffers of the model in the context, and restores all attributes on exit.
 
-    Yields a function that returns the name of an attribute that changed, if there is one.
+    Yields a function that returns the name of an attribute that changed; None if there is none.
     """
     attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
     contents = _contents(attributes)
@@ -222,7 +227,7 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
         return None
 
     try:
-        for table, name in _places(model):
+        for table, name in _slots(model):
             table[name] = stand_ins[table[name]]
         yield changed
     finally:
@@ -233,7 +238,7 @@ def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterat
 
 
 def _contents(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[str, Any]]:
-    """Returns the contents of all attributes that hold others."""
+    """Returns the contents of all attributes that are containers or objects."""
     named = [(name, value) for _, then in attributes for name, value in then.items() if name not in INTERNAL]
     return [(name, content_of(value)) for name, value in named if not isinstance(value, (*PLAIN, Tensor))]
 

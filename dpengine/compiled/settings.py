@@ -1,4 +1,4 @@
-"""Settings for which a graph was traced: arguments, attributes of modules, parameters and buffers, autocast."""
+"""Settings on which a traced graph depends: arguments, attributes of modules, parameters, buffers and autocast."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, en
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                  "_global_backward_pre_hooks")  # fmt: skip
-INTERNAL = vars(nn.Module()).keys() - {"training"}  # tables, which `ModuleTables` follows, and hooks
-_MOST_BYTES, _DEEPEST = 2**16, 5  # of an array that is compared, and of objects inside each other
+INTERNAL = vars(nn.Module()).keys() - {"training"}  # hooks, and tables that `ModuleTables` compares
+_MOST_BYTES, _DEEPEST = 2**16, 5  # largest array and deepest nesting of objects that are compared
 _version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
@@ -34,9 +34,9 @@ def kind_of(tensor: Tensor) -> object:
 
 
 def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the leaves of a call that are no tensors, with their types, and None for each tensor.
+    """Returns the leaves of a call with their types, and None in place of each tensor.
 
-    Raises UnsupportedLayerError for an object, whose content a graph would keep.
+    Raises UnsupportedLayerError for an object, because a graph would store its content as a constant.
     """
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *PLAIN)):
@@ -45,14 +45,14 @@ def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def autocast_key(device: torch.device) -> object:
-    """Returns whether autocast is enabled, and its dtype."""
+    """Returns a key of the autocast settings: whether it is enabled, and its dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
-    """Returns a key of the modules, their settings, and the places of parameters and buffers.
+    """Returns a key of the modules, their settings, and their parameters and buffers.
 
-    Weak references stand for objects: unlike an address, they never equal those of a later object.
+    Objects are compared by weak references. Unlike addresses, they never equal those of a later object.
     """
     number = {tensor: i for i, tensor in enumerate(state)}
     modules = tuple((WeakIdRef(module), type(module), _settings(module, number)) for module in model.modules())
@@ -60,29 +60,29 @@ def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
 
 
 def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
-    found: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
-                        for name, t in table.items() if t is not None]  # fmt: skip
-    found += [(name, WeakIdRef(child)) for name, child in module._modules.items() if child is not None]
-    return (*found, *((name, content_of(vars(module)[name])) for name in vars(module).keys() - INTERNAL))
+    settings: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
+                           for name, t in table.items() if t is not None]  # fmt: skip
+    settings += [(name, WeakIdRef(child)) for name, child in module._modules.items() if child is not None]
+    return (*settings, *((name, content_of(vars(module)[name])) for name in vars(module).keys() - INTERNAL))
 
 
 @dataclass(frozen=True, eq=False)
 class _Object:
-    """An object that is equal to itself alone."""
+    """Wrapper that compares an object by identity."""
 
-    held: Any
+    value: Any
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and other.held is self.held
+        return isinstance(other, _Object) and other.value is self.value
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.value)
 
 
 def content_of(value: Any, depth: int = 0) -> Any:
-    """Returns what two values must have in common for the same graph to be right, in a form that can be compared.
+    """Returns a comparable form of a value. A graph may be used for values with equal forms.
 
-    Raises UnsupportedLayerError for an object whose content cannot be told.
+    Raises UnsupportedLayerError for an object whose content cannot be compared.
     """
     kind: Any = type(value)
     if isinstance(value, PLAIN):
@@ -95,11 +95,11 @@ def content_of(value: Any, depth: int = 0) -> Any:
         return _Object(value)
     if depth < _DEEPEST:
         if isinstance(value, (list, tuple)):
-            return kind, tuple([content_of(one, depth + 1) for one in value])
-        if isinstance(value, (set, frozenset)) and all(isinstance(one, PLAIN) for one in value):
+            return kind, tuple([content_of(element, depth + 1) for element in value])
+        if isinstance(value, (set, frozenset)) and all(isinstance(element, PLAIN) for element in value):
             return kind, frozenset(value)
         if isinstance(value, dict):
-            items = [(content_of(name, depth + 1), content_of(one, depth + 1)) for name, one in value.items()]
+            items = [(content_of(name, depth + 1), content_of(item, depth + 1)) for name, item in value.items()]
             return kind, tuple(items)
         if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
             return _Object(value), content_of(vars(value), depth + 1)
@@ -107,11 +107,11 @@ def content_of(value: Any, depth: int = 0) -> Any:
 
 
 class ModelSettings:
-    """The settings of a model, which are listed anew when one of them has changed.
+    """Settings of a model. `unchanged` compares them with the current ones.
 
     Attributes:
         key: See `model_key`.
-        state: Parameters and buffers of the model, each once.
+        state: Parameters and buffers of the model, without duplicates.
     """
 
     def __init__(self, capture: Capture):
@@ -122,7 +122,8 @@ class ModelSettings:
         self._attributes = list(map(vars, tables.modules.values()))
         self._sizes = list(map(len, self._attributes))
         names = [["training", *(own.keys() - INTERNAL)] for own in self._attributes]
-        self._readers = [operator.itemgetter("training", *some) for some in names]  # two names at least: a tuple
+        # At least two names, so that the result is a tuple.
+        self._readers = [operator.itemgetter("training", *module_names) for module_names in names]
         self._values = self._current()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
         self._containers = list({id(v): v for v in self._values if not isinstance(v, (*PLAIN, Tensor))}.values())
@@ -132,7 +133,7 @@ class ModelSettings:
         self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
         self._hooks += [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
         self._counts = list(map(len, self._hooks))
-        root = {id(vars(capture.model)[name]) for name in _HOOKS}  # these run outside
+        root = {id(vars(capture.model)[name]) for name in _HOOKS}  # hooks of the model run outside the graph
         hooks = chain.from_iterable(table.values() for table in self._hooks if id(table) not in root)
         self._has_hooks = not all(isinstance(hook, Hook) for hook in hooks)
 
@@ -143,7 +144,7 @@ class ModelSettings:
         return [*map(Tensor.data_ptr, self.state), *map(_dtype, self.state)]
 
     def unchanged(self) -> bool:
-        """Returns True if the model is as it was. The tables must be current."""
+        """Returns True if no setting of the model has changed. The tables must be current."""
         return (
             self._walk == self._tables.version
             and list(map(len, self._attributes)) == self._sizes
@@ -160,7 +161,7 @@ class ModelSettings:
         except (KeyError, UnsupportedLayerError):  # an attribute was deleted, and another one added
             return False
 
-    def refuse_hooks(self) -> None:
-        """Raises UnsupportedLayerError if a layer has hooks of the user, which would run only while it is traced."""
+    def check_no_hooks(self) -> None:
+        """Raises UnsupportedLayerError if a layer has hooks of the user, which would run only during tracing."""
         if self._has_hooks:
             raise UnsupportedLayerError("a layer of the model has a hook.")

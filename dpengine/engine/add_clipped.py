@@ -1,4 +1,4 @@
-"""Adds the clipped gradients of a backward pass to a buffer: the only place where norms meet clipping factors.
+"""Adds the clipped gradients of a backward pass to a buffer. Only this module applies clipping factors.
 
 Axes: B samples, or privacy units; K groups of parameters that are clipped together.
 """
@@ -19,7 +19,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.strategy import AbstractGradients, common_rows
 
-_CLIPPED = 1 - 2**-19  # a factor below is not a rounded 1
+_CLIPPED = 1 - 2**-19  # smaller factors clip; larger ones are 1 up to rounding
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
@@ -61,7 +61,7 @@ class ClipStatistics:
 
 @dataclass(frozen=True, eq=False)
 class Grouping:
-    """The parameters of a model by the group in which they are clipped."""
+    """Assignment of parameters to groups that are clipped together."""
 
     group_of: Mapping[nn.Parameter, int]
     count: int
@@ -82,9 +82,9 @@ def add_clipped(
     topology: Topology,
     fingerprint: tuple[object, ...],
 ) -> ClipStatistics:
-    """Clips the gradients that ``mode`` received, times ``scale``, and adds them to the buffer.
+    """Multiplies the gradients that ``mode`` received by ``scale``, clips them and adds them to the buffer.
 
-    An error may leave a part of the pass in the buffer, which the caller must then zero.
+    After an error, the caller must zero the buffer, because it may hold a part of the pass.
     """
     norms_BK = _sq_norms(mode, grouping, scale, topology, fingerprint).sqrt()
     if type(policy) in BUILTIN:
@@ -95,7 +95,7 @@ def add_clipped(
     samples = common_rows(mode.rows)
     total, smallest, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0, 1.0)
     dropped = 0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)
-    # `add_sums` takes weights of at most 1; automatic clipping may return larger factors.
+    # `add_sums` accepts weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, largest)
     weights_BK = factors_BK / largest if largest > 1 else factors_BK
     # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
@@ -115,18 +115,18 @@ def add_clipped(
 
 
 def _read(norms_BK: Tensor, factors_BK: Tensor) -> list[float]:
-    """Returns the sum of the norms, in which one that is not finite shows, and the smallest and the largest factor.
+    """Returns the sum of the norms, the smallest and the largest factor. The sum is not finite if a norm is not.
 
-    The only values of an ordinary step that the host reads, because each read makes it wait for an accelerator. The
-    kernels of the sums need the largest factor, and samples must be dropped before they are summed.
+    These are the only values of an ordinary step that the host reads, because each read waits for the accelerator.
+    The host needs them before the sums, which divide by the largest factor and must not include dropped samples.
     """
-    found = [norms_BK.sum(), factors_BK.min().to(norms_BK), factors_BK.max().to(norms_BK)]
-    values: list[float] = torch.stack(found).cpu().tolist()
+    scalars = [norms_BK.sum(), factors_BK.min().to(norms_BK), factors_BK.max().to(norms_BK)]
+    values: list[float] = torch.stack(scalars).cpu().tolist()
     return values
 
 
 def _drop_not_finite(mode: AbstractGradients, norms_BK: Tensor) -> int:
-    """Drops the samples that have a norm that is not finite, and returns their number."""
+    """Drops the samples with a norm that is not finite, and returns their number."""
     dropped_B = ~torch.isfinite(norms_BK).all(dim=1)
     if dropped := int(dropped_B.sum()):
         mode.drop(dropped_B)
@@ -142,8 +142,8 @@ def _sq_norms(
         norms_BK, first = mode.sq_norms(groups, count, scale), next(iter(groups), None)
         # A policy may add up values over passes, so all passes return norms on the device of the first parameter.
         return norms_BK if first is None else norms_BK.to(first.device)
-    # Replicated parameters get separate groups, numbered after the others.
-    separate = {p: group if topology.is_split(p) else count + group for p, group in groups.items()}
-    split_BK, replicated_BK = mode.sq_norms(separate, 2 * count, scale).split(count, dim=1)
+    # Replicated parameters get separate groups with indices from `count` on.
+    split_groups = {p: group if topology.is_split(p) else count + group for p, group in groups.items()}
+    split_BK, replicated_BK = mode.sq_norms(split_groups, 2 * count, scale).split(count, dim=1)
     device = next(iter(groups)).device
     return topology.reduce_sq_norms(split_BK, replicated_BK, fingerprint, device)

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 
 
 def attach_scaler(scaler: GradScaler) -> None:
-    """Makes the scale of a GradScaler constant, in place. It is divided out before clipping; no step is skipped."""
+    """Makes the scale of a GradScaler constant, in place. Clipping divides by the scale; no step is skipped."""
     scaler.__class__ = _frozen_class(type(scaler))  # type: ignore[arg-type]
 
 
@@ -28,7 +28,7 @@ def detach(attached: Any) -> None:
 def _frozen_class(base: type[GradScaler]) -> type[GradScaler]:
     members = {
         "dp_base": base,
-        "__doc__": "A GradScaler with a constant scale, which is divided out before clipping.",
+        "__doc__": "A GradScaler with a constant scale. Clipping divides by the scale.",
         "__module__": __name__,
         "__reduce_ex__": _reduce_to_base,
         "step": lambda self, optimizer, *args, **kwargs: optimizer.step(*args, **kwargs),
@@ -44,7 +44,7 @@ def _update(self: Any, new_scale: float | Tensor | None = None) -> None:
 
 @functools.cache
 def _skipping_class(base: type[Any]) -> type[Any]:
-    # A `step` on the instance instead of the class would be saved in the scheduler's state_dict.
+    # An attribute `step` of the instance would be saved in the scheduler's state_dict.
     members = {
         "dp_base": base,
         "__doc__": f"{base.__name__} that ignores optimizer steps that only accumulate.",
@@ -61,7 +61,7 @@ def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Copies and pickles have the user's own class."""
+    """Gives copies and pickles the original class."""
     return _new_instance, (self.dp_base,), self.__getstate__()
 
 

@@ -56,7 +56,7 @@ class NotCopyable:
         return bool(getattr(self, "runs", ()))
 
 
-class _Attached:
+class _AttachedRuns:
     """Thread-safe set of the runs whose models are private now."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class _Attached:
             return list(self._runs)
 
 
-attached_runs = _Attached()
+attached_runs = _AttachedRuns()
 _PASS_STATE = "Pass the result of engine.state_dict()."
 
 
@@ -117,19 +117,19 @@ def check_state(state: Any) -> None:
             raise LedgerError(f"The engine's state has no {name!r}; it has {list(state)}.", fix=_PASS_STATE)
     ledger, delta = state["ledger"], state["delta"]
     if not isinstance(ledger, Mapping):
-        raise LedgerError(f"The engine's state has a {type(ledger).__name__} as its 'ledger'.", fix=_PASS_STATE)
+        raise LedgerError(f"'ledger' in the engine's state is a {type(ledger).__name__}.", fix=_PASS_STATE)
     if delta is not None and not (isinstance(delta, float) and 0 < delta < 1):
         raise LedgerError(f"The engine's state has delta={delta!r}, which is not in (0, 1).", fix=_PASS_STATE)
 
 
-def delta_for(given: float | None, num_examples: int, allow_large: bool) -> float:
-    """Returns the given delta, checked, or the default delta for a number of examples."""
-    if given is None and num_examples == 0:
+def delta_for(target_delta: float | None, num_examples: int, allow_large: bool) -> float:
+    """Returns the target delta after checks; the default delta for a number of examples if it is None."""
+    if target_delta is None and num_examples == 0:
         raise InvalidBudgetError(
             "target_delta is not given, and the default delta needs the number of examples, which is not known.",
             fix="Pass target_delta=1e-6, below one over the number of examples; or ExternalBatches(num_examples=...).",
         )
-    delta = suggested_delta(num_examples) if given is None else given
+    delta = suggested_delta(num_examples) if target_delta is None else target_delta
     check_delta(delta, max(num_examples, 1), allow_large, name="target_delta")
     return delta
 
@@ -177,7 +177,7 @@ def check_objects(module: nn.Module, optimizer: Optimizer, grad_scaler: Any, lr_
 
 
 def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
-    """Raises if a scheduler, which skips the skipped steps of its optimizer, belongs to another optimizer."""
+    """Raises if a scheduler belongs to another optimizer: it reads from its optimizer which steps were skipped."""
     if lr_scheduler is None or getattr(lr_scheduler, "optimizer", None) is optimizer:
         return
     kind = type(lr_scheduler).__name__
@@ -190,14 +190,14 @@ def _check_scheduler(lr_scheduler: Any, optimizer: Any) -> None:
 
 
 def _check_not_attached(module: nn.Module) -> None:
-    """Raises if a model, or a part of it, is private already, in any engine."""
+    """Raises if a model, or a part of it, is already private in any engine."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     below = set(module.modules())
     if any(run.model in below or module in set(run.model.modules()) for run in attached_runs.all()):
         raise UnknownParameterError(
-            f"The model ({type(module).__name__}), or a part of it, is private already, as after a notebook cell was "
-            "run twice.",
+            f"The model ({type(module).__name__}), or a part of it, is private already, for example because a notebook "
+            "cell was run twice.",
             fix="Create model, optimizer and loader again, or call dpengine.detach(model) to continue with its "
             "weights. Keep one engine for all runs on a data set: create it in a cell of its own.",
         )
@@ -208,8 +208,8 @@ def check_not_shared(module: nn.Module) -> None:
     for name, p in module.named_parameters():
         if p.requires_grad and p.device.type == "cpu" and p.is_shared():
             raise UnknownParameterError(
-                f"Parameter '{name}' is in shared memory, as after model.share_memory() or as an argument of a "
-                "process: other processes may change it (Hogwild), and each would account for its own steps only.",
+                f"Parameter '{name}' is in shared memory, for example after model.share_memory(): other processes may "
+                "change it (Hogwild), and each process would account for its own steps only.",
                 fix="Train a copy in one process, model = copy.deepcopy(model), and build the optimizer from it. For "
                 "several processes, wrap the copy in torch.nn.parallel.DistributedDataParallel.",
             )
@@ -217,8 +217,8 @@ def check_not_shared(module: nn.Module) -> None:
 
 def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     """Raises ParameterMismatchError if an optimizer holds parameters that are not in the model."""
-    known = set(module.parameters())
-    foreign = [p for p in parameters_of(optimizer) if p not in known]
+    parameters = set(module.parameters())
+    foreign = [p for p in parameters_of(optimizer) if p not in parameters]
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise ParameterMismatchError(
@@ -267,7 +267,7 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
 
 
 def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
-    """Returns True if the loop draws its own batches. Raises for arguments that contradict that, or the data."""
+    """Returns True if the loop draws its own batches. Raises if arguments or the data contradict that."""
     if isinstance(sampling, str):
         return False
     if not is_drawn_by_loop(sampling):
@@ -276,29 +276,29 @@ def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps
             raise TypeError(f"sampling={sampling!r}; pass {choices}.")
         checked_scheme("sampling", sampling)
         return False
-    given = [name for name, value in of_loader.items() if value is not None]
-    given += ["accumulation_steps"] if accumulation_steps != 1 else []
-    given += ["several processes"] if topology.everyone.size > 1 else []
-    if given:
+    unsupported = [name for name, value in of_loader.items() if value is not None]
+    unsupported += ["accumulation_steps"] if accumulation_steps != 1 else []
+    unsupported += ["several processes"] if topology.everyone.size > 1 else []
+    if unsupported:
         raise SamplingError(
-            f"sampling=ExternalBatches(...) does not support {given[0]}: the engine does not draw these batches.",
+            f"sampling=ExternalBatches(...) does not support {unsupported[0]}: the engine does not draw these batches.",
             fix='State the rate and the batch size in ExternalBatches(...), or pass sampling="poisson".',
         )
-    found = _number_of_examples(data) if sampling.num_examples else None
-    if found not in (None, sampling.num_examples):
+    size = _number_of_examples(data) if sampling.num_examples else None
+    if size not in (None, sampling.num_examples):
         raise SamplingError(
-            f"ExternalBatches(num_examples={sampling.num_examples}) does not fit the data, which has {found} examples.",
-            fix=f"Pass num_examples={found}, or data that has every example of which you state the rate.",
+            f"ExternalBatches(num_examples={sampling.num_examples}) does not fit the data, which has {size} examples.",
+            fix=f"Pass num_examples={size}, or data with all examples to which the sampling rate applies.",
         )
     return True
 
 
 def _number_of_examples(data: Any) -> int | None:
-    """Returns the number of examples; None if it is uncertain, as for a loader that samples from a subset."""
+    """Returns the number of examples; None if it is unknown, for example for a loader that samples from a subset."""
     if isinstance(data, DataLoader):
         complete = type(data.sampler) in (SequentialSampler, RandomSampler) and type(data.batch_sampler) is BatchSampler
         return _number_of_examples(data.dataset) if complete else None
-    if isinstance(data, IterableDataset):  # its length may be a number of batches
+    if isinstance(data, IterableDataset):  # its length may count batches
         return None
     if isinstance(data, tuple):
         sizes = {_number_of_examples(tensor) if isinstance(tensor, Tensor) else None for tensor in data}

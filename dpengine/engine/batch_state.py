@@ -1,4 +1,4 @@
-"""State machine of the current logical batch. Plain Python: transitions return effects, which the owner executes."""
+"""State machine of the current logical batch. Transitions return effects, which the owner executes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Stage(enum.Enum):
     """Stage of the current logical batch."""
 
     IDLE = "idle"  # no batch was returned, or zero_grad cleared the last step
-    OPEN = "open"  # returned by the loader; some physical batch has not been through backward
+    OPEN = "open"  # returned by the loader; at least one physical batch had no backward pass yet
     CLIPPED = "clipped"  # the clipped gradients of all physical batches are in the sums
     CHARGED = "charged"  # accounted; the parameters are not updated yet
     RELEASED = "released"  # the parameters are updated; zero_grad comes next
-    DISCARDED = "discarded"  # ended before its step; the loader returns the next batch next
-    CLOSED = "closed"  # the model is not private any more
+    DISCARDED = "discarded"  # ended before its step; the loader has not returned the next batch yet
+    CLOSED = "closed"  # the model is no longer private
 
 
 class Effect(NamedTuple):
     """Actions that the owner of a `BatchState` must execute after a transition, in this order."""
 
-    discarded: int = 0  # logical batches to charge as discarded: why they ended early may depend on the data
+    discarded: int = 0  # number of logical batches to charge as discarded, because the reason may depend on the data
     zero_sums: bool = False
 
 
@@ -47,17 +47,17 @@ class BatchState:
     Attributes:
         external: True if no private loader returns the batches. Each backward pass is then a physical batch.
         continues: With ``external``: True if the next backward pass belongs to the current logical batch.
-        look_ahead: Number of physical batches that a trainer fetches before it uses the first. If it is positive, the
+        look_ahead: Number of physical batches that a trainer fetches before it uses the first one. If positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.
         fetched: Physical batches that were fetched ahead of their backward pass.
         chunk: Index of the current physical batch within its logical batch.
-        done: True if the current physical batch has been through backward, also if its logical batch is discarded.
+        done: True if the current physical batch had its backward pass, even if its logical batch is discarded.
         passed_over: True if no backward pass ran over the previous logical batch before the current one began.
         last_step: Step number of the newest logical batch.
-        merged: Number of logical batches in the last step, which predicts that of the next one.
+        merged: Number of logical batches in the last step, as a prediction for the next step.
         released: Number of steps taken.
-        discarded: Number of logical batches that were discarded. They are charged, too.
+        discarded: Number of logical batches that were discarded. They are also charged.
     """
 
     external: bool = False
@@ -91,17 +91,17 @@ class BatchState:
 
     @property
     def awaits_backward(self) -> bool:
-        """True if the current physical batch may go through backward."""
+        """True if a backward pass may run over the current physical batch."""
         return self.stage is Stage.OPEN and not self.done
 
     @property
     def waits_for_step(self) -> bool:
-        """True if the current physical batch has been through backward, and its step has not begun."""
+        """True if the current physical batch had its backward pass, and its step has not begun."""
         return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and self.done)
 
     @property
     def is_ready(self) -> bool:
-        """True if a step may follow: the current physical batch has been through backward, or is empty."""
+        """True if a step may follow: the current physical batch had its backward pass, or is empty."""
         return self.stage is Stage.CLIPPED or (self.stage is Stage.OPEN and (self.done or self.samples == 0))
 
     @property
@@ -127,7 +127,7 @@ class BatchState:
         if chunk > 0:
             if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
                 effect = self.discard()  # a physical batch was left out, now or before
-                self.done = False  # the backward pass over this one is still to come
+                self.done = False  # this physical batch had no backward pass yet
                 return effect
             self.chunk, self.done = chunk, False
             return NOTHING
@@ -236,7 +236,7 @@ class BatchState:
         return Effect(uncharged, zero_sums=True)
 
     def drop_uncharged(self) -> None:
-        """Drops a complete logical batch that is over the budget. It is not charged: it has no result."""
+        """Drops a complete logical batch that exceeds the budget. It is not charged, because no result is released."""
         self.batches, self.stage = [], Stage.DISCARDED
 
     def close(self) -> Effect:

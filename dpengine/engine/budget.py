@@ -1,4 +1,4 @@
-"""The privacy budget of a run: whether further charges fit a target epsilon."""
+"""Privacy budget of a run: decides whether further charges fit a target epsilon."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Charges = Ledger | RunLedger
 
 @dataclass(eq=False)
 class Budget:
-    """The privacy budget of a run.
+    """Privacy budget of a run.
 
     Attributes:
-        target_epsilon: None for no target.
-        delta: The delta at which the target holds.
+        target_epsilon: Maximum epsilon; None for no limit.
+        delta: The delta of the target epsilon.
         planned_steps: Number of logical batches for which the noise was calibrated.
         on_budget: ``"stop"``, ``"raise"`` or ``"warn"``.
-        accountant: The accountant that decides.
-        fits_plan: Whether the noise was calibrated for the planned steps, so that they are known to fit.
+        accountant: The accountant that computes epsilon.
+        fits_plan: Whether the noise was calibrated for the planned steps, so that they fit without a computation.
     """
 
     target_epsilon: float | None = None
@@ -36,7 +36,7 @@ class Budget:
     on_budget: str = "warn"
     accountant: str | Accountant = "pld"
     fits_plan: bool = True
-    # For an event and the other charges: how many charges of the event are known to fit. Epsilon may take a second.
+    # Number of charges of an event that fit, by event and other charges. Stored, because epsilon may take a second.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
     def may_draw(self, plan: RunPlan, ledger: Charges, separate: int, together: int) -> bool:
@@ -54,7 +54,7 @@ class Budget:
         return reached
 
     def room(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
-        """Returns how many charges may be reserved now, ``count`` of which are due; no more than fit."""
+        """Returns how many charges may be reserved now. At least ``count``, which are due; further ones if they fit."""
         ahead = plan.steps_after(last_step, self.planned_steps)
         if self.target_epsilon is not None and plan.noise_multiplier > 0:
             event, history = plan.event(count), ledger.totals
@@ -64,6 +64,7 @@ class Budget:
         return count + max(0, ahead)
 
     def _reached(self, plan: RunPlan, ledger: Charges, count: int, separate: int) -> float | None:
+        """Returns epsilon after further charges if it exceeds the target; else None."""
         if self.target_epsilon is None or plan.noise_multiplier == 0:
             return None
         event, history = plan.event(count), ledger.totals
@@ -88,7 +89,7 @@ class Budget:
 
 
 def _largest_fitting(epsilon: Callable[[int], float], target: float, fits: int) -> int:
-    """Returns a number of charges that fits, by bisection: the largest, or an eighth more than ``fits``."""
+    """Returns the largest number of charges that fits, or an eighth more than ``fits`` if that many fit. Bisection."""
     low, high = fits, fits + max(8, fits // 8)
     if epsilon(high) <= target:
         return high

@@ -1,4 +1,4 @@
-"""Builds the plan of a run from the arguments of ``make_private``: single values, or an execution plan."""
+"""Builds the plan of a run from the arguments of ``make_private``: single values or an execution plan."""
 
 from __future__ import annotations
 
@@ -117,13 +117,13 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
     delta = delta_for(budget_config.target_delta, draws.num_examples, budget_config.allow_large_delta)
     constants = (sampling_config.sample_rate, sampling_config.expected_batch_size, budget_config.target_delta)
     relation = relation_of(draws.participation, public_size=None in constants)
-    last = getattr(sampling_config.sampling, "iterations", None)
-    none_given = budget_config.epochs is None and budget_config.steps is None
-    planned = partial(planned_steps, budget_config.epochs, last if none_given else budget_config.steps)
+    iterations = getattr(sampling_config.sampling, "iterations", None)
+    has_length = budget_config.epochs is not None or budget_config.steps is not None
+    planned = partial(planned_steps, budget_config.epochs, budget_config.steps if has_length else iterations)
     noise, size = None, sampling_config.expected_batch_size
     if request.noise is not None:
-        own = _checked_for_noise(request.noise, sampling_config.sampling)
-        draws, noise = with_correlation(request.noise, draws, planned, relation, keep_draws=own, divisor=size)
+        keep_draws = _checked_for_noise(request.noise, sampling_config.sampling)
+        draws, noise = with_correlation(request.noise, draws, planned, relation, keep_draws=keep_draws, divisor=size)
     steps = planned(draws.steps_per_epoch)
     target = NoiseTarget(
         request.noise_multiplier,
@@ -138,8 +138,8 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
         return event_of_step(draws.participation, INDEPENDENT if noise is None else noise.correlation, release)
 
     sigma = target.solve(event_of, draws.law, steps, relation)
-    last = noise.size if last is None and noise is not None else last
-    plan = RunPlan(draws, policy, sigma, draws.expected_batch_size, relation, noise, last, run=request.run)
+    iterations = noise.size if iterations is None and noise is not None else iterations
+    plan = RunPlan(draws, policy, sigma, draws.expected_batch_size, relation, noise, iterations, run=request.run)
     return plan, _budget(budget_config, budget_config.target_epsilon, delta, steps)
 
 
@@ -150,19 +150,19 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
         return strategy_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
     if is_drawn_by_loop(config.sampling):  # the loader may be anything
         return config.sampling  # type: ignore[return-value]
-    given = [name for name, value in constants.items() if value is not None]
-    if given:
+    conflicts = [name for name, value in constants.items() if value is not None]
+    if conflicts:
+        scheme = type(config.sampling).__name__
         raise InvalidBudgetError(
-            f"{given[0]} cannot be combined with sampling={type(config.sampling).__name__}(...), which determines it.",
-            fix="Leave it out.",
+            f"{conflicts[0]} cannot be combined with sampling={scheme}(...), which determines it.", fix="Leave it out."
         )
     check_loader(loader)
-    rows = len(loader.dataset) if config.num_units is None else config.num_units  # type: ignore[arg-type]
-    return scheme_from(config.sampling).over(rows)
+    examples = len(loader.dataset) if config.num_units is None else config.num_units  # type: ignore[arg-type]
+    return scheme_from(config.sampling).over(examples)
 
 
 def _checked_for_noise(noise: Any, sampling: Any) -> bool:
-    """Returns True for a scheme that the user chose. Raises for one that does not support correlated noise."""
+    """Returns True if the user chose the sampling scheme. Raises if it does not support correlated noise."""
     law = sampling if isinstance(sampling, str) else getattr(sampling, "law", "")
     if sampling == "shuffle" or is_drawn_by_loop(sampling):
         raise InvalidBudgetError(
@@ -172,7 +172,7 @@ def _checked_for_noise(noise: Any, sampling: Any) -> bool:
 
 
 def _budget(budget_config: BudgetConfig, target: float | None, delta: float, planned: int | None) -> Budget:
-    # An accountant from outside may not give the same value again: check every step.
+    # A user's accountant may not return the same value again, so every step is checked.
     fits, accountant = isinstance(budget_config.accountant, str), budget_config.accountant
     return Budget(target, delta, planned, budget_config.on_budget, accountant, fits_plan=fits)
 
@@ -181,9 +181,9 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     config = _config_of(request.plan)
     _check_conflicts(request)
     units = request.sampling_config.num_units
-    rows = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
+    examples = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
     selection = config.selection
-    strategy = selection.over(rows)
+    strategy = selection.over(examples)
     sigma = config.required_noise_multiplier()
     claim = config.claim(sigma, request.run)
     if not claim.claimed:
@@ -203,16 +203,16 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     divisor = config.normalize_by * (config.l2_clip_norm if config.rescale_to_unit_norm else 1.0)
     policy = clipping_for(module, *config.clipping_policy())
     budget_config = request.budget_config
-    left = config.iterations - budget_config.steps_taken
-    if left <= 0:
+    remaining = config.iterations - budget_config.steps_taken
+    if remaining <= 0:
         raise InvalidBudgetError(
             f"The plan has {config.iterations:,} iterations, and the loaded state has {budget_config.steps_taken:,} "
             "steps already.",
-            fix="Report now, or make a plan with more iterations.",
+            fix="Report now, or create a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
-    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, left, of_config=True, run=request.run)
-    delta = delta_for(budget_config.target_delta, rows, budget_config.allow_large_delta)
+    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, remaining, of_config=True, run=request.run)
+    delta = delta_for(budget_config.target_delta, examples, budget_config.allow_large_delta)
     return plan, _budget(budget_config, None, delta, config.iterations)
 
 
@@ -225,8 +225,8 @@ def _config_of(plan: Any) -> AbstractPlanConfig:
 
 
 def _check_conflicts(request: PlanRequest) -> None:
-    """Raises if arguments are given that the plan determines."""
-    given: Mapping[str, Any] = {
+    """Raises if an argument was passed that the plan determines."""
+    arguments: Mapping[str, Any] = {
         "noise_multiplier": request.noise_multiplier,
         "target_epsilon": request.budget_config.target_epsilon,
         "max_grad_norm": request.max_grad_norm,
@@ -236,7 +236,7 @@ def _check_conflicts(request: PlanRequest) -> None:
         "sample_rate": request.sampling_config.sample_rate,
         "expected_batch_size": request.sampling_config.expected_batch_size,
     }
-    conflicts = [name for name, value in given.items() if value is not None]
+    conflicts = [name for name, value in arguments.items() if value is not None]
     if conflicts:
         raise InvalidBudgetError(
             f"{', '.join(conflicts)} cannot be combined with plan=, which determines it.",
@@ -246,27 +246,27 @@ def _check_conflicts(request: PlanRequest) -> None:
 
 def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[Any], request: PlanRequest) -> None:
     """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
-    rows = strategy.num_examples
-    default = strategy_for(loader, num_units=rows)
-    loader_batch_size = default.sample_rate * rows
-    if config.num_examples is not None and config.num_examples != rows:
+    examples = strategy.num_examples
+    default = strategy_for(loader, num_units=examples)
+    loader_batch_size = default.sample_rate * examples
+    if config.num_examples is not None and config.num_examples != examples:
         raise InvalidBudgetError(
-            f"The plan is for num_examples={config.num_examples:,}, and the data set has {rows:,} examples.",
-            fix=f"Make the plan with num_examples={rows}.",
+            f"The plan is for num_examples={config.num_examples:,}, and the data set has {examples:,} examples.",
+            fix=f"Create the plan with num_examples={examples}.",
         )
     if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, BATCH_SIZE_TOLERANCE * loader_batch_size):
         size, groups = strategy.expected_batch_size, getattr(strategy.participation, "cycle_length", 0)
-        sampling_prob = min(1.0, loader_batch_size * groups / max(rows, 1))
-        with_prob = f" (sampling_prob={strategy.sample_rate:.4g} of {rows:,} examples in {groups} groups)"
+        sampling_prob = min(1.0, loader_batch_size * groups / max(examples, 1))
+        with_prob = f" (sampling_prob={strategy.sample_rate:.4g} of {examples:,} examples in {groups} groups)"
         raise InvalidBudgetError(
             f"The plan has an expected batch size of {size:.4g}{with_prob if groups else ''}, and the loader has "
             f"batch_size={loader_batch_size:g}.",
-            fix=f"Make the plan with sampling_prob={sampling_prob:.6g}, or the loader with batch_size={size:.0f}."
+            fix=f"Create the plan with sampling_prob={sampling_prob:.6g}, or the loader with batch_size={size:.0f}."
             if groups
-            else f"Make the loader with batch_size={size:.0f}, or the plan with batches of another size.",
+            else f"Create the loader with batch_size={size:.0f}, or the plan with batches of another size.",
         )
-    passes = math.ceil(rows / strategy.expected_batch_size)
-    planned = planned_steps(request.budget_config.epochs, request.budget_config.steps, passes)
+    steps_per_epoch = math.ceil(examples / strategy.expected_batch_size)
+    planned = planned_steps(request.budget_config.epochs, request.budget_config.steps, steps_per_epoch)
     if planned is not None and planned != config.iterations:
         raise InvalidBudgetError(
             f"The plan has {config.iterations:,} iterations, but epochs= or steps= request {planned:,}.",

@@ -20,7 +20,7 @@ from .pass_clipper import PassClipper, RecordedPass
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 
-    It bounds the contribution of each sample to ``p.grad``. It adds no noise, so by itself it is not private. ::
+    It bounds the contribution of each sample to ``p.grad``. It adds no noise, so its results are not private. ::
 
         clipper = PerSampleGradientClipper(model, Flat(1.0))
         for inputs, targets in minibatches:  # sizes may differ
@@ -34,8 +34,8 @@ class PerSampleGradientClipper:
             recorded.
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1, as in time-major models.
-        loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
-            samples of a minibatch; ``"sum"`` if the loss is their sum.
+        loss_reduction: Reduction of the loss over the samples of a minibatch, ``"mean"`` or ``"sum"``. With ``"mean"``,
+            gradients are multiplied by the number of samples.
         grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"``, ``"whole_model"`` or ``"ghost"``.
 
     Raises:
@@ -104,7 +104,7 @@ class PerSampleGradientClipper:
                 self._statistics = []  # the sums were zeroed, because they held a part of a pass
 
     def pre_step(self) -> tuple[float | list[float], float]:
-        """Writes the average of the clipped gradients to ``p.grad`` (their sum for a sum loss); clears the accumulator.
+        """Writes the mean of the clipped gradients (the sum for a sum loss) to ``p.grad``, and clears the accumulator.
 
         Returns:
             The clipping norm (a list for a policy with several groups), and the largest per-sample norm.
@@ -113,12 +113,12 @@ class PerSampleGradientClipper:
             BatchStateError: If nothing was accumulated.
         """
         if not self._statistics:
-            raise BatchStateError("pre_step() has nothing accumulated.", fix="Call clip_and_accumulate() first.")
-        samples = sum(one.samples for one in self._statistics)
+            raise BatchStateError("pre_step(): no gradients were accumulated.", fix="Call clip_and_accumulate() first.")
+        samples = sum(statistics.samples for statistics in self._statistics)
         divisor = max(samples, 1) if self.loss_reduction == "mean" else 1
         for parameter, total in self._clipper.buffer:
             parameter.grad = (total / divisor).to(parameter.dtype)
-        largest = max(one.largest_norm for one in self._statistics)
+        largest = max(statistics.largest_norm for statistics in self._statistics)
         bounds = self.norm_clipper.bounds
         self.reset()
         return (bounds[0] if len(bounds) == 1 else list(bounds)), largest

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.model_state import ModelState
 from dpengine.capture.on_modules import ReplacedForward
-from dpengine.compiled.compare import random_numbers_kept, refuse_difference, refuse_other_outputs
-from dpengine.compiled.compiled_pass import CompiledPass, Halves, called_twice, padded
+from dpengine.compiled.compare import check_equal_outputs, check_equal_results, fixed_random_numbers
+from dpengine.compiled.compiled_pass import CompiledPass, CompiledPassFunction, called_twice, padded
 from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs
 from dpengine.compiled.one_pass import OnePass, OutputLayout
 from dpengine.compiled.settings import ModelSettings, autocast_key, plain_arguments
@@ -29,12 +29,12 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 
 from .pass_clipper import PassClipper
 
-_MOST_GRAPHS = 8
-_MOST_LARGER = 8
-_MOST_SHOWN = 300  # characters of an error
+_MOST_GRAPHS = 8  # largest number of compiled graphs
+_MOST_LARGER = 8  # number of batches larger than the graphs after which a notice is given
+_MOST_SHOWN = 300  # largest number of characters of an error in a notice
 _ONE_TENSOR = pytree.tree_flatten(((0,), {}))[1]
 _UNKNOWN: Any = object()
-_DEVIATIONS = 2  # of a Poisson batch size: 2 in 100 batches are larger
+_DEVIATIONS = 2  # standard deviations above the expected size of a Poisson batch; 2 in 100 batches are larger
 _FIXED_SIZES = {"fixed-size", "shuffle", "external"}
 
 
@@ -44,8 +44,8 @@ class _Call:
 
     Attributes:
         tensors: The tensors, without padding.
-        batched: Whether each has the batch on axis 0.
-        others: The other leaves, None for each tensor.
+        batched: For each tensor, whether axis 0 is the batch.
+        others: All leaves, with None in place of each tensor.
         spec: Nesting of all leaves.
     """
 
@@ -64,7 +64,7 @@ class _Call:
             others = plain_arguments(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in tensors):
-            raise UnsupportedLayerError("an argument of the model is no dense tensor.")
+            raise UnsupportedLayerError("an argument of the model is not a dense tensor.")
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedLayerError("an input of the model requires gradients.")
         batched = [tensor.dim() > 0 and len(tensor) == rows for tensor in tensors]
@@ -74,29 +74,29 @@ class _Call:
 
     @property
     def key(self) -> object:
-        """Equal for calls for which the same graph is right."""
+        """Value that is equal for calls that can use the same graph."""
         kinds = [(t.shape[b:], t.dtype, t.device, b) for t, b in zip(self.tensors, self.batched, strict=True)]
         spec = None if self.spec is _ONE_TENSOR else repr(self.spec)
         return tuple(kinds), self.others, spec, autocast_key(self.tensors[0].device)
 
     def run(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Calls a function with other tensors in the same places."""
-        given = iter(tensors)
-        leaves = [next(given) if other is None else other[1] for other in self.others]
+        """Calls a function with the arguments of this call, in which ``tensors`` replace the tensors."""
+        remaining = iter(tensors)
+        leaves = [next(remaining) if other is None else other[1] for other in self.others]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        found = forward(*args, **kwargs)
+        outputs = forward(*args, **kwargs)
         if self.spec is not _ONE_TENSOR:
             after, spec = pytree.tree_flatten((args, kwargs))
             if spec != self.spec or any(a is not b for a, b in zip(after, leaves, strict=True)):
                 raise UnsupportedLayerError("the forward pass changes its arguments.")
-        return found
+        return outputs
 
 
 class CompiledForward(ReplacedForward):
-    """Replaces the ``forward`` of a model by a compiled one, whose backward pass gives norms and clipped sums.
+    """Replaces the ``forward`` of a model by a compiled one, whose backward pass computes norms and clipped sums.
 
-    The hooks are used as without compilation for batches for which an independence check is due, for batches with more
-    samples than a graph, and for all batches if the model cannot be compiled, of which a notice says why.
+    The hooks are used, as without compilation, if an independence check is due, if a batch has more samples than the
+    graphs, or if the model cannot be compiled. In the last case a notice states the reason.
 
     Args:
         passes: Clips the passes of the model.
@@ -111,11 +111,11 @@ class CompiledForward(ReplacedForward):
         self._compile = compile
         self._settings: ModelSettings | None = None
         self._grouping: Any = None
-        self._graphs: dict[object, Graphs | None] = {}  # of the current settings; None for a call with hooks
+        self._graphs: dict[object, Graphs | None] = {}  # graphs for the current settings; None for calls with hooks
         self._all_graphs: dict[object, dict[object, Graphs | None]] = {}  # by settings and groups
-        self._count = self._larger = 0  # numbers of compiled graphs, and of batches larger than these
-        self._ended = False
-        self._probed: list[Any] | None = None  # calls of the model in the last probed pass, all with hooks
+        self._count = self._larger = 0  # numbers of compiled graphs, and of batches larger than the graphs
+        self._ended = False  # True if all further calls use the hooks
+        self._probed: list[Any] | None = None  # calls of the model in the last probed pass
         self._uncompiled = torch.compiler.disable(self._call, recursive=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,8 @@ class CompiledForward(ReplacedForward):
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         passes, capture = self._passes, self._passes.capture
-        called = capture.inputs is not None and torch._C._current_graph_task_id() == -1  # as a module; no recomputation
+        # False for calls other than model(...), and for recomputation in a backward pass.
+        called = capture.inputs is not None and torch._C._current_graph_task_id() == -1
         if self._ended or not called or not capture.recording or capture.rerunning or not capture.rows:
             return self.forward(*args, **kwargs)
         if capture.replay is not None or capture.choice is not None or type(passes.mode) is not BookKeeping:
@@ -136,11 +137,11 @@ class CompiledForward(ReplacedForward):
             compiled = self._pass(args, kwargs, capture.rows)
             if compiled is None:
                 return self.forward(*args, **kwargs)
-            outputs = Halves.apply(capture.anchor, compiled)
+            outputs = CompiledPassFunction.apply(capture.anchor, compiled)
         return compiled.graphs.layout.filled(outputs)
 
     def _pass(self, args: Any, kwargs: Any, rows: int) -> CompiledPass | None:
-        """Returns the compiled pass over a batch; None if it must go through the hooks."""
+        """Returns the compiled pass over a batch; None if the batch must use the hooks."""
         probed, self._probed = self._probed, None
         if probed is not None and len(probed) > 1:
             self._ended = True
@@ -159,7 +160,7 @@ class CompiledForward(ReplacedForward):
             graphs = self._graphs.get(key, _UNKNOWN)
             if graphs is _UNKNOWN or (graphs is not None and not graphs.verified):
                 graphs = self._checked(key, call, settings, rows)
-        except Exception as error:  # there is no list of what cannot be traced or compiled
+        except Exception as error:  # tracing and compilation may raise any error
             if key is not None:
                 self._graphs[key] = None
             self._notice(" ".join((str(error) or type(error).__name__).split())[:_MOST_SHOWN])
@@ -187,15 +188,15 @@ class CompiledForward(ReplacedForward):
             groups = tuple((number[parameter], group) for parameter, group in grouping.group_of.items())
             self._graphs = self._all_graphs.setdefault((settings.key, groups), {})
             self._settings, self._grouping = settings, grouping
-        settings.refuse_hooks()
+        settings.check_no_hooks()
         return settings
 
     def _checked(self, key: object, call: _Call, settings: ModelSettings, rows: int) -> Graphs:
-        """Returns the graphs for a call, compared with the hooks as far as this batch allows."""
+        """Returns the graphs for a call. Compares them with the hooks as far as the batch allows."""
         size, device = self._rows, call.tensors[0].device
         batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
-        one = OnePass(
+        hooked = OnePass(
             self._passes.capture,
             partial(call.run, self.forward),
             settings.state,
@@ -204,29 +205,29 @@ class CompiledForward(ReplacedForward):
             size,
         )
         state = [tensor.detach() for tensor in settings.state]
-        with torch.no_grad(), random_numbers_kept(device), _restored(self.module):
+        with torch.no_grad(), fixed_random_numbers(device), _restored(self.module):
             began = ForwardState.now([*batch, *state])
-            layout, outputs = one.layout(state, batch)
+            layout, outputs = hooked.layout(state, batch)
             draws = began.has_drawn()
             if began.host_has_drawn():
                 raise UnsupportedLayerError("the model draws random numbers of Python or NumPy.")
             if any(output.dim() == 0 or len(output) != size for output in outputs) or not any(layout.differentiable):
                 raise UnsupportedLayerError("an output of the model does not have the batch on axis 0.")
-            wanted = [output for output, is_wanted in zip(outputs, layout.differentiable, strict=True) if is_wanted]
-            grads = [torch.randn_like(output, memory_format=torch.contiguous_format) for output in wanted]
+            differentiable = [o for o, has_grad in zip(outputs, layout.differentiable, strict=True) if has_grad]
+            grads = [torch.randn_like(o, memory_format=torch.contiguous_format) for o in differentiable]
             for grad in grads:
-                grad[min(rows, max(size - 1, 1)) :] = 0  # so that a sample in another place shows
+                grad[min(rows, max(size - 1, 1)) :] = 0  # reveals a gradient at the index of another sample
             weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
             if key not in self._graphs:
-                self._graphs[key] = self._new_graphs(one, state, batch, layout, grads, weights_PK, draws)
+                self._graphs[key] = self._new_graphs(hooked, state, batch, layout, grads, weights_PK, draws)
             graphs = self._graphs[key]
             assert graphs is not None
-            self._verify(graphs, one, state, batch, grads, weights_PK, call, rows)
+            self._verify(graphs, hooked, state, batch, grads, weights_PK, call, rows)
         return graphs
 
     def _new_graphs(
         self,
-        one: OnePass,
+        hooked: OnePass,
         state: list[Tensor],
         batch: list[Tensor],
         layout: OutputLayout,
@@ -242,13 +243,13 @@ class CompiledForward(ReplacedForward):
             )
         self._count += 1
         return traced_graphs(
-            one, state, batch, layout, grads, weights_PK, rows=self._rows, draws=draws, compile=self._compile
+            hooked, state, batch, layout, grads, weights_PK, rows=self._rows, draws=draws, compile=self._compile
         )
 
     def _verify(
         self,
         graphs: Graphs,
-        one: OnePass,
+        hooked: OnePass,
         state: list[Tensor],
         batch: list[Tensor],
         grads: list[Tensor],
@@ -256,29 +257,29 @@ class CompiledForward(ReplacedForward):
         call: _Call,
         rows: int,
     ) -> None:
-        """Compares a compiled pass with the hooks. Raises if it differs."""
+        """Compares a compiled pass with the hooks. Raises UnsupportedLayerError if they differ."""
         device = batch[0].device
-        with random_numbers_kept(device):
-            expected = one.run(state, batch, grads, weights_PK)
-        with random_numbers_kept(device):
-            found = graphs.run(state, batch, grads, weights_PK)
+        with fixed_random_numbers(device):
+            expected = hooked.run(state, batch, grads, weights_PK)
+        with fixed_random_numbers(device):
+            compiled = graphs.run(state, batch, grads, weights_PK)
         half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*state, *batch])
         half = half or torch.is_autocast_enabled(device.type)
-        if not refuse_difference(expected, found, half=half):
+        if not check_equal_results(expected, compiled, half=half):
             return
         fewer = rows if rows < self._rows else rows // 2
         if fewer:
-            some = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
-            layout, outputs = replace(one, rows=fewer).layout(state, some)
+            smaller = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+            layout, outputs = replace(hooked, rows=fewer).layout(state, smaller)
             if (layout.spec, layout.leaves) != (graphs.layout.spec, graphs.layout.leaves):
                 raise UnsupportedLayerError("the model returns other values for another number of samples.")
-            refuse_other_outputs(outputs, [output[:fewer] for output in found.outputs], half=half, drawn=graphs.draws)
+            check_equal_outputs(outputs, [out[:fewer] for out in compiled.outputs], half=half, drawn=graphs.draws)
         graphs.verified = True
 
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Restores the state of a model on exit, and saves tensors for backward without the hooks of the user."""
+    """Restores the state of a model on exit. Disables the user's hooks on tensors saved for backward."""
     state = ModelState.of(model)
     try:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
@@ -288,26 +289,26 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def rows_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:
-    """Returns the number of samples to which batches are padded: nearly all batches of a sampling scheme fit."""
+    """Returns the number of samples to which batches are padded, which fits nearly all batches of a scheme."""
     expected = sampling.expected_batch_size
-    more = 0.0 if sampling.law in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
-    rows = math.ceil((expected + more) / accumulation_steps)
+    margin = 0.0 if sampling.law in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
+    rows = math.ceil((expected + margin) / accumulation_steps)
     return max(1, rows if physical_batch_size is None else min(rows, physical_batch_size))
 
 
 def compiler_for(backend: Any) -> Compile:
-    """Returns a function that compiles a graph for example inputs, from a value of ``make_private(compile=...)``."""
+    """Returns the function that compiles a graph for example inputs, for a value of ``make_private(compile=...)``."""
     if backend is True or backend == "inductor":
         return _inductor
     return lambda graph, _: torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)
 
 
 def _inductor(graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    patches: dict[str, Any] = {"fallback_random": True}  # so that dropout can be compared
+    patches: dict[str, Any] = {"fallback_random": True}  # makes dropout comparable with the hooks
     if all(tensor.device.type == "cpu" for tensor in inputs):
-        patches["cpp_wrapper"] = True  # kernels are called from C++, which takes half the time of Python
+        patches["cpp_wrapper"] = True  # calling kernels from C++ takes half as long as from Python
     try:
-        from torch._inductor import standalone_compile  # takes a second
+        from torch._inductor import standalone_compile  # the import takes a second
     except ImportError:  # before torch 2.8
         return torch.compile(graph, fullgraph=True, dynamic=False, options=patches)
     options = {"config_patches": patches}

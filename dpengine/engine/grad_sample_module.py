@@ -24,11 +24,12 @@ from .per_sample import PerSampleGradients
 class GradSampleModule(nn.Module):
     """Wraps a module and records the per-sample gradients of each backward pass.
 
-    After ``backward``, ``p.grad_sample`` of every trainable parameter is the gradient of each sample's own loss,
-    ``(B, *p.shape)``, batch first whatever ``batch_first`` is. It is formed when it is first read; until then the
-    inputs and output gradients of the layers are kept in memory. After several backward passes it is a list with one
-    tensor for each, until ``zero_grad`` of this module (that of an optimizer does not clear it). ``p.grad`` stays None.
-    ``last_pass`` returns norms and weighted sums, which form no per-sample gradient::
+    After ``backward``, ``p.grad_sample`` of every trainable parameter holds the gradients of the losses of single
+    samples, ``(B, *p.shape)``. The batch is on axis 0 even with ``batch_first=False``. The tensor is formed when it is
+    first read; until then the inputs and output gradients of the layers are kept in memory. After several backward
+    passes, ``p.grad_sample`` is a list with one tensor per pass. ``zero_grad`` of this module clears it; ``zero_grad``
+    of an optimizer does not. ``p.grad`` stays None. ``last_pass`` returns norms and weighted sums without forming
+    per-sample gradients::
 
         model = GradSampleModule(model)
         loss_fn(model(inputs), targets).backward()
@@ -36,19 +37,19 @@ class GradSampleModule(nn.Module):
         clipped = model.last_pass.weighted_sum((1.0 / norms).clamp(max=1.0))  # {name: sum over samples}
 
     The wrapped module must be in train mode. A pass in eval mode is not recorded and leaves ordinary gradients in
-    ``p.grad``; ``last_pass`` then raises. To disable dropout, put only those layers in eval
-    mode. Wrap the module again after adding or replacing layers.
+    ``p.grad``; ``last_pass`` then raises. To disable dropout, put only the dropout layers in eval mode. Wrap the module
+    again after adding or replacing layers.
 
-    At some passes the independence probe runs the model again with other samples in the batch; if that changes the
-    gradient of a sample, ``backward`` raises ``UnsupportedLayerError``. For training use
-    ``PrivacyEngine.make_private``. It accepts this wrapper instead of the module. During private training the
-    hooks of the wrapper are off, and ``last_pass`` raises BatchStateError.
+    In some passes the independence check runs the model again with other samples in the batch. If the gradient of a
+    sample changes, ``backward`` raises ``UnsupportedLayerError``. For training use ``PrivacyEngine.make_private``,
+    which accepts this wrapper instead of the module. During private training the hooks of the wrapper are off, and
+    ``last_pass`` raises BatchStateError.
 
     Args:
         module: The module with all of its layers. It is not copied, and is available as ``.module``.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
-        loss_reduction: ``"mean"`` multiplies gradients by the number of samples, so the loss must be the mean over all
-            of them; ``"sum"`` if the loss is their sum. It is not checked.
+        loss_reduction: Reduction of the loss over the samples, ``"mean"`` or ``"sum"``. With ``"mean"``, gradients are
+            multiplied by the number of samples. It is not checked.
         force_functorch: Whether every layer uses the ``torch.func`` fallback.
 
     Raises:
@@ -100,7 +101,7 @@ class GradSampleModule(nn.Module):
                 "No backward pass has left per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
             )
-        if self._clipper.capture.leaks:  # which the next pass in train mode clears
+        if self._clipper.capture.leaks:  # the next pass in train mode clears them
             raise BatchStateError(
                 "The last backward pass was not recorded: its forward pass ran in eval mode.",
                 fix="Call model.train() before the forward pass. To disable dropout, put those layers in eval mode.",
@@ -138,24 +139,24 @@ class GradSampleModule(nn.Module):
     @torch.no_grad()
     def _pass_ended(self, recorded: RecordedPass) -> None:
         try:
-            self._check_not_private()  # the forward pass may be one from before
+            self._check_not_private()  # the forward pass may have run before make_private
             self._clipper.check_leaks()
             self._clipper.trainable()  # checks that all layers have hooks
-            found = PerSampleGradients(self._clipper, self._clipper.take())
-            norms_B = found.norms() / found.recorded.scale
+            gradients = PerSampleGradients(self._clipper, self._clipper.take())
+            norms_B = gradients.norms() / gradients.recorded.scale
             with without_autocast():
-                self._clipper.probe.after(found.recorded.replay, len(norms_B), norms_B.square)
+                self._clipper.probe.after(gradients.recorded.replay, len(norms_B), norms_B.square)
         except BaseException:
             self._clipper.forget()
             self._forget_results()
             raise
-        self._last = found
-        for parameter, grad_sample in found.on_demand().items():
+        self._last = gradients
+        for parameter, grad_sample in gradients.on_demand().items():
             add_grad_sample(parameter, grad_sample)
 
 
 def model_inside(model: nn.Module) -> nn.Module:
-    """Returns the model without DistributedDataParallel or GradSampleModule around it."""
+    """Returns the model inside DistributedDataParallel and GradSampleModule wrappers."""
     inner = unwrapped(model)
     return inner.module if isinstance(inner, GradSampleModule) else inner
 
@@ -163,21 +164,21 @@ def model_inside(model: nn.Module) -> nn.Module:
 def topology_and_model(model: nn.Module, *, batch_first: bool, loss_reduction: str) -> tuple[Topology, nn.Module]:
     """Returns the topology of a model, and the model without wrappers.
 
-    Raises if it has a GradSampleModule that does not support a private run with these settings.
+    Raises if the model is in a GradSampleModule that does not support a private run with these settings.
     """
     topology, wrapper = topology_of(model), unwrapped(model)
     if not isinstance(wrapper, GradSampleModule):
         return topology, wrapper
     if wrapper is not model or topology is not SINGLE or unwrapped(wrapper.module) is not wrapper.module:
         raise UnsupportedLayerError(
-            "A GradSampleModule is made private in a single process only.",
+            "A GradSampleModule can be made private in a single process only.",
             fix="Pass the model in it: model.to_standard_module().",
         )
     clipper = wrapper._clipper
-    for name, given, own in (
+    for name, argument, setting in (
         ("batch_first", batch_first, clipper.capture.batch_first),
         ("loss_reduction", loss_reduction, clipper.loss_reduction),
     ):
-        if given != own:
-            raise ValueError(f"make_private got {name}={given!r}, and its GradSampleModule has {name}={own!r}.")
+        if argument != setting:
+            raise ValueError(f"make_private got {name}={argument!r}, and the GradSampleModule has {name}={setting!r}.")
     return topology, wrapper.module

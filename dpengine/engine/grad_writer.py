@@ -1,4 +1,4 @@
-"""Writes ``p.grad``, and distinguishes it from gradients that other code wrote there."""
+"""Writes ``p.grad``, and detects gradients that other code wrote there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class GradWriter:
     """Writes the gradients of a step to ``p.grad``, and detects whether they are still there unchanged.
 
     Attributes:
-        topology: How the model is distributed; turns local parts of gradients into gradients.
+        topology: Placement of the model on ranks. Converts local parts of gradients to the gradients of parameters.
         released: Gradients of the last step by parameter. Empty after ``zero_grad``.
     """
 
     topology: Topology
     released: Mapping[nn.Parameter, Tensor] = field(default_factory=dict)
-    _versions: list[int] = field(default_factory=list)  # of the gradients in `released`
-    # Gradients in ``p.grad`` after the last ``zero_grad``, and their versions.
+    _versions: list[int] = field(default_factory=list)  # in-place version counters of the gradients in `released`
+    # Gradients in ``p.grad`` after the last ``zero_grad``, and their version counters.
     _cleared: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
 
     def write(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
@@ -51,7 +51,7 @@ class GradWriter:
             parameter.grad = grad
 
     def record(self, grads: Mapping[nn.Parameter, Tensor]) -> None:
-        """Records these as the gradients of the last step."""
+        """Records the gradients of the last step."""
         self.released, self._versions = grads, [grad._version for grad in grads.values()]
 
     def zero_grad(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -66,7 +66,7 @@ class GradWriter:
 
     @property
     def stale(self) -> bool:
-        """True if a gradient of the last step is still in ``p.grad``: ``zero_grad`` was not called."""
+        """True if a gradient of the last step is still in ``p.grad``, because ``zero_grad`` was not called."""
         written = zip(self.released.items(), self._versions, strict=True)
         return any(p.grad is grad and grad._version == version for (p, grad), version in written)
 

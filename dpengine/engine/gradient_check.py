@@ -55,14 +55,14 @@ class GradientReport:
     @property
     def ok(self) -> bool:
         """True if all differences are within the tolerance."""
-        return all(one.ok for one in self.differences)
+        return all(difference.ok for difference in self.differences)
 
     def __str__(self) -> str:
         """Returns one line for each parameter."""
         return "\n".join(
-            f"{'ok   ' if one.ok else 'WRONG'} {one.name}: sample {one.row} is off by {one.largest:.3g}, "
-            f"{one.allowed:.3g} is allowed"
-            for one in self.differences
+            f"{'ok   ' if difference.ok else 'WRONG'} {difference.name}: sample {difference.row} is off by "
+            f"{difference.largest:.3g}, {difference.allowed:.3g} is allowed"
+            for difference in self.differences
         )
 
 
@@ -80,14 +80,14 @@ def check_per_sample_gradients(
 ) -> GradientReport:
     """Compares the engine's per-sample gradients of a model with those of each sample run alone.
 
-    The model runs in train mode, on copies. A model with random numbers, such as dropout, differs from itself. Its loss
-    is ``probe_loss``. If samples cannot be cut out of the inputs of a model, call ``gradients_alone``,
+    Copies of the model run in train mode, with the loss ``probe_loss``. A model that draws random numbers, as in
+    dropout, cannot be compared. If the inputs cannot be split into samples, call ``gradients_alone``,
     ``gradients_together`` and ``compare`` directly.
 
     Args:
         model: The model, as for ``GradSampleModule``. It returns a tensor or a ``PackedSequence``.
-        inputs: A tensor, a tuple of positional or a mapping of keyword inputs. Tensors with as many rows as the first
-            one are split into samples, the others are passed to each sample completely.
+        inputs: A tensor, a tuple of positional or a mapping of keyword inputs. Tensors with as many samples as the
+            first one are split into samples. All other tensors are passed unchanged with each sample.
         batch_first: True if axis 0 of inputs and output is the batch; False for axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
         atol: Absolute tolerance of each entry.
@@ -119,10 +119,10 @@ def check_per_sample_gradients(
 def gradients_alone(
     model: nn.Module, rows: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
-    """Returns the gradient of each sample's own loss, from a separate pass through plain autograd."""
+    """Returns the gradient of the loss of each sample, computed by autograd in a separate pass for each sample."""
     model = copy.deepcopy(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found: dict[str, list[Tensor]] = {name: [] for name in parameters}
+    grads_of: dict[str, list[Tensor]] = {name: [] for name in parameters}
     state = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for row in rows:
         with torch.no_grad():
@@ -131,10 +131,10 @@ def gradients_alone(
         loss = probe_loss(call(model, row), batch_first=batch_first, loss_reduction=loss_reduction)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
-            found[name].append(torch.zeros_like(parameter) if gradient is None else gradient.to_dense().detach())
-    if not all(found.values()):
+            grads_of[name].append(torch.zeros_like(parameter) if gradient is None else gradient.to_dense().detach())
+    if not all(grads_of.values()):
         raise ValueError("gradients_alone: the batch is empty. Pass at least one sample.")
-    return {name: torch.stack(rows) for name, rows in found.items()}
+    return {name: torch.stack(gradients) for name, gradients in grads_of.items()}
 
 
 @without_rule_checks()
@@ -160,7 +160,7 @@ def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: fl
 
 
 def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, loss_reduction: str = "mean") -> Tensor:
-    """Loss with a gradient without structure, so that neither its signs nor its zeros hide an error.
+    """Returns a loss whose gradient has random entries, so that symmetries and zeros do not hide an error.
 
     The loss of a sample with output ``y`` is ``<c, y + y^2 / 2>`` with a fixed random ``c``. Its gradient ``c (1 + y)``
     differs between samples, and does not depend on the other samples of the batch.
@@ -213,7 +213,9 @@ def _output_rows(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Te
         )
     axis = 0 if batch_first else 1
     if output.dim() <= axis:
-        raise ValueError(f"probe_loss: the output has shape {tuple(output.shape)}, and its axis {axis} is the batch.")
+        raise ValueError(
+            f"probe_loss: the output has shape {tuple(output.shape)}, without an axis {axis} as its batch."
+        )
     return output.unbind(axis)
 
 
@@ -229,9 +231,9 @@ def _difference(name: str, alone: Tensor, together: Tensor | None, atol: float, 
         together = torch.zeros_like(alone)
     if together.shape != alone.shape:
         return Difference(name, 0, float("nan"), atol)
-    off = (together - alone).abs().double().flatten()
-    if not len(off):
+    error = (together - alone).abs().double().flatten()
+    if not len(error):
         return Difference(name, 0, 0.0, atol)
     allowed = (atol + rtol * alone.abs()).double().flatten()
-    worst = int(torch.nan_to_num(off - allowed, nan=float("inf")).argmax())
-    return Difference(name, worst // (len(off) // len(alone)), float(off[worst]), float(allowed[worst]))
+    worst = int(torch.nan_to_num(error - allowed, nan=float("inf")).argmax())
+    return Difference(name, worst // (len(error) // len(alone)), float(error[worst]), float(allowed[worst]))

@@ -1,4 +1,4 @@
-"""Entry points for trainers: look-ahead, external batches in parts, and training of a part of the parameters."""
+"""Functions for trainers: fetching ahead, external batches in several parts, and training some of the parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
         InvalidBudgetError: If no model is private yet.
         BatchStateError: If the loader has returned a batch already, or the loop draws its own batches.
         TypeError: If ``batches`` is not an integer.
-        ValueError: If it is negative.
+        ValueError: If ``batches`` is negative.
     """  # noqa: DOC502 - the checks raise
     state = engine._last_run().step.batches
     ahead = checked_integer("fetch_ahead", "batches", batches, at_least=0)
@@ -48,11 +48,10 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
 def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
     """Declares that the backward passes in this context are over parts of one external batch.
 
-    They are charged once and share one noise. Without this context each backward pass of a run with
-    `dpengine.sampling.ExternalBatches` is a logical batch of its own. Call ``optimizer.step()`` after the last part.
+    The parts are charged once, and noise is added once. Without this context, each backward pass of a run with
+    `dpengine.sampling.ExternalBatches` is a separate logical batch. Call ``optimizer.step()`` after the last part.
 
-    Privacy: the parts together must be the batch that ``ExternalBatches`` describes, so that no example is in two of
-    them.
+    Privacy: the parts together must be the batch that ``ExternalBatches`` describes. No example may be in two parts.
 
     Args:
         engine: The engine; it applies to the run of the last ``make_private``.
@@ -65,7 +64,7 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
     if not state.external or state.continues or state.stage is Stage.CLIPPED:
         raise BatchStateError(
             "logical_batch was called for a run with a private loader, or before optimizer.step() of the last batch.",
-            fix="Use it with sampling=ExternalBatches(...) only, after optimizer.zero_grad() and outside of itself.",
+            fix="Use it with sampling=ExternalBatches(...) only, after optimizer.zero_grad(), and do not nest it.",
         )
     state.continues = True
     try:
@@ -79,10 +78,10 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     """Restricts clipping and noise to the parameters that the optimizer holds.
 
     Call it after ``make_private``, before the first batch. Norms, clipping factors, sums and noise then cover only the
-    parameters of the optimizer. The ``.grad`` of all other parameters stays None, also of those unfrozen later. It has
-    no effect if the optimizer holds all parameters of the model.
+    parameters of the optimizer. The ``.grad`` of all other parameters stays None, even if they are unfrozen later. The
+    call has no effect if the optimizer holds all parameters of the model.
 
-    Privacy: the guarantee is the same. A training step reads the other gradients only for the independence check.
+    Privacy: the guarantee is the same. Gradients of other parameters are used for the independence check only.
 
     Args:
         engine: The engine; it applies to the run of the last ``make_private``.
@@ -97,8 +96,8 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     """  # noqa: DOC502 - what is called raises
     run = engine._last_run()
     passes, state = run.step.passes, run.step.batches
-    began = state.last_step >= 0 or state.fetched or passes.pending or passes.capture.unfinished is not None
-    if began or run.resumed or not run.attached:
+    has_begun = state.last_step >= 0 or state.fetched or passes.pending or passes.capture.unfinished is not None
+    if has_begun or run.resumed or not run.attached:
         raise BatchStateError(
             "restrict_to_optimizer was called for a run that has begun, was resumed or has ended.",
             fix="Call it right after make_private; load a checkpoint after it.",
@@ -108,19 +107,19 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
             f"restrict_to_optimizer does not support {passes.topology.everyone.size} processes.",
             fix="Freeze the other parameters before make_private: parameter.requires_grad_(False).",
         )
-    held = frozenset(parameters_of(run.optimizer))
-    if held.issuperset(passes.model.parameters()):
+    parameters = frozenset(parameters_of(run.optimizer))
+    if parameters.issuperset(passes.model.parameters()):
         return
     if passes.grad_sample_mode != "auto":
         raise UnsupportedLayerError(
             f"restrict_to_optimizer needs grad_sample_mode='auto', got {passes.grad_sample_mode!r}.",
             fix="Leave grad_sample_mode out, or freeze the other parameters.",
         )
-    names = [name for name, parameter in passes.trainable().items() if parameter in held]
+    names = [name for name, parameter in passes.trainable().items() if parameter in parameters]
     if not names:
         raise ParameterMismatchError(
             "No parameter of the optimizer is trainable.", fix="Unfreeze the parameters to train."
         )
     run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
-    passes.only = held
+    passes.only = parameters
     passes.follow()

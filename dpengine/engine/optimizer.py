@@ -1,4 +1,4 @@
-"""Makes the user's optimizer private in place: its ``step`` uses noised gradients only."""
+"""Makes the user's optimizer private in place: its ``step`` uses noisy gradients only."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from dpengine.grad_modes.grad_sample import forget_grad_samples
 if TYPE_CHECKING:
     from .step import PrivateStep
 
-REFUSED = {
+UNSUPPORTED = {
     "LBFGS": "it reads the data several times in one step",
     "SparseAdam": "it updates only rows with a gradient, and noise is dense",
 }
 
 
-# Hooks of runs that were collected, to be removed later: an optimizer may be iterating over the hooks at that moment.
-_OF_ENDED_RUNS: list[RemovableHandle] = []
+# Hooks of garbage-collected runs. They are removed later, because an optimizer may be iterating over the hooks.
+_STALE_HOOKS: list[RemovableHandle] = []
 
 
 @dataclass(eq=False)
@@ -46,23 +46,24 @@ class Attachment:
         step: The private step of the run.
         base: Original class of the optimizer.
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
-        known: The model's parameters at the start of the run. `check_not_replaced` does not warn about them.
+        initial_parameters: The model's parameters at the start of the run. `check_not_replaced` does not warn about
+            them.
         skipped: True if the last step only accumulated.
-        inside: Handles of the hooks on optimizers that this one wraps.
-        updated: True if one of them was stepped in the last update.
+        wrapped_handles: Handles of the hooks on optimizers that this one wraps.
+        updated: True if a wrapped optimizer was stepped in the last update.
     """
 
     step: PrivateStep
     base: type[Optimizer]
     instance_step: Any
-    known: frozenset[nn.Parameter]
+    initial_parameters: frozenset[nn.Parameter]
     skipped: bool = False
-    inside: list[Any] = field(default_factory=list)
+    wrapped_handles: list[Any] = field(default_factory=list)
     updated: bool = False
 
     def watch(self, optimizer: Optimizer) -> None:
-        """Notices steps of an optimizer inside this one."""
-        self.inside.append(optimizer.register_step_pre_hook(self._stepped))
+        """Records steps of an optimizer that this one wraps."""
+        self.wrapped_handles.append(optimizer.register_step_pre_hook(self._stepped))
 
     def _stepped(self, *_: Any) -> None:
         self.updated = True
@@ -79,9 +80,9 @@ def check_optimizer(optimizer: Optimizer) -> None:
             fix="Create it again, or call dpengine.detach(optimizer) first.",
         )
     for kind in base.__mro__:
-        if kind.__name__ in REFUSED and kind.__module__.startswith("torch.optim"):
+        if kind.__name__ in UNSUPPORTED and kind.__module__.startswith("torch.optim"):
             raise UnknownParameterError(
-                f"{base.__name__} cannot be made private: {REFUSED[kind.__name__]}.",
+                f"{base.__name__} cannot be made private: {UNSUPPORTED[kind.__name__]}.",
                 fix="Use another optimizer of torch.optim, such as SGD or AdamW.",
             )
 
@@ -90,13 +91,13 @@ def attach(optimizer: Optimizer, step: PrivateStep) -> None:
     """Makes an optimizer, or a copy of a private optimizer, private in place."""
     check_optimizer(optimizer)
     base = getattr(type(optimizer), "dp_base", type(optimizer))
-    known = frozenset(step.passes.model.parameters())
+    parameters = frozenset(step.passes.model.parameters())
     optimizer.__class__ = private_class(base)  # type: ignore[arg-type]  # first, because Python may raise
     bound = optimizer.__dict__.pop("step", None)
-    attachment = optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, known)
-    for inside in list(vars(optimizer).values()):
-        if isinstance(inside, Optimizer):  # as in wrappers of accelerate
-            attachment.watch(inside)
+    attachment = optimizer.__dict__[_ATTACHED] = Attachment(step, base, bound, parameters)
+    for value in list(vars(optimizer).values()):
+        if isinstance(value, Optimizer):  # for example in wrappers of accelerate
+            attachment.watch(value)
     if bound is not None:
         optimizer.__dict__["step"] = _counted(optimizer, private_class(base).step)  # type: ignore[arg-type]
 
@@ -108,7 +109,7 @@ def detach(optimizer: Optimizer) -> None:
         return
     attachment = optimizer.__dict__.pop(_ATTACHED, None)
     instance_step = optimizer.__dict__.pop("step", None)
-    for handle in () if attachment is None else attachment.inside:
+    for handle in () if attachment is None else attachment.wrapped_handles:
         handle.remove()
     optimizer.__class__ = base
     if attachment is not None and attachment.instance_step is not None:
@@ -118,7 +119,7 @@ def detach(optimizer: Optimizer) -> None:
 
 
 def _counted(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-    """Binds ``step`` to the optimizer and sets the flag by which schedulers detect a step."""
+    """Binds ``step`` to the optimizer, and sets the flag from which schedulers detect a step."""
     reference = weakref.ref(optimizer)
 
     @functools.wraps(step)
@@ -201,18 +202,18 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
-    """Runs the update of the base class. Clears all other gradients: a frozen parameter may hold an unclipped one."""
+    """Runs the update of the base class. Clears all other gradients, because a frozen parameter may hold a raw one."""
     released, held = attachment.step.writer.released, parameters_of(optimizer)
     passes, attachment.updated = attachment.step.passes, False
     if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
         attachment.base.step(optimizer)
-        if attachment.inside:
+        if attachment.wrapped_handles:
             check_update_not_skipped(attachment)
         return
     trained: Set[nn.Parameter] = released.keys()
-    if passes.only is not None:  # then `released` lacks parameters that replaced one of the optimizer's
+    if passes.only is not None:  # then `released` lacks parameters that replaced those of the optimizer
         trained = {p for p in passes.model.parameters() if p.requires_grad}
-    check_not_replaced(trained, held, optimizer, known=attachment.known)
+    check_not_replaced(trained, held, optimizer, initial=attachment.initial_parameters)
     for parameter in held:
         if parameter not in released:
             parameter.grad = None
@@ -221,10 +222,10 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
 
 
 def reject_other_optimizers(step: PrivateStep) -> Any:
-    """Registers a hook that raises if another optimizer steps on parameters of this run, which gave it no gradients."""
-    while _OF_ENDED_RUNS:
-        _OF_ENDED_RUNS.pop().remove()
-    reference = weakref.ref(step, lambda _: _OF_ENDED_RUNS.append(handle))
+    """Registers a hook that raises if another optimizer steps on parameters of this run, whose ``.grad`` is not set."""
+    while _STALE_HOOKS:
+        _STALE_HOOKS.pop().remove()
+    reference = weakref.ref(step, lambda _: _STALE_HOOKS.append(handle))
 
     def check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         this = reference()
@@ -245,10 +246,10 @@ def reject_other_optimizers(step: PrivateStep) -> Any:
 
 
 def check_update_not_skipped(attachment: Attachment) -> None:
-    """Raises if a wrapper of an optimizer did not call the ``step`` of the optimizer inside."""
-    if attachment.inside and not attachment.updated:
+    """Raises if a wrapper did not call the ``step`` of the optimizer that it wraps."""
+    if attachment.wrapped_handles and not attachment.updated:
         raise BatchStateError(
-            f"{attachment.base.__name__}.step() changed no weight: it skipped the update, as inside "
+            f"{attachment.base.__name__}.step() changed no weight: it skipped the update, for example inside "
             "accelerator.accumulate(). The step is accounted, and its gradient is lost.",
             fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
             "gradient_accumulation_steps.",
@@ -256,7 +257,11 @@ def check_update_not_skipped(attachment: Attachment) -> None:
 
 
 def check_not_replaced(
-    released: Set[nn.Parameter], held: Sequence[nn.Parameter], optimizer: Any, *, known: Set[nn.Parameter] = frozenset()
+    released: Set[nn.Parameter],
+    held: Sequence[nn.Parameter],
+    optimizer: Any,
+    *,
+    initial: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """Raises if the step updates no parameter; warns about parameters that it skips."""
     if released and held and released.isdisjoint(held):
@@ -265,17 +270,17 @@ def check_not_replaced(
             "would ever change.",
             fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
         )
-    if skipped := len(released - known - set(held)):
+    if skipped := len(released - initial - set(held)):
         notice(
             "DPE003",
             f"{skipped} parameters that the model has since make_private are not in the optimizer, and do not change. "
-            "Call engine.detach(model), build the optimizer anew, and call make_private again.",
+            "Call engine.detach(model), rebuild the optimizer, and call make_private again.",
             key="in a step",
             of=optimizer,
         )
 
 
-# torch wraps the ``step`` of every new optimizer class to run user hooks. The base's ``step`` is already wrapped.
+# torch wraps ``step`` of every new optimizer class to run user hooks. ``step`` of the base class is already wrapped.
 _step.hooked = True  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Clips the backward passes of one model and adds up their clipped gradients: no ledger, no noise."""
+"""Clips the backward passes of one model and sums their clipped gradients, without ledger and noise."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class RecordedPass:
 
     Attributes:
         mode: The layer calls of the pass, in a grad mode.
-        replay: Its forward passes, if they were recorded for a probe.
-        mean_loss: Whether its gradients are those of the mean of the samples' losses, not of each sample's own loss.
-        probed_B: Squared norms of the unscaled gradients that the probe compares; None for those of ``mode``.
+        replay: The forward passes, if they were recorded for a probe.
+        mean_loss: Whether the gradients are those of the mean loss, and not of the losses of single samples.
+        probed_B: Squared norms of the unscaled gradients, for the probe; None to compute them from ``mode``.
     """
 
     mode: AbstractGradients
@@ -54,42 +54,42 @@ class RecordedPass:
 
     @property
     def scale(self) -> float:
-        """Factor between its gradients and those of each sample's own loss."""
+        """Factor that converts the recorded gradients to those of the losses of single samples."""
         return common_rows(self.mode.rows) if self.mean_loss else 1.0
 
 
 @dataclass(eq=False)
 class _Trainable:
-    """The trainable parameters, the values from which they were found, and what depends on them."""
+    """Cache of the trainable parameters, with the values from which they were derived."""
 
-    named: Mapping[str, nn.Parameter]
-    flags: list[bool]
-    only: Collection[nn.Parameter] | None
-    found: Mapping[str, nn.Parameter]
-    included: Mapping[nn.Parameter, str] | None = None  # parameters of the last pass, which are among ``found``
-    assigned: tuple[AbstractClip, Grouping] | None = None  # a clipping policy, and its groups of ``found``
+    named: Mapping[str, nn.Parameter]  # all parameters of the model
+    flags: list[bool]  # their ``requires_grad``
+    only: Collection[nn.Parameter] | None  # the parameters to which training is restricted
+    parameters: Mapping[str, nn.Parameter]  # the trainable parameters
+    included: Mapping[nn.Parameter, str] | None = None  # parameters of the last pass, checked to be trainable
+    assigned: tuple[AbstractClip, Grouping] | None = None  # a clipping policy, and its groups of ``parameters``
 
     def grouping(self, policy: AbstractClip) -> Grouping:
         """Returns the groups that a clipping policy assigns."""
         if self.assigned is None or self.assigned[0] is not policy:
-            groups = policy.group_of(list(self.found))
-            self.assigned = policy, Grouping.of(list(self.found.values()), groups)
+            groups = policy.group_of(list(self.parameters))
+            self.assigned = policy, Grouping.of(list(self.parameters.values()), groups)
         return self.assigned[1]
 
 
 class PassClipper:
     """Clips backward passes over a model, and adds up their clipped gradients in a buffer.
 
-    Reports each finished backward pass to ``on_pass``, which decides when to clip it, and whether. A pass that is
-    neither clipped, taken nor forgotten is reported again when the next forward pass begins.
+    Reports each finished backward pass to ``on_pass``, which decides whether and when to clip it. A pass that is not
+    clipped, taken or forgotten is reported again when the next forward pass begins.
 
     Attributes:
         policy: The clipping policy in force.
         buffer: The clipped sums.
         contributed: Parameters with a gradient in the sums.
-        only: The parameters that are clipped and summed; None for all trainable parameters. Set by the owner.
+        only: The parameters that are clipped and summed; None for all trainable parameters. The owner sets it.
         mode: Holds the layer calls of the last backward pass.
-        capture: Hooks of the model, which report to this object.
+        capture: Hooks of the model. They report to this object.
         probe: The independence probe.
 
     Args:
@@ -133,13 +133,13 @@ class PassClipper:
             methods=methods,
             topology=topology,
         )
-        self._own_mode: AbstractGradients | None = None  # while another one is in its place
+        self._own_mode: AbstractGradients | None = None  # set while the mode of a compiled pass replaces it
         self._last_trainable = _Trainable({}, [], None, {})
         self.buffer = FlatBuffer(self.trainable().values(), topology)
         self.contributed: set[nn.Parameter] = set()
 
     def trainable(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
-        """The parameters that are clipped and summed now, by dotted name. Without ``walk`` only flags are read."""
+        """Returns the parameters that are clipped and summed now, by dotted name. ``walk=False`` reads flags only."""
         if walk:
             self.capture.tables.refresh()
         named = self.capture.tables.parameters()
@@ -147,9 +147,10 @@ class PassClipper:
         last = self._last_trainable
         if last.named is not named or last.only is not self.only or last.flags != flags:
             self.capture.check_layers()
-            found = {name: p for name, p in named.items() if p.requires_grad and (self.only is None or p in self.only)}
-            last = self._last_trainable = _Trainable(named, flags, self.only, found)
-        return last.found
+            only = self.only
+            parameters = {name: p for name, p in named.items() if p.requires_grad and (only is None or p in only)}
+            last = self._last_trainable = _Trainable(named, flags, only, parameters)
+        return last.parameters
 
     def attach(self) -> None:
         """Attaches hooks to the model."""
@@ -162,7 +163,7 @@ class PassClipper:
 
     @property
     def pending(self) -> bool:
-        """True if a backward pass was recorded that is neither clipped, taken nor forgotten."""
+        """True if a recorded backward pass was not clipped, taken or forgotten."""
         return bool(self.mode.rows)
 
     def forward_started(self, rows: int | None) -> None:
@@ -188,30 +189,27 @@ class PassClipper:
         self._on_pass(RecordedPass(self.mode, self.capture.replay, self.loss_reduction == "mean"))
 
     def replace_mode(self, mode: AbstractGradients) -> None:
-        """Replaces ``mode`` until the pass is forgotten, because a compiled pass has its own."""
+        """Replaces ``mode`` by that of a compiled pass, until the pass is forgotten."""
         self._own_mode, self.mode = self.mode, mode
 
     def settle(self) -> bool:
-        """Reports a pass whose end callback was missed. Forgets an interrupted one, and then returns True."""
+        """Reports a pass whose end callback was missed, or forgets an interrupted one. Returns True for the latter."""
         if self.capture.unfinished is not None:
             self.forget()
             return True
         if self.mode.rows:
             self.backward_ended()
         if self.capture.streams.used:
-            self.capture.streams.join()  # sums may have been added on another stream than that of the step
+            self.capture.streams.join()  # the step may run on another stream than the sums
         return False
 
     @torch.no_grad()
     def take(self) -> RecordedPass:
-        """Returns the last pass, to be clipped or read later. The next pass is recorded in a grad mode of its own.
-
-        The norms that the probe compares are formed now, because the batch may be overwritten before it runs.
-        """
+        """Returns the last pass, to clip or read it later. The next pass is recorded in another grad mode."""
         assert isinstance(self.mode, BookKeeping)
         mode, replay, probed_B = self.mode, self.probe.take_replay(), None
-        if replay is not None:
-            copied = mode.copied()  # the pass itself is clipped as if it were not probed
+        if replay is not None:  # norms for the probe, computed now because the batch may be overwritten before it runs
+            copied = mode.copied()
             with without_autocast():
                 probed_B = _unscaled_sq_norms(copied)
         self.mode = mode.renewed()
@@ -228,13 +226,13 @@ class PassClipper:
         units: Units | None = None,
         fingerprint: tuple[object, ...] = (),
     ) -> ClipStatistics:
-        """Clips a pass and adds it to the sums. An error zeroes the sums if a part of the pass may be in them.
+        """Clips a pass and adds it to the sums. On an error, zeroes the sums if a part of the pass may be in them.
 
-        Forgets the pass, and the one in ``mode`` if that is another, also on an error.
+        Forgets the pass, and the pass in ``mode``, even on an error.
 
         ``samples`` is the number of samples that the pass must have, and ``loss_scale`` the factor on the loss. All
-        ranks must pass the same ``fingerprint``. A layer with another number of samples raises BatchMismatchError; a
-        ``.grad`` that autograd filled raises MissingGradientError.
+        ranks must pass the same ``fingerprint``. Raises BatchMismatchError if a layer saw another number of samples,
+        and MissingGradientError if autograd filled a ``.grad`` directly.
         """
         try:
             with without_autocast():
@@ -254,7 +252,7 @@ class PassClipper:
     ) -> ClipStatistics:
         mode, probed_B = recorded.mode, recorded.probed_B
         last = self._last_trainable
-        trainable = last.found if mode.parameters is last.included else self.follow(walk=False)
+        trainable = last.parameters if mode.parameters is last.included else self.follow(walk=False)
         if self.capture.leaks:
             self.check_leaks()
         if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
@@ -266,7 +264,7 @@ class PassClipper:
                 raise ParameterMismatchError(
                     "No parameter of the optimizer is a trainable parameter of the model: all of them were frozen or "
                     "replaced.",
-                    fix="Unfreeze them, or call engine.detach(model), build the optimizer anew, and call make_private "
+                    fix="Unfreeze them, or call engine.detach(model), rebuild the optimizer, and call make_private "
                     "again.",
                 )
         self._check_samples(mode, samples)
@@ -290,24 +288,24 @@ class PassClipper:
                     topology=self.topology,
                     fingerprint=fingerprint,
                 )
-            # The probe comes last, when the records of the batch are free, because it needs as much memory again.
-            compared = partial(_sq_norms_of, statistics, scale) if probed_B is None else lambda: probed_B
+            # The probe runs after the records of the batch are freed, because it needs as much memory again.
+            sq_norms_B = partial(_sq_norms_of, statistics, scale) if probed_B is None else lambda: probed_B
             count = statistics.samples if probed_B is None else len(probed_B)
-            self.probe.after(recorded.replay, count, compared)
+            self.probe.after(recorded.replay, count, sq_norms_B)
         except BaseException:
             self.zero()
             raise
         return statistics
 
     def grouping(self) -> Grouping:
-        """Groups of the parameters that are trainable in a pass that begins, by the policy in force."""
+        """Returns the groups that the current policy assigns to the parameters that are trainable now."""
         self.trainable(walk=False)
         return self._last_trainable.grouping(self.policy)
 
     def follow(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
         """Adapts the buffer to the parameters that are trainable now, and returns them.
 
-        Raises UnknownParameterError if they changed while sums of others are in the buffer.
+        Raises UnknownParameterError if they changed while sums are in the buffer.
         """
         trainable = self.trainable(walk=walk)
         if not self.buffer.fits(trainable.values()):
@@ -323,18 +321,18 @@ class PassClipper:
         return trainable
 
     def missing(self, trainable: Mapping[str, nn.Parameter]) -> list[str]:
-        """Names of the trainable parameters without a gradient in the sums."""
+        """Returns the names of the trainable parameters without a gradient in the sums."""
         if self.contributed.issuperset(trainable.values()):
             return []
         return [name for name, p in trainable.items() if p not in self.contributed]
 
     def _check_parameters(self, included: Mapping[nn.Parameter, str], trainable: Mapping[str, nn.Parameter]) -> None:
-        known = set(trainable.values())
-        unknown = [name for parameter, name in included.items() if parameter not in known]
+        expected = set(trainable.values())
+        unknown = [name for parameter, name in included.items() if parameter not in expected]
         if unknown:
             raise UnknownParameterError(
-                f"'{unknown[0]}' had a gradient, but is no trainable parameter of the model: it was frozen or "
-                "replaced since the forward pass, or was given for one call only.",
+                f"'{unknown[0]}' had a gradient, but is not a trainable parameter of the model: it was frozen or "
+                "replaced since the forward pass, or was passed for one call only.",
                 fix="Freeze, unfreeze or replace parameters after optimizer.step(), before the next batch.",
             )
 
@@ -347,19 +345,19 @@ class PassClipper:
             self.capture.leaks.clear()
             raise MissingGradientError(
                 f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
-                "layer that owns it, so that part of its gradient would escape clipping.",
+                "layer that owns it, so that part of its gradient would not be clipped.",
                 fix="If the model's forward uses it, pass grad_sample_mode='auto' or 'whole_model', or freeze it. If "
-                "the loop does, call the layer itself, inside the model's forward. Give learned weights of losses a "
-                "layer of their own, which gets the losses of single samples. For a penalty on weights in the loss, "
-                "pass weight_decay= to the optimizer, which costs no privacy.",
+                "the loop does, call the layer itself, inside the model's forward. Put learned weights of losses into "
+                "a layer whose inputs are the losses of single samples. For a penalty on weights in the loss, pass "
+                "weight_decay= to the optimizer, which costs no privacy.",
             )
 
     def _check_samples(self, mode: AbstractGradients, samples: int | None) -> None:
         for name, seen in mode.rows.items():
             if samples is not None and seen != samples:
                 raise BatchMismatchError(
-                    f"Layer '{name}' saw {seen} rows, the sampler drew {samples}: something duplicates or merges rows "
-                    "after the loader, or axis 0 of this layer's input is not the batch.",
+                    f"Layer '{name}' saw {seen} samples, and the sampler drew {samples}: samples are duplicated or "
+                    "merged after the loader, or axis 0 of this layer's input is not the batch.",
                     fix=KEEP_THE_BATCH_FIRST,
                 )
 
@@ -380,7 +378,7 @@ class PassClipper:
         self.zero()
 
     def zero(self) -> None:
-        """Zeroes the sums. A backward pass that is not in them is kept."""
+        """Zeroes the sums. Keeps a recorded backward pass that was not added yet."""
         self.buffer.zero()
         self.contributed.clear()
         if self.policy is not None:
@@ -394,5 +392,5 @@ def _sq_norms_of(statistics: ClipStatistics, scale: float) -> Tensor:
 
 
 def _unscaled_sq_norms(mode: AbstractGradients) -> Tensor:
-    """Returns squared norms ``(B,)`` over all parameters, to compare with those of a probe."""
+    """Returns squared norms ``(B,)`` of unscaled gradients over all parameters, computed from the layer calls."""
     return mode.sq_norms(dict.fromkeys(mode.parameters, 0), 1, 1.0).sum(dim=1)

@@ -25,12 +25,12 @@ from .pass_clipper import PassClipper, RecordedPass
 class PerSampleGradients:
     """Per-sample gradients of one backward pass, formed when they are read. Returned by ``GradSampleModule.last_pass``.
 
-    All results refer to the gradient of each sample's own loss, for a mean loss too. They are not private. Norms and
-    weighted sums form no gradient tensor ``(B, *param.shape)``, except for layers without a built-in grad sampler. The
-    object keeps the inputs and output gradients of all layers in memory. Parameter names are those in the wrapped
-    module, without the prefix ``module.``. Results may be read several times, also after the next pass.
+    All results refer to the gradients of the losses of single samples, even if the loss is a mean. They are not
+    private. Norms and weighted sums form no gradient tensor ``(B, *param.shape)``, except for layers without a built-in
+    grad sampler. The object keeps the inputs and output gradients of all layers in memory. Parameter names are those of
+    the wrapped module, without the prefix ``module.``. Results may be read several times, even after the next pass.
 
-    Reading a result after an input of a layer was changed in place raises StaleGradientError.
+    Reading a result raises StaleGradientError if an input of a layer was changed in place.
 
     Attributes:
         samples: Number of samples B.
@@ -47,11 +47,11 @@ class PerSampleGradients:
         self._mode = recorded.mode
         self._clipper = clipper
         self._scale = recorded.scale
-        # A tied parameter was received under the name of one of its layers; the model lists it under the first.
-        listed = {p: name for name, p in clipper.topology.parameters(clipper.model).items()}
-        received = recorded.mode.parameters
-        self._names = {name: p for p, name in listed.items() if p in received}
-        self._names |= {name: p for p, name in received.items() if p not in listed}
+        # A tied parameter has the name of one of its layers in the pass, and that of the first one in the model.
+        model_names = {p: name for name, p in clipper.topology.parameters(clipper.model).items()}
+        pass_names = recorded.mode.parameters
+        self._names = {name: p for p, name in model_names.items() if p in pass_names}
+        self._names |= {name: p for p, name in pass_names.items() if p not in model_names}
         self._norms_B: Tensor | None = None
         self._versions = _versions(recorded.mode)
 
@@ -84,8 +84,8 @@ class PerSampleGradients:
             StaleGradientError: If an input of a layer was changed in place since the pass.
         """  # noqa: DOC502 - the check raises
         if not isinstance(weights, Tensor) or weights.is_complex():
-            given = f"a {weights.dtype} tensor" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
-            raise TypeError(f"weights is {given}; pass a tensor with one real number for each sample.")
+            kind = f"a {weights.dtype} tensor" if isinstance(weights, Tensor) else f"a {type(weights).__name__}"
+            raise TypeError(f"weights is {kind}; pass a tensor with one real number for each sample.")
         if weights.shape != (self.samples,):
             raise ValueError(
                 f"weights has shape {tuple(weights.shape)}; expected ({self.samples},), one number for each sample."
@@ -101,8 +101,8 @@ class PerSampleGradients:
         weights_B1 = (weights / largest).unsqueeze(1)
         with self._clipper.capture.paused(), without_autocast():
             mode.add_sums(dict.fromkeys(parameters, 0), weights_B1, self._scale * largest, sums)
-        found = dict(sums)
-        return {name: found[parameter].view(parameter.shape) for name, parameter in self._names.items()}
+        by_parameter = dict(sums)
+        return {name: by_parameter[parameter].view(parameter.shape) for name, parameter in self._names.items()}
 
     @suggests_names
     @torch.no_grad()
@@ -129,19 +129,19 @@ class PerSampleGradients:
 
     def on_demand(self) -> dict[nn.Parameter, OnDemand]:
         """Returns a tensor for each trainable parameter that calls ``gradients`` when it is first read."""
-        found = {}
-        for name, parameter in self._names.items():
-            if parameter.requires_grad:
-                shape, dtype = (self.samples, *parameter.shape), wide(parameter.dtype)
-                found[parameter] = OnDemand(partial(self.gradients, name), shape, dtype=dtype, device=parameter.device)
-        return found
+        gradients = {}
+        for name, p in self._names.items():
+            if p.requires_grad:
+                shape, dtype = (self.samples, *p.shape), wide(p.dtype)
+                gradients[p] = OnDemand(partial(self.gradients, name), shape, dtype=dtype, device=p.device)
+        return gradients
 
     def check_unchanged(self) -> None:
         """Raises StaleGradientError if an input of a layer was changed in place since the pass."""
         if any(tensor._version != version for tensor, version in self._versions):
             raise StaleGradientError(
-                "An input of a layer was changed in place since the backward pass, so that its per-sample gradients "
-                "cannot be formed any more.",
+                "An input of a layer was changed in place since the backward pass, so its per-sample gradients can no "
+                "longer be formed.",
                 fix="Read per-sample results before the batch is overwritten.",
             )
 

@@ -182,9 +182,9 @@ class PrivacyEngine(argument_checks.NotCopyable):
         argument_checks.check_bools(batch_first=batch_first, allow_large_delta=allow_large_delta)
         argument_checks.check_objects(module, optimizer, grad_scaler, lr_scheduler)
         topology, inner = topology_and_model(module, batch_first=batch_first, loss_reduction=loss_reduction)
-        of_loader = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
-        of_loader |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
-        external = argument_checks.is_external(sampling, data_loader, topology, accumulation_steps, **of_loader)
+        loader_args = {"privacy_unit": privacy_unit, "sample_rate": sample_rate, "example_input": example_input}
+        loader_args |= {"physical_batch_size": physical_batch_size, "expected_batch_size": expected_batch_size}
+        external = argument_checks.is_external(sampling, data_loader, topology, accumulation_steps, **loader_args)
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         settings = run_settings(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
         prior, resumed = self._engine_ledger.open(topology.everyone, settings, first=not self.runs)
@@ -212,7 +212,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int], compile: Any = False
     ) -> None:
         run.compile(compile, *chunks)
-        unit_of(origins_of(self, run))  # raises if there are several
+        unit_of(origins_of(self, run))  # raises if runs have different privacy units
         argument_checks.warn_if_not_private(run.step.plan, run.model)
         check_rank_consistency(run, *chunks)
         noise = run_report.noise_of(run)
@@ -341,12 +341,12 @@ class PrivacyEngine(argument_checks.NotCopyable):
 
     @suggests_names
     def explain(self) -> str:
-        """Returns a table of parameters: how norm and sum were computed in the last pass, why, and at what cost."""
+        """Returns a table with the method of the norm and the sum of each parameter in the last pass, and its cost."""
         return explain(self._last_run().step.passes.mode.choices)
 
     @suggests_names
     def state_dict(self) -> dict[str, Any]:
-        """Returns all charges and facts about their runs as JSON values, and the length of the ledger file if any."""
+        """Returns all charges and facts about their runs as JSON values, and the length of a ledger file."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
         state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
         return state | ({} if self._engine_ledger.anchor is None else {"anchor": self._engine_ledger.anchor})

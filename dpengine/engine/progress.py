@@ -21,13 +21,13 @@ from dpengine.errors import AccountingRefusedError, suggests_names
 B = TypeVar("B")
 T = TypeVar("T")
 
-_MIN_INTERVAL = 1.0  # seconds between two computations of epsilon
-_COST_SHARE = 20  # minimum ratio of that interval and the time of a computation
+_MIN_INTERVAL = 1.0  # smallest time between two computations of epsilon, in seconds
+_COST_RATIO = 20  # smallest ratio of that time to the duration of a computation
 _BAR = "{bar:8} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}, {rate_fmt}{postfix}"
 _BAR_WITHOUT_TOTAL = "{n_fmt} steps  {desc}  {elapsed}, {rate_fmt}{postfix}"
 
 
-class Spender(Protocol):
+class EngineCost(Protocol):
     """Part of an engine that the progress bar uses."""
 
     @property
@@ -68,7 +68,7 @@ class ProgressBar(Iterator[B]):
 
 @suggests_names
 def progress(
-    engine: Spender, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
+    engine: EngineCost, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
 ) -> ProgressBar[B]:
     """Yields the batches of a loader, with a progress bar that counts logical batches and shows epsilon.
 
@@ -81,7 +81,7 @@ def progress(
 
 
 def _batches(
-    engine: Spender, loader: Iterable[B], target_epsilon: float | None, total: int | None, postfix: dict[str, Any]
+    engine: EngineCost, loader: Iterable[B], target_epsilon: float | None, total: int | None, postfix: dict[str, Any]
 ) -> Generator[B]:
     if not is_shown():
         yield from loader
@@ -90,7 +90,7 @@ def _batches(
 
     if total is None and isinstance(loader, Sized):
         total = len(loader)
-    shown = _Throttled(lambda: (spent_text(engine, target_epsilon), _read(postfix)))
+    shown = _Throttled(lambda: (cost_text(engine, target_epsilon), _read(postfix)))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
     columns, rows = shutil.get_terminal_size()  # 80 and 24 if unknown, as in some CI
@@ -113,7 +113,7 @@ def _batches(
             show(at_once=True)
 
 
-def spent_text(engine: Spender, target_epsilon: float | None) -> str:
+def cost_text(engine: EngineCost, target_epsilon: float | None) -> str:
     """Returns the privacy cost as short text, rounded up: ``"ε 1.42/3.00 (48 %)"``."""
     try:
         cost = engine.epsilon
@@ -125,7 +125,7 @@ def spent_text(engine: Spender, target_epsilon: float | None) -> str:
 
 
 def is_shown() -> bool:
-    """Returns True if ``progress`` shows a bar here."""
+    """Returns True if ``progress`` shows a bar in this process."""
     setting = os.environ.get("DPENGINE_PROGRESS")
     notebook = "ipykernel" in sys.modules
     if setting == "0" or _rank() != 0 or not (setting == "1" or notebook or sys.stderr.isatty()):
@@ -150,7 +150,7 @@ class _Throttled(Generic[T]):
         if at_once or start >= self._next:
             self._value = self._make()
             end = time.monotonic()
-            self._next = end + max(_MIN_INTERVAL, _COST_SHARE * (end - start))
+            self._next = end + max(_MIN_INTERVAL, _COST_RATIO * (end - start))
         return self._value
 
 

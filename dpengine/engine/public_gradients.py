@@ -1,4 +1,4 @@
-"""Backward passes over public data through a private model: ordinary gradients, which are not accounted."""
+"""Ordinary gradients of a private model on public data, which are not accounted."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
             loss_fn(model(public_inputs), public_targets).backward()
         gradients["0.weight"]  # not clipped, without noise
 
-    ``p.grad``, the sums of the current batch and the ledger do not change. A backward pass of an earlier forward pass
-    is private.
+    ``p.grad``, the sums of the current batch and the ledger do not change. A backward pass is private if its forward
+    pass ran before the context.
 
-    Privacy: the caller states that the data are public. For private examples these would be raw gradients.
+    Privacy: the caller states that the data are public. Gradients of private examples would not be protected.
 
     Args:
         engine: The engine of the model.
-        module: A private model of the engine; None selects that of the last ``make_private``.
+        module: A private model of the engine; None selects the model of the last ``make_private``.
 
     Yields:
-        Gradients by parameter name, summed over all passes; filled when the context ends.
+        Gradients by parameter name, summed over all passes. The dictionary is filled when the context ends.
 
     Raises:
         UnknownParameterError: If no such model is private in this engine, or several processes train it.
     """
-    run = next((one for one in reversed(engine.runs) if one.attached and module in (None, one.model)), None)
+    run = next((run for run in reversed(engine.runs) if run.attached and module in (None, run.model)), None)
     if run is None:
         raise UnknownParameterError("No such model is private in this engine.", fix="Call make_private first.")
     if not run.step.passes.topology.runs_independently:

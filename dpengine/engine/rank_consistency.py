@@ -33,8 +33,8 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
     topology, source = passes.topology, step.source
     if topology.everyone.size == 1:
         return
-    # If ranks had examples in different order, one example would be used twice and another never. Examples with random
-    # augmentation cannot be compared.
+    # If ranks ordered examples differently, one example would be used twice and another one never. Examples with
+    # random augmentation cannot be compared.
     words = source.words(8, domain="agreement", step=0).tobytes()
     examples = topology.everyone.all_gather(_examples(run.batches.dataset, words))
     comparable = all(digest is not None for of_rank in examples for digest in of_rank)
@@ -60,22 +60,22 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
 
 
 def _batches(plan: RunPlan, key: bytes) -> list[str]:
-    """Returns digests of trial batches: a scheme from outside may depend on more than its words."""
+    """Returns digests of trial batches, because a user's scheme may depend on more than the random words."""
     words = KeyedWords((int.from_bytes(key[:8], "little"), int.from_bytes(key[8:16], "little")))
     batches = [plan.sampling.draw(step, words) for step in range(_TRIAL_BATCHES) if plan.has_step(step)]
     return [hashlib.blake2b(batch.tobytes(), digest_size=8, key=key).hexdigest() for batch in batches]
 
 
 def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:
-    """Returns digests of some examples, which are compared when a run is resumed. Secret, like the key."""
+    """Returns digests of some examples, to compare them when a run is resumed. They are as secret as the key."""
     return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, nonce=nonce).tobytes())
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the plain settings of an optimizer, such as learning rates."""
-    plain = (bool, int, float, str, tuple, type(None))
+    """Returns the settings of an optimizer, such as learning rates, by parameter group."""
+    types = (bool, int, float, str, tuple, type(None))
     return [
-        {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+        {name: value for name, value in group.items() if isinstance(value, types)} for group in optimizer.param_groups
     ]
 
 
@@ -88,36 +88,36 @@ def _examples(data: Any, key: bytes) -> list[str | None]:
 
 def _digest_of(data: Any, index: int, key: bytes) -> str | None:
     try:
-        first, second = (_words(data[index]) for _ in range(2))
-    except Exception:  # user code, which may need a batch, or files that only some ranks have
+        first, second = (_content(data[index]) for _ in range(2))
+    except Exception:  # user code may need a batch, or files that only some ranks have
         return None
-    # Keyed, because an error message may show it: without the key, examples cannot be tested against it.
+    # Keyed, because an error message may show the digest: testing an example against it requires the key.
     return hashlib.blake2b(first, digest_size=8, key=key).hexdigest() if first == second else None
 
 
-def _words(example: Any) -> bytes:
-    """Returns the comparable content of an example."""
-    words = []
+def _content(example: Any) -> bytes:
+    """Returns the content of an example as bytes that can be compared."""
+    parts = []
     for leaf in pytree.tree_leaves(example):
         if isinstance(leaf, torch.Tensor):
             flat = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if leaf.numel() else leaf
-            words.append(repr((leaf.dtype, leaf.shape, hashlib.blake2b(flat.numpy().tobytes()).hexdigest())))
-        elif hasattr(leaf, "tobytes"):  # arrays and pictures
-            words.append(hashlib.blake2b(leaf.tobytes()).hexdigest())
+            parts.append(repr((leaf.dtype, leaf.shape, hashlib.blake2b(flat.numpy().tobytes()).hexdigest())))
+        elif hasattr(leaf, "tobytes"):  # arrays and images
+            parts.append(hashlib.blake2b(leaf.tobytes()).hexdigest())
         elif isinstance(leaf, (bool, int, float, str, bytes, type(None))):
-            words.append(repr(leaf))
-    return "|".join(words).encode()
+            parts.append(repr(leaf))
+    return "|".join(parts).encode()
 
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Restores the global random generators, from which reading an example may draw."""
+    """Restores the global random generators on exit, because reading an example may draw random numbers."""
     numpy = sys.modules.get("numpy")
-    of_python, of_numpy = random.getstate(), numpy.random.get_state() if numpy else None
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices=[]):  # with several accelerators it would warn of its cost
+        with torch.random.fork_rng(devices=[]):  # with several accelerators, the default warns of its cost
             yield
     finally:
-        random.setstate(of_python)
+        random.setstate(python_state)
         if numpy is not None:
-            numpy.random.set_state(of_numpy)
+            numpy.random.set_state(numpy_state)

@@ -42,7 +42,7 @@ class Run:
         batches: The private loader; None if the loop draws the batches. Not the `BatchState`, ``step.batches``.
         resumed: True if the run continues a saved run.
         attached: True if the hooks are attached.
-        recorder: The model, if it is a GradSampleModule whose hooks are off during the run.
+        recorder: The GradSampleModule whose hooks are off during the run; None if the model is none.
     """
 
     model: nn.Module
@@ -148,21 +148,21 @@ class Run:
         if not (backend is True or isinstance(backend, str) or callable(backend)):
             raise TypeError(f"compile={backend!r}; pass True, the name of a backend of torch.compile, or a function.")
         passes = self.step.passes
-        for wrong, needed in (
+        for unsupported, requirement in (
             (passes.grad_sample_mode != "auto", "grad_sample_mode='auto'"),
             (self.units is not None, "privacy_unit=None"),
             (not passes.capture.batch_first, "batch_first=True"),
             (not passes.topology.runs_independently, "all of the model in one process"),
         ):
-            if wrong:
-                raise UnsupportedLayerError(f"compile= needs {needed}.", fix="Pass that, or leave out compile=.")
+            if unsupported:
+                raise UnsupportedLayerError(f"compile= needs {requirement}.", fix="Pass that, or leave out compile=.")
         from .compiled_forward import CompiledForward, compiler_for, rows_for  # imports the compiler, which takes time
 
         rows = rows_for(self.step.plan.sampling, physical_batch_size, accumulation_steps)
         passes.capture.outermost = CompiledForward(passes, rows, compiler_for(backend))
 
     def detach(self) -> None:
-        """Removes all hooks, also if the ledger file cannot be written."""
+        """Removes all hooks, even if the ledger file cannot be written."""
         try:
             self.step.close()
             if isinstance(self.step.ledger, RunLedger):
@@ -181,27 +181,27 @@ class Run:
 
 def run_of(model: nn.Module, runs: Iterable[Run]) -> Run:
     """Returns the attached run of a model; raises UnknownParameterError if there is none."""
-    found = next((run for run in runs if run.model is model and run.attached), None)
-    if found is None:
+    attached = next((run for run in runs if run.model is model and run.attached), None)
+    if attached is None:
         raise UnknownParameterError(
             f"{type(model).__name__} is not private in this engine, or was detached before.",
-            fix="For an optimizer, an engine, or a model of another engine: dpengine.detach(x).",
+            fix="For an optimizer, an engine, or a model of another engine, call dpengine.detach(x).",
         )
-    return found
+    return attached
 
 
 @suggests_names
 def detach(target: Any) -> None:
-    """Ends the private run of a model or an optimizer, or all runs of an engine. Training is then not private.
+    """Ends the private run of a model or an optimizer, or all runs of an engine. Later training is not private.
 
-    Removes all hooks, whichever engine started the run. The privacy cost so far stays in the ledger of that engine.
+    Removes all hooks of the run, which any engine may have started. The privacy cost stays in that engine's ledger.
 
     Args:
         target: A model or optimizer that ``make_private`` returned, a copy of such an optimizer, or an engine.
 
     Raises:
         UnknownParameterError: If the model is not private, or was detached before.
-        TypeError: If ``target`` is something else.
+        TypeError: If ``target`` is of another type.
     """
     if isinstance(target, Optimizer):
         runs = [run for run in attached_runs.all() if run.optimizer is target]
@@ -217,6 +217,6 @@ def detach(target: Any) -> None:
     elif hasattr(target, "runs"):
         runs = [run for run in target.runs if run.attached]
     else:
-        raise TypeError(f"detach: {type(target).__name__} is no model, optimizer or engine.")
+        raise TypeError(f"detach: {type(target).__name__} is not a model, an optimizer or an engine.")
     for run in runs:
         run.detach()

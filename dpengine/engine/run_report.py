@@ -39,33 +39,33 @@ _KEYS: dict[str, dict[str, tuple[type, ...]]] = {
 
 def check_report_arguments(data: Any, utility: Any, excludes: Any) -> None:
     """Raises if an argument has an unknown key or a value of the wrong type."""
-    for argument, given in (("data", data), ("utility", utility)):
-        if given is not None and not isinstance(given, Mapping):
+    for argument, mapping in (("data", data), ("utility", utility)):
+        if mapping is not None and not isinstance(mapping, Mapping):
             raise TypeError(
-                f"{argument} is a {type(given).__name__}; pass a dictionary with {', '.join(_KEYS[argument])}."
+                f"{argument} is a {type(mapping).__name__}; pass a dictionary with {', '.join(_KEYS[argument])}."
             )
-        for key, value in (given or {}).items():
+        for key, value in (mapping or {}).items():
             if key not in _KEYS[argument]:
                 near = difflib.get_close_matches(str(key), _KEYS[argument], n=1)
                 hint = f"Did you mean {near[0]!r}?" if near else f"It takes: {', '.join(_KEYS[argument])}."
                 raise ValueError(f"{argument} has no key {key!r}. {hint}")
             if not isinstance(value, _KEYS[argument][key]) or isinstance(value, bool):
-                known = " or ".join(kind.__name__ for kind in _KEYS[argument][key])
-                raise TypeError(f"{argument}[{key!r}] is a {type(value).__name__}, not {known}.")
-    found = type(excludes).__name__
+                expected = " or ".join(kind.__name__ for kind in _KEYS[argument][key])
+                raise TypeError(f"{argument}[{key!r}] is a {type(value).__name__}, not {expected}.")
+    kind = type(excludes).__name__
     if isinstance(excludes, Sequence) and not isinstance(excludes, (str, bytes)):
         wrong = next((sentence for sentence in excludes if not isinstance(sentence, str)), None)
         if wrong is None and None not in excludes:
             return
-        found = f"{found} that holds a {type(wrong).__name__}"
-    raise TypeError(f"excludes is a {found}; pass a list of sentences, such as ['the tuning of the rates'].")
+        kind = f"{kind} that holds a {type(wrong).__name__}"
+    raise TypeError(f"excludes is a {kind}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
 def about_run(run: Run) -> dict[str, Any]:
-    """Returns the public facts about a run for the ledger file: no private values, nothing about the machine."""
+    """Returns the public facts about a run for the ledger file, without private values and details of the machine."""
     budget = run.budget
-    goal = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
-    return {"unit": run.unit, **goal, **run.step.plan.describe()}
+    target = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
+    return {"unit": run.unit, **target, **run.step.plan.describe()}
 
 
 def origin_of(run: Run) -> Origin:
@@ -85,37 +85,37 @@ def origin_of(run: Run) -> Origin:
 
 
 def _loss_checked(run: Run) -> tuple[bool | None, str]:
-    """Returns whether the loss of a run was checked in this process (None: it was not), and what was checked."""
+    """Returns True if the loss of a run was checked in this process (None if not), and a text about the check."""
     loop = run.step.loop
     steps = f"no mixing of samples was seen in {loop.checked} probed step{'s' if loop.checked != 1 else ''}"
     if loss_was_checked(run.model) and loop.for_check_loop:
-        by_user = "check_loss or check_loop found no mixing of samples"
-        return True, f"{by_user}; {steps}" if loop.checked else by_user
+        user_check = "check_loss or check_loop found no mixing of samples"
+        return True, f"{user_check}; {steps}" if loop.checked else user_check
     if loop.why_not is not None:
         return None, f"{steps}, but {loop.why_not}" if loop.checked else loop.why_not
     return (True, steps) if loop.checked else (None, "no step was probed")
 
 
 def _loss_evidence(run: Run, checked: bool | None) -> str:
-    """Returns what was checked of the loss of the last run; nothing if another run decides."""
-    own, evidence = _loss_checked(run)
-    return evidence if own is checked else ""
+    """Returns the text about the check of the loss of the last run; an empty text if another run decides."""
+    checked_here, evidence = _loss_checked(run)
+    return evidence if checked_here is checked else ""
 
 
 def noise_of(run: Run) -> dict[str, Any]:
-    """Describes all noise of a run so far; before its first step, that of the first step."""
-    used = [source.describe(device) for source, device in _noise_drawn(run)]
+    """Describes all noise of a run so far. Before the first step, describes the noise of the first step."""
+    sources = [source.describe(device) for source, device in _noise_drawn(run)]
     return {
-        "kind": ", ".join(sorted({one["kind"] for one in used})),
-        "cryptographic": all(one["cryptographic"] for one in used),
-        "insecure_seed": any(one["insecure_seed"] for one in used),
-        "largest_normal": min(one["largest_normal"] for one in used),
+        "kind": ", ".join(sorted({source["kind"] for source in sources})),
+        "cryptographic": all(source["cryptographic"] for source in sources),
+        "insecure_seed": any(source["insecure_seed"] for source in sources),
+        "largest_normal": min(source["largest_normal"] for source in sources),
     }
 
 
 def _noise_drawn(run: Run) -> Collection[tuple[NoiseSource, str]]:
-    every = list(run.model.parameters())
-    trainable = [parameter for parameter in every if parameter.requires_grad] or every
+    parameters = list(run.model.parameters())
+    trainable = [parameter for parameter in parameters if parameter.requires_grad] or parameters
     return run.step.noise_drawn or {(run.step.source, parameter.device.type) for parameter in trainable}
 
 
@@ -147,14 +147,14 @@ def report_of_run(
             accountant=budget.accountant,
             unit=run.unit,
             unamplified=_unamplified(ledger.history) if plan.counts_passes else (),
-            # make_private states add-or-remove only for a run whose constants were all given.
+            # make_private claims add-or-remove only for a run whose constants were all passed.
             constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
             target_epsilon=budget.target_epsilon,
             planned_steps=budget.planned_steps,
             ledger_on_disk=isinstance(run.step.ledger, RunLedger),
         ),
         dataset=DatasetFacts(
-            # It stays private if the last run states add-or-remove, even if another run does not.
+            # The number stays private if the last run claims add-or-remove, even if another run does not.
             num_examples=None if plan.relation is Relation.ADD_OR_REMOVE_ONE else plan.sampling.num_examples,
             description=data or {},
         ),
@@ -173,8 +173,8 @@ def report_of_run(
 
 
 def _unamplified(history: Sequence[Charge]) -> tuple[Charge, ...]:
-    """Returns the charges without amplification by sampling; none if it is unknown for one of them."""
-    events = [getattr(one.event, "unamplified", one.event) for one in history]
+    """Returns the charges without amplification by sampling; an empty tuple if an event has no such form."""
+    events = [getattr(charge.event, "unamplified", charge.event) for charge in history]
     if None in events:
         return ()
     return tuple(replace(charge, event=event) for charge, event in zip(history, events, strict=True) if event)

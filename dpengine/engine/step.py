@@ -73,7 +73,7 @@ class PrivateStep:
         source: The source of private randomness.
         ledger: The ledger to charge.
         budget: The privacy budget; None for no limit.
-        batches: The state machine of logical batches; None for those of a private loader.
+        batches: The state machine of logical batches; None creates one for a private loader.
         dataset_check: Warns if another engine trains on the same data set.
         unused_parameters: ``"error"`` or ``"zero"``: treatment of parameters without a gradient in a step.
         unit_reduction: ``"mean"`` or ``"sum"``: reduction of the gradients of a privacy unit's samples.
@@ -161,7 +161,7 @@ class PrivateStep:
         self._follow_plan()
 
     def _apply(self, effect: Effect, *, left_out: bool = False) -> None:
-        """Executes the effect of a transition of the batch state, which may have left out a batch."""
+        """Executes the effect of a transition of the batch state. ``left_out`` warns if it discards a batch."""
         if effect.discarded and left_out:
             warn_left_out(self)
         try:
@@ -177,14 +177,14 @@ class PrivateStep:
             self.ledger.charge(self.plan.event(), count=count, kind="void")
 
     def discard(self) -> None:
-        """Discards the merged logical batches: charges them, unless that is done, and zeroes the sums."""
+        """Discards the merged logical batches: charges them if they are not charged yet, and zeroes the sums."""
         self._apply(self.batches.discard())
 
     @contextlib.contextmanager
     def _discard_on_error(self) -> Iterator[None]:
         try:
             yield
-        except BaseException:  # also interrupts: the sums may hold a part of the batch
+        except BaseException:  # including interrupts, because the sums may hold a part of the batch
             self.loop.close()
             self.passes.forget()
             self.discard()
@@ -193,8 +193,8 @@ class PrivateStep:
     def selection_words(self, count: int, *, step: int, block: int) -> Any:
         """Returns the random words that select a batch."""
         # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
-        of_groups, earlier = step >= PARTITION_STEP, self.earlier_nonces  # the groups are those of the first run
-        nonce = next((nonce for end, nonce in earlier if of_groups or step < end), None) if earlier else None
+        is_partition, earlier = step >= PARTITION_STEP, self.earlier_nonces  # the groups are those of the first run
+        nonce = next((nonce for end, nonce in earlier if is_partition or step < end), None) if earlier else None
         return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
     # The plan
@@ -207,8 +207,8 @@ class PrivateStep:
     def change(self, **constants: Any) -> None:
         """Changes constants of the plan for clipping, noise and accounting together.
 
-        The change takes effect once the sums are empty, so that a batch is noised and charged by the plan that clipped
-        it. Raises InvalidBudgetError if the plan cannot change.
+        The change takes effect once the sums are empty, so that clipping, noise and charge of a batch follow one plan.
+        Raises InvalidBudgetError if the plan cannot change.
         """
         self._next_plan = self.next_plan.changed(self.batches.first_uncharged, **constants)
         self._follow_plan()
@@ -237,7 +237,7 @@ class PrivateStep:
             if self.batches.is_placeholder:  # clipped as a pass without samples, because other ranks may wait for it
                 self.passes.forget()
                 recorded = RecordedPass(self.passes.mode)
-            # Quick tests, once per pass. `check_backward` raises the error if the pass is indeed wrong.
+            # Fast conditions for each pass. `check_backward` raises the error if the pass is indeed wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
                 check_backward(self, recorded)
@@ -390,7 +390,7 @@ class PrivateStep:
     # The run
 
     def close(self) -> None:
-        """Ends the run: discards unfinished batches and zeroes the sums, also if the charge fails."""
+        """Ends the run: discards unfinished batches and zeroes the sums, even if the charge fails."""
         self.loop.close()
         try:
             self._charge_discarded(self.batches.close().discarded)

@@ -56,7 +56,7 @@ class Step(Protocol):
 
 def step_used_twice(step: int) -> BatchStateError:
     """Error for a logical batch with a step number that was used before."""
-    return BatchStateError(  # noise is addressed by the step: two steps with one address would have the same noise
+    return BatchStateError(  # noise depends on the step number, so two steps with one number have the same noise
         f"The loader returned step {step} before in this run; its noise must not be used again.",
         fix="Do not rewind the loader: detach the model and call make_private again.",
     )
@@ -65,7 +65,7 @@ def step_used_twice(step: int) -> BatchStateError:
 def pass_inside_update() -> BatchStateError:
     """Error for a backward pass that runs between the charge of a step and the end of its update."""
     return BatchStateError(
-        "A backward pass ran inside optimizer.step(), as by a hook of the optimizer. It is not accounted.",
+        "A backward pass ran inside optimizer.step(), for example in a hook of the optimizer. It is not accounted.",
         fix="Run it before or after optimizer.step().",
     )
 
@@ -87,8 +87,8 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         raise BatchStateError(
             "Backward ran on samples that did not come from the private loader of this model: no batch of that loader "
             "awaits a backward pass.",
-            fix="Iterate over the loader that make_private returned with this model, anew in each epoch: "
-            "itertools.cycle repeats old batches. Each private model has its own loader.",
+            fix="Iterate over the loader that make_private returned with this model, and create a new iterator in each "
+            "epoch: itertools.cycle repeats old batches. Each private model has its own loader.",
         )
     if step.batches.stage is Stage.RELEASED or step.batches.done:
         raise RepeatedBackwardError(
@@ -107,7 +107,7 @@ def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
     if step.batches.passed_over:
         why, fix = "batches were fetched ahead: the previous batch had no backward pass", _KEEP_ORDER
     elif seen < drawn:
-        why = "samples were left out between the loader and the model, as by x[mask], or are from elsewhere"
+        why = "samples were left out between the loader and the model, as with x[mask], or are from elsewhere"
         fix = (
             "Pass all samples of the batch to the model, and multiply the losses of those to exclude by 0, as in "
             "(losses * mask).mean(); or leave them out of the data set before make_private."
@@ -186,27 +186,30 @@ def _why_not_ready(step: Step) -> str:
 
 
 def warn_left_out(step: Step) -> None:
-    """Warns that a batch was drawn and not trained on."""
+    """Warns that a batch was drawn but not used for training."""
     notice(
         "DPE006",
         "A batch was drawn from the private loader and not trained on. Its privacy cost is accounted anyway. For the "
-        "number of batches use len(loader), which draws none; to look at data, iterate over your own DataLoader. To "
-        "leave samples out, multiply their losses by 0 instead of skipping the batch by continue.",
+        "number of batches use len(loader), which draws none; to inspect data, iterate over your own DataLoader. To "
+        "leave samples out, multiply their losses by 0 instead of skipping the batch with continue.",
         key="left out",
         of=step,
     )
 
 
 def warn_ended(step: Step, number: int, *, ends: bool) -> None:
-    """Warns that the loader ends, unless it ends within a pass after all planned batches; or that it goes on."""
+    """Warns that the loader ends, or that it continues after all planned steps.
+
+    Does not warn if the loader ends within an epoch because all planned batches were returned.
+    """
     planned, target = step.budget.planned_steps, step.budget.target_epsilon
     budget = "" if target is None else f" and the budget of epsilon {target:g} is used up"
     if not ends and target is not None:
         return  # further steps fit the budget, or have a warning of their own
     if not ends:
         text = (
-            f"The {planned:,} planned steps are taken, and the loader goes on, because the run has no target. Epsilon "
-            "grows with each step. End the loop here, or pass target_epsilon= to make_private."
+            f"The {planned:,} planned steps are taken, and the loader continues, because the run has no target. "
+            "Epsilon grows with each step. End the loop here, or pass target_epsilon= to make_private."
         )
     elif target is not None and (planned is None or number < planned):
         of = "" if planned is None else f" of {planned:,} planned"
@@ -215,7 +218,7 @@ def warn_ended(step: Step, number: int, *, ends: bool) -> None:
             "that were not trained on, or that went into one step together, cost more than planned: call "
             "optimizer.step() for each batch, or pass accumulation_steps= to make_private."
         )
-    elif planned is not None and number % step.plan.sampling.steps_per_epoch == 0:  # at the start of a pass
+    elif planned is not None and number % step.plan.sampling.steps_per_epoch == 0:  # at the start of an epoch
         text = (
             f"The loader returned no batch: the {planned:,} planned steps are taken{budget}. To train longer, create "
             "model and optimizer again, and pass more epochs= or steps= to make_private."
@@ -226,34 +229,34 @@ def warn_ended(step: Step, number: int, *, ends: bool) -> None:
 
 
 def warn_merged(step: Step, count: int) -> None:
-    """Warns that one step used several sampled batches, with the cost of both ways to accumulate."""
+    """Warns that one step used several sampled batches. States the cost of this and of accumulating one batch."""
     notice("DPE006", lambda: _merged_text(step, count), of=step)
 
 
 def _merged_text(step: Step, count: int) -> str:
-    """Returns the text of the warning. Computes epsilon twice."""
+    """Returns the text of the warning. Slow, because it computes epsilon twice."""
     used = f"{count} sampled batches went into one step, and each of them is accounted"
     if step.batches.external:
         return f"{used}. One step for each backward pass costs less privacy."
     plan, budget, event = step.plan, step.budget, step.plan.event()
     size = round(count * plan.sampling.expected_batch_size)
-    type_this = (
+    remedy = (
         f"Pass DataLoader(..., batch_size={size}) and accumulation_steps={count} to make_private, and do not divide "
         "the loss: the loader then returns each batch in parts."
     )
     rate = event.inclusion_rate
     if rate is None or rate * count > 1:
-        return f"{used}. One batch in {count} parts costs less privacy. {type_this}"
+        return f"{used}. One batch in {count} parts costs less privacy. {remedy}"
     steps = max(1, (budget.planned_steps or plan.sampling.steps_per_epoch) // count)
-    one = dataclasses.replace(event, sample_rate=rate * count)  # type: ignore[call-arg, arg-type]
+    in_parts = dataclasses.replace(event, sample_rate=rate * count)  # type: ignore[call-arg, arg-type]
     try:
-        now, less = (
+        merged_epsilon, epsilon_in_parts = (
             round_up(epsilon_of(charges, budget.delta, accountant=budget.accountant, relation=plan.relation))
-            for charges in ((Charge(plan.event(count), steps * count),), (Charge(one, steps),))
+            for charges in ((Charge(plan.event(count), steps * count),), (Charge(in_parts, steps),))
         )
     except AccountingRefusedError:
-        return f"{used}. One batch in {count} parts costs less privacy. {type_this}"
+        return f"{used}. One batch in {count} parts costs less privacy. {remedy}"
     return (
-        f"{used}: epsilon is {now} after {steps:,} such steps, at delta {budget.delta:.3g}. With one batch in {count} "
-        f"parts it is {less}. {type_this}"
+        f"{used}: epsilon is {merged_epsilon} after {steps:,} such steps, at delta {budget.delta:.3g}. With one batch "
+        f"in {count} parts it is {epsilon_in_parts}. {remedy}"
     )

@@ -18,7 +18,7 @@ from dpengine.grad_modes.strategy import AbstractGradients
 from dpengine.grad_samplers.embedding import check_embedding
 from dpengine.grad_samplers.functional import functional_sampler
 from dpengine.grad_samplers.table import BUILTIN, rule_for, sampler_for
-from dpengine.independence.choose_units import UnitChoice, is_plain
+from dpengine.independence.choose_units import UnitChoice, has_only_standard_layers
 from dpengine.independence.probe import EVERY, Probe
 
 _ONE_PASS = ("auto", "hooks", "functorch")
@@ -34,11 +34,11 @@ def watch_model(
     methods: MethodTable | None = None,
     topology: Topology = SINGLE,
 ) -> tuple[Capture, AbstractGradients, Probe]:
-    """Builds the three parts for one mode. Attaches nothing."""
+    """Returns the capture, the grad mode and the independence probe of a model, without attaching hooks."""
     chosen = mode_of(mode)
     for name, module in model.named_modules():
         check_embedding(module, name)
-    # A registered norm rule runs after the pass, when a module no longer holds its whole parameters.
+    # A registered norm rule runs after the pass, when a module no longer holds its full parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
     watches_of = partial(watch_list, model, lookup, functional_sampler, by_operations=chosen.by_operations)
@@ -51,7 +51,9 @@ def watch_model(
         batch_first=batch_first,
         mean_loss=mean_loss,
         topology=topology,
-        choice=UnitChoice(watches_of) if chosen.smallest_units and not sharded and not is_plain(model) else None,
+        choice=UnitChoice(watches_of)
+        if chosen.smallest_units and not sharded and not has_only_standard_layers(model)
+        else None,
     )
     _check_mode(chosen.name, topology, watches)
     methods = MethodTable() if methods is None else methods

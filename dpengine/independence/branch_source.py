@@ -1,4 +1,4 @@
-"""Reads in the source of a loop whether a value of a tensor chooses a branch, and what the branch does."""
+"""Analyzes the source code of a loop: whether a number read from a tensor selects a branch or reaches the loss."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _SCOPES = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
 
 
 def changes_no_loss(frame: FrameType) -> bool:
-    """Returns True if the call of a frame is in a condition, of which a branch only raises an error or notes values."""
+    """Returns True if a frame's current call is in a condition whose branches only raise errors or log values."""
     return _is_harmless(frame.f_code.co_filename, _call_of(frame))
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_harmless(path: str, call: Span) -> bool:
-    # Python 3.11 gives a jump the place of the whole statement, later versions that of the condition.
+    # Python 3.11 gives a jump the position of the entire statement, later versions that of the condition.
     nodes = _nodes(path)
     return any(_only_reports(node, nodes) and (_span(node) == call or _holds(_test(node), call)) for node in nodes)
 
 
 def tests_number(frame: FrameType, *, array: bool) -> bool:
-    """Returns True if the result of the call of a frame is tested, or gets a name that the same loop or function tests.
+    """Returns True if the result of a frame's current call is tested, directly or after an assignment.
 
-    Tests for NaN or infinity do not count, nor tests of which a branch only raises an error or notes values, nor
-    comparisons of the entries of an ``array``.
+    An assignment counts if the same loop or function tests the variable. Not counted are tests for NaN or infinity,
+    tests whose branches only raise errors or log values, and comparisons of the entries of an ``array``.
     """
     return _tests(frame.f_code.co_filename, _call_of(frame), array)
 
@@ -49,26 +49,26 @@ def _tests(path: str, call: Span, array: bool) -> bool:
     harmless = [_test(node) for node in nodes if _only_reports(node, _nodes(path), named)]
     harmless += [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "exp"]  # a perplexity
     tests = [test for node in nodes if (test := _test(node)) is not None and not ERROR_TESTS & _names(test)]
-    tests = [test for test in tests if not any(_holds(one, _span(test)) for one in harmless)]
+    tests = [test for test in tests if not any(_holds(node, _span(test)) for node in harmless)]
     if any(_holds(test, call) for test in tests):
         return True
     return any(named & _values(test) for test in tests if not (array and isinstance(test, ast.Compare)))
 
 
 def reaches_loss(frame: FrameType) -> str | None:
-    """Returns where a number that the call of a frame returns goes to, by the assignments of its function.
+    """Follows the result of a frame's current call through the assignments of its function.
 
-    Numbers of single samples, as ``int(y[i])``, are left out, and so are expressions without a name (``lambda``).
+    Numbers of single samples, such as ``int(y[i])``, and calls in a ``lambda`` are not followed.
 
     Returns:
-        "differentiated" if ``backward`` is called on it, "returned" if it is the first value that a function without
-        such a call returns; else None.
+        "differentiated" if ``backward`` is called on a value computed from it, "returned" if the function does not
+        call ``backward`` and its first return value is computed from it; else None.
     """
     return _reaches(frame.f_code.co_filename, _call_of(frame))
 
 
 def function_of(frame: FrameType) -> str:
-    """Returns the file and the name of the function of a frame, also if it is inside a comprehension."""
+    """Returns the file and the name of the function of a frame. Comprehensions count as part of their function."""
     name = re.sub(r"(\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr)>)+$", "", frame.f_code.co_qualname)
     return f"{frame.f_code.co_filename}:{name}"
 
@@ -85,12 +85,12 @@ def _reaches(path: str, call: Span) -> str | None:
     if any(isinstance(node, ast.Call) and _name(node.func) in ERROR_TESTS and _holds(node, call) for node in nodes):
         return None
     assigned = [(value, _texts(target)) for node in nodes for value, target in _assignments(node)]
-    found: set[str] = set()
+    variables: set[str] = set()  # variables that depend on the number
     for _ in assigned:  # until nothing is added
-        more = {text for value, texts in assigned if _holds(value, call) or found & _reads(value) for text in texts}
-        if more <= found:
+        more = {text for value, texts in assigned if _holds(value, call) or variables & _reads(value) for text in texts}
+        if more <= variables:
             break
-        found |= more
+        variables |= more
     calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     losses = [function.value for function in calls if function.attr == "backward"]
     place = "differentiated" if losses else "returned"
@@ -98,7 +98,7 @@ def _reaches(path: str, call: Span) -> str | None:
         returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
         losses = [value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value for value in returned]
     values = [loss for loss in losses if not isinstance(loss, ast.Dict)]
-    return place if any(_holds(loss, call) or found & _reads(loss) for loss in values) else None
+    return place if any(_holds(loss, call) or variables & _reads(loss) for loss in values) else None
 
 
 def _source(read: ast.Call) -> ast.expr | None:
@@ -109,40 +109,40 @@ def _source(read: ast.Call) -> ast.expr | None:
 
 
 def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
-    """Returns each value that a node assigns, with its target."""
+    """Returns the assigned values of a node, each with its target."""
     if isinstance(node, ast.AugAssign):
         return [(node.value, node.target)]
     if isinstance(node, (ast.For, ast.comprehension)):
         return [(node.iter, node.target)]
-    value, found = getattr(node, "value", None), []
+    value, assignments = getattr(node, "value", None), []
     for target in node.targets if isinstance(node, ast.Assign) else _targets(node):
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-            found += list(zip(value.elts, target.elts, strict=True))
+            assignments += list(zip(value.elts, target.elts, strict=True))
         elif value is not None:
-            found.append((value, target))
-    return found
+            assignments.append((value, target))
+    return assignments
 
 
 def _texts(target: ast.expr) -> set[str]:
-    """Returns the texts of a target; an entry of a tensor or list is the whole."""
+    """Returns the source texts of the variables in a target. An entry of a tensor or list counts as its container."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return {text for part in target.elts for text in _texts(part)}
     return {ast.unparse(target.value if isinstance(target, ast.Subscript) and _is_entry(target) else target)}
 
 
 def _reads(node: ast.AST) -> set[str]:
-    """Returns the variables, attributes and items in an expression, and the wholes of entries."""
-    entries = (one for one in ast.walk(node) if isinstance(one, ast.Subscript) and _is_entry(one))
-    return _values(node) | {ast.unparse(one.value) for one in entries}
+    """Returns the variables, attributes and items in an expression, and the containers of the entries that it uses."""
+    entries = (part for part in ast.walk(node) if isinstance(part, ast.Subscript) and _is_entry(part))
+    return _values(node) | {ast.unparse(entry.value) for entry in entries}
 
 
 def _is_entry(item: ast.Subscript) -> bool:
-    """Returns True for an item of a tensor or list, whose index is not a text."""
+    """Returns True for an entry of a tensor or list; False for a dictionary item with a text as its key."""
     return not (isinstance(item.slice, ast.Constant) and isinstance(item.slice.value, str))
 
 
 def _call_of(frame: FrameType) -> Span:
-    """Returns where the call is that a frame runs; its whole line if Python did not keep its columns."""
+    """Returns the source position of the call that a frame runs; its entire line if columns are not available."""
     positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     first, last, begin, end = next(positions)
     if first is None or last is None or begin is None or end is None:
@@ -159,41 +159,41 @@ def _holds(node: ast.expr | ast.stmt | None, part: Span) -> bool:
 
 
 def _test(node: ast.AST) -> ast.expr | None:
-    """Returns the condition of a node: that of a branch, or an expression that has the same value for many numbers."""
+    """Returns the condition of a branch, or an expression with the same value for many numbers; else None."""
     if isinstance(node, (ast.Compare, ast.BoolOp)) or (isinstance(node, ast.Call) and _is_bound(node)):
         return node
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)):
-        return None if isinstance(node.left, ast.Constant) else node  # a text that is formatted
+        return None if isinstance(node.left, ast.Constant) else node  # a constant on the left is a format string
     if isinstance(node, ast.Match):
         return node.subject
     return node.test if isinstance(node, (ast.If, ast.While, ast.IfExp, ast.Assert)) else None
 
 
 def _is_bound(node: ast.Call) -> bool:
-    """Returns True if a call bounds a number, other than to divide by it, as ``max(1, n)`` does."""
+    """Returns True if a call bounds a number, except to avoid a division by zero, as ``max(1, n)`` does."""
     name = _name(node.func)
     divides = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
     return name in ("min", "max", "clip", "clamp", "range") and not divides
 
 
 def _only_reports(node: ast.expr | ast.stmt, nodes: list[ast.expr | ast.stmt], named: Set[str] = frozenset()) -> bool:
-    """Returns True if a branch of a statement only raises an error that nothing around it catches, or notes values.
+    """Returns True if a branch of a statement only raises an uncaught error or logs values.
 
-    It notes values if it only calls functions, and keeps a number that it tests, as the best loss so far.
+    A branch logs values if it only calls functions, and stores a number that it tests, such as the best loss so far.
 
     Args:
         node: The statement.
         nodes: All nodes of the file.
-        named: Names of the number.
+        named: Names of the variables that hold the number.
     """
     branches = [branch for branch in (node.body, node.orelse) if branch] if isinstance(node, ast.If) else []
     if isinstance(node, ast.Assert) or any(isinstance(branch[-1], ast.Raise) for branch in branches):
         return not any(_catches(other, node) for other in nodes)
     tested = _values(node.test) if isinstance(node, ast.If) else set()
-    return bool(branches) and all(_notes(part, tested, named) for branch in branches for part in branch)
+    return bool(branches) and all(_logs(part, tested, named) for branch in branches for part in branch)
 
 
-def _notes(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
+def _logs(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
     if isinstance(statement, ast.Assign):
         value = statement.value
         reads = isinstance(value, ast.Call) and bool({"item", "float", "int"} & _names(value.func))
@@ -205,28 +205,28 @@ def _notes(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
 
 
 def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
-    """Returns True if a statement catches an error of another one, and continues."""
+    """Returns True if a statement catches errors of another one and continues."""
     if isinstance(outer, ast.With):
         return _holds(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
-    if not isinstance(outer, ast.Try) or not any(_holds(one, _span(node)) for one in outer.body):
+    if not isinstance(outer, ast.Try) or not any(_holds(statement, _span(node)) for statement in outer.body):
         return False
-    handlers = (one for one in outer.handlers if one.type is None or "KeyboardInterrupt" not in _names(one.type))
-    return any(not isinstance(one.body[-1], ast.Raise) for one in handlers)
+    handlers = (h for h in outer.handlers if h.type is None or "KeyboardInterrupt" not in _names(h.type))
+    return any(not isinstance(handler.body[-1], ast.Raise) for handler in handlers)
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """Returns what a statement assigns to. A sum over batches is left out."""
+    """Returns the targets of an assignment. An augmented assignment, such as a sum over batches, has none."""
     if isinstance(node, ast.Assign):
-        parts = (one.elts if isinstance(one, (ast.Tuple, ast.List)) else [one] for one in node.targets)
-        return [target for some in parts for target in some]
+        parts = (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target] for target in node.targets)
+        return [target for targets in parts for target in targets]
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.NamedExpr)) else []
 
 
 def _values(node: ast.AST) -> set[str]:
     """Returns the variables, attributes and items in an expression, without the objects that they belong to."""
-    values = [one for one in ast.walk(node) if isinstance(one, (ast.Name, ast.Attribute, ast.Subscript))]
-    owners = {id(one.value) for one in values if not isinstance(one, ast.Name)}
-    return {ast.unparse(one) for one in values if id(one) not in owners}
+    values = [part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))]
+    owners = {id(part.value) for part in values if not isinstance(part, ast.Name)}
+    return {ast.unparse(part) for part in values if id(part) not in owners}
 
 
 def _name(function: ast.expr) -> str | None:
@@ -242,7 +242,7 @@ def _names(node: ast.AST) -> set[str]:
 
 @functools.lru_cache(maxsize=16)
 def _nodes(path: str) -> list[ast.expr | ast.stmt]:
-    """Returns the nodes of a file; none if its source cannot be read, as that of an interactive session."""
+    """Returns the nodes of a file; an empty list if its source is not available, as in an interactive session."""
     try:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(path))))
     except SyntaxError:

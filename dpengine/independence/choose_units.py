@@ -1,14 +1,15 @@
-"""Choice of the smallest modules of which each sample is run alone, where the rules of single layers do not apply.
+"""Chooses units: the smallest modules that run each sample alone, where the gradient rules of layers do not apply.
 
-A rule of a layer needs the batch on axis 0 of the layer's input, and sees only what the layer itself does. Before its
-first batch the model runs forward once, on that batch. Where a layer, or the use of a parameter, does not meet this,
-the module around it becomes one unit of the fallback of `functional_sampler`; if that module is not enough, the one
-around that, up to the model. Nothing is released by then.
+The gradient rule of a layer needs the batch on axis 0 of the layer's input, and covers only the operations of the layer
+itself. Before its first batch, the model runs forward once on that batch. If the rule of a layer does not apply, or a
+parameter is used outside its layer, the enclosing module becomes a unit, which the fallback of `functional_sampler`
+differentiates. If that module is not enough, the module that encloses it becomes the unit, up to the model. Nothing is
+released before the choice.
 
 Privacy: the choice changes how per-sample gradients are computed, and never whether they are checked. A unit is
-accepted if rows of the batch that run alone give the outputs of the batch, and each later batch compares them again. So
-data of a batch influence the choice only as they influence the check of independence: by an error, or by the names of
-modules, which follow from shapes and from the code of the model.
+accepted if samples that run alone give the outputs of the batch, and each later batch compares them again. Data of a
+batch influence the choice only as they influence the independence check: through an error, or through the names of
+modules, which depend on shapes and on the code of the model.
 """
 
 from __future__ import annotations
@@ -49,28 +50,28 @@ class WatchesOf(Protocol):
 
 
 class _Obstacle(NamedTuple):
-    """A watched module whose rule does not apply, and why."""
+    """A watched module whose rule does not apply, and the reason."""
 
     watch: Watch
-    why: str
+    reason: str
 
 
 class UnitChoice:
     """Chooses the units of a model before its first forward pass with two samples or more.
 
-    Processes that train one model choose apart from each other, since their samples need not come at the same time.
-    The gradients of each are exact. At the end of the first step in which all have chosen, the units of one become
-    those of all.
+    Processes that train one model choose separately, because their first samples may come at different times. The
+    gradients of each process are exact. At the end of the first step in which all processes have chosen, each uses the
+    units of all.
     """
 
     def __init__(self, watches_of: WatchesOf):
         self._watches_of = watches_of
-        self._made = False
-        self._replaced: tuple[Sequence[Watch], tuple[str, ...]] | None = None  # while a batch is empty
+        self._has_chosen = False
+        self._replaced: tuple[Sequence[Watch], tuple[str, ...]] | None = None  # watches and units before an empty batch
 
     def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chooses the units, if that is not done. Leaves the model, its inputs and the random generators unchanged."""
-        rows = None if self._made else rows_of_pass(capture, args, kwargs)
+        """Chooses the units if no choice was made yet. Leaves the model, the inputs and random generators unchanged."""
+        rows = None if self._has_chosen else rows_of_pass(capture, args, kwargs)
         if rows is None or any(map(traced, tensors_in((args, kwargs)))):
             return
         self._replace_for_empty(capture, rows)
@@ -81,9 +82,9 @@ class UnitChoice:
         before = capture.watches, capture.units
         reasons = self._choose(_Trial(capture, args, kwargs, rows))
         if reasons is None and capture.watches is not before[0]:
-            capture.watch(*before)  # the live pass raises the error of the layer
-        self._made = rows > 1  # a single sample does not tell its own axis from one that samples share
-        if self._made and capture.topology.everyone.size == 1:
+            capture.watch(*before)  # the training pass raises the error of the layer
+        self._has_chosen = rows > 1  # one sample cannot distinguish its axis from an axis that samples share
+        if self._has_chosen and capture.topology.everyone.size == 1:
             capture.stop_choosing()
         for name, reason in (reasons or {}).items():
             _give_notice(capture.model, name, reason)
@@ -96,10 +97,10 @@ class UnitChoice:
         capture.stop_choosing()
 
     def share(self, capture: Capture) -> None:
-        """Makes the units of all processes those of each, once all have chosen."""
+        """Uses the units of all processes in each process, once all have chosen."""
         everyone = capture.topology.everyone
         if everyone.size > 1:
-            chosen = everyone.all_gather(capture.units if self._made else None)
+            chosen = everyone.all_gather(capture.units if self._has_chosen else None)
             if all(units is not None for units in chosen):
                 self.use(capture, {name for units in chosen for name in units})
 
@@ -119,45 +120,45 @@ class UnitChoice:
         model, reasons = trial.capture.model, dict.fromkeys(trial.capture.units, "")
         while obstacles := trial.obstacles():
             tried = frozenset(reasons)
-            for watch, why in obstacles:
+            for watch, reason in obstacles:
                 name = _module_around(model, watch, tried)
                 if name is None:
                     return None
-                reasons.setdefault(name, reasons.get(watch.name) or why)
-            reasons = {name: why for name, why in reasons.items() if not _is_inside_other(name, reasons)}
+                reasons.setdefault(name, reasons.get(watch.name) or reason)
+            reasons = {name: reason for name, reason in reasons.items() if not _is_inside_other(name, reasons)}
             try:
                 trial.capture.watch(self._watches_of(units=reasons), tuple(sorted(reasons)))
-            except PrivacyError:  # a layer that no method can follow
+            except PrivacyError:  # no method supports a layer
                 return None
         return None if obstacles is None else reasons
 
 
 class _Trial:
-    """Runs the forward pass of a model, to find the layers whose rules do not apply."""
+    """Runs the forward pass of a model to find the layers whose rules do not apply."""
 
     def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int):
         self.capture = capture
         self._inputs, self._rows = (args, kwargs), rows
         self._began = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
-        self._found: list[_Obstacle] = []
+        self._obstacles: list[_Obstacle] = []
 
     def obstacles(self) -> list[_Obstacle] | None:
         """Returns the layers and units whose rules do not apply; None if the pass fails for another reason."""
-        found = self._run()
-        if found or found is None or self._rows < 3:
-            return found
-        whole, rows = self._inputs, self._rows
-        self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), whole), rows - 1
+        obstacles = self._run()
+        if obstacles or obstacles is None or self._rows < 3:
+            return obstacles
+        inputs, rows = self._inputs, self._rows
+        self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), inputs), rows - 1
         try:
-            return self._run() or []  # an axis that is as long as the batch by chance is not so with one sample less
+            return self._run() or []  # with one sample less, no axis has the length of the batch by chance
         finally:
-            self._inputs, self._rows = whole, rows
+            self._inputs, self._rows = inputs, rows
 
     def _run(self) -> list[_Obstacle] | None:
         capture, model = self.capture, self.capture.model
         state, (args, kwargs) = ModelState.of(model), copies_of(self._inputs)
         seen: list[tuple[Watch, int]] = []
-        self._found, inputs, rows = [], capture.inputs, self._rows
+        self._obstacles, inputs, rows = [], capture.inputs, self._rows
         handles = [
             watch.module.register_forward_hook(partial(self._called, watch, seen), with_kwargs=True)
             for watch in capture.watches
@@ -170,7 +171,7 @@ class _Trial:
                 began.with_autocast(),
                 _outside_checkpoints(),
                 without_checkpoints(),
-                capture.redirected(_NOBODY, rows),
+                capture.redirected(_NO_RECEIVER, rows),
             ):
                 capture.inputs, capture.rows_seen = (args, kwargs), seen
                 outputs = tensors_in_outputs(model(*args, **kwargs))
@@ -183,19 +184,19 @@ class _Trial:
             for handle in handles:
                 handle.remove()
             state.restore()
-        return [*self._found, *self._without_the_batch(seen, outputs), *self._used_outside(outputs)]
+        return [*self._obstacles, *self._without_the_batch(seen, outputs), *self._used_outside(outputs)]
 
     def _called(
         self, watch: Watch, seen: list[tuple[Watch, int]], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Records the rows of a layer or unit. Runs some rows of a unit alone, and compares them."""
+        """Records the number of samples of a layer or unit. Runs some samples of a unit alone and compares outputs."""
         if self.capture.state is CaptureState.PAUSED or self.capture.is_in_running_unit(module):
             return
         batch_first = watch.in_rows or self.capture.batch_first
         fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
         rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)
         if watch.name and fronts and not any(front.dim() for front in fronts):
-            self._found.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
+            self._obstacles.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
         if rows is None:
             return
         seen.append((watch, rows))
@@ -208,15 +209,15 @@ class _Trial:
                 check_rows_alone(call, rows)
         except (RowsError, PrivacyError):
             _logger.debug("Rows of %s cannot run alone.", _named(watch), exc_info=True)
-            self._found.append(_Obstacle(watch, f"the rows of a batch cannot run through {_named(watch)} alone"))
+            self._obstacles.append(_Obstacle(watch, f"the rows of a batch cannot run through {_named(watch)} alone"))
 
     def _without_the_batch(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
         """Returns the layers whose outputs do not have the batch on axis 0."""
         sizes = {rows for _, rows in seen}
         fronts = [self.capture.batch_to_front(output) for output in outputs if output.dim()]
-        alike = len(sizes) == 1 and all(len(front) != self._rows for front in fronts)
-        if alike and not any(watch.kind is Kind.UNIT for watch, _ in seen):
-            return []  # perhaps the first input is not that with the batch; the step compares with the sampler
+        same_size = len(sizes) == 1 and all(len(front) != self._rows for front in fronts)
+        if same_size and not any(watch.kind is Kind.UNIT for watch, _ in seen):
+            return []  # the first input may not hold the batch; the step compares its size with the sampler
         return [
             _Obstacle(watch, f"axis 0 of the output of {_named(watch)} is not the batch")
             for watch, rows in seen
@@ -224,7 +225,7 @@ class _Trial:
         ]
 
     def _used_outside(self, outputs: Sequence[Tensor]) -> list[_Obstacle]:
-        """Returns the layers of parameters that autograd would give a gradient."""
+        """Returns the layers whose parameters would get a gradient from autograd, outside a recorded call."""
         names: dict[Tensor, str] = {p: name for name, p in self.capture.model.named_parameters() if p.requires_grad}
         uses = []
         for leaf in _leaves_of(outputs):
@@ -251,8 +252,8 @@ class _Trial:
         return None
 
 
-class _Nobody:
-    """Receives nothing: no backward pass follows."""
+class _NoReceiver:
+    """Ignores all calls, because no backward pass follows."""
 
     def receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None: ...
 
@@ -261,11 +262,11 @@ class _Nobody:
     def receive_rows(self, use: Use, grad: Tensor) -> None: ...
 
 
-_NOBODY = _Nobody()
+_NO_RECEIVER = _NoReceiver()
 
 
-def is_plain(model: nn.Module) -> bool:
-    """Returns True if a model consists of layers of torch alone, none of which moves the batch to another axis."""
+def has_only_standard_layers(model: nn.Module) -> bool:
+    """Returns True if a model consists only of torch layers, and none of them moves the batch to another axis."""
     return all(
         (type(module).__module__.startswith("torch.nn.modules.") or type(module) in ORIGINALS)
         and not has_own_forward(module)
@@ -277,16 +278,16 @@ def is_plain(model: nn.Module) -> bool:
 
 
 def _outside_checkpoints() -> AbstractContextManager[Any]:
-    """Returns a context in which a checkpoint around the model does not count the tensors that autograd saves."""
+    """Returns a context in which an activation checkpoint around the model does not count saved tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
 def _module_around(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
-    """Returns the name of the smallest module around a watched one that is not a unit yet; None outside the model."""
+    """Returns the name of the smallest module around a watched one that is not a unit yet; None without one."""
     name: str | None = watch.name
-    if watch.kind is not Kind.OPERATIONS:  # else the module itself, with its children
+    if watch.kind is not Kind.OPERATIONS:  # watched operations are those of the module itself
         name = _parent_of(watch.name)
     while name is not None and (name in units or type(model.get_submodule(name)).forward is nn.Module.forward):
         name = _parent_of(name)
@@ -309,9 +310,9 @@ def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
         node = waiting.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
-        following = {one for one, _ in node.next_functions if one is not None} - seen
-        seen |= following
-        waiting += following
+        inputs = {function for function, _ in node.next_functions if function is not None} - seen
+        seen |= inputs
+        waiting += inputs
     return leaves
 
 
@@ -337,7 +338,7 @@ def _give_notice(model: nn.Module, name: str, reason: str) -> None:
     part = f"'{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
     notice(
         "DPE028",
-        f"Each sample is run alone through {part}, because no rule of a layer applies: {reason}. This costs another "
+        f"Each sample runs alone through {part}, because no layer rule applies: {reason}. This costs another "
         f"forward and backward pass of this part, and {size:.3g} MiB for the gradients of each sample.",
         key=name,
         of=model,

@@ -1,4 +1,4 @@
-"""Comparison of two runs of a loop in which some samples had other data.
+"""Compares two runs of a loop in which some samples had different data.
 
 Tensors are compared by place, such as the input or output of a call of the model. Axes: B samples.
 """
@@ -23,25 +23,25 @@ _REPETITIONS = 4
 
 
 class Kept(NamedTuple):
-    """Samples that are kept: their indices in the first run, and in the second."""
+    """Indices of the kept samples in the first run (``then``) and in the second run (``now``)."""
 
     then: Tensor
     now: Tensor
 
 
 class Rows(NamedTuple):
-    """Finds the entries of samples in tensors.
+    """Selects and replaces the entries of samples in tensors.
 
     Attributes:
         samples: Number of samples.
-        to_front: Returns a tensor with its batch axis in front, and one with the batch in front as it was.
+        to_front: Moves the batch axis of a tensor to the front, or from the front back to its place.
     """
 
     samples: int
     to_front: Callable[[Tensor], Tensor]
 
     def of(self, tensor: Tensor, samples: int | None = None) -> Tensor | None:
-        """Returns a tensor as ``(B, n, ...)``, with n entries for each sample; None if axis 0 is not the batch."""
+        """Returns a tensor as ``(B, n, ...)``, with n entries for each sample; None if it has no batch axis."""
         samples = samples or self.samples
         front = self._front(tensor, samples)
         if front.dim() == 0 or len(front) == 0 or len(front) % samples:
@@ -49,38 +49,38 @@ class Rows(NamedTuple):
         return front.unflatten(0, (samples, -1))
 
     def _front(self, tensor: Tensor, samples: int) -> Tensor:
-        """Returns the tensor with its batch in front. It is there if axis 0 alone has the number of samples."""
+        """Returns the tensor with its batch axis in front; unchanged if only axis 0 has the size of the batch."""
         front = self.to_front(tensor)
         return tensor if tensor.shape[:1] == (samples,) != front.shape[:1] else front
 
     def like(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Returns ``(B, n, ...)`` with the axes of the tensor from which `of` made it."""
+        """Converts the result of `of`, with shape ``(B, n, ...)``, back to the axes of ``tensor``."""
         front = rows.flatten(0, 1)
         return front if self._front(tensor, self.samples) is tensor else self.to_front(front)
 
     def rearranged(self, tensor: Tensor, source_B: Tensor) -> Tensor:
-        """Returns the tensor with the samples at these indices; as it is if axis 0 is not the batch."""
+        """Returns the tensor with the samples at the indices ``source_B``; unchanged if it has no batch axis."""
         rows = self.of(tensor)
         return tensor if rows is None else self.like(tensor, rows[source_B.to(rows.device)])
 
-    def some(self, tensors: Mapping[Any, Tensor], which: slice, samples: int | None = None) -> dict[Any, Tensor]:
-        """Returns some samples of each tensor that has samples."""
+    def select(self, tensors: Mapping[Any, Tensor], indices: slice, samples: int | None = None) -> dict[Any, Tensor]:
+        """Returns copies of the samples at ``indices`` of each tensor that has a batch axis."""
         rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
-        return {place: found[which].clone() for place, found in rows.items() if found is not None}
+        return {place: rows_B[indices].clone() for place, rows_B in rows.items() if rows_B is not None}
 
     def are_ambiguous(self, data: Sequence[Tensor]) -> bool:
-        """Returns True if a tensor whose batch is not on axis 0 has as many entries there as samples."""
+        """Returns True if a tensor has its batch on axis 1, and axis 0 has the same size."""
         return any(t.shape[:2] == (self.samples, self.samples) and self.to_front(t) is not t for t in data)
 
     def can_move(self, data: Sequence[Tensor]) -> bool:
-        """Returns True if every tensor of a batch has the samples on axis 0, so that all of them move together."""
+        """Returns True if every tensor of a batch has the samples on axis 0, so that samples can change positions."""
         return bool(data) and all(self.to_front(t) is t and self.of(t) is not None for t in data)
 
     def halves(self, *, moves: bool) -> Iterator[tuple[Kept, Tensor]]:
-        """Yields a random half of the samples, then the others, to keep.
+        """Yields a random half of the samples to keep, then the other half.
 
-        Each comes with indices ``(B,)`` that put the first kept sample in the place of all others. If it ``moves``, the
-        second half is kept one place further on.
+        Each half comes with indices ``(B,)`` that replace all other samples by the first kept one. With ``moves``, the
+        samples of the second half move to the next position.
         """
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.samples))
         for kept, step in zip(order.tensor_split(2), (0, int(moves)), strict=True):
@@ -89,26 +89,26 @@ class Rows(NamedTuple):
 
 
 def holds_samples(node: Any, samples: int) -> bool:
-    """Returns True for a list with an element of one kind for each sample, such as tensors of different lengths.
+    """Returns True for a list with one element for each sample, all of one kind, such as tensors of several lengths.
 
-    A list of as many columns, each with an entry for each sample, holds no samples.
+    A list of columns, in which each element has an entry for each sample, holds no samples.
     """
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
     kind = _structure if tensors_in(node) else _kind
-    return len({kind(element) for element in node}) == 1 and not all(_length(one) == samples for one in node)
+    return len({kind(element) for element in node}) == 1 and not all(_length(element) == samples for element in node)
 
 
 def number_of_samples(batch: Any, to_front: Callable[[Tensor], Tensor]) -> int | None:
-    """Returns the number of samples, by the first tensor or array, or by lists; None if it cannot be told."""
+    """Returns the number of samples, from the first tensor or array, or from lists; None if it is ambiguous."""
     if (tensor := next((t for t in tensors_in_outputs(batch) if t.dim()), None)) is not None:
         return len(to_front(tensor))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim}
     if not sizes and isinstance(batch, dict):
         sizes = {len(value) for value in batch.values() if isinstance(value, (list, tuple))}
-    elif not sizes and isinstance(batch, list) and len({type(one) for one in batch}) == 1:
+    elif not sizes and isinstance(batch, list) and len({type(element) for element in batch}) == 1:
         # A list of lists of one kind may hold samples or columns.
-        columns = [isinstance(one, (list, tuple)) and len({type(entry) for entry in one}) == 1 for one in batch]
+        columns = [isinstance(part, (list, tuple)) and len({type(entry) for entry in part}) == 1 for part in batch]
         sizes = set() if all(columns) else {len(batch)}
     return sizes.pop() if len(sizes) == 1 else None
 
@@ -131,31 +131,31 @@ def _length(element: Any) -> int | None:
 
 
 def lists_of_samples(batch: Any, samples: int) -> list[Any]:
-    """Returns the lists of a batch that have an element with tensors for each sample."""
+    """Returns the lists of a batch that hold one element for each sample, with tensors."""
     leaves = pytree.tree_leaves(batch, is_leaf=lambda node: holds_samples(node, samples))
     return [leaf for leaf in leaves if holds_samples(leaf, samples) and tensors_in(leaf)]
 
 
 def is_ambiguous(batch: Any, samples: int) -> bool:
-    """Returns True if a list in the batch has as many tensors or lists as samples, and each as many entries.
+    """Returns True if a list in the batch may hold either samples or columns.
 
-    They may be the samples, or columns of the batch.
+    Such a list has as many tensors or lists as there are samples, and each has as many entries.
     """
-    found = False
+    ambiguous = False
 
     def visit(node: Any) -> bool:
-        nonlocal found
-        if type(node) in (list, tuple) and len(node) == samples and all(_length(one) == samples for one in node):
+        nonlocal ambiguous
+        if type(node) in (list, tuple) and len(node) == samples and all(_length(part) == samples for part in node):
             kinds = (list, tuple) if node is batch else (list, tuple, Tensor)  # tensors of a batch are its columns
-            found |= all(isinstance(one, kinds) for one in node) and bool(tensors_in(node))
+            ambiguous |= all(isinstance(part, kinds) for part in node) and bool(tensors_in(node))
         return False
 
     pytree.tree_leaves(batch, is_leaf=visit)
-    return found
+    return ambiguous
 
 
 def arranged_batch(batch: Any, samples: int, arrange: Callable[[Tensor], Tensor]) -> Any:
-    """Returns a batch with other samples: applies ``arrange`` to its tensors, and exchanges elements of lists alike."""
+    """Returns the batch with ``arrange`` applied to its tensors, and with elements of lists rearranged likewise."""
 
     def of_leaf(leaf: Any) -> Any:
         is_array = isinstance(leaf, np.ndarray) and _length(leaf) == samples
@@ -170,15 +170,23 @@ def arranged_batch(batch: Any, samples: int, arrange: Callable[[Tensor], Tensor]
 def largest_change(
     rows: Rows, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], tolerance: float, kept: Kept | None = None
 ) -> float:
-    """Returns the largest relative change of a kept sample; 0 within the tolerance. ``kept`` is None for all."""
+    """Returns the largest relative change of a kept sample; 0 within the tolerance.
+
+    Args:
+        rows: Selects samples.
+        then: Tensors of the first run, by place.
+        now: Tensors of the second run.
+        tolerance: Relative tolerance.
+        kept: Samples to compare; None for all.
+    """
     worst = 0.0
-    for place, one in then.items():
-        other = now.get(place)
-        if other is None or one.shape != other.shape:
+    for place, before in then.items():
+        after = now.get(place)
+        if after is None or before.shape != after.shape:
             return 1.0
-        a, b = rows.of(one), rows.of(other)
+        a, b = rows.of(before), rows.of(after)
         if a is None or b is None:
-            a, b = one.reshape(1, -1), other.reshape(1, -1)
+            a, b = before.reshape(1, -1), after.reshape(1, -1)
         elif kept is not None:
             a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
         if a.dtype == b.dtype and torch.equal(a, b):
@@ -194,11 +202,11 @@ def largest_change(
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Returns the norm of each row, in float64 where float32 cannot hold it."""
+    """Returns the norm of each row, computed in float64 where it would underflow or overflow in float32."""
     norm_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
     extreme_B = ~(norm_B > 1e-12) | norm_B.isinf()
-    if bool(extreme_B.any()) and bool((some := rows[extreme_B]).any()):
-        norm_B[extreme_B] = torch.linalg.vector_norm(some, dim=1, dtype=torch.float64)
+    if bool(extreme_B.any()) and bool((extreme := rows[extreme_B]).any()):
+        norm_B[extreme_B] = torch.linalg.vector_norm(extreme, dim=1, dtype=torch.float64)
     return norm_B
 
 
@@ -222,18 +230,20 @@ def depends_on_place() -> BatchDependentLossError:
 
 
 def mixed_outputs() -> BatchDependentLossError:
-    """Returns the error for a model whose output for a sample changes with others, though its input does not."""
+    """Returns the error for a model whose output for a sample changes with the other samples."""
     return BatchDependentLossError(
         "The output of the model for a sample changed when other samples of the batch had other data: a layer mixes "
-        "samples, or the loop gave the model a number or an attribute that follows from several samples.",
+        "samples, or the loop gave the model a number or an attribute that depends on several samples.",
         fix="Find layers that mix samples with dpengine.check(model), and give the model nothing but the batch.",
     )
 
 
 def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossError:
-    """Returns the error for a loss that mixes samples, by the relative change of the gradient of a sample.
+    """Returns the error for a loss that mixes samples.
 
-    ``by_bound`` if it only changed when outputs of the others were far away.
+    Args:
+        share: Relative change of the gradient of a sample.
+        by_bound: Whether the gradient changed only when outputs or data of the others were shifted far away.
     """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     other, causes = (
@@ -254,19 +264,20 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     )
 
 
-def check_reduction(told: str | None, declared: str) -> None:
+def check_reduction(reduction: str | None, declared: str) -> None:
     """Raises ReductionError if a loss is a mean and was declared as a sum, or vice versa."""
-    if told in ("mean", "sum") and told != declared:
-        found = "a sum over the samples, or a sum that is divided by a constant" if told == "sum" else "a mean"
+    if reduction in ("mean", "sum") and reduction != declared:
+        is_sum = reduction == "sum"
+        actual = "a sum over the samples, or a sum that is divided by a constant" if is_sum else "a mean"
         raise ReductionError(
-            f"The loss is {found}, and a {declared} was declared. All gradients would be scaled by the number of "
-            "samples, which one sample changes: it moves the sum by up to twice the clipping norm.",
-            fix=f'Pass loss_reduction="{told}" to make_private.',
+            f"The loss is {actual}, and a {declared} was declared. All gradients would be scaled by the number of "
+            "samples, which one sample changes: it changes the sum by up to twice the clipping norm.",
+            fix=f'Pass loss_reduction="{reduction}" to make_private.',
         )
 
 
 def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean: float, tolerance: float) -> str | None:
-    """Tells a mean from a sum by the gradients of the same samples in two batches.
+    """Distinguishes a mean from a sum, based on the gradients of the same samples in two batches.
 
     Args:
         now: The gradients in one batch, by place.
@@ -289,17 +300,18 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
         or not 0 < scale < torch.inf
         or float((a - ratio * b).norm()) > min(10 * tolerance, 0.05) * abs(ratio) * scale**0.5
     ):
-        return None  # the loop is another one, or draws random numbers
-    for told, expected in (("mean", by_mean), ("sum", 1.0)):
+        return None  # the loop changed, or draws random numbers
+    for reduction, expected in (("mean", by_mean), ("sum", 1.0)):
         if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
-            return told
+            return reduction
     return "neither"
 
 
 class Sketches(Sums):
     """Replacement of a ``FlatBuffer`` that stores a linear sketch of each sum: its products with random signs.
 
-    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996); the error is about a half.
+    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996). Its relative error is
+    about one half.
     """
 
     def __init__(self) -> None:
@@ -330,7 +342,7 @@ def _sketched(flat: Tensor) -> Tensor:
     if flat.numel() <= _WIDTH:
         return flat.clone()
     rows = flat.numel() // _WIDTH
-    generator = torch.Generator().manual_seed(rows)  # equal signs for sums that are compared
+    generator = torch.Generator().manual_seed(rows)  # sums that are compared need equal signs
     signs = torch.randint(0, 2, (_REPETITIONS, rows + 1), generator=generator).to(flat) * 2 - 1
     sketch = signs[:, :rows] @ flat[: rows * _WIDTH].view(rows, _WIDTH)
     rest = flat[rows * _WIDTH :]

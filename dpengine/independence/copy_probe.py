@@ -33,7 +33,7 @@ class Coupling:
     Attributes:
         name: Dotted name of the module; empty for the model itself.
         type: Name of its class.
-        why: Predicate of a sentence whose subject is the module.
+        why: Description of the problem, as the predicate of a sentence whose subject is the module.
         remedy: Recommended fix.
     """
 
@@ -82,12 +82,12 @@ def has_batch_axis(leaf: Any, size: int) -> bool:
 
 
 def graph_note(inputs: Any) -> str:
-    """Returns a sentence for a model with a sparse input, or one with two rows of indices, as edges of a graph."""
+    """Returns a sentence about graphs if an input is sparse or may be an edge list ``(2, E)``; else an empty text."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     for leaf in tensors:
         edges = not leaf.is_floating_point() and leaf.dim() == 2 and leaf.shape[0] == 2
         if edges or leaf.layout is not torch.strided:
-            return "Nodes of one graph share its edges and are no independent samples: make each graph a sample. "
+            return "Nodes of one graph share its edges and are not independent samples: make each graph a sample. "
     return ""
 
 
@@ -118,11 +118,11 @@ class CopyIndependenceCheck:
 
     def run(self) -> tuple[Coupling | None, Any]:
         """Returns the first coupling, or None, and the output of the batch."""
-        if not self._model.training:  # otherwise unchanged, because a part may be in eval mode on purpose
+        if not self._model.training:  # a part of a model in training mode may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)
         if base.outputs and all(output.dim() == 0 for output in base.outputs):
-            return None, base.output  # the loss, which is compared with those of single samples
+            return None, base.output  # a loss, which the caller compares with those of single samples
         if not any(has_batch_axis(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]
             raise ValueError(
@@ -152,7 +152,7 @@ class CopyIndependenceCheck:
     # Runs
 
     def _can_replace(self) -> bool:
-        """Returns False if indices may be flat bags, whose length is the batch size by chance, or their offsets."""
+        """Returns False if an input may hold flat indices of bags, whose length is the batch size by chance."""
         leaves = [leaf for leaf in pytree.tree_leaves(self._inputs) if isinstance(leaf, Tensor) and leaf.dim()]
         indices = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.bool]
         flat = [leaf for leaf in indices if leaf.dim() == 1]
@@ -228,12 +228,12 @@ class CopyIndependenceCheck:
                 if not kept or not parameters:
                     return []
                 total = torch.stack(
-                    [(one * torch.linspace(1, 2, one.numel()).view(one.shape).to(one)).sum() for one in kept]
+                    [(out * torch.linspace(1, 2, out.numel()).view_as(out).to(out)).sum() for out in kept]
                 )
-                found = torch.autograd.grad(total.sum(), parameters, allow_unused=True)
+                grads = torch.autograd.grad(total.sum(), parameters, allow_unused=True)
         finally:
             state.restore()
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
 
     def _memory(self, base: _Run) -> Coupling | None:
         """Finds a model that keeps state between batches."""
@@ -271,7 +271,7 @@ class CopyIndependenceCheck:
         return tensor.transpose(0, 1) if tensor.dim() > 1 and tensor.shape[1] == self._size else None
 
     def _first_difference(self, one: _Run, other: _Run, keep_B: Tensor) -> tuple[str, str, str]:
-        """Returns name and class of the module in which kept samples first differ, and the place in its forward."""
+        """Returns name and class of the module in which kept samples first differ, and a text for the place in it."""
         inside = [("", type(self._model).__name__)]
         for a, b in zip(one.events, other.events, strict=False):
             same = (a.entry, a.name) == (b.entry, b.name)
@@ -318,7 +318,7 @@ class _Listener:
 def _comparable(one: _Run, other: _Run) -> bool:
     """Returns True if both runs used the same random numbers for the same elements.
 
-    They do not if shapes depend on the data, as with padding.
+    Dropout masks differ if shapes depend on the data, as with padding to the longest sample.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -327,7 +327,7 @@ def _comparable(one: _Run, other: _Run) -> bool:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors are equal up to rounding, where the first is finite."""
+    """Returns True if two tensors are equal up to rounding. Entries that are not finite in the first are ignored."""
     if one.shape != other.shape:
         return False
     if not (one.is_floating_point() or one.is_complex()):

@@ -1,18 +1,18 @@
-"""Independence check on the live pass: reruns some samples of a batch with other data and compares the results.
+"""Independence check on a training pass: reruns a batch with other data in some samples and compares the results.
 
 Clipping bounds the contribution of a sample only if the model keeps samples independent and in order. A layer that
-sorts the batch, averages over it or has time on axis 0 mixes gradients of several samples, which capture cannot detect.
-The check therefore reruns the model, forward and backward, with the same random numbers:
+sorts the batch, averages over it or has time on axis 0 mixes gradients of several samples, and capture cannot detect
+this. The check therefore reruns the model, forward and backward, with the same random numbers:
 
 1. unchanged, with the output gradients multiplied by a random weight for each sample;
 2. with half of the samples kept, and other data and zero output gradients for the others;
-3. the same for the other half.
+3. like 2, with the other half kept.
 
-The norms of run 1 must be those of the batch times the weights, or samples exchange gradients. In runs 2 and 3 a kept
-sample must have the output and the norm of run 1, no other sample a gradient, and the sums of gradients must add up to
-that of run 1. If they do not, for example because a layer sorts samples or a hook changes gradients, further runs
-decide. They tell the effect of the data of others from that of the gradients of others, by halves of samples that are
-kept with the data of the others unchanged.
+The norms of run 1 must be those of the batch times the weights; otherwise samples exchange gradients. In runs 2 and 3,
+a kept sample must have the output and the norm of run 1, and the other samples must have no gradient. The gradient sums
+of runs 2 and 3 must add up to that of run 1. If a condition does not hold, for example because a layer sorts samples or
+a hook changes gradients, further runs decide. They keep the data of the other samples and set only their output
+gradients to zero, which separates the effect of other samples' data from that of their gradients.
 
 Axes: B samples, P parameters.
 """
@@ -37,8 +37,8 @@ from dpengine.grad_modes.choose_method import MethodTable
 from .compare_runs import EXACT, HALF, Sketches, norm_of_sketch
 from .copy_probe import graph_note
 
-_HALVES = 4  # further halves, for which only gradients are compared
-_SPREAD = 650.0  # largest over smallest squared weight of a sample
+_HALVES = 4  # number of further halves, for which only gradients are compared
+_WEIGHT_RANGE = 650.0  # ratio of the largest to the smallest squared weight of a sample
 _NORM_TOLERANCE = 0.05  # relative tolerance between squared norms by two methods
 _NO_GRADIENT = 1e-8  # fraction of the largest squared norm below which a sample counts as without gradient
 
@@ -69,7 +69,7 @@ class _Run:
 
 
 def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
-    """Returns masks of usable samples: a random half, the other half, and further halves."""
+    """Returns masks ``(B,)`` of usable samples: a random half, the other half, and further random halves."""
     usable = usable_B.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + _HALVES)]
@@ -100,11 +100,11 @@ class IndependenceCheck:
 
     def run(self) -> None:
         """Raises UnsupportedLayerError if samples are not independent."""
-        if self._apart_at_once():
+        if self._passes_quick_check():
             return
         self._keep_B, self._weight_B = torch.ones_like(self._usable_B), None
-        whole = self._try(_unchanged_input) if self._replay.reached else None
-        if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._keep_B):
+        baseline = self._try(_unchanged_input) if self._replay.reached else None
+        if baseline is None or not self._outputs_agree(self._outputs, baseline.outputs, self._keep_B):
             if self._replay.reached:
                 self._warn_unknown(
                     "The forward pass returned another output when it was run again",
@@ -117,47 +117,49 @@ class IndependenceCheck:
                     "model[0](x). Its forward may return the outputs of several networks.",
                 )
             return
-        if not self._all_gradients_seen(whole):
+        if not self._all_gradients_seen(baseline):
             self._warn_unknown(
                 "Some gradients do not come through the outputs that the model returns",
                 "Return all tensors that the loss depends on.",
             )
         for i, keep_B in enumerate(self._halves):
             self._keep_B = keep_B
-            self._check_half(whole, replaces_others=i < 2)
+            self._check_half(baseline, replaces_others=i < 2)
 
-    def _apart_at_once(self) -> bool:
-        """Returns True if three runs show that samples are independent; False leaves it open."""
+    def _passes_quick_check(self) -> bool:
+        """Returns True if three runs show that samples are independent. False does not decide it."""
         if not self._replay.reached or len(self._halves) < 2:
             return False
         square_B = torch.ones_like(self._sq_norms_B)
         if self._all_masked:
             generator = torch.Generator().manual_seed(self._seed)
             rank_B = torch.randperm(len(square_B), generator=generator).to(square_B)
-            square_B = _SPREAD ** (-rank_B / len(square_B))
+            square_B = _WEIGHT_RANGE ** (-rank_B / len(square_B))
             self._weight_B = square_B.sqrt()
         self._keep_B = self._usable_B
-        whole = self._try(_unchanged_input)
-        if whole is None or not self._outputs_agree(self._outputs, whole.outputs, self._usable_B):
+        baseline = self._try(_unchanged_input)
+        if baseline is None or not self._outputs_agree(self._outputs, baseline.outputs, self._usable_B):
             return False
-        expected_B = (square_B * self._sq_norms_B).to(whole.norms_B)
-        if not _close(whole.norms_B[self._usable_B], expected_B[self._usable_B], 10 * self._tolerance):
+        expected_B = (square_B * self._sq_norms_B).to(baseline.norms_B)
+        if not _close(baseline.norms_B[self._usable_B], expected_B[self._usable_B], 10 * self._tolerance):
             return False
-        left = dict(whole.sums)
+        left = dict(baseline.sums)
         for keep_B in self._halves[:2]:
             self._keep_B = keep_B
             half = self._try(self._others_replaced)
-            if half is None or not (self._comparable(whole, half) and self._kept_agree(whole, half)):
+            if half is None or not (self._comparable(baseline, half) and self._kept_agree(baseline, half)):
                 return False
             for parameter, sketch in half.sums.items():
                 left[parameter] = left.get(parameter, torch.zeros_like(sketch)) - sketch
-        return all(self._is_small(rest, whole) for rest in left.values())
+        return all(self._is_small(rest, baseline) for rest in left.values())
 
-    def _kept_agree(self, whole: _Run, half: _Run) -> bool:
-        """Returns True if the kept samples have the outputs and norms of the whole batch, and others no gradient."""
-        expected_B = torch.where(self._keep_B, whole.norms_B, 0) if self._all_masked else whole.norms_B[self._keep_B]
-        found_B = half.norms_B if self._all_masked else half.norms_B[self._keep_B]
-        return _close(found_B, expected_B, self._tolerance) and self._outputs_agree(
+    def _kept_agree(self, baseline: _Run, half: _Run) -> bool:
+        """Returns True if kept samples have the outputs and norms of the unchanged run, and others have no gradient."""
+        expected_B = (
+            torch.where(self._keep_B, baseline.norms_B, 0) if self._all_masked else baseline.norms_B[self._keep_B]
+        )
+        norms_B = half.norms_B if self._all_masked else half.norms_B[self._keep_B]
+        return _close(norms_B, expected_B, self._tolerance) and self._outputs_agree(
             self._outputs, half.outputs, self._keep_B
         )
 
@@ -166,7 +168,7 @@ class IndependenceCheck:
         size = float(run.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
         return not bool(norm_of_sketch(sketch) > 10 * self._tolerance * size)
 
-    def _check_half(self, whole: _Run, *, replaces_others: bool) -> None:
+    def _check_half(self, baseline: _Run, *, replaces_others: bool) -> None:
         same = self._try(_unchanged_input)
         if same is None:  # for example without enough memory
             self._warn_unknown("A batch could not be run again", "Make sure that there is enough memory.")
@@ -174,7 +176,7 @@ class IndependenceCheck:
         changed = self._try(self._others_replaced) if replaces_others else same
         if changed is None or not self._comparable(same, changed):
             changed = same
-        if self._separate(whole, same) and self._unchanged(whole, same, changed):
+        if self._not_mixed(baseline, same) and self._unchanged(baseline, same, changed):
             return
         if not self._all_masked:
             self._check_weights(same, changed)
@@ -182,8 +184,8 @@ class IndependenceCheck:
         if (
             first_changed is not None
             and self._comparable(same, first_changed)
-            and self._separate(whole, same)
-            and self._unchanged(whole, same, first_changed)
+            and self._not_mixed(baseline, same)
+            and self._unchanged(baseline, same, first_changed)
         ):
             self._warn_unknown(
                 "An input has the length of the batch, but may not have a batch axis",
@@ -193,8 +195,8 @@ class IndependenceCheck:
         self._raise(same, changed)
 
     def _check_weights(self, same: _Run, changed: _Run) -> None:
-        """Raises if a loss inside the model gave all kept samples another weight, as a mean over tokens does."""
-        then, now = same.norms_B[self._keep_B], changed.norms_B[self._keep_B]
+        """Raises if a loss inside the model rescaled the gradients of all kept samples, as a mean over tokens does."""
+        then, now = (run.norms_B[self._keep_B] for run in (same, changed))
         ratios = (now / then)[then > _NO_GRADIENT * then.max()].sqrt()
         if len(ratios) < 2:
             return
@@ -211,15 +213,15 @@ class IndependenceCheck:
     def _comparable(self, one: _Run, other: _Run) -> bool:
         """Returns True if both runs used the same random numbers for the same elements.
 
-        If shapes depend on the data, as with padding to the longest sample, dropout masks differ.
+        Dropout masks differ if shapes depend on the data, as with padding to the longest sample.
         """
         none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.began.random])
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
 
-    def _all_gradients_seen(self, whole: _Run) -> bool:
+    def _all_gradients_seen(self, baseline: _Run) -> bool:
         """Returns True if the rerun computed the gradients that the grad mode received."""
         expected = self._sq_norms_B[self._usable_B].sum()
-        return bool((whole.norms_B[self._usable_B].sum() - expected).abs() <= _NORM_TOLERANCE * expected)
+        return bool((baseline.norms_B[self._usable_B].sum() - expected).abs() <= _NORM_TOLERANCE * expected)
 
     # Runs
 
@@ -240,7 +242,7 @@ class IndependenceCheck:
         sums = Sketches()
         finite_B = norms_BP.sum(dim=1).isfinite()
         if not finite_B.all():
-            recorder.mode.drop(~finite_B)  # their data may have been copied to other samples
+            recorder.mode.drop(~finite_B)  # their data may be copies of those of other samples
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
         recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
@@ -259,19 +261,19 @@ class IndependenceCheck:
         return front if front.dim() and front.shape[0] == len(self._keep_B) else None
 
     def _can_replace(self, inputs: Any) -> bool:
-        """Returns False if indices may be flat bags, whose length is the batch size by chance."""
+        """Returns False if an input may hold flat indices of bags."""
         tensors = _tensors_with_axes(inputs)
         indices = [t for t in tensors if not t.is_floating_point() and t.dtype is not torch.bool]
         shared = [t for t in indices if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
         return not shared and not any(_may_be_offsets(t) for t in indices)
 
     def _others_replaced(self, tensor: Tensor) -> Tensor:
-        """Replaces each sample that is not kept by a kept one, so that no data of it, such as a maximum, remain."""
+        """Replaces each sample that is not kept by a kept one, so that none of its data remain."""
         front = self._front(tensor)
         if front is None:
             return tensor
         first = front[int(self._keep_B.nonzero()[0])]
-        return self._capture.batch_to_front(torch.where(_by_row(self._keep_B, front), front, first))
+        return self._capture.batch_to_front(torch.where(_broadcast(self._keep_B, front), front, first))
 
     def _first_replaced(self, tensor: Tensor) -> Tensor:
         """Replaces samples in the first input only. Other inputs may have the length of the batch by chance."""
@@ -281,34 +283,32 @@ class IndependenceCheck:
         front = self._front(grad)
         if front is None:
             return grad
-        kept = front.masked_fill(~_by_row(self._keep_B, front), 0)
+        kept = front.masked_fill(~_broadcast(self._keep_B, front), 0)
         if self._weight_B is not None:
-            kept *= _by_row(self._weight_B, front).to(kept.dtype)
+            kept *= _broadcast(self._weight_B, front).to(kept.dtype)
         return self._capture.batch_to_front(kept)
 
     # Comparison
 
-    def _with_gradient(self, whole: _Run, run: _Run) -> Tensor:
-        return run.norms_B > _NO_GRADIENT * whole.norms_B[self._keep_B].max()
+    def _with_gradient(self, baseline: _Run, run: _Run) -> Tensor:
+        return run.norms_B > _NO_GRADIENT * baseline.norms_B[self._keep_B].max()
 
-    def _separate(self, whole: _Run, same: _Run) -> bool:
-        """Returns True if each kept sample has its full gradient in one row, which may be that of another sample."""
+    def _not_mixed(self, baseline: _Run, same: _Run) -> bool:
+        """Returns True if each kept sample has its full gradient at one index, perhaps that of another sample."""
         if not self._all_masked:
             return True
-        rows_B = self._with_gradient(whole, same)
+        rows_B = self._with_gradient(baseline, same)
         few = int(rows_B.sum()) <= int(self._keep_B.sum())
-        return few and _close(same.norms_B[rows_B], whole.norms_B[rows_B], self._tolerance)
+        return few and _close(same.norms_B[rows_B], baseline.norms_B[rows_B], self._tolerance)
 
-    def _unchanged(self, whole: _Run, same: _Run, changed: _Run) -> bool:
-        """Returns True if results of kept samples are equal in both runs.
-
-        With a loss inside the model, only the norms of kept samples are compared, because others have gradients too.
-        """
+    def _unchanged(self, baseline: _Run, same: _Run, changed: _Run) -> bool:
+        """Returns True if the results of kept samples are equal in both runs."""
+        # With a loss inside the model, only norms of kept samples are compared, because others also have gradients.
         norms = [
-            run.norms_B[self._with_gradient(whole, run) if self._all_masked else self._keep_B]
+            run.norms_B[self._with_gradient(baseline, run) if self._all_masked else self._keep_B]
             for run in (same, changed)
         ]
-        then, now = (found.sort().values if self._all_masked else found for found in norms)
+        then, now = (norms_B.sort().values if self._all_masked else norms_B for norms_B in norms)
         agree = then.shape == now.shape and _close(now, then, self._tolerance)
         for parameter in same.sums.keys() | changed.sums.keys():
             zero = torch.zeros(())
@@ -352,7 +352,7 @@ class IndependenceCheck:
         )
 
 
-def _by_row(values_B: Tensor, front: Tensor) -> Tensor:
+def _broadcast(values_B: Tensor, front: Tensor) -> Tensor:
     return values_B.to(front.device).view(-1, *[1] * (front.dim() - 1))
 
 
@@ -360,8 +360,8 @@ def _tensors_with_axes(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()]
 
 
-def _equal(some: list[Tensor], others: list[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
+def _equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(torch.equal, tensors, others))
 
 
 def _unchanged_input(tensor: Tensor) -> Tensor:

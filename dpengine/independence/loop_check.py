@@ -1,4 +1,4 @@
-"""The comparisons of one recorded loop with itself, run again with other data in some samples."""
+"""Compares a recorded loop with reruns of it in which select samples have other data."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from .compare_runs import (
 from .loop_record import LoopRecord
 from .recorded_call import Call, ModelCall, Place
 from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
-from .torch_calls import takes_one
+from .torch_calls import reads_single_samples
 
-_FAR = 30  # by how many times their size outputs are moved, beyond a bound on a mean of losses
-_FAR_CHANGE = 0.05  # least relative change by such outputs; a smaller one may be rounding
+_FAR = 30  # factor by which outputs are shifted, to exceed a bound on a mean of losses
+_FAR_CHANGE = 0.05  # smallest relative change that counts with shifted outputs; a smaller one may be rounding
 
 
 class Sample(NamedTuple):
     """A sample of an earlier batch.
 
     Attributes:
-        samples: The size of that batch.
+        samples: Size of the earlier batch.
         values: Data and outputs of the sample, by place.
-        grads: Gradients of its outputs.
-        inputs: Its inputs of the model.
+        grads: Gradients of the outputs of the sample.
+        inputs: Inputs of the model for the sample.
         numbers: Python numbers in the calls of the loop.
     """
 
@@ -53,13 +53,13 @@ class Sample(NamedTuple):
 
 
 class LoopCheck:
-    """The comparisons for one record.
+    """Comparisons for one record.
 
     Attributes:
         rows: Finds the samples in tensors.
         rerun: Runs the record again.
         tolerance: Relative tolerance between two runs.
-        others: True if the batch holds data that are no tensors, such as texts.
+        others: True if the batch holds data other than tensors, such as texts.
     """
 
     def __init__(self, record: LoopRecord, rows: Rows, *, settled: bool):
@@ -67,120 +67,125 @@ class LoopCheck:
         self._settled = settled
         self.others = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
         self._record = record
-        self._refused: set[str] = set()  # kinds of values that the loop refuses if they are far away
-        self._sizes: dict[Place, float] = {}  # of outputs
+        self._rejected_kinds: set[str] = set()  # kinds of values for which the loop raises if they are shifted far
+        self._sizes: dict[Place, float] = {}  # largest absolute entries
 
-    def mixing(self, whole: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
-        """Returns the error if a kept sample changes when tensors of these kinds change for others."""
+    def find_mixing(self, baseline: Run, reached: Collection[int], *kinds: str) -> BatchDependentLossError | None:
+        """Returns the error if a kept sample changes when tensors of these kinds change for the other samples."""
         if "random" in kinds and not self._draws_for_samples():
             return None
-        moves = not self._has_order() and self.rows.can_move(self._record.data)
-        error = self._mixing_of_halves(whole, reached, kinds, moves=moves)
-        if error is not None and moves and self._mixing_of_halves(whole, reached, kinds, moves=False) is None:
-            if any(self.rows.samples in shape[:2] for shape, *_ in self._record.foreign):
+        moves = not self._depends_on_position() and self.rows.can_move(self._record.data)
+        error = self._find_mixing_of_halves(baseline, reached, kinds, moves=moves)
+        if error is not None and moves and self._find_mixing_of_halves(baseline, reached, kinds, moves=False) is None:
+            if any(self.rows.samples in shape[:2] for shape, *_ in self._record.constant_digests):
                 raise NotRecordedError("a tensor with an entry for each sample comes from code without a record")
             return depends_on_place()
-        return error if error is not None or "random" in kinds else self._mixing_of_one(whole, reached)
+        return error if error is not None or "random" in kinds else self._find_mixing_with_copies(baseline, reached)
 
-    def _mixing_of_halves(
-        self, whole: Run, reached: Collection[int], kinds: Collection[str], *, moves: bool
+    def _find_mixing_of_halves(
+        self, baseline: Run, reached: Collection[int], kinds: Collection[str], *, moves: bool
     ) -> BatchDependentLossError | None:
         for kept, source_B in self.rows.halves(moves=moves):
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
                 return self.rows.rearranged(tensor, source_B) if place[0] in (*kinds, "list") else tensor
 
-            far = None if "random" in kinds else self._far(whole, kept, source_B, exchanged)
-            if far is not None and self._change(whole, far, reached, kept) is None:
+            far = None if "random" in kinds else self._run_shifted(baseline, kept, source_B, exchanged)
+            if far is not None and self._error_of_change(baseline, far, reached, kept) is None:
                 continue
-            error = self._change(whole, self.rerun(exchanged), reached, kept)
-            if error is None and far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE:
+            error = self._error_of_change(baseline, self.rerun(exchanged), reached, kept)
+            if error is None and far is not None and self.differ(baseline.grads, far.grads, kept) > _FAR_CHANGE:
                 error = mixed_loss(1.0, by_bound=True)
             if error is not None:
                 return error
         return None
 
-    def _mixing_of_one(self, whole: Run, reached: Collection[int]) -> BatchDependentLossError | None:
-        """Keeps one sample, with copies of it whose losses are low, or high, or whose data are far away.
+    def _find_mixing_with_copies(self, baseline: Run, reached: Collection[int]) -> BatchDependentLossError | None:
+        """Keeps one sample, and replaces all others by copies of it with shifted outputs or data.
 
-        The losses are low beside the largest gradient. Unless the loop was checked before, they are also high beside
-        it, so that every output may be wrong, and low beside the smallest gradient, so that every one may be right.
+        For the sample with the largest gradient the copies get low losses. Unless the loop was checked before, they
+        also get high losses, as if all outputs were wrong. For the sample with the smallest gradient they get low
+        losses, as if all outputs were right.
         """
-        if self._settled and self.rerun.large:  # each run is a large part of the step
+        if self._settled and self.rerun.large:  # each run takes a large fraction of the step
             return None
-        sq_norm_B = self._sq_norms(whole.grads)
+        sq_norm_B = self._sq_norms(baseline.grads)
         largest, smallest = sq_norm_B.argmax(), sq_norm_B.where(sq_norm_B > 0, torch.inf).argmin()
         cases = [("output", largest, -_FAR), ("output", largest, _FAR), ("output", smallest, -_FAR)]
         if any(tensor.is_floating_point() for tensor in self._record.data):
             cases += [("data", largest, -_FAR), ("data", largest, _FAR)]
-        for kind, one, times in cases[:1] if self._settled else cases:
-            at = one[None]
-            kept, source_B = Kept(at, at), at.expand(self.rows.samples)
+        for kind, index, times in cases[:1] if self._settled else cases:
+            kept, source_B = Kept(index[None], index[None]), index.expand(self.rows.samples)
 
             def exchanged(tensor: Tensor, place: Place, source_B: Tensor = source_B) -> Tensor:
                 return self.rows.rearranged(tensor, source_B) if place[0] != "random" else tensor
 
-            far = self._far(whole, kept, source_B, exchanged, times, kind)
-            if far is not None and self.differ(of_calls(whole.inputs, reached), of_calls(far.inputs, reached), kept):
+            far = self._run_shifted(baseline, kept, source_B, exchanged, times, kind)
+            if far is not None and self.differ(of_calls(baseline.inputs, reached), of_calls(far.inputs, reached), kept):
                 return mixed_inputs()
-            if far is not None and self.differ(whole.grads, far.grads, kept) > _FAR_CHANGE:
+            if far is not None and self.differ(baseline.grads, far.grads, kept) > _FAR_CHANGE:
                 return mixed_loss(1.0, by_bound=True)
         return None
 
-    def _change(self, whole: Run, run: Run, reached: Collection[int], kept: Kept) -> BatchDependentLossError | None:
-        if self._record.lists and _shapes(run) != _shapes(whole):
+    def _error_of_change(
+        self, baseline: Run, run: Run, reached: Collection[int], kept: Kept
+    ) -> BatchDependentLossError | None:
+        if self._record.lists and _shapes(run) != _shapes(baseline):
             raise NotRecordedError("lists of the batch hold samples of different lengths")
-        if self.differ(of_calls(whole.inputs, reached), of_calls(run.inputs, reached), kept):
+        if self.differ(of_calls(baseline.inputs, reached), of_calls(run.inputs, reached), kept):
             return mixed_inputs()
-        share = self.differ(whole.grads, run.grads, kept)
+        share = self.differ(baseline.grads, run.grads, kept)
         return mixed_loss(share) if share else None
 
-    def _far(
+    def _run_shifted(
         self,
-        whole: Run,
+        baseline: Run,
         kept: Kept,
         source_B: Tensor,
         exchanged: Arrange,
         times: float = _FAR,
         kind: str = "output",
     ) -> Run | None:
-        """Runs with outputs or data of the others far away: outputs where losses are high, or low for ``times < 0``.
+        """Runs the loop with outputs or data of the other samples shifted far away.
 
-        Returns None if the loop refuses them, and raises BranchError if it takes another branch.
+        Outputs are shifted towards high losses, or towards low losses if ``times < 0``. Returns None if the loop
+        raises an error for such values. Raises BranchError if the loop takes another branch.
         """
         others = torch.ones(self.rows.samples, dtype=torch.bool).index_fill(0, kept.now, False).nonzero().flatten()
 
         def moved(tensor: Tensor, place: Place) -> Tensor:
-            grad = torch.ones_like(tensor) if kind == "data" and tensor.is_floating_point() else whole.grads.get(place)
-            rows, up = self.rows.of(tensor), None if grad is None else self.rows.of(grad)
-            if rows is None or up is None or place[0] != kind:
+            grad = (
+                torch.ones_like(tensor) if kind == "data" and tensor.is_floating_point() else baseline.grads.get(place)
+            )
+            rows, ascent = self.rows.of(tensor), None if grad is None else self.rows.of(grad)
+            if rows is None or ascent is None or place[0] != kind:
                 return exchanged(tensor, place)
             source, size = source_B.to(rows.device), self._size(tensor, place)
             if not size < torch.inf:
                 return self.rows.like(tensor, rows[source])
-            if len(kept.now) == 1:  # the others are copies of it, which are moved once
-                one = rows[source[:1]]
-                away = one + up[source[:1]].sign_().mul_(times * (1 + size))
-                copies = away.expand_as(rows).clone()
-                return self.rows.like(tensor, copies.index_copy_(0, kept.now.to(rows.device), one))
-            above = up[source[others.to(source.device)]].sign_().mul_(times * (1 + size))
-            return self.rows.like(tensor, rows[source].index_add_(0, others.to(rows.device), above))
+            if len(kept.now) == 1:  # the others are copies of one sample, which is shifted once
+                original = rows[source[:1]]
+                shifted = original + ascent[source[:1]].sign_().mul_(times * (1 + size))
+                copies = shifted.expand_as(rows).clone()
+                return self.rows.like(tensor, copies.index_copy_(0, kept.now.to(rows.device), original))
+            shift = ascent[source[others.to(source.device)]].sign_().mul_(times * (1 + size))
+            return self.rows.like(tensor, rows[source].index_add_(0, others.to(rows.device), shift))
 
-        if kind in self._refused:
+        if kind in self._rejected_kinds:
             return None
         try:
             return self.rerun(moved)
         except BranchError:
             raise
-        except NotRecordedError:  # such as a loss of probabilities
-            self._refused.add(kind)
+        except NotRecordedError:  # for example a loss that accepts probabilities only
+            self._rejected_kinds.add(kind)
             return None
 
-    def try_other_branches(self, whole: Run) -> None:
-        """Runs the loop with all outputs, or all data, far away, where it may take a branch that no batch takes.
+    def try_other_branches(self, baseline: Run) -> None:
+        """Runs the loop with all outputs or all data shifted far away, to reach branches that ordinary batches do not.
 
         Raises:
-            BranchError: If it takes one.
+            BranchError: If the loop takes another branch.
         """
         if not self.rerun.has_branches():
             return
@@ -189,19 +194,19 @@ class LoopCheck:
             def moved(tensor: Tensor, place: Place, kind: str = kind, times: float = times) -> Tensor:
                 if place[0] != kind or not tensor.is_floating_point() or not self._size(tensor, place) < torch.inf:
                     return tensor
-                grad = whole.grads.get(place)
-                away = torch.ones_like(tensor) if grad is None else grad.sign()
-                return tensor + away * (times * (1 + self._size(tensor, place)))
+                grad = baseline.grads.get(place)
+                ascent = torch.ones_like(tensor) if grad is None else grad.sign()
+                return tensor + ascent * (times * (1 + self._size(tensor, place)))
 
             try:
                 self.rerun.try_branches(moved)
             except BranchError:
                 raise
-            except NotRecordedError:  # such as a loss of probabilities
+            except NotRecordedError:  # for example a loss that accepts probabilities only
                 continue
 
     def _size(self, output: Tensor, place: Place) -> float:
-        """Returns the largest absolute entry of an output or of data; NaN if it has one."""
+        """Returns the largest absolute entry of an output or of data; NaN if an entry is NaN."""
         if place not in self._sizes:
             self._sizes[place] = float(output.abs().max())
         return self._sizes[place]
@@ -215,10 +220,11 @@ class LoopCheck:
         draws = [call for call in self._record.calls if isinstance(call, Call) and call.random is not None]
         return any(self._record.drawn_for_samples(c.function, t) for c in draws for t in tensors_in(c.result))
 
-    def _has_order(self) -> bool:
-        """Returns True if samples may have numbers by their place: random or read ones, or of data that are no tensors.
+    def _depends_on_position(self) -> bool:
+        """Returns True if values may depend on the position of a sample in the batch.
 
-        So may inputs of the model that are constant, as positions are.
+        Such values are random numbers, numbers that were read from the batch, data other than tensors, and constant
+        inputs of the model, such as positions.
         """
         record = self._record
         if (
@@ -229,7 +235,9 @@ class LoopCheck:
         ):
             return True
         calls = [call for call in record.calls if isinstance(call, Call)]
-        return self.others and (self._has_constants(calls) or any(takes_one(c.function, c.args) for c in calls))
+        return self.others and (
+            self._has_constants(calls) or any(reads_single_samples(c.function, c.args) for c in calls)
+        )
 
     def _has_constants(self, calls: Any) -> bool:
         """Returns True if a constant in these calls has an entry for each sample."""
@@ -238,35 +246,39 @@ class LoopCheck:
 
     # Mean or sum
 
-    def with_sample(self, grads: Mapping[Place, Tensor]) -> tuple[Run, Sample | None]:
-        """Runs the loop unchanged. Also returns the sample with the largest finite gradient; None if all are 0."""
+    def run_with_sample(self, grads: Mapping[Place, Tensor]) -> tuple[Run, Sample | None]:
+        """Runs the loop unchanged.
+
+        Returns:
+            The run, and the sample with the largest finite gradient; None instead of the sample if all are 0.
+        """
         sq_norm_B = self._sq_norms(grads)
         at, size = sq_norm_B.argmax(), sq_norm_B.max()
-        one, values = slice(int(at), int(at) + 1), dict[Place, Tensor]()
+        index, values = slice(int(at), int(at) + 1), dict[Place, Tensor]()
 
-        def note(tensor: Tensor, place: Place) -> Tensor:
+        def store(tensor: Tensor, place: Place) -> Tensor:
             if place[0] != "list":
-                values.update(self.rows.some({place: tensor}, one))
+                values.update(self.rows.select({place: tensor}, index))
             return tensor
 
-        whole = self.rerun(note)
-        kept, inputs = (self.rows.some(some, one) for some in (whole.grads, all_inputs(whole)))
+        baseline = self.rerun(store)
+        kept, inputs = (self.rows.select(tensors, index) for tensors in (baseline.grads, all_inputs(baseline)))
         sample = Sample(self.rows.samples, values, kept, inputs, self.numbers())
-        return whole, sample if size > 0 else None
+        return baseline, sample if size > 0 else None
 
     def _sq_norms(self, grads: Mapping[Place, Tensor]) -> Tensor:
         """Returns the squared norms ``(B,)`` of the gradients of each sample; 0 for those that are not finite."""
-        rows = [found for grad in grads.values() if (found := self.rows.of(grad)) is not None]
-        return sum((norms(some.flatten(1)).square().cpu() for some in rows), torch.zeros(1)).nan_to_num(0, 0, 0)
+        grads_B = [grad_B for grad in grads.values() if (grad_B := self.rows.of(grad)) is not None]
+        return sum((norms(grad_B.flatten(1)).square().cpu() for grad_B in grads_B), torch.zeros(1)).nan_to_num(0, 0, 0)
 
-    def can_tell(self, earlier: Sample, whole: Run) -> bool:
-        """Returns True if a mean and a sum over batches of these sizes differ by more than rounding."""
+    def can_distinguish(self, earlier: Sample, baseline: Run) -> bool:
+        """Returns True if this batch and the earlier one can distinguish a mean from a sum despite rounding."""
         differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self.tolerance
-        return differ and any(bool(grad.any()) for grad in whole.grads.values())  # 0 if the loss was multiplied by 0
+        return differ and any(bool(grad.any()) for grad in baseline.grads.values())  # 0 if the loss was multiplied by 0
 
     def reduction(self, earlier: Sample) -> str | None:
-        """Returns "mean", "sum" or "neither", by a sample of an earlier batch; None if it cannot be told."""
-        # Elements of a list, and constants with an entry for each sample, were those of another batch.
+        """Returns "mean", "sum" or "neither", based on a sample of an earlier batch; None if it cannot be decided."""
+        # Elements of a list, and constants with an entry for each sample, would be those of another batch.
         if self._record.lists or self._has_constants(self._record.calls):
             return None
         comparable = not self._record.drew_for_loss
@@ -285,16 +297,21 @@ class LoopCheck:
             run = self.rerun(put)
         except NotRecordedError:
             return None
-        now, inputs = (self.rows.some(some, slice(1)) for some in (run.grads, all_inputs(run)))
+        now, inputs = (self.rows.select(tensors, slice(1)) for tensors in (run.grads, all_inputs(run)))
         if self._record.left and comparable and not self._record.drew:
-            alike = {p: one for p, one in earlier.inputs.items() if p in inputs and inputs[p].shape == one.shape}
-            if largest_change(Rows(1, lambda tensor: tensor), alike, inputs, self.tolerance):
+            shared = {
+                p: tensor for p, tensor in earlier.inputs.items() if p in inputs and inputs[p].shape == tensor.shape
+            }
+            if largest_change(Rows(1, lambda tensor: tensor), shared, inputs, self.tolerance):
                 raise mixed_inputs()
-        told = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self.tolerance)
-        return told or ("neither" if comparable and not self._record.left else None)
+        reduction = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self.tolerance)
+        return reduction or ("neither" if comparable and not self._record.left else None)
 
-    def reduction_of_half(self, whole: Run) -> str | None:
-        """The same by leaving half of the samples out; None if a number of the loop may follow from the batch."""
+    def reduction_of_half(self, baseline: Run) -> str | None:
+        """Returns "mean" or "sum", based on a rerun with half of the samples.
+
+        Returns None if it cannot be decided, for example because a number in the loop may depend on the batch.
+        """
         half = self.rows.samples // 2
         if self._record.left or self.others or any(n >= half or n != int(n) for n in self.numbers()):
             return None
@@ -302,25 +319,25 @@ class LoopCheck:
             grads = self.rerun(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads
         except NotRecordedError:
             return None
-        now, then = self.rows.some(grads, slice(half), samples=half), self.rows.some(whole.grads, slice(half))
-        told = reduction_of(now, then, self.rows.samples / half, self.tolerance)
-        return None if told == "neither" else told
+        now, then = self.rows.select(grads, slice(half), samples=half), self.rows.select(baseline.grads, slice(half))
+        reduction = reduction_of(now, then, self.rows.samples / half, self.tolerance)
+        return None if reduction == "neither" else reduction
 
     def numbers(self) -> list[float]:
         """Returns the Python numbers in the calls of the loop."""
         calls = [(call.args, call.kwargs) for call in self._record.calls if isinstance(call, Call)]
         leaves = [leaf for call in calls for leaf in pytree.tree_leaves(call)]
         parts = [(n.start, n.stop, n.step) if isinstance(n, slice) else (n,) for n in leaves]
-        return [one for part in parts for one in part if type(one) in (int, float)]
+        return [number for part in parts for number in part if type(number) in (int, float)]
 
 
 def of_calls(inputs: Sequence[Sequence[Tensor]], reached: Collection[int]) -> dict[tuple[int, int], Tensor]:
-    """Returns the inputs of the calls of the model that the backward pass reached."""
+    """Returns the inputs of the model calls with the indices ``reached``, by index of the call and of the tensor."""
     return {(i, k): tensor for i in reached for k, tensor in enumerate(inputs[i])}
 
 
 def all_inputs(run: Run) -> dict[tuple[int, int], Tensor]:
-    """Returns the inputs of all calls of the model."""
+    """Returns the inputs of all model calls, by index of the call and of the tensor."""
     return of_calls(run.inputs, range(len(run.inputs)))
 
 

@@ -1,13 +1,13 @@
-"""Checks the loss and the loop of a training script: does the gradient of a sample depend on other samples?
+"""Checks whether the loss or the training loop makes the gradient of a sample depend on other samples.
 
 On a probed step the loop is recorded and run again, without the model (see `loop_record` and `run_again`):
 
-1. unchanged, which must give the gradients of the outputs that the backward pass gave;
-2. twice with half of the samples kept, the second half in other places, and the data and outputs of the others
-   replaced by those of a kept one. In a kept sample neither the input of the model nor the gradient of an output may
-   change;
-3. with one sample of an earlier batch of another size in place of the first one. The ratio of its gradients tells a
-   mean over the samples from a sum, also where the loop computes with ``len(batch)`` or ``.item()``.
+1. Unchanged. The gradients of the outputs must be those of the backward pass.
+2. Once for each half of the samples. That half is kept, and the data and outputs of the others are replaced by those of
+   a kept sample. The second half is also moved to other positions. Neither the model inputs nor the output gradients of
+   a kept sample may change.
+3. With the first sample replaced by a sample of an earlier batch of another size. The ratio of its gradients
+   distinguishes a mean over the samples from a sum, even if the loop uses ``len(batch)`` or ``.item()``.
 
 A loss that the model computes itself is checked by `IndependenceCheck`.
 """
@@ -28,7 +28,7 @@ from dpengine.errors import BatchDependentLossError, notice
 from .compare_runs import Rows, check_reduction
 from .loop_check import LoopCheck, Sample, models, of_calls
 from .loop_record import FOLLOWS, TESTS, LoopRecord
-from .loop_writes import refuse_written
+from .loop_writes import check_model_not_written
 from .model_inputs import Digest
 from .padding_loop import LoopPadding
 from .probe import Probe
@@ -36,22 +36,22 @@ from .recorded_call import Place
 from .run_again import BRANCH, NotRecordedError, OutOfTimeError, Run
 from .watch_step import CHECKED_LOOPS
 
-_MOST_OPEN = 2  # probed steps after which a loop that numbers leave, or that takes long, is reported as not checked
+_MOST_OPEN = 2  # undecided steps (a number was read, or time ran out) after which a loop is reported as not checked
 _SLOW = "running its calls again takes too long"
 OTHER_BATCHES = (
     "a tensor in it changes from batch to batch, and comes from an earlier batch or from code without a record"
 )
 _CHECK_LOOP = "dpengine.check_loop(step, batches) decides, for a step that computes the loss."
 _CHOOSE = "Choose by single samples, as torch.where does, or by numbers that do not follow from the batch."
-_REMEDIES = {  # where check_loop need not see the effect
+_REMEDIES = {  # for effects that check_loop may not see
     BRANCH: _CHOOSE,
     TESTS: _CHOOSE,
     FOLLOWS: "Compute with tensors of single samples, or with numbers that do not follow from the batch.",
     OTHER_BATCHES: "Use no values of other batches, as a running mean or a queue of outputs has, and compute what is "
     "needed of a sample by calls of torch.",
 }
-_MOST_LENGTHS = 4  # batches that are recorded because their data have other shapes
-_MOST_IN_VAIN = 8  # batches that are recorded in vain: of nearly the same size, or with gradients of 0
+_MOST_LENGTHS = 4  # largest number of batches that are recorded because their data have other shapes
+_MOST_IN_VAIN = 8  # largest number of recorded batches that decide nothing: of similar size, or with gradients of 0
 
 
 class LoopProbe:
@@ -60,9 +60,11 @@ class LoopProbe:
     Attributes:
         record: The record of the current batch; None on most steps.
         checked: Number of probed steps in which no mixing was seen.
-        why_not: Why the loop of a probed step could not be checked, without numbers of the batch; None if it could.
-        for_check_loop: Whether `check_loop` decides then.
-        wants_other_size: Number of samples of the first record, until a batch of another size told mean from sum.
+        why_not: Reason why the loop of a probed step could not be checked, without numbers of the batch; None if it
+            was checked.
+        for_check_loop: Whether `check_loop` can decide if the loop could not be checked.
+        wants_other_size: Number of samples of the first record, until a batch of another size distinguishes a mean
+            from a sum; None afterwards.
     """
 
     def __init__(self, capture: Capture, *, mean_loss: bool):
@@ -75,17 +77,17 @@ class LoopProbe:
         self._mean_loss = mean_loss
         self._earlier: Sample | None = None
         self._open = self._in_vain = 0
-        self._other_told = False  # whether a batch with texts showed a reduction that was not declared
-        self._foreign: set[Digest] | None = None  # those of the records before
-        self._doubtful: int | None = None  # samples of a batch in which an error may be a coincidence
+        self._undeclared_seen = False  # whether a batch with texts showed a reduction that was not declared
+        self._digests: set[Digest] | None = None  # digests of constants in earlier records
+        self._doubtful: int | None = None  # size of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
         self._probe: Probe | None = None
-        self._shapes: list[torch.Size] = []  # of the samples of the last record
+        self._shapes: list[torch.Size] = []  # shapes of the samples in the last record
         self._lengths_left = _MOST_LENGTHS
         self._replay: Replay | None = None  # reports forward passes to the record
 
     def batch_returned(self, probe: Probe, data: Any, samples: int) -> None:
-        """Records the loop over a batch that is returned next, if a check is due or needs a batch of this size."""
+        """Records the loop over a batch that the loader is about to return, if a check is due or needs its size."""
         self.close()
         if data is None or probe.every is None:
             return
@@ -120,9 +122,9 @@ class LoopProbe:
         """  # noqa: DOC502 - the comparisons raise
         record = self.record
         if record is None or not (record.roots or record.why_not):
-            return  # the backward pass is that of another batch
+            return  # the backward pass belongs to another batch
         try:
-            refuse_written(record, self._capture.model)
+            check_model_not_written(record, self._capture.model)
             if reason := self._reason_or_raise(record):
                 self.why_not = reason.partition(":")[0]  # the message of an error may show data
                 remedy = next((text for start, text in _REMEDIES.items() if reason.startswith(start)), None)
@@ -140,7 +142,7 @@ class LoopProbe:
             self.close()
 
     def _reason_or_raise(self, record: LoopRecord) -> str | None:
-        """Returns why the loop could not be checked; None if no mixing was seen, or later batches decide."""
+        """Returns the reason why the loop could not be checked; None if it was, or if later batches decide."""
         if record.why_not is not None:
             return record.why_not
         reached = {i: call for i, call in enumerate(models(record)) if any(g is not None for g in call.recorded.grads)}
@@ -155,7 +157,7 @@ class LoopProbe:
         check = LoopCheck(record, rows, settled=settled)
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
             self.why_not = "the model computes the loss, and its layers alone were probed"
-            return None  # or the outputs do not reach the loss
+            return None
         try:
             return self._compare(check, record, reached, grads)
         except NotRecordedError as error:
@@ -169,13 +171,13 @@ class LoopProbe:
     def _compare(
         self, check: LoopCheck, record: LoopRecord, reached: Collection[int], grads: Mapping[Place, Tensor]
     ) -> str | None:
-        whole, one = check.with_sample(grads)
-        given = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in models(record)]
-        if check.differ(of_calls(given, reached), of_calls(whole.inputs, reached)):
+        baseline, one = check.run_with_sample(grads)
+        inputs = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in models(record)]
+        if check.differ(of_calls(inputs, reached), of_calls(baseline.inputs, reached)):
             return "running it again gives the model other inputs, so a part of it is not recorded"
-        if check.differ(grads, {place: whole.grads[place] for place in grads if place in whole.grads}):
+        if check.differ(grads, {place: baseline.grads[place] for place in grads if place in baseline.grads}):
             return "running it again gives other gradients, so a part of it is not recorded"
-        if (error := check.mixing(whole, reached, "data", "output")) is not None:
+        if (error := check.find_mixing(baseline, reached, "data", "output")) is not None:
             if check.rows.are_ambiguous(record.data):
                 first = self._doubtful is None
                 reason = "two axes of a tensor have as many entries as the batch has samples"
@@ -184,34 +186,36 @@ class LoopProbe:
             if not record.ambiguous:
                 raise error
             return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
-        if (error := check.mixing(whole, reached, "data", "output", "random")) is not None:
+        if (error := check.find_mixing(baseline, reached, "data", "output", "random")) is not None:
             reason = "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
             return self._at_second_size(error, record.samples, reason)
-        check.try_other_branches(whole)
-        if self._padding.check(check.rerun, whole, check.rows, check.tolerance) and self._probe is not None:
+        check.try_other_branches(baseline)
+        if self._padding.check(check.rerun, baseline, check.rows, check.tolerance) and self._probe is not None:
             self._probe.wants_other_length = True
-        return self._compare_with_earlier(check, record, whole, one)
+        return self._compare_with_earlier(check, record, baseline, one)
 
     def _doubt_of_constants(self, record: LoopRecord) -> str | None:
-        """Returns a reason if a constant of the loop has other values than in an earlier record."""
-        before, self._foreign = self._foreign, (self._foreign or set()) | record.foreign
-        return None if before is None or record.drew_by_python or record.foreign <= before else OTHER_BATCHES
+        """Returns a reason if a constant of the loop has other values than in earlier records; else None."""
+        before, self._digests = self._digests, (self._digests or set()) | record.constant_digests
+        return None if before is None or record.drew_by_python or record.constant_digests <= before else OTHER_BATCHES
 
     def _at_second_size(self, error: BatchDependentLossError, samples: int, reason: str) -> str:
-        """Returns the reason of a doubt about an error, and raises the error if it is seen at a second batch size."""
+        """Raises the error if it was seen at another batch size before; else requests one and returns the reason."""
         if self._doubtful not in (None, samples):
             raise error
         self._doubtful = self.wants_other_size = samples
         return reason
 
-    def _compare_with_earlier(self, check: LoopCheck, record: LoopRecord, whole: Run, one: Sample | None) -> str | None:
-        earlier, told, compared = self._earlier, None, False
+    def _compare_with_earlier(
+        self, check: LoopCheck, record: LoopRecord, baseline: Run, one: Sample | None
+    ) -> str | None:
+        earlier, reduction, compared = self._earlier, None, False
         if earlier is None:
             self._earlier = one
             self.wants_other_size = None if one is None else record.samples
-            told = check.reduction_of_half(whole)
-        elif check.can_tell(earlier, whole):
-            told, compared = check.reduction(earlier), True
+            reduction = check.reduction_of_half(baseline)
+        elif check.can_distinguish(earlier, baseline):
+            reduction, compared = check.reduction(earlier), True
             self.wants_other_size = None
         elif earlier.samples != record.samples:
             self._in_vain += 1
@@ -219,11 +223,11 @@ class LoopProbe:
                 return None
             self.wants_other_size = None
         declared = "mean" if self._mean_loss else "sum"
-        if told not in (None, "neither", declared) and check.others and not self._other_told:
-            self._other_told, self.wants_other_size = True, record.samples  # counts in texts may be equal by chance
+        if reduction not in (None, "neither", declared) and check.others and not self._undeclared_seen:
+            self._undeclared_seen, self.wants_other_size = True, record.samples  # counts in texts may agree by chance
             return None
-        check_reduction(told, declared)
-        if told == "neither" and record.left:
+        check_reduction(reduction, declared)
+        if reduction == "neither" and record.left:
             raise BatchDependentLossError(
                 f"The loss of a sample depends on other samples, through a number that was read from the batch "
                 f"({record.left}): between two batches it was scaled by neither their sizes nor 1.",
@@ -231,7 +235,7 @@ class LoopProbe:
             )
         if (doubt := record.doubt or self._doubt_of_constants(record)) is not None:
             return doubt
-        if told == "neither" and not record.drew_for_loss:
+        if reduction == "neither" and not record.drew_for_loss:
             if earlier is not None and earlier.numbers != check.numbers():
                 return (
                     "a number in the loss changed between batches of two sizes, by more than they explain: it may "
@@ -242,11 +246,11 @@ class LoopProbe:
                 "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
                 "weight of the loss followed the step or the number of samples"
             )
-        if record.left is None or told in ("mean", "sum"):
+        if record.left is None or reduction in ("mean", "sum"):
             self.checked += 1
             if self.why_not == _SLOW and self._open < _MOST_OPEN:
                 self.why_not = None  # another step had more time
             return None
         self._open += 1
-        left_open = compared or self._open == _MOST_OPEN
-        return f"a number leaves torch by {record.left} before the loss is computed" if left_open else None
+        undecided = compared or self._open == _MOST_OPEN
+        return f"a number leaves torch by {record.left} before the loss is computed" if undecided else None

@@ -1,10 +1,11 @@
 """Records the torch calls of a training loop from the return of a batch to its backward pass.
 
-The forward pass of the model is one entry of the record. `run_again` runs the calls again. Then only tensors of the
-batch, outputs of the model, and random tensors with an entry for each sample can be replaced. All other tensors are
-constants, and calls with constants alone are not recorded.
-Python numbers are not recorded, nor are calls inside a ``torch.autograd.Function``, ``torch.func.vmap`` or a scripted
-function, and assignments to attributes of tensors.
+Each forward pass of the model is one entry of the record. `run_again` runs the calls again. It can replace tensors of
+the batch, outputs of the model, and random tensors with an entry for each sample. All other tensors are constants, and
+calls with constants alone are not recorded.
+
+Not recorded are Python numbers, assignments to attributes of tensors, and calls inside a ``torch.autograd.Function``,
+``torch.func.vmap`` or a scripted function.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
 from .branch_source import changes_no_loss, function_of, reaches_loss, tests_number
 from .compare_runs import is_ambiguous, lists_of_samples
-from .model_inputs import OLDER, Digest, attribute_of_batch, digest, unseen_input
+from .model_inputs import EARLIER_GRAPH, Digest, attribute_of_batch, digest, untracked_input
 from .random_states import python_states, random_states
 from .recorded_call import Call, ModelCall, results_of
 from .torch_calls import (
     BRANCHES,
+    CONVERSIONS,
     DRAW_IN_PLACE,
-    OUT_OF_TORCH,
     autocasts,
-    chooses_size,
+    has_data_dependent_size,
     name_of,
     origin_of,
     reads_size,
     writes_to,
 )
 
-MOST_BYTES = 2**30  # of the results of all calls; a loop with more is not checked
+MOST_BYTES = 2**30  # total size of the results of all calls; a larger loop is not checked
 MOST_CALLS = 20_000
 TESTS = "the loop tests a number of the batch"
 FOLLOWS = "the loss follows a number of the batch"
@@ -57,24 +58,26 @@ class LoopRecord(TorchFunctionMode):
     Attributes:
         samples: Number of samples of the batch.
         batch: The batch, as it was returned.
-        data: Its tensors.
-        before: Values of tensors before the loop wrote to them, and those of `data`, by id.
+        data: The tensors of the batch.
+        before: Original values of the tensors in `data` and of tensors that the loop overwrote, by id.
         seconds: Time from the return of the batch to the start of the backward pass.
         calls: The calls so far.
-        roots: The tensors from which backward started, with the gradients that it was given.
-        left: Name of the first call by which a number of the batch left torch before the loss was computed, if any.
+        roots: The tensors on which backward was called, with their gradient arguments.
+        left: Name of the first call that converted a tensor of the batch to a number before the loss was computed;
+            None if there is none.
         drew: Whether random numbers were drawn outside the model.
-        drew_by_python: Whether numbers were drawn from the generators of Python or numpy.
-        drew_for_loss: Whether such numbers reach the loss other than through the model, or left torch.
+        drew_by_python: Whether random numbers were drawn from the Python or NumPy generators.
+        drew_for_loss: Whether random numbers were converted to Python numbers, or reach the loss without passing
+            through the model.
         lists: Lists of the batch with an element for each sample.
-        ambiguous: True if a list of the batch may hold samples or columns.
+        ambiguous: True if a list of the batch may hold either samples or columns.
         dependent: Ids of the tensors that depend on the batch.
-        older: Tensors with the graph of an earlier batch, and what comes from them, by id.
-        foreign: Digests of constants that reach the loss or an input of the model, and come neither from a parameter
-            nor from a call in the record: from before the batch, or from code that torch does not show.
-        leavers: Calls by which numbers left torch: number of recorded calls before, and name.
-        doubt: What the loop does with numbers of the batch that leaves open whether it mixes samples, if anything.
-        why_not: Why the loop cannot be run again, if so.
+        earlier_tensors: Tensors with the graph of an earlier batch, and tensors computed from them, by id.
+        constant_digests: Digests of constants that reach the loss or an input of the model, and are neither parameters
+            nor results of recorded calls. They were made before the batch, or outside torch.
+        conversions: Calls that converted a tensor to a number: number of recorded calls before it, and name.
+        doubt: Use of a number of the batch for which it is not decided whether it mixes samples; None without one.
+        why_not: Reason why the loop cannot be run again; None if it can.
     """
 
     def __init__(self, data: Any, samples: int, model: nn.Module):
@@ -93,21 +96,22 @@ class LoopRecord(TorchFunctionMode):
         self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
         self._written = {id(t): t for t in self.data}  # keeps the tensors of `before` alive
         self.dependent = {id(t) for t in self.data}
-        self._made: set[int] = set()  # results of recorded calls
-        self._constants: set[int] = set()  # results of calls that do not depend on the batch, and are not recorded
-        self.older: dict[int, Tensor] = {}
-        self.foreign: set[Digest] = set()
-        self._foreign: dict[int, frozenset[Digest]] = {}  # by id of a tensor
-        self._held: list[Tensor] = []  # keeps their ids
-        self._chosen: set[int] = set()  # tensors whose size follows from values, as that of o[mask]
-        self._random: set[int] = set()  # random tensors and what comes from them, other than through the model
-        self.leavers: list[tuple[int, str]] = []
+        self._recorded_results: set[int] = set()  # ids of the results of recorded calls
+        self._constants: set[int] = set()  # ids of the results of calls that do not depend on the batch
+        self.earlier_tensors: dict[int, Tensor] = {}
+        self.constant_digests: set[Digest] = set()
+        self._digests: dict[int, frozenset[Digest]] = {}  # by id of a tensor
+        self._kept_alive: list[Tensor] = []  # keeps tensors alive, so that their ids stay unique
+        self._data_sized: set[int] = set()  # ids of tensors whose size depends on data, such as o[mask]
+        self._random: set[int] = set()  # ids of random tensors, and of tensors computed from them outside the model
+        self.conversions: list[tuple[int, str]] = []
         self.doubt: str | None = None
-        self._followed: list[tuple[str | None, str]] = []  # numbers that reach a loss, or what this function returns
-        self._function_of: dict[int, str] = {}  # which computed a tensor
-        self._read_before_model: str | None = None
-        self._draws: set[int] = set()  # random tensors
-        self._states = random_states()  # after the last call of torch or of the model
+        # Numbers that reach the loss: the function that returns them (None if backward is called on them), and a text.
+        self._loss_numbers: list[tuple[str | None, str]] = []
+        self._function_of: dict[int, str] = {}  # name of the function that computed a tensor, by id
+        self._read_before_model: str | None = None  # name of a call that read a number of the batch before the model
+        self._draws: set[int] = set()  # ids of random tensors
+        self._states = random_states()  # states after the last call of torch or of the model
         self._python_states = python_states()
         self._thread = threading.get_ident()
         self.seconds, self._began = 0.0, _now()
@@ -118,7 +122,7 @@ class LoopRecord(TorchFunctionMode):
         self.__enter__()
 
     def close(self) -> None:
-        """Stops recording, and removes the mode, wherever other code left it."""
+        """Stops recording, and removes the mode from the mode stack."""
         self._recording = False
         if self not in _open:
             return
@@ -126,13 +130,13 @@ class LoopRecord(TorchFunctionMode):
         if not _open:
             while _stances:  # when the last record ends, because records may end in any order
                 _stances.pop().__exit__(None, None, None)
-            for owner, ours, theirs in _PATCHES:
-                if owner.backward is ours:
-                    owner.backward = theirs
+            for owner, patched, original in _PATCHES:
+                if owner.backward is patched:
+                    owner.backward = original
         self.remove()
 
     def remove(self) -> bool:
-        """Removes the mode, wherever other code left it. Returns False if it is not active in this thread."""
+        """Removes the mode from the mode stack. Returns False if it is not active in this thread."""
         above = []
         while self in _get_current_function_mode_stack():
             above.append(_pop_mode())
@@ -143,7 +147,7 @@ class LoopRecord(TorchFunctionMode):
     def clear(self) -> None:
         """Frees all tensors."""
         self.calls, self.roots, self.data, self.lists, self.batch = [], [], [], [], None
-        self.before, self._written, self.older, self._held = {}, {}, {}, []
+        self.before, self._written, self.earlier_tensors, self._kept_alive = {}, {}, {}, []
 
     # Events
 
@@ -151,22 +155,22 @@ class LoopRecord(TorchFunctionMode):
         """Pauses the record while the model runs."""
         self._in_model = True
         if self._recording and (name := attribute_of_batch(self, self._model)) is not None:
-            self._give_up(f"the loop set {name} from data of the batch, and the model may read it")
+            self._stop(f"the loop set {name} from data of the batch, and the model may read it")
 
-    def model_ended(self, given: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
+    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
         """Adds a forward pass of the model."""
-        inputs = tensors_in(given) if self._recording else []
-        self.foreign.update(*map(self._foreign_of, inputs))
+        inputs = tensors_in(model_inputs) if self._recording else []
+        self.constant_digests.update(*map(self._digests_of, inputs))
         self._in_model, self._states = False, random_states()
         if self._recording:
-            if (reason := unseen_input(self, given)) is not None:
-                self._give_up(reason)
+            if (reason := untracked_input(self, model_inputs)) is not None:
+                self._stop(reason)
                 return
             self.calls.append(ModelCall(inputs, list(outputs), recorded))
             self._model_ran = True
             self.dependent.update(map(id, outputs))
-            self._set_foreign(outputs, frozenset())
-            self._made.update(map(id, outputs))
+            self._set_digests(outputs, frozenset())
+            self._recorded_results.update(map(id, outputs))
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,7 +181,7 @@ class LoopRecord(TorchFunctionMode):
         return self._record(function, args, kwargs, sys._getframe(1))
 
     def backward_started(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Ends the record, because a backward pass starts from ``roots``, with gradients."""
+        """Ends the record when a backward pass starts from ``roots``, with the gradient arguments ``grads``."""
         if self._in_model or self._thread != threading.get_ident():
             return
         if not self._recording:
@@ -190,74 +194,74 @@ class LoopRecord(TorchFunctionMode):
         self.roots = list(zip(roots, grads, strict=True))
         self.drew_by_python = self._python_states != python_states()
         self.drew_for_loss |= any(id(t) in self._random for t in tensors_in(self.roots))
-        self.foreign.update(*map(self._foreign_of, tensors_in(self.roots)))
+        self.constant_digests.update(*map(self._digests_of, tensors_in(self.roots)))
         for root in roots:
-            if id(root) not in self._made:
-                self._give_up(f"the loss comes from {origin_of(root)}, which is not recorded")
+            if id(root) not in self._recorded_results:
+                self._stop(f"the loss comes from {origin_of(root)}, which is not recorded")
                 return
         made = {id(t): i for i, call in enumerate(self.calls) for t in results_of(call)}
         end = max(made[id(root)] for root in roots)
-        self.left = next((name for before, name in self.leavers if before <= end), None)
+        self.left = next((name for before, name in self.conversions if before <= end), None)
         of_loss = {None, *(self._function_of.get(id(root)) for root in roots)}
-        self.doubt = self.doubt or next((text for function, text in self._followed if function in of_loss), None)
+        self.doubt = self.doubt or next((text for function, text in self._loss_numbers if function in of_loss), None)
         if self.drew and self._read_before_model is not None:
             reason = f"the input of the model may follow a number that leaves torch by {self._read_before_model}"
             self.doubt = self.doubt or reason
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         name = name_of(function)
-        if name == "__set__":  # of an attribute; torch may hold a lock of the tensor meanwhile
+        if name == "__set__":  # torch may hold a lock of the tensor while an attribute is set
             return function(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         if any(type(t) not in _PLAIN for t in tensors):
             if any(id(t) in self.dependent for t in tensors):
-                self._give_up("a tensor is of a class of its own")
+                self._stop("a tensor is of a subclass of torch.Tensor")
             return function(*args, **kwargs)
         writes, dependent = writes_to(name, kwargs), any(id(t) in self.dependent for t in tensors)
         if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
-            self._keep(tensors[0])
+            self._save_value(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), autocasts()
         if (own := kwargs.get("generator")) is not None:
             kwargs = {**kwargs, "generator": own.clone_state()}  # for runs of the record
             result = function(*args, **{**kwargs, "generator": own})
         else:
             result = function(*args, **kwargs)
-        branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._chosen)
-        if dependent and name in OUT_OF_TORCH:
+        branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._data_sized)
+        if dependent and name in CONVERSIONS:
             branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float, list))
             self._note_read(name, tensors[0], result, caller, branches=branches)
             if not branches:
                 return result
-        results, unseen = tensors_in(result), self._unseen(tensors)
-        if chooses_size(name, args) or any(id(t) in self._chosen for t in tensors):
-            self._chosen.update(id(t) for t in results if t.dim())
-        changed = [*results, *(tensors[:1] if writes else ())]  # which the record keeps, so that ids stay theirs
+        results, unseen = tensors_in(result), self._unrecorded(tensors)
+        if has_data_dependent_size(name, args) or any(id(t) in self._data_sized for t in tensors):
+            self._data_sized.update(id(t) for t in results if t.dim())
+        changed = [*results, *(tensors[:1] if writes else ())]
         self._bytes += sum(t.nbytes for t in results if t.layout is torch.strided and not t._is_view())
         if self._bytes > MOST_BYTES or len(self.calls) >= MOST_CALLS:
-            self._give_up("the loss has too many intermediate results")
+            self._stop("the loss has too many intermediate results")
             return result
-        self._set_foreign(changed, frozenset().union(*map(self._foreign_of, tensors)))
+        self._set_digests(changed, frozenset().union(*map(self._digests_of, tensors)))
         if (drew := self._drew(random, own=own is not None)) or any(id(t) in self._random for t in tensors):
             self._random.update(map(id, changed))
             self._draws.update(() if dependent else map(id, results))
-            self.drew_for_loss |= name in OUT_OF_TORCH
+            self.drew_for_loss |= name in CONVERSIONS
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
-            if unseen is not None or any(id(t) in self.older for t in tensors):
-                self.older.update((id(t), t) for t in results)
+            if unseen is not None or any(id(t) in self.earlier_tensors for t in tensors):
+                self.earlier_tensors.update((id(t), t) for t in results)
             else:
                 self._constants.update(id(t) for t in results if not t.is_leaf)
             return result
         if not (results or writes or branches):
             return result
         if unseen is not None:
-            self._give_up(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
+            self._stop(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
             return result
-        if any(id(t) in self.older for t in tensors):
-            self._give_up(OLDER)
+        if any(id(t) in self.earlier_tensors for t in tensors):
+            self._stop(EARLIER_GRAPH)
             return result
         harmless = branches and changes_no_loss(caller)
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, harmless))
-        self._made.update(map(id, results))
+        self._recorded_results.update(map(id, results))
         self._function_of.update((id(t), function_of(caller)) for t in results)
         self.dependent.update(map(id, results))
         if writes:
@@ -265,8 +269,11 @@ class LoopRecord(TorchFunctionMode):
         return result
 
     def _note_read(self, name: str, tensor: Tensor, result: Any, caller: FrameType, *, branches: bool) -> None:
-        """Notes that a number leaves torch, and what the source does with it. ``branches`` if runs compare it."""
-        self.leavers.append((len(self.calls), f"Tensor.{name}"))
+        """Records that a tensor is converted to a number, and how the source code uses the number.
+
+        ``branches`` is True if reruns compare the number themselves.
+        """
+        self.conversions.append((len(self.calls), f"Tensor.{name}"))
         if id(tensor) not in self._draws and not self._model_ran:
             self._read_before_model = f"Tensor.{name}"
         is_number = isinstance(result, (int, float))
@@ -276,84 +283,85 @@ class LoopRecord(TorchFunctionMode):
             self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
         elif is_number and (place := reaches_loss(caller)) is not None:
             function = function_of(caller) if place == "returned" else None
-            self._followed.append((function, f"{FOLLOWS}, which the loop reads by Tensor.{name}"))
+            self._loss_numbers.append((function, f"{FOLLOWS}, which the loop reads by Tensor.{name}"))
 
     def _drew(self, random: Sequence[Tensor], *, own: bool) -> bool:
         """Returns True if a call drew random numbers.
 
         Args:
             random: States of the default generators before the call.
-            own: Whether it had a generator of its own.
+            own: Whether the call used its own generator.
         """
         before, self._states = self._states, random_states()
         drew = own or not all(map(torch.equal, random, self._states))
-        if drew and self.leavers and (own or not all(map(torch.equal, before, random))):
+        if drew and self.conversions and (own or not all(map(torch.equal, before, random))):
             self.doubt = f"{TESTS}, or sets the state of a random generator by it"
         self.drew |= drew
         return drew
 
     def drawn_for_samples(self, function: Any, tensor: Tensor) -> bool:
-        """Returns True if a random tensor has a number for each sample, which is not the index of a sample."""
+        """Returns True if a random tensor has a number for each sample. A permutation of indices does not count."""
         return name_of(function) != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
 
-    def _foreign_of(self, tensor: Tensor) -> frozenset[Digest]:
-        """Returns digests of the constants from which a tensor comes, other than through the model."""
-        known = self._foreign.get(id(tensor))
-        if known is None:
-            known = frozenset()
+    def _digests_of(self, tensor: Tensor) -> frozenset[Digest]:
+        """Returns digests of the constants from which a tensor was computed outside the model."""
+        digests = self._digests.get(id(tensor))
+        if digests is None:
+            digests = frozenset()
             is_constant = tensor.is_leaf and type(tensor) is Tensor and not tensor.requires_grad
             if is_constant and id(tensor) not in self.before and not is_functorch_wrapped_tensor(tensor):
-                known = frozenset([digest(tensor)])
-            self._set_foreign([tensor], known)
-        return known
+                digests = frozenset([digest(tensor)])
+            self._set_digests([tensor], digests)
+        return digests
 
-    def _set_foreign(self, tensors: Sequence[Tensor], digests: frozenset[Digest]) -> None:
-        self._foreign.update((id(tensor), digests) for tensor in tensors)
-        self._held.extend(tensors)
+    def _set_digests(self, tensors: Sequence[Tensor], digests: frozenset[Digest]) -> None:
+        self._digests.update((id(tensor), digests) for tensor in tensors)
+        self._kept_alive.extend(tensors)
 
-    def _give_up(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         self.why_not, self._recording = reason, False
         self.clear()
 
-    def _unseen(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        known = (self._made, self.before, self._constants)
-        return next((t for t in tensors if not t.is_leaf and not any(id(t) in ids for ids in known)), None)
+    def _unrecorded(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """Returns the first tensor that was computed by a call without a record; None if there is none."""
+        recorded = (self._recorded_results, self.before, self._constants)
+        return next((t for t in tensors if not t.is_leaf and not any(id(t) in ids for ids in recorded)), None)
 
-    def _keep(self, tensor: Tensor) -> None:
-        """Keeps the value of a tensor that the record did not make, before it is written."""
-        for one in (tensor, tensor._base):
-            if one is not None and id(one) not in self._made and id(one) not in self.before:
-                self.before[id(one)] = one.detach().clone()
-                self._written[id(one)] = one
+    def _save_value(self, tensor: Tensor) -> None:
+        """Copies the value of a tensor that no recorded call returned, before it is overwritten."""
+        for target in (tensor, tensor._base):
+            if target is not None and id(target) not in self._recorded_results and id(target) not in self.before:
+                self.before[id(target)] = target.detach().clone()
+                self._written[id(target)] = target
 
 
 _open: list[LoopRecord] = []
 _stances: list[Any] = []
-_of_tensor, _of_autograd = Tensor.backward, torch.autograd.backward
+_original_tensor_backward, _original_autograd_backward = Tensor.backward, torch.autograd.backward
 
 
-@functools.wraps(_of_tensor)
+@functools.wraps(_original_tensor_backward)
 def _tensor_backward(self: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    # Not by the mode itself, which cannot be removed while it handles a call.
+    # The mode does not see the call of backward, because it cannot be removed while it handles a call.
     for record in list(_open):
         record.backward_started([self], [gradient])
     with _without_records():
-        _of_tensor(self, gradient, *args, **kwargs)
+        _original_tensor_backward(self, gradient, *args, **kwargs)
 
 
-@functools.wraps(_of_autograd)
+@functools.wraps(_original_autograd_backward)
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
     for record in list(_open):
         record.backward_started(roots, grads)
     with _without_records():
-        _of_autograd(tensors, grad_tensors, *args, **kwargs)
+        _original_autograd_backward(tensors, grad_tensors, *args, **kwargs)
 
 
 @contextmanager
 def _without_records() -> Iterator[None]:
-    """Removes the modes of open records in the context, because the engine may close them meanwhile."""
+    """Removes the modes of open records in the context, because the engine may close the records there."""
     removed = [record for record in _open if record.remove()]
     try:
         yield
@@ -363,7 +371,10 @@ def _without_records() -> Iterator[None]:
                 record.__enter__()
 
 
-_PATCHES: Any = ((Tensor, _tensor_backward, _of_tensor), (torch.autograd, _autograd_backward, _of_autograd))
+_PATCHES: Any = (
+    (Tensor, _tensor_backward, _original_tensor_backward),
+    (torch.autograd, _autograd_backward, _original_autograd_backward),
+)
 
 
 def _now() -> float:

@@ -1,4 +1,4 @@
-"""Finds buffers and parameters of the model that a recorded loop writes from data of the batch."""
+"""Rejects loops that write data of the batch to buffers or parameters of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .recorded_call import ModelCall
 from .torch_calls import name_of, writes_to
 
 
-def refuse_written(record: LoopRecord, model: nn.Module) -> None:
+def check_model_not_written(record: LoopRecord, model: nn.Module) -> None:
     """Raises BufferUpdateError if a call of the loop wrote data of the batch to a tensor of the model."""
     dependent = {id(tensor) for tensor in record.data}
-    written: set[int] = set()  # addresses of memory
+    written: set[int] = set()  # memory addresses
     for call in record.calls:
         if isinstance(call, ModelCall):
             dependent.update(map(id, call.outputs))
@@ -30,8 +30,8 @@ def refuse_written(record: LoopRecord, model: nn.Module) -> None:
             if id(tensor) in dependent or _memory_of(tensor) in written:
                 raise BufferUpdateError(
                     f"{kind} '{name}' was written by the loop from data of a batch. It is part of the model, and would "
-                    "leave without noise.",
-                    fix="Keep such a value outside the model and only to look at it. An average of weights may be "
+                    "be released without noise.",
+                    fix="Store such a value outside the model, for monitoring only. An average of weights may be "
                     "updated after optimizer.step().",
                 )
 
@@ -39,5 +39,5 @@ def refuse_written(record: LoopRecord, model: nn.Module) -> None:
 def _memory_of(tensor: Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):  # without a storage
+    except (RuntimeError, NotImplementedError):  # the tensor has no storage
         return None

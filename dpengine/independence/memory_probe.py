@@ -1,8 +1,8 @@
-"""Checks whether a model remembers data of a batch in plain attributes, and reads them in a later batch.
+"""Checks whether a model stores data of a batch in attributes, and reads them in a later batch.
 
-On a probed step the forward passes run again, also with other data for some samples. Attributes that then differ hold
-data of the batch. If one still has its value when the next batch runs, that batch runs again with the values that the
-other data left. The model remembers the batch before if its output changes.
+On a probed step the forward passes run again, unchanged and with other data for some samples. Attributes that differ
+between these runs hold data of the batch. If one still has its value when the next batch runs, the next batch runs
+again with the attribute values of the other run. If its output changes, the model remembers the previous batch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ from .compare_runs import EXACT, HALF, Rows
 
 
 class Remembered(NamedTuple):
-    """Attributes that hold data of a batch: the state that the batch left, and one that other data would have left."""
+    """Attributes that hold data of a batch.
+
+    Attributes:
+        slots: The attributes.
+        state: Model state after the batch.
+        other: Model state after the same pass with other data for some samples.
+    """
 
     slots: list[Slot]
-    left: ModelState
+    state: ModelState
     other: ModelState
 
 
@@ -42,71 +48,72 @@ class MemoryCheck:
 
     def remembered(self, samples: int) -> list[Remembered]:
         """Returns attributes that hold data of the batch."""
-        found: list[Remembered] = []
+        remembered: list[Remembered] = []
         with self._capture.paused():
-            for one in self._replay.reached:
+            for forward_pass in self._replay.reached:
                 try:
-                    found += self._look(one, Rows(samples, self._capture.batch_to_front))
+                    remembered += self._of_pass(forward_pass, Rows(samples, self._capture.batch_to_front))
                 except Exception as error:
                     shown = str(error).split("\n", maxsplit=1)[0][:100]
                     self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")
-        return found
+        return remembered
 
-    def _look(self, one: Pass, rows: Rows) -> Iterator[Remembered]:
-        left = self._after(one, lambda tensor: tensor)
-        changed = left.changed_since(one.state)
+    def _of_pass(self, forward_pass: Pass, rows: Rows) -> Iterator[Remembered]:
+        state = self._state_after(forward_pass, lambda tensor: tensor)
+        changed = state.changed_since(forward_pass.state)
         if not changed or rows.samples < 2:
             return
-        left, found = left.detached(), 0
+        state, completed = state.detached(), 0
         for _, source_B in rows.halves(moves=False):
             try:
-                other = self._after(one, partial(rows.rearranged, source_B=source_B)).detached()
+                other = self._state_after(forward_pass, partial(rows.rearranged, source_B=source_B)).detached()
             except Exception:  # for example if a tensor has the length of the batch by chance
                 continue
-            found += 1
-            slots = [slot for slot in changed if not _agree(left.value_of(slot), other.value_of(slot), 0.0)]
+            completed += 1
+            slots = [slot for slot in changed if not _agree(state.value_of(slot), other.value_of(slot), 0.0)]
             if slots:
-                yield Remembered(slots, left, other)
-        if not found:
+                yield Remembered(slots, state, other)
+        if not completed:
             self._warn_unknown("it could not run with other data")
 
-    def _after(self, one: Pass, exchange: Callable[[Tensor], Tensor]) -> ModelState:
-        """Returns the state of the model after the pass, with exchanged data."""
-        args, kwargs = pytree.tree_map_only(Tensor, exchange, (one.args, one.kwargs))
-        with one.as_it_began(self._capture.model):
-            one.forward(self._capture.model, args, kwargs)
+    def _state_after(self, forward_pass: Pass, replace: Callable[[Tensor], Tensor]) -> ModelState:
+        """Returns the state of the model after the pass, with replaced inputs."""
+        args, kwargs = pytree.tree_map_only(Tensor, replace, (forward_pass.args, forward_pass.kwargs))
+        with forward_pass.as_it_began(self._capture.model):
+            forward_pass.forward(self._capture.model, args, kwargs)
             return ModelState.of(self._capture.model)
 
     def check_read(self, remembered: Sequence[Remembered]) -> None:
         """Raises BufferUpdateError if a pass reads an attribute that an earlier batch wrote."""
         with self._capture.paused():
-            for one in self._replay.reached:
+            for forward_pass in self._replay.reached:
                 for memory in remembered:
-                    self._decide(one, memory)
+                    self._check_pass(forward_pass, memory)
 
-    def _decide(self, one: Pass, memory: Remembered) -> None:
-        kept = [s for s in memory.slots if _agree(one.state.value_of(s), memory.left.value_of(s), EXACT)]
-        if not kept or not self._changes(one, memory, kept):
+    def _check_pass(self, forward_pass: Pass, memory: Remembered) -> None:
+        state = forward_pass.state
+        kept = [slot for slot in memory.slots if _agree(state.value_of(slot), memory.state.value_of(slot), EXACT)]
+        if not kept or not self._reads(forward_pass, memory, kept):
             return
-        most = next((slot for slot in kept if self._changes(one, memory, [slot])), kept[0])
-        name, module = list(self._capture.model.named_modules())[most[0]]
+        module_index, attribute = next((s for s in kept if self._reads(forward_pass, memory, [s])), kept[0])
+        name, module = list(self._capture.model.named_modules())[module_index]
         where = f"of layer '{name}' ({type(module).__name__})" if name else f"of the model ({type(module).__name__})"
         raise BufferUpdateError(
-            f"Attribute '{most[1]}' {where} holds data of a batch, and the forward pass of the next batch read it. So "
-            "a sample changes the gradients of later batches, which clipping does not bound.",
-            fix="Compute it anew in each forward pass, or reset it before the next batch. An average of weights may "
+            f"Attribute '{attribute}' {where} holds data of a batch, and the forward pass of the next batch read it. "
+            "So a sample changes the gradients of later batches, which clipping does not bound.",
+            fix="Recompute it in each forward pass, or reset it before the next batch. An average of weights may "
             "be kept, and is updated after optimizer.step().",
         )
 
-    def _changes(self, one: Pass, memory: Remembered, slots: Sequence[Slot]) -> bool:
-        """Returns True if the outputs of a pass change when these attributes have the values that other data left."""
+    def _reads(self, forward_pass: Pass, memory: Remembered, slots: Sequence[Slot]) -> bool:
+        """Returns True if the outputs of a pass change when these attributes have the values of the other run."""
         model, runs = self._capture.model, []
-        for state in (memory.left, memory.other):
-            with one.as_it_began(model):
+        for state in (memory.state, memory.other):
+            with forward_pass.as_it_began(model):
                 state.put(slots)
-                runs.append([output.detach() for output in one.forward(model)])
-        then, now = ([t for t, g in zip(run, one.grads, strict=False) if g is not None] for run in runs)
-        half = one.began.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
+                runs.append([output.detach() for output in forward_pass.forward(model)])
+        then, now = ([t for t, g in zip(run, forward_pass.grads, strict=False) if g is not None] for run in runs)
+        half = forward_pass.began.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
         return not _agree(then, now, HALF if half else EXACT)
 
     def _warn_unknown(self, reason: str) -> None:
@@ -121,20 +128,20 @@ class MemoryCheck:
 
 def _agree(one: Any, other: Any, tolerance: float) -> bool:
     """Returns True if two values hold equal tensors and numbers. Other objects are not compared."""
-    some, others = _leaves(one), _leaves(other)
-    return len(some) == len(others) and all(_close(a, b, tolerance) for a, b in zip(some, others, strict=True))
+    leaves, others = _leaves(one), _leaves(other)
+    return len(leaves) == len(others) and all(_close(a, b, tolerance) for a, b in zip(leaves, others, strict=True))
 
 
 def _leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
+    leaves: list[Any] = []
     for leaf in pytree.tree_leaves(sorted(value, key=repr) if isinstance(value, set) else value):
         if isinstance(leaf, (np.ndarray, np.generic)):
-            found.append(torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else str(leaf))
+            leaves.append(torch.as_tensor(leaf) if leaf.dtype.kind in "biuf" else str(leaf))
         elif leaf is None or isinstance(leaf, (bool, int, float, str)):
-            found.append(leaf)
+            leaves.append(leaf)
         elif not isinstance(leaf, nn.Module):
-            found += tensors_in_outputs(leaf)
-    return found
+            leaves += tensors_in_outputs(leaf)
+    return leaves
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:

@@ -1,7 +1,8 @@
-"""Finds data of a batch that reach a model by a way that a record of the loop does not follow."""
+"""Finds data of a batch that reach a model without a recorded torch call."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +14,19 @@ from dpengine.capture.tensors import tensors_in
 if TYPE_CHECKING:
     from .loop_record import LoopRecord
 
-Digest = tuple[tuple[int, ...], str, str]  # of a tensor: shape, sum, sum of squares
+Digest = tuple[tuple[int, ...], str, str]  # shape, sum and sum of squares of a tensor
 
-OLDER = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
+EARLIER_GRAPH = "the loop uses a tensor with the graph of an earlier batch, such as a hidden state"
 
 
-def unseen_input(record: LoopRecord, given: Any) -> str | None:
-    """Returns why the inputs of a model cannot be followed; None if they can."""
-    inputs = tensors_in(given)
-    if any(id(tensor) in record.older for tensor in inputs):
-        return OLDER
-    if record.leavers:
-        name = record.leavers[-1][1]
-        if any(type(leaf) is float for leaf in pytree.tree_leaves(given)):
+def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
+    """Returns the reason why inputs of a model cannot be traced to the batch; None if they can."""
+    inputs = tensors_in(model_inputs)
+    if any(id(tensor) in record.earlier_tensors for tensor in inputs):
+        return EARLIER_GRAPH
+    if record.conversions:
+        name = record.conversions[-1][1]
+        if any(type(leaf) is float for leaf in pytree.tree_leaves(model_inputs)):
             return f"the model gets a number, and one was read from the batch by {name}"
         if inputs and not any(id(tensor) in record.dependent for tensor in inputs):
             return f"the input of the model comes from numbers that were read from the batch by {name}"
@@ -35,19 +36,21 @@ def unseen_input(record: LoopRecord, given: Any) -> str | None:
 
 
 def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
-    """Returns the name of an attribute that holds a result of the loop without an entry for each sample."""
+    """Returns the name of a model attribute that holds a tensor of the loop without an entry for each sample."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):  # compared after the pass
                 continue
-            held = (value,) if isinstance(value, Tensor) else tensors_in(value) if type(value) in (list, dict) else ()
-            if any(id(t) in record.dependent and record.samples not in t.shape[:2] for t in held):
+            tensors: Sequence[Tensor] = (value,) if isinstance(value, Tensor) else ()
+            if type(value) in (list, dict):
+                tensors = tensors_in(value)
+            if any(id(t) in record.dependent and record.samples not in t.shape[:2] for t in tensors):
                 return f"attribute '{name}' of {f'layer {prefix!r}' if prefix else 'the model'}"
     return None
 
 
 def digest(tensor: Tensor) -> Digest:
-    """Returns numbers that tell whether the values of a tensor changed."""
+    """Returns figures of a tensor that change if its values change."""
     values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())

@@ -1,9 +1,9 @@
 """Checks whether the result of an example depends on the length to which its batch is padded.
 
 A collate function pads to the longest example. If the model does not mask the padding, the longest example of a batch
-changes the gradients of all others. The check runs a pass again with its shorter examples alone, at the full length and
-cut to their own longest length, and compares the outputs that the loss uses. Padding that changes them is harmless as
-long as all batches have one length, so the error is raised when it did so in batches of two lengths.
+changes the gradients of all others. The check runs a pass again with the shorter examples only, once at the full length
+and once truncated to their own longest length, and compares the outputs that the loss uses. Padding that changes the
+outputs is harmless if all batches have one length. The error is raised only if it happens at two lengths.
 
 Axes: B samples, T positions.
 """
@@ -27,7 +27,7 @@ from .compare_runs import EXACT, HALF, Rows
 from .random_states import random_states
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_LEAST_PADDING = 3  # positions of a batch; with fewer, equal last tokens may be chance
+_LEAST_PADDING = 3  # smallest number of padded positions in a batch; fewer may be equal tokens by chance
 
 
 class Padding(NamedTuple):
@@ -35,10 +35,10 @@ class Padding(NamedTuple):
 
     Attributes:
         leaf: Index of the first padded tensor among the tensors of the inputs.
-        axis: Its padded axis, with the batch in front.
-        length: Size of that axis.
-        at_end: False if the padding is at the begin.
-        lengths_B: Number of positions of each sample before the padding.
+        axis: Padded axis of this tensor, with the batch axis in front.
+        length: Size of the padded axis.
+        at_end: False if the padding is at the beginning.
+        lengths_B: Number of positions of each sample without padding.
         padded: Indices of all tensors that are padded on this axis.
     """
 
@@ -65,28 +65,27 @@ class PaddingProbe:
 
     def __init__(self, capture: Capture):
         self._capture = capture
-        # Lengths of batches whose padding changed results, or could not be checked, by tensor and axis.
-        self._found: dict[tuple[int, int], set[int]] = {}
-        self._unknown: dict[tuple[int, int], set[int]] = {}
+        # Lengths of batches whose padding changed results, and of those that could not be checked, by tensor and axis.
+        self._changed_at: dict[tuple[int, int], set[int]] = {}
+        self._unchecked: dict[tuple[int, int], set[int]] = {}
 
     @property
     def open(self) -> bool:
-        """True if a batch of another length may show an error."""
-        return bool(self._found)
+        """True if padding changed results at one length, so that a batch of another length decides."""
+        return bool(self._changed_at)
 
     def check(self, replay: Replay, samples: int) -> None:
         """Raises BatchDependentLossError if padding changed results in batches of two lengths."""
         rows = Rows(samples, self._capture.batch_to_front)
-        for one in replay.reached:
+        for forward_pass in replay.reached:
             with self._capture.paused():
-                self._look(one, rows)
-        for which in (self._found, self._unknown):
-            if any(len(lengths) > 1 for lengths in which.values()):
-                self._report(found=which is self._found)
-
-    def _report(self, *, found: bool) -> None:
-        if found:
+                self._check_pass(forward_pass, rows)
+        if any(len(lengths) > 1 for lengths in self._changed_at.values()):
             raise depends_on_padding()
+        if any(len(lengths) > 1 for lengths in self._unchecked.values()):
+            self._warn_unchecked()
+
+    def _warn_unchecked(self) -> None:
         notice(
             "DPE012",
             "Batches are padded to different lengths, and the model did not run with a shorter batch, or draws random "
@@ -95,79 +94,82 @@ class PaddingProbe:
             key="padding",
             of=self._capture.model,
         )
-        self._unknown = {}
+        self._unchecked = {}
 
-    def _look(self, one: Pass, rows: Rows) -> None:
-        for padding in paddings([rows.to_front(t) for t in tensors_in((one.args, one.kwargs))], rows.samples):
-            place, found = (padding.leaf, padding.axis), None
+    def _check_pass(self, forward_pass: Pass, rows: Rows) -> None:
+        inputs = tensors_in((forward_pass.args, forward_pass.kwargs))
+        for padding in paddings([rows.to_front(tensor) for tensor in inputs], rows.samples):
+            place, depends = (padding.leaf, padding.axis), None
             for length in shorter(padding):
-                found = _Comparison(self._capture, one, rows, padding, length).depends()
-                if found is not None:
+                depends = _Comparison(self._capture, forward_pass, rows, padding, length).depends()
+                if depends is not None:
                     break
-            if found is not False:
-                (self._found if found else self._unknown).setdefault(place, set()).add(padding.length)
+            if depends is not False:
+                (self._changed_at if depends else self._unchecked).setdefault(place, set()).add(padding.length)
 
 
 class _Comparison:
-    """One pass with its samples of a shorter length, at two lengths."""
+    """Compares the shorter samples of a pass at two lengths."""
 
-    def __init__(self, capture: Capture, one: Pass, rows: Rows, padding: Padding, length: int):
-        self._capture, self._one, self._rows, self._padding, self._length = capture, one, rows, padding, length
+    def __init__(self, capture: Capture, forward_pass: Pass, rows: Rows, padding: Padding, length: int):
+        self._capture, self._pass, self._rows = capture, forward_pass, rows
+        self._padding, self._length = padding, length
         kept_B = padding.lengths_B <= length
         first = int(kept_B.nonzero()[0])
         self._source_B = torch.where(kept_B, torch.arange(len(kept_B)), first)
         self._kept_B = kept_B
-        # A loss that the model computes is compared for equal samples; other outputs for the kept ones.
-        self._of_whole = any(g is not None and g.dim() == 0 for g in one.grads)
-        self._drew = not one.random_after or not all(
-            torch.equal(then, now) for (_, then), (_, now) in zip(one.began.random, one.random_after, strict=True)
+        # A loss that the model computes is compared with shorter samples in both runs; other outputs by sample.
+        self._returns_loss = any(g is not None and g.dim() == 0 for g in forward_pass.grads)
+        before, after = forward_pass.began.random, forward_pass.random_after
+        self._drew = not after or not all(
+            torch.equal(then, now) for (_, then), (_, now) in zip(before, after, strict=True)
         )
 
     def depends(self) -> bool | None:
-        """Returns whether outputs that the loss uses differ; None if they cannot be compared."""
+        """Returns True if outputs that the loss uses differ; None if they cannot be compared."""
         try:
-            as_recorded = not (self._of_whole or self._drew)
-            full = list(self._one.outputs) if as_recorded else self._run(cut=False)
+            as_recorded = not (self._returns_loss or self._drew)
+            full = list(self._pass.outputs) if as_recorded else self._run(cut=False)
             cut = self._run(cut=True)
-        except Exception:  # perhaps the model takes one length only
+        except Exception:  # for example if the model accepts one length only
             return None
-        if full is None or cut is None or len(full) != len(cut) or len(full) != len(self._one.grads):
+        if full is None or cut is None or len(full) != len(cut) or len(full) != len(self._pass.grads):
             return None
         return any(
             self._differ(a, b, grad)
-            for a, b, grad in zip(full, cut, self._one.grads, strict=True)
+            for a, b, grad in zip(full, cut, self._pass.grads, strict=True)
             if grad is not None and grad.shape == a.shape
         )
 
     def _run(self, *, cut: bool) -> list[Tensor] | None:
-        """Returns the outputs, without dropout if it was drawn; None if random numbers are drawn even so."""
-        one, index = self._one, iter(range(len(tensors_in((self._one.args, self._one.kwargs)))))
-        args, kwargs = pytree.tree_map_only(
-            Tensor, lambda t: self._given(t, next(index), cut=cut), (one.args, one.kwargs)
-        )
+        """Returns the outputs; None if the model draws random numbers. Runs in eval mode if the pass drew any."""
+        forward_pass, inputs = self._pass, (self._pass.args, self._pass.kwargs)
+        index = iter(range(len(tensors_in(inputs))))
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._arranged(t, next(index), cut=cut), inputs)
         model = self._capture.model
-        with one.as_it_began(model):
+        with forward_pass.as_it_began(model):
             if self._drew:
                 model.eval()
             self._put_attributes(model, cut=cut)
             before = random_states()
-            outputs = [output.detach() for output in one.forward(model, args, kwargs)]
+            outputs = [output.detach() for output in forward_pass.forward(model, args, kwargs)]
             return outputs if all(map(torch.equal, before, random_states())) else None
 
     def _put_attributes(self, model: nn.Module, *, cut: bool) -> None:
-        """Cuts attributes that the loop set for this batch, such as a mask, as the inputs. The state restores them."""
+        """Truncates attributes that the loop set for this batch, such as a mask. The caller restores the state."""
         for module in model.modules():
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and value.dim() > 1:
                     front = self._rows.to_front(value)
                     if len(front) == self._rows.samples and self._padding.length in front.shape[1:]:
-                        setattr(module, name, self._given(value, -1, cut=cut))
+                        setattr(module, name, self._arranged(value, -1, cut=cut))
 
-    def _given(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
+    def _arranged(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
+        """Returns an input with its longer samples replaced by shorter ones, and truncated if ``cut``."""
         rows, padding = self._rows, self._padding
         front = rows.to_front(tensor)
         batched = front.dim() > 0 and len(front) == rows.samples
-        if batched and (cut or self._of_whole):
+        if batched and (cut or self._returns_loss):
             front = front[self._source_B.to(front.device)]
         if not cut:
             return rows.to_front(front)
@@ -180,68 +182,73 @@ class _Comparison:
         return rows.to_front(front)
 
     def _differ(self, full: Tensor, cut: Tensor, grad: Tensor) -> bool:
-        """Returns True if used entries differ, or entries that were cut off are used."""
+        """Returns True if entries with a gradient differ, or if entries that were cut off have a gradient."""
         parts = [part for part in map(self._by_sample, (full, cut, grad)) if part is not None]
         if len(parts) < 3:
             return False
         full, cut, grad = (part[self._kept_B.to(part.device)] if part.dim() else part for part in parts)
         if full.dim() != cut.dim() or any(n < m for n, m in zip(full.shape, cut.shape, strict=True)):
-            return False  # for example a number of steps that follows from other inputs
+            return False  # for example if another input determines the number of positions
         used, total = grad, grad.count_nonzero()
         for axis, size in enumerate(cut.shape):
             full = narrowed(full, axis, size, self._padding.at_end)
             used = narrowed(used, axis, size, self._padding.at_end)
         if used.count_nonzero() != total:
             return True
-        half = full.dtype in (torch.float16, torch.bfloat16) or self._one.began.half
+        half = full.dtype in (torch.float16, torch.bfloat16) or self._pass.began.half
         finite = full.isfinite()
         sizes = torch.where(finite, full.abs(), 0)
         far = (full - cut).abs() > (HALF if half else EXACT) * (sizes + (sizes.max() if sizes.numel() else 0.0))
         return bool((far & finite & (used != 0)).any())
 
     def _by_sample(self, tensor: Tensor) -> Tensor | None:
-        """Returns an output as ``(B, n, ...)``; a scalar as it is; None if no axis is the batch."""
+        """Returns an output as ``(B, n, ...)``; a scalar unchanged; None without a batch axis."""
         if tensor.dim() > 1 and tensor.shape[0] != self._rows.samples == tensor.shape[1]:
             return tensor.transpose(0, 1)[:, None]
         return tensor if tensor.dim() == 0 else self._rows.of(tensor)
 
 
 def narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
-    """Returns the first positions of an axis, or the last ones."""
+    """Returns the first ``length`` positions of an axis, or the last ones if padding is at the beginning."""
     return tensor.narrow(axis, 0 if at_end else tensor.shape[axis] - length, length)
 
 
 def shorter(padding: Padding) -> Iterator[int]:
-    """Yields lengths to which the batch is cut: the median of those below the longest, and the longest of them."""
+    """Yields lengths to truncate the batch to: the median and the maximum of the lengths of the shorter samples."""
     below = padding.lengths_B[(padding.lengths_B < padding.length) & (padding.lengths_B > 0)]
     if len(below):
         yield from dict.fromkeys((int(below.median()), int(below.max())))
 
 
 def paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[Padding]:
-    """Finds tensors that end, or begin, with constant padding of different lengths for different samples."""
-    known: set[tuple[int, int]] = set()
+    """Yields the padding of tensors. Padding is a constant at the end or the beginning, over a length that varies.
+
+    Args:
+        fronts: Tensors with the batch axis in front.
+        samples: Number of samples.
+    """
+    yielded: set[tuple[int, int]] = set()
     may_pad = [i for i, t in enumerate(fronts) if t.dim() > 1 and len(t) == samples and _may_be_padded(t)]
     for at_end, leaf in itertools.product((True, False), may_pad):
         for axis in dict.fromkeys((1, fronts[leaf].dim() - 1)):
             length = fronts[leaf].shape[axis]
-            if (length, axis) in known or (found := _lengths(fronts[leaf], axis, at_end)) is None:
+            if (length, axis) in yielded or (lengths_B := _lengths(fronts[leaf], axis, at_end)) is None:
                 continue
             padded = [leaf]
             for other in may_pad:
                 if other != leaf and fronts[other].dim() > axis and fronts[other].shape[axis] == length:
-                    more = _lengths(fronts[other], axis, at_end)
-                    if more is not None:
-                        found, padded = torch.maximum(found, more), [*padded, other]
+                    other_lengths_B = _lengths(fronts[other], axis, at_end)
+                    if other_lengths_B is not None:
+                        lengths_B, padded = torch.maximum(lengths_B, other_lengths_B), [*padded, other]
             square = any(t.shape[:2] == (length, length) for i, t in enumerate(fronts) if i not in padded)
-            known.add((length, axis))
-            if not (square and length == samples):  # else it is not known which axis of the square is the batch
-                yield Padding(leaf, axis, length, at_end, found, padded)
+            yielded.add((length, axis))
+            if not (square and length == samples):  # either axis of the square may be the batch
+                yield Padding(leaf, axis, length, at_end, lengths_B, padded)
 
 
 def _may_be_padded(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    return plain and (tensor.is_floating_point() or tensor.dtype in _INTEGERS)
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and (tensor.is_floating_point() or tensor.dtype in _INTEGERS)
 
 
 def _lengths(front: Tensor, axis: int, at_end: bool) -> Tensor | None:

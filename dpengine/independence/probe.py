@@ -1,4 +1,4 @@
-"""Schedule of the independence check: at some of the first passes, and periodically after that."""
+"""Schedule of the independence checks: at some of the first backward passes, then periodically."""
 
 from __future__ import annotations
 
@@ -19,26 +19,25 @@ EVERY = 500  # backward passes between checks; the first checks are at passes 1,
 class Probe:
     """Checks backward passes for gradients that depend on other samples of the batch.
 
-    The pass after one with more than twice the samples of any checked pass is checked, too. Samples that are not
-    independent raise UnsupportedLayerError, which names the parameter with the largest deviation. A model that
-    remembers data of a checked batch raises BufferUpdateError in the next one. Two cases cannot be checked and give a
-    warning once: a model whose forward pass is not repeatable under the same random state, and gradients that do not
-    come through the model's outputs.
+    If a pass has more than twice as many samples as any checked pass, the next pass is checked as well. If samples are
+    not independent, UnsupportedLayerError names the parameter with the largest deviation. If the model remembers data
+    of a checked batch, the next batch raises BufferUpdateError. Two cases cannot be checked and give one warning: a
+    forward pass that does not repeat under the same random state, and gradients that bypass the model's outputs.
 
     Attributes:
-        every: Number of passes between checks; None for no check.
+        every: Number of passes between checks; None disables the checks.
         armed: True if the next forward pass is recorded.
-        wants_other_length: True if a batch of another length would show that samples depend on padding.
+        wants_other_length: True if a batch padded to another length is needed to decide whether samples depend on it.
     """
 
     def __init__(self, capture: Capture, every: int | None = EVERY):
         self.every = every
         self._capture = capture
-        self._own = Replay() if capture.replay is None else None  # a grad mode may record every pass itself
+        self._replay = Replay() if capture.replay is None else None  # a grad mode may record every pass itself
         self._passes = 0
         self._next = 1  # the pass that is checked next
-        self._most_samples = 0  # of the passes that were checked, or made the next one be checked
-        self._remembered: list[Remembered] = []  # attributes; the next pass decides whether it reads them
+        self._most_samples = 0  # largest number of samples of the passes so far that were checked or caused a check
+        self._remembered: list[Remembered] = []  # attributes that the next pass may read
         self._padding = PaddingProbe(capture)
         self.wants_other_length = False
         self.armed = False
@@ -52,20 +51,20 @@ class Probe:
     def arm(self) -> None:
         """Records the next forward pass if a check is due."""
         self.armed = self.due or bool(self._remembered)
-        if self._own is not None:
-            if self._own.reached:
-                self._own.clear()
-            self._capture.replay = self._own if self.armed else None
+        if self._replay is not None:
+            if self._replay.reached:
+                self._replay.clear()
+            self._capture.replay = self._replay if self.armed else None
 
     def record_next(self) -> None:
-        """Records the next forward pass, although no check of the model is due."""
+        """Records the next forward pass even if no check of the model is due."""
         self.armed = True
-        if self._own is not None:
-            self._capture.replay = self._own
+        if self._replay is not None:
+            self._capture.replay = self._replay
 
     def take_replay(self) -> Replay | None:
         """Returns the recorded forward passes of the last backward pass, for a check at a later time."""
-        return None if self._own is None or not self._own.reached else self._own.split()
+        return None if self._replay is None or not self._replay.reached else self._replay.split()
 
     def after(self, replay: Replay | None, samples: int, sq_norms_B: Callable[[], Tensor]) -> None:
         """Ends a pass, and checks it if it is due and was recorded.
@@ -73,7 +72,7 @@ class Probe:
         Args:
             replay: The forward passes that were recorded; None if none were.
             samples: Number of samples.
-            sq_norms_B: Returns the squared norms of unscaled gradients.
+            sq_norms_B: Returns the squared norms ``(B,)`` of the unscaled per-sample gradients.
         """
         self._passes += 1
         if self._remembered and replay is not None:

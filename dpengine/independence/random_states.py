@@ -18,7 +18,7 @@ def random_states() -> list[Tensor]:
 
 
 def python_states() -> tuple[object, ...]:
-    """Returns the states of the generators of Python and numpy, to compare them."""
+    """Returns the states of the Python and NumPy generators in a form that can be compared."""
     kind, keys, *others = np.random.get_state()
     return random.getstate(), kind, np.asarray(keys).tobytes(), others
 

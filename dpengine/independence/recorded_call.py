@@ -10,7 +10,8 @@ from torch import Tensor
 from dpengine.capture.replay import Pass
 from dpengine.capture.tensors import tensors_in
 
-Place = tuple[str, int, int]  # "data", "list", "output" or "random", index of the call, index of the tensor
+# Identifies a tensor: "data", "list", "output" or "random"; index of the call; index of the tensor in the call.
+Place = tuple[str, int, int]
 
 
 class Call(NamedTuple):
@@ -20,11 +21,11 @@ class Call(NamedTuple):
         function: The function.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        result: What it returned.
+        result: Its return value.
         grad: Whether gradients were enabled.
-        autocast: Device type and dtype of each autocast that was enabled.
-        random: State of the random generators before the call, if it changed them.
-        harmless: Whether a branch that the result chooses only raises an error or notes values.
+        autocast: Device type and dtype of each enabled autocast.
+        random: State of the random generators before the call; None if the call did not change them.
+        harmless: Whether the branches that the result selects only raise errors or store values for logging.
     """
 
     function: Any
@@ -38,7 +39,7 @@ class Call(NamedTuple):
 
 
 class ModelCall(NamedTuple):
-    """A forward pass of the model: its inputs, the outputs that the loop got, and the recorded pass."""
+    """A forward pass of the model: its inputs, the outputs returned to the loop, and the recorded pass."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -46,5 +47,5 @@ class ModelCall(NamedTuple):
 
 
 def results_of(call: Call | ModelCall) -> list[Tensor]:
-    """Returns the tensors that a call returned."""
+    """Returns the tensors in the result of a call."""
     return call.outputs if isinstance(call, ModelCall) else tensors_in(call.result)

@@ -1,4 +1,4 @@
-"""Runs the recorded calls of a training loop again, with other data and outputs, in limited time."""
+"""Runs the recorded calls of a training loop again with other data and outputs, within a time limit."""
 
 from __future__ import annotations
 
@@ -27,38 +27,37 @@ BRANCH = "the loop takes a branch that depends on the batch"
 Arrange = Callable[[Tensor, Place], Tensor]
 Result = TypeVar("Result")
 
-LEAST_SECONDS = 1.0  # for all runs of a record, however short the step, until a loop was checked once
-# Multiples of the forward part of a step, which is about a third of it: twice the step, and five times the step where
-# the outputs are much larger than the data, as those of a language model.
+LEAST_SECONDS = 1.0  # smallest time limit of all runs of a record, until the loop was checked once
+# The time limit as a multiple of the forward part, which is about a third of the step: twice the step, or five times
+# the step if the outputs have more than _LARGE times the entries of the data, as those of a language model.
 _MOST_TIMES, _MOST_TIMES_LARGE, _LARGE = 6, 15, 16
-
 
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class NotRecordedError(Exception):
-    """The calls of a loop cannot be run again; the text is the reason."""
+    """Raised if the calls of a loop cannot be run again. The message is the reason."""
 
 
 class BranchError(NotRecordedError):
-    """The calls take another branch, and the loop raises no error in it."""
+    """Raised if the calls take another branch in which the loop continues."""
 
 
 class OutOfTimeError(Exception):
-    """Another run would take too long."""
+    """Raised if another run would exceed the time limit."""
 
 
 class Run(NamedTuple):
-    """Results of running a loop again: inputs of each call of the model, and gradients of its outputs by place."""
+    """Results of a rerun of a loop: inputs of each model call, and gradients of the model outputs by place."""
 
     inputs: list[list[Tensor]]
     grads: dict[Place, Tensor]
 
 
 class Rerun:
-    """Runs the calls of a record again, as long as there is time.
+    """Runs the calls of a record again, within a time limit.
 
-    ``settled`` if the loop was checked in an earlier step: then the time is that of the step alone.
+    ``settled`` is True if the loop was checked in an earlier step. Then the limit has no lower bound.
 
     Attributes:
         record: The record.
@@ -72,52 +71,53 @@ class Rerun:
         self.large = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
         times = _MOST_TIMES_LARGE if self.large else _MOST_TIMES
         self._left = max(0.0 if settled else LEAST_SECONDS, times * record.seconds)
-        self._longest = 0.0  # seconds of a run and its comparison
+        self._longest = 0.0  # seconds of the slowest run so far, with its comparison
         self._began: float | None = None
 
     def __call__(self, arrange: Arrange) -> Run:
         """Runs the calls with other data and outputs, and returns the gradients of the outputs.
 
         Args:
-            arrange: Applied to each tensor of the batch and each output of the model.
+            arrange: Returns the replacement of a tensor of the batch, an output of the model or a random tensor.
 
         Raises:
-            NotRecordedError: If the calls take another path than before, or fail.
+            NotRecordedError: If the calls take another branch than before, or fail.
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        return self._in_time(lambda: _Values(self, arrange).run())
+        return self._within_limit(lambda: _Values(self, arrange).run())
 
     def try_branches(self, arrange: Arrange) -> None:
-        """Runs the calls without the gradients, past branches that end in an error.
+        """Runs the calls without gradients, and continues past branches that end in an error.
 
         Raises:
             NotRecordedError: If the calls fail, or take another branch (BranchError).
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        self._in_time(lambda: _Values(self, arrange).run_calls(refuse=False))
+        self._within_limit(lambda: _Values(self, arrange).run_calls(strict=False))
 
     def has_branches(self) -> bool:
-        """Returns True if the loop has a branch in which it may go on with other values."""
+        """Returns True if the loop has a branch in which it may continue with other values."""
         return any(is_branch(call) and not self.ends_in_error(call) for call in self.record.calls)
 
     def ends_in_error(self, branch: Call) -> bool:
-        """Returns True if another branch only raises an error or notes values, or is for values that are no numbers."""
+        """Returns True if the other branches only raise errors or store values for logging, or test for NaN or inf."""
         return branch.harmless or all(map(self._finds_errors, tensors_in(branch.args)))
 
     def _finds_errors(self, tensor: Tensor) -> bool:
-        maker = self._makers.get(id(tensor))
-        if maker is None:
+        """Returns True if a boolean tensor is a test for NaN or infinity, or combines such tests."""
+        producer = self._producers.get(id(tensor))
+        if producer is None:
             return False
-        given = tensors_in((maker.args, maker.kwargs))
-        combines = len(given) > 0 and all(t.dtype is torch.bool and t is not tensor for t in given)
-        return name_of(maker.function) in ERROR_TESTS or (combines and all(map(self._finds_errors, given)))
+        arguments = tensors_in((producer.args, producer.kwargs))
+        combines = len(arguments) > 0 and all(t.dtype is torch.bool and t is not tensor for t in arguments)
+        return name_of(producer.function) in ERROR_TESTS or (combines and all(map(self._finds_errors, arguments)))
 
     @functools.cached_property
-    def _makers(self) -> dict[int, Call]:
-        """The call that returned each tensor last, by id."""
+    def _producers(self) -> dict[int, Call]:
+        """The last call that returned each tensor, by id."""
         return {id(t): call for call in self.record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
 
-    def _in_time(self, run: Callable[[], Result]) -> Result:
+    def _within_limit(self, run: Callable[[], Result]) -> Result:
         now = time.perf_counter()
         if self._began is not None:
             self._left -= now - self._began
@@ -127,7 +127,7 @@ class Rerun:
             raise OutOfTimeError
         try:
             with warnings.catch_warnings(), torch.enable_grad(), restored_random_states():
-                warnings.simplefilter("ignore")  # shown once, by the loop itself
+                warnings.simplefilter("ignore")  # the loop itself has shown them
                 return run()
         except NotRecordedError:
             raise
@@ -152,37 +152,38 @@ class _Values:
         self._rerun, self._record, self._arrange = rerun, rerun.record, arrange
         self._inputs: list[list[Tensor]] = []
         self._leaves: dict[Place, Tensor] = {}
-        self._of: dict[int, Any] = dict(zip(map(id, self._record.data), self._data(), strict=True))
+        self._values: dict[int, Any] = dict(zip(map(id, self._record.data), self._data(), strict=True))
 
-    def run_calls(self, *, refuse: bool = True) -> None:
-        """Runs the calls. With ``refuse=False``, goes on where another branch would end in an error.
+    def run_calls(self, *, strict: bool = True) -> None:
+        """Runs the calls, and raises if they take another branch.
 
-        Sizes that follow from values are compared then alone, as those of single samples may be read in any loop.
+        With ``strict=False``, continues where another branch would end in an error. Only then are sizes that were read
+        compared, because any loop may read sizes that differ by sample.
         """
         record, drawn = self._record, 0
         for call in record.calls:
             if isinstance(call, ModelCall):
                 self._add_outputs(call)
                 continue
-            result = self._again(call)
+            result = self._run_call(call)
             then, now = tensors_in(call.result), tensors_in(result)
             if len(then) != len(now):
                 raise NotRecordedError(f"{name_of(call.function)} returned another number of tensors")
             if call.random is not None:
-                known = [record.drawn_for_samples(call.function, t) for t in now]
-                now = [self._arrange(t, ("random", drawn, k)) if known[k] else t for k, t in enumerate(now)]
+                replaced = [record.drawn_for_samples(call.function, t) for t in now]
+                now = [self._arrange(t, ("random", drawn, k)) if replaced[k] else t for k, t in enumerate(now)]
                 drawn += 1
-            self._of.update(zip(map(id, then), now, strict=True))
-            if is_branch(call) and result != call.result and not (refuse and reads_size(call.function)):
+            self._values.update(zip(map(id, then), now, strict=True))
+            if is_branch(call) and result != call.result and not (strict and reads_size(call.function)):
                 error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError
-                if refuse or error is BranchError:
+                if strict or error is BranchError:
                     raise error(BRANCH)
 
     def run(self) -> Run:
         """Runs the calls and the backward pass."""
         record = self._record
         self.run_calls()
-        roots = [(self._put(root), self._put(grad)) for root, grad in record.roots]
+        roots = [(self._substitute(root), self._substitute(grad)) for root, grad in record.roots]
         live = [(root, grad) for root, grad in roots if root.requires_grad]
         if not live or not self._leaves:
             raise NotRecordedError("the loss has no gradient by the outputs of the model")
@@ -195,46 +196,46 @@ class _Values:
         )
 
     def _data(self) -> list[Tensor]:
-        """Returns the tensors of the batch, arranged."""
+        """Returns the replacements of the tensors of the batch."""
         record, count = self._record, itertools.count()
 
         def of_tensor(tensor: Tensor) -> Tensor:
-            known = record.before.get(id(tensor))
-            kind, value = ("list", tensor) if known is None else ("data", known.clone())
+            original = record.before.get(id(tensor))
+            kind, value = ("list", tensor) if original is None else ("data", original.clone())
             return self._arrange(value, (kind, 0, next(count)))
 
-        found = tensors_in_outputs(arranged_batch(record.batch, record.samples, of_tensor))
-        return [record.before[id(t)].clone() if id(t) in record.before else t for t in found]
+        tensors = tensors_in_outputs(arranged_batch(record.batch, record.samples, of_tensor))
+        return [record.before[id(t)].clone() if id(t) in record.before else t for t in tensors]
 
     def _add_outputs(self, call: ModelCall) -> None:
         number = len(self._inputs)
-        self._inputs.append([self._put(tensor).detach() for tensor in call.inputs])
-        for k, (given, kept) in enumerate(zip(call.outputs, call.recorded.outputs, strict=True)):
-            leaf = self._arrange(kept, ("output", number, k)).detach()
-            if given.requires_grad:
+        self._inputs.append([self._substitute(tensor).detach() for tensor in call.inputs])
+        for k, (output, value) in enumerate(zip(call.outputs, call.recorded.outputs, strict=True)):
+            leaf = self._arrange(value, ("output", number, k)).detach()
+            if output.requires_grad:
                 self._leaves["output", number, k] = leaf.requires_grad_()
-            self._of[id(given)] = leaf.clone()  # the loop may write to it
+            self._values[id(output)] = leaf.clone()  # the loop may write to it
 
-    def _put(self, node: Any) -> Any:
-        """Returns arguments of a call with the tensors of this run. Containers that calls often have come first."""
+    def _substitute(self, node: Any) -> Any:
+        """Returns arguments of a call with the tensors of this run. Tests for common types first."""
         kind = type(node)
         if kind in _PLAIN:
             return node
         if kind is tuple or kind is list:
-            return kind(map(self._put, node))
+            return kind(map(self._substitute, node))
         if kind is dict:
-            return {name: self._put(value) for name, value in node.items()}
+            return {name: self._substitute(value) for name, value in node.items()}
         if kind is slice:
-            return slice(self._put(node.start), self._put(node.stop), self._put(node.step))
+            return slice(self._substitute(node.start), self._substitute(node.stop), self._substitute(node.step))
         if not isinstance(node, Tensor):
-            return pytree.tree_map_only(Tensor, self._put, node)
-        if id(node) not in self._of:
+            return pytree.tree_map_only(Tensor, self._substitute, node)
+        if id(node) not in self._values:
             before = self._record.before.get(id(node))
-            self._of[id(node)] = node if before is None else before.clone()
-        return self._of[id(node)]
+            self._values[id(node)] = node if before is None else before.clone()
+        return self._values[id(node)]
 
-    def _again(self, call: Call) -> Any:
-        args, kwargs = self._put(call.args), self._put(call.kwargs)
+    def _run_call(self, call: Call) -> Any:
+        args, kwargs = self._substitute(call.args), self._substitute(call.kwargs)
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": kwargs["generator"].clone_state()}
         if call.grad and call.random is None and not call.autocast:

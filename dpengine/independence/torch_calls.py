@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-OUT_OF_TORCH = frozenset(
+CONVERSIONS = frozenset(
     {"item", "tolist", "numpy", "__array__", "__dlpack__", "__float__", "__int__", "__index__", "__complex__"}
 )
-"""Functions that turn a tensor into something that torch does not follow."""
+"""Functions that convert a tensor to an object outside torch."""
 
 BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
-"""Functions whose result may choose a branch of the loop."""
+"""Functions whose result may select a branch of the loop."""
 
 ERROR_TESTS = frozenset({"isnan", "isfinite", "isinf"})
-"""Functions that test for NaN and infinity, which a loop may exclude."""
+"""Functions that test for NaN and infinity."""
 
 _CHOOSE = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
 _SIZES = frozenset({"__len__", "numel", "nelement", "size"})
@@ -42,8 +42,8 @@ def writes_to(name: str, kwargs: Mapping[str, Any]) -> bool:
     return in_place or augmented or name == "__setitem__" or kwargs.get("out") is not None
 
 
-def chooses_size(name: str, args: Sequence[Any]) -> bool:
-    """Returns True if the size of the result of a function follows from values of its arguments."""
+def has_data_dependent_size(name: str, args: Sequence[Any]) -> bool:
+    """Returns True if the size of a function's result depends on values of its arguments."""
     if name == "where":
         return len(args) == 1
     index = args[1] if name == "__getitem__" and len(args) > 1 else None
@@ -62,8 +62,8 @@ def origin_of(tensor: Tensor) -> str:
     return "code outside torch" if tensor.grad_fn is None else f"'{tensor.grad_fn.name()}'"
 
 
-def takes_one(function: Any, args: Sequence[Any]) -> bool:
-    """Returns True if a call reads single entries of the first axis, as a loop over samples does."""
+def reads_single_samples(function: Any, args: Sequence[Any]) -> bool:
+    """Returns True if a call reads single entries of axis 0, as a loop over samples does."""
     name = name_of(function)
     if name in ("unbind", "__iter__"):
         return True
@@ -72,5 +72,5 @@ def takes_one(function: Any, args: Sequence[Any]) -> bool:
 
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """Returns device type and dtype of each autocast that is enabled."""
+    """Returns device type and dtype of each enabled autocast."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))

@@ -1,4 +1,4 @@
-"""Watches the calls of models in a training step, and takes the place of its backward pass."""
+"""Records the calls of models in a training step, and replaces its backward pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from dpengine.errors import BatchStateError
 
 from .random_states import random_states
 
-Place = tuple[str, int, int]  # "input", "output" or "layer", number of the call, index of the tensor
+# Identifies a tensor: "input", "output" or "layer"; number of the call; index of the tensor in the call.
+Place = tuple[str, int, int]
 Replace = Callable[[Place, Tensor], Tensor]
 
 CHECKED_LOOPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last check_loop passed
@@ -29,17 +30,17 @@ CHECKED_LOOPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose la
 _HALF = {torch.float16, torch.bfloat16}
 
 
-class Seen(NamedTuple):
+class StepTensors(NamedTuple):
     """Tensors of one run of a step, by place.
 
     Attributes:
-        inputs: Inputs of the calls of models that have a gradient.
-        outputs: Their outputs that require a gradient.
-        own: All outputs of the models, before they are replaced. Empty if a model drew random numbers.
-        grads: Gradients of these outputs, and of the outputs of layers if a model computes a loss.
-        layers: These outputs of layers.
+        inputs: Inputs of the model calls that the backward pass reached.
+        outputs: Model outputs that require a gradient, after they were replaced.
+        own: All model outputs, before they were replaced. Empty if a model drew random numbers.
+        grads: Gradients of `outputs`, and of `layers` if a model computes a loss.
+        layers: Outputs of layers that require a gradient.
         drew: Whether random numbers were drawn outside the models.
-        half: Whether numbers of half precision were computed.
+        half: Whether a model returned outputs in half precision.
     """
 
     inputs: Mapping[Place, Tensor]
@@ -52,13 +53,13 @@ class Seen(NamedTuple):
 
 
 class StepWatch:
-    """Notes inputs and outputs of models while a step runs, and computes gradients of outputs instead of parameters.
+    """Records inputs and outputs of models while a step runs, and computes gradients of outputs, not of parameters.
 
-    A model is an outermost module with parameters that train. The step gets copies of its outputs, with the values that
+    A model is an outermost module with trainable parameters. The step gets copies of its outputs, with the values that
     ``replace`` returns.
 
     Attributes:
-        models: The models that were called.
+        models: The models that were called, with their states before the first call.
         differentiated: True if a backward pass was started.
     """
 
@@ -68,25 +69,25 @@ class StepWatch:
         self._replace = replace
         self._inside: list[nn.Module] = []  # the running model, and running modules in it
         self._inputs: list[list[Tensor]] = []
-        self._noted: dict[Place, Tensor] = {}  # outputs of models and layers
+        self._outputs: dict[Place, Tensor] = {}  # outputs of models and layers
         self._grads: dict[Place, Tensor] = {}
         self._own: dict[Place, Tensor] = {}  # outputs of models before they are replaced
         self._half = self._drew = self._model_drew = False
         self._before: list[Tensor] = []  # random states before the running call of a model
         self._random: list[Tensor] = []  # states after the last call of a model
 
-    def seen(self) -> Seen:
-        """Returns what the run showed."""
+    def tensors(self) -> StepTensors:
+        """Returns the recorded tensors."""
         reached = {place[1] for place in self._grads if place[0] == "output"}
         inputs = {("input", i, k): tensor for i in reached for k, tensor in enumerate(self._inputs[i])}
-        values = {place: tensor.detach() for place, tensor in self._noted.items()}
+        values = {place: tensor.detach() for place, tensor in self._outputs.items()}
         outputs, layers = ({p: t for p, t in values.items() if p[0] == kind} for kind in ("output", "layer"))
         own = {} if self._model_drew else {place: tensor for place, tensor in self._own.items() if place[1] in reached}
-        return Seen(inputs, outputs, own, self._grads, layers, self._drew, self._half)
+        return StepTensors(inputs, outputs, own, self._grads, layers, self._drew, self._half)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Watches in the context, in which no optimizer and no engine acts. Restores the models on exit."""
+        """Records in the context, where optimizers raise and engines are paused. Restores the models on exit."""
         with ExitStack() as stack:
             private = attached_captures()
             for capture in private:
@@ -113,24 +114,24 @@ class StepWatch:
             self._random = random_states()
             try:
                 yield
-                self._note_random()
+                self._check_random()
             finally:
                 for state in (*self.models.values(), *states):
                     state.restore()
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of the outputs of models; also those of layers, if a model returned a loss."""
+        """Adds the gradients of the model outputs, and those of layer outputs if a model returned a loss."""
         self.differentiated = True
         self._differentiate("output", roots, grads)
         if any(grad.dim() == 0 and bool(grad != 0) for grad in self._grads.values()):
             self._differentiate("layer", roots, grads)
 
     def _differentiate(self, kind: str, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        of = {place: tensor for place, tensor in self._noted.items() if place[0] == kind}
-        if not of:
+        outputs = {place: tensor for place, tensor in self._outputs.items() if place[0] == kind}
+        if not outputs:
             return
-        found = torch.autograd.grad(roots, list(of.values()), grads, retain_graph=True, allow_unused=True)
-        for place, grad in zip(of, found, strict=True):
+        gradients = torch.autograd.grad(roots, list(outputs.values()), grads, retain_graph=True, allow_unused=True)
+        for place, grad in zip(outputs, gradients, strict=True):
             if grad is not None:
                 self._grads[place] = self._grads[place] + grad if place in self._grads else grad.detach()
 
@@ -142,7 +143,7 @@ class StepWatch:
     def _started(self, module: nn.Module, args: Any) -> None:
         if self._inside or any(parameter.requires_grad for parameter in module.parameters()):
             if not self._inside:
-                self._note_random()
+                self._check_random()
                 self._before = random_states()
                 self.models.setdefault(module, ModelState.of(module))
             self._inside.append(module)
@@ -158,33 +159,34 @@ class StepWatch:
             return None
         if self._inside:
             if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
-                self._note("layer", len(self._noted), output)
+                self._record("layer", len(self._outputs), output)
             return None
         number = len(self._inputs)
         self._inputs.append([tensor.detach().clone() for tensor in tensors_in((args, kwargs))])
-        self._note("layer", len(self._noted), output if module._parameters else ())
+        self._record("layer", len(self._outputs), output if module._parameters else ())
         self._own.update({("output", number, k): t.detach() for k, t in enumerate(tensors_in_outputs(output))})
         self._half |= any(t.dtype in _HALF for t in tensors_in_outputs(output))
         index = iter(range(len(tensors_in_outputs(output))))
-        given = map_outputs(lambda tensor: self._given(("output", number, next(index)), tensor), output)
-        self._note("output", number, given)  # an output may come from another one inside the model
-        return given
+        replaced = map_outputs(lambda tensor: self._replaced(("output", number, next(index)), tensor), output)
+        self._record("output", number, replaced)  # not the originals, which may depend on each other in the model
+        return replaced
 
-    def _note_random(self) -> None:
+    def _check_random(self) -> None:
+        """Sets `drew` if random numbers were drawn since the last call of a model."""
         self._drew |= not all(map(torch.equal, self._random, random_states()))
 
-    def _note(self, kind: str, number: int, output: Any) -> None:
+    def _record(self, kind: str, number: int, output: Any) -> None:
         for k, tensor in enumerate(tensors_in_outputs(output)):
             if tensor.requires_grad:
-                self._noted[kind, number, k] = tensor
+                self._outputs[kind, number, k] = tensor
 
-    def _given(self, place: Place, output: Tensor) -> Tensor:
+    def _replaced(self, place: Place, output: Tensor) -> Tensor:
         value = self._replace(place, output) if output.requires_grad else output
         return _WithValue.apply(output, value)  # type: ignore[no-any-return]
 
 
 class _WithValue(torch.autograd.Function):
-    """A copy of a tensor with other values, and with its gradient."""
+    """Returns a copy of a tensor with other values, and passes the gradient on to the tensor."""
 
     @staticmethod
     def forward(output: Tensor, value: Tensor) -> Tensor:
@@ -208,8 +210,8 @@ def _reject_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def step_inside_check(name: str) -> BatchStateError:
-    """Returns the error for a step of an optimizer while a loop is checked."""
+    """Returns the error for an optimizer step while a loop is checked."""
     return BatchStateError(
         f"{name}.step() was called inside check_loop, which must not change the model.",
-        fix="Pass check_loop a function that computes the loss, and leave out optimizer.step().",
+        fix="Pass check_loop a function that computes the loss and does not call optimizer.step().",
     )

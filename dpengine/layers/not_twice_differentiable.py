@@ -21,12 +21,12 @@ def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]
             outputs = backward(ctx, *grads)
         if not torch.is_grad_enabled() or not any(grad is not None and grad.requires_grad for grad in grads):
             return outputs
-        return tuple(None if output is None else refuse_second_derivative(output) for output in outputs)
+        return tuple(None if output is None else reject_second_derivative(output) for output in outputs)
 
     return without_graph
 
 
-def refuse_second_derivative(grad: Tensor) -> Tensor:
+def reject_second_derivative(grad: Tensor) -> Tensor:
     """Returns a gradient with the same values; differentiating it raises RepeatedBackwardError."""
     refused: Tensor = _Refused.apply(grad.detach().requires_grad_())
     return refused

@@ -1,4 +1,4 @@
-"""Check of a training step: runs it with other data in some samples, and compares what the other samples get."""
+"""Check of a training step: runs it with other data in select samples, and compares what the other samples get."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dpengine.independence.compare_runs import (
     reduction_of,
 )
 from dpengine.independence.random_states import restored_random_states
-from dpengine.independence.watch_step import CHECKED_LOOPS, Place, Replace, Seen, StepWatch
+from dpengine.independence.watch_step import CHECKED_LOOPS, Place, Replace, StepTensors, StepWatch
 from dpengine.sampling.collate import restored_generators
 from dpengine.sampling.loader import PrivateIteration
 
@@ -62,7 +62,7 @@ class LoopCheck:
 def check_loop(
     step: Step, batches: Iterable[Any], *, loss_reduction: str = "mean", batch_first: bool = True
 ) -> LoopCheck:
-    """Runs a training step on batches in which some samples got other data, and compares the results for the others.
+    """Runs a training step on batches in which select samples got other data, and compares the results for the others.
 
     Unlike the check at run time, which runs recorded calls again, this one calls ``step`` itself, about eight times for
     each batch. So it also decides about losses that branch on values, use numpy or scripted functions, or are computed
@@ -153,49 +153,51 @@ class _BatchCheck:
 
     def run(self, declared: str) -> str | None:
         """Raises if samples are mixed. Returns the reduction that was found."""
-        whole = self._seen(lambda tensor: tensor, lambda place, output: output)
-        tolerance = HALF if whole.half else EXACT
-        again = self._try(lambda tensor: tensor, lambda place, output: whole.outputs.get(place, output))
-        if largest_change(self._rows, whole.inputs, again.inputs, tolerance) or largest_change(
-            self._rows, whole.grads, again.grads, tolerance
+        baseline = self._seen(lambda tensor: tensor, lambda place, output: output)
+        tolerance = HALF if baseline.half else EXACT
+        again = self._try(lambda tensor: tensor, lambda place, output: baseline.outputs.get(place, output))
+        if largest_change(self._rows, baseline.inputs, again.inputs, tolerance) or largest_change(
+            self._rows, baseline.grads, again.grads, tolerance
         ):
             raise _UndecidedError("step gives other gradients when it runs again with the same batch")
-        if not any(self._rows.of(grad) is not None for grad in whole.grads.values()):
+        if not any(self._rows.of(grad) is not None for grad in baseline.grads.values()):
             raise _UndecidedError("no gradient has the batch on its axis, so samples cannot be compared")
-        if (error := self._mixing(whole, tolerance)) is not None:
+        if (error := self._mixing(baseline, tolerance)) is not None:
             if is_ambiguous(self._batch, self._rows.samples):
                 raise _UndecidedError("a list of the batch may hold samples or columns: pass a batch of another size")
             raise error
-        told = self._reduction(whole, tolerance)
+        told = self._reduction(baseline, tolerance)
         check_reduction(told, declared)
         return told
 
-    def _mixing(self, whole: Seen, tolerance: float) -> BatchDependentLossError | None:
+    def _mixing(self, baseline: StepTensors, tolerance: float) -> BatchDependentLossError | None:
         """Returns the error if a kept sample changes with others."""
         only_tensors = all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self._batch))
-        moves = not whole.drew and only_tensors and self._rows.can_move(tensors_in_outputs(self._batch))
+        moves = not baseline.drew and only_tensors and self._rows.can_move(tensors_in_outputs(self._batch))
         for kept, source_B in self._rows.halves(moves=moves):
-            others = self._try(*self._arranged(whole, source_B))
-            if largest_change(self._rows, whole.inputs, others.inputs, tolerance, kept):
+            others = self._try(*self._arranged(baseline, source_B))
+            if largest_change(self._rows, baseline.inputs, others.inputs, tolerance, kept):
                 return mixed_inputs()
-            batched = {place: one for place, one in whole.own.items() if self._rows.of(one) is not None}
+            batched = {place: one for place, one in baseline.own.items() if self._rows.of(one) is not None}
             if largest_change(self._rows, batched, others.own, tolerance, kept):
                 return mixed_outputs()
-            if share := largest_change(self._rows, *self._comparable(whole, others, kept, tolerance), tolerance, kept):
+            if share := largest_change(
+                self._rows, *self._comparable(baseline, others, kept, tolerance), tolerance, kept
+            ):
                 return mixed_loss(share)
         return None
 
-    def _reduction(self, whole: Seen, tolerance: float) -> str | None:
+    def _reduction(self, baseline: StepTensors, tolerance: float) -> str | None:
         """Returns the reduction, by leaving half of the samples out; None if it cannot be told."""
         half = self._rows.samples // 2
         try:
-            part = self._seen(*self._arranged(whole, torch.arange(half)))
+            part = self._seen(*self._arranged(baseline, torch.arange(half)))
         except Exception:  # for example in a loop for batches of one size
             return None
-        now = self._rows.some(part.grads, slice(half), samples=half)
-        then = self._rows.some(whole.grads, slice(half))
+        now = self._rows.select(part.grads, slice(half), samples=half)
+        then = self._rows.select(baseline.grads, slice(half))
         told = reduction_of(now, then, self._rows.samples / half, tolerance)
-        if told == "neither" and not whole.drew:
+        if told == "neither" and not baseline.drew:
             raise BatchDependentLossError(
                 f"The loss depends on the number of samples as neither a mean nor a sum does: with {half} instead of "
                 f"{self._rows.samples} samples, the gradient of a sample changed by another factor.",
@@ -203,28 +205,28 @@ class _BatchCheck:
             )
         return None if told == "neither" else told
 
-    def _arranged(self, whole: Seen, source_B: Tensor) -> tuple[Callable[[Tensor], Tensor], Replace]:
+    def _arranged(self, baseline: StepTensors, source_B: Tensor) -> tuple[Callable[[Tensor], Tensor], Replace]:
         """Returns functions that arrange the samples of a batch, and of the outputs that the model gave for it."""
 
         def replace(place: Place, output: Tensor) -> Tensor:
-            known = whole.outputs.get(place)
+            known = baseline.outputs.get(place)
             return output if known is None else self._rows.rearranged(known, source_B)
 
         return lambda tensor: self._rows.rearranged(tensor, source_B), replace
 
     def _comparable(
-        self, whole: Seen, others: Seen, kept: Kept, tolerance: float
+        self, baseline: StepTensors, others: StepTensors, kept: Kept, tolerance: float
     ) -> tuple[Mapping[Place, Tensor], Mapping[Place, Tensor]]:
         """Leaves out layers whose axis 0 is not the batch, because their outputs changed."""
         usable = {
             place: grad
-            for place, grad in whole.grads.items()
-            if place not in whole.layers
+            for place, grad in baseline.grads.items()
+            if place not in baseline.layers
             or (
                 place in others.layers
                 and self._rows.of(grad) is not None
                 and not largest_change(
-                    self._rows, {place: whole.layers[place]}, {place: others.layers[place]}, tolerance, kept
+                    self._rows, {place: baseline.layers[place]}, {place: others.layers[place]}, tolerance, kept
                 )
             )
         }
@@ -232,14 +234,14 @@ class _BatchCheck:
             raise _UndecidedError("the model computes the loss, and none of its layers has the batch on axis 0")
         return usable, others.grads
 
-    def _try(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
+    def _try(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
         try:
             return self._seen(arrange, replace)
         except Exception as error:
             shown = str(error).split("\n", maxsplit=1)[0][:100]
             raise _UndecidedError(f"running step again raised {type(error).__name__}: {shown}") from error
 
-    def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> Seen:
+    def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
         watch = StepWatch(replace)
         batch = arranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
         with restored_generators(), restored_random_states(), watch.active():
@@ -251,4 +253,4 @@ class _BatchCheck:
         if not watch.differentiated:
             raise ValueError("check_loop: step called no backward(), and returned no loss. Return the loss.")
         self._models.update(watch.models)
-        return watch.seen()
+        return watch.tensors()

@@ -310,7 +310,7 @@ def test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself():
     model(inputs).square().mean().backward()  # the eighth pass is probed
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         clipper.clip_and_accumulate()
-    with pytest.raises(BatchStateError, match="nothing accumulated"):
+    with pytest.raises(BatchStateError, match="no gradients were accumulated"):
         clipper.pre_step()
 
 

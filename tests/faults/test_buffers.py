@@ -106,7 +106,7 @@ HARMLESS = [(count_calls, COUNTER), (count_calls_anew, COUNTER), (same_again, No
 def watched_pass(watch, model, inputs):
     watch.note()
     model(inputs)
-    watch.refuse_written()
+    watch.check_not_written()
 
 
 @pytest.mark.parametrize("persistent", [True, False])
@@ -263,7 +263,7 @@ def test_a_large_parameter_that_is_written_behind_its_version_is_found_by_its_di
         watch.note()
         model(torch.ones(2, 300, dtype=dtype))
         if not writes:
-            watch.refuse_written()
+            watch.check_not_written()
     assert copied_buffers(watch) == 0
     with pytest.raises(BufferUpdateError, match="'weight'"):
-        watch.refuse_written()
+        watch.check_not_written()

@@ -75,8 +75,8 @@ GUARDS = [
     Guard(
         "earlier-words",
         "a resumed scheme draws from the words of the batches so far",
-        "if of_groups or step < end",
-        "if of_groups",
+        "if is_partition or step < end",
+        "if is_partition",
         "checkpoint/test_save.py::test_samples_stay_apart_over_two_interruptions_where_nothing_left_since",
     ),
     Guard(

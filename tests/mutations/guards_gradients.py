@@ -20,14 +20,14 @@ GUARDS = [
     Guard(
         "streams-joined",
         "the current stream waits for those on which gradients were computed",
-        "            here.wait_stream(other)",
+        "            current.wait_stream(other)",
         "            pass",
         "engine/test_two_devices.py::test_sums_wait_for_every_stream_that_computed_a_gradient[auto-caller]",
     ),
     Guard(
         "streams-released",
         "streams wait before memory that was read is used again",
-        "            other.wait_stream(here)",
+        "            other.wait_stream(current)",
         "            pass",
         "engine/test_two_devices.py::test_sums_wait_for_every_stream_that_computed_a_gradient[auto-caller]",
     ),
@@ -190,7 +190,7 @@ GUARDS = [
     Guard(
         "buffers",
         "a buffer that forward wrote",
-        "        if not found:\n            return\n        owner",
+        "        if not names:\n            return\n        owner",
         "        if True:\n            return\n        owner",
         "faults/test_buffers.py::test_whatever_way_a_buffer_is_written_it_is_refused_and_put_back",
     ),
@@ -320,7 +320,7 @@ GUARDS = [
     Guard(
         "probe-sums",
         "sums of the two halves add up to that of the batch",
-        "return all(self._is_small(rest, whole) for rest in left.values())",
+        "return all(self._is_small(rest, baseline) for rest in left.values())",
         "return True",
         "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[sign_of_the_batch--auto]",
     ),
@@ -341,7 +341,7 @@ GUARDS = [
     Guard(
         "tap-twice",
         "a second backward pass over one forward pass",
-        'getattr(ctx, "fired", False)',
+        'getattr(ctx, "reported", False)',
         "False",
         "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[TwoInputs-ghost]",
     ),
@@ -389,7 +389,7 @@ GUARDS = [
     Guard(
         "layer-second-derivative",
         "a second derivative through a hooked layer",
-        "return refuse_second_derivative(grad) if grad.requires_grad else None",
+        "return reject_second_derivative(grad) if grad.requires_grad else None",
         "return None",
         "faults/test_modules.py::test_a_gradient_penalty_is_refused_and_releases_nothing[auto]",
     ),
@@ -411,7 +411,7 @@ GUARDS = [
     Guard(
         "two-threads",
         "a model that runs in two threads",
-        "            capture.refuse_second_thread()\n",
+        "            capture.reject_second_thread()\n",
         "",
         "capture/test_layer_forward.py::test_a_model_that_runs_in_two_threads_is_rejected",
     ),
@@ -510,7 +510,7 @@ GUARDS = [
     Guard(
         "probe-others",
         "the other rows get other data",
-        "torch.where(_by_row(self._keep_B, front), front, first)",
+        "torch.where(_broadcast(self._keep_B, front), front, first)",
         "front",
         "faults/test_isolation.py::test_a_maximum_of_the_batch_is_found_whichever_row_has_it",
     ),

@@ -9,15 +9,15 @@ GUARDS = [
     Guard(
         "subset-begun",
         "a run that has begun is not restricted",
-        "if began or run.resumed or not run.attached:",
+        "if has_begun or run.resumed or not run.attached:",
         "if run.resumed or not run.attached:",
         f"{SUBSET}test_a_run_that_has_begun_or_ended_is_rejected",
     ),
     Guard(
         "subset-ended",
         "a run that has ended is not restricted",
-        "if began or run.resumed or not run.attached:",
-        "if began or run.resumed:",
+        "if has_begun or run.resumed or not run.attached:",
+        "if has_begun or run.resumed:",
         f"{SUBSET}test_a_run_that_has_begun_or_ended_is_rejected",
     ),
     Guard(
@@ -37,7 +37,7 @@ GUARDS = [
     Guard(
         "subset-all",
         "an optimizer that holds all parameters is not restricted",
-        "    if held.issuperset(passes.model.parameters()):\n        return\n",
+        "    if parameters.issuperset(passes.model.parameters()):\n        return\n",
         "",
         f"{SUBSET}test_an_optimizer_that_holds_all_parameters_is_not_restricted",
     ),
@@ -86,8 +86,8 @@ GUARDS = [
     Guard(
         "subset-follow",
         "a checkpoint is loaded into a buffer of the subset",
-        "    passes.only = held\n    passes.follow()\n",
-        "    passes.only = held\n",
+        "    passes.only = parameters\n    passes.follow()\n",
+        "    passes.only = parameters\n",
         f"{SUBSET}test_correlated_noise_goes_on_after_a_checkpoint",
     ),
     Guard(
@@ -100,8 +100,8 @@ GUARDS = [
     Guard(
         "subset-resumed",
         "a run that was resumed before its first step is not restricted",
-        "if began or run.resumed or not run.attached:",
-        "if began or not run.attached:",
+        "if has_begun or run.resumed or not run.attached:",
+        "if has_begun or not run.attached:",
         f"{SUBSET}test_a_run_resumed_before_its_first_step_is_rejected",
     ),
     Guard(
@@ -191,7 +191,7 @@ GUARDS = [
     Guard(
         "wrapper-settings",
         "a wrapper with other settings than the run",
-        "        if given != own:",
+        "        if argument != setting:",
         "        if False:",
         f"{WRAPPER}test_an_argument_that_does_not_fit_changes_nothing",
     ),
@@ -217,7 +217,7 @@ GUARDS = [
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[padding_counts]",
         also=(
             (
-                "if any(_changes(rerun, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
+                "if any(_changes(rerun, baseline, rows, padding, length, tolerance) for length in shorter(padding)):",
                 "if False:",
             ),
         ),
@@ -225,15 +225,15 @@ GUARDS = [
     Guard(
         "padding-loss",
         "a loss that divides by the padded length",
-        "if any(_changes(rerun, whole, rows, padding, length, tolerance) for length in shorter(padding)):",
+        "if any(_changes(rerun, baseline, rows, padding, length, tolerance) for length in shorter(padding)):",
         "if False:",
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[mean_of_masked]",
     ),
     Guard(
         "padding-length",
         "padding to one length",
-        "if any(len(lengths) > 1 for lengths in which.values()):",
-        "if any(which.values()):",
+        " > 1 for lengths in self._changed_at.values()):\n            raise depends_on_padding()\n        if",
+        " > 0 for lengths in self._changed_at.values()):\n            raise depends_on_padding()\n        if",
         "independence/test_padding_probe.py::test_padding_to_one_length_is_accepted",
     ),
     Guard(

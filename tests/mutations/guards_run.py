@@ -244,7 +244,7 @@ GUARDS = [
     Guard(
         "optimizer-kind",
         "an optimizer that cannot be made private",
-        'kind.__name__ in REFUSED and kind.__module__.startswith("torch.optim")',
+        'kind.__name__ in UNSUPPORTED and kind.__module__.startswith("torch.optim")',
         "False",
         "users/test_optimizer.py::test_two_optimizers_are_refused_and_left_alone",
     ),
@@ -423,8 +423,8 @@ GUARDS = [
     Guard(
         "shared-data-twice",
         "a ledger that was compared already",
-        "last is None or shares is None or last.ledger is not self.ledger or shares.at != last.number",
-        "last is None or shares is None",
+        "last is None or charges is None or last.ledger is not self.ledger or charges.current != last.number",
+        "last is None or charges is None",
         "users/test_batches.py::test_the_first_engine_that_goes_on_next_to_one_with_its_state_is_noticed",
     ),
     Guard(

@@ -120,8 +120,8 @@ def test_a_loop_without_the_engine_cannot_use_a_policy():
             CyclicPoissonSampling(sampling_prob=0.5, cycle_length=2),
             "sampling_prob=0.4.*, or the loader with batch_size=15",
         ),
-        (FixedBatchSampling(batch_size=15), "Make the loader with batch_size=15"),
-        (BMinSepSampling(sampling_prob=0.5, min_separation=2), "Make the loader with batch_size=20"),
+        (FixedBatchSampling(batch_size=15), "Create the loader with batch_size=15"),
+        (BMinSepSampling(sampling_prob=0.5, min_separation=2), "Create the loader with batch_size=20"),
     ],
     ids=lambda one: getattr(one, "law", ""),
 )
