@@ -19,7 +19,7 @@ class SequenceBias(nn.Module):
     """Appends one learned element to each sequence.
 
     Attributes:
-        bias: The element, of shape ``(embed_dim,)``, initialized from a normal distribution.
+        bias: The element, ``(embed_dim,)``, initialized from a normal distribution.
 
     Args:
         embed_dim: Size of an element.
@@ -53,8 +53,9 @@ class SequenceBias(nn.Module):
 class PrivateMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with per-sample gradients. Takes batched (3-D) input.
 
-    A replacement without additional state: ``module.__class__ = PrivateMultiheadAttention`` converts the original in
-    place, and back. Output and gradient are those of the original.
+    The class has no additional state, so ``module.__class__ = PrivateMultiheadAttention`` converts the original in
+    place, and ``module.__class__ = nn.MultiheadAttention`` converts it back. Output and gradient are those of the
+    original.
     """
 
     def forward(
@@ -76,7 +77,7 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
         mask = _additive("attn_mask", attn_mask, query.dtype, shapes)
         if is_causal and mask is None:
             raise ValueError("is_causal is a hint about attn_mask, which is missing. Pass attn_mask as well.")
-        # Only then is the hint sufficient for the kernel.
+        # With other masks, or to return weights, the kernel needs the mask itself.
         causal = is_causal and padding_BS is None and not need_weights
         q, k, v = _projected(self, *batch_first)
         k, v, added = _extended(self, k, v)
@@ -110,7 +111,7 @@ def _batch_first(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]
         )
     if module.batch_first:
         return list(inputs)
-    # Inputs that are the same tensor must stay so.
+    # If inputs are the same tensor, their transposes must also be the same tensor.
     swapped = {id(tensor): tensor.transpose(0, 1) for tensor in inputs}
     return [swapped[id(tensor)] for tensor in inputs]
 
@@ -140,7 +141,7 @@ def _slice(module: nn.MultiheadAttention, name: str, first: int, last: int) -> A
 
 
 def _extended(module: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Appends the learned and the zero position to keys and values. Returns also their number."""
+    """Appends the learned and the zero position to keys and values. Returns both, and the number of positions added."""
     rows, added = key.shape[0], 0
     if module.bias_k is not None and module.bias_v is not None:
         key = torch.cat([key, module.bias_k.expand(rows, -1, -1)], dim=1)

@@ -1,9 +1,9 @@
 """Cells of RNN, LSTM and GRU: one step, and all steps with a custom backward pass.
 
-Each cell has two implementations. ``step`` is the definition, in ordinary operations. ``run`` and ``back`` compute the
-same over all steps, in place and outside the graph. In ``back``, the gradient with respect to a pre-activation is the
-product of a slope, computed for all steps at once, and the gradient with respect to the state, which the loop carries.
-If ``native`` has compiled code for a cell, it replaces ``run`` and ``back``.
+Each cell has two implementations. ``step`` is the definition, in ordinary operations. ``run`` and ``back`` compute all
+steps in place and outside the autograd graph. In ``back``, the gradient with respect to a pre-activation is the product
+of a slope, computed for all steps at once, and the gradient with respect to the state, which the loop updates. If
+``native`` has compiled code for a cell, it replaces ``run`` and ``back``.
 
 Axes: B samples, T time, S = T + 1 slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
@@ -28,7 +28,7 @@ Deltas = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HiddenWeights:
-    """Values of the recurrent weights. ``project_PH`` is ``weight_hr`` of an LSTM."""
+    """Values of the recurrent weights, outside the graph. ``project_PH`` is ``weight_hr`` of an LSTM."""
 
     hidden_GP: Tensor
     bias_G: Tensor | None = None
@@ -37,7 +37,7 @@ class HiddenWeights:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Results of a loop over time, for the output and for the backward pass; None for cells without them."""
+    """Results of a loop over time, for the output and for the backward pass. A field is None if the cell has none."""
 
     states_BSP: Tensor
     cells_BSH: Any  # LSTM

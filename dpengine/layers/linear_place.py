@@ -12,7 +12,7 @@ from .not_twice_differentiable import not_twice_differentiable
 
 
 def linear_place(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns zeros with the gradients of ``F.linear``, for callers that have its value (see Note [two passes]).
+    """Returns zeros with the gradients of ``F.linear``, for callers that know its value (see Note [two passes]).
 
     All elements share the same memory, so the result must not be written to.
     """

@@ -34,7 +34,7 @@ def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
 def lstm_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, cells: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor | None]:
-    """Fills states and cell states. Returns the gates, and the output before projection, if there is a projection."""
+    """Fills states and cell states. Returns the gates, and the output before projection (None without projection)."""
     rows, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
@@ -58,7 +58,7 @@ def lstm_run(
 def lstm_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor, grad_c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient with respect to the pre-activations, twice."""
+    """Returns the gradients with respect to both parts of the pre-activations, which are equal."""
     gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
     rows, size = grad_c.shape
     deltas, packed = torch.empty_like(gates), gates.new_empty(rows, gates.shape[-1])

@@ -27,13 +27,13 @@ def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]
 
 
 def reject_second_derivative(grad: Tensor) -> Tensor:
-    """Returns a gradient with the same values; differentiating it raises RepeatedBackwardError."""
-    refused: Tensor = _Refused.apply(grad.detach().requires_grad_())
-    return refused
+    """Returns a gradient with the same values. Its derivative raises RepeatedBackwardError."""
+    result: Tensor = _RaisesInBackward.apply(grad.detach().requires_grad_())
+    return result
 
 
-class _Refused(torch.autograd.Function):
-    """Identity whose backward raises."""
+class _RaisesInBackward(torch.autograd.Function):
+    """Identity function whose backward raises RepeatedBackwardError."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
@@ -42,8 +42,8 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> None:
         raise RepeatedBackwardError(
-            "A gradient with respect to inputs is differentiated again (create_graph=True), as for a gradient penalty. "
-            "Per-sample gradients of second derivatives are not supported.",
+            "A gradient with respect to inputs is differentiated again (create_graph=True), for example for a gradient "
+            "penalty. Per-sample gradients of second derivatives are not supported.",
             fix="Remove the penalty, or compute the step with dpengine.functional.clipped_grad, whose per-example loss "
             "may contain torch.func.grad.",
         )

@@ -1,7 +1,8 @@
 """Batch-first replacements of torch's recurrent layers and cells that use each weight once through ``F.linear``.
 
-A replacement has no additional state: ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and back.
-Output and gradients are those of the original, and capture gets per-sample gradients from the uses of the weights.
+A replacement has no additional state, so ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and
+``module.__class__ = nn.LSTM`` converts it back. Output and gradients are those of the original. Capture computes
+per-sample gradients from the uses of the weights.
 
 Axes: B samples, T time, F features, G gates, H hidden, P hidden after projection, L layers times directions.
 """
@@ -23,7 +24,7 @@ from .schedule import Ragged, Schedule
 
 State = tuple[Tensor, "Tensor | None"]
 Direction = Callable[[Any, Tensor, int, State, Schedule], Results]
-OwnCell = Callable[[Tensor, Any], Any]
+CustomCell = Callable[[Tensor, Any], Any]
 
 
 class PrivateRNN(nn.RNN):
@@ -52,13 +53,13 @@ class PrivateLSTM(nn.LSTM):
         return _forward(self, input, hx)
 
 
-def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
+def run_cells(module: Any, cells: Sequence[CustomCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
     """Runs custom cells over time, in layers and directions, like ``nn.RNN``.
 
-    A cell is ``(input (B, F), state) -> state``, one for each layer and direction. A state is ``(B, H)``, or a pair of
-    these if ``module.has_cell_state``, of which the first is the output. ``hx`` has shape ``(L, B, H)``; None is zeros.
-    Each call of a cell has all samples of the batch, in order. For sequences of different length, outputs of a cell
-    after the end of a sequence are dropped.
+    There is one cell, ``(input (B, F), state) -> state``, for each layer and direction. A state is a tensor ``(B, H)``,
+    or a pair of such tensors if ``module.has_cell_state``; the first is the output. ``hx`` has shape ``(L, B, H)``;
+    None is zeros. Each call of a cell has all samples of the batch, in order. For sequences of different length,
+    outputs of a cell after the end of a sequence are dropped.
     """
     directions = 2 if module.bidirectional else 1
 
@@ -69,13 +70,13 @@ def run_cells(module: Any, cells: Sequence[OwnCell], inputs: Any, hx: State | No
     return _forward(module, inputs, hx, direction)
 
 
-def _over_time(cell: OwnCell, inputs_BTF: Tensor, start: State, schedule: Schedule) -> Results:
+def _over_time(cell: CustomCell, inputs_BTF: Tensor, start: State, schedule: Schedule) -> Results:
     ended_BT1 = None if schedule.ragged is None else schedule.restored(schedule.ragged.padding_BT1)
     state: tuple[Any, ...] = start[:1] if start[1] is None else start
     outputs_B: list[Any] = [None] * schedule.steps
     for time in reversed(range(schedule.steps)) if schedule.reverse else range(schedule.steps):
-        found = cell(inputs_BTF[:, time], state[0] if len(state) == 1 else state)
-        new = (found,) if isinstance(found, Tensor) else tuple(found)
+        result = cell(inputs_BTF[:, time], state[0] if len(state) == 1 else state)
+        new = (result,) if isinstance(result, Tensor) else tuple(result)
         if ended_BT1 is not None:
             new = tuple(torch.where(ended_BT1[:, time], then, now) for then, now in zip(state, new, strict=True))
         state, outputs_B[time] = new, new[0]
@@ -266,15 +267,15 @@ def _step(
             )
     gates_BG = F.linear(inputs_BF, module.weight_ih, module.bias_ih)
     zeros_BH = inputs_BF.new_zeros(inputs_BF.shape[0], module.hidden_size)
-    state, memory = (zeros_BH if given is None else given for given in (h0_BH, c0_BH))
+    state, memory = (zeros_BH if initial is None else initial for initial in (h0_BH, c0_BH))
     return CELLS[mode].step(gates_BG, F.linear(state, module.weight_hh, module.bias_hh), state, memory)
 
 
 class RNNLinear(nn.Linear):
     """``nn.Linear`` for the steps of a recurrence, in which late steps may have fewer samples than the batch.
 
-    Row i of a call belongs to sample i of the batch. If some sequences have ended, active ones must come first: then
-    set ``max_batch_len`` to the batch size, and missing samples get no gradient.
+    Row i of a call belongs to sample i of the batch. If some sequences have ended, active ones must come first, and
+    ``max_batch_len`` must be the batch size. Missing samples then get no gradient.
 
     Args:
         in_features: Size of each input row.
@@ -283,18 +284,18 @@ class RNNLinear(nn.Linear):
     """
 
     max_batch_len: int | None = None
-    """Batch size, if calls may have fewer samples; None if each call has all of them."""
+    """Batch size, if calls may have fewer samples; None if each call has all samples."""
 
     def forward(self, input: Tensor) -> Tensor:
         """See ``nn.Linear.forward``. Raises ValueError for more samples than ``max_batch_len``."""
         rows, missing = len(input), 0 if self.max_batch_len is None else self.max_batch_len - len(input)
         if missing < 0:
             raise ValueError(
-                f"RNNLinear: the input has {rows} rows, and max_batch_len says that the batch has "
-                f"{self.max_batch_len}. Set max_batch_len to the size of the batch, or to None."
+                f"RNNLinear: the input has {rows} rows, which exceeds max_batch_len={self.max_batch_len}. Set "
+                "max_batch_len to the size of the batch, or to None."
             )
         if missing == 0:
             return F.linear(input, self.weight, self.bias)
         # Padded to the batch size, so that the use of the weight has a per-sample gradient for each sample.
-        whole = F.pad(input, (*[0] * (2 * input.dim() - 1), missing))
-        return F.linear(whole, self.weight, self.bias)[:rows]
+        padded = F.pad(input, (*[0] * (2 * input.dim() - 1), missing))
+        return F.linear(padded, self.weight, self.bias)[:rows]

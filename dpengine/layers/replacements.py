@@ -30,12 +30,15 @@ ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.ite
 
 
 def to_replacement(module: nn.Module) -> nn.Module | None:
-    """Converts a module to its replacement in place; None if it has none. Parameters and ``state_dict`` keys stay."""
+    """Converts a module to its replacement in place. Keeps parameters and ``state_dict`` keys.
+
+    Returns the module; None if it has no replacement.
+    """
     return _change(module, REPLACEMENTS)
 
 
 def to_original(module: nn.Module) -> nn.Module | None:
-    """Converts a replacement layer to the original in place; None for other modules."""
+    """Converts a replacement layer to the original in place. Returns it; None for other modules."""
     return _change(module, ORIGINALS)
 
 

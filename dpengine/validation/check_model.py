@@ -1,4 +1,4 @@
-"""Check of a model for private training, layer by layer. Changes nothing."""
+"""Checks a model for private training, layer by layer. Changes nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .sequence_first import LossFunction
 SUPPORTED, TWIN, FALLBACK, BLOCKED, NOTHING = "supported", "twin", "fallback", "blocked", "no trainable parameters"
 LAYER, LOSS = "layer", "loss"
 
-_WHOLE = {LAYER: "model", LOSS: "loss"}
+_SUBJECTS = {LAYER: "model", LOSS: "loss"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Finding:
         verdict: ``"supported"``, ``"twin"`` (has a batch-first replacement layer), ``"fallback"``, ``"blocked"`` or
             ``"no trainable parameters"``.
         how: Computation of the per-sample gradients.
-        why: Reason why a layer is blocked: predicate of a sentence whose subject is the layer.
+        why: Reason why a layer is blocked, as the predicate of a sentence whose subject is the layer.
         remedy: Recommended fix for a blocked layer.
         part: ``"layer"`` or ``"loss"``.
     """
@@ -53,7 +53,7 @@ class Finding:
     @property
     def where(self) -> str:
         """Name and type, for messages."""
-        return f"{self.name or f'The {_WHOLE[self.part]}'} ({self.type})"
+        return f"{self.name or f'The {_SUBJECTS[self.part]}'} ({self.type})"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CheckReport:
         Raises:
             UnsupportedLayerError: If a layer is blocked, with reason and remedy for the first and the names of others.
             BatchDependentLossError: If the first blocked finding is the loss.
-        """  # noqa: DOC502 - one of the two
+        """  # noqa: DOC502 - raised as a variable
         if self.ok:
             return
         first, *others = self.blocked
@@ -88,7 +88,7 @@ class CheckReport:
 
     def __str__(self) -> str:
         header = ("layer", "type", "verdict", "how")
-        rows = [header, *((f.name or f"({_WHOLE[f.part]})", f.type, f.verdict, f.how) for f in self.findings)]
+        rows = [header, *((f.name or f"({_SUBJECTS[f.part]})", f.type, f.verdict, f.how) for f in self.findings)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         notes = [f"{finding.where} {finding.why}. {finding.remedy}" for finding in self.blocked]
@@ -108,10 +108,10 @@ def check(
 
     Without a batch, layers are checked one by one. Only a batch can show whether unknown layers and the loss keep
     samples independent. With ``loss_fn`` and ``batch``, the model runs repeatedly on the batch in train mode, while
-    some samples get the data of others. The loss is checked in the same way, and for each of two samples alone. The
-    first layer whose output for a sample depends on other samples or on the previous batch is blocked, and so is such a
-    loss. Dependence that the data of the batch do not trigger is not found: for example, a mean over tokens is only
-    found with samples of different lengths.
+    some samples get the data of others. The loss is checked in the same way, and also with two samples, one at a time.
+    The first layer whose output for a sample depends on other samples or on the previous batch is blocked. So is a loss
+    that depends on other samples. Dependence that the data of the batch do not trigger is not found. For example, a
+    mean over tokens is only found with samples of different lengths.
 
     The model is not changed. The batch runs on a copy of it.
 
@@ -119,7 +119,7 @@ def check(
         model: The model, before or after ``fix``.
         loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
         batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
-            a mapping of keyword inputs. A mapping alone is both the inputs and the targets.
+            a mapping of keyword inputs. A single mapping is used as inputs and as targets.
         loss_reduction: Value that will be passed to ``make_private``: ``"mean"`` or ``"sum"``.
         batch_first: Value that will be passed to ``make_private``: False if the batch is on axis 1 of the inputs.
 
@@ -127,10 +127,10 @@ def check(
         A report with one row for each module that owns parameters, has no children or is blocked.
 
     Raises:
-        TypeError: If the model is not a ``torch.nn.Module``, or only one of ``loss_fn`` and ``batch`` is given, or
-            one has a wrong type.
+        TypeError: If the model is not a ``torch.nn.Module``, if only one of ``loss_fn`` and ``batch`` is passed, or if
+            one of them has a wrong type.
         ValueError: If the batch has fewer than two samples, the outputs do not have the batch size of the targets, or
-            ``loss_reduction`` is not known.
+            ``loss_reduction`` is unknown.
     """  # noqa: DOC502 - raised by called functions
     if not isinstance(model, nn.Module):
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
@@ -143,7 +143,7 @@ def check(
 
 
 def _batch_findings(
-    known: list[Finding],
+    layer_findings: list[Finding],
     model: nn.Module,
     loss_fn: LossFunction,
     inputs: Any,
@@ -154,22 +154,23 @@ def _batch_findings(
     batch_first: bool,
 ) -> list[Finding]:
     """Returns the additional findings of a batch."""
-    found = []
+    findings = []
+    blocked = {finding.name for finding in layer_findings if finding.verdict == BLOCKED}
     coupling, outputs = CopyIndependenceCheck(model, inputs, size).run()
     name = "" if coupling is None else coupling.name if batch_first else coupling.name.removeprefix("model").lstrip(".")
-    if coupling is not None and name not in {finding.name for finding in known if finding.verdict == BLOCKED}:
-        found.append(Finding(name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
+    if coupling is not None and name not in blocked:
+        findings.append(Finding(name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
     try:
         if is_own_loss(gradients_at(outputs, loss_fn, targets)[1]):
-            whole = copy.deepcopy(model).eval()  # without dropout
-            compare_own_loss(whole, loss_fn, inputs, targets, size, reduction)
+            without_dropout = copy.deepcopy(model).eval()
+            compare_own_loss(without_dropout, loss_fn, inputs, targets, size, reduction)
         else:
             check_independent_loss(outputs, targets, loss_fn, size, reduction, batch_first=batch_first)
     except (BatchDependentLossError, ReductionError) as error:
         name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
         message = str(error).removeprefix(f"[{error.code}] ").removesuffix(error.fix).rstrip(" .")
-        found.append(Finding("", name, BLOCKED, why=f"is not supported: {message}", remedy=error.fix, part=LOSS))
-    return found
+        findings.append(Finding("", name, BLOCKED, why=f"is not supported: {message}", remedy=error.fix, part=LOSS))
+    return findings
 
 
 def _layer_findings(model: nn.Module) -> list[Finding]:

@@ -17,7 +17,7 @@ from dpengine.errors import suggests_names
 from dpengine.layers.replacements import to_replacement
 
 from .check_model import check
-from .obstacles import BATCH_NORMS_OF_TIMM, normalizes_by_evolved_statistics
+from .obstacles import BATCH_NORMS_OF_TIMM, is_batch_evo_norm
 
 BATCH_NORMS: dict[type[nn.Module], type[nn.Module] | None] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
@@ -31,9 +31,9 @@ BATCH_NORMS: dict[type[nn.Module], type[nn.Module] | None] = {
 def group_count(batch_norm: Any) -> int | None:
     """Returns a number of groups with at least two channels in each; None if there is none."""
     channels = batch_norm.num_features
-    # For vectors, the channels are the only values to normalize over, so groups must be large.
+    # In vectors (BatchNorm1d), a group normalizes over its channels only, so groups must be large, and a group of one
+    # channel would be normalized to zero.
     ideal = channels / 16 if type(batch_norm) is nn.BatchNorm1d else 32
-    # For vectors, a group of one channel has one value, which would be normalized to zero.
     counts = [count for count in range(1, channels // 2 + 1) if channels % count == 0]
     return min(counts, key=lambda count: abs(math.log(count / ideal)), default=None)
 
@@ -64,7 +64,7 @@ class Change:
     Attributes:
         name: Dotted name in the model; empty for the model itself.
         before: The original layer.
-        after: The new layer; None if it was not fixed and must be replaced manually.
+        after: The new layer; None if the layer was not fixed and must be replaced manually.
         why: The reason. For a layer that was not fixed, also the recommended fix.
     """
 
@@ -87,8 +87,9 @@ def fix(
     parameters that are not in the model (``ParameterMismatchError``, DPE003).
 
     - Batch norm is replaced by group norm with the same scale and shift, in groups of at least two channels. A batch
-      norm in eval mode, in a model in train mode, is kept: it normalizes by constants. A batch norm of timm with an
-      activation becomes a ``torch.nn.Sequential`` of group norm and activation. Load weights before.
+      norm in eval mode, in a model in train mode, is kept, because it normalizes by constants. A batch norm of timm
+      with an activation becomes a ``torch.nn.Sequential`` of group norm and activation, which changes the keys of the
+      state dict, so load weights before ``fix``.
     - Recurrent and attention layers are replaced by their batch-first replacement layers.
     - Instance norm stops tracking running statistics.
     - Embeddings lose ``scale_grad_by_freq`` and ``max_norm``.
@@ -109,7 +110,7 @@ def fix(
 
     Raises:
         TypeError: If the model is not a ``torch.nn.Module``.
-        ValueError: If ``batch_norm`` is not known, or ``num_groups`` is not positive or combined with instance norm.
+        ValueError: If ``batch_norm`` is unknown, or ``num_groups`` is not positive or combined with instance norm.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fix: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
@@ -120,9 +121,9 @@ def fix(
     fixed = copied(model)
     changes: list[Change] = []
     replaced: dict[nn.Module, nn.Module] = {}
-    inside: set[nn.Module] = set()  # parts of modules that are replaced
+    submodules: set[nn.Module] = set()  # submodules of modules that are replaced
     for name, module in fixed.named_modules():
-        if module in inside:
+        if module in submodules:
             continue
         before = _described(module)
         independent = model.training and uses_fixed_statistics(module)
@@ -134,7 +135,7 @@ def fix(
         other, why = outcome
         if other is not None and other is not module:
             replaced[module] = other.train(module.training)
-            inside.update(part for part in module.modules() if part is not module)
+            submodules.update(part for part in module.modules() if part is not module)
         changes.append(Change(name, before, None if other is None else _described(other), why))
     fixed = with_replacements(fixed, replaced)
     listed = {change.name for change in changes}
@@ -144,44 +145,44 @@ def fix(
 
 
 Outcome = tuple["nn.Module | None", str]
-"""New layer, which may be the same one with other settings, or None if it cannot be fixed; and the reason."""
+"""The new layer and the reason. The layer may be the original with other settings; None if it cannot be fixed."""
 
 
-def _batch_norm(module: nn.Module, to: str, num_groups: int | None) -> Outcome | None:
-    norm, after = _taken_apart(module)
+def _batch_norm(module: nn.Module, replacement: str, num_groups: int | None) -> Outcome | None:
+    norm, following = _split_batch_norm(module)
     if not isinstance(norm, _BatchNorm):
         return None
-    other, why = _replaced_batch_norm(norm, to, num_groups)
-    return (nn.Sequential(other, *after) if other is not None and after else other), why
+    other, why = _replaced_batch_norm(norm, replacement, num_groups)
+    return (nn.Sequential(other, *following) if other is not None and following else other), why
 
 
-def _taken_apart(module: Any) -> tuple[nn.Module, list[nn.Module]]:
-    """Returns a batch norm of timm as one of torch with its scale and shift, and the layers that follow it.
+def _split_batch_norm(module: Any) -> tuple[nn.Module, list[nn.Module]]:
+    """Splits a batch norm of timm into one of torch, with its scale and shift, and the layers that follow it.
 
-    Other modules are returned as they are. timm need not be installed: its classes are known by name and attributes.
+    Returns other modules unchanged. Classes of timm are recognized by name and attributes, so timm is not imported.
     """
     kind: type[_BatchNorm]
-    after: list[nn.Module]
-    if normalizes_by_evolved_statistics(module):
-        kind, after = nn.BatchNorm2d, [nn.SiLU()]  # the activation of the sample-based variants
+    following: list[nn.Module]
+    if is_batch_evo_norm(module):
+        kind, following = nn.BatchNorm2d, [nn.SiLU()]  # the activation of the sample-based variants
     elif type(module).__name__ in BATCH_NORMS_OF_TIMM and isinstance(module, _BatchNorm):
         kind = nn.SyncBatchNorm if isinstance(module, nn.SyncBatchNorm) else nn.BatchNorm2d
         children = [getattr(module, name, None) for name in ("drop", "act")]
-        after = [child for child in children if child is not None and not isinstance(child, nn.Identity)]
+        following = [child for child in children if child is not None and not isinstance(child, nn.Identity)]
     else:
         return module, []
     norm = kind(len(module.running_var), module.eps, affine=module.weight is not None, device="meta")
     norm.weight, norm.bias = module.weight, module.bias
-    return norm.train(module.training), after
+    return norm.train(module.training), following
 
 
-def _replaced_batch_norm(module: _BatchNorm, to: str, num_groups: int | None) -> Outcome:
+def _replaced_batch_norm(module: _BatchNorm, replacement: str, num_groups: int | None) -> Outcome:
     if type(module) not in BATCH_NORMS:
         return None, (
             f"{type(module).__name__} is a batch norm that may do more than normalize. Replace it manually by group "
             "norm and its other operations."
         )
-    if to == "instance":
+    if replacement == "instance":
         other = instance_norm_of(module)
         if other is None:
             return None, "SyncBatchNorm does not store its number of dimensions, so use group norm."
@@ -217,14 +218,14 @@ def _embedding(module: nn.Module) -> Outcome | None:
 
 def _replacement(module: nn.Module) -> Outcome | None:
     replacement = to_replacement(module)
-    return None if replacement is None else (replacement, "computes the same, with per-sample gradients")
+    return None if replacement is None else (replacement, "computes the same function, with per-sample gradients")
 
 
 _FIXES = (_instance_norm, _embedding, _replacement)
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Returns a deep copy, also if ``forward`` stored tensors of an autograd graph on the modules."""
+    """Returns a deep copy, even if ``forward`` stored tensors of an autograd graph on the modules."""
     tensors = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     # deepcopy raises for non-leaf tensors. The next forward pass replaces them.
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in tensors if not value.is_leaf})

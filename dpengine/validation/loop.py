@@ -1,4 +1,4 @@
-"""Check of a training step: runs it with other data in select samples, and compares what the other samples get."""
+"""Checks a training step: runs it with other data in some samples, and compares the results of the other samples."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class LoopCheck:
 
     Attributes:
         batches: Number of batches on which no mixing of samples was seen.
-        reduction: ``"mean"`` or ``"sum"``, as the loss was found to be; None if it cannot be told.
+        reduction: Detected reduction of the loss, ``"mean"`` or ``"sum"``; None if it is unknown.
         undecided: Reasons why other batches could not be checked.
     """
 
@@ -62,17 +62,17 @@ class LoopCheck:
 def check_loop(
     step: Step, batches: Iterable[Any], *, loss_reduction: str = "mean", batch_first: bool = True
 ) -> LoopCheck:
-    """Runs a training step on batches in which select samples got other data, and compares the results for the others.
+    """Runs a training step with other data in some samples of a batch, and compares the results of the other samples.
 
-    Unlike the check at run time, which runs recorded calls again, this one calls ``step`` itself, about eight times for
-    each batch. So it also decides about losses that branch on values, use numpy or scripted functions, or are computed
-    in a ``torch.autograd.Function``. In a sample that keeps its data, neither the inputs of the model nor the gradients
-    of its outputs may change, apart from a factor if half of the samples are left out. For a loss that the model
-    computes, the gradients of the outputs of its layers are compared.
+    The check during training runs recorded calls again. This check calls ``step`` itself, about eight times for each
+    batch. It therefore supports losses that branch on values, use NumPy or scripted functions, or are computed in a
+    ``torch.autograd.Function``. For a sample that keeps its data, neither the model inputs nor the output gradients may
+    change, except for a constant factor if half of the samples are left out. For a loss that the model computes, the
+    gradients of the outputs of its layers are compared.
 
-    Gradients and buffers of the model, random states, and the engine and ledger of a private model stay as they were.
-    ``backward()`` computes no gradient of parameters, and ``zero_grad()`` does nothing. What else ``step`` changes,
-    such as a counter or a queue, is not restored.
+    Gradients and buffers of the model, random states, and the engine and ledger of a private model do not change.
+    ``backward()`` computes no gradients of parameters, and ``zero_grad()`` does nothing. Other changes by ``step``,
+    such as to a counter or a queue, are not restored.
 
     Example:
         >>> import torch.nn.functional as F
@@ -83,11 +83,11 @@ def check_loop(
         LoopCheck(batches=1, reduction='mean', undecided=())
 
     Args:
-        step: Called with one batch. Computes the loss, and calls ``backward()`` or returns the loss. It must call the
-            model, which may be private, and not ``optimizer.step()``.
-        batches: Batches of at least two samples each, as a loader of the data set returns them, not a private loader.
-            The first tensor in a batch with an axis tells the number of samples; without tensors, arrays, a dict of
-            lists, or a list of samples such as texts do.
+        step: Called with one batch. It must call the model, which may be private, compute the loss, and call
+            ``backward()`` or return the loss. It must not call ``optimizer.step()``.
+        batches: Batches of at least two samples each, from an ordinary loader of the data set, not a private loader.
+            The number of samples is that of the first tensor of a batch; without tensors, of arrays, a dict of lists,
+            or a list of samples such as texts.
         loss_reduction: Value that is passed to ``make_private``.
         batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1.
 
@@ -98,9 +98,9 @@ def check_loop(
         BatchDependentLossError: If an input of the model or the gradient of an output depends on other samples.
         ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
         BatchStateError: If ``step`` calls ``optimizer.step()``.
-        TypeError: If ``step`` is not callable, or the number of samples of a batch cannot be told.
+        TypeError: If ``step`` is not callable, or the number of samples of a batch is ambiguous.
         ValueError: If there is no batch, a batch has fewer than two samples, ``batches`` is a private loader,
-            ``loss_reduction`` is not known, or ``step`` calls no model that trains or computes no loss.
+            ``loss_reduction`` is unknown, or ``step`` calls no model with trainable parameters or computes no loss.
     """  # noqa: DOC502 - raised by called functions
     if not callable(step):
         raise TypeError(
@@ -110,14 +110,15 @@ def check_loop(
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
     if isinstance(batches, PrivateIteration):
         raise ValueError("check_loop: batches is a private loader, whose batches are charged. Pass a DataLoader.")
-    checked, undecided, found = 0, dict[str, None](), set[str | None]()
+    checked, undecided, reductions = 0, dict[str, None](), set[str | None]()
     models: set[nn.Module] = set()
     passed = False
     try:
         with restored_generators(), restored_random_states():
             for batch in batches:
                 try:
-                    found.add(_BatchCheck(step, batch, batch_first=batch_first, models=models).run(loss_reduction))
+                    check = _BatchCheck(step, batch, batch_first=batch_first, models=models)
+                    reductions.add(check.run(loss_reduction))
                     checked += 1
                 except _UndecidedError as error:
                     undecided[str(error)] = None
@@ -127,24 +128,24 @@ def check_loop(
     finally:
         note_checked(models, passed=passed)
         CHECKED_LOOPS.update(models) if passed else CHECKED_LOOPS.difference_update(models)
-    found.discard(None)
-    return LoopCheck(checked, found.pop() if len(found) == 1 else None, tuple(undecided))
+    reductions.discard(None)
+    return LoopCheck(checked, reductions.pop() if len(reductions) == 1 else None, tuple(undecided))
 
 
 class _UndecidedError(Exception):
-    """A batch cannot be checked; the text is the reason."""
+    """Raised if a batch cannot be checked. The message is the reason."""
 
 
 class _BatchCheck:
-    """Runs a step with one batch. Collects the models that it calls in ``models``."""
+    """Checks a step with one batch. Adds the models that the step calls to ``models``."""
 
     def __init__(self, step: Step, batch: Any, *, batch_first: bool, models: set[nn.Module]):
         to_front = (lambda tensor: tensor) if batch_first else turned
         samples = number_of_samples(batch, to_front)
         if samples is None:
             raise TypeError(
-                f"check_loop: the number of samples of a batch ({torch.typename(batch)}) cannot be told. Pass a dict "
-                "of lists, a list of samples, or a batch with a tensor or array that has an entry for each sample."
+                f"check_loop: the number of samples of a batch ({torch.typename(batch)}) is unknown. Pass a dict of "
+                "lists, a list of samples, or a batch with a tensor or array that has an entry for each sample."
             )
         if samples < 2:
             raise ValueError(f"check_loop: a batch has {samples} samples. Pass at least two samples.")
@@ -152,8 +153,8 @@ class _BatchCheck:
         self._rows = Rows(samples, to_front)
 
     def run(self, declared: str) -> str | None:
-        """Raises if samples are mixed. Returns the reduction that was found."""
-        baseline = self._seen(lambda tensor: tensor, lambda place, output: output)
+        """Raises an error if samples are mixed. Returns the detected reduction; None if it is unknown."""
+        baseline = self._run_step(lambda tensor: tensor, lambda place, output: output)
         tolerance = HALF if baseline.half else EXACT
         again = self._try(lambda tensor: tensor, lambda place, output: baseline.outputs.get(place, output))
         if largest_change(self._rows, baseline.inputs, again.inputs, tolerance) or largest_change(
@@ -166,19 +167,19 @@ class _BatchCheck:
             if is_ambiguous(self._batch, self._rows.samples):
                 raise _UndecidedError("a list of the batch may hold samples or columns: pass a batch of another size")
             raise error
-        told = self._reduction(baseline, tolerance)
-        check_reduction(told, declared)
-        return told
+        reduction = self._reduction(baseline, tolerance)
+        check_reduction(reduction, declared)
+        return reduction
 
     def _mixing(self, baseline: StepTensors, tolerance: float) -> BatchDependentLossError | None:
-        """Returns the error if a kept sample changes with others."""
+        """Returns the error if a kept sample changes when others get other data; else None."""
         only_tensors = all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self._batch))
         moves = not baseline.drew and only_tensors and self._rows.can_move(tensors_in_outputs(self._batch))
         for kept, source_B in self._rows.halves(moves=moves):
             others = self._try(*self._arranged(baseline, source_B))
             if largest_change(self._rows, baseline.inputs, others.inputs, tolerance, kept):
                 return mixed_inputs()
-            batched = {place: one for place, one in baseline.own.items() if self._rows.of(one) is not None}
+            batched = {place: output for place, output in baseline.own.items() if self._rows.of(output) is not None}
             if largest_change(self._rows, batched, others.own, tolerance, kept):
                 return mixed_outputs()
             if share := largest_change(
@@ -188,36 +189,39 @@ class _BatchCheck:
         return None
 
     def _reduction(self, baseline: StepTensors, tolerance: float) -> str | None:
-        """Returns the reduction, by leaving half of the samples out; None if it cannot be told."""
+        """Returns the reduction, from a run with half of the samples; None if it is unknown."""
         half = self._rows.samples // 2
         try:
-            part = self._seen(*self._arranged(baseline, torch.arange(half)))
-        except Exception:  # for example in a loop for batches of one size
+            part = self._run_step(*self._arranged(baseline, torch.arange(half)))
+        except Exception:  # for example if the loop requires a fixed batch size
             return None
         now = self._rows.select(part.grads, slice(half), samples=half)
         then = self._rows.select(baseline.grads, slice(half))
-        told = reduction_of(now, then, self._rows.samples / half, tolerance)
-        if told == "neither" and not baseline.drew:
+        reduction = reduction_of(now, then, self._rows.samples / half, tolerance)
+        if reduction == "neither" and not baseline.drew:
             raise BatchDependentLossError(
                 f"The loss depends on the number of samples as neither a mean nor a sum does: with {half} instead of "
                 f"{self._rows.samples} samples, the gradient of a sample changed by another factor.",
                 fix="Divide the sum over the samples by the number of samples only.",
             )
-        return None if told == "neither" else told
+        return None if reduction == "neither" else reduction
 
     def _arranged(self, baseline: StepTensors, source_B: Tensor) -> tuple[Callable[[Tensor], Tensor], Replace]:
-        """Returns functions that arrange the samples of a batch, and of the outputs that the model gave for it."""
+        """Returns functions that rearrange the samples of a batch, and those of the outputs of the unchanged run."""
 
         def replace(place: Place, output: Tensor) -> Tensor:
-            known = baseline.outputs.get(place)
-            return output if known is None else self._rows.rearranged(known, source_B)
+            original = baseline.outputs.get(place)
+            return output if original is None else self._rows.rearranged(original, source_B)
 
         return lambda tensor: self._rows.rearranged(tensor, source_B), replace
 
     def _comparable(
         self, baseline: StepTensors, others: StepTensors, kept: Kept, tolerance: float
     ) -> tuple[Mapping[Place, Tensor], Mapping[Place, Tensor]]:
-        """Leaves out layers whose axis 0 is not the batch, because their outputs changed."""
+        """Returns the gradients of both runs, without those of layers whose axis 0 is not the batch.
+
+        The outputs of such layers changed for kept samples.
+        """
         usable = {
             place: grad
             for place, grad in baseline.grads.items()
@@ -236,12 +240,12 @@ class _BatchCheck:
 
     def _try(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
         try:
-            return self._seen(arrange, replace)
+            return self._run_step(arrange, replace)
         except Exception as error:
             shown = str(error).split("\n", maxsplit=1)[0][:100]
             raise _UndecidedError(f"running step again raised {type(error).__name__}: {shown}") from error
 
-    def _seen(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
+    def _run_step(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
         watch = StepWatch(replace)
         batch = arranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
         with restored_generators(), restored_random_states(), watch.active():
@@ -249,7 +253,7 @@ class _BatchCheck:
             if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:
                 watch.backward([returned], [None])
         if not watch.models:
-            raise ValueError("check_loop: step called no model with parameters that train.")
+            raise ValueError("check_loop: step called no model with trainable parameters.")
         if not watch.differentiated:
             raise ValueError("check_loop: step called no backward(), and returned no loss. Return the loss.")
         self._models.update(watch.models)

@@ -1,4 +1,4 @@
-"""Check that a loss and its model keep the samples of a batch independent."""
+"""Checks that a loss and its model keep the samples of a batch independent."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def check_loss(
     rows: int = 2,
     batch_first: bool = True,
 ) -> None:
-    """Recomputes a few samples of a batch one by one and compares the results with those of the batch.
+    """Recomputes a few samples of a batch one by one, and compares the results with those of the batch.
 
-    Runs in eval mode, so that dropout does not affect the comparison. Does not change the model. The report of a run
+    The model runs in eval mode, so that dropout does not affect the comparison, and is not changed. The report of a run
     states whether the last check of its model passed.
 
     Args:
         model: The model.
         loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
         batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
-            a mapping of keyword inputs. A mapping alone is both the inputs and the targets.
+            a mapping of keyword inputs. A single mapping is used as inputs and as targets.
         loss_reduction: Value that is passed to ``make_private``.
         rows: Number of samples to recompute.
         batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1 of the inputs.
@@ -58,18 +58,18 @@ def check_loss(
         BatchDependentLossError: If an output or a loss gradient of a sample depends on other samples.
         ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
         TypeError: If an argument has a wrong type.
-        ValueError: If the batch has fewer than two samples, or ``loss_reduction`` is not known.
+        ValueError: If the batch has fewer than two samples, or ``loss_reduction`` is unknown.
     """  # noqa: DOC502 - raised by called functions
-    whole = model
+    original = model
     model, loss_fn, batch = arranged("check_loss", model, loss_fn, batch, batch_first=batch_first)
     inputs, targets, size = parts_of("check_loss", model, loss_fn, batch, loss_reduction)
-    _checked.discard(whole)
+    _checked.discard(original)
     with preserve_modes(model):
         model.eval()
         outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
         if is_own_loss(by_outputs):
             compare_own_loss(model, loss_fn, inputs, targets, size, loss_reduction)
-            _checked.add(whole)
+            _checked.add(original)
             return
         for row in range(min(rows, size)):
             select = lambda leaf, row=row: leaf[row : row + 1] if has_batch_axis(leaf, size) else leaf  # noqa: E731
@@ -78,7 +78,7 @@ def check_loss(
             )
             _compare_outputs(row, [select(o) for o in outputs], alone)
             _compare_gradients(row, size, loss_reduction, [select(g) for g in by_outputs], by_alone, batch_first)
-    _checked.add(whole)
+    _checked.add(original)
 
 
 def loss_was_checked(model: nn.Module) -> bool:
@@ -95,7 +95,7 @@ def note_checked(models: Iterable[nn.Module], *, passed: bool) -> None:
 def arranged(
     caller: str, model: nn.Module, loss_fn: LossFunction, batch: Any, *, batch_first: bool
 ) -> tuple[nn.Module, LossFunction, Any]:
-    """Returns model, loss and batch with the batch on axis 0, and a mapping as a pair."""
+    """Returns model, loss and batch with the batch axis in front. Converts a mapping to (inputs, targets)."""
     if isinstance(batch, Mapping):
         batch = (batch, batch)
     usable = isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, (tuple, list)) and len(batch) == 2
@@ -107,7 +107,7 @@ def arranged(
 
 
 def is_own_loss(gradients: Sequence[Tensor]) -> bool:
-    """Returns True if the loss depends on an output without axes: the model computes it."""
+    """Returns True if the model computes the loss, which then depends on an output without axes."""
     return any(grad.dim() == 0 and bool(grad != 0) for grad in gradients)
 
 
@@ -119,17 +119,17 @@ def compare_own_loss(
     def gradient(batch: Any) -> Tensor:
         parameters = [p for p in model.parameters() if p.requires_grad]
         with torch.enable_grad():
-            found = torch.autograd.grad(
+            grads = torch.autograd.grad(
                 loss_fn(call(model, batch[0]), batch[1]), parameters, allow_unused=True, materialize_grads=True
             )
-        return torch.cat([grad.detach().flatten().double() for grad in found])
+        return torch.cat([grad.detach().flatten().double() for grad in grads])
 
     together = gradient((inputs, targets))
     total = torch.zeros_like(together)
     for i in range(size):
         total += gradient(_row((inputs, targets), i, size))
     expected = {"mean": total / size, "sum": total}
-    close = {name: bool((together - one).norm() <= 1e-3 * one.norm() + 1e-7) for name, one in expected.items()}
+    close = {name: bool((together - grad).norm() <= 1e-3 * grad.norm() + 1e-7) for name, grad in expected.items()}
     if close[declared]:
         return
     other = "sum" if declared == "mean" else "mean"
@@ -142,12 +142,12 @@ def compare_own_loss(
     )
 
 
-def _wrong_reduction(found: str, declared: str, ratio: float) -> ReductionError:
+def _wrong_reduction(reduction: str, declared: str, ratio: float) -> ReductionError:
     return ReductionError(
-        f"Loss looks like a {found}, expected a {declared} (ratio {ratio:.3g}). The gradients of all samples would be "
-        "scaled by the number of samples, which one sample changes, so that it moves the sum by up to twice the "
-        "clipping norm.",
-        fix=f'Pass loss_reduction="{found}".',
+        f"Loss looks like a {reduction}, expected a {declared} (ratio {ratio:.3g}). The gradients of all samples would "
+        "be scaled by the number of samples, which one sample changes: it changes the sum by up to twice the clipping "
+        "norm.",
+        fix=f'Pass loss_reduction="{reduction}".',
     )
 
 
@@ -200,7 +200,7 @@ def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: 
 
 
 def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> Callable[..., Tensor]:
-    """Converts any loss to the mean of the losses of single samples, which are independent.
+    """Converts any loss to the mean of the losses of single samples, which keeps samples independent.
 
     Class weights of a weighted mean, such as ``nn.CrossEntropyLoss(weight=...)``, cancel for a single sample. To keep
     them, use ``reduction="none"`` and take the mean of the losses instead.
@@ -210,8 +210,8 @@ def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> 
         batch_first: False if the batch is on axis 1 of the outputs, ``(T, B, ...)``. Targets may be flat, ``(T * B,)``.
 
     Returns:
-        A loss for full batches, of the outputs of the model and any number of targets or masks. An empty batch gives
-        zero.
+        A function of the outputs of the model and any number of targets or masks, which returns the loss of a batch.
+        The loss of an empty batch is zero.
     """
 
     def of_batch(outputs: Any, *targets: Any) -> Tensor:
@@ -246,9 +246,9 @@ def gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Te
     with torch.enable_grad():
         loss = loss_fn(pytree.tree_unflatten(leaves, spec), targets)
         if not isinstance(loss, Tensor) or loss.dim():
-            found = tuple(loss.shape) if isinstance(loss, Tensor) else torch.typename(loss)
+            kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else torch.typename(loss)
             raise TypeError(
-                f"loss_fn returned {found}; expected the loss of the batch, a tensor of one number. A model that "
+                f"loss_fn returned {kind}; expected the loss of the batch, a tensor of one number. A model that "
                 "computes its loss needs the targets among its inputs: pass ((inputs, targets), targets) as the batch."
             )
         grads = torch.autograd.grad(loss, outputs, allow_unused=True)
@@ -279,12 +279,12 @@ def _compare_gradients(
     def close(scale: float) -> bool:
         return all(torch.allclose(a * scale, b, rtol=1e-3, atol=1e-7) for a, b in zip(together, alone, strict=True))
 
-    found = {"mean": close(float(size)), "sum": close(1.0)}
-    if found[declared]:
+    agrees = {"mean": close(float(size)), "sum": close(1.0)}
+    if agrees[declared]:
         return
     norms = [float(torch.stack([t.norm() for t in tensors]).norm()) for tensors in (together, alone)]
     other = "sum" if declared == "mean" else "mean"
-    if found[other]:
+    if agrees[other]:
         ratio = norms[0] * (size if declared == "mean" else 1) / max(norms[1], 1e-30)
         raise _wrong_reduction(other, declared, ratio)
     in_batch = norms[0] * (size if declared == "mean" else 1)

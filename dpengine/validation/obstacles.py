@@ -28,8 +28,8 @@ class Obstacle:
     """Reason why a layer cannot be trained privately.
 
     Attributes:
-        applies: Returns True if a module has this obstacle, from its own settings and parameters.
-        why: Predicate of a sentence whose subject is the layer.
+        applies: Returns True if a module has this obstacle. Submodules do not count.
+        why: The reason, as the predicate of a sentence whose subject is the layer.
         remedy: Recommended fix, preferably as a line of code.
     """
 
@@ -39,12 +39,12 @@ class Obstacle:
 
 
 def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
-    """Returns the first obstacle of a module itself, not of its children.
+    """Returns the first obstacle of a module, without those of its submodules; None if there is none.
 
     If the whole model is in eval mode, a batch norm is an obstacle, too, because training puts it into train mode.
     """
-    found = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
-    return _BATCH_NORM if found is None and not model_trains and isinstance(module, _BatchNorm) else found
+    obstacle = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
+    return _BATCH_NORM if obstacle is None and not model_trains and isinstance(module, _BatchNorm) else obstacle
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
@@ -64,29 +64,29 @@ def _is_lazy(module: nn.Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
 
 
-def normalizes_by_evolved_statistics(module: Any) -> bool:
-    """Returns True for the evolved layers of timm (Liu et al. 2020) that normalize by the variance over the batch."""
+def is_batch_evo_norm(module: Any) -> bool:
+    """Returns True for the EvoNorm layers of timm (Liu et al. 2020) that normalize by the variance over the batch."""
     return type(module).__name__ in {"EvoNorm2dB0", "EvoNorm2dB1", "EvoNorm2dB2"} and module.apply_act
 
 
-def _mixes_rows(module: nn.Module) -> bool:
-    if normalizes_by_evolved_statistics(module):
+def _mixes_samples(module: nn.Module) -> bool:
+    if is_batch_evo_norm(module):
         return True
     if not isinstance(module, _BatchNorm):
         return False
     return module.training or not can_use_fixed_statistics(module)  # capture checks that it stays in eval mode
 
 
-def _is_batch_norm_of_others(module: nn.Module) -> bool:
-    known = type(module).__module__ == _BatchNorm.__module__ or type(module).__name__ in BATCH_NORMS_OF_TIMM
-    return isinstance(module, _BatchNorm) and not known
+def _is_custom_batch_norm(module: nn.Module) -> bool:
+    is_known = type(module).__module__ == _BatchNorm.__module__ or type(module).__name__ in BATCH_NORMS_OF_TIMM
+    return isinstance(module, _BatchNorm) and not is_known
 
 
-def _keeps_statistics(module: nn.Module) -> bool:
+def _tracks_statistics(module: nn.Module) -> bool:
     return isinstance(module, _InstanceNorm) and bool(module.track_running_stats)
 
 
-def _counts_over_the_batch(module: nn.Module) -> bool:
+def _scales_by_frequency(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq
 
 
@@ -94,12 +94,12 @@ def _rescales_entries(module: nn.Module) -> bool:
     return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
 
 
-def _iterates_in_training(module: nn.Module) -> bool:
+def _updates_spectral_norm(module: nn.Module) -> bool:
     return has_spectral_norm(module) and any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _trains(module: nn.Module, holds: Callable[[torch.dtype], bool]) -> bool:
-    return any(parameter.requires_grad and holds(parameter.dtype) for parameter in module.parameters(recurse=False))
+def _trains(module: nn.Module, has_dtype: Callable[[torch.dtype], bool]) -> bool:
+    return any(parameter.requires_grad and has_dtype(parameter.dtype) for parameter in module.parameters(recurse=False))
 
 
 SCRIPTED = Obstacle(
@@ -109,7 +109,7 @@ SCRIPTED = Obstacle(
 )
 """Checked before all other obstacles, because the types of submodules are not available."""
 
-_MIXES = "mixes the samples of a batch, so one record changes the gradients of others"
+_MIXES = "mixes the samples of a batch, so one sample changes the gradients of others"
 _BATCH_NORM = Obstacle(
     lambda module: isinstance(module, _BatchNorm) and can_use_fixed_statistics(module) and module.training,
     _MIXES,
@@ -130,23 +130,23 @@ OBSTACLES = (
     ),
     _BATCH_NORM,
     Obstacle(
-        _is_batch_norm_of_others,
+        _is_custom_batch_norm,
         _MIXES,
         "Replace it by torch.nn.GroupNorm and its other operations: dpengine.fix does not know what its class computes",
     ),
-    Obstacle(_mixes_rows, _MIXES, FIX),
-    Obstacle(_keeps_statistics, "writes statistics of the batch into a buffer, without noise", FIX),
+    Obstacle(_mixes_samples, _MIXES, FIX),
+    Obstacle(_tracks_statistics, "writes statistics of the batch into a buffer, without noise", FIX),
     Obstacle(
-        _counts_over_the_batch,
-        "has scale_grad_by_freq=True, which divides gradients by counts over the whole batch, so one record changes "
+        _scales_by_frequency,
+        "has scale_grad_by_freq=True, which divides gradients by counts over the whole batch, so one sample changes "
         "the gradients of others",
         FIX,
     ),
     Obstacle(_rescales_entries, "has max_norm, which rescales the entries that a batch uses, without noise", FIX),
     Obstacle(
-        _iterates_in_training,
-        "has spectral norm, whose power iteration changes a buffer in every forward pass, so a repeated sample uses "
-        "another weight",
+        _updates_spectral_norm,
+        "has spectral norm, whose power iteration changes a buffer in every forward pass, so the weight differs when a "
+        "sample runs again",
         "Remove it: torch.nn.utils.remove_spectral_norm(layer), or, after parametrizations.spectral_norm, "
         "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')",
     ),
@@ -161,4 +161,4 @@ OBSTACLES = (
         "Freeze them: layer.requires_grad_(False), or store real parameters: torch.view_as_real(parameter)",
     ),
 )
-"""In the order of importance. ``why`` is reported for the first that applies."""
+"""Obstacles in the order of importance. The first one that applies is reported."""

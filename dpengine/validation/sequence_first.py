@@ -1,4 +1,4 @@
-"""Runs checks of models whose inputs have time on axis 0 and the batch on axis 1."""
+"""Adapts models whose inputs have time on axis 0 and the batch on axis 1 to the checks."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class _Shared(list[bool]):
-    """A list that copies of a model share."""
+    """A list that is shared by copies of a model."""
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self
 
 
 class BatchFirst(nn.Module):
-    """A model with the batch on axis 1, called with the batch on axis 0.
+    """Wraps a model with the batch on axis 1, so that it is called with the batch on axis 0.
 
-    Tensors with both axes flattened, such as targets ``(T * B,)``, count as tensors with the batch on axis 1.
+    Tensors in which both axes are flattened, such as targets ``(T * B,)``, count as tensors with the batch on axis 1.
     """
 
     def __init__(self, model: nn.Module, inputs: Any):
@@ -29,7 +29,7 @@ class BatchFirst(nn.Module):
         self.model = model
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if _has_axis_1(leaf))
         self.length, self.size = first.shape[:2]
-        self._flat = _Shared()  # which leaves of the last outputs were flat
+        self._flat = _Shared()  # for each leaf of the last outputs, whether it was flat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(_swapped, (args, kwargs))
@@ -38,16 +38,16 @@ class BatchFirst(nn.Module):
         return outputs
 
     def to_front(self, tree: Any, size: int) -> tuple[Any, list[bool]]:
-        """Returns the tree, of ``size`` samples, with the batch on axis 0, and which of its leaves were flat."""
+        """Returns the tree, of ``size`` samples, with the batch on axis 0, and for each leaf whether it was flat."""
         leaves, spec = pytree.tree_flatten(tree)
         flat = [self._is_flat(leaf, size) for leaf in leaves]
-        found = [
+        fronts = [
             _swapped(self._unflattened(leaf) if is_flat else leaf) for leaf, is_flat in zip(leaves, flat, strict=True)
         ]
-        return pytree.tree_unflatten(found, spec), flat
+        return pytree.tree_unflatten(fronts, spec), flat
 
     def loss(self, loss_fn: LossFunction, flat_targets: list[bool]) -> LossFunction:
-        """Returns the loss of outputs and targets with the batch on axis 0."""
+        """Returns the loss as a function of outputs and targets with the batch on axis 0."""
 
         def of_batch(outputs: Any, targets: Any) -> Tensor:
             return loss_fn(_restored(outputs, self._flat), _restored(targets, flat_targets))
@@ -64,7 +64,7 @@ class BatchFirst(nn.Module):
 
 
 def per_sample_rows(outputs: Any, targets: Any, loss_fn: LossFunction) -> list[Tensor]:
-    """Returns the losses of single samples, of outputs and targets with the batch on axis 1."""
+    """Returns the losses of single samples, for outputs and targets with the batch on axis 1."""
     moved = BatchFirst(nn.Identity(), outputs)
     front, moved._flat[:] = moved.to_front(outputs, moved.size)
     front_targets, flat = moved.to_front(targets, moved.size)
@@ -77,7 +77,7 @@ def per_sample_rows(outputs: Any, targets: Any, loss_fn: LossFunction) -> list[T
 
 
 def batch_first_parts(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[nn.Module, LossFunction, Any]:
-    """Returns model, loss and batch with the batch on axis 0."""
+    """Returns model, loss and batch, adapted to the batch on axis 0."""
     inputs, targets = batch
     front = BatchFirst(model, inputs)
     targets, flat = front.to_front(targets, front.size)
@@ -98,6 +98,6 @@ def _swapped(leaf: Any) -> Any:
 
 def _restored(tree: Any, flat: list[bool]) -> Any:
     leaves, spec = pytree.tree_flatten(tree)
-    found = [_swapped(leaf) for leaf in leaves]
-    found = [leaf.flatten(0, 1) if is_flat else leaf for leaf, is_flat in zip(found, flat, strict=True)]
-    return pytree.tree_unflatten(found, spec)
+    swapped = [_swapped(leaf) for leaf in leaves]
+    restored = [leaf.flatten(0, 1) if is_flat else leaf for leaf, is_flat in zip(swapped, flat, strict=True)]
+    return pytree.tree_unflatten(restored, spec)

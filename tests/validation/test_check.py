@@ -203,7 +203,7 @@ def test_all_blocked_layers_are_named_in_one_error():
     with pytest.raises(UnsupportedLayerError) as refusal:
         check(model).raise_if_blocked()
     assert str(refusal.value) == (
-        "[DPE001] 1 (BatchNorm2d) mixes the samples of a batch, so one record changes the gradients of others. "
+        "[DPE001] 1 (BatchNorm2d) mixes the samples of a batch, so one sample changes the gradients of others. "
         "Also blocked: 2.0 (BatchNorm2d). Run before creating the optimizer: model, changes = dpengine.fix(model); or, "
         "if its running statistics are public, keep them: layer.eval() after each model.train()"
     )

@@ -175,5 +175,5 @@ def test_a_loss_fn_that_returns_no_loss_raises_with_the_place_of_the_targets(cal
     with pytest.raises(TypeError, match=r"loss_fn returned NoneType; .*\(\(inputs, targets\), targets\)"):
         called(Named(), lambda outputs, _: outputs.loss, (ids, ids))
     called(Named(), lambda outputs, _: outputs.loss, ((ids, ids), ids))
-    with pytest.raises(TypeError, match=r"loss_fn returned \(4, 6, 9\)"):
+    with pytest.raises(TypeError, match=r"loss_fn returned a tensor of shape \(4, 6, 9\)"):
         called(Named(), lambda outputs, _: outputs.logits, (ids, ids))

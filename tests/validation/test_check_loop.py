@@ -215,7 +215,7 @@ def test_a_count_of_words_is_rejected_by_check_loop():
 def test_lists_alone_may_hold_samples_or_columns():
     step = lambda batch: nn.Linear(1, 1)(torch.ones(2, 1)).mean()  # noqa: E731
     for data in ([["a", "b"], ["c", "d"]], {"a": ["b"], "c": ["d", "e"]}, UserDict(a=["b", "c"]), 3):
-        with pytest.raises(TypeError, match=r"samples of a batch \(.*\) cannot be told. Pass a dict of lists"):
+        with pytest.raises(TypeError, match=r"samples of a batch \(.*\) is unknown. Pass a dict of lists"):
             check_loop(step, [data])
 
 
@@ -255,7 +255,7 @@ def test_what_cannot_be_decided_is_named():
     [
         ((None, []), TypeError, "step is NoneType"),
         ((lambda one: 0, []), ValueError, "batches is empty"),
-        ((lambda one: 0, [3]), TypeError, "cannot be told"),
+        ((lambda one: 0, [3]), TypeError, "is unknown"),
         ((lambda one: 0, [torch.ones(1, 2)]), ValueError, "at least two samples"),
         ((lambda one: 0, [torch.ones(2, 2)]), ValueError, "called no model"),
         ((lambda one: mlp()(one[0]).tolist(), [batch()]), ValueError, "returned no loss"),
