@@ -105,10 +105,10 @@ class UnitChoice:
                 self.use(capture, {name for units in chosen for name in units})
 
     def _replace_for_empty(self, capture: Capture, rows: int) -> None:
-        """Makes the model one unit while batches have no sample, and thus neither an axis to tell nor a gradient."""
+        """Makes the model one unit while batches are empty, and restores the watches at the first other batch."""
         if rows == 0 and self._replaced is None:
             before = capture.watches, capture.units
-            with suppress(PrivacyError):  # a layer that no method can follow
+            with suppress(PrivacyError):  # no method supports a layer
                 capture.watch(self._watches_of(units=("",)), ("",))
                 self._replaced = before
         elif rows and self._replaced is not None:

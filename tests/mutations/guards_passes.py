@@ -515,7 +515,7 @@ GUARDS = [
     Guard(
         "check-loop-size",
         "a loss that follows the number of samples as neither a mean nor a sum",
-        '        if told == "neither" and not baseline.drew:',
+        '        if reduction == "neither" and not baseline.drew:',
         "        if False:",
         "validation/test_check_loop.py::test_a_loss_that_mixes_samples_is_rejected[root of the size]",
     ),
