@@ -1,4 +1,4 @@
-"""Bilinear layers.
+"""Grad samplers of bilinear layers.
 
 Axes: B rows, T positions, I and J features of the two inputs, O outputs.
 """
@@ -19,7 +19,7 @@ from .sampler import Cost, GradSampler, argument
 
 
 def _factors(call: LayerCall) -> tuple[Tensor, ...]:
-    """Output gradient ``(B, T, O)`` and the inputs ``(B, T, I)``, ``(B, T, J)``."""
+    """Returns the output gradient ``(B, T, O)`` and the inputs ``(B, T, I)`` and ``(B, T, J)``."""
     return tokens(call.grad_output), tokens(argument(call, 0, "input1")), tokens(argument(call, 1, "input2"))
 
 
@@ -43,12 +43,12 @@ def _weight_cost(call: LayerCall) -> Cost:
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     grads_BTO, first_BTI, second_BTJ = _factors(call)
     grads_BTO = grads_BTO * factor_B.to(grads_BTO.dtype).view(-1, 1, 1)
-    as_one_row = [factor.flatten(0, 1).unsqueeze(0) for factor in (grads_BTO, first_BTI, second_BTJ)]
-    return outer_sum(*as_one_row).view(_sizes(as_one_row))
+    flattened = [factor.flatten(0, 1).unsqueeze(0) for factor in (grads_BTO, first_BTI, second_BTJ)]
+    return outer_sum(*flattened).view(_sizes(flattened))
 
 
 def _weight_spread(call: LayerCall) -> Tensor:
-    # Cauchy for two of the factors; at no position is the third larger than its norm.
+    # Cauchy-Schwarz for two factors. The third factor at a position is at most its norm over all positions.
     factors = _factors(call)
     return spread_of(factors[0].shape[1], *factors)
 

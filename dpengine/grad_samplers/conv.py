@@ -1,8 +1,8 @@
-"""Convolutions and transposed convolutions of one to three dimensions.
+"""Grad samplers of convolutions and transposed convolutions of one to three dimensions.
 
 The weight gradient of a convolution is the correlation of its padded input with its output gradient. That of a
-transposed convolution is the correlation of its padded output gradient with its input. So one record serves both:
-``wide`` is slid over, ``narrow`` says by how much each window counts.
+transposed convolution is the correlation of its padded output gradient with its input. One class represents both:
+windows slide over ``wide``, and ``narrow`` holds the weight of each window.
 
 Axes: B rows, G groups, N = B * G, T positions of ``narrow``, C channels of ``narrow`` in a group, F values in a window
 of ``wide`` over all channels of a group.
@@ -28,7 +28,7 @@ from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
 from .machine import fast_in_float64, memory_for, operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, argument
 
-_CALL_SECONDS = 2e-5  # of one call from Python
+_SECONDS_PER_CALL = 2e-5  # of one call from Python
 
 
 def sliding_windows(
@@ -38,8 +38,8 @@ def sliding_windows(
     dilation: Sequence[int],
     sides: Sequence[tuple[int, int]],
 ) -> Tensor:
-    """View of the padded windows: leading axes, axes of the kernel, positions along each axis. Any memory format."""
-    wide = F.pad(wide, _reversed(sides)) if any(map(any, sides)) else wide  # without padding, it would be a copy
+    """Returns a view of the windows of a padded tensor: leading axes, axes of the kernel, positions along each axis."""
+    wide = F.pad(wide, _reversed(sides)) if any(map(any, sides)) else wide  # F.pad would copy without padding
     leading = wide.dim() - len(kernel)
     for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
         wide = wide.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
@@ -48,10 +48,10 @@ def sliding_windows(
 
 
 def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
-    """Zeros before and after each axis, from the words and numbers that a convolution takes."""
+    """Returns the padding before and after each axis, from the ``padding`` argument of a convolution."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
-    if padding == "same":  # the odd one goes to the right
+    if padding == "same":  # an odd total has one more at the end
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
     return [(p, p) for p in padding]  # type: ignore[misc]
@@ -59,7 +59,7 @@ def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Se
 
 @dataclass(frozen=True, eq=False)
 class _Correlation:
-    """A weight gradient to be: ``weight[c, f] = sum_t narrow[c, t] * window_t(wide)[f]``, for each row and group."""
+    """The weight gradient ``weight[c, f] = sum_t narrow[c, t] * window_t(wide)[f]``, for each row and group."""
 
     wide: Tensor
     narrow: Tensor
@@ -67,7 +67,7 @@ class _Correlation:
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    padding: tuple[int, ...]  # zeros on both sides of ``wide``, on top of what it holds
+    padding: tuple[int, ...]  # zeros to add on both sides of ``wide``
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
@@ -79,7 +79,7 @@ class _Correlation:
 
     @property
     def features(self) -> tuple[int, int]:
-        """C and F."""
+        """The sizes C and F."""
         channels, *window = self.weight_shape
         return channels // self.groups, math.prod(window)
 
@@ -91,8 +91,8 @@ class _Correlation:
         windows = sliding_windows(self.wide, self.kernel, self.stride, self.dilation, sides)
         return windows.reshape(-1, self.features[1], self.positions)
 
-    def some_rows(self) -> Iterator[_Correlation]:
-        """Cuts the batch so that the windows of a part stay small."""
+    def chunks(self) -> Iterator[_Correlation]:
+        """Splits the batch so that the windows of a chunk fit into the workspace."""
         window_bytes = self.groups * self.features[1] * self.positions * self.wide.element_size()
         step = max(1, memory_for(self.wide.device, WORKSPACE_BYTES) // max(1, window_bytes))
         for wide, narrow in zip(self.wide.split(step), self.narrow.split(step), strict=True):
@@ -114,10 +114,10 @@ def _correlation(call: LayerCall) -> _Correlation:
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     if layer.transposed:
         wide, narrow = narrow, wide
-        # Output positions that no window reaches belong to ``output_padding``; trim them where padding left them in.
-        reach = zip(narrow.shape[2:], layer.stride, layer.dilation, layer.kernel_size, strict=True)
-        full = [(n - 1) * stride + dilation * (size - 1) + 1 for n, stride, dilation, size in reach]
-        sides = [(p, n - p - have) for (p, _), n, have in zip(sides, full, wide.shape[2:], strict=True)]
+        # Output positions outside all windows belong to ``output_padding``. Negative padding removes them.
+        axes = zip(narrow.shape[2:], layer.stride, layer.dilation, layer.kernel_size, strict=True)
+        covered = [(n - 1) * stride + dilation * (size - 1) + 1 for n, stride, dilation, size in axes]
+        sides = [(p, length - p - size) for (p, _), length, size in zip(sides, covered, wide.shape[2:], strict=True)]
     padding = tuple(left for left, _ in sides)
     if layer.padding_mode != "zeros" or any(left != right for left, right in sides):
         wide = F.pad(wide, _reversed(sides), mode=_PAD_MODE[layer.padding_mode])
@@ -138,21 +138,21 @@ def _reversed(sides: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Tensor:
-    """One ordinary weight gradient, in float32 at least."""
+    """Returns the weight gradient of the batch by the backward kernel of torch, at least in float32."""
     wide, narrow = (tensor.to(_wide(tensor)) for tensor in (c.wide, c.narrow))
-    shape_only = wide.new_zeros(1).expand(weight_shape)  # zero strides: only the shape is read
+    shape_only = wide.new_zeros(1).expand(weight_shape)  # the kernel reads only its shape
     zeros = [0] * len(c.kernel)
     args = (c.stride, c.padding, c.dilation, False, zeros, groups, [False, True, False])
     return torch.ops.aten.convolution_backward(narrow, wide, shape_only, None, *args)[1]
 
 
 def _grouped_grad(call: LayerCall) -> Tensor:
-    """Rows become groups, so that one call of the backward kernel gives the gradients of all."""
+    """Converts rows to groups, so that one call of the backward kernel computes all gradients."""
     rows, shape = call.batch_size, _weight_shape(call)
     if rows == 0:
         return call.grad_output.new_zeros(0, *shape, dtype=_wide(call.grad_output))
     c = _correlation(call)
-    # Through one axis, since axes of size 1 may have strides by which the kernel takes the channels for last.
+    # Flattened first, because strides of axes of size 1 may make the kernel assume channels_last.
     wide, narrow = (t.reshape(-1).view(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
     folded = replace(c, wide=wide, narrow=narrow)
     return _correlate(folded, (rows * shape[0], *shape[1:]), rows * c.groups).reshape(rows, *shape)
@@ -163,7 +163,7 @@ def _new_grads(call: LayerCall) -> Tensor:
 
 
 def _looped_grad(call: LayerCall) -> Tensor:
-    """One call of the backward kernel for each row."""
+    """Calls the backward kernel for each row."""
     grads = _new_grads(call)
     _write_looped_grad(call, grads)
     return grads
@@ -172,12 +172,12 @@ def _looped_grad(call: LayerCall) -> Tensor:
 def _write_looped_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
     for i, grad in enumerate(out):
-        one = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
-        grad.copy_(_correlate(one, c.weight_shape, c.groups))
+        row = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
+        grad.copy_(_correlate(row, c.weight_shape, c.groups))
 
 
 def _unfolded_grad(call: LayerCall) -> Tensor:
-    """All windows are copied, and multiplied."""
+    """Copies all windows, and multiplies matrices."""
     grads = _new_grads(call)
     _write_unfolded_grad(call, grads)
     return grads
@@ -187,9 +187,9 @@ def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
     by_group = out.view(call.batch_size * c.groups, *c.features)
     done = 0
-    for part in c.some_rows():
-        narrow = part.narrow_NCT()
-        linear.product(narrow, part.windows_NFT().transpose(1, 2), by_group[done : done + len(narrow)])
+    for chunk in c.chunks():
+        narrow = chunk.narrow_NCT()
+        linear.product(narrow, chunk.windows_NFT().transpose(1, 2), by_group[done : done + len(narrow)])
         done += len(narrow)
 
 
@@ -200,7 +200,7 @@ def _windows(call: LayerCall) -> native.Windows:
 
 
 def _compiled_grad(call: LayerCall) -> Tensor:
-    """By compiled code, which lays a few windows out at a time."""
+    """Calls compiled code, which copies a few windows at a time."""
     grads = _new_grads(call)
     _write_compiled_grad(call, grads)
     return grads
@@ -220,19 +220,19 @@ def _compiled_sq_norm(call: LayerCall) -> Tensor:
 
 
 def _gram_sq_norm(call: LayerCall) -> Tensor:
-    """By the Gram of all windows, which are copied."""
+    """Computes norms from the Gram matrix of all windows, which are copied."""
     if call.batch_size == 0:
         return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
     c = _correlation(call)
-    parts = [gram_sq_norm(p.narrow_NCT().transpose(1, 2), p.windows_NFT().transpose(1, 2)) for p in c.some_rows()]
+    parts = [gram_sq_norm(p.narrow_NCT().transpose(1, 2), p.windows_NFT().transpose(1, 2)) for p in c.chunks()]
     return torch.cat(parts).view(-1, c.groups).sum(dim=1)
 
 
 def _shifted_sq_norm(call: LayerCall) -> Tensor:
-    """By one Gram of the padded tensor itself, in float64.
+    """Computes norms from the Gram matrix of the padded tensor itself, in float64.
 
-    Two windows have the product ``sum_k <wide[t + k], wide[s + k]>`` over the places k of the kernel: a sum of shifted
-    parts of that Gram. No window is copied, and no product is formed twice.
+    The product of two windows is ``sum_k <wide[t + k], wide[s + k]>`` over the positions k of the kernel: a sum of
+    shifted parts of that Gram matrix. No window is copied, and no product is computed twice.
     """
     if call.batch_size == 0:
         return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
@@ -240,11 +240,11 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
     wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])).double()
     wide = wide.reshape(-1, wide.shape[1] // c.groups, *wide.shape[2:])
     narrow_NCT = c.narrow_NCT().double()
-    places, size = wide.shape[2:], math.prod(wide.shape[2:])
+    shape, size = wide.shape[2:], math.prod(wide.shape[2:])
     step = max(1, memory_for(wide.device, WORKSPACE_BYTES) // (8 * (size**2 + 2 * c.positions**2)))
     sq_norms = []
     for wide_N, narrow_N in zip(wide.flatten(2).split(step), narrow_NCT.split(step), strict=True):
-        gram = torch.bmm(wide_N.transpose(1, 2), wide_N).view(-1, *places, *places)
+        gram = torch.bmm(wide_N.transpose(1, 2), wide_N).view(-1, *shape, *shape)
         first, *others = (gram[(slice(None), *shift, *shift)] for shift in _shifts(c))
         windows = first.clone()
         for other in others:
@@ -256,7 +256,7 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
 
 
 def _shifts(c: _Correlation) -> Iterator[tuple[slice, ...]]:
-    """For each place of the kernel, the positions of ``wide`` that it meets, axis by axis."""
+    """Yields for each position of the kernel the positions of ``wide`` that it is multiplied with, axis by axis."""
     axes = zip(c.kernel, c.stride, c.dilation, c.narrow.shape[2:], strict=True)
     starts = [
         [slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k in range(size)]
@@ -272,8 +272,8 @@ def _weight_cost(call: LayerCall) -> Cost:
     (channels, window), length, device = c.features, c.positions, c.wide.device
     product = 2.0 * length * channels * window * c.groups
     traffic = 3.0 * c.wide.itemsize * length * window * c.groups * operations_per_byte(device)
-    one_call = _CALL_SECONDS * operations_per_second(device)
-    # The grouped kernel is slow at both ends of its range: few channels, and many on a small map.
+    one_call = _SECONDS_PER_CALL * operations_per_second(device)
+    # The grouped kernel is slow for few channels, and for many channels on a small map.
     slow = c.wide.shape[1] // c.groups <= 4 < channels or length * (channels + window) < channels * window
     grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + one_call}
     if c.wide.dtype is torch.bfloat16:  # discarded gradients are formed again, and the other kernels may add otherwise
@@ -283,11 +283,11 @@ def _weight_cost(call: LayerCall) -> Cost:
     if native.Windows(c.wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation).fit():
         grads["compiled"] = sq_norms["compiled"] = 1.5 * product + one_call / call.batch_size
     if fast_in_float64(device) and c.wide.dtype is not torch.float64:
-        spread_out = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
-        places = math.prod(c.kernel) * 16 * operations_per_byte(device)
-        inside = 4 * spread_out**2 * c.wide.shape[1] + length**2 * (4 * channels + places) * c.groups
-        if 8 * (spread_out**2 + 2 * length**2) <= memory_for(device, WORKSPACE_BYTES):  # of one row
-            sq_norms["shifted gram"] = float(inside)
+        padded_length = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
+        shifts = math.prod(c.kernel) * 16 * operations_per_byte(device)
+        operations = 4 * padded_length**2 * c.wide.shape[1] + length**2 * (4 * channels + shifts) * c.groups
+        if 8 * (padded_length**2 + 2 * length**2) <= memory_for(device, WORKSPACE_BYTES):  # memory of one row
+            sq_norms["shifted gram"] = float(operations)
     return Cost(grads, sq_norms, product)
 
 
@@ -296,15 +296,15 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
         return call.grad_output.new_zeros(_weight_shape(call), dtype=_wide(call.grad_output))
     acts, grads = (tensor.to(_wide(tensor)) for tensor in _acts_and_grads(call))
     if acts.numel() < grads.numel():
-        acts = acts * _beside(factor_B, acts)
+        acts = acts * _broadcast(factor_B, acts)
     else:
-        grads = grads * _beside(factor_B, grads)
+        grads = grads * _broadcast(factor_B, grads)
     c = _correlation(call.replace(inputs=(acts,), grad_output=grads))
     return _correlate(c, c.weight_shape, c.groups)
 
 
 def _weight_spread(call: LayerCall) -> Tensor:
-    # No input is in more windows than the kernel has taps, nor repeated more often than padding reaches.
+    # An input is in at most as many windows as the kernel has positions. Padding repeats it at most `repeats` times.
     layer: Any = call.layer
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in sides)
@@ -314,7 +314,7 @@ def _weight_spread(call: LayerCall) -> Tensor:
     return spread_of(positions, acts, grads) * shared
 
 
-def _beside(factor_B: Tensor, tensor: Tensor) -> Tensor:
+def _broadcast(factor_B: Tensor, tensor: Tensor) -> Tensor:
     return factor_B.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1))
 
 

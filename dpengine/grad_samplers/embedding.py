@@ -1,4 +1,4 @@
-"""Embeddings: every use of an entry adds the gradient of its place to that entry's row.
+"""Grad samplers of embeddings. Each use of an entry adds its output gradient to the gradient of the entry.
 
 Axes: B rows, N uses of an entry, M different pairs of row and entry, V entries, D features.
 """
@@ -22,19 +22,19 @@ from .linear import tokens
 from .machine import fast_in_float64, launches_kernels
 from .sampler import GradSampler, argument
 
-_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # multiplications
+_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # largest number of multiplications for products of all pairs of uses
 _FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)."
 
 
 def check_embedding(layer: nn.Module, name: str = "") -> None:
-    """Raises for settings that mix the samples of a batch, or that write the batch into the weight."""
+    """Raises UnsupportedLayerError for settings that mix the samples of a batch or write to the weight in forward."""
     if not isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
         return
     where = f"Layer '{name}' ({type(layer).__name__})" if name else str(layer)
     if layer.scale_grad_by_freq:
         raise UnsupportedLayerError(
             f"{where} has scale_grad_by_freq=True, which divides a sample's gradient by counts over the whole batch, "
-            "so one record changes the gradients of others.",
+            "so one sample changes the gradients of others.",
             fix=_FIX,
         )
     if layer.max_norm is not None:
@@ -47,7 +47,7 @@ def check_embedding(layer: nn.Module, name: str = "") -> None:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """The entries that each row of the batch uses."""
+    """Uses of entries in a batch: sample and entry of each use, and the number of samples."""
 
     row_N: Tensor
     entry_N: Tensor
@@ -55,7 +55,7 @@ class Uses:
 
 
 def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
-    """Uses outside the padding, with their gradients ``(N, D)``."""
+    """Returns the uses without padding, and their gradients ``(N, D)``."""
     entries_BT = argument(call, 0, "input")
     rows = entries_BT.shape[0]
     entry_N = entries_BT.reshape(-1)
@@ -71,12 +71,12 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
 
 
 def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
-    """Adds the values of equal pairs of row and entry.
+    """Returns the different pairs of row and entry, and the sum of the values of each pair.
 
-    On an accelerator, pairs that were merged into others stay, with the value 0 and as repetitions of the last pair:
-    it would wait until the number of different pairs is known.
+    On an accelerator, pairs that were merged into others remain, as repetitions of the last pair with the value 0:
+    their removal would wait for the device.
     """
-    # In float64: long sums of values that cancel are as exact as the values. MPS has none.
+    # In float64, so that long sums with cancellation are as exact as the values. MPS has no float64.
     wide_N = value_N if value_N.device.type == "mps" else value_N.double()
     pair_N = uses.row_N * size + uses.entry_N
     pair_M, place_N = _merged_places(pair_N) if launches_kernels(pair_N.device) else _unique_places(pair_N)
@@ -99,12 +99,12 @@ def _merged_places(pair_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def per_row(uses: Uses, value_N: Tensor) -> Tensor:
-    """Adds the values of each row, ``(B,)``."""
+    """Returns the sum of the values of each row, ``(B,)``."""
     return value_N.new_zeros(uses.rows).index_add_(0, uses.row_N, value_N)
 
 
 def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
-    """Gradients ``(B, V, D)`` of what ``merged`` gave."""
+    """Returns the per-sample gradients ``(B, V, D)`` of merged uses."""
     size, features = weight.shape
     flat = torch.zeros(pairs.rows * size, features, dtype=wide(weight), device=grad_MD.device)
     place_M, value_MD = pairs.row_N * size + pairs.entry_N, grad_MD.to(flat.dtype)
@@ -116,19 +116,19 @@ def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
 
 
 def summed(pairs: Uses, grad_MD: Tensor, factor_B: Tensor, weight: Tensor) -> Tensor:
-    """Gradient ``(V, D)`` of all rows of what ``merged`` gave, each times its factor."""
+    """Returns the sum ``(V, D)`` of the gradients of merged uses, each multiplied by the factor of its sample."""
     weighted_MD = grad_MD * factor_B.to(grad_MD.dtype)[pairs.row_N].unsqueeze(1)
     total_VD = torch.zeros(weight.shape, dtype=wide(weight), device=grad_MD.device)
     return total_VD.index_add_(0, pairs.entry_N, weighted_MD.to(total_VD.dtype))
 
 
 def wide(weight: Tensor) -> torch.dtype:
-    """The type of a weight's gradients: float32 at least."""
+    """Returns the dtype of a weight's gradients, which is at least float32."""
     return torch.promote_types(weight.dtype, torch.float32)
 
 
 def weight_of(call: LayerCall) -> Tensor:
-    """The entries, ``(V, D)``."""
+    """Returns the weight of the layer, ``(V, D)``."""
     weight: Any = call.layer.weight
     return weight
 
@@ -138,11 +138,11 @@ def _grad(call: LayerCall) -> Tensor:
 
 
 def _grad_by_product(call: LayerCall) -> Tensor:
-    """Gradients ``(B, V, D)`` from one product with one-hot vectors, for a few small entries."""
+    """Returns gradients ``(B, V, D)``, computed as one product with one-hot vectors. For small tables."""
     weight, grad_BTD = weight_of(call), tokens(call.grad_output)
     entry_BT1 = argument(call, 0, "input").reshape(*grad_BTD.shape[:2], 1)
     padding = call.layer.padding_idx
-    if padding is not None:  # gradients there may be infinite, and zero times infinity is not a number
+    if padding is not None:  # gradients of padding may be infinite, and zero times infinity is NaN
         grad_BTD = grad_BTD.masked_fill(entry_BT1 == padding, 0)
     one_hot_BTV = (entry_BT1 == torch.arange(weight.shape[0], device=entry_BT1.device)).to(grad_BTD.dtype)
     return torch.bmm(one_hot_BTV.transpose(1, 2), grad_BTD)
@@ -153,7 +153,7 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
-    """Squared norms of uses, those of one entry in one row merged first: they are few in most texts."""
+    """Adds the squared norms of uses. Merges repeated uses of an entry in a sample first; most texts have few."""
     if traced(call.grad_output) or _has_few_pairs(call):
         return _sq_norm_by_pairs(call)
     if launches_kernels(call.grad_output.device):
@@ -164,18 +164,18 @@ def _sq_norm(call: LayerCall) -> Tensor:
         uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
     )
     sq_norm_N = norms(grad_ND, 1).square()
-    again_N = count_M[place_N] > 1
-    if not again_N.any():
+    repeated_N = count_M[place_N] > 1
+    if not repeated_N.any():
         return per_row(uses, sq_norm_N)
-    some = Uses(uses.row_N[again_N], uses.entry_N[again_N], uses.rows)
-    pairs, grad_MD = merged(some, grad_ND[again_N], weight_of(call).shape[0])
-    return per_row(uses, sq_norm_N.masked_fill(again_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
+    repeated = Uses(uses.row_N[repeated_N], uses.entry_N[repeated_N], uses.rows)
+    pairs, grad_MD = merged(repeated, grad_ND[repeated_N], weight_of(call).shape[0])
+    return per_row(uses, sq_norm_N.masked_fill(repeated_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
 
 
 def _has_few_pairs(call: LayerCall) -> bool:
     """Returns True if products of all pairs of uses in a sample take less time than a search for equal entries.
 
-    On an accelerator, the search waits for the device, because values decide its shapes.
+    On an accelerator, the search synchronizes with the device, because its shapes depend on values.
     """
     grad = call.grad_output
     products = grad.numel() * (grad.shape[1:-1].numel())
@@ -185,7 +185,7 @@ def _has_few_pairs(call: LayerCall) -> bool:
 
 
 def _sq_norm_by_pairs(call: LayerCall) -> Tensor:
-    """Computes squared norms from products of all pairs of uses of one entry in a sample. No value decides a shape."""
+    """Computes squared norms from products of all pairs of uses in a sample. No shape depends on values."""
     grad_BTD = tokens(call.grad_output).double()
     entry_BT = argument(call, 0, "input").reshape(grad_BTD.shape[:2])
     same_BTT = entry_BT.unsqueeze(1) == entry_BT.unsqueeze(2)
@@ -211,17 +211,17 @@ def _add_weighted_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: flo
 
 
 def _spread(call: LayerCall) -> Tensor:
-    # Cauchy: bound on the sum of the norms of this number of uses.
+    # Cauchy-Schwarz bounds the sum of the norms of this number of uses.
     entries_BT, grad = argument(call, 0, "input"), call.grad_output
     uses = entries_BT[:1].numel()
-    if call.layer.padding_idx is not None:  # what arrives there is never added, and may be large: norms divide by zeros
+    if call.layer.padding_idx is not None:  # gradients of padding are not added, and may be large
         grad = grad.masked_fill((entries_BT == call.layer.padding_idx).unsqueeze(-1), 0)
     return spread_of(uses, grad) * math.sqrt(uses)
 
 
 def _concat(calls: Any) -> LayerCall:
-    looked_up = [argument(call, 0, "input") for call in calls]
-    entries = torch.cat([one.reshape(len(one), math.prod(one.shape[1:])) for one in looked_up], dim=1)
+    indices = [argument(call, 0, "input") for call in calls]
+    entries = torch.cat([tensor.reshape(len(tensor), math.prod(tensor.shape[1:])) for tensor in indices], dim=1)
     grads = torch.cat([tokens(call.grad_output) for call in calls], dim=1)
     return calls[0].replace(inputs=(entries,), kwargs={}, grad_output=grads)
 

@@ -1,4 +1,4 @@
-"""Bags of embeddings: one output for each bag, the sum, mean or maximum of its entries. A row is a bag.
+"""Grad sampler of embedding bags. The output of a bag, which is a sample, is the sum, mean or maximum of its entries.
 
 Axes: B bags, N entries in all bags, M different pairs of bag and entry, V entries, D features.
 """
@@ -18,7 +18,7 @@ from .sampler import GradSampler, argument
 
 
 def _bags(call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Bag and entry of every place, ``(N,)`` each, the padding included."""
+    """Returns bag and entry of each use, ``(N,)`` each, including padding."""
     layer: Any = call.layer
     entries, offsets = argument(call, 0, "input"), argument(call, 1, "offsets")
     bags = torch.arange(call.batch_size, device=entries.device)
@@ -31,7 +31,7 @@ def _bags(call: LayerCall) -> tuple[Tensor, Tensor]:
 
 
 def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
-    """Uses outside the padding, and what each counts for in its bag, ``(N,)``."""
+    """Returns the uses without padding, and the weight of each use in its bag, ``(N,)``."""
     layer: Any = call.layer
     bag_N, entry_N = _bags(call)
     weights = argument(call, 2, "per_sample_weights")
@@ -53,7 +53,7 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 
 def _grad(call: LayerCall) -> Tensor:
     if call.layer.mode == "max":
-        entries_BD, grads_BD = _winners(call)
+        entries_BD, grads_BD = _maxima(call)
         grads_BVD = grads_BD.new_zeros(call.batch_size, *weight_of(call).shape)
         return grads_BVD.scatter_(1, entries_BD.unsqueeze(1), grads_BD.unsqueeze(1))
     pairs, weight_M = _pairs(call)
@@ -62,15 +62,15 @@ def _grad(call: LayerCall) -> Tensor:
 
 def _sq_norm(call: LayerCall) -> Tensor:
     if call.layer.mode == "max":
-        return product_of_norms(_winners(call)[1]).square()
-    # All entries of a bag get its gradient, times what they count for: the norm is that of the counts times that of it.
+        return product_of_norms(_maxima(call)[1]).square()
+    # Each entry of a bag gets the gradient of the bag times its weight, so the norm is a product of norms.
     pairs, weight_M = _pairs(call)
     return per_row(pairs, weight_M.square()) * product_of_norms(call.grad_output).square()
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.layer.mode == "max":
-        entries_BD, grads_BD = _winners(call)
+        entries_BD, grads_BD = _maxima(call)
         factor_B1 = factor_B.to(grads_BD.dtype).unsqueeze(1)
         return grads_BD.new_zeros(weight_of(call).shape).scatter_add_(0, entries_BD, grads_BD * factor_B1)
     pairs, weight_M = _pairs(call)
@@ -78,15 +78,15 @@ def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
 
 
 def _spread(call: LayerCall) -> Tensor:
-    # The parts of a bag are its own gradient, times what each use counts for.
+    # The parts of a bag are its gradient times the weight of each use.
     if call.layer.mode == "max":
         return product_of_norms(call.grad_output)
     uses, weight_N = _uses(call)
     return product_of_norms(call.grad_output) * per_row(uses, weight_N.abs())
 
 
-def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
-    """For each bag and feature the entry that holds the maximum, as forward found it, and the gradient it gets."""
+def _maxima(call: LayerCall) -> tuple[Tensor, Tensor]:
+    """Returns for each bag and feature the entry with the maximum, and the gradient of this entry, ``(B, D)`` each."""
     layer: Any = call.layer
     bag_N, entry_N = _bags(call)
     count_B = bag_N.bincount(minlength=call.batch_size)
@@ -99,7 +99,7 @@ def _winners(call: LayerCall) -> tuple[Tensor, Tensor]:
     return entries_BD.clamp(min=0), torch.where(has_any_B1, call.grad_output, 0)
 
 
-_MAX = 2  # torch's number for the mode
-_NONE = -1  # never an entry
+_MAX = 2  # value of the mode argument of torch.embedding_bag
+_NONE = -1  # not a valid entry
 
 SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, spread=_spread)}

@@ -1,4 +1,4 @@
-"""Rules by PyTorch's ExpandedWeights, for the layers that it supports."""
+"""Rules that use ExpandedWeights of PyTorch, for the layers that it supports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, 
 
 
 def expanded_rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | None:
-    """Returns the rule of a layer by ExpandedWeights, or ``sampler_for`` if it has none."""
+    """Returns the rule of a layer that uses ExpandedWeights; that of ``sampler_for`` for unsupported layers."""
     samplers = sampler_for(module)
     if type(module) not in EXPANDED or samplers is not BUILTIN[type(module)]:
         return samplers
@@ -33,16 +33,16 @@ def expanded_rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSam
 
 
 def _expanded(call: LayerCall) -> dict[str, Tensor]:
-    """Runs a layer again on expanded copies of its parameters, whose backward stores per-sample gradients in them."""
+    """Runs a layer again with expanded copies of its parameters. Backward stores per-sample gradients in the copies."""
     layer, dtype = call.layer, call.grad_output.dtype
     copies: dict[str, Any] = {
         name: p.detach().to(dtype).requires_grad_() for name, p in layer._parameters.items() if p is not None
     }
     expanded = {name: ExpandedWeight(copy, call.batch_size, "sum") for name, copy in copies.items()}
-    alike = object.__new__(type(layer))  # the layer itself may run in another thread
-    vars(alike).update(vars(layer), _parameters={**dict.fromkeys(layer._parameters), **expanded})
+    copied_layer = object.__new__(type(layer))  # the layer itself may run in another thread
+    vars(copied_layer).update(vars(layer), _parameters={**dict.fromkeys(layer._parameters), **expanded})
     with torch.enable_grad():
-        output: Tensor = type(layer).forward(alike, *call.inputs, **call.kwargs)
+        output: Tensor = type(layer).forward(copied_layer, *call.inputs, **call.kwargs)
     output.backward(call.grad_output.contiguous())
     return {name: copy.grad_sample for name, copy in copies.items()}
 
@@ -50,8 +50,8 @@ def _expanded(call: LayerCall) -> dict[str, Tensor]:
 def _supports(call: LayerCall) -> bool:
     """Returns True if ExpandedWeights has no known error for this call.
 
-    In torch 2.13 it requires that all parameters are trained, and contiguous inputs of convolutions, supports neither
-    other padding modes nor dilation in 3-D, and computes a gradient for the padding entry of an embedding.
+    In torch 2.13, it requires that all parameters are trained and that inputs of convolutions are contiguous. It does
+    not support other padding modes and dilation, and computes a gradient for the padding entry of an embedding.
     """
     layer: Any = call.layer
     inputs = [leaf for leaf in (*call.inputs, *call.kwargs.values()) if isinstance(leaf, Tensor)]

@@ -1,12 +1,12 @@
-"""Runs the forward pass of a module on each row of a batch alone, where it draws random numbers or returns its loss.
+"""Runs the forward pass of a module on each row of a batch separately, if it draws random numbers or returns a loss.
 
-Note [random numbers]: a batch as a whole draws its random numbers in another order than its rows alone. So a module
-that draws some runs by rows in the forward pass also, and the loss sees the outputs of rows alone. The replay in the
-backward pass starts from the same state of the random generators, and runs the rows in the same chunks by the same
+Note [random numbers]: a batch draws its random numbers in another order than its rows do. A module that draws random
+numbers therefore runs row by row in the forward pass, too, and the loss uses the outputs of single rows. The replay in
+the backward pass starts from the same state of the random generators, and runs the rows in the same chunks by the same
 method, so that it draws the same numbers.
 
-Note [loss inside]: a model that returns one number for the batch does not show the losses of single rows. Run by rows,
-it returns the loss of each, and the caller gets their mean, or their sum if losses are declared to be sums.
+Note [loss inside]: a model that returns one number for the batch does not return the losses of single rows. If it runs
+row by row, it returns the loss of each row, and the caller gets the mean, or the sum if losses are declared to be sums.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from dpengine.capture.record import ForwardCall, turned
 from dpengine.errors import BatchDependentLossError
 from dpengine.kernels.library import traced
 
-CHUNK_BYTES = 256 * 2**20  # of per-sample gradients in one vectorised run
+CHUNK_BYTES = 256 * 2**20  # largest size of the per-sample gradients in one vectorized run
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
-_COMPARED = 4  # rows of a batch, where a module is compared with its rows alone
+_COMPARED = 4  # number of rows that are compared with the batch
 
 
 def chunk_of(parameters: Iterable[Tensor], rows: int) -> int:
-    """Returns the number of rows in one vectorised run."""
+    """Returns the number of rows in one vectorized run."""
     row_bytes = sum(p.numel() * p.element_size() for p in parameters)
     return min(rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
 
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Inputs of a module, of which some are cut into rows.
+    """Inputs of a module. Those with a batch axis are split into rows.
 
     Attributes:
         leaves: The inputs in all containers, with the batch on axis 0.
         spec: Structure of ``(args, kwargs)``.
-        cut: Places of the leaves that carry the batch.
+        cut: Indices of the leaves with a batch axis.
         batch_first: True if the module itself has the batch on axis 0.
     """
 
@@ -61,36 +61,36 @@ class Inputs:
 
     @classmethod
     def of(cls, args: Any, kwargs: Mapping[str, Any], count: int, *, batch_first: bool) -> Inputs:
-        """Takes inputs apart that have the batch on axis 0."""
+        """Returns the inputs of a call with ``count`` rows, which have the batch on axis 0."""
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         cut = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
         return cls(leaves, spec, cut, batch_first)
 
     @property
     def batched(self) -> list[Any]:
-        """The inputs that carry the batch: tensors, or batches of graphs."""
-        return [self.leaves[place] for place in self.cut]
+        """The inputs with a batch axis: tensors, or batches of graphs."""
+        return [self.leaves[index] for index in self.cut]
 
     def row(self, row: int) -> list[Any]:
-        """Returns these inputs for one row, as a batch of one."""
+        """Returns `batched` for one row, as a batch of one."""
         return [_row_of(leaf, row) for leaf in self.batched]
 
     def arguments(self, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the inputs with other tensors that carry the batch, in the order of axes of the module."""
+        """Returns the inputs with `batched` replaced by ``tensors``, in the axis order of the module."""
         leaves = list(self.leaves)
-        for place, tensor in zip(self.cut, tensors, strict=True):
-            leaves[place] = tensor
+        for index, tensor in zip(self.cut, tensors, strict=True):
+            leaves[index] = tensor
         return pytree.tree_unflatten([in_order(leaf, batch_first=self.batch_first) for leaf in leaves], self.spec)
 
 
 def _is_graphs(leaf: Any) -> bool:
-    """Returns True for a batch of PyTorch Geometric, which has the nodes of all graphs in one tensor."""
+    """Returns True for a batch of PyTorch Geometric, which stores the nodes of all graphs in one tensor."""
     geometric = sys.modules.get("torch_geometric.data")
     return geometric is not None and isinstance(leaf, geometric.Batch)
 
 
 def _rows_in(leaf: Any) -> int | None:
-    """Returns the number of rows of an input; None if it has none."""
+    """Returns the number of rows of an input; None if it has no batch axis."""
     if isinstance(leaf, Tensor):
         return len(leaf) if leaf.dim() else None
     return leaf.num_graphs if _is_graphs(leaf) else None
@@ -98,24 +98,24 @@ def _rows_in(leaf: Any) -> int | None:
 
 def _row_of(leaf: Any, row: int) -> Any:
     if isinstance(leaf, Tensor):
-        # In order, since torch 2.13 dies in the backward of group_norm on a channels_last input.
+        # Contiguous, because torch 2.13 crashes in the backward of group_norm on a channels_last input.
         return leaf[row : row + 1].contiguous()
     return sys.modules["torch_geometric.data"].Batch.from_data_list([leaf.get_example(row)])
 
 
 def in_order(leaf: Any, *, batch_first: bool) -> Any:
-    """Exchanges the order of axes of a module for that with the batch on axis 0, or back."""
+    """Converts a leaf from the axis order of a module to that with the batch on axis 0, or back."""
     return leaf if batch_first or not isinstance(leaf, Tensor) else turned(leaf)
 
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Record of a forward pass by rows.
+    """Record of a forward pass row by row.
 
     Attributes:
-        state: Random generators and autocast before it.
-        chunk: Number of rows in one vectorised run; 0 if they ran one by one.
-        numbers: Places, among the leaves of the output, of numbers. There is one for each row now.
+        state: State of random generators and autocast before the pass.
+        chunk: Number of rows in one vectorized run; 0 if they ran one by one.
+        numbers: Indices of those leaves of the output that are one number per batch; now there is one for each row.
     """
 
     state: ForwardState
@@ -123,52 +123,53 @@ class Drawn:
     numbers: tuple[int, ...]
 
     def reduced(self, output: Any, *, mean: bool) -> Any:
-        """Returns the output with one number in place of those of the rows. See note [loss inside]."""
+        """Returns the output with the numbers of the rows reduced to one number. See note [loss inside]."""
         leaves, spec = pytree.tree_flatten(output)
-        for place in self.numbers:
-            leaves[place] = leaves[place].mean() if mean else leaves[place].sum()
+        for index in self.numbers:
+            leaves[index] = leaves[index].mean() if mean else leaves[index].sum()
         return pytree.tree_unflatten(leaves, spec) if self.numbers else output
 
 
 class ForwardByRows:
-    """Runs a module by rows from the first call in which it draws random numbers, or returns one for the batch.
+    """Runs a module row by row, from the first call in which it draws random numbers or returns one number.
 
     Attributes:
-        vectorises: False if vmap cannot run the module.
+        vectorizes: False if vmap cannot run the module.
     """
 
     def __init__(self) -> None:
-        self.vectorises = True
-        self._batch_place: int | None = None  # of an input that carries the batch, once the module drew
+        self.vectorizes = True
+        # Index of an input with a batch axis; None while the module runs on the batch.
+        self._batch_index: int | None = None
 
     def __call__(self, call: ForwardCall) -> tuple[Any, Drawn | None]:
-        """Returns the output of a call, and how its rows ran if they ran alone."""
+        """Returns the output of a call, and a record of its rows; None if the module ran on the batch."""
         order = {"batch_first": call.batch_first}
         args, kwargs = pytree.tree_map(lambda leaf: in_order(leaf, **order), (call.args, dict(call.kwargs)))
         leaves = pytree.tree_leaves((args, kwargs))
         state = ForwardState.now([t for t in (*leaves, *call.parameters.values()) if isinstance(t, Tensor)])
-        first = self._batch_place is None
+        first = self._batch_index is None
         if first:
             output = call.forward(*call.args, **call.kwargs)
-            gives_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
-            if gives_number or state.has_drawn():
-                self._batch_place = _place_of_batch(leaves, output, call.batch_first)
-        if (place := self._batch_place) is None:
+            returns_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
+            if returns_number or state.has_drawn():
+                self._batch_index = _index_of_batch(leaves, output, call.batch_first)
+        if (index := self._batch_index) is None:
             return output, None
-        count = _rows_in(leaves[place]) or 0
+        count = _rows_in(leaves[index]) or 0
         if count == 0:
             return call.forward(*call.args, **call.kwargs), None
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
         with attributes_kept(call.layer):
             if first:
-                self.vectorises = _can_vectorise(call, inputs)
-                _check_whole(call, inputs, state)
-            if self.vectorises:
+                self.vectorizes = _can_vectorize(call, inputs)
+                _compare_with_batch(call, inputs, state)
+            if self.vectorizes:
                 state.restore_random()
                 try:
                     return _run(call, inputs, state, chunk_of(call.parameters.values(), count))
-                except Exception:  # there is no list of what vmap cannot do
-                    self.vectorises = False
+                except Exception:  # vmap may raise any error for an unsupported module
+                    self.vectorizes = False
             state.restore_random()
             try:
                 return _run(call, inputs, state, 0)
@@ -176,12 +177,12 @@ class ForwardByRows:
                 raise RowsError(error) from error
 
 
-def _place_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
-    """Returns the place of the first input with as many rows as the first output that has any; None without one."""
+def _index_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
+    """Returns the index of the first input with as many rows as the first output; None if there is none."""
     outputs = [in_order(leaf, batch_first=batch_first) for leaf in pytree.tree_leaves(output)]
     count = next((rows for leaf in (*outputs, *leaves) if (rows := _rows_in(leaf)) is not None), 0)
-    places = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
-    return places[0] if count and places else None
+    indices = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
+    return indices[0] if count and indices else None
 
 
 def _plain(leaf: Any) -> Any:
@@ -198,32 +199,32 @@ def _is_float(leaf: Any) -> bool:
 
 
 def run_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Runs a module with other parameters and buffers, given by the names of ``named_parameters``.
+    """Runs a module with other parameters and buffers, by the names of ``named_parameters`` and ``named_buffers``.
 
     ``torch.func.functional_call`` with ``tie_weights=True`` does not restore the tensors of a module that has several
     names.
     """
-    first: dict[Tensor, str] = {}
-    given = {}
+    first_names: dict[Tensor, str] = {}
+    replacements = {}
     for prefix, part in module.named_modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
             if tensor is not None:
                 dotted = f"{prefix}.{name}" if prefix else name
-                if (known := first.setdefault(tensor, dotted)) in tensors:
-                    given[dotted] = tensors[known]
-    return functional_call(module, given, args, kwargs, tie_weights=False)
+                if (first_name := first_names.setdefault(tensor, dotted)) in tensors:
+                    replacements[dotted] = tensors[first_name]
+    return functional_call(module, replacements, args, kwargs, tie_weights=False)
 
 
 class RowsError(Exception):
-    """The rows of a batch cannot run alone; the text is the reason."""
+    """Raised if the rows of a batch cannot run alone. The message is the reason."""
 
 
 def _run(
     call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int, *, strict: bool = True
 ) -> tuple[Any, Drawn]:
-    """Returns the outputs of all rows, and how they ran.
+    """Returns the outputs of all rows, and a record of the pass.
 
-    Objects in outputs that are neither tensors nor plain values become None. Without ``strict``, tensors that do not
+    Objects in outputs that are neither tensors nor plain values become None. With ``strict=False``, tensors that do not
     have the batch on axis 0 become empty.
     """
     others: list[Any] = []
@@ -242,31 +243,32 @@ def _run(
             raise RowsError("it returns a tensor that does not have the batch on axis 0")
         return [row if row.shape[:1] == (1,) else row.new_empty(0) for row in rows]
 
-    with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule, and other masks with gradients
+    with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no batching rule, and other dropout masks with gradients
         if chunk:
             batches_of_one = [tensor.unsqueeze(1) for tensor in inputs.batched]
             outputs = [o.flatten(0, 1) for o in vmap(one, chunk_size=chunk, randomness="different")(batches_of_one)]
         else:
             rows = [one(inputs.row(row)) for row in range(len(inputs.batched[0]))]
             outputs = [torch.cat(parts) for parts in zip(*rows, strict=True)]
-    following = iter(outputs)
-    found = [next(following) if other is _TENSOR else other for other in others]
-    found = [in_order(leaf, batch_first=call.batch_first) for leaf in found]
-    return pytree.tree_unflatten(found, spec), Drawn(state, chunk, numbers)
+    remaining = iter(outputs)
+    leaves = [next(remaining) if other is _TENSOR else other for other in others]
+    leaves = [in_order(leaf, batch_first=call.batch_first) for leaf in leaves]
+    return pytree.tree_unflatten(leaves, spec), Drawn(state, chunk, numbers)
 
 
-def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choosing: bool = False) -> None:
-    """Raises if rows alone give other outputs than the batch, without random numbers. Then rows are not samples.
+def _compare_with_batch(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choosing: bool = False) -> None:
+    """Raises if single rows give other outputs than the batch in eval mode, because then rows are not samples.
 
-    Nothing is compared if the module draws random numbers in eval mode also, or has no eval mode. If units are being
-    chosen, it must run in eval mode, and outputs of the model that do not have the batch on axis 0 are not compared.
+    Nothing is compared if the module draws random numbers in eval mode, too, or does not run in eval mode. If units are
+    being chosen (``choosing``), the module must run in eval mode, and outputs of the model that do not have the batch
+    on axis 0 are ignored.
     """
     strict = bool(call.name) or not choosing
     with preserve_modes(call.layer), state.random_again(), torch.no_grad():
         call.layer.eval()
         try:
-            whole = [leaf for leaf in pytree.tree_leaves(call.forward(*call.args, **call.kwargs)) if _is_float(leaf)]
-        except Exception as error:  # perhaps it has no eval mode
+            of_batch = [leaf for leaf in pytree.tree_leaves(call.forward(*call.args, **call.kwargs)) if _is_float(leaf)]
+        except Exception as error:  # the module may not support eval mode
             if choosing:
                 raise RowsError(error) from error
             return
@@ -277,19 +279,19 @@ def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choo
         if state.has_drawn():
             return
     alone = [leaf for leaf in pytree.tree_leaves(output) if _is_float(leaf)]
-    if len(alone) != len(whole):
+    if len(alone) != len(of_batch):
         return
     compared = 0
-    for one, rows in zip(whole, alone, strict=True):
-        tolerance = HALF_PRECISION if state.half or one.dtype not in ROUNDING else ROUNDING[one.dtype]
-        if one.dim() and not strict and not rows.numel() and len(one) != len(inputs.batched[0]):
+    for batch, rows in zip(of_batch, alone, strict=True):
+        tolerance = HALF_PRECISION if state.half or batch.dtype not in ROUNDING else ROUNDING[batch.dtype]
+        if batch.dim() and not strict and not rows.numel() and len(batch) != len(inputs.batched[0]):
             continue
         compared += 1
-        if one.dim():
-            one, rows = (in_order(leaf, batch_first=call.batch_first) for leaf in (one, rows))
-            if not _rows_close(rows, one, tolerance):
-                raise RowsError("the batch as a whole gives another output")
-        elif not any(_rows_close(total.reshape(1), one.reshape(1), tolerance) for total in (rows.mean(), rows.sum())):
+        if batch.dim():
+            batch, rows = (in_order(leaf, batch_first=call.batch_first) for leaf in (batch, rows))
+            if not _rows_close(rows, batch, tolerance):
+                raise RowsError("the complete batch gives another output")
+        elif not any(_rows_close(total.reshape(1), batch.reshape(1), tolerance) for total in (rows.mean(), rows.sum())):
             raise BatchDependentLossError(
                 "The loss that the model computes is neither the mean nor the sum of the losses of single samples.",
                 fix="Compute the loss outside the model as a mean over samples; for tokens that is "
@@ -300,27 +302,27 @@ def _check_whole(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choo
 
 
 def check_rows_alone(call: ForwardCall, count: int) -> None:
-    """Runs the first rows of a call that has ended as one batch and alone, in eval mode, and compares the outputs.
+    """Runs the first rows of a finished call again in eval mode, as one batch and one by one, and compares the outputs.
 
     Raises RowsError or BatchDependentLossError if they differ, or if an input may hold state.
     """
     for leaf in pytree.tree_leaves((call.args, dict(call.kwargs))):
-        if not isinstance(leaf, (Tensor, type(None), *_PLAIN)):  # such as a cache, to which each row would append
-            raise RowsError(f"it gets a {type(leaf).__name__}, which may keep state between the rows")
+        if not isinstance(leaf, (Tensor, type(None), *_PLAIN)):  # for example a cache, to which each row would append
+            raise RowsError(f"it gets a {type(leaf).__name__}, which may store state between the rows")
     order = {"batch_first": call.batch_first}
     args, kwargs = pytree.tree_map(lambda leaf: in_order(leaf, **order), (call.args, dict(call.kwargs)))
-    whole = Inputs.of(args, kwargs, count, **order)
-    first = [leaf[:_COMPARED].detach() if i in whole.cut else leaf for i, leaf in enumerate(whole.leaves)]
-    inputs = replace(whole, leaves=first)
+    inputs = Inputs.of(args, kwargs, count, **order)
+    first = [leaf[:_COMPARED].detach() if i in inputs.cut else leaf for i, leaf in enumerate(inputs.leaves)]
+    inputs = replace(inputs, leaves=first)
     args, kwargs = inputs.arguments(inputs.batched)
     tensors = [leaf for leaf in (*first, *call.parameters.values()) if isinstance(leaf, Tensor)]
     with attributes_kept(call.layer):
-        _check_whole(replace(call, args=args, kwargs=kwargs), inputs, ForwardState.now(tensors), choosing=True)
+        _compare_with_batch(replace(call, args=args, kwargs=kwargs), inputs, ForwardState.now(tensors), choosing=True)
 
 
-def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
+def _can_vectorize(call: ForwardCall, inputs: Inputs) -> bool:
     """Returns True if vmap can run two rows of a module, forward and backward."""
-    direct = _Direct(call)
+    direct = _WithoutHooks(call)
 
     def one(tensors: list[Tensor]) -> Any:
         args, kwargs = inputs.arguments(tensors)
@@ -335,13 +337,13 @@ def _can_vectorise(call: ForwardCall, inputs: Inputs) -> bool:
     try:
         with sdpa_kernel(SDPBackend.MATH), ForwardState.now(inputs.batched).with_autocast():
             vmap(one, randomness="different")([tensor[:2].unsqueeze(1) for tensor in inputs.batched])
-    except Exception:  # there is no list of what vmap cannot do
+    except Exception:  # vmap may raise any error for an unsupported module
         return False
     return True
 
 
-class _Direct(nn.Module):
-    """Runs a module without its hooks, and with other parameters by `functional_call`."""
+class _WithoutHooks(nn.Module):
+    """Runs a module without its hooks, so that `functional_call` can replace its parameters."""
 
     def __init__(self, call: ForwardCall):
         super().__init__()
@@ -354,7 +356,7 @@ class _Direct(nn.Module):
 
 @contextlib.contextmanager
 def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Puts back what forward stores on its modules: in a replay those are tensors of a finished transform."""
+    """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform."""
     before = [(vars(part), dict(vars(part))) for part in module.modules()]
     try:
         yield
@@ -371,15 +373,15 @@ def close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:
 
 
 def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
-    """Returns True if the rows agree within a fraction of their largest entry, wherever ``then`` is finite."""
+    """Returns True if rows agree within a fraction of their largest entry. Ignores entries not finite in ``then``."""
     if now.shape != then.shape:
         return False
-    if traced(then):  # no numbers to look at; a pass before looked
+    if traced(then):  # traced tensors have no values; an earlier pass compared them
         return True
     if now.numel() == 0:
         return True
     now, then = now.reshape(len(now), -1), then.reshape(len(then), -1)
     finite = then.isfinite()
     scale_B = torch.where(finite, then.abs(), 0).amax(dim=1)
-    scale_B = scale_B + 0.01 * scale_B.median()  # a row near zero may have lost digits on its way there
+    scale_B = scale_B + 0.01 * scale_B.median()  # small rows may have larger relative rounding errors
     return bool(((now - then).abs() <= tolerance * scale_B.unsqueeze(1)).logical_or(~finite).all())

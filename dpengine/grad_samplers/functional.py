@@ -1,9 +1,9 @@
-"""The fallback for any module: each row is run again alone, through ``torch.func``.
+"""Fallback for any module: runs each row again separately, with ``torch.func``.
 
-Note [replay]: the gradient of a row is that of a run with this row as a batch of one, so that whatever the module does,
-the gradient belongs to the row alone. Where the replayed output is not the recorded one, it would be the gradient of
-another computation, and the module is refused: it keeps state, mixes rows, or has an input that only looks batched.
-A module that draws random numbers draws them again, see note [random numbers] of `forward_by_rows`.
+Note [replay]: the gradient of a row is that of a run with this row as a batch of one, so it cannot depend on other
+rows. If the output of the replay is not the recorded one, the gradient would belong to another computation, and the
+module is rejected: it keeps state, mixes rows, or has an input whose first axis has the size of the batch by chance. A
+module that draws random numbers draws them again, see note [random numbers] of `forward_by_rows`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from .sampler import JointSampler
 
 
 def functional_sampler(module: nn.Module) -> JointSampler:
-    """Per-sample gradients of all trainable parameters in a module and below it, by running each row alone.
+    """Returns the rule that computes the gradients of all trainable parameters of a module by running each row alone.
 
-    Inputs may be positional or keyword, in nested containers. A tensor whose axis 0 has the size of the batch is cut
-    into rows; all else is shared by the rows. The output may be any nesting of tensors. A module that holds an
-    embedding whose settings mix the rows raises ``UnsupportedLayerError``, and so does ``grads`` if rows run alone do
-    not give the recorded output. Hooks of the caller's own on the module must be paused while ``grads`` runs.
+    Inputs may be positional or keyword, in nested containers. Tensors whose axis 0 has the size of the batch are split
+    into rows; rows share all other inputs. The output may be any nesting of tensors. Raises ``UnsupportedLayerError``
+    for an embedding with settings that mix rows. ``grads`` raises it, too, if single rows do not give the recorded
+    output. The caller must pause its own hooks on the module while ``grads`` runs.
     """
     for name, part in module.named_modules():
         check_embedding(part, name)
@@ -56,69 +56,69 @@ def functional_sampler(module: nn.Module) -> JointSampler:
 
 
 class _Fallback:
-    """Remembers whether the module can be vectorised, which is tried once, and whether it draws random numbers."""
+    """Functions of the rule. Stores whether vmap supports the module, and whether the module draws random numbers."""
 
     def __init__(self) -> None:
-        self.vectorises = True
+        self.vectorizes = True
         self.by_rows = ForwardByRows()
 
     def forward(self, call: ForwardCall) -> tuple[Any, Drawn | None]:
         try:
             return self.by_rows(call)
         except RowsError as error:
-            raise _refusal(call, f"could not be run on each row alone ({_first_line(error)})") from error
+            raise _error(call, f"could not be run on each row alone ({_first_line(error)})") from error
 
     def grads(self, call: LayerCall) -> dict[str, Tensor]:
         if call.output is None:
-            raise ValueError(f"The call of layer '{call.name}' carries no output; the functional fallback needs it.")
+            raise ValueError(f"The call of layer '{call.name}' has no output; the functional fallback needs it.")
         rows = _Rows.of(call)
         if rows.count == 0:
             return {name: parameter.new_zeros(0, *parameter.shape) for name, parameter in rows.parameters.items()}
         if not rows.inputs.cut:
             raise UnsupportedLayerError(
-                f"{_place(call)} has no input with the samples of its output on axis 0, so that none can be run alone.",
-                fix="Give it inputs with the batch on axis 0. Of graphs, give the model the batch of torch_geometric "
-                "itself, as in model(batch), or tensors (B, nodes, features) that are padded.",
+                f"{_subject(call)} has no input with the batch on axis 0, so samples cannot be run alone.",
+                fix="Pass inputs with the batch on axis 0. For graphs, pass the batch of torch_geometric itself, as in "
+                "model(batch), or padded tensors (B, nodes, features).",
                 where=call.name,
             )
         with attributes_kept(call.layer), rows.as_drawn(), without_checkpoints():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
-                raise _refusal(call, "gave another output when each row was run alone") from obstacle
+                raise _error(call, "gave another output when each row was run alone") from obstacle
         return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
 
     def _run(self, rows: _Rows, call: LayerCall) -> tuple[dict[str, Tensor], list[Tensor], Exception | None]:
         obstacle = None
         try:
             if rows.drawn is not None:
-                return *(rows.vectorised() if rows.drawn.chunk else rows.one_by_one()), None
-            if self.vectorises:
+                return *(rows.vectorized() if rows.drawn.chunk else rows.one_by_one()), None
+            if self.vectorizes:
                 try:
-                    return *rows.vectorised(), None
-                except Exception as error:  # there is no list of what vmap cannot do
+                    return *rows.vectorized(), None
+                except Exception as error:  # vmap may raise any error for an unsupported module
                     if "randomness" in str(error):
                         raise
                     obstacle = error
-                    self.vectorises = False
+                    self.vectorizes = False
             return *rows.one_by_one(), obstacle
         except Exception as error:
-            raise _refusal(call, f"could not be run on each row alone ({_first_line(error)})") from error
+            raise _error(call, f"could not be run on each row alone ({_first_line(error)})") from error
 
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """A call taken apart: what belongs to the rows, and what they share.
+    """The rows of a call.
 
     Attributes:
         layer: The module.
-        parameters: What gradients are wanted of, by name.
-        frozen: Its other parameters.
-        buffers: Its buffers.
-        inputs: Its inputs.
-        used: Places, among the leaves of the output, that have a gradient.
-        outputs: Recorded outputs at these places.
-        grads: Their gradients.
-        drawn: How the forward pass ran the rows, if it ran them alone.
+        parameters: The trainable parameters, by name.
+        frozen: The other parameters, by name.
+        buffers: The buffers, by name.
+        inputs: The inputs.
+        used: Indices of the leaves of the output that have a gradient.
+        outputs: The recorded outputs at these indices.
+        grads: The gradients of these outputs.
+        drawn: Record of the forward pass, if it ran each row alone.
     """
 
     layer: nn.Module
@@ -134,13 +134,13 @@ class _Rows:
     @classmethod
     def of(cls, call: LayerCall) -> _Rows:
         outputs, grads = pytree.tree_leaves(call.output), pytree.tree_leaves(call.grad_output)
-        if len(grads) != len(outputs):  # one gradient for each tensor among them
-            given = iter(grads)
-            grads = [next(given) if isinstance(leaf, Tensor) else None for leaf in outputs]
-        used = [place for place, grad in enumerate(grads) if isinstance(grad, Tensor)]
+        if len(grads) != len(outputs):  # there is one gradient for each tensor in the output
+            remaining = iter(grads)
+            grads = [next(remaining) if isinstance(leaf, Tensor) else None for leaf in outputs]
+        used = [index for index, grad in enumerate(grads) if isinstance(grad, Tensor)]
         count, dtype = grads[used[0]].shape[0], grads[used[0]].dtype
-        own_type = call.drawn is not None  # random numbers may depend on it
-        widened = (lambda tensor: tensor.detach()) if own_type else partial(_widened, dtype=dtype)
+        keep_dtype = call.drawn is not None  # random numbers may depend on the dtype
+        widened = (lambda tensor: tensor.detach()) if keep_dtype else partial(_widened, dtype=dtype)
         own = {name: (p.requires_grad, widened(p)) for name, p in call.layer.named_parameters()}
         return cls(
             layer=call.layer,
@@ -149,8 +149,8 @@ class _Rows:
             buffers={name: widened(b) for name, b in call.layer.named_buffers()},
             inputs=Inputs.of(call.inputs, call.kwargs, count, batch_first=call.batch_first),
             used=used,
-            outputs=[outputs[place] for place in used],
-            grads=[grads[place] for place in used],
+            outputs=[outputs[index] for index in used],
+            grads=[grads[index] for index in used],
             drawn=call.drawn,
         )
 
@@ -159,18 +159,18 @@ class _Rows:
         return self.grads[0].shape[0]
 
     def run(self, parameters: dict[str, Tensor], inputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that have a gradient, for a batch of any size; batch first, whatever the module's order."""
+        """Returns the outputs that have a gradient, with the batch on axis 0, for a batch of any size."""
         args, kwargs = self.inputs.arguments(inputs)
-        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write into them
+        buffers = {name: buffer.clone() for name, buffer in self.buffers.items()}  # forward may write to them
         with contextlib.nullcontext() if self.drawn is None else self.drawn.state.with_autocast():
             output = run_with(self.layer, {**parameters, **self.frozen, **buffers}, args, kwargs)
         leaves = pytree.tree_leaves(output)
-        for place in () if self.drawn is None else self.drawn.numbers:
-            leaves[place] = leaves[place].reshape(1)
-        return [in_order(leaves[place], batch_first=self.inputs.batch_first) for place in self.used]
+        for index in () if self.drawn is None else self.drawn.numbers:
+            leaves[index] = leaves[index].reshape(1)
+        return [in_order(leaves[index], batch_first=self.inputs.batch_first) for index in self.used]
 
-    def vectorised(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients and outputs of all rows, by vmap."""
+    def vectorized(self) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Returns the gradients and outputs of all rows, computed by vmap."""
 
         def one(inputs: list[Tensor], grads: list[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
             batches_of_one = [tensor.unsqueeze(0) for tensor in inputs]
@@ -180,41 +180,42 @@ class _Rows:
 
         chunk = chunk_of(self.parameters.values(), self.count) if self.drawn is None else self.drawn.chunk
         run = vmap(one, chunk_size=chunk, randomness="error" if self.drawn is None else "different")
-        with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule
+        with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no batching rule
             grads, outputs = run(self.inputs.batched, self.grads)
         return grads, [output.flatten(0, 1) for output in outputs]
 
     def one_by_one(self) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients and outputs of all rows, by a loop."""
-        found: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
+        """Returns the gradients and outputs of all rows, computed in a loop."""
+        grads_of: dict[str, list[Tensor]] = {name: [] for name in self.parameters}
         outputs: list[list[Tensor]] = []
         for row in range(self.count):
-            grads, one = self.alone(row)
+            grads, row_outputs = self.alone(row)
             for name, grad in grads.items():
-                found[name].append(grad)
-            outputs.append(one)
-        stacked = {name: torch.stack(grads).detach() for name, grads in found.items()}
+                grads_of[name].append(grad)
+            outputs.append(row_outputs)
+        stacked = {name: torch.stack(grads).detach() for name, grads in grads_of.items()}
         return stacked, [torch.cat(parts) for parts in zip(*outputs, strict=True)]
 
     def alone(self, row: int) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Gradients and outputs of one row, by autograd."""
+        """Returns the gradients and outputs of one row, computed by autograd."""
         parameters = {name: p.detach().requires_grad_() for name, p in self.parameters.items()}
         with torch.enable_grad():
-            one = self.run(parameters, self.inputs.row(row))
-        ends = [(o, g[row : row + 1].to(o.dtype)) for o, g in zip(one, self.grads, strict=True) if o.requires_grad]
+            outputs = self.run(parameters, self.inputs.row(row))
+        pairs = zip(outputs, self.grads, strict=True)
+        roots = [(output, grad[row : row + 1].to(output.dtype)) for output, grad in pairs if output.requires_grad]
         grads: Any = [None] * len(parameters)
-        if ends:
-            tensors, cotangents = zip(*ends, strict=True)
+        if roots:
+            tensors, cotangents = zip(*roots, strict=True)
             grads = torch.autograd.grad(tensors, list(parameters.values()), cotangents, allow_unused=True)
-        found = {
+        by_name = {
             name: torch.zeros_like(parameter) if grad is None else grad.to_dense()
             for (name, parameter), grad in zip(parameters.items(), grads, strict=True)
         }
-        return found, [o.detach() for o in one]
+        return by_name, [output.detach() for output in outputs]
 
     @contextlib.contextmanager
     def as_drawn(self) -> Iterator[None]:
-        """Draws the random numbers of the forward pass in the context."""
+        """Makes the context draw the random numbers of the forward pass again."""
         if self.drawn is None:
             yield
             return
@@ -222,7 +223,7 @@ class _Rows:
             yield
 
     def agree(self, outputs: list[Tensor]) -> bool:
-        """Returns True if the replay gave the recorded values, up to rounding."""
+        """Returns True if the outputs of the replay are the recorded ones up to rounding."""
         if self.drawn is not None:
             half = self.drawn.state.half or self.grads[0].dtype not in ROUNDING
             return close(outputs, self.outputs, HALF_PRECISION if half else ROUNDING[self.grads[0].dtype])
@@ -230,30 +231,30 @@ class _Rows:
             return True
         if not close(outputs, self.outputs, HALF_PRECISION):
             return False
-        # Perhaps forward ran in half precision. Then the whole batch, run in the rows' precision, agrees with them.
-        whole = self.run(self.parameters, self.inputs.batched)
-        return close(outputs, whole, ROUNDING[self.grads[0].dtype])
+        # Forward may have run in half precision. Then rows must agree with the batch, run in the same precision.
+        of_batch = self.run(self.parameters, self.inputs.batched)
+        return close(outputs, of_batch, ROUNDING[self.grads[0].dtype])
 
 
 def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
-    """Yields samples of a call, each with the gradients of the layer's parameters by autograd.
+    """Yields samples of a call, each with its gradients of the layer's parameters, computed by autograd.
 
-    The call needs no output. Raises RuntimeError if the output of a sample alone is not that of the batch.
+    The call needs no output. Raises RuntimeError if a sample alone and in the batch have different outputs.
     """
     devices = {leaf.device for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor)}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), attributes_kept(call.layer):
         rows = _Rows.of(call.replace(output=_output_of(call)) if call.output is None else call)
         with torch.no_grad():
-            whole = rows.run({**rows.parameters}, rows.inputs.batched)
+            of_batch = rows.run({**rows.parameters}, rows.inputs.batched)
         for sample in samples:
             grads, outputs = rows.alone(sample)
-            if not close(outputs, [o[sample : sample + 1] for o in whole], ROUNDING[rows.grads[0].dtype]):
+            if not close(outputs, [o[sample : sample + 1] for o in of_batch], ROUNDING[rows.grads[0].dtype]):
                 raise RuntimeError("its output for a sample depends on the others or on random numbers")
             yield sample, grads
 
 
 def _output_of(call: LayerCall) -> Any:
-    """Runs a layer on a whole batch."""
+    """Runs a layer on the batch of a call, and returns its output."""
     turn = (
         (lambda leaf: leaf) if call.batch_first else (lambda leaf: turned(leaf) if isinstance(leaf, Tensor) else leaf)
     )
@@ -270,28 +271,28 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(wide)
 
 
-def _refusal(call: LayerCall | ForwardCall, what: str) -> UnsupportedLayerError:
+def _error(call: LayerCall | ForwardCall, problem: str) -> UnsupportedLayerError:
     kind = type(call.layer).__name__
     fix = (
-        "Pass grad_sample_mode='auto' or 'whole_model' if all samples share an input. Freeze it, or give its rule with "
-        f"@register_grad_sampler({kind}), if it keeps samples apart."
+        "If all samples share an input, pass grad_sample_mode='auto' or 'whole_model'. If the layer keeps samples "
+        f"independent, register its rule with @register_grad_sampler({kind}), or freeze the layer."
     )
     if not call.name:
         fix = (
-            "Give inputs that all samples share an axis of length 1, as in positions[None]. Pass "
-            "grad_sample_mode='auto', which runs only some layers again, if others draw random numbers or keep state. "
-            "If you call a single layer, put dropout into eval mode."
+            "Give inputs that all samples share an axis of length 1, as in positions[None]. If some layers draw random "
+            "numbers or keep state, pass grad_sample_mode='auto', which runs only some layers again. If you call a "
+            "single layer, put dropout into eval mode."
         )
     return UnsupportedLayerError(
-        f"{_place(call)} {what}: it draws random numbers that a second run does not repeat, keeps state between "
-        "calls, mixes the rows of a batch, has an input whose first axis only looks like the batch, or rounds by more "
-        "than 5 % in half precision, where float32 helps.",
+        f"{_subject(call)} {problem}: it draws random numbers that a second run does not repeat, keeps state between "
+        "calls, mixes the rows of a batch, has an input whose first axis has the size of the batch by chance, or has "
+        "rounding errors of more than 5 % in half precision, which float32 avoids.",
         fix=fix,
         where=call.name,
     )
 
 
-def _place(call: LayerCall | ForwardCall) -> str:
+def _subject(call: LayerCall | ForwardCall) -> str:
     kind = type(call.layer).__name__
     return f"Layer '{call.name}' ({kind})" if call.name else f"The model ({kind})"
 

@@ -42,8 +42,8 @@ class GramNorm:
 
     Attributes:
         sq_norm_B: Squared norm, never too small.
-        spread_B: Sum of the norms of the parts, increased for long sums; see ``GradSampler.spread``. None for one part,
-            which cannot cancel.
+        spread_B: Sum of the norms of the parts, increased for long sums; see ``GradSampler.spread``. None for a single
+            part, which cannot cancel.
     """
 
     sq_norm_B: Tensor
@@ -57,45 +57,46 @@ def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
 
 def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
     """Returns the norms of several sums of outer products. Computes the Gram matrix of a shared tensor once."""
-    found: dict[int, GramNorm] = {}
+    result: dict[int, GramNorm] = {}
     by_gram: dict[int, Factors] = {}
     for i, factors in enumerate(products):
-        if factors[0].shape[1] <= 1 or not len(factors[0]):  # one position: the norm is a product
-            found[i] = GramNorm(product_of_norms(*factors).square(), None)
+        if factors[0].shape[1] <= 1 or not len(factors[0]):  # with one position, the norm is a product
+            result[i] = GramNorm(product_of_norms(*factors).square(), None)
         else:
             by_gram[i] = factors
-    for members in _that_share(by_gram) if by_gram else ():
+    for members in _groups_with_shared_tensors(by_gram) if by_gram else ():
         for i, norm in zip(members, _norms_of([products[i] for i in members]), strict=True):
-            found[i] = norm
-    return [found[i] for i in range(len(products))]
+            result[i] = norm
+    return [result[i] for i in range(len(products))]
 
 
-def _that_share(products: Mapping[int, Factors]) -> list[list[int]]:
+def _groups_with_shared_tensors(products: Mapping[int, Factors]) -> list[list[int]]:
     """Groups the indices of products that share tensors."""
-    sets: list[tuple[list[int], set[object]]] = []
+    groups: list[tuple[list[int], set[object]]] = []
     for i, factors in products.items():
         keys = set(map(_key, factors))
-        joined = [one for one in sets if one[1] & keys]
-        sets = [one for one in sets if not one[1] & keys]
-        sets.append(([k for one in joined for k in one[0]] + [i], keys.union(*(one[1] for one in joined))))
-    return [members for members, _ in sets]
+        joined = [group for group in groups if group[1] & keys]
+        groups = [group for group in groups if not group[1] & keys]
+        groups.append(([k for group in joined for k in group[0]] + [i], keys.union(*(group[1] for group in joined))))
+    return [members for members, _ in groups]
 
 
 def _key(tensor: Tensor) -> object:
     """Returns a key that is equal for views of the same elements."""
-    place = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
-    return place, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    address = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
+    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     tensors = {_key(factor): factor for factors in products for factor in factors}
-    # The guard of float32 depends on values, which a traced tensor does not have.
+    # The guard for float32 depends on values, which a traced tensor does not have.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
     if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
-        places = {key: i for i, key in enumerate(tensors)}
-        found = native.gram_norms([*tensors.values()], [[places[_key(f)] for f in factors] for factors in products])
-        return [GramNorm(*norm) for norm in zip(found[0], _long(found[1], length), strict=True)]
+        index = {key: i for i, key in enumerate(tensors)}
+        indices = [[index[_key(factor)] for factor in factors] for factors in products]
+        sq_norms, spreads = native.gram_norms([*tensors.values()], indices)
+        return [GramNorm(*norm) for norm in zip(sq_norms, _long(spreads, length), strict=True)]
     dtype = torch.float64 if in_float64 else torch.promote_types(products[0][0].dtype, torch.float32)
     entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
     step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * entries))
@@ -115,8 +116,8 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
-    """Estimates the operations of one sample's Gram norm. None if the guard would be large for typical data."""
-    # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard gamma u T^2 |x|^2 |y|^2.
+    """Estimates the operations for the Gram norm of one sample. None if the guard would be large for typical data."""
+    # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard is gamma u T^2 |x|^2 |y|^2.
     wide = torch.promote_types(dtype, torch.float32)
     if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
         return None
@@ -160,8 +161,8 @@ def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
     for start in range(0, length, tile):
         grams = {key: _gram(factor[:, start : start + tile], factor[:, start:]) for key, factor in tensors.items()}
         for k, factors in enumerate(products):
-            *some, last = [grams[_key(factor)] for factor in factors]
-            rest = functools.reduce(torch.mul, some) if some else torch.ones_like(last)
+            *others, last = [grams[_key(factor)] for factor in factors]
+            rest = functools.reduce(torch.mul, others) if others else torch.ones_like(last)
             totals[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
             diagonals = [gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (rest, last)]
             spreads[k] += torch.mul(*diagonals).sqrt().sum(dim=1)
@@ -187,13 +188,13 @@ def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
 
 
 def _tile(length: int, dtype: torch.dtype) -> int:
-    """Returns the side of a tile in positions: a quarter of the length, or more if that is too few for speed."""
-    pieces = min(4, max(1, length // 32))
-    return min(math.ceil(length / pieces), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
+    """Returns the side of a tile in positions: a quarter of the length, or more if tiles would be too small."""
+    tiles = min(4, max(1, length // 32))
+    return min(math.ceil(length / tiles), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
 
 
 def _direct(factors_BTF: list[Tensor]) -> Tensor:
-    """Computes squared norms by forming the gradient for some samples at a time, in the widest dtype."""
+    """Computes squared norms from the gradients of a few samples at a time, in the widest dtype."""
     factors_BTF = [factor.to(widest(factor)) for factor in factors_BTF]
     memory = memory_for(factors_BTF[0].device, WORKSPACE_BYTES)
     step = max(1, memory // (8 * math.prod(factor.shape[2] for factor in factors_BTF)))
@@ -225,6 +226,7 @@ def spread_of(parts: int, *factors: Tensor) -> Tensor:
 
 
 def _long(spread_B: Tensor, parts: int) -> Tensor:
+    """Increases a spread for the number of parts, because the rounding errors of a long sum add up."""
     return spread_B * (1 + parts / _BLOCK)
 
 

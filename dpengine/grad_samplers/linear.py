@@ -7,11 +7,11 @@ matrix multiplication adds the products in float32. Tensor cores align the terms
 of the blocks before, to the largest term. They truncate each term after 25 bits, and the sum of the block after 24.
 Each term may lose ``2**-24``, and each block ``2**-23``, of the sum of the absolute values. The error of a sum of T
 products is therefore at most ``(3 / 4 * T + 8) * 2**-23`` times the sum of their absolute values, and at most
-``3 * 2**-19`` times `GradSampler.spread`, which grows by 1 for each 64 positions. A clipped sum from another product
-than the norm could exceed the norm by this error. Gradients of which a norm was computed are therefore formed again by
-the same product for the clipped sum. For norms by Gram matrices, the product of a factor and a bfloat16 number is split
-into three bfloat16 numbers, whose sum equals it up to float32 rounding. The model of tensor cores is from the
-literature (Fasi et al. 2021); it was not measured on a GPU.
+``3 * 2**-19`` times `GradSampler.spread`, which grows by 1 for each 64 positions. If norm and clipped sum used
+different products, the sum could exceed the clipping norm by this error. If a norm was computed from a gradient, the
+clipped sum is therefore computed from the same product. For norms from Gram matrices, the product of a clipping factor
+and a bfloat16 number is split into three bfloat16 numbers, whose sum equals it up to float32 rounding. The model of
+tensor cores is from the literature (Fasi et al. 2021); it was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def tokens(features: Tensor) -> Tensor:
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
-    if grads.dtype is torch.bfloat16:  # under autocast the layer multiplied in bfloat16
+    if grads.dtype is torch.bfloat16:  # with autocast, the layer multiplied in bfloat16
         acts = acts.to(grads.dtype)
     if grads.dim() == 2:
         return acts.unsqueeze(1), grads.unsqueeze(1)
@@ -45,7 +45,7 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
 
 def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> Tensor:
     """Batched matrix product ``(B, M, N)``. Returns float32 for bfloat16 matrices; see note [bfloat16 products]."""
-    if left_BMK.shape[2] == 1:  # an outer product, for which bmm takes up to 15 times as long
+    if left_BMK.shape[2] == 1:  # for an outer product, bmm takes up to 15 times as long
         dtype = torch.promote_types(left_BMK.dtype, torch.float32)
         return torch.mul(left_BMK.to(dtype), right_BKN.to(dtype), out=out)
     if left_BMK.dtype is not torch.bfloat16:
@@ -56,7 +56,7 @@ def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> T
 
 
 def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, keep: float) -> None:
-    """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may hold anything if ``keep`` is 0.
+    """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may be uninitialized if ``keep`` is 0.
 
     If only one of the matrices is bfloat16, the other one is split; see note [bfloat16 products].
     """
@@ -102,7 +102,7 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 
 
 def gram_cost(factors: Sequence[Tensor]) -> Cost:
-    """Estimates the cost of a weight whose gradient is a sum over T of outer products of these factors."""
+    """Estimates the cost for a weight whose gradient is the sum over T of outer products of these factors."""
     length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
     product = 2.0 * length * math.prod(features)
     norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
@@ -114,7 +114,7 @@ def _weight_cost(call: LayerCall) -> Cost:
 
 
 def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns output gradients and inputs of all positions, ``(B T, ...)``, the narrower one times the factors."""
+    """Returns output gradients and inputs, ``(B * T, ...)``. Multiplies the smaller one by the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
     factor_B11 = factor_B.to(torch.promote_types(acts_BTI.dtype, torch.float32)).view(-1, 1, 1)
     if acts_BTI.shape[2] < grads_BTO.shape[2]:
@@ -141,8 +141,8 @@ def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float
 def _weight_spread(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if acts_BTI.shape[1] <= 1:
-        dtype = torch.promote_types(acts_BTI.dtype, torch.float32)  # norms are rounded to it
-        return acts_BTI.new_zeros(acts_BTI.shape[0], dtype=dtype)  # one part cannot cancel
+        dtype = torch.promote_types(acts_BTI.dtype, torch.float32)  # the dtype of norms
+        return acts_BTI.new_zeros(acts_BTI.shape[0], dtype=dtype)  # a single part cannot cancel
     return spread_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
 
 

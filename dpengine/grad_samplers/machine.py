@@ -1,4 +1,4 @@
-"""Device properties for first guesses of costs."""
+"""Properties of devices, for estimates of costs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import functools
 import torch
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")  # since torch 2.8
-_FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})  # CUDA capabilities; others take 16 to 64 times
+# CUDA capabilities; on other devices float64 takes 16 to 64 times as long as float32.
+_FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 
 
 def fast_in_float64(device: torch.device) -> bool:
-    """Returns True if float64 takes about twice the time of float32."""
+    """Returns True if float64 takes only about twice as long as float32."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) in _FAST_IN_FLOAT64
     return device.type == "cpu"
@@ -19,10 +20,10 @@ def fast_in_float64(device: torch.device) -> bool:
 
 @functools.lru_cache
 def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
-    """Bytes to use at a time: ``on_cpu``, which suits the caches, on the CPU.
+    """Returns the number of bytes of temporary memory to use at a time.
 
-    An accelerator works on as much as it can at once, since each kernel that is launched costs time: a 32nd of its
-    memory, and ``most`` at most.
+    On the CPU this is ``on_cpu``, which suits the caches. A GPU uses 1/32 of its memory, at most ``most``, because each
+    kernel launch costs time.
     """
     if device.type == "cpu":
         return on_cpu
@@ -32,7 +33,7 @@ def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
 
 
 def launches_kernels(device: torch.device) -> bool:
-    """Returns True if each operation has a fixed cost, so that parameters are processed together."""
+    """Returns True if each operation has a fixed launch cost, so that parameters should be processed together."""
     return device.type != "cpu"
 
 
@@ -44,10 +45,10 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def operations_per_byte(device: torch.device) -> float:
-    """Floating point operations of a good matrix product in the time in which one byte comes from memory."""
+    """Returns the number of operations of a fast matrix product in the time that one byte takes to load."""
     return 7.0 if device.type == "cpu" else 100.0
 
 
 def operations_per_second(device: torch.device) -> float:
-    """Floating point operations of a good matrix product, float32."""
+    """Returns the number of floating point operations per second of a fast float32 matrix product."""
     return 1e11 if device.type == "cpu" else 1e13

@@ -18,7 +18,7 @@ from .sampler import GradSampler, argument
 
 
 def sum_space(per_position: Tensor) -> Tensor:
-    """``(B, C, ...)`` summed to ``(B, C)``."""
+    """Sums ``(B, C, ...)`` to ``(B, C)``."""
     return per_position.flatten(2).sum(dim=2) if per_position.dim() > 2 else per_position
 
 
@@ -65,31 +65,31 @@ INSTANCE_NORM = {"weight": GradSampler(_instance_norm_weight_grad), "bias": Grad
 
 
 def sum_positions(per_position: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``(B, ..., *shape)`` summed to ``(B, *shape)``."""
+    """Sums ``(B, ..., *shape)`` to ``(B, *shape)``."""
     positions = per_position.dim() - len(shape)
     return per_position.sum(dim=tuple(range(1, positions))) if positions > 1 else per_position
 
 
-def refuse_batch_axis(call: LayerCall, shape: tuple[int, ...]) -> None:
-    """Raises where normalisation runs over axis 0, the batch."""
+def reject_batch_axis(call: LayerCall, shape: tuple[int, ...]) -> None:
+    """Raises UnsupportedLayerError if a layer normalizes over axis 0, the batch."""
     if call.grad_output.dim() <= len(shape):
         raise UnsupportedLayerError(
             f"Layer '{call.name}' ({type(call.layer).__name__}) normalizes over axes {shape} of a tensor of shape "
-            f"{tuple(call.grad_output.shape)}, the batch included, so one record changes the gradients of others.",
+            f"{tuple(call.grad_output.shape)}, including the batch, so one sample changes the gradients of others.",
             fix="Leave the batch axis out of normalized_shape.",
         )
 
 
 def _layer_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
-    refuse_batch_axis(call, layer.normalized_shape)
+    reject_batch_axis(call, layer.normalized_shape)
     normed = F.layer_norm(argument(call, 0, "input"), layer.normalized_shape, eps=layer.eps)
     return sum_positions(normed * call.grad_output, layer.normalized_shape)
 
 
 def _layer_norm_bias_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
-    refuse_batch_axis(call, layer.normalized_shape)
+    reject_batch_axis(call, layer.normalized_shape)
     return sum_positions(call.grad_output, layer.normalized_shape)
 
 
@@ -99,7 +99,7 @@ def _layer_norm_job(call: LayerCall) -> Normed:
 
 def _normed(call: LayerCall, eps: float, *, centered: bool) -> Normed:
     layer: Any = call.layer
-    refuse_batch_axis(call, layer.normalized_shape)
+    reject_batch_axis(call, layer.normalized_shape)
     width = math.prod(layer.normalized_shape)
     wide, narrow = (t.reshape(len(t), -1, width) for t in (call.inputs[0], call.grad_output))
     return Normed(wide, narrow, 1, width, apart=False, eps=eps, centered=centered)
@@ -107,7 +107,7 @@ def _normed(call: LayerCall, eps: float, *, centered: bool) -> Normed:
 
 def _layer_norm_bias_windows(call: LayerCall) -> Windows:
     layer: Any = call.layer
-    refuse_batch_axis(call, layer.normalized_shape)
+    reject_batch_axis(call, layer.normalized_shape)
     grads = call.grad_output
     return Windows.of_ones(grads.flatten(grads.dim() - len(layer.normalized_shape)), features_last=True)
 
@@ -120,14 +120,14 @@ LAYER_NORM = {
 
 def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
-    refuse_batch_axis(call, layer.normalized_shape)
+    reject_batch_axis(call, layer.normalized_shape)
     normed = F.rms_norm(argument(call, 0, "input"), layer.normalized_shape, eps=_rms_norm_eps(layer))
     return sum_positions(normed * call.grad_output, layer.normalized_shape)
 
 
 def _rms_norm_eps(layer: Any) -> float | None:
-    # eps=None means the one of the dtype in which torch computes: for half precision float32, as here. torch 2.6 takes
-    # that of the input, which has the dtype of the weight.
+    # With eps=None, torch uses the eps of the dtype in which it computes, which is float32 for half precision, as here.
+    # torch 2.6 uses the eps of the dtype of the input, which is that of the weight.
     return torch.finfo(layer.weight.dtype).eps if layer.eps is None and _eps_follows_input() else layer.eps
 
 

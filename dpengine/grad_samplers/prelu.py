@@ -1,4 +1,4 @@
-"""Parametric rectifier."""
+"""Grad sampler of PReLU."""
 
 from __future__ import annotations
 

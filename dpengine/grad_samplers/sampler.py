@@ -19,7 +19,7 @@ from dpengine.kernels.products import Job
 
 
 def argument(call: LayerCall, position: int, name: str) -> Any:
-    """Returns the input at ``position``, or the keyword input ``name``; None if neither was given."""
+    """Returns the input at ``position``, or the keyword input ``name``; None if the call has neither."""
     return call.inputs[position] if position < len(call.inputs) else call.kwargs.get(name)
 
 
@@ -32,7 +32,7 @@ class Cost:
 
     Attributes:
         grads: Cost of each function that computes ``grad``, by name.
-        sq_norms: Cost of each function that computes ``sq_norm``, without those that do not fit the call.
+        sq_norms: Cost of each function that computes ``sq_norm`` and supports the call, by name.
         weighted_sum: Cost of ``weighted_sum``.
     """
 
@@ -49,31 +49,31 @@ class GradSampler:
 
     Attributes:
         grad: Per-sample gradients, ``(B, *param.shape)``.
-        sq_norm: Squared norms of ``grad``, ``(B,)``, computed without forming it. Not below the exact value by more
-            than rounding: a method that can cancel must add its error bound.
+        sq_norm: Squared norms of ``grad``, ``(B,)``, computed without forming it. They must not be below the exact
+            values by more than rounding. A method with cancellation must add its error bound.
         weighted_sum: Sum over samples of ``factor_B[i] * grad[i]``, ``param.shape``, computed without forming ``grad``.
         add_weighted_sum: ``(call, factor_B, scale, keep, out)`` writes ``keep * out + scale * weighted_sum`` to
             ``out``, where ``keep`` is 0 or 1. If it is 0, ``out`` may be uninitialized. For layers whose product can be
             written in place.
         concat: Concatenates several calls of one parameter to one call whose ``grad`` is the sum of theirs.
-        spread: ``(B,)``, at least the sum of the norms of the parts of a sample that ``weighted_sum`` adds one by one,
-            plus the same again for each 64 parts, because the errors of a long sum add up. Measures the rounding error
-            that remains if the parts cancel. Required with ``weighted_sum``.
-        factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm``
-            follows from them. Gram matrices of tensors shared by several parameters are computed once.
+        spread: ``(B,)``, a scale of the rounding error if parts cancel. At least the sum of the norms of the parts of a
+            sample that ``weighted_sum`` adds one by one, plus the same sum for each 64 parts, because the errors of a
+            long sum add up. Required with ``weighted_sum``.
+        factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm`` is
+            computed from them. Gram matrices of tensors shared by several parameters are computed once.
         cost: Estimated cost of each function. Without it, ``sq_norm`` is used if it exists.
         more_grads: Other functions that compute ``grad``, by name.
         more_sq_norms: Other functions that compute ``sq_norm``, by name.
-        write_grads: By name of a function that computes ``grad``, one that writes it to a given tensor:
-            ``(call, out)``. Returns the squared norms ``(B,)`` if it also computes them, else None.
+        write_grads: Functions ``(call, out)`` that write ``grad`` to a tensor, by the names in ``grads``. They return
+            the squared norms ``(B,)`` if they also compute them, else None.
         grad_name: Name of ``grad`` among ``grads``.
         sq_norm_name: Name of ``sq_norm`` among ``sq_norms``.
-        whole_calls: True if the functions accept calls only as recorded, not parts of the batch or other values. Set
-            for registered rules, which may depend on more than the samples.
-        settings: Names of the attributes of the layer on which ``grad`` depends, besides its call. Gradients of layers
-            with equal settings may be computed in one call. None if these attributes are unknown.
-        job: The two tensors of which ``grad`` is a sum of products, for compiled code that forms the gradients of many
-            layers in one call. Depends on shapes and ``settings``, besides the tensors.
+        whole_calls: True if the functions accept only complete recorded calls, not parts of the batch or other values.
+            Set for registered rules, which may depend on more than the samples.
+        settings: Names of the attributes of the layer on which ``grad`` depends in addition to its call. Gradients of
+            layers with equal settings may be computed in one call. None if these attributes are unknown.
+        job: Returns the two tensors of which ``grad`` is a sum of products, for compiled code that forms the gradients
+            of many layers in one call. Depends on the tensors, their shapes and ``settings``.
         stacked_name: Name of the function among ``grads`` that computes the gradients of several layers in one call.
         takes_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
             bfloat16. Used on devices with such products; see note [bfloat16 products] of `linear`.
@@ -124,7 +124,7 @@ class JointSampler:
     Attributes:
         grads: Maps a call to ``{name within the module: (B, *param.shape)}``.
         needs_output: True if the call must contain the module's output.
-        forward: Runs the module. Returns its output, and `LayerCall.drawn` if each sample was run alone.
+        forward: Runs the module. Returns its output, and `LayerCall.drawn`, which is None if it ran on the batch.
     """
 
     grads: Callable[[LayerCall], dict[str, Tensor]]
@@ -150,7 +150,7 @@ class NormedRule:
         return isinstance(self.gradients, JointSampler) and self.gradients.needs_output
 
     def normed(self, name: str, sampler: GradSampler) -> GradSampler:
-        """Returns the sampler of a parameter with the registered norm as its only one."""
+        """Returns the sampler of a parameter with the registered norm function as its only one."""
         return replace(
             sampler,
             sq_norm=self.sq_norm(name),

@@ -1,4 +1,4 @@
-"""Table of the known layers: the built-in ones, and those that users register."""
+"""Table of layers with a rule: built-in layers, and those that users register."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ BUILTIN: Mapping[type[nn.Module], Mapping[str, GradSampler]] = {
 
 
 def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | None:
-    """The rule for exactly this module, or None where only the functional fallback fits.
+    """Returns the rule for a module by its exact class; None if only the functional fallback supports it.
 
-    An embedding whose settings mix the rows of a batch raises ``UnsupportedLayerError``.
+    Raises ``UnsupportedLayerError`` for an embedding with settings that mix the samples of a batch.
     """
     if has_own_forward(module):
         return None
@@ -52,17 +52,15 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
     if samplers is None:
         return None
     embedding.check_embedding(module)
-    own = {
-        parameter for parameter, _ in module.named_parameters(recurse=False)
-    }  # frozen ones too, which may be unfrozen
-    return samplers if own <= samplers.keys() else None  # old weight norm and pruning add parameters of their own
+    names = {name for name, _ in module.named_parameters(recurse=False)}  # frozen parameters may be unfrozen later
+    return samplers if names <= samplers.keys() else None  # weight_norm and pruning of torch.nn.utils add parameters
 
 
 def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | NormedRule | None:
-    """``sampler_for`` with the norms that are registered for exactly this module's class, if any are."""
+    """Returns the rule of ``sampler_for``, with the norms that are registered for the exact class of the module."""
     sampler, kind = sampler_for(module), layer_type(module)
     norms = REGISTERED_NORMS.get(kind)
-    known = kind in BUILTIN and kind not in REGISTERED
-    if norms is None or has_own_forward(module) or (sampler is None and known):
+    is_builtin = kind in BUILTIN and kind not in REGISTERED
+    if norms is None or has_own_forward(module) or (sampler is None and is_builtin):
         return sampler
     return NormedRule(functional_sampler(module) if sampler is None else sampler, norms.sq_norm)

@@ -1,4 +1,4 @@
-"""A weight that is the table of an embedding and the matrix of a linear layer, as in language models.
+"""Norms of a weight that is used by an embedding and a linear layer, as in language models.
 
 The gradient is the sum of both uses, so the squared norm has cross terms. With input ``a_s`` and output gradient
 ``g_s`` of the linear layer at position s, and gradient ``e_t`` of the entry ``id_t`` at position t::
@@ -28,7 +28,7 @@ Calls = Sequence[tuple[LayerCall, GradSampler]]
 
 
 def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
-    """The call of the linear layer and that of the embedding, if it is just these two."""
+    """Returns the call of the linear layer and that of the embedding; None for other calls."""
     by_sampler = {id(sampler): call for call, sampler in calls}
     head = by_sampler.get(id(linear.SAMPLERS["weight"]))
     words = by_sampler.get(id(embedding.SAMPLERS["weight"]))
@@ -37,32 +37,31 @@ def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
 
 def tied_cost(calls: Calls) -> Cost | None:
     """Returns the cost of each method for the norm; None for other uses, or a device that is slow in float64."""
-    found = _head_and_words(calls)
-    if found is None or not fast_in_float64(found[0].grad_output.device):
+    pair = _head_and_words(calls)
+    if pair is None or not fast_in_float64(pair[0].grad_output.device):
         return None
-    head, words = found
+    head, words = pair
     cost = linear.gram_cost((tokens(head.grad_output), tokens(argument(head, 0, "input"))))
     features = words.grad_output.shape[-1]
-    places = tokens(words.grad_output).shape[1] * tokens(head.grad_output).shape[1]
-    cross = places * (4.0 * features + 16)
+    pairs = tokens(words.grad_output).shape[1] * tokens(head.grad_output).shape[1]
+    cross = pairs * (4.0 * features + 16)
     return Cost(cost.grads, {name: norm + cross for name, norm in cost.sq_norms.items()}, cost.weighted_sum)
 
 
 def tied_norm(calls: Calls) -> GramNorm:
-    """Squared norms and spreads ``(B,)`` of the sum of both uses. The calls are those that ``tied_cost`` knows."""
-    found = _head_and_words(calls)
-    assert found is not None
-    head, words = found
+    """Returns squared norms and spreads ``(B,)`` of the sum of both uses. ``tied_cost`` must support the calls."""
+    pair = _head_and_words(calls)
+    assert pair is not None
+    head, words = pair
     grads_BSV, acts_BSD = tokens(head.grad_output), tokens(argument(head, 0, "input"))
-    (of_head,) = gram_norms([(grads_BSV, acts_BSD)])
+    (head_norm,) = gram_norms([(grads_BSV, acts_BSD)])
     sampler = embedding.SAMPLERS["weight"]
     assert sampler.sq_norm is not None and sampler.spread is not None
-    sq_norm_B = of_head.sq_norm_B.double() + sampler.sq_norm(words).double()
+    sq_norm_B = head_norm.sq_norm_B.double() + sampler.sq_norm(words).double()
     sq_norm_B += 2 * _cross(grads_BSV, acts_BSD, words)
-    alone = sampler.spread(words).double()
-    head_spread_B = of_head.sq_norm_B.double().sqrt() if of_head.spread_B is None else of_head.spread_B.double()
-    spread_B = alone + head_spread_B
-    if grads_BSV.dtype is torch.float64:  # these are no wider than the numbers; see note [guard] of gram.py
+    head_spread_B = head_norm.sq_norm_B.double().sqrt() if head_norm.spread_B is None else head_norm.spread_B.double()
+    spread_B = sampler.spread(words).double() + head_spread_B
+    if grads_BSV.dtype is torch.float64:  # sums are no more precise than the terms; see note [guard] of gram.py
         terms = acts_BSD.shape[2] + acts_BSD.shape[1] + math.prod(words.grad_output.shape[1:-1]) + 16
         sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * spread_B.square()
     return GramNorm(sq_norm_B.clamp(min=0), spread_B)
@@ -71,17 +70,17 @@ def tied_norm(calls: Calls) -> GramNorm:
 def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
     rows = len(grads_BSV)
     entries = argument(words, 0, "input")
-    entries_BT = entries.reshape(rows, math.prod(entries.shape[1:]))  # -1 is not known without rows
+    entries_BT = entries.reshape(rows, math.prod(entries.shape[1:]))  # -1 is ambiguous for an empty batch
     grads_BTD = words.grad_output.reshape(*entries_BT.shape, words.grad_output.shape[-1])
     padding = words.layer.padding_idx
     if padding is not None:
         grads_BTD = grads_BTD.masked_fill((entries_BT == padding).unsqueeze(2), 0)
-    places = max(1, acts_BSD.shape[1] * entries_BT.shape[1])
-    step = max(1, memory_for(acts_BSD.device, WORKSPACE_BYTES) // (16 * places))
+    pairs = max(1, acts_BSD.shape[1] * entries_BT.shape[1])
+    step = max(1, memory_for(acts_BSD.device, WORKSPACE_BYTES) // (16 * pairs))
     parts = [acts_BSD.new_zeros(0, dtype=torch.float64)]
     for i in range(0, rows, step):
-        some = slice(i, i + step)
-        products_BST = torch.bmm(acts_BSD[some].double(), grads_BTD[some].double().transpose(1, 2))
-        index_BST = entries_BT[some].unsqueeze(1).expand(-1, acts_BSD.shape[1], -1)
-        parts.append((products_BST * grads_BSV[some].gather(2, index_BST)).sum(dim=(1, 2)))
+        chunk = slice(i, i + step)
+        products_BST = torch.bmm(acts_BSD[chunk].double(), grads_BTD[chunk].double().transpose(1, 2))
+        index_BST = entries_BT[chunk].unsqueeze(1).expand(-1, acts_BSD.shape[1], -1)
+        parts.append((products_BST * grads_BSV[chunk].gather(2, index_BST)).sum(dim=(1, 2)))
     return torch.cat(parts)

@@ -449,8 +449,8 @@ def test_layers_in_other_precisions_and_in_checkpoints_are_clipped(dtype, tolera
         (OwnGenerator(), features, "draws random numbers that a second run does not repeat"),
         (MixesSamples(), features, "another output when each row was run alone"),
         (ReturnsItsLoss(lambda losses_B: losses_B.logsumexp(0)), features, "neither the mean nor the sum"),
-        (MixesSamplesAndDropsOut(), features, "the batch as a whole gives another output"),
-        (GivenPositions(), as_many_positions_as_samples, "first axis only looks like the batch"),
+        (MixesSamplesAndDropsOut(), features, "the complete batch gives another output"),
+        (GivenPositions(), as_many_positions_as_samples, "first axis has the size of the batch by chance"),
     ],
     ids=[
         "own generator",
@@ -592,6 +592,6 @@ def test_graphs_in_flat_tensors_name_the_batch_that_is_accepted():
     model, given = FromTensors().double(), graphs()
     clipper(model, 1.0)
     with pytest.raises(
-        UnsupportedLayerError, match=r"The model \(FromTensors\) has no input with the samples.*as in model\(batch\)"
+        UnsupportedLayerError, match=r"The model \(FromTensors\) has no input with the batch.*as in model\(batch\)"
     ):
         weighted_loss(model(given.nodes, given.edges, given.graph), WEIGHTS).backward()

@@ -350,11 +350,13 @@ def test_a_layer_that_computes_its_weight_keeps_its_own_norms():
 
 WRONG = {
     "expected a mapping": lambda layer, found: list(found.values()),
-    r"gave no norms for parameter '1\.shift'": lambda layer, found: {layer.factor: found[layer.factor]},
-    r"gave shape \(4, 5\) for parameter '1.*expected \(4,\)": lambda layer, found: {p: torch.ones(4, 5) for p in found},
-    "gave shape": lambda layer, found: {p: norm.sum() for p, norm in found.items()},
+    r"returned no norms for parameter '1\.shift'": lambda layer, found: {layer.factor: found[layer.factor]},
+    r"returned shape \(4, 5\) for parameter '1.*expected \(4,\)": lambda layer, found: {
+        p: torch.ones(4, 5) for p in found
+    },
+    "returned shape": lambda layer, found: {p: norm.sum() for p, norm in found.items()},
     "expected a tensor of floating point": lambda layer, found: {p: norm.long() for p, norm in found.items()},
-    "gave list": lambda layer, found: {p: norm.tolist() for p, norm in found.items()},
+    "returned list": lambda layer, found: {p: norm.tolist() for p, norm in found.items()},
 }
 
 

@@ -63,14 +63,14 @@ GUARDS = [
     Guard(
         "rules-compared",
         "registered grad samplers are compared with a loop over samples",
-        "            check.compare(call, found)\n",
+        "            check.compare(call, results)\n",
         "            pass\n",
         "grad_samplers/test_rule_check.py::test_a_wrong_grad_sampler_is_refused_by_name_with_what_differs",
     ),
     Guard(
         "norm-rules-compared",
         "registered norm samplers are compared with a loop over samples",
-        "check.compare(call, answers[call])",
+        "check.compare(call, results[call])",
         "pass",
         "grad_samplers/test_rule_check.py::test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs",
     ),
