@@ -114,7 +114,7 @@ class StoredTensors:
 
     def read(self, name: str, wanted: Box | None = None) -> Tensor:
         """Returns a part of a tensor, or the complete tensor, as a new tensor on the CPU."""
-        box = Box.whole(self.shape(name)) if wanted is None else wanted
+        box = Box.full(self.shape(name)) if wanted is None else wanted
         out, count = None, 0
         with _corruption_errors(name):
             for file, part in self._parts[name]:

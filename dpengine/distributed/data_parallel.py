@@ -39,9 +39,9 @@ def check_equal_weights(model: nn.Module, topology: Topology) -> None:
 def _check_equal_tensors(ranks: Ranks, topology: Topology, tensors: dict[str, Any]) -> None:
     if ranks.size == 1:
         return
-    found = ranks.all_gather({name: _digest(topology.layout.local(tensor)) for name, tensor in tensors.items()})
-    for name, digest in found[0].items():
-        other = next((i for i, one in enumerate(found) if one.get(name) != digest), None)
+    digests = ranks.all_gather({name: _digest(topology.layout.local(tensor)) for name, tensor in tensors.items()})
+    for name, digest in digests[0].items():
+        other = next((i for i, of_rank in enumerate(digests) if of_rank.get(name) != digest), None)
         if other is not None:
             raise MechanismMismatchError(
                 f"'{name}' differs between rank 0 and rank {other}. All {ranks.size} processes must start with the "

@@ -16,10 +16,10 @@ def topology_of(model: nn.Module) -> Topology:
     """Returns the topology of a model, detected from its wrappers and parameters."""
     device = next((parameter.device for parameter in model.parameters()), None)
     with device_guard(device):
-        found = tensor_parallel(unwrapped(model), fully_sharded(model) or data_parallel(model))
-    ranks = {name: getattr(found, name) for name in ("replicas", "shards", "splits", "everyone")}
-    moved = {name: replace(some, device=device) for name, some in ranks.items() if some.size > 1}
-    return replace(found, **moved) if moved else found
+        topology = tensor_parallel(unwrapped(model), fully_sharded(model) or data_parallel(model))
+    groups = {name: getattr(topology, name) for name in ("replicas", "shards", "splits", "everyone")}
+    with_device = {name: replace(ranks, device=device) for name, ranks in groups.items() if ranks.size > 1}
+    return replace(topology, **with_device) if with_device else topology
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from .topology import Slot, Topology
 
 
 def fully_sharded(model: nn.Module) -> Topology | None:
-    """Returns the topology of a model that ``fully_shard`` was applied to; None for other models."""
+    """Returns the topology of a model with ``fully_shard``; None for other models."""
     sharded = [group for module in model.modules() for group in _groups_of(module)]
     parts = [part for group in sharded for part in group.fsdp_params]
     if not parts:
@@ -62,7 +62,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
 
 
 def _groups_of(module: nn.Module) -> list[Any]:
-    """Returns FSDP's parameter groups of a module; the parameters of a group are gathered together."""
+    """Returns the parameter groups of FSDP for a module. The parameters of a group are gathered together."""
     state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None  # type: ignore[operator]
     if state is None:
         return []

@@ -1,9 +1,9 @@
 """Translates calls of split layers on DTensors to calls of a rank's part on ordinary tensors.
 
-- Linear layer, outputs split: gets the full input and the gradient of its part of the output.
-- Linear layer, inputs split: gets its part of the input and the gradient of the full output. The output is the sum over
-  ranks, so the bias has the same gradient on each rank.
-- Embedding, features split: like the first case.
+- Linear layer, outputs split: the part has the full input and the gradient of its part of the output.
+- Linear layer, inputs split: the part has its part of the input and the gradient of the full output. The output is the
+  sum over ranks, so the bias has the same gradient on each rank.
+- Embedding, features split: like a linear layer with split outputs.
 - Embedding, entries split: entries of other ranks have no gradient on this rank.
 
 The per-sample gradient of each part is that of a smaller layer.
@@ -72,7 +72,7 @@ class LayerPart:
 
     @classmethod
     def of(cls, name: str, layer: nn.Module, shards: Mapping[str, LocalShard]) -> LayerPart:
-        """Returns the part with these local shards. Raises UnsupportedLayerError for other ways to split a layer."""
+        """Returns the part with these local shards. Raises UnsupportedLayerError if the split is not supported."""
         axes = {key: cut_axis(shard) for key, shard in shards.items()}
         axis = axes.get("weight")
         bias_axis = 0 if axis == 0 else None  # a bias is split like the outputs
@@ -108,10 +108,10 @@ class LayerPart:
         """Returns the output of the layer for an empty batch, given the output of the part."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        placed: Any = Replicate() if self.axis is None else Partial() if self.axis == 1 else Shard(output.dim() - 1)
+        placement: Any = Replicate() if self.axis is None else Partial() if self.axis == 1 else Shard(output.dim() - 1)
         shape = torch.Size((*output.shape[:-1], self.weight.shape[0]))
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(output, mesh, (placed,), run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(output, mesh, (placement,), run_check=False, shape=shape, stride=stride)
 
     def local(self, args: Any, kwargs: Any, output: Any) -> LocalCall:
         """Translates a call of the layer to a call of the part. Raises UnsupportedLayerError for other placements."""
@@ -169,7 +169,7 @@ def cut_axis(shard: LocalShard) -> int | None:
 
 
 def local_inputs(name: str, trees: Any) -> Any:
-    """Waits for the inputs of a layer that is not split. Raises UnsupportedLayerError for DTensors."""
+    """Returns the inputs of a layer that is not split, after waiting for them. Rejects DTensors."""
 
     def waited(leaf: Any) -> Any:
         if is_dtensor(leaf):

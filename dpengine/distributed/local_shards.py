@@ -1,8 +1,8 @@
-"""Position of a rank's shard in a parameter, also for DTensors.
+"""Positions of a rank's shard in a parameter, which may be a DTensor.
 
-Noise is addressed by positions in the full parameter, so it does not depend on the sharding. A mesh has the data axes
-(replicas, shards) first, then optionally an axis that splits layers. A parameter is cut along the latter first; the
-part that its layer uses is then cut again for the shards.
+The noise of an element depends on its position in the full parameter, so it does not depend on the sharding. A mesh has
+the data axes (replicas, shards) first, then optionally an axis that splits layers. A parameter is first split along the
+latter. The part that its layer uses is then divided into shards.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Box:
     size: Shape
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
+    def full(cls, shape: Sequence[int]) -> Box:
         """Returns the box of a full tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -43,10 +43,10 @@ class Box:
         return math.prod(self.size)
 
     def part(self, axis: int, number: int, parts: int) -> Box:
-        """Returns one of several parts along an axis, cut as by ``torch.chunk``; the last ones may be empty."""
+        """Returns one of several parts along an axis, split as by ``torch.chunk``. The last parts may be empty."""
         length = self.size[axis]
-        each = -(-length // parts)
-        begin, end = min(number * each, length), min((number + 1) * each, length)
+        part_length = -(-length // parts)
+        begin, end = min(number * part_length, length), min((number + 1) * part_length, length)
         start = (*self.start[:axis], self.start[axis] + begin, *self.start[axis + 1 :])
         return Box(start, (*self.size[:axis], end - begin, *self.size[axis + 1 :]))
 
@@ -83,7 +83,7 @@ class Places:
         """Number of positions."""
         return self.rows * self.length
 
-    def behind(self, base: int) -> Places:
+    def shifted(self, base: int) -> Places:
         """Returns the positions shifted by ``base``."""
         return replace(self, start=self.start + base)
 
@@ -105,9 +105,9 @@ class LocalShard:
     axis: int = 0
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> LocalShard:
+    def full(cls, shape: Sequence[int]) -> LocalShard:
         """Returns the shard of a parameter that is full on every rank."""
-        box = Box.whole(shape)
+        box = Box.full(shape)
         return cls(tuple(shape), box, box)
 
     @property
@@ -135,80 +135,79 @@ def _product(index: Sequence[int], strides: Sequence[int]) -> int:
     return sum(i * stride for i, stride in zip(index, strides, strict=False))
 
 
-def _whole(parameter: nn.Parameter) -> LocalShard:
-    return LocalShard.whole(parameter.shape)
+def _full_shard(parameter: nn.Parameter) -> LocalShard:
+    return LocalShard.full(parameter.shape)
 
 
-def _itself(tensor: Tensor) -> Tensor:
+def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterLayout:
-    """Distribution of parameters over the ranks. The default is for ordinary tensors, full on each rank.
+    """Distribution of parameters over the ranks. By default, parameters are ordinary tensors, full on each rank.
 
     Attributes:
         local_shard: Returns the shard of a parameter's sum that this rank computes and keeps.
-        gradient: Returns the gradient of a parameter, given the kept shard; None if the kept shard is the gradient.
+        gradient: Returns the gradient of a parameter for its kept shard; None if the kept shard is the gradient.
         local: Returns the local part of a tensor.
         data_axes: Number of axes of a DTensor's mesh that belong to replicas and shards.
     """
 
-    local_shard: Callable[[nn.Parameter], LocalShard] = _whole
+    local_shard: Callable[[nn.Parameter], LocalShard] = _full_shard
     gradient: Callable[[nn.Parameter, Tensor], Tensor] | None = None
-    local: Callable[[Tensor], Tensor] = _itself
+    local: Callable[[Tensor], Tensor] = _identity
     data_axes: int = 0
 
 
-WHOLE = ParameterLayout()
+FULL_ON_EACH_RANK = ParameterLayout()
 
 
 def dtensor_layout(data_axes: int) -> ParameterLayout:
-    """Returns the layout of parameters of which all or some are DTensors."""
+    """Returns the layout for parameters that include DTensors."""
     return ParameterLayout(partial(_local_shard, data_axes), _gradient, local_part, data_axes)
 
 
 def is_dtensor(tensor: object) -> bool:
     """Returns True for a DTensor. Does not import the DTensor module, which takes a second."""
-    known = sys.modules.get("torch.distributed.tensor")
-    return known is not None and isinstance(tensor, known.DTensor)
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local_part(tensor: Any) -> Any:
-    """Returns the local part of a DTensor, after waiting for it; anything else unchanged."""
+    """Returns the local part of a DTensor, after waiting for it; other objects unchanged."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
-    return tensor.wait() if _is_arriving(tensor) else tensor
+    return tensor.wait() if _is_asynchronous(tensor) else tensor
 
 
 def is_first_copy(tensor: Any) -> bool:
     """Returns True if this rank is the first in a DTensor's mesh with this shard."""
     mesh = tensor.device_mesh
-    copied = [at for at, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    return all(mesh.get_local_rank(at) == 0 for at in copied)
+    replicated = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    return all(mesh.get_local_rank(axis) == 0 for axis in replicated)
 
 
-def _is_arriving(tensor: object) -> bool:
-    known = sys.modules.get("torch.distributed._functional_collectives")
-    return known is not None and isinstance(tensor, known.AsyncCollectiveTensor)
+def _is_asynchronous(tensor: object) -> bool:
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(tensor, module.AsyncCollectiveTensor)
 
 
 def _local_shard(data_axes: int, parameter: Any) -> LocalShard:
     if not is_dtensor(parameter):
-        return LocalShard.whole(parameter.shape)
-    whole = Box.whole(parameter.shape)
+        return LocalShard.full(parameter.shape)
     mesh = parameter.device_mesh
     cuts = [
-        (at, placement.dim, mesh.get_local_rank(at), mesh.size(at))
-        for at, placement in enumerate(parameter.placements)
+        (mesh_axis, placement.dim, mesh.get_local_rank(mesh_axis), mesh.size(mesh_axis))
+        for mesh_axis, placement in enumerate(parameter.placements)
         if not placement.is_replicate()
     ]
-    formed, axis = whole, 0
-    for at, dim, number, parts in cuts:
-        formed = formed.part(dim, number, parts) if at >= data_axes else formed
+    formed, axis = Box.full(parameter.shape), 0
+    for mesh_axis, dim, number, parts in cuts:
+        formed = formed.part(dim, number, parts) if mesh_axis >= data_axes else formed
     kept = formed
-    for at, dim, number, parts in cuts:
-        kept, axis = (kept.part(dim, number, parts), dim) if at < data_axes else (kept, axis)
+    for mesh_axis, dim, number, parts in cuts:
+        kept, axis = (kept.part(dim, number, parts), dim) if mesh_axis < data_axes else (kept, axis)
     return LocalShard(tuple(parameter.shape), formed, kept, axis)
 
 

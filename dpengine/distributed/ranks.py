@@ -1,4 +1,4 @@
-"""Process groups of the engine, and the rank fingerprint, which shows whether all ranks sum the same values."""
+"""Process groups of the engine, and the rank fingerprint, which detects ranks that sum different values."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Ranks:
         group: Process group of ``torch.distributed``; None for a single process.
         rank: Rank of this process in the group.
         size: Number of ranks.
-        device: Device of the model, through which NCCL sends Python objects. The current CUDA device, which it takes
-            otherwise, is that of rank 0 on all ranks unless the script sets it.
+        device: Device of the model, through which NCCL sends Python objects. By default NCCL uses the current CUDA
+            device, which is device 0 on all ranks unless the script sets it.
     """
 
     group: Any = None
@@ -42,49 +42,52 @@ class Ranks:
 
     @property
     def timeout(self) -> Any:
-        """Timeout of the group; None if it is not known."""
+        """Timeout of the group; None if it is unknown."""
         try:
             return self.group._get_backend(self.group._device_types[0]).options._timeout
         except AttributeError:  # a single process, or a torch version that stores it elsewhere
             return None
 
     def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts replacing a tensor by its sum over the ranks. Returns a function that waits for the result."""
+        """Starts to replace a tensor by its sum over the ranks. Returns a function that waits for the result."""
         if self.size == 1:
-            return _nothing
+            return _no_wait
         return _waiting(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
-    def reduce_scatter(self, whole: Tensor, part: Tensor) -> Callable[[], None]:
-        """Starts summing ``whole`` ``(size * n,)`` over the ranks; each rank gets its ``part`` ``(n,)``."""
+    def reduce_scatter(self, full: Tensor, part: Tensor) -> Callable[[], None]:
+        """Starts to sum ``full`` ``(size * n,)`` over the ranks. Each rank gets its ``part`` ``(n,)``.
+
+        Returns a function that waits for the result.
+        """
         exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the former name
-        return _waiting(exchange(part, whole, group=self.group, async_op=True), whole, part)
+        return _waiting(exchange(part, full, group=self.group, async_op=True), full, part)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, which must be picklable. Waits for all ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with device_guard(self.device):
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def each(self, action: Callable[[], T]) -> list[T]:
         """Returns the results of an action on all ranks. The action must not wait for other ranks.
 
         If it fails on one rank, that rank raises its exception and the others raise RuntimeError.
         """
-        answer, error = None, None
+        result, error = None, None
         try:
-            answer = action()
+            result = action()
         except Exception as caught:
             error = caught
-        found = self.all_gather((answer, None if error is None else f"{type(error).__name__}: {error}"))
+        gathered = self.all_gather((result, None if error is None else f"{type(error).__name__}: {error}"))
         if error is not None:
             raise error
-        for rank, (_, text) in enumerate(found):
+        for rank, (_, text) in enumerate(gathered):
             if text is not None:
                 raise RuntimeError(f"Rank {rank} failed, so all ranks stop: {text}")
-        return [one for one, _ in found]
+        return [of_rank for of_rank, _ in gathered]
 
     def broadcast(self, value: Any) -> Any:
         """Returns the value of the first rank. Values of other ranks are not sent."""
@@ -120,18 +123,18 @@ def _waiting(work: Any, *tensors: Tensor) -> Callable[[], None]:
     return wait
 
 
-def _nothing() -> None:
-    """Waits for nothing."""
+def _no_wait() -> None:
+    """Does nothing, because there is no operation to wait for."""
 
 
 SINGLE_PROCESS = Ranks()
 
 
 class RankFingerprint:
-    """Hash that is summed along with a message and shows every rank whether all ranks summed the same values.
+    """Hash that is summed together with a message, so that every rank detects whether the ranks sum different values.
 
     The values are hashed to 32 bits: eight words ``h`` below 16, followed by their squares. Sums of both over R ranks
-    are exact in float32, and the words are equal on all ranks exactly if ``R * sum(h**2) == sum(h)**2``.
+    are exact in float32. The words are equal on all ranks if and only if ``R * sum(h**2) == sum(h)**2``.
     """
 
     WORDS = 16
@@ -149,7 +152,7 @@ class RankFingerprint:
         words = [round(number) for number in summed.tolist()]
         if any(ranks * words[8 + i] != words[i] ** 2 for i in range(8)):
             raise MechanismMismatchError(
-                "The ranks are not at the same step, or differ in it. One of them skipped a batch, a backward pass or "
-                "a step, or has a different noise multiplier, clipping norm or ledger.",
+                "The ranks are at different steps, or have different settings. A rank skipped a batch, a backward pass "
+                "or a step, or has a different noise multiplier, clipping norm or ledger.",
                 fix="Run the same loop over the private loader on every rank, including empty batches.",
             )

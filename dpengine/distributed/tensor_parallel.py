@@ -25,15 +25,15 @@ _LEAVE_OUT = "Leave it out of the plan of parallelize_module, or freeze it."
 
 def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
     """Adds tensor parallelism to the topology of a model. Returns it unchanged if no layer is split."""
-    found: dict[Slot, tuple[str, Any]] = {}
+    split_parameters: dict[Slot, tuple[str, Any]] = {}
     for prefix, module in model.named_modules():
         for name, present in module._parameters.items():
             parameter: Any = None if present is None else topology.registered(module, name, present)
             if is_dtensor(parameter) and parameter.device_mesh.ndim > topology.layout.data_axes:
-                found[module, name] = (f"{prefix}.{name}" if prefix else name, parameter)
-    if not found:
+                split_parameters[module, name] = (f"{prefix}.{name}" if prefix else name, parameter)
+    if not split_parameters:
         return topology
-    splits = _group_of(found, topology.layout.data_axes)
+    splits = _group_of(split_parameters, topology.layout.data_axes)
     if splits.size == 1:
         return topology
     with_splits = dataclasses.replace(
@@ -50,13 +50,13 @@ def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
             "processes run.",
             fix="Use a mesh of all processes, with one or two data axes and one axis for parallelize_module.",
         )
-    return dataclasses.replace(with_splits, parts=_parts(model, found, with_splits))
+    return dataclasses.replace(with_splits, parts=_parts(model, split_parameters, with_splits))
 
 
-def _group_of(found: Mapping[Slot, tuple[str, Any]], data_axes: int) -> Ranks:
+def _group_of(split_parameters: Mapping[Slot, tuple[str, Any]], data_axes: int) -> Ranks:
     """Returns the ranks over which layers are split. Raises if they differ between parameters."""
     groups: dict[tuple[int, ...], Any] = {}
-    for name, parameter in found.values():
+    for name, parameter in split_parameters.values():
         mesh, placement = parameter.device_mesh, parameter.placements[-1]
         if mesh.ndim > data_axes + 1 or not (placement.is_shard() or placement.is_replicate()):
             raise UnsupportedLayerError(
@@ -82,23 +82,26 @@ def _group_of(found: Mapping[Slot, tuple[str, Any]], data_axes: int) -> Ranks:
 
 
 def _replicas(topology: Topology, splits: Ranks) -> Ranks:
-    """Returns the ranks with the same parts: from the model's wrapper, or all with the same rank in their group."""
+    """Returns the ranks with the same parts: those of the model's wrapper, or those with the same rank in `splits`."""
     if topology.slots or topology.ranks < world().size:
         return topology.replicas
     if splits.size == world().size:
         return SINGLE_PROCESS
     groups = sorted(set(map(tuple, world().all_gather(dist.get_process_group_ranks(splits.group)))))
     columns = [list(column) for column in zip(*groups, strict=True)]
-    mine, _ = dist.new_subgroups_by_enumeration(columns, timeout=world().timeout)
-    return Ranks.of(mine)
+    own_group, _ = dist.new_subgroups_by_enumeration(columns, timeout=world().timeout)
+    return Ranks.of(own_group)
 
 
-def _parts(model: nn.Module, found: Mapping[Slot, tuple[str, Any]], topology: Topology) -> dict[nn.Module, LayerPart]:
+def _parts(
+    model: nn.Module, split_parameters: Mapping[Slot, tuple[str, Any]], topology: Topology
+) -> dict[nn.Module, LayerPart]:
     parts: dict[nn.Module, LayerPart] = {}
     for prefix, module in model.named_modules():
-        split = {name: found[module, name] for name in module._parameters if (module, name) in found}
+        slots = [(module, name) for name in module._parameters if (module, name) in split_parameters]
+        split = {slot[1]: split_parameters[slot] for slot in slots}
         if not split or (layer_type(module) not in LAYERS and not any(p.requires_grad for _, p in split.values())):
-            continue  # frozen, so without gradients; if it is unfrozen later, its calls raise
+            continue  # a frozen layer has no gradients; if it is unfrozen later, its calls raise
         shards = {name: topology.layout.local_shard(parameter) for name, (_, parameter) in split.items()}
         if len(split) < sum(parameter is not None for parameter in module._parameters.values()):
             raise UnsupportedLayerError(f"Only some parameters of layer '{prefix}' are split.", fix=_LEAVE_OUT)

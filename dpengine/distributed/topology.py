@@ -4,9 +4,10 @@ There are three groups, each possibly of one process. *Replicas* hold the same p
 *Shards* hold parts of one copy of the parameters, for different samples. *Splits* hold parts of each layer, for the
 same samples.
 
-Note [replicated]: ranks that split layers also hold full copies of other parameters, whose gradients must be equal. One
-copy counts. If the copies differ, for example because of different dropout, the norm of the gradient that another rank
-adds is not bounded. So the norms of the copies are exchanged, and a relative deviation above 1e-3 raises on every rank.
+Note [replicated]: ranks that split layers also hold full copies of other parameters, whose gradients must be equal. The
+norm counts one copy. If the copies differ, for example because of different dropout, the norm of the gradient that
+another rank adds is not bounded. The norms of the copies are therefore exchanged, and a relative deviation above 1e-3
+raises an error on every rank.
 
 Axes: B samples, K groups.
 """
@@ -23,24 +24,24 @@ from torch import Tensor, nn
 from dpengine.errors import MechanismMismatchError
 
 from .layer_parts import LayerPart, cut_axis
-from .local_shards import WHOLE, ParameterLayout, is_first_copy
+from .local_shards import FULL_ON_EACH_RANK, ParameterLayout, is_first_copy
 from .ranks import SINGLE_PROCESS, RankFingerprint, Ranks
 
-_MOST_VARIANCE = 1e-6  # of the norms of a sample over ranks, relative to their squared mean
+_MOST_VARIANCE = 1e-6  # largest variance of a sample's norms over ranks, relative to their squared mean
 
 
 def all_reduce_sq_norms(
-    splits: Ranks, own_BK: Tensor, whole_BK: Tensor, fingerprint: Sequence[object], device: torch.device
+    splits: Ranks, split_BK: Tensor, replicated_BK: Tensor, fingerprint: Sequence[object], device: torch.device
 ) -> Tensor:
-    """Sums squared norms over split (own) and replicated (whole) parameters, bit-equal on all ranks.
+    """Sums squared norms over split and replicated parameters. The result is bitwise equal on all ranks.
 
     See Note [replicated].
     """
-    rows, groups = own_BK.shape
+    rows, groups = split_BK.shape
     message = torch.zeros(rows * (groups + 2) + RankFingerprint.WORDS, dtype=torch.float64, device=device)
     sums = message[: -RankFingerprint.WORDS].view(rows, groups + 2)
-    sums[:, :groups] = own_BK if splits.rank else own_BK.double() + whole_BK.double()
-    sums[:, groups + 1] = whole_BK.double().sum(dim=1)
+    sums[:, :groups] = split_BK if splits.rank else split_BK.double() + replicated_BK.double()
+    sums[:, groups + 1] = replicated_BK.double().sum(dim=1)
     sums[:, groups] = sums[:, groups + 1].sqrt()
     RankFingerprint.write(message[-RankFingerprint.WORDS :], fingerprint)
     splits.all_reduce(message)()
@@ -53,12 +54,12 @@ def all_reduce_sq_norms(
             "a replicated layer where activations are split: between ColwiseParallel and RowwiseParallel, or on "
             "split sequences.",
         )
-    unusable_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # on any rank, so that all ranks drop the sample
-    return sums[:, :groups].masked_fill(unusable_B1, torch.inf).to(own_BK.device)
+    not_finite_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # true if it is on any rank, so that all ranks drop the sample
+    return sums[:, :groups].masked_fill(not_finite_B1, torch.inf).to(split_BK.device)
 
 
 Slot = tuple[nn.Module, str]
-"""Module in which a parameter is registered, and its name there."""
+"""Module in which a parameter is registered, and its name in the module."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Topology:
         shards: Ranks with parts of one copy of the parameters and different samples.
         splits: Ranks with parts of each layer and the same samples.
         everyone: All ranks of the run.
-        slots: Parameters of the optimizer, for modules that have other parameters during their forward.
+        slots: Parameters of the optimizer, by slot, for modules that have other parameters during their forward.
         layout: Distribution of parameters.
         parts: This rank's part of each split layer.
         group: Returns a key that is equal for parameters that are gathered together. Their sums share buckets.
@@ -84,7 +85,7 @@ class Topology:
     splits: Ranks = SINGLE_PROCESS
     everyone: Ranks = SINGLE_PROCESS
     slots: Mapping[Slot, nn.Parameter] = field(default_factory=dict)
-    layout: ParameterLayout = WHOLE
+    layout: ParameterLayout = FULL_ON_EACH_RANK
     parts: Mapping[nn.Module, LayerPart] = field(default_factory=dict)
     group: Callable[[nn.Parameter], object] = id
     defers: Callable[[], bool] | None = None
@@ -109,10 +110,10 @@ class Topology:
         return self.splits.size > 1 and cut_axis(self.layout.local_shard(parameter)) is not None
 
     def reduce_sq_norms(
-        self, own_BK: Tensor, whole_BK: Tensor, fingerprint: Sequence[object], device: torch.device
+        self, split_BK: Tensor, replicated_BK: Tensor, fingerprint: Sequence[object], device: torch.device
     ) -> Tensor:
         """Returns squared norms of gradients that are split over ranks; see `all_reduce_sq_norms`."""
-        return all_reduce_sq_norms(self.splits, own_BK, whole_BK, fingerprint, device)
+        return all_reduce_sq_norms(self.splits, split_BK, replicated_BK, fingerprint, device)
 
     def total(self, number: Tensor | float) -> float:
         """Returns the sum of a number over the ranks that divide the samples of a batch. Exact for multiples of 1/2."""
@@ -125,15 +126,15 @@ class Topology:
         """Returns the parameters of the optimizer by dotted name. Tied parameters appear once."""
         if not self.slots:
             return dict(model.named_parameters())
-        found: dict[nn.Parameter, str] = {}
+        names: dict[nn.Parameter, str] = {}
         for prefix, owner in model.named_modules():
             for name, present in owner._parameters.items():
                 if present is not None:
-                    found.setdefault(self.registered(owner, name, present), f"{prefix}.{name}" if prefix else name)
-        return {name: parameter for parameter, name in found.items()}
+                    names.setdefault(self.registered(owner, name, present), f"{prefix}.{name}" if prefix else name)
+        return {name: parameter for parameter, name in names.items()}
 
     def writes(self, tensor: Tensor) -> bool:
-        """Returns True if this rank stores its part of a tensor: the first rank of those with the same part does."""
+        """Returns True if this rank writes its part of a tensor to a checkpoint: the first rank with that part."""
         mesh: Any = getattr(tensor, "device_mesh", None)
         copies = self.splits.rank if mesh is None or mesh.ndim <= self.layout.data_axes else 0
         if mesh is not None:
@@ -145,7 +146,7 @@ class Topology:
         return self.slots.get((owner, name), present)
 
     def check_consistent(self, **settings: Any) -> None:
-        """Raises if the ``repr`` of a setting differs between ranks. All ranks must call it at the same place."""
+        """Raises if the ``repr`` of a setting differs between ranks. All ranks must call it."""
         own = {name: repr(value) for name, value in settings.items()}
         gathered = self.everyone.all_gather(own)
         for name in own:
@@ -155,7 +156,7 @@ class Topology:
                 raise MechanismMismatchError(
                     f"The ranks do not agree on {name}: rank 0 has {_short(values[0], values[other])}, rank {other} "
                     f"has {_short(values[other], values[0])}.",
-                    fix="Create model, optimizer, loader and arguments equally in every process.",
+                    fix="Create the same model, optimizer, loader and arguments in every process.",
                 )
 
 
@@ -163,10 +164,10 @@ SINGLE = Topology()
 
 
 def _short(text: str | None, other: str | None) -> str:
-    """Returns a text, shortened to the part around the first difference from the other if it is long."""
+    """Returns a text. Shortens a long text to the part around the first difference from the other one."""
     if text is None or len(text) <= 120:
         return str(text)
-    differences = (i for i, (mine, its) in enumerate(zip(text, other or "", strict=False)) if mine != its)
+    differences = (i for i, (a, b) in enumerate(zip(text, other or "", strict=False)) if a != b)
     start = max(0, next(differences, 0) - 60)
     part = text[start : start + 114]
     return "..." * (start > 0) + part + "..." * (start + 114 < len(text))

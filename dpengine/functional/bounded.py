@@ -29,8 +29,8 @@ class BoundedSensitivityCallable:
 
     Attributes:
         function: The function.
-        l2_norm_bound: Maximum addition of one example to that output, in L2 norm.
-        has_aux: Whether it returns a pair, of which only the first element is bounded.
+        l2_norm_bound: Largest L2 norm of the contribution of one example to that output.
+        has_aux: Whether the function returns a pair, of which only the first element is bounded.
         batch_argnums: Positions of the arguments with the examples.
     """
 
@@ -54,12 +54,12 @@ class BoundedSensitivityCallable:
             The bound, doubled if one example replaces another.
 
         Raises:
-            ValueError: If the relation is not known.
+            ValueError: If the relation is unknown.
         """
         name = getattr(relation, "name", relation)
-        if name not in _TIMES:
-            raise ValueError(f"sensitivity: relation {relation!r} is not known. Choose one of: {', '.join(_TIMES)}.")
-        return _TIMES[name] * self.l2_norm_bound
+        if name not in _FACTORS:
+            raise ValueError(f"sensitivity: relation {relation!r} is not known. Choose one of: {', '.join(_FACTORS)}.")
+        return _FACTORS[name] * self.l2_norm_bound
 
 
-_TIMES = {"ADD_OR_REMOVE_ONE": 1.0, "ZERO_OUT": 1.0, "REPLACE_SPECIAL": 1.0, "REPLACE_ONE": 2.0}
+_FACTORS = {"ADD_OR_REMOVE_ONE": 1.0, "ZERO_OUT": 1.0, "REPLACE_SPECIAL": 1.0, "REPLACE_ONE": 2.0}

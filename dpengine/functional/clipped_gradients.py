@@ -49,24 +49,24 @@ def clipped_grad(
         rescale_to_unit_norm: Divides each clipped gradient by its clipping norm (De et al. 2022, arXiv:2204.13650).
         normalize_by: Public constant that divides the sum.
         batch_argnums: Positions of the arguments with the examples on axis 0 of all tensors. The others are shared.
-        keep_batch_dim: Whether ``fun`` receives an example with a leading axis of size 1. Without it, an example with
-            further axes may contain all data of a user, and is clipped as one.
+        keep_batch_dim: Whether ``fun`` receives an example with a leading axis of size 1. If False, an example may
+            contain all data of a user on further axes, which are clipped together.
         return_values: Also returns the values of ``fun``, in an ``AuxiliaryOutput``.
         return_grad_norms: Also returns the norms of the gradients.
         pre_clipping_transform: Function from one example's gradient to any tree, which is clipped.
         microbatch_size: Number of examples whose gradients are in memory at a time. It divides the batch size.
-        nan_safe: Whether an example whose norm is not finite adds exactly 0; otherwise the sum is not finite.
-        dtype: Dtype of gradients before clipping, and of the sum: float32 or float64. The default keeps gradients as
-            they are, and sums half precision in float32: rounding may change a narrower sum by more than an example.
+        nan_safe: Whether an example whose norm is not finite contributes exactly 0; otherwise the sum is not finite.
+        dtype: Dtype of gradients before clipping, and of the sum: float32 or float64. The default keeps the dtype of
+            gradients, and sums half precision in float32, because rounding could change the sum more than an example.
         prng_argnum: Position of an integer seed, from which each example gets its own seed.
-        grid_scale: Sums integers: each example is clipped, multiplied by ``grid_scale / l2_clip_norm`` and rounded such
-            that its norm is at most ``grid_scale`` exactly. Returns int64.
+        grid_scale: Sums integers: each gradient is clipped, multiplied by ``grid_scale / l2_clip_norm`` and rounded, so
+            that its exact norm is at most ``grid_scale``. Returns int64.
         process_group: ``torch.distributed`` group over whose ranks the sum is reduced.
 
     Returns:
-        A callable with the arguments of ``fun``, and ``is_padding_example=`` for a ``(B,)`` mask of examples that add
-        nothing. It returns the sum, or the sum and an ``AuxiliaryOutput``, and has a ``sensitivity``. Arguments out of
-        range raise ``ValueError``.
+        A callable with the arguments of ``fun``, and ``is_padding_example=`` for a ``(B,)`` mask of examples that
+        contribute nothing. It returns the sum, or the sum and an ``AuxiliaryOutput``, and has a method ``sensitivity``.
+        Arguments out of range raise ``ValueError``.
     """
     places = _places("clipped_grad", argnums=argnums, batch_argnums=batch_argnums, prng_argnum=prng_argnum)
     differentiated, single = places["argnums"], isinstance(argnums, int)
@@ -76,8 +76,8 @@ def clipped_grad(
         args = list(args)
         for place, value in zip(differentiated, chosen, strict=True):
             args[place] = value
-        found = fun(*args, **kwargs)
-        value, aux = found if has_aux else (found, ())
+        result = fun(*args, **kwargs)
+        value, aux = result if has_aux else (result, ())
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ValueError(
                 f"clipped_grad: the function must return a scalar loss, and returned {getattr(value, 'shape', value)}."
@@ -95,13 +95,13 @@ def clipped_grad(
             aux = _without_front_axis(aux, lambda args: fun(*args, **batch.kwargs)[1], batch)
         return grads, values, aux
 
-    def outputs(found: Summed) -> Any:
+    def outputs(summed: Summed) -> Any:
         extra = AuxiliaryOutput(
-            found.values if return_values else None,
-            found.norms if return_grad_norms else None,
-            found.aux if has_aux else None,
+            summed.values if return_values else None,
+            summed.norms if return_grad_norms else None,
+            summed.aux if has_aux else None,
         )
-        return (found.total, extra) if has_pair else found.total
+        return (summed.total, extra) if has_pair else summed.total
 
     options = Options(
         "clipped_grad", l2_clip_norm, rescale_to_unit_norm, normalize_by, microbatch_size, nan_safe, dtype, grid_scale,
@@ -139,7 +139,7 @@ def clipped_fun(
         keep_batch_dim: Whether ``fun`` receives an example with a leading axis of size 1.
         return_norms: Also returns the norms before clipping.
         microbatch_size: Number of examples whose results are in memory at a time. It divides the batch size.
-        nan_safe: Whether an example whose norm is not finite adds exactly 0; otherwise the sum is not finite.
+        nan_safe: Whether an example whose norm is not finite contributes exactly 0; otherwise the sum is not finite.
         dtype: Dtype of results before clipping, and of the sum: float32 or float64.
         prng_argnum: Position of an integer seed, from which each example gets its own seed.
         grid_scale: Sums integers, as ``clipped_grad`` does.
@@ -152,8 +152,8 @@ def clipped_fun(
 
     def rows(batch: Batch) -> tuple[Any, Any, Any]:
         def one(args: list[Any]) -> tuple[Any, Any]:
-            found = fun(*args, **batch.kwargs)
-            return found if has_aux else (found, ())
+            result = fun(*args, **batch.kwargs)
+            return result if has_aux else (result, ())
 
         trees, aux = each_example(one, batch, keep_batch_dim=keep_batch_dim)
         if keep_batch_dim:
@@ -162,9 +162,9 @@ def clipped_fun(
             aux = _without_front_axis(aux, axes(lambda pair: pair[1]), batch)
         return trees, (), aux
 
-    def outputs(found: Summed) -> Any:
-        extra = [*([found.aux] if has_aux else []), *([found.norms] if return_norms else [])]
-        return found.total if not extra else (found.total, extra[0] if len(extra) == 1 else tuple(extra))
+    def outputs(summed: Summed) -> Any:
+        extra = [*([summed.aux] if has_aux else []), *([summed.norms] if return_norms else [])]
+        return summed.total if not extra else (summed.total, extra[0] if len(extra) == 1 else tuple(extra))
 
     options = Options(
         "clipped_fun", l2_clip_norm, rescale_to_unit_norm, normalize_by, microbatch_size, nan_safe, dtype, grid_scale,
@@ -173,31 +173,32 @@ def clipped_fun(
     return bounded_sum(rows, outputs, options, places["batch_argnums"], prng_argnum, has_aux or return_norms)
 
 
-def _places(where: str, **given: Places | None) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
-    for name, value in given.items():
+def _places(where: str, **argnums: Places | None) -> dict[str, tuple[int, ...]]:
+    """Returns the positions of arguments as tuples, by name. Raises ValueError if they are not valid."""
+    positions: dict[str, tuple[int, ...]] = {}
+    for name, value in argnums.items():
         listed = () if value is None else (value,) if isinstance(value, int) else tuple(value)
         if any(isinstance(place, bool) or not isinstance(place, int) or place < 0 for place in listed):
             raise ValueError(f"{where}: {name} must be positions of arguments, from 0; got {value!r}.")
-        found[name] = listed
-    if not found["batch_argnums"]:
+        positions[name] = listed
+    if not positions["batch_argnums"]:
         raise ValueError(f"{where}: batch_argnums is empty. Pass the positions of the arguments with the examples.")
-    everything = [place for listed in found.values() for place in listed]
+    everything = [place for listed in positions.values() for place in listed]
     if len(set(everything)) < len(everything):
-        raise ValueError(f"{where}: a position occurs twice in {given}. Pass each once.")
-    return found
+        raise ValueError(f"{where}: a position occurs twice in {argnums}. Pass each once.")
+    return positions
 
 
 def _as_tensors(place: int, tree: Any) -> Any:
-    """Returns parameters with tensors for Python floats."""
+    """Converts the Python floats in a tree of parameters to tensors."""
 
     def tensor(leaf: Any) -> Tensor:
         if isinstance(leaf, float):
             return torch.tensor(leaf, dtype=torch.get_default_dtype())
         if not isinstance(leaf, Tensor) or not (leaf.is_floating_point() or leaf.is_complex()):
-            what = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
+            shown = leaf.dtype if isinstance(leaf, Tensor) else repr(leaf)
             raise TypeError(
-                f"clipped_grad: argument {place} contains {what}, which is not differentiable. Pass floats or "
+                f"clipped_grad: argument {place} contains {shown}, which is not differentiable. Pass floats or "
                 "floating-point tensors, such as 1.0, or leave the argument out of argnums."
             )
         return leaf
@@ -209,7 +210,7 @@ def _without_front_axis(tree: Any, fun: Callable[[list[Any]], Any], batch: Batch
     """Returns the outputs ``(B, ...)`` without the leading axis of size 1 of each example."""
     leaves, spec = pytree.tree_flatten(tree)
     axes = batch_axes(fun, batch)
-    if axes is None or len(axes) != len(leaves):  # not known from shapes
+    if axes is None or len(axes) != len(leaves):  # shapes do not show the axes
         axes = [0 if isinstance(leaf, Tensor) and leaf.dim() > 1 and leaf.shape[1] == 1 else None for leaf in leaves]
-    found = [leaf if axis is None else leaf.squeeze(1 + axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    return pytree.tree_unflatten(found, spec)
+    squeezed = [leaf if axis is None else leaf.squeeze(1 + axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return pytree.tree_unflatten(squeezed, spec)

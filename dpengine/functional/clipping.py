@@ -1,4 +1,4 @@
-"""Clips a tree of tensors, together or in groups, or a gradient by element.
+"""Clips a tree of tensors by its norm or by norms of groups, or a gradient by element.
 
 A tree is a tensor, or any nesting of dicts, lists and tuples of tensors. Axes: B examples, K groups.
 """
@@ -47,9 +47,9 @@ def _apply(x: Tensor, lo: Tensor, hi: Tensor) -> Tensor:
 
 
 def clip_gradient(x: Tensor, lo: float | Tensor, hi: float | Tensor) -> Tensor:
-    """Returns ``x``, whose gradient is clamped to ``[lo, hi]`` by element in the backward pass.
+    """Returns ``x``, and clamps its gradient to ``[lo, hi]`` by element in the backward pass.
 
-    It bounds elements, and does not replace clipping the norm of each example's gradient.
+    This bounds elements. It does not replace clipping the norms of per-example gradients.
 
     Args:
         x: Floating-point tensor.
@@ -115,7 +115,7 @@ def groups_of(c: Any, tree: Any) -> tuple[list[Group], Any]:
 
 
 def _match(c: Any, places: Any, groups: list[Group], where: str) -> None:
-    """Appends groups in the order of the clipping norms. ``places`` is the tree of the positions of its leaves."""
+    """Appends groups in the order of the clipping norms. ``places`` is the tree with the positions of its leaves."""
     if isinstance(c, Mapping):
         if not isinstance(places, Mapping) or c.keys() != places.keys():
             raise ValueError(f"functional: thresholds{where} have the keys {list(c)}, and the tree has others.")
@@ -143,8 +143,8 @@ def _checked_bound(c: Any, where: str) -> float | Tensor:
 def group_norms(leaves: list[Tensor], groups: list[Group]) -> Tensor:
     """Returns norms ``(B, K)`` in float64 of leaves ``(B, ...)``.
 
-    A norm is 0 only if all elements are, and finite only if all elements are: elements are divided by the largest
-    before they are squared.
+    A norm is 0 only if all elements are 0, and it is finite if all elements are finite, because elements are divided by
+    the largest one before they are squared.
     """
     return torch.stack([_norm([leaves[i] for i in group.leaves], leaves) for group in groups], dim=1)
 
@@ -163,15 +163,15 @@ def _norm(leaves: list[Tensor], all_leaves: list[Tensor]) -> Tensor:
 
 
 def factors(norms_BK: Tensor, groups: list[Group], rescale: bool) -> Tensor:
-    """Returns the factor of each group of each example, ``(B, K)``: 0 if it is not finite."""
+    """Returns the factors ``(B, K)`` by example and group; 0 if a factor or norm is not finite."""
     bounds = [torch.as_tensor(group.bound, dtype=torch.float64, device=norms_BK.device) for group in groups]
     bounds_K = torch.stack(bounds) if bounds else norms_BK.new_zeros(0)
     if rescale:
-        found_BK = torch.minimum((1 / bounds_K).expand_as(norms_BK), 1 / norms_BK)
+        factors_BK = torch.minimum((1 / bounds_K).expand_as(norms_BK), 1 / norms_BK)
     else:
-        found_BK = (bounds_K / norms_BK).clamp(max=1)
-    usable = found_BK.isfinite() & norms_BK.isfinite()
-    return torch.where(usable, found_BK, torch.zeros_like(found_BK))
+        factors_BK = (bounds_K / norms_BK).clamp(max=1)
+    usable = factors_BK.isfinite() & norms_BK.isfinite()
+    return torch.where(usable, factors_BK, torch.zeros_like(factors_BK))
 
 
 def total_bound(c: Any) -> float:

@@ -1,4 +1,4 @@
-"""Clipped sums under ``torch.compile``, compared with the uncompiled function before use."""
+"""Compiles clipped sums with ``torch.compile``, and compares them with the uncompiled function."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dpengine.errors import UnsupportedLayerError
 
 from .bounded import BoundedSensitivityCallable
 
-_MOST_EXAMPLES = 8  # compared one by one
-_TOLERANCE = 1e-3  # relative: far above rounding
+_MOST_EXAMPLES = 8  # largest number of examples that are compared
+_TOLERANCE = 1e-3  # relative tolerance, far above rounding errors
 
 
 def compiled(
@@ -25,17 +25,17 @@ def compiled(
 ) -> BoundedSensitivityCallable:
     """Compiles a clipped sum.
 
-    Compilation may lose the backward of a custom ``autograd.Function`` without an error (pytorch issue 193279), and
-    then the addition of an example is not bounded. So compiled and uncompiled sums of each of the first examples are
-    compared.
+    Compilation may lose the backward of a custom ``autograd.Function`` without an error (pytorch issue 193279). Then
+    the contribution of an example is not bounded. Compiled and uncompiled sums are therefore compared for each of the
+    first examples.
 
     Args:
         function: Result of ``clipped_grad`` or ``clipped_fun``.
-        example: Arguments for it, with a typical batch; other batch sizes are compiled at their first use.
+        example: Arguments of ``function``, with a typical batch. Other batch sizes are compiled at their first use.
         backend: Backend of ``torch.compile``, by name or as a function.
 
     Returns:
-        The compiled function, of the same sensitivity.
+        The compiled function, with the same sensitivity.
 
     Raises:
         UnsupportedLayerError: If the compiled sum of an example differs.
@@ -53,14 +53,14 @@ def compiled(
     fast = torch.compile(function.function, backend=backend, options=options)
     for i in range(min(size, _MOST_EXAMPLES)):
         others = torch.arange(size) != i
-        slow_sum, fast_sum = (
+        expected, compiled_sum = (
             _leaves(function, _seeded(call, *example, is_padding_example=others)) for call in (function.function, fast)
         )
-        norm = sum(float(leaf.double().square().sum()) for leaf in slow_sum) ** 0.5
-        off = sum(float((a - b).double().square().sum()) for a, b in zip(slow_sum, fast_sum, strict=True)) ** 0.5
-        if not off <= _TOLERANCE * norm + 1e-12 * function.l2_norm_bound:
+        norm = sum(float(leaf.double().square().sum()) for leaf in expected) ** 0.5
+        error = sum(float((a - b).double().square().sum()) for a, b in zip(expected, compiled_sum, strict=True)) ** 0.5
+        if not error <= _TOLERANCE * norm + 1e-12 * function.l2_norm_bound:
             raise UnsupportedLayerError(
-                f"The compiled sum of example {i} differs by {off:.3g} from the uncompiled one of norm {norm:.3g}.",
+                f"The compiled sum of example {i} differs by {error:.3g} from the uncompiled one of norm {norm:.3g}.",
                 fix="Use the function uncompiled, or wrap custom autograd Functions in torch.compiler.allow_in_graph.",
             )
     return dataclasses.replace(function, function=fast)

@@ -1,4 +1,4 @@
-"""Batch of examples in the arguments of a function, and the function applied to each of them.
+"""Finds the batch in the arguments of a function, and applies the function to each example.
 
 Axes: B examples.
 """
@@ -19,16 +19,16 @@ Places = int | Sequence[int]
 
 @dataclass(frozen=True)
 class Batch:
-    """Arguments, some of which have the examples on axis 0 of all their tensors."""
+    """Arguments of a call. Some have the examples on axis 0 of all their tensors."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]  # shared by the examples
-    places: tuple[int, ...]  # of the arguments with the examples
-    seed_place: int | None  # of the seeds of the examples
-    size: int
+    places: tuple[int, ...]  # positions of the arguments with the examples
+    seed_place: int | None  # position of the seeds of the examples
+    size: int  # number of examples
 
     def take(self, index: Tensor) -> Batch:
-        """Returns some of the examples, in this order."""
+        """Returns the examples with the given indices, in this order."""
         return self._changed(lambda leaf: leaf[index.to(leaf.device)], len(index))
 
     def stand_in(self) -> Batch:
@@ -52,7 +52,7 @@ def batch_of(
 ) -> Batch:
     """Returns the batch in the arguments of a call."""
     if max(places) >= len(args):
-        raise ValueError(f"{where}: argument {max(places)} has the examples, and there are {len(args)} arguments.")
+        raise ValueError(f"{where}: argument {max(places)} must have the examples, but the call has {len(args)}.")
     leaves = [leaf for place in places for leaf in pytree.tree_leaves(args[place])]
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         raise ValueError(f"{where}: every leaf of a batch argument must be a tensor with the examples on axis 0.")
@@ -86,8 +86,10 @@ def each_example(one: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_di
 
 
 def batch_axes(fun: Callable[[list[Any]], Any], batch: Batch) -> list[int | None] | None:
-    """Returns the batch axis of each output leaf of ``fun(args)``; None if it is not known from shapes."""
-    # Determined with meta tensors of two sizes.
+    """Returns the batch axis of each output leaf of ``fun(args)``; None if shapes do not show it.
+
+    The function runs on meta tensors with two batch sizes.
+    """
 
     def shapes(size: int) -> list[torch.Size | None]:
         args = [pytree.tree_map_only(Tensor, lambda leaf: leaf.to("meta"), arg) for arg in batch.args]
@@ -100,12 +102,12 @@ def batch_axes(fun: Callable[[list[Any]], Any], batch: Batch) -> list[int | None
     try:
         with torch.no_grad():
             one, two = shapes(1), shapes(2)
-    except Exception:  # the function needs values, which meta tensors do not have
+    except Exception:  # for example if the function reads values, which meta tensors do not have
         return None
     if len(one) != len(two):
         return None
-    return [None if a is None or b is None else _moved(a, b) for a, b in zip(one, two, strict=True)]
+    return [None if a is None or b is None else _changed_axis(a, b) for a, b in zip(one, two, strict=True)]
 
 
-def _moved(one: torch.Size, two: torch.Size) -> int | None:
+def _changed_axis(one: torch.Size, two: torch.Size) -> int | None:
     return next((axis for axis, (a, b) in enumerate(zip(one, two, strict=True)) if (a, b) == (1, 2)), None)

@@ -1,4 +1,4 @@
-"""Sums the clipped trees of the examples of a batch by microbatches, optionally rounded to a grid.
+"""Sums the clipped trees of the examples of a batch in microbatches, optionally rounded to a grid.
 
 Axes: B examples, K groups, P elements of a gradient.
 """
@@ -20,26 +20,26 @@ from .bounded import BoundedSensitivityCallable
 from .clipping import Group, factors, group_norms, groups_of, total_bound
 from .per_example import Batch, batch_of
 
-_MOST = 2**62  # largest sum of integers, which fits in 64 bits
+_MOST = 2**62  # limit of integer sums, which must fit in 64 bits
 
 
 def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
-    """Returns the clipping norm before rounding, which adds at most half the root of the number of elements."""
+    """Returns the clipping norm before rounding. Rounding adds at most ``sqrt(numbers) / 2`` to the scaled norm."""
     if batch * scale >= _MOST:
         raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits. Pass a smaller one.")
-    left = bound - math.sqrt(numbers) * bound / (2 * scale)
-    if not left > 0:
+    before_rounding = bound - math.sqrt(numbers) * bound / (2 * scale)
+    if not before_rounding > 0:
         raise ValueError(
             f"grid_scale={scale:g} is too coarse for gradients of {numbers} elements: rounding alone exceeds the "
             f"clipping norm. Pass more than {math.sqrt(numbers) / 2:g}."
         )
-    return left
+    return before_rounding
 
 
 def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
     """Rounds ``scale / bound`` times the clipped gradients to integers, with norm at most ``scale``.
 
-    Leaves are finite, and ``factor_B`` reduces each norm to ``grid_bound``, below ``bound``.
+    Leaves must be finite. ``factor_B`` must reduce each norm to ``grid_bound``, which is below ``bound``.
     """
     flat_BP = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], dim=1)
     rounded_BP = (flat_BP * factor_B.unsqueeze(1) * (scale / bound)).round()
@@ -50,12 +50,12 @@ def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: flo
 
 
 def _maybe_above(rounded_BP: Tensor, scale: float) -> Tensor:
-    """Returns rows whose norm may exceed the scale: float64 squares have a relative error below 2**-40."""
+    """Returns a mask of rows whose norm may exceed the scale. Sums of squares have a relative error below 2**-40."""
     return rounded_BP.square().sum(dim=1) > scale**2 * (1 - 2.0**-40)
 
 
 def _within(row_P: Tensor, most: int) -> Tensor:
-    """Returns the row, reduced until its exact squared norm is at most ``most``."""
+    """Returns the row with entries reduced until its exact squared norm is at most ``most``."""
     values = [int(value) for value in row_P.tolist()]
     total = sum(value * value for value in values)
     if total > most:
@@ -117,7 +117,7 @@ class Options:
 
     @property
     def l2_norm_bound(self) -> float:
-        """Maximum addition of one example to the sum."""
+        """Largest L2 norm of the contribution of one example to the sum."""
         if self.grid_scale is not None:
             return float(self.grid_scale)
         bound = math.sqrt(len(pytree.tree_leaves(self.bound))) if self.rescale else total_bound(self.bound)
@@ -164,20 +164,21 @@ def bounded_sum(
     return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair, batch_places)
 
 
-def _checked_padding(where: str, given: Tensor | None, size: int) -> Tensor:
-    if given is None:
+def _checked_padding(where: str, mask: Tensor | None, size: int) -> Tensor:
+    if mask is None:
         return torch.zeros(size, dtype=torch.bool)
-    if not isinstance(given, Tensor) or given.dtype is not torch.bool or tuple(given.shape) != (size,):
+    if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or tuple(mask.shape) != (size,):
         raise ValueError(f"{where}: is_padding_example must be a bool tensor of shape ({size},).")
-    return given
+    return mask
 
 
 def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
-    """Returns the sum over microbatches; example i is in microbatch ``i mod (B / microbatch_size)``."""
+    """Returns the sum over microbatches. Example i is in microbatch ``i mod (B / microbatch_size)``."""
     if batch.size == 0:
-        alone = _summed(rows, batch.stand_in(), torch.ones(1, dtype=torch.bool), replace(options, microbatch_size=None))
-        none = lambda tree: pytree.tree_map(lambda leaf: leaf[:0], tree)  # noqa: E731
-        return Summed(alone.total, none(alone.norms), none(alone.values), none(alone.aux))
+        one_padding = torch.ones(1, dtype=torch.bool)
+        zero = _summed(rows, batch.stand_in(), one_padding, replace(options, microbatch_size=None))
+        empty = lambda tree: pytree.tree_map(lambda leaf: leaf[:0], tree)  # noqa: E731
+        return Summed(zero.total, empty(zero.norms), empty(zero.values), empty(zero.aux))
     size = options.microbatch_size or batch.size
     if batch.size % size:
         raise ValueError(
@@ -195,8 +196,8 @@ def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Su
         order.append(index)
         parts.append((norms, values, aux))
     assert totals is not None
-    back = torch.argsort(torch.cat(order))
-    joined = [_joined([part[k] for part in parts], back) for k in range(3)]
+    original_order = torch.argsort(torch.cat(order))
+    joined = [_joined([part[k] for part in parts], original_order) for k in range(3)]
     return Summed(_finished(totals, options), *joined)
 
 
@@ -206,9 +207,9 @@ def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) ->
         trees = pytree.tree_map(lambda leaf: leaf.to(options.dtype), trees)
     norms: Any = ()
     if options.norms:
-        given = [leaf.detach() for leaf in pytree.tree_leaves(trees)]
-        raw, bounds_spec = groups_of(options.bound if options.transform is identity else math.inf, trees)
-        norms = pytree.tree_unflatten(list(group_norms(given, raw).unbind(dim=1)), bounds_spec)
+        untransformed = [leaf.detach() for leaf in pytree.tree_leaves(trees)]
+        norm_groups, bounds_spec = groups_of(options.bound if options.transform is identity else math.inf, trees)
+        norms = pytree.tree_unflatten(list(group_norms(untransformed, norm_groups).unbind(dim=1)), bounds_spec)
     if options.transform is not identity:
         trees = torch.func.vmap(options.transform)(trees)
     leaves, spec = pytree.tree_flatten(trees)
@@ -223,19 +224,19 @@ def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) ->
     if options.nan_safe or options.grid_scale is not None:
         keep_B = keep_B & norms_BK.isfinite().all(dim=1)
     zero = torch.zeros((), dtype=torch.float64)
-    chosen = [torch.where(keep_B.view(-1, *[1] * (leaf.dim() - 1)), leaf.double(), zero) for leaf in leaves]
+    kept = [torch.where(keep_B.view(-1, *[1] * (leaf.dim() - 1)), leaf.double(), zero) for leaf in leaves]
     if options.grid_scale is not None:
-        whole = on_grid(chosen, factors_BK[:, 0], float(options.bound), options.grid_scale)
-        return _Sums([leaf.sum(dim=0) for leaf in whole], [torch.int64] * len(whole), spec), norms
+        integers = on_grid(kept, factors_BK[:, 0], float(options.bound), options.grid_scale)
+        return _Sums([leaf.sum(dim=0) for leaf in integers], [torch.int64] * len(integers), spec), norms
     weights = {i: factors_BK[:, k] for k, group in enumerate(groups) for i in group.leaves}
-    sums = [torch.einsum("b,b...->...", weights[i], leaf) for i, leaf in enumerate(chosen)]
+    sums = [torch.einsum("b,b...->...", weights[i], leaf) for i, leaf in enumerate(kept)]
     return _Sums(
         sums, [options.dtype or torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves], spec
     ), norms
 
 
 def _finished(sums: _Sums, options: Options) -> Any:
-    """Reduces over ranks, divides, and rounds once."""
+    """Reduces the sums over ranks, divides them and converts them to their final dtypes."""
     if options.process_group is not None:
         for leaf in sums.leaves:
             torch.distributed.all_reduce(leaf, group=options.process_group)
@@ -243,6 +244,6 @@ def _finished(sums: _Sums, options: Options) -> Any:
     return pytree.tree_unflatten(leaves if options.grid_scale is None else sums.leaves, sums.spec)
 
 
-def _joined(parts: list[Any], back: Tensor) -> Any:
-    """Returns the outputs of microbatches in the order of the batch."""
-    return pytree.tree_map(lambda *leaves: torch.cat(leaves)[back.to(leaves[0].device)], *parts)
+def _joined(parts: list[Any], order: Tensor) -> Any:
+    """Concatenates the outputs of microbatches, and sorts them in the order of the batch."""
+    return pytree.tree_map(lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *parts)

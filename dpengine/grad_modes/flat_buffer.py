@@ -372,7 +372,7 @@ def _spans(
     for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
         key, offset = places[parameter]
         for shard_places in shards[parameter].places:
-            span = BufferSpan(key, offset, shard_places.behind(base))
+            span = BufferSpan(key, offset, shard_places.shifted(base))
             offset += span.count
             if found and found[-1].followed_by(span):
                 merged = Places(found[-1].places.start, found[-1].count + span.count)

@@ -64,7 +64,7 @@ def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
     paths = [
         put(
             tmp_path / tensor_files.file_name("w", i, len(CUTS[then])),
-            {"w": (whole[box.inside(Box.whole((7, 5)))], box.start)},
+            {"w": (whole[box.inside(Box.full((7, 5)))], box.start)},
         )
         for i, box in enumerate(CUTS[then])
     ]
@@ -74,7 +74,7 @@ def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
     with tensor_files.StoredTensors(paths) as found:
         assert found.shape("w") == (7, 5)
         for box in CUTS[now]:
-            assert torch.equal(found.read("w", box), whole[box.inside(Box.whole((7, 5)))])
+            assert torch.equal(found.read("w", box), whole[box.inside(Box.full((7, 5)))])
 
 
 def test_a_part_that_is_missing_is_reported(tmp_path):

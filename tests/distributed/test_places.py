@@ -23,18 +23,16 @@ def cuts(shape):
 def test_the_places_of_a_part_are_those_of_its_numbers(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for box in cuts(shape):
-        found = LocalShard(shape, Box.whole(shape), box).places
-        assert [n for places in found for n in numbers(places)] == whole[
-            box.inside(Box.whole(shape))
-        ].flatten().tolist()
+        found = LocalShard(shape, Box.full(shape), box).places
+        assert [n for places in found for n in numbers(places)] == whole[box.inside(Box.full(shape))].flatten().tolist()
         assert sum(places.count for places in found) == box.numel
 
 
 def test_a_matrix_takes_one_description_however_it_is_cut():
     for box in cuts((50, 40)):
-        assert len(LocalShard((50, 40), Box.whole((50, 40)), box).places) == 1
+        assert len(LocalShard((50, 40), Box.full((50, 40)), box).places) == 1
 
 
 def test_an_empty_part_has_none():
-    assert LocalShard((3, 4), Box.whole((3, 4)), Box((3, 0), (0, 4))).places == []
-    assert Places(3, 4, 2, 10).behind(100) == Places(103, 4, 2, 10)
+    assert LocalShard((3, 4), Box.full((3, 4)), Box((3, 0), (0, 4))).places == []
+    assert Places(3, 4, 2, 10).shifted(100) == Places(103, 4, 2, 10)

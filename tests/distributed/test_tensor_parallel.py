@@ -276,7 +276,7 @@ def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
 
     def noise(held, step, drawing):
         topology = Topology(
-            layout=ParameterLayout(local_shard=lambda p: held if p is parameters[1] else LocalShard.whole(p.shape))
+            layout=ParameterLayout(local_shard=lambda p: held if p is parameters[1] else LocalShard.full(p.shape))
         )
         taken = FlatBuffer(parameters, topology).drain()
         add_noise(taken, drawing, std=2.0, step=step, scale=0.5, replicas=Ranks(), fingerprint=())
@@ -284,10 +284,10 @@ def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
 
     one, others = mechanism(kind), {}
     for step in range(3):
-        expected = noise(LocalShard.whole((7, 6)), step, one)
+        expected = noise(LocalShard.full((7, 6)), step, one)
         assert all(float(view.std()) > 0.2 for view in expected)
         for place in itertools.product(range(2), range(3)):  # two parts of columns, and three of the rows of each
-            formed = Box.whole((7, 6)).part(1, place[0], 2)
+            formed = Box.full((7, 6)).part(1, place[0], 2)
             held = LocalShard((7, 6), formed, formed.part(0, place[1], 3))
             found = noise(held, step, others.setdefault(place, mechanism(kind)))
             box = tuple(slice(a, a + n) for a, n in zip(held.kept.start, held.kept.size, strict=True))

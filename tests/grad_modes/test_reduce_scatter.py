@@ -29,7 +29,7 @@ class TwoAlike:
 
 
 def half(parameter):
-    whole = Box.whole(parameter.shape)
+    whole = Box.full(parameter.shape)
     return LocalShard(tuple(parameter.shape), whole, whole.part(0, 0, 2))
 
 

@@ -80,7 +80,7 @@ def test_a_message_leaves_when_it_is_complete_and_all_of_them_are_all_there_is(s
 def test_columns_of_a_parameter_have_the_noise_of_their_places():
     def columns(number):
         def held(parameter):
-            whole = Box.whole(parameter.shape)
+            whole = Box.full(parameter.shape)
             part = whole.part(1, number, 3) if parameter.dim() > 1 else whole
             return LocalShard(tuple(parameter.shape), part, part)
 
@@ -105,7 +105,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
     def places_of_whole(split):
         def held(parameter):
-            whole = Box.whole(parameter.shape)
+            whole = Box.full(parameter.shape)
             part = whole.part(0, split, 2) if parameter.dim() > 1 else whole
             return LocalShard(tuple(parameter.shape), part, part)
 
@@ -125,7 +125,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
 
 
 def test_a_rank_without_any_sum_sends_its_words():
-    ranks, nothing = Ranks(0, 2), LocalShard((3,), Box.whole((3,)), Box((3,), (0,)))
+    ranks, nothing = Ranks(0, 2), LocalShard((3,), Box.full((3,)), Box((3,), (0,)))
     topology = Topology(replicas=ranks, layout=ParameterLayout(local_shard=lambda parameter: nothing))
     taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).drain(), GaussianNoise(NoiseSource.seeded(4))
     with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
