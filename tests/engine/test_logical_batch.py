@@ -67,7 +67,7 @@ def test_only_passes_inside_the_context_are_of_one_batch():
 def test_a_batch_in_parts_begins_with_empty_sums_in_a_run_without_a_loader():
     loop = Loop()
     loop.optimizer.zero_grad()
-    with logical_batch(loop.engine), pytest.raises(BatchStateError, match="outside of itself"):
+    with logical_batch(loop.engine), pytest.raises(BatchStateError, match="do not nest it"):
         logical_batch(loop.engine).__enter__()
     loop.backward(4)
     with pytest.raises(BatchStateError, match=r"before optimizer\.step\(\) of the last batch"):

@@ -270,8 +270,8 @@ def unchanged():
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"batch_first": False}, "batch_first=False, and its GradSampleModule has batch_first=True"),
-        ({"loss_reduction": "sum"}, "loss_reduction='sum', and its GradSampleModule has loss_reduction='mean'"),
+        ({"batch_first": False}, "batch_first=False, and the GradSampleModule has batch_first=True"),
+        ({"loss_reduction": "sum"}, "loss_reduction='sum', and the GradSampleModule has loss_reduction='mean'"),
         ({"clipping": "unknown"}, "unknown"),
     ],
     ids=["batch_first", "loss_reduction", "another argument"],

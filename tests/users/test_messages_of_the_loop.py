@@ -85,7 +85,7 @@ def test_steps_beyond_the_plan_of_a_run_without_a_target_are_reported(recwarn):
     assert train(loop, 2) == 2 * len(loop.loader)
     assert not [one for one in recwarn if "DPE011" in str(one.message)]
     with pytest.warns(
-        PrivacyWarning, match=r"DPE011.*8 planned steps are taken, and the loader goes on.*target_epsilon="
+        PrivacyWarning, match=r"DPE011.*8 planned steps are taken, and the loader continues.*target_epsilon="
     ):
         train(loop)
 
