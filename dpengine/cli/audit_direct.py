@@ -17,7 +17,7 @@ from dpengine.auditing.sampler_detector import batch_distribution
 from dpengine.auditing.subject import small
 from dpengine.auditing.verdict import VERDICTS
 
-from .check_model import named
+from .check_model import imported
 from .commands import CommandError
 from .screen import strong
 
@@ -26,7 +26,8 @@ _TEXTS = {
     "violation": "A violation was found.",
     "inconclusive": "No violation found, but a detector was inconclusive.",
 }
-_LOOKS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
+# Code and function of each detector, and the name of its argument for the size.
+_DETECTORS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
     "replay": ("DR", replay, "pairs"),
     "noise": ("DN", noise_distribution, "coords"),
     "sampler": ("DS", batch_distribution, "draws"),
@@ -47,13 +48,13 @@ def run(arguments: Namespace) -> int:
 
 
 def _findings(arguments: Namespace) -> list[AuditFinding]:
-    make: Any = small() if arguments.make is None else named(arguments.make)
+    make: Any = small() if arguments.make is None else imported(arguments.make)
     if not callable(make):
-        raise CommandError(f"{arguments.make} is a {type(make).__name__}, no function.")
+        raise CommandError(f"{arguments.make} is a {type(make).__name__}, not a function.")
     if arguments.action == "quick":
         try:
             return quick(make, detectors=arguments.only or tuple(DETECTORS), seed=arguments.seed)
         except (Exception, SystemExit) as error:
             raise CommandError(f"The audit could not begin: {type(error).__name__}: {error}") from error
-    code, look, size = _LOOKS[arguments.action]
-    return [timed(code, arguments.seed, lambda: look(make, seed=arguments.seed, **{size: arguments.size}))]
+    code, detector, size = _DETECTORS[arguments.action]
+    return [timed(code, arguments.seed, lambda: detector(make, seed=arguments.seed, **{size: arguments.size}))]

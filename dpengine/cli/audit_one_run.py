@@ -19,7 +19,7 @@ from dpengine.engine.privacy_engine import PrivacyEngine
 from .commands import CommandError
 from .screen import strong
 
-_ROWS = 2000  # of Adult, without the canaries
+_ROWS = 2000  # examples of Adult, without the canaries
 _FEATURES, _CLASSES = 107, 2
 
 
@@ -50,7 +50,7 @@ def _audited(arguments: Namespace) -> AuditReport:
     def make(dataset: Dataset[Any]) -> Any:
         if arguments.seed is not None:
             torch.manual_seed(arguments.seed)
-        width = max(32, -(-arguments.canaries // _FEATURES))  # a place for each canary
+        width = max(32, -(-arguments.canaries // _FEATURES))  # at least one weight for each canary
         model = nn.Sequential(nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, _CLASSES))
         batch_size = max(1, round(arguments.sample_rate * (_ROWS + arguments.canaries)))
         loader = DataLoader(dataset, batch_size=batch_size)
@@ -66,14 +66,14 @@ def _audited(arguments: Namespace) -> AuditReport:
         return engine, *private
 
     def train(engine: PrivacyEngine, model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any]) -> None:
-        left = arguments.steps
-        while left:
+        remaining = arguments.steps
+        while remaining:
             for inputs, labels in loader:
                 optimizer.zero_grad()
                 F.cross_entropy(model(inputs), labels).backward()
                 optimizer.step()
-                left -= 1
-                if not left:
+                remaining -= 1
+                if not remaining:
                     return
 
     black_box = {"examples": flipped, "loss": _loss} if arguments.kind == "input" else {}

@@ -26,16 +26,16 @@ from dpengine.report.report import PrivacyReport
 from .commands import CommandError
 from .screen import strong
 
-_ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # as Python has it
-_LEAD = "A run that keeps to these settings would be stated so:"
+_ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # as in Python code
+_LEAD = "The statement of a run with these settings would be:"
 
 
 def run(arguments: Namespace) -> int:
     """Prints the noise multiplier or epsilon in one line, or with the statement of a run with these settings."""
     try:
         facts = _facts(arguments)
-        asked = facts.accounting
-        cost = epsilon_of(asked.history, asked.delta, asked.accountant, asked.relation)  # raises if there is none
+        terms = facts.accounting
+        cost = epsilon_of(terms.history, terms.delta, terms.accountant, terms.relation)  # raises if there is none
         shown = _json(facts) if arguments.json else _text(facts) if arguments.full else _line(facts, cost)
     except AccountingRefusedError as error:
         raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error))) from error
@@ -51,12 +51,12 @@ def run(arguments: Namespace) -> int:
 
 
 def _line(facts: RunFacts, cost: float) -> str:
-    asked = facts.accounting
+    terms = facts.accounting
     epsilon = f"ε = {round_up(cost) if math.isfinite(cost) else '∞ [NOT PRIVATE]'}"
-    terms = f"δ = {asked.delta:g}, {facts.steps:,} steps, {asked.relation.value}, accountant {asked.accountant}"
-    if asked.target_epsilon is None:
-        return f"{strong(epsilon)} ({terms})"
-    return f"{strong(_sigma(facts))} ({epsilon}, {terms})"
+    text = f"δ = {terms.delta:g}, {facts.steps:,} steps, {terms.relation.value}, accountant {terms.accountant}"
+    if terms.target_epsilon is None:
+        return f"{strong(epsilon)} ({text})"
+    return f"{strong(_sigma(facts))} ({epsilon}, {text})"
 
 
 def _sigma(facts: RunFacts) -> str:
@@ -64,9 +64,9 @@ def _sigma(facts: RunFacts) -> str:
 
 
 def _text(facts: RunFacts) -> str:
-    found = f"{_sigma(facts)}\n\n" if facts.accounting.target_epsilon is not None else ""
-    first, rest = _would_be(facts).split("\n", 1)
-    return f"{strong(found)}{_LEAD}\n\n{strong(first)}\n{rest}".removesuffix("\n")
+    sigma = f"{_sigma(facts)}\n\n" if facts.accounting.target_epsilon is not None else ""
+    first, rest = _planned_statement(facts).split("\n", 1)
+    return f"{strong(sigma)}{_LEAD}\n\n{strong(first)}\n{rest}".removesuffix("\n")
 
 
 def _facts(arguments: Namespace) -> RunFacts:
@@ -97,39 +97,39 @@ def _facts(arguments: Namespace) -> RunFacts:
     )
 
 
-def _relation(asked: str | None, constants: bool) -> Relation:
-    """Returns the relation as `make_private` does: constants derived from the number of rows make it public."""
-    if asked is None:
+def _relation(option: str | None, constants: bool) -> Relation:
+    """Returns the relation as `make_private` does. Constants derived from the number of examples make it public."""
+    if option is None:
         return Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
-    relation = Relation(asked)
+    relation = Relation(option)
     if relation is Relation.ADD_OR_REMOVE_ONE and not constants:
         raise CommandError(
-            "--relation add-remove keeps N private, but here the rate or delta follows from N. Give --sample-rate with "
-            "--steps, and --delta, as constants; or take --relation zero-out, whose numbers are the same."
+            "--relation add-remove keeps N private, but the rate or delta is derived from N. Pass --sample-rate with "
+            "--steps, and --delta, as constants; or pass --relation zero-out, which gives the same numbers."
         )
     return relation
 
 
 def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
     if arguments.batch > arguments.n > 0:
-        raise CommandError(f"--batch {arguments.batch} is more than the {arguments.n} rows of --n.")
+        raise CommandError(f"--batch {arguments.batch} is more than the {arguments.n} examples of --n.")
     if arguments.sample_rate is not None:
         if arguments.steps is None:
-            raise CommandError("--sample-rate needs --steps: an epoch follows from N.")
+            raise CommandError("--sample-rate needs --steps, because the length of an epoch depends on N.")
         return arguments.sample_rate, arguments.steps
     steps = arguments.steps
     if steps is None:
         steps = arguments.epochs * steps_per_epoch(arguments.n, arguments.batch)
         if steps > MAX_COUNT:
             raise CommandError(
-                f"--epochs {arguments.epochs:,} of --n {arguments.n:,} rows in batches of {arguments.batch:,} are more "
-                "than 2**62 steps, the most that is counted here."
+                f"--epochs {arguments.epochs:,} of --n {arguments.n:,} examples in batches of {arguments.batch:,} are "
+                "more than 2**62 steps, which is the limit."
             )
     return sample_rate_of(arguments.n, arguments.batch), steps
 
 
-def _would_be(facts: RunFacts) -> str:
-    """Returns the statement without the results of a run: the charges and the checks of the assumptions."""
+def _planned_statement(facts: RunFacts) -> str:
+    """Returns the statement without the results of a run, which are the charges and the checks of assumptions."""
     before, rest = statement(facts).split("Steps: ", 1)
     accounting = rest[rest.index("Accounting: ") : rest.index("Assumptions, ")]
     excludes = rest[rest.index("Not covered:") :]
@@ -140,10 +140,12 @@ def _would_be(facts: RunFacts) -> str:
 
 
 def _json(facts: RunFacts) -> str:
-    report, asked = PrivacyReport(facts).to_dict(), facts.accounting
+    report, terms = PrivacyReport(facts).to_dict(), facts.accounting
     numbers = report["guarantee"] | report["mechanism"] | {"accountant": report["accounting"]["accountant"]}
     bounds = None
-    if ACCOUNTANTS[accountant_used(asked.accountant)].bounds is not None:
-        found = bounds_of(asked.history, asked.delta, asked.accountant, asked.relation)
-        bounds = json_values(dict(zip(("lower", "estimate", "upper"), found, strict=True)))
-    return json.dumps(numbers | {"bounds": bounds, "statement": _would_be(facts)}, ensure_ascii=False, indent=2)
+    if ACCOUNTANTS[accountant_used(terms.accountant)].bounds is not None:
+        interval = bounds_of(terms.history, terms.delta, terms.accountant, terms.relation)
+        bounds = json_values(dict(zip(("lower", "estimate", "upper"), interval, strict=True)))
+    return json.dumps(
+        numbers | {"bounds": bounds, "statement": _planned_statement(facts)}, ensure_ascii=False, indent=2
+    )

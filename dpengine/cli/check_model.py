@@ -36,30 +36,30 @@ def run(arguments: Namespace) -> int:
     return DONE if report.ok else FAILED
 
 
-def named(text: str) -> Any:
+def imported(text: str) -> Any:
     """Imports a module and returns the object that ``MODULE:NAME`` names."""
     module_name, _, attribute = text.partition(":")
     if not module_name or not attribute:
         raise CommandError(f"{text!r} is not of the form MODULE:FACTORY, such as mymodels:make.")
     sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
-        found = importlib.import_module(module_name)
+        target = importlib.import_module(module_name)
         for name in attribute.split("."):
-            found = getattr(found, name)
+            target = getattr(target, name)
     except (Exception, SystemExit) as error:
         raise CommandError(f"{text} cannot be imported: {type(error).__name__}: {error}") from error
-    return found
+    return target
 
 
 def _model(text: str) -> nn.Module:
-    found = named(text)
+    target = imported(text)
     try:
-        model = found if isinstance(found, nn.Module) or not callable(found) else found()
+        model = target if isinstance(target, nn.Module) or not callable(target) else target()
     except (Exception, SystemExit) as error:
         raise CommandError(
             f"{text} must be a function without arguments that returns the model; calling it failed with "
             f"{type(error).__name__}: {error}"
         ) from error
     if not isinstance(model, nn.Module):
-        raise CommandError(f"{text} gives a {type(model).__name__}, not a torch.nn.Module.")
+        raise CommandError(f"{text} returns a {type(model).__name__}, not a torch.nn.Module.")
     return model

@@ -22,7 +22,7 @@ class CommandError(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """Command whose ``run(arguments)`` is in a module of this package; the texts are shown in its help."""
+    """Command whose ``run(arguments)`` is in a module of this package. The help shows the texts."""
 
     name: str
     module: str
@@ -41,10 +41,10 @@ def _folder(text: str) -> Path:
 
 def _count(text: str) -> int:
     try:
-        value = Decimal(text)  # also 6e4; compared before it is an integer, which may have any number of digits
+        value = Decimal(text)  # accepts 6e4; compared before the conversion to an integer, which may be very long
         if 1 <= value <= MAX_COUNT and value == value.to_integral_value():
             return int(value)
-    except InvalidOperation:  # no number, or NaN
+    except InvalidOperation:  # not a number, or NaN
         pass
     raise argparse.ArgumentTypeError(f"{_shortened(text)!r} is not an integer from 1 to 2**62")
 
@@ -88,8 +88,8 @@ def _epsilon(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--n", type=_count, required=True, metavar="N", help="rows of the training set")
-    parser.add_argument("--batch", type=_count, required=True, metavar="B", help="expected rows of a logical batch")
+    parser.add_argument("--n", type=_count, required=True, metavar="N", help="examples in the training set")
+    parser.add_argument("--batch", type=_count, required=True, metavar="B", help="expected size of a logical batch")
     length = parser.add_mutually_exclusive_group(required=True)
     length.add_argument("--epochs", type=_count, metavar="K", help="passes over the training set")
     length.add_argument("--steps", type=_count, metavar="K", help="logical batches, instead of --epochs")
@@ -98,8 +98,8 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "--sample-rate",
         type=_RATE,
         metavar="Q",
-        help="the probability of a row to be in a batch, as a constant, with --steps; default: B / N. "
-        "With --delta too, nothing is derived from N, and the statement is for add-or-remove-one",
+        help="probability that an example is in a batch, as a constant; needs --steps; default: B / N. If --delta is "
+        "also given, nothing is derived from N, and the statement is for add-or-remove-one",
     )
     parser.add_argument(
         "--relation",
@@ -114,7 +114,7 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _accountant(parser: argparse.ArgumentParser) -> None:
-    choices = tuple(name for name, one in ACCOUNTANTS.items() if not one.simulates)
+    choices = tuple(name for name, accountant in ACCOUNTANTS.items() if not accountant.simulates)
     parser.add_argument("--accountant", choices=choices, default="pld", help="default: %(default)s")
 
 
@@ -123,7 +123,7 @@ def _report(parser: argparse.ArgumentParser) -> None:
         "path",
         type=Path,
         metavar="PATH",
-        help="a privacy_report.json or privacy_state.json, or a folder that has one; it takes the first if it has both",
+        help="a privacy_report.json or privacy_state.json, or a folder with one of them; the first is preferred",
     )
     parser.add_argument("--out", type=_folder, metavar="DIR", help="output folder; default: the folder of the file")
     _json(parser)
@@ -137,9 +137,9 @@ def _check(parser: argparse.ArgumentParser) -> None:
 def _ledger(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, summary, many in (
-        ("show", "the runs of a file, and the charges of each", False),
+        ("show", "the runs of a file, and their charges", False),
         ("verify", "check that a file was not changed", False),
-        ("total", "epsilon of all charges in one file, or in several on the same data", True),
+        ("total", "epsilon of all charges in one file, or in several files on the same data", True),
     ):
         child = actions.add_parser(action, help=summary, **help_texts("", f"dpengine ledger {action} run.ledger"))
         child.add_argument("paths", type=Path, nargs="+" if many else 1, metavar="FILE", help="a ledger file")
@@ -177,8 +177,8 @@ def _audit_one_run(actions: Any) -> None:
         "--kind",
         choices=("gradient", "input"),
         default="gradient",
-        help="gradient: the adversary inserts gradients and sees each release; input: rows with flipped labels, "
-        "and the adversary sees the last model only; default: %(default)s",
+        help="gradient: the adversary inserts gradients and sees each release; input: examples with flipped labels, "
+        "and the adversary sees only the last model; default: %(default)s",
     )
     noise = parser.add_mutually_exclusive_group()
     noise.add_argument("--epsilon", type=_POSITIVE, default=4.0, metavar="E", help="the claim; default: %(default)s")
@@ -188,7 +188,7 @@ def _audit_one_run(actions: Any) -> None:
         type=_RATE,
         default=0.1,
         metavar="Q",
-        help="probability of a row in a batch; default: %(default)s",
+        help="probability that an example is in a batch; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable coins, batches and noise: for tests")
     _json(parser)
@@ -237,7 +237,7 @@ COMMANDS = (
         "calibrate",
         "budget",
         "the noise for a budget",
-        "Computes the least noise for DP-SGD with Poisson batches within a budget.",
+        "Computes the smallest noise multiplier for DP-SGD with Poisson batches within a budget.",
         "dpengine calibrate --epsilon 3 --delta 1e-5 --n 60000 --batch 2048 --epochs 20",
         _calibrate,
     ),
@@ -272,7 +272,7 @@ COMMANDS = (
         "ledger",
         "ledgers",
         "the privacy cost in ledger files",
-        "Reads ledger files, which PrivacyEngine(ledger=...) writes. Epsilon follows from the files alone.\n"
+        "Reads ledger files, which PrivacyEngine(ledger=...) writes. Epsilon is computed from the files alone.\n"
         "A file that was edited or cut is rejected: its seals protect against accidents, not against its owner.",
         "dpengine ledger total run.ledger --delta 1e-5",
         _ledger,
@@ -289,7 +289,7 @@ COMMANDS = (
         "doctor",
         "doctor",
         "versions and devices, for a bug report",
-        "Prints the facts for a bug report: versions, devices, accountants, noise generators.",
+        "Prints information for a bug report: versions, devices, accountants, noise generators.",
         "dpengine doctor",
         _json,
     ),

@@ -69,7 +69,7 @@ _ROWS: dict[str, Callable[[], str]] = {
     "torch": lambda: torch.__version__,
     "device": _device_text,
     "bfloat16": _bf16,
-    "path optimisation": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
+    "path optimization": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
     "accountant": lambda: accountant_used("pld"),
     "noise": _noise,
     "noise on the CPU": lambda: "native code" if native_normals() else "NumPy: no C compiler when it was installed",

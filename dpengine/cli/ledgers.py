@@ -36,12 +36,12 @@ def _contents(path: Path) -> Contents:
 
 
 def _show(contents: list[Contents], _: Namespace) -> tuple[Any, str]:
-    runs = [_facts_of(name, one) for name, one in contents[0].runs.items()]
-    rows = [list(_SHOWN.values()), *([_cell(one[name]) for name in _SHOWN] for one in runs)]
+    runs = [_facts_of(name, run) for name, run in contents[0].runs.items()]
+    rows = [list(_COLUMNS.values()), *([_cell(run[name]) for name in _COLUMNS] for run in runs)]
     return {"id": contents[0].id, "runs": runs}, columns(rows)
 
 
-_SHOWN = {
+_COLUMNS = {
     "run": "run",
     "date": "began",
     "noise_multiplier": "noise",
@@ -51,57 +51,58 @@ _SHOWN = {
     "reserved": "reserved",
     "state": "state",
 }
-"""Column of the screen by the name of a value."""
+"""Title of a column by the name of its value."""
 
 
 def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:.5g}" if isinstance(value, float) else value or ""
 
 
-def _facts_of(name: str, one: RunOfFile) -> dict[str, Any]:
-    about, counts = one.facts["about"], Counter[str]()
-    for row in one.rows:
+def _facts_of(name: str, run: RunOfFile) -> dict[str, Any]:
+    about, counts = run.facts["about"], Counter[str]()
+    for row in run.rows:
         counts.update({"reserved": sum(row.counts.values())} if row.reserved else row.counts)
-    stated = ("unit", "relation", "noise_multiplier", "sample_rate", "delta")
+    settings = ("unit", "relation", "noise_multiplier", "sample_rate", "delta")
     return {
         "run": name,
-        "date": one.facts["date"] or about.get("name", ""),
-        **{key: about.get(key) for key in stated},
+        "date": run.facts["date"] or about.get("name", ""),
+        **{key: about.get(key) for key in settings},
         "released": counts["release"] + counts["clip"],
         "given_up": counts["void"],
         "reserved": counts["reserved"],
-        "state": "detached" if one.closed else "open, or ended with its process",
+        "state": "detached" if run.closed else "open, or ended with its process",
     }
 
 
 def _verify(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
-    one = contents[0]
-    assert one.last is not None
-    left_out = arguments.paths[0].stat().st_size - one.size
-    dropped = f"An incomplete last line of {left_out:,} bytes is ignored.\n" if left_out > 0 else ""
-    values = {"id": one.id, "entries": one.last.seq + 1, "last": one.last.seal, "steps": steps_of(one.history)}
+    (ledger,) = contents
+    assert ledger.last is not None
+    ignored = arguments.paths[0].stat().st_size - ledger.size
+    incomplete = f"An incomplete last line of {ignored:,} bytes is ignored.\n" if ignored > 0 else ""
+    last, steps = ledger.last, steps_of(ledger.history)
+    values = {"id": ledger.id, "entries": last.seq + 1, "last": last.seal, "steps": steps}
     text = (
         f"{arguments.paths[0]}: {values['entries']:,} entries, unchanged; {values['steps']:,} steps charged.\n"
-        f"{dropped}To detect missing entries at the end, compare a checkpoint or this number: {values['last']}"
+        f"{incomplete}To detect missing entries at the end, compare a checkpoint or this number: {values['last']}"
     )
     return values, text
 
 
 def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
-    if len({one.id for one in contents}) < len(contents):
-        raise CommandError("The same ledger was given twice, or a copy of it. Give each once.")
-    runs = [run for one in contents for run in one.runs.values()]
-    said = [run.facts["about"] for run in runs]
-    units = sorted({about["unit"] for about in said if "unit" in about})
+    if len({ledger.id for ledger in contents}) < len(contents):
+        raise CommandError("The same ledger was given twice, or a copy of it. Pass each once.")
+    runs = [run for ledger in contents for run in ledger.runs.values()]
+    abouts = [run.facts["about"] for run in runs]
+    units = sorted({about["unit"] for about in abouts if "unit" in about})
     if len(units) > 1:
         raise CommandError(f"Costs of different units do not add up: {', '.join(units)}.")
-    relations = {Relation(about.get("relation", Relation.ZERO_OUT.value)) for about in said}
+    relations = {Relation(about.get("relation", Relation.ZERO_OUT.value)) for about in abouts}
     relation = relations.pop() if len(relations) == 1 else Relation.ZERO_OUT
-    deltas = [about["delta"] for about in said if "delta" in about]
+    deltas = [about["delta"] for about in abouts if "delta" in about]
     delta = arguments.delta or (deltas[-1] if deltas else None)
     if delta is None:
-        raise CommandError("No run in these files states its delta. Give --delta.")
-    history: list[Charge] = [charge for one in contents for charge in one.history]
+        raise CommandError("No run in these files has a delta. Pass --delta.")
+    history: list[Charge] = [charge for ledger in contents for charge in ledger.history]
     epsilon, reserved = epsilon_of(history, delta, arguments.accountant, relation), sum(run.reserved for run in runs)
     values = {
         "epsilon": epsilon,
@@ -118,7 +119,8 @@ def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     )
     if reserved:
         text += (
-            f"\n{reserved:,} of them were reserved and may not have been made: their run is active or was interrupted."
+            f"\n{reserved:,} of these steps were reserved and may not have been taken: their run is active or was "
+            "interrupted."
         )
     return values, text
 

@@ -18,17 +18,17 @@ DONE, FAILED, WRONG_USE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0 on success, 1 for a negative answer or a failure, 2 for wrong use."""
+    """Runs one command. Returns 0 on success, 1 for a negative result or a failure, 2 for wrong use."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark, not a traceback
-    arguments = _parser().parse_args(argv)  # leaves with code 2 by itself
+            stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark instead of a traceback
+    arguments = _parser().parse_args(argv)  # exits with code 2 on wrong use
     command = importlib.import_module(f".{arguments.module}", __package__)
     try:
         return int(command.run(arguments))
     except (CommandError, InvalidBudgetError) as error:
         return _failed(str(error), WRONG_USE)
-    except BrokenPipeError:  # the reader of a pipe ended, such as `head`
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except (PrivacyError, OSError) as error:

@@ -39,12 +39,12 @@ def run(arguments: Namespace) -> int:
 def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    found = next((path / name for name in (REPORT_FILE, STATE_FILE) if (path / name).exists()), None)
-    if found is None:
+    file = next((path / name for name in (REPORT_FILE, STATE_FILE) if (path / name).exists()), None)
+    if file is None:
         raise CommandError(
-            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote one of them."
+            f"{path} has neither {REPORT_FILE} nor {STATE_FILE}. Pass the folder to which a run wrote such a file."
         )
-    return found
+    return file
 
 
 def _report(path: Path) -> PrivacyReport:
@@ -53,10 +53,10 @@ def _report(path: Path) -> PrivacyReport:
             return PrivacyReport.load(path)
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
-            raise ValueError("it holds no JSON object")
+            raise ValueError("it is not a JSON object")
         facts = _facts_of_engine(state)
     except FileNotFoundError:
-        raise CommandError(f"{path} is not there.") from None
+        raise CommandError(f"{path} does not exist.") from None
     except CorruptFileError as error:
         raise CommandError(str(error)) from error
     except PrivacyError as error:
@@ -66,8 +66,8 @@ def _report(path: Path) -> PrivacyReport:
     accountant = facts.accounting.accountant
     if accountant not in ACCOUNTANTS:
         raise CommandError(
-            f"{path} names the accountant {accountant!r}, which is not of dpengine: its numbers cannot be computed "
-            f"here. Pass the {REPORT_FILE} that the run wrote."
+            f"{path} names the accountant {accountant!r}, which is not part of dpengine, so its numbers cannot be "
+            f"computed. Pass the {REPORT_FILE} that the run wrote."
         )
     return PrivacyReport(facts)
 
@@ -77,11 +77,11 @@ _SAMPLINGS: Mapping[type, str] = {
     TruncatedGaussianEvent: "truncated",
     FixedSizeGaussianEvent: "fixed-size",
 }
-"""Sampling scheme by the type of the charged event; ``"poisson"`` for the others."""
+"""Sampling scheme by the type of the charged event; ``"poisson"`` for other types."""
 
 
 def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
-    """Derives the facts from ``engine.state_dict()`` alone, which has all charges and the names of their sampling."""
+    """Derives the facts from ``engine.state_dict()``, which has all charges and the names of their sampling schemes."""
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
     events = [charge.event for charge in ledger.history if charge.kind != "clip"]
@@ -94,9 +94,9 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
         plan |= {"sample_rate": rate, "noise_multiplier": getattr(last, "noise_multiplier")}  # noqa: B009
     origins = origins_in(state)
     samplings = sorted({origin.sampling for origin in origins})
-    named = [name for name in samplings if name != UNKNOWN_SAMPLING]
-    if named and plan["sampling"] not in named:  # batches of the training loop are charged as if dpengine drew them
-        plan["sampling"] = named[0]
+    schemes = [name for name in samplings if name != UNKNOWN_SAMPLING]
+    if schemes and plan["sampling"] not in schemes:  # batches of the training loop are charged as if dpengine drew them
+        plan["sampling"] = schemes[0]
     relation = relation_of(origins)
     accounting = AccountingFacts(
         history=ledger.history,

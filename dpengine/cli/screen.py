@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows without a frame, their cells aligned on the left."""
+    """Returns a table of left-aligned columns without a frame."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -16,6 +16,6 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def strong(text: str) -> str:
-    """The text in bold, where standard output is a terminal and ``NO_COLOR`` is not set."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
-    return text if plain else f"\033[1m{text}\033[0m"
+    """Returns the text in bold if standard output is a terminal and ``NO_COLOR`` is not set."""
+    no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    return text if no_color else f"\033[1m{text}\033[0m"

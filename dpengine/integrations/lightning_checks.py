@@ -1,4 +1,4 @@
-"""Checks a Lightning trainer's settings and callbacks, and loads Lightning's classes from either package."""
+"""Checks the settings and callbacks of a Lightning trainer, and imports classes of Lightning from either package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_class(name: str) -> type:
-    """Returns a class of Lightning, preferably of the package already imported; ``object`` if none is installed."""
+    """Returns a class of Lightning, from the imported package if there is one; ``object`` if none is installed."""
     for package in sorted(NAMES, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(package), name)  # type: ignore[no-any-return]
@@ -33,53 +33,53 @@ def lightning_class(name: str) -> type:
 
 _OF_TRAINING = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _LARGER_BATCH = "Make the loader's batch_size larger by this factor, and pass DPCallback(physical_batch_size=...)."
-# By name, which is the same in both packages of Lightning: the error, what it does, and what to do instead.
+# By name, which is the same in both packages of Lightning: the error, the effect of the callback, and the fix.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     "GradientAccumulationScheduler": (
         ScaledGradientError,
-        "divides the loss, so that clipping would use another unit.",
+        "divides the loss, so clipping would use another unit.",
         _LARGER_BATCH,
     ),
     "LearningRateFinder": (
         SamplingError,
-        "(also as Tuner.lr_find) takes steps on the training data, then sets weights and trainer back: a release of "
-        "its own, with this callback switched off.",
-        "Find the rate on public data, by a trainer without this callback; or compare private runs, each of which "
-        "is counted.",
+        "(also as Tuner.lr_find) takes steps on the training data with this callback disabled, and then restores the "
+        "weights. These steps would not be accounted.",
+        "Find the rate on public data, with a trainer without this callback; or compare private runs, which are all "
+        "accounted.",
     ),
     "BatchSizeFinder": (
         SamplingError,
-        "(also as Tuner.scale_batch_size) takes steps on the training data with this callback switched off, and the "
-        "batch size decides what a step costs.",
-        "Choose the loader's batch_size by hand, and pass DPCallback(physical_batch_size=...) for what fits into "
-        "memory.",
+        "(also as Tuner.scale_batch_size) takes steps on the training data with this callback disabled, and changes "
+        "the batch size, on which the cost of a step depends.",
+        "Choose the loader's batch_size yourself, and pass DPCallback(physical_batch_size=...) for the number of "
+        "samples that fit into memory.",
     ),
     "ModelPruning": (
         UnsupportedLayerError,
-        "puts other parameters in the place of those that train, and the optimizer holds the old ones.",
+        "replaces the trainable parameters, while the optimizer holds the old ones.",
         "Prune the trained module after trainer.fit, which costs no privacy.",
     ),
 }
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Refuses callbacks of Lightning's own that train, or change gradients or parameters, behind the engine's back."""
+    """Rejects callbacks of Lightning that train, or that change gradients or parameters, without the engine."""
     for callback in trainer.callbacks:
         for kind in type(callback).__mro__:
             if kind.__name__ in _CALLBACKS:
-                error, does, fix = _CALLBACKS[kind.__name__]
-                raise error(f"{kind.__name__} {does}", fix=fix)
+                error, effect, fix = _CALLBACKS[kind.__name__]
+                raise error(f"{kind.__name__} {effect}", fix=fix)
 
 
-def notice_choices_by_training_data(trainer: Any) -> None:
-    """Notices callbacks that choose by what the training data gave, as far as names tell."""
+def warn_of_training_metrics(trainer: Any) -> None:
+    """Warns of callbacks that choose by a metric of the training data, recognized by its name."""
     for callback in trainer.callbacks:
         monitor = getattr(callback, "monitor", None)
         if isinstance(monitor, str) and _OF_TRAINING.search(monitor.lower()):
             notice(
                 "DPE012",
-                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data; that choice is a "
-                "release which no accountant knows of. Monitor a metric of public data.",
+                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data, and this choice is not "
+                "accounted. Monitor a metric of public data.",
                 of=callback,
             )
 
@@ -88,49 +88,50 @@ def reject_change(trainer: Any, callback: Any, run: Run) -> None:
     """Raises if the trainer continues with another run than the one that was made private."""
     if not run.attached:
         raise DetachedError(
-            "The module was detached while the trainer fits it: it would train on without privacy.",
-            fix="Call engine.detach(module) after trainer.fit, which does it by itself.",
+            "The module was detached during trainer.fit, so training would continue without privacy.",
+            fix="Do not call engine.detach(module) during trainer.fit, which detaches the module at its end.",
         )
     if len(trainer.optimizers) != 1 or trainer.optimizers[0] is not run.optimizer:
         raise ParameterMismatchError(
             "The trainer has another optimizer than the one that was made private.",
             fix="Set trainer.optimizers before training starts, or end trainer.fit and call it again.",
         )
-    if not any(one is callback for one in trainer.callbacks):
+    if not any(other is callback for other in trainer.callbacks):
         raise SamplingError(
-            "The trainer's callbacks no longer have the one that keeps it private; a Tuner takes them off, say.",
-            fix="Leave it in trainer.callbacks for as long as trainer.fit runs.",
+            "DPCallback was removed from the trainer's callbacks, for example by a Tuner.",
+            fix="Keep it in trainer.callbacks while trainer.fit runs.",
         )
     check_trainer_settings(trainer)
 
 
 def check_trainer_settings(trainer: Any) -> None:
-    """Refuses settings of the trainer that change gradients or batches behind the engine's back."""
+    """Rejects settings of the trainer that change gradients or batches without the engine."""
     if trainer.world_size != 1:
         raise SamplingError(
-            f"The trainer runs {trainer.world_size} processes, each of which would draw batches of its own.",
-            fix="Trainer(devices=1); for several processes, write the loop: see docs/distributed.md.",
+            f"The trainer runs {trainer.world_size} processes, and each would draw its own batches.",
+            fix="Pass Trainer(devices=1). For several processes, write the loop: see docs/distributed.md.",
         )
     if getattr(trainer.strategy, "launcher", None) is not None:
         raise SamplingError(
-            f"The trainer trains in another process ({type(trainer.strategy).__name__}), which would keep the account.",
-            fix="Trainer(devices=1, strategy='auto').",
+            f"The trainer trains in another process ({type(trainer.strategy).__name__}), so this process would not get "
+            "the privacy cost.",
+            fix="Pass Trainer(devices=1, strategy='auto').",
         )
     if trainer.accumulate_grad_batches != 1:
         raise ScaledGradientError(
-            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) divides the loss, so that clipping "
-            "would use another unit.",
+            f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) divides the loss, so clipping would "
+            "use another unit.",
             fix=_LARGER_BATCH,
         )
     if trainer.gradient_clip_val:
         raise ValueError(
             f"Trainer(gradient_clip_val={trainer.gradient_clip_val}) would find no gradient to clip. Leave it out: "
-            "max_grad_norm clips that of each sample."
+            "max_grad_norm clips the gradient of each sample."
         )
     if getattr(trainer, "scaler", None) is not None:
         raise ScaledGradientError(
-            f"Trainer(precision={trainer.precision!r}) scales the loss, so that clipping would use another unit.",
-            fix="Trainer(precision='bf16-mixed'), which needs no scaler.",
+            f"Trainer(precision={trainer.precision!r}) scales the loss, so clipping would use another unit.",
+            fix="Pass Trainer(precision='bf16-mixed'), which needs no scaler.",
         )
     if trainer.reload_dataloaders_every_n_epochs:
         raise SamplingError(

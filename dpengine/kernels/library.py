@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 _HERE = Path(__file__).resolve().parent
-_VERSION = 4  # of the functions' arguments; interface_version() of vectors.c
+_VERSION = 4  # version of the functions' arguments; interface_version() in vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 _PRODUCTS = {
@@ -25,7 +25,7 @@ _PRODUCTS = {
 
 @functools.cache
 def native_library() -> Any:
-    """The library, None where it was not built for this version, or does not load. Its calls release the GIL."""
+    """Returns the library; None if it was not built for this version, or cannot be loaded. Calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
         if path.exists():
@@ -38,9 +38,9 @@ def native_library() -> Any:
 
 @functools.cache
 def thread_team() -> int | None:
-    """Returns the address of ``GOMP_parallel`` in the OpenMP library of torch, or None if that library lacks it.
+    """Returns the address of ``GOMP_parallel`` in the OpenMP library of torch; None if the library lacks it.
 
-    It is None in a forked process, whose copy of the team has no threads: waiting for them would never end.
+    Returns None in a forked process, because its copy of the team has no threads, and a call would never return.
     """
     if _forked:
         return None
@@ -49,8 +49,8 @@ def thread_team() -> int | None:
     except OSError:  # not Linux
         return None
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
-    found = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
-    for path in sorted(found, key=lambda path: ("/torch" not in path, path)):  # other packages may bring their own
+    candidates = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
+    for path in sorted(candidates, key=lambda path: ("/torch" not in path, path)):  # other packages may load their own
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER).value
         except (OSError, AttributeError):
@@ -91,6 +91,6 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def traced(tensor: Tensor) -> bool:
-    """Returns True if code must not read the values of the tensor, because it is traced and run later."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # a second to import, and without it there are none
+    """Returns True if the tensor has no values, because the code is traced to run later."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # not imported, which takes a second
     return module is not None and isinstance(tensor, module.FakeTensor)

@@ -1,4 +1,4 @@
-"""Settings of the C library for memory that torch frees on the CPU."""
+"""Settings of glibc for memory that torch frees on the CPU."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import sys
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 _KEPT_BYTES = 128 * 2**20
-_LARGEST_BLOCK = 32 * 2**20  # the most that glibc takes from its own heap
+_LARGEST_BLOCK = 32 * 2**20  # largest block that glibc can allocate from its heap
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Has glibc keep up to 128 MiB that was freed, for this process, once.
+    """Makes glibc keep up to 128 MiB of freed memory in this process. Returns True if it did.
 
-    By default it gives memory back to the system again and again, which clears each page before it is used the next
-    time: on two cores that took 5 to 40 % of a step, ordinary ones included. Where ``MALLOC_TRIM_THRESHOLD_``,
-    ``MALLOC_MMAP_THRESHOLD_`` or ``GLIBC_TUNABLES`` is set, that is left alone.
+    By default, glibc returns memory to the system repeatedly, and the system clears each page before its next use. This
+    took 5 to 40 % of a step on two cores, also without privacy. Settings by ``MALLOC_TRIM_THRESHOLD_``,
+    ``MALLOC_MMAP_THRESHOLD_`` or ``GLIBC_TUNABLES`` are not changed.
     """
     set_by_user = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if sys.platform != "linux" or any(name in os.environ for name in set_by_user):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - another C library may number its settings otherwise
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - other C libraries may use other numbers
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK))

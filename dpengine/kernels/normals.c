@@ -1,5 +1,5 @@
-/* Gaussian noise from a ChaCha20 key, added to a vector. Its plain twin, dpengine/noise/box_muller.py, says what is
-   computed, and gives the same bits: only operations that IEEE 754 rounds exactly are used, and none may be fused. */
+/* Adds Gaussian noise from a ChaCha20 key to a vector. dpengine/noise/box_muller.py is the definition, and gives the
+   same bits, because both use only operations that IEEE 754 rounds exactly. Operations must not be fused. */
 
 #include <stdint.h>
 #include <string.h>

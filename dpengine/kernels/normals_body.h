@@ -1,4 +1,4 @@
-/* One family of processors: LANES 32-bit words are computed together. Included by normals.c, more than once. */
+/* Code for one set of vector instructions, with LANES 32-bit words per vector. normals.c includes it several times. */
 
 #define REALS (LANES / 2)
 #define words NAMED(words)
@@ -53,7 +53,7 @@ INLINE(TARGET) bits NAMED(as_bits)(reals x) {
     return y;
 }
 
-/* Whole numbers below 2**32 as reals: put into the last bits of 2**52, which is then taken away. */
+/* Converts integers below 2**32 to reals: writes them to the last bits of 2**52, and subtracts 2**52. */
 INLINE(TARGET) reals NAMED(whole)(bits x) { return NAMED(as_reals)(x | 0x4330000000000000ull) - 0x1p52; }
 
 /* sqrt(-ln u), u = (word + 1/2) / 2**64 */

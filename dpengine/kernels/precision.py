@@ -13,7 +13,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Returns a context without autocast, which would round gradients, norms and sums where backward runs inside it."""
+    """Returns a context without autocast. If backward runs under autocast, it would round gradients, norms and sums."""
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
         return _NOTHING
     stack = contextlib.ExitStack()
@@ -24,33 +24,33 @@ def without_autocast() -> contextlib.AbstractContextManager[object]:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Switches TF32 and bfloat16 inside float32 products off, and restores the settings of the user afterwards.
+    """Disables TF32 and bfloat16 in float32 products, and restores the settings of the user on exit.
 
-    The norm of a gradient and the clipped sum come from different products. TF32 rounds each operand to 11 bits, so
-    that the sum could exceed by one part in a thousand what the norm said.
+    The norm of a gradient and the clipped sum are computed by different products. TF32 rounds each operand to 11 bits,
+    so the norm of the sum could exceed the clipping norm by a factor of 1.001.
     """
-    lowered = _lowered()
-    for put, exact, _ in lowered:
+    settings = _lower_precision_settings()
+    for put, exact, _ in settings:
         put(exact)
     try:
         yield
     finally:
-        for put, _, before in lowered:
+        for put, _, before in settings:
             put(before)
 
 
-def _lowered() -> list[tuple[Callable[[Any], None], Any, Any]]:
-    """Returns a setter, the exact value and the present value of each setting that allows less than float32."""
+def _lower_precision_settings() -> list[tuple[Callable[[Any], None], Any, Any]]:
+    """Returns setter, exact value and current value of each setting that allows less precision than float32."""
     backends: Any = torch.backends
     try:
         matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
-    except RuntimeError:  # torch cannot say, since the user chose by operation, as one can since 2.9
+    except RuntimeError:  # the user chose the precision by operation, which is possible since torch 2.9
         operations = (backends.cuda.matmul, backends.cudnn.conv, backends.mkldnn.matmul, backends.mkldnn.conv)
         settings = [(partial(setattr, op, "fp32_precision"), "ieee", op.fp32_precision) for op in operations]
         return [setting for setting in settings if setting[2] in {"tf32", "bf16"}]
-    found: list[tuple[Callable[[Any], None], Any, Any]] = []
+    lowered: list[tuple[Callable[[Any], None], Any, Any]] = []
     if matmul != "highest":
-        found.append((torch.set_float32_matmul_precision, "highest", matmul))
+        lowered.append((torch.set_float32_matmul_precision, "highest", matmul))
     if conv:
-        found.append((partial(setattr, backends.cudnn, "allow_tf32"), False, True))
-    return found
+        lowered.append((partial(setattr, backends.cudnn, "allow_tf32"), False, True))
+    return lowered

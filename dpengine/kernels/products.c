@@ -1,7 +1,7 @@
-/* Norms of per-sample weight gradients, which are sums over places of outer products, and these gradients.
+/* Computes per-sample weight gradients, which are sums over positions of outer products, and their norms.
 
-   The plain twins are the other ways of dpengine/grad_samplers, which torch computes. No row is read for another, so
-   that what is not finite stays where it is. Products may be fused with sums here. */
+   dpengine/grad_samplers computes the same with torch. Rows are independent, so a value that is not finite affects only
+   its own row. Products and sums may be fused. */
 
 #include <stdint.h>
 #include <string.h>
@@ -15,7 +15,7 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
-/* One factor of the outer products: `width` features at each place of each row, and how far apart they lie. */
+/* One factor of the outer products: `width` features at each position (place) of each row, with strides. */
 struct factor {
     const float *at;
     uint64_t row, place, feature, width;
@@ -24,24 +24,24 @@ struct factor {
 struct grams {
     uint64_t rows, places, factors, products;
     const struct factor *factor;
-    const uint64_t *product; /* of each, how many factors it has, and which */
+    const uint64_t *product; /* for each product, the number of its factors and their indices */
     double *sq_norm, *spread, *work;
     uint64_t work_each, next, worker;
 };
 
-/* A sum over places of products of `narrow` with what `kind` makes of `wide`.
+/* A sum over positions (places) of products of `narrow` with values derived from `wide`, which depend on `kind`.
 
-   WINDOWS: those that a kernel sees of a tensor (rows, groups, channels, size...). Without channels they are 1.
-   CENTERED, SCALED: numbers (rows, groups, size[2]), each group normalized, in runs of kernel[2] for one feature. A group
-   has `channels` features of its own; with 0 all groups have the same features.
-   ENTRIES: one entry of size[2] for each index (rows, places[2]); kernel[2] is an index that does not count. */
+   WINDOWS: sliding windows of a tensor (rows, groups, channels, size...). Without channels, the values are 1.
+   CENTERED, SCALED: numbers (rows, groups, size[2]), normalized in each group, with runs of kernel[2] for one feature. A
+   group has `channels` separate features; if `channels` is 0, all groups share the same features.
+   ENTRIES: one-hot vectors of length size[2] for each index (rows, places[2]); index kernel[2] is ignored. */
 enum kind { WINDOWS, CENTERED, SCALED, ENTRIES };
 struct outers {
     uint64_t rows, groups, channels, size[3], kernel[3], stride[3], dilation[3], places[3];
     const float *wide;
     const float *narrow; /* (rows, groups, high, places), with strides */
     uint64_t high, row, group, channel, place;
-    float *out; /* (rows, groups, high, features), or null, and how far apart its rows lie */
+    float *out; /* (rows, groups, high, features), or null; out_row is the stride of its rows */
     uint64_t out_row;
     double *sq_norm; /* (rows) */
     uint64_t kind;
@@ -55,11 +55,11 @@ struct all_outers {
     uint64_t work_each, next, worker;
 };
 
-enum { SPAN = 256 };         /* features of a factor that are widened at a time, so that they stay in the cache */
+enum { SPAN = 256 };         /* features of a factor that are converted to float64 at a time, to stay in the cache */
 enum { ROWS = 8 };           /* rows that a thread takes at a time */
-enum { LAID_OUT = 1 << 15 }; /* numbers of windows that are laid out at a time */
+enum { LAID_OUT = 1 << 15 }; /* numbers of windows that are copied at a time */
 
-/* The tile of a Gram and the rows of a product that fit in the registers. */
+/* SIDE: side of a tile of a Gram matrix. HIGH: rows of a product. Both fit in the registers. */
 #if defined(__x86_64__)
 
 #define LANES 16
@@ -119,8 +119,8 @@ static void gram_share(void *data) {
 /* Bytes that each thread needs for gram_norms_f32. */
 uint64_t gram_work(uint64_t places, uint64_t factors) { return 8 * (BEST(gram_doubles))(places, factors); }
 
-/* For each product of factors and each row: the squared norm of the sum over places of outer products, in float64, and
-   the norms of the parts, added up. `work` is aligned to 64 bytes, as are the results of gram_work. */
+/* For each product of factors and each row: the squared norm of the sum over positions of outer products, in float64, and
+   the sum of the norms of the parts. `work` and the results of gram_work are aligned to 64 bytes. */
 void gram_norms_f32(uint64_t rows, uint64_t places, uint64_t factors, const struct factor *factor, uint64_t products,
                     const uint64_t *product, double *sq_norm, double *spread, void *work, unsigned threads, team run) {
     struct grams job = {rows, places, factors, products, factor, product, sq_norm, spread, work,
@@ -145,8 +145,8 @@ uint64_t products_work(uint64_t count, const struct outers *job) {
     return most;
 }
 
-/* For several jobs with equal numbers of rows: for each row and group the sums over places of narrow (outer) window, and
-   their squared norm. */
+/* For several jobs with the same number of rows: for each row and group the sum over positions of narrow (outer) window,
+   and the squared norm of each row. */
 void sum_products_f32(uint64_t count, const struct outers *job, void *work, unsigned threads, team run) {
     struct all_outers all = {job, count, count ? job->rows : 0, work, products_work(count, job), 0, 0};
     share_out(outer_share, &all, threads, run);

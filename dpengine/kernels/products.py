@@ -1,7 +1,7 @@
-"""Norms of per-sample weight gradients, and these gradients, by compiled code on the CPU.
+"""Computes per-sample weight gradients and their norms by compiled code on the CPU.
 
-`norms` and `sq_norms` take all tensors, and use torch where there is no compiled code. Every other function takes
-float32 tensors on the CPU that ``takes`` accepts.
+`norms` and `sq_norms` accept all tensors, and use torch if there is no compiled code. All other functions accept only
+float32 tensors on the CPU for which ``takes`` returns True.
 
 Axes: B rows, T places, F features, G groups, C channels of a group, K channels of ``narrow`` in a group.
 """
@@ -24,20 +24,20 @@ from .library import native_library, thread_team, traced
 _COUNT, _POINTER = ctypes.c_uint64, ctypes.c_void_p
 _LINE = 64  # bytes to which work space is aligned
 _FEW = 64  # values per sample up to which one call in float64 is faster than several in float32
-_SHORT_BLOCK = 64  # squares added in float32 before they are added to a float64 sum
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 4096  # the same on accelerators, which need longer blocks for speed
+_SHORT_BLOCK = 64  # number of squares that are added in float32 before the result is added to a float64 sum
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 256, 4096  # limits of this number on accelerators, which need longer blocks
 _SURE = 1e-12  # for norms between this and its inverse, squares outside the range of float32 are negligible
-_LARGEST_WORK = 16 * 2**20  # bytes for each thread
+_LARGEST_WORK = 16 * 2**20  # largest work memory of a thread, in bytes
 
 
 def takes(*tensors: Tensor) -> bool:
     """Returns True if there is compiled code for these tensors."""
     if native_library() is None:
         return False
-    for t in tensors:  # not all(...), which costs twice as much, once for each parameter
+    for t in tensors:  # all(...) would take twice as long
         if type(t) is not Tensor or t.dtype is not torch.float32 or not t.is_cpu or t.layout is not torch.strided:
             return False
-        if t.is_neg():  # its memory has the opposite numbers
+        if t.is_neg():  # the memory holds the negated numbers
             return False
     return True
 
@@ -57,13 +57,13 @@ def sq_norms(grad: Tensor) -> Tensor:
 
 
 def blocked_sq_norms(flat_BP: Tensor) -> Tensor:
-    """Computes the same from ``(B, P)`` with the operations that suit an accelerator."""
+    """Computes squared norms of ``(B, P)`` with operations that are fast on an accelerator."""
     if flat_BP.dtype is torch.float64 or (flat_BP.shape[1] <= _FEW and flat_BP.device.type != "mps"):
         return torch.linalg.vector_norm(flat_BP, dim=1, dtype=torch.float64).square()
     block = _block(flat_BP.shape[1])
     if block is None:
-        whole = flat_BP.shape[1] // _LARGEST_BLOCK * _LARGEST_BLOCK
-        return blocked_sq_norms(flat_BP[:, :whole]) + blocked_sq_norms(flat_BP[:, whole:])
+        in_blocks = flat_BP.shape[1] // _LARGEST_BLOCK * _LARGEST_BLOCK
+        return blocked_sq_norms(flat_BP[:, :in_blocks]) + blocked_sq_norms(flat_BP[:, in_blocks:])
     norms_BN = torch.linalg.vector_norm(flat_BP.unflatten(1, (-1, block)), dim=2).to(widest(flat_BP))
     return (norms_BN if norms_BN.shape[1] == 1 else torch.linalg.vector_norm(norms_BN, dim=1)).square().view(-1)
 
@@ -81,19 +81,19 @@ def norms(tensor: Tensor, dim: int) -> Tensor:
         return native_sq_norms(tensor).sqrt_()
     if tensor.dtype is not torch.float32 or tensor.device.type != "cpu" or traced(tensor):
         return torch.linalg.vector_norm(tensor, dim=dim, dtype=widest(tensor))
-    # In torch float64 takes ten times as long. In float32 the squares of values below 1e-19 lose bits, which matters
-    # only if no larger values are in the same sum.
+    # In torch, float64 takes ten times as long. In float32, squares of values below 1e-19 lose bits, which matters only
+    # if the sum has no larger values.
     tensor = tensor.contiguous()  # otherwise torch adds the squares one by one
-    whole = tensor.shape[-1] // _SHORT_BLOCK * _SHORT_BLOCK
-    parts = [torch.linalg.vector_norm(tensor[..., whole:], dim=dim).double().square()]
-    if whole:
-        blocks = tensor[..., :whole].unflatten(-1, (-1, _SHORT_BLOCK))
+    in_blocks = tensor.shape[-1] // _SHORT_BLOCK * _SHORT_BLOCK
+    parts = [torch.linalg.vector_norm(tensor[..., in_blocks:], dim=dim).double().square()]
+    if in_blocks:
+        blocks = tensor[..., :in_blocks].unflatten(-1, (-1, _SHORT_BLOCK))
         parts.append(torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(dim=-1))
-    found = sum(parts[1:], parts[0]).sqrt()
-    doubtful = ~((found > _SURE) & (found < 1 / _SURE))
+    result = sum(parts[1:], parts[0]).sqrt()
+    doubtful = ~((result > _SURE) & (result < 1 / _SURE))
     if doubtful.any():
-        found[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
-    return found
+        result[doubtful] = torch.linalg.vector_norm(tensor[doubtful], dim=-1, dtype=torch.float64)
+    return result
 
 
 def widest(tensor: Tensor) -> torch.dtype:
@@ -102,26 +102,26 @@ def widest(tensor: Tensor) -> torch.dtype:
 
 
 def native_sq_norms(tensor: Tensor) -> Tensor:
-    """Squared norms along the last axis, ``(...)`` float64, exact but for its rounding. For a tensor ``(..., F)``."""
+    """Returns the squared norms ``(...)`` of a tensor ``(..., F)`` in float64."""
     rows = tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    found = rows.new_empty(len(rows), dtype=torch.float64)
+    result = rows.new_empty(len(rows), dtype=torch.float64)
     sizes = (*rows.shape, rows.stride(0))
-    native_library().sq_norms_f32(*sizes, rows.data_ptr(), found.data_ptr(), torch.get_num_threads(), thread_team())
-    return found.view(tensor.shape[:-1])
+    native_library().sq_norms_f32(*sizes, rows.data_ptr(), result.data_ptr(), torch.get_num_threads(), thread_team())
+    return result.view(tensor.shape[:-1])
 
 
 def gram_fits(length: int, factors: int) -> bool:
-    """Returns True if compiled code is fast for Gram matrices of this number of factors and places."""
+    """Returns True if compiled code is fast for Gram matrices of this number of positions and factors."""
     return native_library() is not None and native_library().gram_work(length, factors) <= _LARGEST_WORK
 
 
 def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-    """Squared norms of sums over T of outer products, by Grams in float64. See ``grad_samplers.gram``.
+    """Computes squared norms of sums over T of outer products from Gram matrices. See ``grad_samplers.gram``.
 
-    A product lists the indices of its factors ``(B, T, F)``. Returns squared norms and the summed norms of the terms,
-    both ``(products, B)`` in float64.
+    A product lists the indices of its factors ``(B, T, F)``. Returns squared norms, and the sums of the norms of the
+    terms, both ``(products, B)`` in float64.
     """
     rows, length, _ = factors[0].shape
     described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
@@ -136,7 +136,7 @@ def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> 
     return sq_norm, spread
 
 
-# ``struct outers`` of products.c, by its names
+# ``struct outers`` of products.c, with the same names
 OUTERS = np.dtype(
     [(name, np.uint64) for name in ("rows", "groups", "channels")]
     + [(name, np.uint64, 3) for name in ("size", "kernel", "stride", "dilation", "places")]
@@ -149,16 +149,16 @@ _WINDOWS, _CENTERED, _SCALED, _ENTRIES = range(4)  # ``enum kind``
 
 @dataclass(frozen=True, eq=False)
 class Windows:
-    """A correlation of two tensors in each row and group; one to three axes in space.
+    """A correlation of two tensors in each row and group, with one to three spatial axes.
 
     Attributes:
-        wide: ``(B, G * C, *size)``, with its padding.
+        wide: ``(B, G * C, *size)``, including padding.
         narrow: ``(B, G * K, *places)``; with ``features_last``, ``(B, *places, G * K)``.
-        groups: G.
-        kernel: Size of a window, axis by axis.
-        stride: From one window to the next.
-        dilation: From one number of a window to the next.
-        features_last: See ``narrow``.
+        groups: Number of groups G.
+        kernel: Size of a window along each axis.
+        stride: Distance between two windows.
+        dilation: Distance between two numbers of a window.
+        features_last: Whether the features are on the last axis of ``narrow``.
     """
 
     wide: Tensor
@@ -171,7 +171,7 @@ class Windows:
 
     @classmethod
     def of_ones(cls, grads: Tensor, *, features_last: bool) -> Windows:
-        """Returns windows of one number, which is 1: the sums are those of ``grads`` over its places, ``(B, K)``."""
+        """Returns windows of a single 1, so that the sums are those of ``grads`` over positions, ``(B, K)``."""
         at = 1 if features_last else 2
         narrow = grads.unsqueeze(at) if grads.dim() == 2 else grads.flatten(at, -1 - features_last)
         return cls(narrow.new_empty(len(narrow), 0, 1), narrow, 1, (1,), (1,), (1,), features_last)
@@ -187,7 +187,7 @@ class Windows:
         return self.narrow.shape[-1 if self.features_last else 1]
 
     def fields(self) -> dict[str, Any]:
-        """Returns values of `OUTERS`; all others are 0. Addresses are not among them. Tensors are contiguous."""
+        """Returns the fields of `OUTERS` that are not 0, without addresses, for contiguous tensors."""
         places = self.narrow.shape[1:-1] if self.features_last else self.narrow.shape[2:]
         count, channels = math.prod(places), self._channels
         high = channels // self.groups
@@ -216,7 +216,7 @@ class Normed:
         narrow: The gradients, of the same shape.
         run: Number of adjacent numbers of one feature.
         features: Number of features.
-        apart: True if each group has features of its own; else all groups have the same.
+        apart: True if each group has separate features; False if all groups share the same features.
         eps: Added to the mean square.
         centered: True if the mean is subtracted.
     """
@@ -234,7 +234,7 @@ class Normed:
         return takes(self.wide, self.narrow)
 
     def fields(self) -> dict[str, Any]:
-        """See `Windows.fields`."""
+        """Returns the fields of `OUTERS`; see `Windows.fields`."""
         rows, groups, width = self.wide.shape
         return {
             "rows": rows,
@@ -257,7 +257,7 @@ class Entries:
         wide: ``(B, T)`` int64.
         narrow: The gradients, ``(B, T, D)``.
         count: Number of entries.
-        padding: An index that does not count, if any.
+        padding: An index that is ignored; None without one.
     """
 
     wide: Tensor
@@ -270,7 +270,7 @@ class Entries:
         return takes(self.narrow) and self.wide.is_cpu and self.wide.dtype is torch.int64
 
     def fields(self) -> dict[str, Any]:
-        """See `Windows.fields`."""
+        """Returns the fields of `OUTERS`; see `Windows.fields`."""
         rows, places, width = self.narrow.shape
         return {
             "rows": rows,
@@ -297,16 +297,16 @@ def job_table(jobs: Sequence[Job]) -> np.ndarray:
 
 
 def outer_sums(jobs: np.ndarray) -> None:
-    """Computes the sums over places of ``narrow`` (outer) window for a table of jobs with addresses."""
+    """Computes the sums over positions of ``narrow`` (outer) window, for a table of jobs with addresses."""
     count, rows, at = len(jobs), int(jobs["rows"][0]), jobs.ctypes.data
     work, threads = _work(native_library().products_work(count, at), count * rows)
     native_library().sum_products_f32(count, at, _aligned(work), threads, thread_team())
 
 
 def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
-    """Squared norms ``(B,)`` of sums over places of ``narrow`` (outer) window, which are written to ``out`` if given.
+    """Returns the squared norms ``(B,)`` of the sums over positions of ``narrow`` (outer) window.
 
-    ``out`` is ``(B, G * K, C, *kernel)`` in float32, contiguous but for its first axis.
+    Writes the sums to ``out`` if it is not None: ``(B, G * K, C, *kernel)`` in float32, contiguous except for axis 0.
     """
     c = replace(c, wide=c.wide.contiguous(), narrow=c.narrow.contiguous())
     sq_norm = torch.empty(len(c.narrow), dtype=torch.float64)
@@ -318,10 +318,10 @@ def window_grads(c: Windows, out: Tensor | None = None) -> Tensor:
     return sq_norm
 
 
-def _work(each: int, rows: int) -> tuple[Tensor, int]:
-    """Memory for the threads, and how many there are; GOMP may start fewer, never more."""
+def _work(bytes_per_thread: int, rows: int) -> tuple[Tensor, int]:
+    """Returns work memory for all threads, and the number of threads, which GOMP does not exceed."""
     threads = max(1, min(torch.get_num_threads(), rows)) if thread_team() else 1
-    return torch.empty(threads * each + _LINE, dtype=torch.uint8), threads
+    return torch.empty(threads * bytes_per_thread + _LINE, dtype=torch.uint8), threads
 
 
 def _aligned(work: Tensor) -> int:

@@ -1,4 +1,4 @@
-/* One family of processors. Included by products.c, more than once. */
+/* Code for one set of vector instructions. products.c includes it several times. */
 
 #define REALS (LANES / 2)
 #define reals NAMED(reals)
@@ -23,7 +23,7 @@ INLINE(TARGET) double NAMED(total)(reals x) {
     return sum;
 }
 
-/* The places from `first` on of a span of features in float64, with zeros around. */
+/* Converts a span of features of all positions to float64, padded with zeros. */
 TARGET static void NAMED(widen)(const struct factor *factor, uint64_t row, uint64_t places, uint64_t from, uint64_t span,
                                 uint64_t stride, double *out) {
     const float *at = factor->at + row * factor->row + from * factor->feature;
@@ -38,7 +38,7 @@ TARGET static void NAMED(widen)(const struct factor *factor, uint64_t row, uint6
     memset(out, 0, (UP(places, SIDE) - places) * stride * sizeof *out);
 }
 
-/* Adds the products of SIDE places with SIDE others. */
+/* Adds the products of SIDE positions with SIDE other positions. */
 INLINE(TARGET) void NAMED(tile)(const double *left, const double *right, uint64_t stride, uint64_t span, double *out) {
     reals sum[SIDE][SIDE] = {{{0}}};
     for (uint64_t k = 0; k < span; k += REALS) {
@@ -58,7 +58,7 @@ INLINE(TARGET) void NAMED(tile)(const double *left, const double *right, uint64_
         for (int j = 0; j < SIDE; j++) out[i * SIDE + j] += NAMED(total)(sum[i][j]);
 }
 
-/* A Gram has the tiles on its diagonal, then those above it. */
+/* A Gram matrix is stored as the tiles on its diagonal, followed by those above it. */
 TARGET static uint64_t NAMED(gram_doubles)(uint64_t places, uint64_t factors) {
     uint64_t blocks = UP(places, SIDE) / SIDE;
     return UP(blocks * SIDE * (SPAN + 8), 8) + factors * UP(blocks * (blocks + 1) / 2 * SIDE * SIDE, 8);
@@ -69,7 +69,7 @@ TARGET static void NAMED(gram)(const struct factor *factor, uint64_t row, uint64
     memset(gram, 0, blocks * (blocks + 1) / 2 * SIDE * SIDE * sizeof *gram);
     for (uint64_t from = 0; from < factor->width; from += SPAN) {
         uint64_t span = factor->width - from < SPAN ? factor->width - from : SPAN;
-        uint64_t stride = UP(span, 16) + 8; /* rows must not all fall on the same lines of the cache */
+        uint64_t stride = UP(span, 16) + 8; /* rows must not all map to the same cache lines */
         NAMED(widen)(factor, row, places, from, span, stride, wide);
         double *above = gram + blocks * SIDE * SIDE;
         for (uint64_t i = 0; i < blocks; i++) {
@@ -81,7 +81,7 @@ TARGET static void NAMED(gram)(const struct factor *factor, uint64_t row, uint64
     }
 }
 
-/* The sum of the products of entries. */
+/* The sum of products of corresponding entries of Gram matrices. */
 TARGET static double NAMED(entries)(const uint64_t *which, uint64_t count, const double *grams, uint64_t each,
                                     uint64_t from, uint64_t to) {
     reals sum = {0};
@@ -131,13 +131,13 @@ TARGET static void NAMED(gram_row)(const struct grams *job, uint64_t row, double
                 product *= grams[which[f] * each + t / SIDE * SIDE * SIDE + t % SIDE * (SIDE + 1)];
             spread += __builtin_sqrt(product);
         }
-        job->sq_norm[p * job->rows + row] = sum < 0 ? 0 : sum; /* what is not a number stays so */
+        job->sq_norm[p * job->rows + row] = sum < 0 ? 0 : sum; /* keeps NaN */
         job->spread[p * job->rows + row] = spread;
         which += count;
     }
 }
 
-/* Windows of some places, features side by side, then zeros. */
+/* Copies the windows of some positions: the features of a window, followed by zeros. */
 TARGET static void NAMED(lay_out)(const struct outers *job, const float *wide, uint64_t first, uint64_t count,
                                   uint64_t features, uint64_t stride, float *out) {
     const uint64_t *size = job->size, *kernel = job->kernel;
@@ -168,7 +168,7 @@ TARGET static void NAMED(lay_out)(const struct outers *job, const float *wide, u
     }
 }
 
-/* Adds, for some channels of `narrow`, the products with so many vectors of features. */
+/* Adds the products of `high` channels of `narrow` with `vectors` vectors of features. */
 INLINE(TARGET) void NAMED(strip)(const float *narrow, uint64_t channel, uint64_t place, const float *laid,
                                  uint64_t stride, uint64_t count, float *out, const int high, const int vectors) {
     floats sum[HIGH][2];

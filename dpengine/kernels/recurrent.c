@@ -1,9 +1,9 @@
-/* What LSTM and GRU compute in one step beside their matrix products. Their plain twins, in dpengine/layers/cells.py,
-   say what is computed; here exp is a polynomial, with an error of at most 2e-7 in what is made of it.
+/* Elementwise part of one step of LSTM and GRU, without the matrix products. The definitions are in
+   dpengine/layers/cells.py. Here exp is a polynomial; the error of sigmoid and tanh is at most 2e-7.
 
-   A row is `size` numbers of each gate. Rows of a tensor lie a stride apart: `wide` for the gates and their gradients,
-   `narrow` for states. What matrix products read and write is packed: rows follow each other. All of it is float32. No
-   row is read for another, so that what is not finite stays where it is. */
+   A row has `size` numbers for each gate. Rows of a tensor have a stride: `wide` for the gates and their gradients,
+   `narrow` for states. Operands and results of matrix products are packed: rows follow each other. All numbers are
+   float32. Rows are independent, so a value that is not finite affects only its own row. */
 
 #include <stdint.h>
 #include <string.h>

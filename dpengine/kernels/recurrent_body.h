@@ -1,11 +1,11 @@
-/* One family of processors, for which the compiler turns the inner loops into vectors. Included by recurrent.c, more
-   than once. */
+/* Code for one set of vector instructions; the compiler vectorizes the inner loops. recurrent.c includes it several
+   times. */
 
 #define parted NAMED(parted)
 #define sigmoid NAMED(sigmoid)
 #define hyperbolic NAMED(hyperbolic)
 
-/* x = n ln 2 + r with |r| <= ln(2) / 2. Gives 2^n, and exp(r) - 1, whose polynomial is off by 1e-8. NaN stays NaN. */
+/* x = n ln 2 + r with |r| <= ln(2) / 2. Returns exp(r) - 1, with an error of 1e-8, and 2^n in `power`. Keeps NaN. */
 INLINE(TARGET) float parted(float x, float *power) {
     float shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f; /* rounded where the unit is 1 */
     float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;                    /* the first product is exact */
@@ -24,7 +24,7 @@ INLINE(TARGET) float sigmoid(float x) {
     return 1.0f / (1.0f + power * (1.0f + part));
 }
 
-/* By exp(2 x) - 1, which keeps small numbers exact. */
+/* tanh, computed from exp(2 x) - 1, which is exact for small numbers. */
 INLINE(TARGET) float hyperbolic(float x) {
     float y = x + x, power;
     y = y < -40.0f ? -40.0f : y;

@@ -1,10 +1,10 @@
 #include "vectors.h"
 
-/* 2 allows AVX-512, 1 AVX2, 0 neither: the results are the same. For tests. */
+/* Limits the instructions for tests: 2 allows AVX-512, 1 allows AVX2, 0 allows neither. */
 static int allowed = 2;
 void allow_vectors(int most) { allowed = most; }
 
-/* Rises when the arguments of a function change; library.py refuses another. */
+/* Must be increased when the arguments of a function change. library.py rejects other versions. */
 int interface_version(void) { return 4; }
 
 int vector_level(void) {

@@ -1,4 +1,4 @@
-/* Which family of vector instructions to take. A body is compiled once for each, as name_avx512, name_avx2, name_any. */
+/* Selects the vector instructions. Each body is compiled several times, as name_avx512, name_avx2 and name_any. */
 
 #define INLINE(target) static inline __attribute__((always_inline)) target
 

@@ -1,4 +1,4 @@
-"""Facts of a report that hold for all runs of a history."""
+"""Facts of a report on all runs of a history."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ _UNKNOWN_UNIT = "loaded charges of another privacy unit: these charges do not na
 
 
 def excludes_of_all(origins: Collection[Origin]) -> list[str]:
-    """Returns the limits of the guarantee that follow from resumed, distributed or unknown runs."""
-    processes = {one.processes for one in origins}
-    found = {
-        _RESUMED: any(one.resumed for one in origins),
+    """Returns the limits of the guarantee because of resumed, distributed or unknown runs."""
+    processes = {origin.processes for origin in origins}
+    limits = {
+        _RESUMED: any(origin.resumed for origin in origins),
         _SEVERAL_PROCESSES: any(number is not None and number > 1 for number in processes),
         _UNKNOWN_PROCESSES: None in processes,
-        _UNKNOWN_UNIT: any(one.unit is None for one in origins),
+        _UNKNOWN_UNIT: any(origin.unit is None for origin in origins),
     }
-    return [sentence for sentence, applies in found.items() if applies]
+    return [sentence for sentence, applies in limits.items() if applies]
 
 
 def noise_of_all(origins: Collection[Origin]) -> dict[str, Any]:
-    """Returns the generators of all runs and their common properties, as ``RunFacts.noise``, without unknown ones."""
-    secret = _for_all(None if one.insecure_seed is None else not one.insecure_seed for one in origins)
-    kinds = sorted({kind for one in origins for kind in (one.kind or "unknown").split(", ")})
+    """Returns the noise generators of all runs in the form of ``RunFacts.noise``, without unknown properties."""
+    secret = _for_all(None if origin.insecure_seed is None else not origin.insecure_seed for origin in origins)
+    kinds = sorted({kind for origin in origins for kind in (origin.kind or "unknown").split(", ")})
     noise = {
         "kind": ", ".join(kinds) if kinds != ["unknown"] else None,
-        "cryptographic": _for_all(one.cryptographic for one in origins),
+        "cryptographic": _for_all(origin.cryptographic for origin in origins),
         "insecure_seed": None if secret is None else not secret,
     }
     return {name: value for name, value in noise.items() if value is not None}
 
 
 def loss_checked_of_all(origins: Collection[Origin]) -> bool | None:
-    """Returns the result of the independence check of the loss over all runs, as ``RunFacts.loss_checked``."""
-    return _for_all(one.loss_checked for one in origins)
+    """Returns the result of the independence check of the loss over all runs, see ``RunFacts.loss_checked``."""
+    return _for_all(origin.loss_checked for origin in origins)
 
 
 def _for_all(values: Iterable[bool | None]) -> bool | None:
-    """Returns True if all values are, False if one is False, and None otherwise."""
-    found = set(values)
-    return False if False in found else None if None in found else True
+    """Returns True if all values are True, False if one is False, and None otherwise."""
+    different = set(values)
+    return False if False in different else None if None in different else True

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]
 
-_RATE_BIT = 2.0**-59  # the ledger charges a rate that is 2**-60, or one float, above the sampler's
-_NEGLIGIBLE_SHARE = 1e-3  # of delta
+_RATE_TOLERANCE = 2.0**-59  # the ledger charges a rate that exceeds the sampler's by 2**-60, or by one float
+_NEGLIGIBLE_FRACTION = 1e-3  # fraction of delta that does not matter
 
 _OTHER_STAMP = "ASSUMPTION NOT MET"
 _WORST_FIRST = ("NOT PRIVATE", "NOT CLAIMED", _OTHER_STAMP, "INSECURE_SEED", "generator: not cryptographic")
@@ -34,8 +34,8 @@ class Assumption:
         name: A statement about a run.
         holds: ``"yes"``, ``"no"`` or ``"not checked"``.
         evidence: The reason for ``holds``.
-        critical: True if there is no guarantee without it, False if the guarantee is weaker.
-        stamp: The warning that accompanies every epsilon if it does not hold.
+        critical: True if there is no guarantee without the assumption; False if the guarantee is only weaker.
+        stamp: The warning that is added to every epsilon if the assumption does not hold.
     """
 
     name: str
@@ -58,7 +58,7 @@ def assumptions(facts: RunFacts) -> list[Assumption]:
 
 
 def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
-    """Returns the warnings that accompany every epsilon of a run, the worst first."""
+    """Returns the warnings that are added to every epsilon of a run, the most serious first."""
     failed = {item.stamp for item in assumptions(facts) if item.holds == "no"}
     if figures is not None and figures.spent is not None and math.isinf(figures.spent.epsilon):
         failed.add("NOT PRIVATE")
@@ -77,14 +77,15 @@ def _sampling(facts: RunFacts) -> Assumption:
     """Checks the sampling of all runs in the history. Batches that dpengine did not draw are not checked."""
     others = facts.other_samplings
     name = SAMPLING_ASSUMPTIONS.get(str(facts.plan.get("sampling")), SAMPLING_ASSUMPTIONS["poisson"])
-    of_others = dict.fromkeys(SAMPLING_ASSUMPTIONS[one] for one in others if one in SAMPLING_ASSUMPTIONS)
+    of_others = dict.fromkeys(SAMPLING_ASSUMPTIONS[scheme] for scheme in others if scheme in SAMPLING_ASSUMPTIONS)
     different = [text[0].lower() + text[1:] for text in of_others if text != name]
-    found = _sampling_of_plan(facts, "; in other runs: ".join([name, " / ".join(different)]) if different else name)
-    if found.holds == "no" or not others:
-        return found
-    evidence = [found.evidence, *(_IN_OTHER_RUNS.get(one, f"another run drew {one} batches") for one in others)]
-    checked = all(one in SAMPLING_ASSUMPTIONS and one != DECLARED for one in others)
-    return replace(found, holds=found.holds if checked else "not checked", evidence="; ".join(evidence))
+    of_plan = _sampling_of_plan(facts, "; in other runs: ".join([name, " / ".join(different)]) if different else name)
+    if of_plan.holds == "no" or not others:
+        return of_plan
+    other_evidence = (_IN_OTHER_RUNS.get(scheme, f"another run drew {scheme} batches") for scheme in others)
+    checked = all(scheme in SAMPLING_ASSUMPTIONS and scheme != DECLARED for scheme in others)
+    evidence = "; ".join([of_plan.evidence, *other_evidence])
+    return replace(of_plan, holds=of_plan.holds if checked else "not checked", evidence=evidence)
 
 
 def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
@@ -92,8 +93,8 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
     if not facts.sampling_is_known:
-        known = (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING)
-        earlier = ", ".join(one for one in facts.other_samplings if one not in known) or "another scheme"
+        with_text = (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING)
+        earlier = ", ".join(name for name in facts.other_samplings if name not in with_text) or "another scheme"
         scheme = f"{earlier}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
         return Assumption(name, "no", f"batches were drawn by {scheme}", stamp="NOT CLAIMED")
     if sampling.startswith(OWN_SCHEME):
@@ -107,7 +108,9 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
         return Assumption(name, "not checked", f"{declared} was declared by the user, dpengine drew no batch{others}")
     if not rates:
         return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
-    if planned is not None and not any(0 <= rate - planned <= max(_RATE_BIT, math.ulp(planned)) for rate in rates):
+    if planned is not None and not any(
+        0 <= rate - planned <= max(_RATE_TOLERANCE, math.ulp(planned)) for rate in rates
+    ):
         differing = f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
         return Assumption(name, "not checked", differing)
     if len(rates) > 1:
@@ -181,7 +184,7 @@ def _float_model(facts: RunFacts) -> Assumption:
     if floor is None:
         return Assumption(name, "not checked", widths, critical=False)
     end = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
-    if floor > _NEGLIGIBLE_SHARE * facts.accounting.delta:
+    if floor > _NEGLIGIBLE_FRACTION * facts.accounting.delta:
         return Assumption(name, "no", f"{end}; use more noise")
     return Assumption(name, "not checked", f"{widths}; {end}; results do not lie on a public grid", critical=False)
 

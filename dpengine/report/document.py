@@ -1,4 +1,4 @@
-"""Converts a report to plain values and back. All other forms of the report follow from this document."""
+"""Converts a report to JSON values and back. All other forms of the report are derived from this document."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SEED_POLICIES = {True: "INSECURE_SEED", False: "operating-system entropy", None
 
 
 def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
-    """States a run as plain JSON values, in the form of ``schema.json`` and with its digest. Infinity is ``"inf"``."""
+    """Returns the report of a run as JSON values, in the form of ``schema.json``. Infinity is ``"inf"``."""
     document: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "guarantee": _guarantee(facts, figures),
@@ -56,7 +56,7 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "data": _data(facts),
         "utility": {key: facts.utility.get(key) for key in _UTILITY},
     }
-    if facts.other_samplings:  # absent in reports of earlier versions, as are the two below
+    if facts.other_samplings:  # this key and the two below are missing in reports of earlier versions
         document["mechanism"]["other_samplings"] = list(facts.other_samplings)
     if facts.loss_evidence:
         document["run"]["loss_evidence"] = facts.loss_evidence
@@ -67,7 +67,7 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """Returns the hash of everything but the digest.
+    """Returns the hash of all entries except the digest.
 
     It detects accidents and careless edits. It is not a signature: anyone who edits the document can recompute it.
     """
@@ -77,7 +77,7 @@ def digest_of(document: Mapping[str, Any]) -> str:
 
 
 def facts_of(document: Mapping[str, Any]) -> RunFacts:
-    """Returns the facts that a document states."""
+    """Restores the facts from a document."""
     guarantee, run, data = document["guarantee"], document["run"], document["data"]
     rng = {key: value for key, value in run["rng"].items() if value is not None}
     seeded = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
@@ -105,7 +105,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
 
 
 def figures_in(document: Mapping[str, Any]) -> Figures:
-    """Returns the figures that a document states."""
+    """Restores the figures from a document."""
     guarantee, accounting = document["guarantee"], document["accounting"]
     spent = None
     if guarantee["epsilon"] is not None:
@@ -152,7 +152,7 @@ def _data(facts: RunFacts) -> dict[str, Any]:
 
 
 def json_values(value: Any) -> Any:
-    """Returns the value with infinities as strings and NaN as None, so that any JSON parser reads it."""
+    """Returns the value with infinities as strings and NaN as None, which any JSON parser can read."""
     if isinstance(value, dict):
         return {key: json_values(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

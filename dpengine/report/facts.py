@@ -1,4 +1,4 @@
-"""Facts of a run that a report states, as plain data."""
+"""Facts of a run that a report contains, as data classes."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ SAMPLING_ASSUMPTIONS = {
 
 @dataclass(frozen=True)
 class AccountingFacts:
-    """Charges of all runs in a ledger, and the parameters of the guarantee that follows from them.
+    """Charges of all runs in a ledger, and the parameters of their guarantee.
 
     Attributes:
         history: All charges: ``ledger.history``.
         delta: The delta of the statement.
         relation: The neighboring relation.
-        accountant: Name of a built-in accountant, or a user's own.
+        accountant: Name of a built-in accountant, or a user's accountant.
         unit: Name of the privacy unit, in the singular.
-        unamplified: The charges of a shuffled run without credit for the shuffling; empty if there is no such bound.
-        constants_declared: For add-or-remove: True if rate, divisor and delta were given, False if they were derived
-            from the number of examples, None if it is not known.
-        target_epsilon: The target epsilon, or None.
-        planned_steps: The number of steps for which the noise was calibrated, or None.
+        unamplified: Charges of a shuffled run without amplification by shuffling; empty if there is no such bound.
+        constants_declared: For add-or-remove: True if rate, divisor and delta were passed, False if they were derived
+            from the number of examples, None if it is unknown.
+        target_epsilon: The target epsilon; None without one.
+        planned_steps: The number of steps for which the noise was calibrated; None without one.
         ledger_on_disk: Whether each charge was on disk before the result of its step was released.
     """
 
@@ -82,8 +82,8 @@ class DatasetFacts:
     """Description of the training set.
 
     Attributes:
-        num_examples: Number of examples, or None. Reports show it only if it is public.
-        num_examples_public: True makes it public. A relation that fixes the number of examples does so too.
+        num_examples: Number of examples; None if it is unknown. Reports show it only if it is public.
+        num_examples_public: Whether the number is public. It is also public if the relation fixes it.
         description: ``name``, ``source``, ``licence``, ``sha256``.
     """
 
@@ -116,7 +116,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """All facts that a report of a run states. Absolute paths are removed from texts.
+    """All facts that a report of a run contains. Absolute paths are removed from texts.
 
     Values that depend on private data, such as the number of dropped samples, must not be added here.
 
@@ -128,9 +128,9 @@ class RunFacts:
         noise: ``NoiseSource.describe()``: ``kind``, ``cryptographic``, ``insecure_seed``, ``largest_normal``.
         loss_checked: Result of the independence check of the loss: True (no dependence between samples), False
             (dependence found), None (not checked).
-        loss_evidence: What was checked of the loss, or why nothing was; empty if it is not known.
-        other_samplings: Sampling schemes of the history besides that of ``plan``. ``"unknown"`` stands for charges that
-            were loaded without the name of their scheme.
+        loss_evidence: Text on the check of the loss, or the reason why it was not checked; empty if unknown.
+        other_samplings: Sampling schemes in the history other than that of ``plan``; ``"unknown"`` for loaded charges
+            without the name of their scheme.
         excludes: Sentences on further limits of the guarantee.
         utility: ``metric``, ``value``, ``split``.
         audit: ``AuditReport.summary()`` of an audit of such a run, or empty.
@@ -150,7 +150,7 @@ class RunFacts:
 
     def __post_init__(self) -> None:
         sampling = self.plan.get("sampling")
-        if sampling in (UNDECLARED, DECLARED) and self.dataset.num_examples == 0:  # 0 means unknown there
+        if sampling in (UNDECLARED, DECLARED) and self.dataset.num_examples == 0:  # for these schemes 0 means unknown
             object.__setattr__(self, "dataset", replace(self.dataset, num_examples=None))
         if sampling == UNDECLARED:
             plan = {key: value for key, value in self.plan.items() if key != "sample_rate"}
@@ -164,7 +164,7 @@ class RunFacts:
 
     @property
     def steps(self) -> int:
-        """Number of charged batches, discarded ones included."""
+        """Number of charged batches, including discarded ones."""
         return steps_of(self.accounting.history)
 
     @property
@@ -175,7 +175,7 @@ class RunFacts:
 
     @property
     def sampling_is_known(self) -> bool:
-        """True if accounting covers the sampling scheme of every batch."""
+        """True if there is an accounting for the sampling scheme of every batch."""
         unclaimed = any(not charge.event.claimed for charge in self.accounting.history)
         sampling = str(self.plan.get("sampling", "poisson"))
         return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(OWN_SCHEME)) and not unclaimed
@@ -196,12 +196,12 @@ def _has_no_noise(charge: Charge) -> bool:
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """Returns an upper bound on the delta that the bounded range of the noise adds; None if the range is not known.
+    """Returns an upper bound on the delta that the bounded range of the noise adds; None if the range is unknown.
 
-    Normals end at ``largest_normal`` standard deviations; an output beyond that reveals that it was shifted.
+    Normals are at most ``largest_normal`` standard deviations. An output beyond that reveals that it was shifted.
     """
     end = facts.noise.get("largest_normal")
-    noisy = [one for one in facts.accounting.history if getattr(one.event, "noise_multiplier", 0.0) > 0]
+    noisy = [charge for charge in facts.accounting.history if getattr(charge.event, "noise_multiplier", 0.0) > 0]
     if end is None or not noisy:
         return None
     distance = 2.0 if facts.accounting.relation is Relation.REPLACE_ONE else 1.0

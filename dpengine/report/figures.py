@@ -50,14 +50,14 @@ class Figures:
     """Privacy cost of a run.
 
     Attributes:
-        spent: Epsilon, mu and advantage, or None if no epsilon is claimed.
+        spent: Epsilon, mu and advantage; None if no epsilon is claimed.
         refusal: The reason why no epsilon is claimed; empty otherwise.
         profile: Pairs of delta and epsilon.
         accountant: Name of the accountant.
-        grid: Spacing of its grid of privacy losses, or None.
-        unamplified: Epsilon of a shuffled run without credit for shuffling, or None.
+        grid: Spacing of the accountant's grid of privacy losses; None if it has no grid.
+        unamplified: Epsilon of a shuffled run without amplification by shuffling; None for other runs.
         version: The version of dpengine that computed the figures.
-        library: `LIBRARY`, or `OWN` for an accountant of the user's own.
+        library: `LIBRARY`, or `OWN` for a user's accountant.
     """
 
     spent: PrivacySpent | None
@@ -71,7 +71,7 @@ class Figures:
 
     @property
     def are_ours(self) -> bool:
-        """True if an accountant of this version computed them, so that it can compute others."""
+        """True if an accountant of this version computed the figures, so that further ones can be computed."""
         return self.version == version_of("dpengine") and self.library == LIBRARY
 
 
@@ -84,26 +84,26 @@ def figures_of(facts: RunFacts) -> Figures:
         reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
         return Figures(None, reason, (), accountant, unamplified=_unamplified(facts), library=library)
     try:
-        spent, profile, grid = _answer(_spent_and_profile, accounted_history(facts), facts)
+        spent, profile, grid = _account(_spent_and_profile, accounted_history(facts), facts)
     except AccountingRefusedError as error:
         return Figures(None, str(error).rstrip("."), (), accountant, library=library)
     return Figures(replace(spent, steps=facts.steps), "", profile, accountant, grid, library=library)
 
 
 def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
-    """Returns the charges to account. A run without noise has a charge without privacy from its start."""
+    """Returns the charges to account. For a run without noise, a non-private charge is added."""
     history = as_released(facts.accounting.history)
     if facts.is_private:
         return history
-    known = tuple(charge for charge in history if charge.event.claimed)
-    return (*known, Charge(NonPrivateEvent()))
+    claimed = tuple(charge for charge in history if charge.event.claimed)
+    return (*claimed, Charge(NonPrivateEvent()))
 
 
 def epsilon_by_step(facts: RunFacts) -> Points:
-    """Returns pairs of step and epsilon from (0, 0) on for up to 16 steps, denser at the beginning."""
+    """Returns up to 17 pairs of step and epsilon from (0, 0) to the last step, denser at the beginning."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
     history = as_released(facts.accounting.history)
-    return tuple((step, _answer(epsilon_of, _first_steps(history, step), facts)) for step in steps)
+    return tuple((step, _account(epsilon_of, _first_steps(history, step), facts)) for step in steps)
 
 
 def attack_bound(facts: RunFacts, figures: Figures) -> Points:
@@ -128,12 +128,12 @@ def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: fl
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
-def _answer(compute: Callable[..., Any], history: tuple[Charge, ...], facts: RunFacts) -> Any:
+def _account(compute: Callable[..., Any], history: tuple[Charge, ...], facts: RunFacts) -> Any:
     """Calls an accounting function with the delta, the accountant and the relation of a run."""
-    asked = facts.accounting
-    # A user's own accountant need not be hashable, and its answers may change.
-    call: Callable[..., Any] = _cached if isinstance(asked.accountant, str) else _call
-    return call(compute, history, asked.delta, asked.accountant, asked.relation)
+    accounting = facts.accounting
+    # A user's accountant need not be hashable, and its results may change.
+    call: Callable[..., Any] = _cached if isinstance(accounting.accountant, str) else _call
+    return call(compute, history, accounting.delta, accounting.accountant, accounting.relation)
 
 
 def _call(compute: Callable[..., Any], *arguments: Any) -> Any:
@@ -165,7 +165,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     advantage = figures.spent.advantage
     if not math.isfinite(figures.spent.epsilon):
         return ((advantage, 0.0),)
-    if not figures.are_ours:  # fewer pairs: a valid, somewhat larger bound
+    if not figures.are_ours:  # fewer pairs give a valid, somewhat larger bound
         return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta at epsilon 0.
     dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.accounting.relation)
@@ -173,7 +173,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
 
 
 def _false_negatives(delta: float, eps: float, false_positive_rate: float) -> float:
-    """Returns the lowest false negative rate of any test of that false positive rate under (eps, delta)."""
+    """Returns the lowest false negative rate of any test with this false positive rate under (eps, delta)-DP."""
     if eps > 700:  # e**eps overflows; the bound is trivial
         return 0.0
     slope = math.exp(eps)
@@ -194,7 +194,7 @@ def _first_steps(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:
 
 def _unamplified(facts: RunFacts) -> float | None:
     try:
-        return _answer(epsilon_of, facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
+        return _account(epsilon_of, facts.accounting.unamplified, facts) if facts.accounting.unamplified else None
     except AccountingRefusedError:
         return None
 

@@ -23,11 +23,11 @@ _FOLDERS = re.compile(
 
 
 def public_text(text: str) -> str:
-    """Returns the text on one line, of at most 500 characters, with absolute paths cut down to their last name."""
+    """Returns the text on one line of at most 500 characters. Absolute paths are reduced to their last name."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     for path in (PureWindowsPath(line), PurePosixPath(line)):
         if path.is_absolute() and not path.anchor == str(path):
-            line = path.name  # the whole text is one path, so folders with spaces in their names go too
+            line = path.name  # the text is one path, possibly with spaces in the names of folders
     line = _FOLDERS.sub(r"\1", line)
     return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
 
@@ -72,7 +72,7 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
 
 
 def as_released(history: Iterable[Charge]) -> tuple[Charge, ...]:
-    """Returns the history with discarded batches as steps, which cost the same, as its rows encode it."""
+    """Returns the history as its rows encode it, with discarded batches as steps, which have the same cost."""
     return charges_of(rows_of(history))
 
 
@@ -92,11 +92,11 @@ def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
 
 
 def _check_row(row: Mapping[str, Any], charge: Charge, index: int) -> None:
-    """Rejects a row with more content than its charge: a column that is not read may increase the cost."""
-    (again,) = rows_of([charge])
-    for column in again.keys() - {"run"}:
-        if row[column] != again[column]:
+    """Rejects a row with more content than its charge, because a column that is not read may increase the cost."""
+    (expected,) = rows_of([charge])
+    for column in expected.keys() - {"run"}:
+        if row[column] != expected[column]:
             raise LedgerError(
-                f"history[{index}].{column} is {row[column]!r}, and a {row['law']} row has {again[column]!r} there.",
+                f"history[{index}].{column} is {row[column]!r}, and a {row['law']} row has {expected[column]!r} there.",
                 fix="Restore it from a backup.",
             )

@@ -28,13 +28,13 @@ _TICKS = 5
 
 
 def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
-    """Renders the page. It loads nothing, and its only script copies the model card."""
+    """Renders the page. It loads no other files, and its only script copies the model card."""
     context = _context(facts, figures) | {"card": card, "charts": _charts(facts, figures)}
     return _template("page.html.jinja", autoescape=True).render(context)
 
 
 def model_card(facts: RunFacts, figures: Figures) -> str:
-    """Renders the Markdown, with front matter and an entry for the Differential Privacy Deployments Registry."""
+    """Renders the model card in Markdown, with front matter and an entry for the DP Deployments Registry."""
     return _template("card.md.jinja", autoescape=False).render(_context(facts, figures))
 
 
@@ -60,7 +60,7 @@ def _template(name: str, *, autoescape: bool) -> jinja2.Template:
 def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
     spent = figures.spent
     runs = rows_of(facts.accounting.history)
-    found = assumptions(facts)
+    checked = assumptions(facts)
     return {
         "facts": facts,
         "figures": figures,
@@ -74,10 +74,10 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "mu": None if spent is None else round_up(spent.mu),
         "advantage": None if spent is None else percent_up(spent.advantage),
         "delta": round_up_delta(facts.accounting.delta),
-        "plain": sentences.plain_words(facts, figures),
+        "plain": sentences.explanation(facts, figures),
         "neighbours": sentences.neighbours(facts),
-        "assumptions": found,
-        "void": any(item.light == "red" for item in found),
+        "assumptions": checked,
+        "void": any(item.light == "red" for item in checked),
         "covers": sentences.covers(facts),
         "excludes": sentences.excludes(facts),
         "utility": sentences.utility(facts),
@@ -113,7 +113,7 @@ def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, Any]]:
         "points": attack_bound(facts, figures),
         "reference": ((0.0, 0.0), (1.0, 1.0)),
     }
-    # Only the version that computed the total can compute the cost of each step.
+    # Costs of single steps would not be comparable with a total that another version computed.
     return [_steps_chart(facts, mark), attack] if figures.are_ours else [attack]
 
 
@@ -136,7 +136,7 @@ def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
 
 
 def _axis(label: str, high: float, form: Callable[[float], str]) -> dict[str, Any]:
-    """Returns an axis from 0: its label, and positions in [0, 1] and texts of about five round numbers."""
+    """Returns an axis from 0 to ``high``: its label, and positions in [0, 1] and texts of about five ticks."""
     return {"label": label, "ticks": [(tick / high, form(tick)) for tick in _ticks(high)]}
 
 

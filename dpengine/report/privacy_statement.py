@@ -8,13 +8,13 @@ from . import sentences
 from .assumptions import assumptions
 from .facts import RunFacts
 from .figures import Figures
-from .other_versions import figures_to_state, made_by
+from .other_versions import figures_to_state, origin_of_numbers
 
 _WIDTH = 100
 
 
 def statement(facts: RunFacts) -> str:
-    """States the guarantee of a run in full.
+    """Returns the complete statement of the guarantee of a run.
 
     A run without noise shows ``ε = ∞``; a run whose sampling scheme has no analysis shows no epsilon. Every number is
     an upper bound, rounded up.
@@ -29,7 +29,7 @@ def statement(facts: RunFacts) -> str:
 
 
 def statement_of(facts: RunFacts, figures: Figures) -> str:
-    """Returns the statement of figures that were computed before."""
+    """Returns the statement of a run for computed figures."""
     lines = [sentences.headline(facts, figures)]
     lines += [_entry(f"{name}: ", text) for name, text in entries(facts, figures).items()]
     lines.append("Assumptions, and whether they hold in this run:")
@@ -42,13 +42,13 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
 
 
 def entries(facts: RunFacts, figures: Figures) -> dict[str, str]:
-    """Returns the named lines that statement, model card and page share, without empty ones."""
+    """Returns the entries that statement, model card and page share, by name. Empty entries are left out."""
     central = f"{sentences.SETTING} differential privacy: the trainer sees the data, others see released results only."
-    found = {
+    texts = {
         "Setting": central,
         "Unit": f"one {facts.accounting.unit}.",
         "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbours(facts)}",
-        "Numbers": made_by(facts, figures),
+        "Numbers": origin_of_numbers(facts, figures),
         "Also": sentences.other_measures(facts, figures),
         "Bound": sentences.unamplified(facts, figures),
         "Mechanism": sentences.mechanism(facts),
@@ -56,7 +56,7 @@ def entries(facts: RunFacts, figures: Figures) -> dict[str, str]:
         "Accounting": sentences.accounting(figures),
         "Audit": sentences.audit(facts),
     }
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _entry(lead: str, text: str) -> str:

@@ -63,7 +63,7 @@ def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterat
             yield from violations(item, schema["properties"][key], f"{prefix}{key}")
         else:  # every object of the schema has "additionalProperties": false
             yield f"{prefix}{key} is not known"
-    for index, item in enumerate((value or ()) if "items" in schema else ()):  # null, where the type allows it
+    for index, item in enumerate((value or ()) if "items" in schema else ()):  # the type may allow null
         yield from violations(item, schema["items"], f"{where}[{index}]")
 
 
@@ -110,9 +110,9 @@ def read_file(path: Path) -> str:
 def read_document(text: str, where: str) -> dict[str, Any]:
     """Reads and checks the JSON of a report.
 
-    It must have the form of ``schema.json`` and the digest of its content. If this version of dpengine wrote it,
-    everything that follows from its history and its other facts is recomputed and compared. Another version may have
-    other bounds and other texts, but no number below this version's lower bound.
+    The document must have the form of ``schema.json`` and the digest of its content. If this version of dpengine wrote
+    it, everything that is derived from its history and other facts is recomputed and compared. A document of another
+    version may have other bounds and texts, but no number below the lower bound of this version.
     """
     document = _parsed(text, where)
     _check_schema(document, where)
@@ -134,9 +134,9 @@ def _parsed(text: str, where: str) -> Any:
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     keys = [key for key, _ in pairs]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    if twice is not None:
-        raise ValueError(f"the key {twice!r} occurs twice")
+    duplicate = next((key for key in keys if keys.count(key) > 1), None)
+    if duplicate is not None:
+        raise ValueError(f"the key {duplicate!r} occurs twice")
     return dict(pairs)
 
 
@@ -149,14 +149,14 @@ def _check_schema(document: Any, where: str) -> None:
         _reject(where, "this is not a privacy report: it has no schema_version", f"Pass a {REPORT_FILE}.")
     version = document["schema_version"]
     if type(version) is int and version > SCHEMA_VERSION:
-        found = f"written by a newer dpengine, schema {version}; this one reads {SCHEMA_VERSION}: upgrade"
-        _reject(where, found, "pip install --upgrade dpengine")
+        problem = f"written by a newer dpengine, schema {version}; this one reads {SCHEMA_VERSION}: upgrade"
+        _reject(where, problem, "pip install --upgrade dpengine")
     if type(version) is int and version < SCHEMA_VERSION:
-        found = f"written by an older dpengine, schema {version}; this one reads {SCHEMA_VERSION}"
-        _reject(where, found, "Rebuild it: dpengine report RUN_DIR/privacy_state.json.")
-    found = next(violations(document, report_schema()), "")
-    if found:
-        _reject(where, f"not a report of schema {SCHEMA_VERSION}: {found}")
+        problem = f"written by an older dpengine, schema {version}; this one reads {SCHEMA_VERSION}"
+        _reject(where, problem, "Rebuild it: dpengine report RUN_DIR/privacy_state.json.")
+    problem = next(violations(document, report_schema()), "")
+    if problem:
+        _reject(where, f"not a report of schema {SCHEMA_VERSION}: {problem}")
 
 
 def _check_digest(document: Mapping[str, Any], where: str) -> None:
@@ -169,53 +169,53 @@ def _check_digest(document: Mapping[str, Any], where: str) -> None:
 
 
 def _check_content(document: Mapping[str, Any], where: str) -> None:
-    made, ran = document["accounting"]["version"], document["run"]["dpengine"]
-    if made != ran:
-        _reject(where, f"run.dpengine is {shortened(ran)}, but accounting.version is {shortened(made)}")
-    if not made or public_text(made) != made:
-        _reject(where, f"accounting.version is {shortened(made)}, which is not a version")
+    version, run_version = document["accounting"]["version"], document["run"]["dpengine"]
+    if version != run_version:
+        _reject(where, f"run.dpengine is {shortened(run_version)}, but accounting.version is {shortened(version)}")
+    if not version or public_text(version) != version:
+        _reject(where, f"accounting.version is {shortened(version)}, which is not a version")
     try:
         facts = facts_of(document)
         stated = figures_in(document)
         if stated.library == OWN and stated.accountant in ACCOUNTANTS:
             raise ValueError(f"the user's own accountant has the name {stated.accountant!r}, which is built in")
-        found = [] if stated.are_ours else list(_errors_of_any_version(document, facts))
-        if made == version_of("dpengine"):  # figures of a user's own accountant cannot be recomputed
+        errors = [] if stated.are_ours else list(_errors_of_any_version(document, facts))
+        if version == version_of("dpengine"):  # figures of a user's accountant cannot be recomputed
             recomputed = figures_of(facts) if stated.are_ours else stated
-            found += _differences(document, document_of(facts, recomputed))
+            errors += _differences(document, document_of(facts, recomputed))
     except (PrivacyError, ValueError, TypeError) as error:
         _reject(where, f"its content is not possible: {error}")
-    for name, here, there in found:
-        _reject(where, f"{name} is {shortened(here)}, but what the report says of the run gives {shortened(there)}")
+    for name, value, expected in errors:
+        _reject(where, f"{name} is {shortened(value)}, but the rest of the report implies {shortened(expected)}")
 
 
 def _errors_of_any_version(document: Mapping[str, Any], facts: RunFacts) -> Iterator[tuple[str, Any, Any]]:
-    """Yields contents that are wrong in any version."""
+    """Yields name, value and expected value of contents that are wrong in any version."""
     figures = figures_in(document)
     if document["mechanism"]["steps"] != facts.steps:
         yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
     if figures.spent is not None and any(not charge.event.claimed for charge in facts.accounting.history):
         raise ValueError("it states an epsilon, but its history has a step for which no epsilon is claimed")
-    for name, here, least in too_low(facts, figures):
+    for name, value, bound in too_low(facts, figures):
         raise ValueError(
-            f"{name} is {here:.6g}, below {least:.6g}, the lower bound of this dpengine {version_of('dpengine')}"
+            f"{name} is {value:.6g}, below {bound:.6g}, the lower bound of this dpengine {version_of('dpengine')}"
         )
 
 
-def _differences(here: Any, there: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(here, dict) and isinstance(there, dict):
-        for key in sorted(here.keys() | there.keys()):
+def _differences(value: Any, expected: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(value, dict) and isinstance(expected, dict):
+        for key in sorted(value.keys() | expected.keys()):
             if name or key != "digest":
-                yield from _differences(here.get(key), there.get(key), f"{name}.{key}" if name else key)
-    elif isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
-        for index, (one, other) in enumerate(zip(here, there, strict=True)):
-            yield from _differences(one, other, f"{name}[{index}]")
-    elif isinstance(here, float) and isinstance(there, float):
-        if not math.isclose(here, there, rel_tol=_SAME):
-            yield name, here, there
-    elif here != there:
-        yield name, here, there
+                yield from _differences(value.get(key), expected.get(key), f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and isinstance(expected, list) and len(value) == len(expected):
+        for index, (item, expected_item) in enumerate(zip(value, expected, strict=True)):
+            yield from _differences(item, expected_item, f"{name}[{index}]")
+    elif isinstance(value, float) and isinstance(expected, float):
+        if not math.isclose(value, expected, rel_tol=_SAME):
+            yield name, value, expected
+    elif value != expected:
+        yield name, value, expected
 
 
-def _reject(where: str, found: str, fix: str = _REBUILD) -> NoReturn:
-    raise CorruptFileError(f"{where}: {found.rstrip('.')}.", fix=fix) from None
+def _reject(where: str, problem: str, fix: str = _REBUILD) -> NoReturn:
+    raise CorruptFileError(f"{where}: {problem.rstrip('.')}.", fix=fix) from None

@@ -29,8 +29,8 @@ class PrivacyReport:
     """Report on the privacy of a run, for publication.
 
     Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is omitted unless it
-    is public, and nothing is read from the machine but the versions of two packages. All forms follow from the JSON,
-    from which `from_json` and `load` restore the same report.
+    is public. The versions of two packages are the only information from the machine. All forms are derived from the
+    JSON, from which `from_json` and `load` restore the same report.
 
     Args:
         facts: The facts of the run.
@@ -43,9 +43,9 @@ class PrivacyReport:
     def from_json(cls, text: str) -> PrivacyReport:
         """Restores a report from the result of `to_json`.
 
-        The digest in it detects accidents and careless edits; it is not a signature. If this version of dpengine wrote
-        the report, everything that follows from the history of the run is recomputed and compared. A report of another
-        version keeps its numbers, unless one is below this version's lower bound. Every form of it states that nothing
+        The digest detects accidents and careless edits; it is not a signature. If this version of dpengine wrote the
+        report, all numbers are recomputed from the history of the run and compared. A report of another version keeps
+        its numbers, and is rejected if one is below the lower bound of this version. All its forms state that nothing
         else was checked, and its page omits the chart that needs new numbers.
 
         Args:
@@ -81,7 +81,7 @@ class PrivacyReport:
         return cls(facts_of(document), _recorded=document)
 
     def with_audit(self, audit: Mapping[str, Any]) -> PrivacyReport:
-        """Returns the report with the result of an audit of such a run, which is not part of the guarantee.
+        """Returns the report with the result of an audit of a run with these settings. It is not part of the guarantee.
 
         Args:
             audit: ``AuditReport.summary()``.
@@ -92,9 +92,9 @@ class PrivacyReport:
         Raises:
             ValueError: If ``audit`` is not such a summary.
         """
-        found = next(violations(audit, report_schema()["properties"]["audit"], "audit"), "")
-        if found:
-            raise ValueError(f"report.with_audit: {found}. Pass AuditReport.summary().")
+        violation = next(violations(audit, report_schema()["properties"]["audit"], "audit"), "")
+        if violation:
+            raise ValueError(f"report.with_audit: {violation}. Pass AuditReport.summary().")
         return PrivacyReport(replace(self.facts, audit=audit))
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,9 +141,9 @@ class PrivacyReport:
     def __repr__(self) -> str:
         """Returns the guarantee in one line, with its stamps."""
         facts, figures = self._stated()
-        own = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
-        made = "" if figures.are_ours else f", {own or f'by dpengine {figures.version}'}"
-        return f"PrivacyReport({sentences.headline(facts, figures)}{made})"
+        unverified = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
+        origin = "" if figures.are_ours else f", {unverified or f'by dpengine {figures.version}'}"
+        return f"PrivacyReport({sentences.headline(facts, figures)}{origin})"
 
     def _repr_html_(self) -> str:
         """Returns the guarantee and the assumptions as a table, for notebooks; `save` writes the page."""

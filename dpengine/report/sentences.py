@@ -1,4 +1,4 @@
-"""Writes the sentences that statement, model card and page share."""
+"""Sentences that statement, model card and page share."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def headline(facts: RunFacts, figures: Figures) -> str:
 
 
 def neighbours(facts: RunFacts) -> str:
-    """Returns the neighboring relation in words."""
+    """Returns a sentence on the neighboring relation."""
     number, relation = facts.dataset.num_examples, facts.accounting.relation
     size = f" ({number:,})" if number is not None and facts.num_examples_is_public else ""
     return f"two data sets are neighbours if {_NEIGHBOURS[relation].format(unit=facts.accounting.unit)}{size}."
@@ -84,8 +84,8 @@ def other_measures(facts: RunFacts, figures: Figures) -> str:
     )
 
 
-def plain_words(facts: RunFacts, figures: Figures) -> str:
-    """Explains the guarantee to readers who do not know epsilon, in one paragraph."""
+def explanation(facts: RunFacts, figures: Figures) -> str:
+    """Returns a paragraph that explains the guarantee to readers who do not know epsilon."""
     unit = facts.accounting.unit
     if figures.spent is None:
         return (
@@ -112,7 +112,7 @@ def plain_words(facts: RunFacts, figures: Figures) -> str:
 
 
 def budget(facts: RunFacts, figures: Figures) -> str:
-    """Returns the number of charged steps, and the planned steps and the target epsilon if any."""
+    """Returns the number of charged steps, and the planned steps and the target epsilon if they exist."""
     steps, epsilon = facts.accounting.planned_steps, facts.accounting.target_epsilon
     planned = f" of {steps:,} planned" if steps is not None else ""
     target = f"; target ε = {epsilon:g}" if epsilon is not None and figures.spent else ""
@@ -123,7 +123,7 @@ def mechanism(facts: RunFacts) -> str:
     """Describes the mechanism in one line."""
     plan = facts.plan
     correlated = plan.get("correlated_noise")
-    name = "DP-SGD" if correlated is None else f"DP-SGD with {_noise_in_words(correlated)}"
+    name = "DP-SGD" if correlated is None else f"DP-SGD with {_correlated_noise(correlated)}"
     sampling = plan.get("sampling", "unknown")
     of_loop = sampling in (UNDECLARED, DECLARED)
     parts = [
@@ -137,12 +137,12 @@ def mechanism(facts: RunFacts) -> str:
     return ", ".join(part for part in parts if part) + (f"; in other runs: {others}." if others else ".")
 
 
-def _noise_in_words(facts: Mapping[str, Any]) -> str:
-    """Names noise that is correlated across steps."""
+def _correlated_noise(facts: Mapping[str, Any]) -> str:
+    """Returns the name of noise that is correlated across steps."""
     banded = f"noise of {facts.get('bands')} bands (BandMF)"
-    long = {"blt": "buffered linear Toeplitz noise (BLT)", "banded-inverse": "banded inverse noise"}
+    names = {"blt": "buffered linear Toeplitz noise (BLT)", "banded-inverse": "banded inverse noise"}
     name = str(facts.get("noise", "banded-toeplitz"))
-    return banded if name == "banded-toeplitz" else long.get(name, f"correlated noise {name}, which is not dpengine's")
+    return banded if name == "banded-toeplitz" else names.get(name, f"correlated noise {name}, which is not dpengine's")
 
 
 def described(value: Any) -> Any:
@@ -154,16 +154,16 @@ def described(value: Any) -> Any:
 
 
 def accounting(figures: Figures) -> str:
-    """Names the accountant, its version and the rounding of the number."""
+    """Returns the name and version of the accountant, and the rounding of its numbers."""
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
     if figures.library == OWN:
         return f"computed by {figures.accountant}, not verified; rounded up at the last digit."
-    who = f"accountant {figures.accountant!r} of dpengine {figures.version}{grid}"
-    return f"{who}; upper bounds, rounded up at the last digit."
+    accountant = f"accountant {figures.accountant!r} of dpengine {figures.version}{grid}"
+    return f"{accountant}; upper bounds, rounded up at the last digit."
 
 
 def unamplified(facts: RunFacts, figures: Figures) -> str:
-    """States the bound of a shuffled run without amplification; empty if there is none."""
+    """Returns the bound of a shuffled run without amplification; an empty text if there is none."""
     if figures.unamplified is None:
         return ""
     bound, delta = round_up(figures.unamplified), round_up_delta(facts.accounting.delta)
@@ -213,7 +213,7 @@ def excludes(facts: RunFacts) -> list[str]:
 
 
 def utility(facts: RunFacts) -> str:
-    """States the utility of the model; empty if it is not known."""
+    """Returns the utility of the model; an empty text if it is unknown."""
     metric, value, split = (facts.utility.get(key) for key in ("metric", "value", "split"))
     if value is None:
         return ""
@@ -221,20 +221,19 @@ def utility(facts: RunFacts) -> str:
 
 
 def audit(facts: RunFacts) -> str:
-    """States the result of an audit; empty if there is none. Its lower bound is rounded down."""
-    found = facts.audit
-    if not found:
+    """Returns the result of an audit; an empty text if there is none. Its lower bound is rounded down."""
+    summary = facts.audit
+    if not summary:
         return ""
     verdicts = {"pass": "no violation found", "violation": "THE CLAIM IS REFUTED"}
-    said = verdicts.get(found["verdict"], "nothing can be said")
-    bound, claimed, alpha = found.get("bound"), found.get("claimed"), found.get("alpha")
-    trials = f"{found['n']:,} {found['kind']} canaries" if found.get("kind") else f"{found['n']:,} trials"
-    least = "" if bound is None else f"; ε is at least {_down(bound)}"
+    verdict = verdicts.get(summary["verdict"], "nothing can be said")
+    bound, claimed, alpha = summary.get("bound"), summary.get("claimed"), summary.get("alpha")
+    trials = f"{summary['n']:,} {summary['kind']} canaries" if summary.get("kind") else f"{summary['n']:,} trials"
+    lower = "" if bound is None else f"; ε is at least {_down(bound)}"
     confidence = "" if bound is None or alpha is None else f" with {100 * (1 - alpha):g} % confidence"
     against = "" if claimed is None else f", where {_number(claimed)} was claimed"
-    return (
-        f"{found['detector']}, {trials}: {said}{least}{confidence}{against}. An experiment, no part of the guarantee."
-    )
+    result = f"{verdict}{lower}{confidence}{against}"
+    return f"{summary['detector']}, {trials}: {result}. An experiment, no part of the guarantee."
 
 
 def _down(value: float | str) -> str:

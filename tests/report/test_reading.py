@@ -190,7 +190,7 @@ EDITS = {
 
 @pytest.mark.parametrize(("path", "value"), EDITS.items(), ids=str)
 def test_an_edit_with_a_new_digest_is_refused_if_it_does_not_follow_from_the_history(report, path, value):
-    with pytest.raises(CorruptFileError, match=f"{path[0]}.*what the report says of the run gives"):
+    with pytest.raises(CorruptFileError, match=f"{path[0]}.*the rest of the report implies"):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
 
 
@@ -208,7 +208,7 @@ def test_a_number_of_this_version_that_is_another_is_refused(report, path, share
     value = report.to_dict()
     for key in path:
         value = value[key]
-    with pytest.raises(CorruptFileError, match="what the report says of the run gives"):
+    with pytest.raises(CorruptFileError, match="the rest of the report implies"):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value * share))))
 
 
