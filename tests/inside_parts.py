@@ -330,7 +330,7 @@ def unprobed():
 
 def copied_buffers(watch):
     """The number of buffers and parameters of which a watch keeps a copy."""
-    return sum(one.value is not None for one in watch._noted.values())
+    return sum(one.value is not None for one in watch._snapshots.values())
 
 
 # make_private

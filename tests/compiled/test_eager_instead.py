@@ -131,7 +131,7 @@ def test_samples_that_move_by_values_of_later_batches_are_rejected(passes):
     x, y = next(batches)
     training.optimizer.zero_grad()
     losses_B = F.cross_entropy(training.model(x), y, reduction="none")
-    with pytest.raises(errors.UnsupportedLayerError, match="in the place of another one"):
+    with pytest.raises(errors.UnsupportedLayerError, match="at the index of another one"):
         (losses_B * (torch.arange(len(x)) > 0)).mean().backward()
 
 

@@ -150,7 +150,7 @@ def test_other_watchers_of_the_module_are_rejected():
         lambda: make_loop(inner),
         lambda: make_loop(nn.Sequential(loop.model)),
     ):
-        with pytest.raises(UnknownParameterError, match=r"(watched|private) already"):
+        with pytest.raises(UnknownParameterError, match=r"(already watched|private already)"):
             watch()
 
 
