@@ -392,7 +392,7 @@ def test_larger_batches_are_eager(passes):
 
 def test_what_trains_outside_the_model_is_not_compiled(passes):
     temperature = nn.Parameter(torch.ones(()))
-    with pytest.warns(errors.PrivacyWarning, match="not a parameter of the model"):
+    with pytest.warns(errors.PrivacyWarning, match="not one of its parameters"):
         Training(lambda: Special(lambda model, h: h * temperature), data((6,)), compile="eager").run(4)
     assert not passes
 
