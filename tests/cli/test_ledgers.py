@@ -51,7 +51,7 @@ def test_total_is_what_an_accountant_says_of_all_charges(path, capsys):
     assert found["epsilon"] == epsilon_of(charges, 1e-4, accountant="pld")
     assert (found["steps"], found["reserved"], found["relation"]) == (10, 4, "zero-out")
     _, out, _ = printed(capsys, "ledger", "total", path)
-    assert "10 steps charged in 2 runs" in out and "4 of them were reserved" in out and "δ = 0.001" in out
+    assert "10 steps charged in 2 runs" in out and "4 of these steps were reserved" in out and "δ = 0.001" in out
 
 
 @pytest.mark.hazard("A11")
