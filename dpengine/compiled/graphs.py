@@ -117,7 +117,9 @@ def traced_graphs(
     if any(traced(constant) for constant in constants):
         raise UnsupportedLayerError("a layer allocates its own work memory, as recurrent layers do.")
     if any(constant.requires_grad and constant.is_leaf for constant in constants):
-        raise UnsupportedLayerError("the model reads a tensor that requires gradients and is not one of its parameters.")
+        raise UnsupportedLayerError(
+            "the model reads a tensor that requires gradients and is not one of its parameters."
+        )
     if any(constant.dim() > 0 and len(constant) == rows for constant in constants):
         raise UnsupportedLayerError(
             "the model reads a tensor that has as many rows as the batch and is not an argument of the model."
