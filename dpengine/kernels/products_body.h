@@ -203,7 +203,7 @@ TARGET static uint64_t NAMED(outer_floats)(const struct outers *job) {
     return UP((job->high + NAMED(at_a_time)(job, stride)) * stride, 16);
 }
 
-/* The sums over places of the channels of a group, added in float64 and rounded once. */
+/* Sums each channel of a group over its places, in float64, and rounds once. */
 TARGET static void NAMED(add_up)(const struct outers *job, const float *narrow, uint64_t places, double *sums, float *out) {
     if (job->place == 1) {
         for (uint64_t c = 0; c < job->high; c++, narrow += job->channel) {
@@ -225,7 +225,7 @@ TARGET static void NAMED(add_up)(const struct outers *job, const float *narrow, 
     for (uint64_t c = 0; c < job->high; c++) out[c] = (float)sums[c];
 }
 
-/* The sum of the products of one vector, less `mean`, and another one. */
+/* Returns the dot product of `one` minus `mean` and `other`. */
 INLINE(TARGET) double NAMED(product)(const float *one, const float *other, uint64_t size, double mean) {
     reals sum = {0};
     double rest = 0;
@@ -237,7 +237,7 @@ INLINE(TARGET) double NAMED(product)(const float *one, const float *other, uint6
     return NAMED(total)(sum) + rest;
 }
 
-/* Mean and the inverse of the root of the mean square of the differences from it, plus eps. */
+/* Writes the mean, which is 0 unless `centered`, and returns 1 / sqrt(mean square of the differences from it + eps). */
 TARGET static double NAMED(moments)(const float *at, uint64_t size, double eps, int centered, double *mean) {
     reals sum = {0};
     double rest = 0;
@@ -294,7 +294,7 @@ TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, floa
     }
     uint64_t features = NAMED(features)(job), stride = UP(features, LANES), some = features ? NAMED(at_a_time)(job, stride) : 0;
     uint64_t places = job->places[0] * job->places[1] * job->places[2];
-    int lies = job->channels == 1 && features == stride && job->kernel[2] == features && job->stride[2] == features &&
+    int contiguous = job->channels == 1 && features == stride && job->kernel[2] == features && job->stride[2] == features &&
                places * features == job->size[2]; /* the windows lie side by side */
     double square;
     job->sq_norm[row] = 0;
@@ -314,8 +314,8 @@ TARGET static void NAMED(outer_row)(const struct outers *job, uint64_t row, floa
         memset(sums, 0, job->high * stride * sizeof *sums);
         for (uint64_t first = 0; first < places; first += some) {
             uint64_t count = places - first < some ? places - first : some;
-            if (!lies) NAMED(lay_out)(job, wide, first, count, features, stride, laid);
-            const float *from = lies ? wide + first * features : laid, *narrow = job->narrow + row * job->row + g * job->group + first * job->place;
+            if (!contiguous) NAMED(lay_out)(job, wide, first, count, features, stride, laid);
+            const float *from = contiguous ? wide + first * features : laid, *narrow = job->narrow + row * job->row + g * job->group + first * job->place;
             for (uint64_t f = 0, v; f < stride; f += v * LANES) {
                 v = f + 2 * LANES <= stride ? 2 : 1;
                 for (uint64_t c = 0, h; c < job->high; c += h) {
