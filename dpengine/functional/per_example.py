@@ -52,7 +52,9 @@ def batch_of(
 ) -> Batch:
     """Returns the batch in the arguments of a call."""
     if max(places) >= len(args):
-        raise ValueError(f"{where}: argument {max(places)} must have the examples, but the call has {len(args)}.")
+        raise ValueError(
+            f"{where}: argument {max(places)} must have the examples, and there are {len(args)} arguments."
+        )
     leaves = [leaf for place in places for leaf in pytree.tree_leaves(args[place])]
     if not leaves or not all(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves):
         raise ValueError(f"{where}: every leaf of a batch argument must be a tensor with the examples on axis 0.")

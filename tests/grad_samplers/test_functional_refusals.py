@@ -71,7 +71,7 @@ def test_a_small_mixing_term_is_refused_even_in_half_precision():
 def test_an_input_that_only_looks_batched_is_refused():
     layer = layer_of(lambda self, x, table: x * self.w + table.sum(), w=(3,))
     functional_sampler(layer).grads(make_call(layer, normal(5, 3), normal(4)))
-    with pytest.raises(UnsupportedLayerError, match="looks like the batch"):
+    with pytest.raises(UnsupportedLayerError, match="has the size of the batch by chance"):
         call = make_call(layer, normal(5, 3), normal(5))
         functional_sampler(layer).grads(call)
 
