@@ -1,4 +1,4 @@
-"""Logical batches of a run: drawn in order, split into physical batches, and returned once."""
+"""Logical batches of a run, which are drawn in order, split into physical batches, and returned once."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DrawnBatch(NamedTuple):
 
 
 class LogicalBatches:
-    """Draws, splits and returns the logical batches of a run. The loader, its sampler and their copies share it."""
+    """Draws, splits and returns the logical batches of a run. Shared by the loader, its sampler and their copies."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class LogicalBatches:
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        # Called before each physical batch is returned, with its index and its data, if they are known.
+        # Called before each physical batch is returned, with its index and its data (None if unknown).
         on_return: Callable[[LogicalBatch, int, Any], None],
         on_end: Callable[[], None] = lambda: None,  # called when a pass ends
         may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
@@ -79,7 +79,7 @@ class LogicalBatches:
         self._on_end = on_end
 
     def draw(self, step: int) -> DrawnBatch:
-        """Returns the logical batch of a step. Drawing has no side effect: the same step gives the same batch again."""
+        """Returns the logical batch of a step, without side effects: the same step always gives the same batch."""
         indices = self.strategy.draw(step, self._words)
         rank, ranks = self.share
         strategy: Any = self.strategy
@@ -96,7 +96,7 @@ class LogicalBatches:
     def mark_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records that a physical batch is about to be returned to the user."""
         if chunk == 0:
-            self.position = batch.step + 1  # first, so that this step does not repeat if the callback raises
+            self.position = batch.step + 1  # before the callback, so that the step does not repeat if it raises
         self.on_return(batch, chunk, data)
 
     def start_pass(self, *, fetch_empty: bool) -> Pass:
@@ -106,7 +106,7 @@ class LogicalBatches:
         return self.open_pass
 
     def end_pass(self) -> None:
-        """Ends the open pass, if any. Batches that were drawn but not returned are forgotten."""
+        """Ends the open pass, if any. Batches that were drawn but not returned have no effect."""
         if self.open_pass is not None:
             self.open_pass.source = None
             self.open_pass = None
@@ -125,8 +125,8 @@ class LogicalBatches:
 class Pass:
     """One pass over the loader. Fetched and returned batches are matched first in, first out.
 
-    DataLoader workers prefetch by an amount that depends on timing. So the side that needs the next logical batch first
-    draws it for both.
+    DataLoader workers prefetch an amount that depends on timing. So each logical batch is drawn when it is first
+    needed, either for fetching or for the user.
     """
 
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):

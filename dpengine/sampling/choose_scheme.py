@@ -76,7 +76,7 @@ def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
 
 
 def scheme_from(value: Any) -> SamplingScheme:
-    """Returns a sampling scheme. The batches of one from outside are tried; those of our own are as they state."""
+    """Returns a sampling scheme. Trial batches of a custom scheme are checked."""
     return value if isinstance(value, SamplingScheme) else OwnScheme(value)
 
 
@@ -89,7 +89,7 @@ def batches_per_epoch(sample_rate: float, *, drop_last: bool) -> int:
 
 
 def _inverse_rate(rate: float) -> Fraction:
-    """Returns ``1 / rate`` exactly, also for a rate such as 1/3 that float64 cannot represent."""
+    """Returns ``1 / rate`` exactly, including rates such as 1/3 that float64 cannot represent."""
     exact = 1 / Fraction(rate)
     nearest = Fraction(round(exact))
     return nearest if abs(exact - nearest) <= exact / (1 << 50) else exact

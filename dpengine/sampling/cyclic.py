@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling over groups of examples, and the keyed permutation that assigns the groups."""
+"""Cyclic Poisson sampling from groups of examples, and the keyed permutation that assigns the groups."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .scheme import (
 )
 from .truncation import TruncatedDraws
 
-_ROUNDS = 6
+_ROUNDS = 6  # rounds of the Feistel network
 KEY_WORDS = _ROUNDS
 
 
@@ -33,11 +33,11 @@ KEY_WORDS = _ROUNDS
 class KeyedPermutation:
     """A bijection of ``[0, size)``.
 
-    A Feistel network permutes the next larger power of 4, and is repeated until the result is in range (cycle walking).
-    It is not a cipher: the assignment of examples only has to be independent of the data.
+    A Feistel network permutes the numbers below the next power of 4, and is repeated until the result is in range
+    (cycle walking). It is not a cipher, because the assignment of examples only has to be independent of the data.
 
     Attributes:
-        size: At most 2**62.
+        size: Number of elements, at most 2**62.
         key: ``KEY_WORDS`` words of 64 bits.
     """
 
@@ -47,12 +47,12 @@ class KeyedPermutation:
     def __call__(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Returns the images of these numbers, ``(count,)``."""
         half = max(1, -(-max(1, (self.size - 1).bit_length()) // 2))
-        placed = self._network(numbers.astype(np.uint64), half)
-        outside = np.flatnonzero(placed >= self.size)
+        images = self._network(numbers.astype(np.uint64), half)
+        outside = np.flatnonzero(images >= self.size)
         while len(outside):
-            placed[outside] = self._network(placed[outside], half)
-            outside = outside[placed[outside] >= self.size]
-        return placed.astype(np.int64)
+            images[outside] = self._network(images[outside], half)
+            outside = outside[images[outside] >= self.size]
+        return images.astype(np.int64)
 
     def _network(self, numbers: npt.NDArray[np.uint64], half: int) -> npt.NDArray[np.uint64]:
         mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
@@ -63,7 +63,7 @@ class KeyedPermutation:
 
 
 def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Bijection of 64-bit words in which every bit depends on every other (the finalizer of SplitMix64)."""
+    """Mixes 64-bit words by a bijection (the finalizer of SplitMix64)."""
     with np.errstate(over="ignore"):
         words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -71,7 +71,7 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 PARTITION_STEP = 1 << 63
-"""Step of the words that assign examples to groups. It is after all batches."""
+"""Step number of the random words that assign examples to groups, which is larger than that of any batch."""
 
 
 class Partition(enum.Enum):
@@ -85,9 +85,9 @@ class Partition(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CyclicPoissonSampling(SamplingScheme):
-    """Assigns examples to ``cycle_length`` groups once; step t samples from group ``t mod cycle_length``.
+    """Assigns examples to ``cycle_length`` groups once, and samples from group ``t mod cycle_length`` in step t.
 
-    One group is Poisson sampling. With ``sampling_prob=1`` the order is fixed, with one pass in every cycle.
+    With one group, this is Poisson sampling. With ``sampling_prob=1``, the order is fixed: a cycle is one pass.
 
     Args:
         sampling_prob: Probability of each example of the group, in [0, 1].
@@ -206,7 +206,7 @@ class CyclicDraws(Draws):
         return np.sort(permutation(start + inside.draw(step, words)))
 
     def group_of(self, words: WordStream) -> npt.NDArray[np.int64]:
-        """Returns the group of each example ``(num_examples,)``, -1 for none. For tests: it needs much memory."""
+        """Returns the group of each example ``(num_examples,)``, -1 for none. Needs memory for all examples."""
         drawn = words(KEY_WORDS + 2, step=PARTITION_STEP, block=0)
         permutation = self._permutation(drawn)
         groups = np.full(self.num_examples, -1, dtype=np.int64)
@@ -223,8 +223,8 @@ class CyclicDraws(Draws):
         if self.partition is Partition.EQUAL_SPLIT:
             size = self.num_examples // self.cycle_length
             return group * size, size
-        # Sizes are multinomial. Halving a range of groups splits its examples binomially, so one group needs the splits
-        # on the way to it only. Each split has its own stream.
+        # Group sizes are multinomial. Halving a range of groups splits its examples binomially, so a group only needs
+        # the splits of the ranges that contain it. Each split has a separate stream.
         start, size, low, high = 0, self.num_examples, 0, self.cycle_length
         while high - low > 1:
             middle = (low + high) // 2

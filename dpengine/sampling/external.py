@@ -17,16 +17,15 @@ from .scheme import Draws, WordStream, checked_integer
 class ExternalBatches(Draws):
     """Sampling scheme of a loop that draws its own batches: each backward pass is one logical batch.
 
-    Privacy: epsilon is computed only if ``sample_rate`` is given. By giving it you state that each example of the data
-    set is in each batch independently with this probability, that the draws are secret, and that the loop neither drops
-    nor repeats a batch because of its content: an empty batch also goes through forward, backward and step. The engine
-    cannot check this, and reports say that the rate was declared by the user. Without ``sample_rate`` no epsilon is
-    claimed.
+    Privacy: epsilon is computed only if ``sample_rate`` is given. With it you state that each batch includes each
+    example independently with this probability, that the draws are secret, and that the loop neither drops nor repeats
+    a batch because of its content: an empty batch must also go through forward, backward and step. The engine cannot
+    check this, and reports state that the user declared the rate. Without ``sample_rate``, no epsilon is claimed.
 
     Attributes:
         expected_batch_size: Public constant that divides the sums of a mean loss. Positive.
         num_examples: Number of examples in the data set; 0 if unknown. ``make_private`` then needs ``target_delta``.
-        sample_rate: Probability of each example to be in a batch, in (0, 1]. None claims none, and is stored as 1.
+        sample_rate: Probability that an example is in a batch, in (0, 1]. None for no claim, which is stored as 1.
         claims_epsilon: Whether a sampling rate was given.
         steps_per_epoch: Logical batches that count as one epoch of ``make_private(epochs=...)``.
 
@@ -71,4 +70,4 @@ class ExternalBatches(Draws):
 
 def is_drawn_by_loop(sampling: Any) -> bool:
     """Returns True if the training loop draws the batches itself."""
-    return isinstance(sampling, ExternalBatches)  # the one place that asks for it
+    return isinstance(sampling, ExternalBatches)

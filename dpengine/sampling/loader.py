@@ -1,4 +1,4 @@
-"""The private loader: the user's DataLoader with private batches."""
+"""The private loader: a copy of the user's DataLoader that draws private batches."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def private_loader(
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by a sampling scheme.
 
-    The copy is an instance of the user's own class, with the data set, workers, memory pinning, generator and all other
-    attributes of the original, which is unchanged. A pass yields ``strategy.steps_per_epoch`` logical batches, each as
-    one or more physical batches. The next pass continues after the last one: ``position`` counts the logical batches
-    returned. A batch that workers prefetched but that was not returned has no effect, and is drawn again, identically.
-    Batches are drawn in the main process; workers receive the data set and ``collate_fn`` only.
+    The copy is a subclass instance of the user's class, with the data set, workers, memory pinning, generator and all
+    other attributes of the original, which is unchanged. A pass yields ``strategy.steps_per_epoch`` logical batches,
+    each as one or more physical batches. The next pass continues after the last one: ``position`` counts the logical
+    batches returned. A batch that was prefetched but not returned has no effect; it is drawn again, identically.
+    Batches are drawn in the main process; workers only receive the data set and ``collate_fn``.
 
     An empty physical batch has the structure of a real one, which is derived once from ``dataset[0]``. It has zero
-    rows or, with ``placeholder``, one sample: ``example_input`` if given, else zeros.
+    rows or, with ``placeholder``, one sample: ``example_input`` if given, otherwise zeros.
 
-    Starting a pass ends an open one; reading that raises SamplingError.
+    Starting a pass ends an open pass, which then raises SamplingError when it is read.
     """
     check_loader(loader)
     if not strategy.may_repeat:
@@ -81,41 +81,41 @@ def private_loader(
         "batch_sampler": batch_sampler,
         "batch_size": batch_sampler.batch_size,
         "drop_last": False,
-        # torch also sets this for a batch sampler: the user's order is replaced.
+        # torch also sets this sampler if a batch sampler is passed. The user's order is replaced.
         "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
         "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
         "in_order": True,  # logical batches are matched first in, first out
         "_iterator": None,  # persistent workers belong to the original
     }
-    wrapped = {name: _changed(part, type(part), settings) for name, part in _same_batches(loader).items()}
-    # A class whose own __iter__ changes batches must get empty ones too. For other classes they skip the workers, where
-    # `dataset.__getitems__` would get an empty list.
+    wrapped = {name: _copy_with(part, type(part), settings) for name, part in _same_batches(loader).items()}
+    # A class with its own __iter__ may change batches, so it must also get empty ones. For other classes, empty batches
+    # skip the workers, where `dataset.__getitems__` would get an empty list.
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
-    own = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
-    private = {**settings, **wrapped, **own}
-    return _changed(loader, _private_class(type(loader)), private)  # type: ignore[arg-type]
+    state = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
+    attributes = {**settings, **wrapped, **state}
+    return _copy_with(loader, _private_class(type(loader)), attributes)  # type: ignore[arg-type]
 
 
 def _check_loader_size(loader: Any, strategy: Draws | None = None) -> None:
     """Raises if the number of examples changed, because the accounted sampling rate is for that number."""
     strategy = loader._batches.strategy if strategy is None else strategy
-    rows = len(loader.dataset)
-    if rows != strategy.num_examples:
+    size = len(loader.dataset)
+    if size != strategy.num_examples:
         raise SamplingError(
-            f"The data set has {rows} examples, and the sampling scheme expects {strategy.num_examples}.",
+            f"The data set has {size} examples, and the sampling scheme expects {strategy.num_examples}.",
             fix="Do not change a data set during a run: call make_private with a loader of the new one.",
         )
 
 
-def _changed(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
-    """Returns a shallow copy of class ``kind`` with attributes that DataLoader does not allow to be set."""
-    changed = object.__new__(kind)
-    changed.__dict__.update(loader.__dict__, **attributes)
-    return changed
+def _copy_with(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
+    """Returns a shallow copy of class ``kind`` with other attributes, including those that DataLoader protects."""
+    other = object.__new__(kind)
+    other.__dict__.update(loader.__dict__, **attributes)
+    return other
 
 
 def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
-    """Returns the loaders inside ``loader`` over which it iterates, such as those of accelerate."""
+    """Returns loaders in the attributes of ``loader`` that return its batches, as in the wrappers of accelerate."""
     parts = {name: part for name, part in loader.__dict__.items() if isinstance(part, DataLoader)}
     return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
@@ -170,8 +170,8 @@ class PrivateIteration:
         try:
             this_pass.source = super().__iter__()  # type: ignore[misc]
             for _ in range(len(self.batch_sampler)):
-                # Checked when the user requests the batch, not when a worker prefetches it: the result may depend on
-                # the steps taken so far.
+                # Checked when the user requests the batch, not when a worker prefetches it, because the result may
+                # depend on the steps taken so far.
                 if not batches.may_draw(batches.position):
                     return
                 batch = this_pass.next_for_user()
@@ -192,15 +192,15 @@ class PrivateIteration:
                 batches.end_pass()
 
     def _get_iterator(self) -> Any:
-        """Returns the user's iterator, or one that reads complete batches for torch's own over tensors in memory."""
+        """Returns the user's iterator, or for tensors in memory a faster one with the batches of torch's iterator."""
         get_iterator = super()._get_iterator  # type: ignore[misc]
-        as_torch_does = getattr(get_iterator, "__func__", None) is DataLoader._get_iterator
-        if not as_torch_does or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
+        is_of_torch = getattr(get_iterator, "__func__", None) is DataLoader._get_iterator
+        if not is_of_torch or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
             return get_iterator()
-        whole = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
-        if whole is None:
+        tensors = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
+        if tensors is None:
             return get_iterator()
-        return _changed(self, DataLoader, {"dataset": whole, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
+        return _copy_with(self, DataLoader, {"dataset": tensors, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
 
     def _chunk(self, this_pass: Pass, rows: int) -> Any:
         """Returns the data of the next physical batch."""
@@ -209,8 +209,8 @@ class PrivateIteration:
         data = next(this_pass.source, _END)  # type: ignore[arg-type]
         this_pass.received += 1
         if data is _END or this_pass.received > this_pass.sent:
-            what = "ended before it returned all batches" if data is _END else "does not read its batch_sampler"
-            raise SamplingError(f"{_users_class(self)} {what}.", fix=_IN_ORDER)
+            fault = "ended before it returned all batches" if data is _END else "does not read its batch_sampler"
+            raise SamplingError(f"{_users_class(self)} {fault}.", fix=_IN_ORDER)
         return data
 
     def __len__(self) -> int:
@@ -234,11 +234,11 @@ class PrivateIteration:
         return self._batches.position
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position, which is public. A resumed run needs it and the same ``words``, nothing else."""
+        """Returns the position, which is public. A resumed run only needs it and the same ``words``."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continues from a stored position, and ends an open pass."""
+        """Continues from a stored position. Ends an open pass."""
         if set(state) != {"position"}:
             raise ValueError(f"load_state_dict: expected only the key 'position', got {sorted(state)}.")
         position = checked_integer("load_state_dict", "position", state["position"], at_least=0)

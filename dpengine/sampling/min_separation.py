@@ -1,4 +1,4 @@
-"""Sampling with a minimum separation: an example is excluded for some steps after each participation."""
+"""Sampling with a minimum separation, which excludes an example for some steps after each participation."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Resting = tuple[IndexBatch, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BMinSepSampling(SamplingScheme):
-    """Selects each example that was not selected in the last ``min_separation - 1`` steps with one probability.
+    """Selects each example that was not selected in the last ``min_separation - 1`` steps with equal probability.
 
-    Examples removed by ``truncated_batch_size`` also rest, so that the selection of an example does not depend on
-    others.
+    An example "rests" in the steps after its selection. Examples removed by ``truncated_batch_size`` also rest, so that
+    the selection of an example does not depend on other examples.
 
     Args:
-        sampling_prob: Probability of an example that does not rest, in [0, 1].
+        sampling_prob: Probability of selecting an example that does not rest, in [0, 1].
         iterations: Number of batches in the run; None for no limit.
         min_separation: Minimum number of steps between two participations, at least 1.
-        warm_start: Whether examples rest at the start like in the middle of a long run.
+        warm_start: Whether examples rest at the start as in the middle of a long run.
         truncated_batch_size: Maximum batch size; None for no truncation.
 
     Raises:
@@ -92,7 +92,7 @@ class MinSeparationDraws(StatefulDraws):
     law: ClassVar[str] = "b-min-sep"
 
     def begin(self, words: WordStream) -> Resting:
-        """Returns the examples that rest before the first step: as in a stationary run, or none."""
+        """Returns the examples that rest before the first step: none, or with ``warm_start`` as in a long run."""
         slots = self.selection.min_separation - 1
         resting = np.empty(0, dtype=np.int64)
         if self.selection.warm_start:

@@ -1,4 +1,4 @@
-"""Sampling of examples that belong to several users: one example for each user, or a minimum separation."""
+"""Sampling of examples that several users own, with one example per user or a minimum separation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class MultiOwnerGraph:
     """Ownership of examples: one edge for each pair of an example and a user. Public.
 
     Args:
-        examples: ``(E,)`` indices of examples, from 0; every example has an owner.
-        users: ``(E,)`` indices of users, from 0.
+        examples: Index of the example of each edge ``(E,)``, from 0. Every example has an owner.
+        users: Index of the user of each edge ``(E,)``, from 0.
 
     Raises:
         ValueError: If the shapes differ, an edge is repeated, or an example has no owner.
@@ -29,11 +29,11 @@ class MultiOwnerGraph:
     users: npt.NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        examples, users = (np.asarray(given) for given in (self.examples, self.users))
+        examples, users = (np.asarray(indices) for indices in (self.examples, self.users))
         owner = "MultiOwnerGraph"
         if examples.ndim != 1 or examples.shape != users.shape:
             raise ValueError(f"{owner}: examples and users have shapes {examples.shape} and {users.shape}.")
-        integers = all(given.dtype.kind in "iu" and (given >= 0).all() for given in (examples, users) if given.size)
+        integers = all(side.dtype.kind in "iu" and (side >= 0).all() for side in (examples, users) if side.size)
         if not integers:
             raise ValueError(f"{owner}: examples and users must be whole numbers from 0.")
         edges = np.unique(np.stack([examples, users]), axis=1)
@@ -86,31 +86,34 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
 
 
 def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
-    """Selects, in the graph's order, each given example that shares no user with an earlier selected one."""
+    """Selects, in the graph's order, each example that shares no user with an earlier selected one.
+
+    ``example`` and ``user`` are the edges of the examples.
+    """
     rank, degree = graph.rank, graph.degree
-    taken = np.zeros(graph.num_users, dtype=bool)
-    kept: list[IndexBatch] = []
-    # In each round every free user votes for their first example. An example for which all of its owners vote is the
-    # first of each of them, so the sequential order would also select it.
+    is_used = np.zeros(graph.num_users, dtype=bool)
+    selected: list[IndexBatch] = []
+    # In each round, every unused user votes for their first example. If all owners of an example vote for it, it is the
+    # first example of each owner, so the sequential order would also select it.
     while len(example):
         best = np.full(graph.num_users, graph.num_examples, dtype=np.int64)
         np.minimum.at(best, user, rank[example])
-        agrees = np.bincount(example[best[user] == rank[example]], minlength=graph.num_examples)
-        chosen = np.flatnonzero((agrees == degree) & (degree > 0))
-        kept.append(chosen)
-        taken[user[np.isin(example, chosen)]] = True
-        lost = np.zeros(graph.num_examples, dtype=bool)
-        lost[example[taken[user]]] = True
-        example, user = example[~lost[example]], user[~lost[example]]
-    return np.concatenate(kept) if kept else np.empty(0, dtype=np.int64)
+        votes = np.bincount(example[best[user] == rank[example]], minlength=graph.num_examples)
+        chosen = np.flatnonzero((votes == degree) & (degree > 0))
+        selected.append(chosen)
+        is_used[user[np.isin(example, chosen)]] = True
+        is_excluded = np.zeros(graph.num_examples, dtype=bool)
+        is_excluded[example[is_used[user]]] = True
+        example, user = example[~is_excluded[example]], user[~is_excluded[example]]
+    return np.concatenate(selected) if selected else np.empty(0, dtype=np.int64)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiOwnerSelection:
-    """Another sampling scheme over the examples of `greedy_contribution_bound`, so that each user owns at most one.
+    """Sampling scheme over the examples of `greedy_contribution_bound`, of which each user owns at most one.
 
     Args:
-        base: Sampling scheme of those examples.
+        base: Sampling scheme of the selected examples.
         max_degree: Examples with more owners are excluded.
 
     Raises:
@@ -137,9 +140,9 @@ class MultiOwnerSelection:
         Returns:
             An iterator over arrays of indices of examples, int64.
         """
-        kept = greedy_contribution_bound(graph, self.max_degree)
-        drawn = Batches(self.base.over(len(kept)), self.base.iterations, words_from(rng))
-        return (kept[batch] for batch in drawn)
+        examples = greedy_contribution_bound(graph, self.max_degree)
+        drawn = Batches(self.base.over(len(examples)), self.base.iterations, words_from(rng))
+        return (examples[batch] for batch in drawn)
 
 
 _NEVER = -(1 << 62)
@@ -164,10 +167,10 @@ class MultiOwnerSchedule:
 class MultiOwnerMinSepSampling:
     """Deterministic batches in which two examples of one user are at least ``min_separation`` batches apart.
 
-    Each batch takes examples in the order of (number of owners, index) whose users all rested. The maximum numbers of
-    participations of a user and of an example only grow if a batch cannot be filled otherwise. There is no randomness
-    and hence no amplification: the sensitivity is that of the strategy matrix for ``user_participations`` at this
-    separation (`dpengine.noise.toeplitz_sq_sensitivity`).
+    Each batch selects examples in the order of (number of owners, index), if no owner participated in the batches
+    before within the separation. The maximum numbers of participations of a user and of an example only increase if a
+    batch cannot be filled otherwise. There is no randomness and hence no amplification: the sensitivity is that of the
+    strategy matrix for ``user_participations`` at this separation (`dpengine.noise.toeplitz_sq_sensitivity`).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
@@ -191,15 +194,15 @@ class MultiOwnerMinSepSampling:
     accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; deterministic"
 
     def __post_init__(self) -> None:
-        for name, least in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():
-            checked_integer(type(self).__name__, name, getattr(self, name), at_least=least)
+        for name, minimum in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():
+            checked_integer(type(self).__name__, name, getattr(self, name), at_least=minimum)
 
     def batch_iterator(self, graph: MultiOwnerGraph, rng: Any = None) -> Iterator[IndexBatch]:
-        """Returns the batches of the schedule. ``rng`` is ignored: the schedule is deterministic."""
+        """Returns the batches of the schedule. ``rng`` is ignored, because the schedule is deterministic."""
         return iter(self.schedule(graph).batches)
 
     def schedule(self, graph: MultiOwnerGraph) -> MultiOwnerSchedule:
-        """Returns all batches of a run, a function of the graph alone.
+        """Returns all batches of a run, which are a function of the graph only.
 
         Args:
             graph: Ownership of the examples.
@@ -207,18 +210,18 @@ class MultiOwnerMinSepSampling:
         Returns:
             The schedule.
         """
-        state = _Progress(graph, self)
+        state = _ScheduleBuilder(graph, self)
         batches = tuple(state.next_batch(step) for step in range(self.iterations))
         users, examples = state.user_counts.max(initial=0), state.example_counts.max(initial=0)
         return MultiOwnerSchedule(batches, int(users), int(examples))
 
 
-class _Progress:
-    """Number and last step of the participations so far."""
+class _ScheduleBuilder:
+    """Builds a schedule batch by batch, with the number and last step of the participations so far."""
 
-    def __init__(self, graph: MultiOwnerGraph, law: MultiOwnerMinSepSampling):
-        self.graph, self.law = graph, law
-        edges = graph.degree[graph.examples] <= law.max_degree
+    def __init__(self, graph: MultiOwnerGraph, scheme: MultiOwnerMinSepSampling):
+        self.graph, self.scheme = graph, scheme
+        edges = graph.degree[graph.examples] <= scheme.max_degree
         self.example, self.user = graph.examples[edges], graph.users[edges]
         self.user_counts = np.zeros(graph.num_users, dtype=np.int64)
         self.last = np.full(graph.num_users, _NEVER, dtype=np.int64)
@@ -226,17 +229,17 @@ class _Progress:
         self.max_per_user, self.max_per_example = 1, 1
 
     def next_batch(self, step: int) -> IndexBatch:
-        """Returns the batch of this step. A limit only grows if the batch cannot be filled otherwise."""
-        free = self.last[self.user] + self.law.min_separation <= step
+        """Returns the batch of this step. Increases a limit only if the batch cannot be filled otherwise."""
+        free = self.last[self.user] + self.scheme.min_separation <= step
         chosen = np.empty(0, dtype=np.int64)
-        while len(chosen) < self.law.batch_size:
-            available = self._complete(free)
-            allowed = self._complete(free & (self.user_counts[self.user] < self.max_per_user))
-            room = self.law.batch_size - len(chosen)
-            found = self._choose(allowed & (self.example_counts < self.max_per_example))[:room]
-            if len(found):
-                chosen = np.concatenate([chosen, found])
-                free &= ~np.isin(self.user, self.user[np.isin(self.example, found)])
+        while len(chosen) < self.scheme.batch_size:
+            available = self._with_all_edges(free)
+            allowed = self._with_all_edges(free & (self.user_counts[self.user] < self.max_per_user))
+            missing = self.scheme.batch_size - len(chosen)
+            new = self._choose(allowed & (self.example_counts < self.max_per_example))[:missing]
+            if len(new):
+                chosen = np.concatenate([chosen, new])
+                free &= ~np.isin(self.user, self.user[np.isin(self.example, new)])
             elif allowed.any():
                 self.max_per_example += 1
             elif available.any():
@@ -249,13 +252,13 @@ class _Progress:
         self.example_counts[chosen] += 1
         return np.sort(chosen)
 
-    def _complete(self, fit_E: np.ndarray) -> np.ndarray:
-        """Returns a mask ``(num_examples,)`` of examples of which all edges fit."""
-        fitting = np.bincount(self.example[fit_E], minlength=self.graph.num_examples)
-        return (fitting == self.graph.degree) & (fitting > 0)
+    def _with_all_edges(self, mask_E: np.ndarray) -> np.ndarray:
+        """Returns a mask ``(num_examples,)`` of the examples whose edges are all in the mask of edges."""
+        counts = np.bincount(self.example[mask_E], minlength=self.graph.num_examples)
+        return (counts == self.graph.degree) & (counts > 0)
 
     def _choose(self, examples: np.ndarray) -> IndexBatch:
-        """Selects, in the graph's order, each of these examples that shares no user with an earlier one."""
+        """Returns, in the graph's order, each masked example that shares no user with an earlier one."""
         edges = examples[self.example]
-        found = independent_examples(self.graph, self.example[edges], self.user[edges])
-        return found[np.argsort(self.graph.rank[found])]
+        independent = independent_examples(self.graph, self.example[edges], self.user[edges])
+        return independent[np.argsort(self.graph.rank[independent])]

@@ -1,4 +1,4 @@
-"""Batches of a sampling scheme from outside the library, checked against the participation that it states."""
+"""Adapter for custom sampling schemes, whose trial batches are compared with the participation that they state."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from .scheme import (
 )
 
 OWN_SCHEME = "own: "
-"""Prefix of the name of a sampling scheme from outside the library."""
+"""Prefix of the name of a custom sampling scheme."""
 
 _TRIAL_EXAMPLES, _TRIAL_STEPS = 240, 120
-_DEVIATIONS = 7.0  # exceeded by chance once in 10**11 trials; the trial is the same each time
+_DEVIATIONS = 7.0  # number of standard deviations; a correct scheme exceeds it once in 10**11 trials
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnScheme(SamplingScheme):
-    """A sampling scheme from outside, whose batches were tried.
+    """Custom sampling scheme, whose trial batches were checked.
 
     Args:
-        scheme: Has ``over``, ``participation``, ``expected_batch_size`` and ``steps_per_epoch``.
+        scheme: Object with ``over``, ``participation``, ``expected_batch_size`` and ``steps_per_epoch``.
 
     Raises:
         TypeError: If a member is missing.
@@ -88,7 +88,7 @@ class OwnScheme(SamplingScheme):
 
 @dataclasses.dataclass(frozen=True)
 class OwnDraws(Draws):
-    """Batches of a scheme from outside.
+    """Batches of a custom sampling scheme.
 
     Attributes:
         name: Name of the class of the scheme.
@@ -120,7 +120,7 @@ class OwnDraws(Draws):
 
 
 def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
-    """Returns the examples of a batch, sorted; raises ExtensionError unless they are distinct and in range."""
+    """Returns the examples of a batch, sorted. Raises ExtensionError if they are not distinct or out of range."""
     indices = np.sort(np.asarray(batch).reshape(-1))
     distinct = not len(indices) or (indices.dtype.kind in "iu" and bool((np.diff(indices) > 0).all()))
     if not distinct or (len(indices) and not (indices[0] >= 0 and indices[-1] < num_examples)):
@@ -132,20 +132,20 @@ def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
 
 
 def _stated(scheme: Any, draws: Any) -> Participation:
-    """Returns the participation that draws state for their number of examples, or else their scheme for any number."""
-    found = (draws if callable(getattr(draws, "participation", None)) else scheme).participation()
-    if type(found) not in _CONTRADICTIONS:
-        known = ", ".join(kind.__name__ for kind in _CONTRADICTIONS)
-        raise ExtensionError(f"{type(scheme).__name__}.participation() is {found!r}.", fix=f"Return one of {known}.")
-    return found  # type: ignore[no-any-return]
+    """Returns the participation that the draws state, or that of their scheme if the draws state none."""
+    stated = (draws if callable(getattr(draws, "participation", None)) else scheme).participation()
+    if type(stated) not in _PARTICIPATION_CHECKS:
+        types = ", ".join(kind.__name__ for kind in _PARTICIPATION_CHECKS)
+        raise ExtensionError(f"{type(scheme).__name__}.participation() is {stated!r}.", fix=f"Return one of {types}.")
+    return stated  # type: ignore[no-any-return]
 
 
 def check_draws(scheme: Any) -> None:
-    """Draws trial batches, and raises ExtensionError if they contradict the participation that a scheme states.
+    """Draws trial batches. Raises ExtensionError if they contradict the participation that a scheme states.
 
-    The trial has 240 examples, or twice a fixed batch size. It finds other rates than stated, batches of another size,
-    participations that are too close, and batches that are the same for other words. It cannot find a scheme that
-    behaves differently for other data sets, or depends on the data.
+    The trial has 240 examples, or twice a fixed batch size. It detects other sampling rates or batch sizes than stated,
+    participations that are too close, and batches that do not depend on the random words. It cannot detect a scheme
+    that behaves differently for other data sets, or depends on the data.
     """
     name, participation = type(scheme).__name__, _stated(scheme, None)
     examples = max(_TRIAL_EXAMPLES, 2 * getattr(participation, "batch_size", 0))
@@ -170,7 +170,7 @@ def check_draws(scheme: Any) -> None:
     drawn_TN = np.zeros((steps, examples), dtype=bool)
     for step, batch in enumerate(batches):
         drawn_TN[step, batch] = True
-    fault = _CONTRADICTIONS[type(participation)](participation, drawn_TN)
+    fault = _PARTICIPATION_CHECKS[type(participation)](participation, drawn_TN)
     if fault:
         raise ExtensionError(
             f"{name} states {participation}, but in a trial of {steps} batches of {examples} examples {fault}.",
@@ -188,7 +188,7 @@ def _is_secret(participation: Participation) -> bool:
     return type(participation) in kinds and getattr(drawn, "sample_rate", 0.0) != 1
 
 
-def _poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool = False) -> str:
+def _check_poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool = False) -> str:
     cycle, rate = stated.cycle_length, stated.sample_rate
     groups_TN = np.arange(len(drawn_TN))[:, None] % cycle
     if cycle > 1 and any(len(set(groups_TN[column, 0])) > 1 for column in drawn_TN.T):
@@ -200,11 +200,11 @@ def _poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool =
             return f"a group has {max(sizes_of_groups)} examples, more than an equal share of {examples}"
     trials = drawn_TN.size / cycle
     excess = int(drawn_TN.sum()) - trials * rate
-    # Groups that do not divide the data set or the steps change the number of trials by at most one row and one column.
-    spread = _DEVIATIONS * math.sqrt(max(trials * rate * (1 - rate), 1.0)) + (sum(drawn_TN.shape) if cycle > 1 else 0)
-    if excess > spread or (excess < -spread and not truncated):
+    # If groups do not divide the data set or the steps, the number of trials changes by at most one row and one column.
+    limit = _DEVIATIONS * math.sqrt(max(trials * rate * (1 - rate), 1.0)) + (sum(drawn_TN.shape) if cycle > 1 else 0)
+    if excess > limit or (excess < -limit and not truncated):
         return f"{int(drawn_TN.sum()):,} examples were drawn instead of {trials * rate:,.0f}"
-    fault = _too_often(drawn_TN, rate, cycle)
+    fault = _check_counts(drawn_TN, rate, cycle)
     if fault or truncated:
         return fault
     sizes, variance = drawn_TN.sum(axis=1), drawn_TN.shape[1] / cycle * rate * (1 - rate)
@@ -213,44 +213,45 @@ def _poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: bool =
     return ""
 
 
-def _too_often(drawn_TN: Drawn, rate: float, cycle: int = 1) -> str:
+def _check_counts(drawn_TN: Drawn, rate: float, cycle: int = 1) -> str:
+    """Returns a fault if an example is drawn much more often than at the rate; otherwise an empty string."""
     mean = math.ceil(len(drawn_TN) / cycle) * rate
-    most = int(drawn_TN.sum(axis=0).max(initial=0))
-    often = most > mean + _DEVIATIONS * (math.sqrt(mean * (1 - rate)) + 1)
-    return f"an example is in {most} batches instead of about {mean:.3g}" if often else ""
+    largest = int(drawn_TN.sum(axis=0).max(initial=0))
+    exceeds = largest > mean + _DEVIATIONS * (math.sqrt(mean * (1 - rate)) + 1)
+    return f"an example is in {largest} batches instead of about {mean:.3g}" if exceeds else ""
 
 
-def _truncated(stated: TruncatedParticipation, drawn_TN: Drawn) -> str:
+def _check_truncated(stated: TruncatedParticipation, drawn_TN: Drawn) -> str:
     largest = int(drawn_TN.sum(axis=1).max(initial=0))
     if largest > stated.largest_batch:
         return f"a batch has {largest} examples"
-    return _poisson(stated.drawn, drawn_TN, truncated=True)
+    return _check_poisson(stated.drawn, drawn_TN, truncated=True)
 
 
-def _fixed_size(stated: FixedSizeParticipation, drawn_TN: Drawn) -> str:
+def _check_fixed_size(stated: FixedSizeParticipation, drawn_TN: Drawn) -> str:
     sizes = set(drawn_TN.sum(axis=1).tolist())
     if sizes <= {stated.batch_size}:
-        return _too_often(drawn_TN, stated.batch_size / drawn_TN.shape[1])
+        return _check_counts(drawn_TN, stated.batch_size / drawn_TN.shape[1])
     return f"batches have sizes {sorted(sizes)[:5]}"
 
 
-def _epochs(stated: EpochParticipation, drawn_TN: Drawn) -> str:
+def _check_epochs(stated: EpochParticipation, drawn_TN: Drawn) -> str:
     starts = range(0, len(drawn_TN), max(1, stated.steps))
     repeated = any(drawn_TN[start : start + stated.steps].sum(axis=0).max(initial=0) > 1 for start in starts)
     return "an example is in two batches of one epoch" if repeated else ""
 
 
-def _separated(stated: SeparatedParticipation, drawn_TN: Drawn) -> str:
+def _check_separated(stated: SeparatedParticipation, drawn_TN: Drawn) -> str:
     gaps = [np.diff(np.flatnonzero(column)) for column in drawn_TN.T]
-    least = min((int(gap.min()) for gap in gaps if len(gap)), default=stated.separation)
-    return f"an example is in batches that are {least} steps apart" if least < stated.separation else ""
+    smallest = min((int(gap.min()) for gap in gaps if len(gap)), default=stated.separation)
+    return f"an example is in batches that are {smallest} steps apart" if smallest < stated.separation else ""
 
 
-_CONTRADICTIONS: dict[type, Callable[[Any, Drawn], str]] = {
-    PoissonParticipation: _poisson,
-    TruncatedParticipation: _truncated,
-    FixedSizeParticipation: _fixed_size,
-    EpochParticipation: _epochs,
-    SeparatedParticipation: _separated,
+_PARTICIPATION_CHECKS: dict[type, Callable[[Any, Drawn], str]] = {
+    PoissonParticipation: _check_poisson,
+    TruncatedParticipation: _check_truncated,
+    FixedSizeParticipation: _check_fixed_size,
+    EpochParticipation: _check_epochs,
+    SeparatedParticipation: _check_separated,
     UnknownParticipation: lambda stated, drawn_TN: "",
 }

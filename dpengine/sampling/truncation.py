@@ -12,15 +12,15 @@ from dpengine.accounting.run_events import (
 from .scheme import Draws, IndexBatch, WordStream, checked_integer, checked_probability
 from .subset import uniform_subset
 
-_NEGLIGIBLE = 0.01
+_NEGLIGIBLE = 0.01  # fraction of delta below which the truncation probability is negligible
 
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedDraws(Draws):
-    """Another sampling scheme whose batches are truncated to a uniform subset if they are too large.
+    """Draws of another scheme, whose batches are truncated to a uniform subset if they are too large.
 
     Args:
-        drawn: The other scheme.
+        drawn: Draws before truncation.
         largest: Maximum batch size.
     """
 
@@ -70,13 +70,13 @@ class TruncatedDraws(Draws):
 
 
 def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> float:
-    """Returns the probability that the other examples fill a batch, so that one more displaces one of them.
+    """Returns the probability that the other examples fill a batch, so that a further example displaces one of them.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
 
     Args:
         num_examples: Number of examples that may be in the batch, at least 1.
-        sampling_prob: Probability of each, in [0, 1].
+        sampling_prob: Sampling rate, in [0, 1].
         largest: Maximum batch size.
 
     Returns:
@@ -96,7 +96,7 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
 
     Args:
         num_examples: Number of examples that may be in each batch, at least 1.
-        sampling_prob: Probability of each, in [0, 1].
+        sampling_prob: Sampling rate, in [0, 1].
         rounds: Number of batches that may include an example.
         delta: Delta of the guarantee, in (0, 1).
 
@@ -110,7 +110,7 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
     checked_integer("suggest_cap", "num_examples", num_examples, at_least=1)
     if not 0 < delta < 1:
         raise ValueError(f"suggest_cap: delta must be in (0, 1), got {delta!r}.")
-    low, high = 0, num_examples  # the batch has at most num_examples, so the others never fill one of that size
+    low, high = 0, num_examples  # the other examples cannot fill a batch of size num_examples
     while low < high:
         middle = (low + high) // 2
         suffices = rounds * cut_probability(num_examples, sampling_prob, middle) <= _NEGLIGIBLE * delta

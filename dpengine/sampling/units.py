@@ -1,4 +1,4 @@
-"""Batches of privacy units: sampling selects a unit with all of its examples."""
+"""Sampling of privacy units: a sampled unit is included with all of its examples."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from dpengine.errors import SamplingError
 from .scheme import Draws, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
-_PAIRS = 17  # number of examples that are collated with the first one
+_PAIRS = 17  # maximum number of examples in the check of the collation order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitDraws(Draws):
-    """Samples units by another scheme, each with all of its examples.
+    """Samples units by another sampling scheme, and includes all examples of each sampled unit.
 
     Args:
-        drawn: Samples units, as numbers from 0.
+        drawn: Draws of units, as numbers from 0.
         unit_N: Unit of each example, ``(N,)``.
 
     Raises:
-        ValueError: If the scheme samples from another number of units.
+        ValueError: If ``drawn`` is for another number of units.
     """
 
     drawn: Draws
-    unit_N: UnitIds = dataclasses.field(repr=False)  # private: which example is whose must not appear in logs
+    unit_N: UnitIds = dataclasses.field(repr=False)  # private: the owners of examples must not appear in logs
 
     law: ClassVar[str] = "units"
     of_units: ClassVar[bool] = True
@@ -42,7 +42,7 @@ class UnitDraws(Draws):
     def __post_init__(self) -> None:
         sizes = np.bincount(self.unit_N, minlength=1)
         if len(sizes) != max(1, self.drawn.num_examples):
-            raise ValueError(f"UnitDraws: got {len(sizes)} units, and a scheme for {self.drawn.num_examples}.")
+            raise ValueError(f"UnitDraws: got {len(sizes)} units, but a scheme for {self.drawn.num_examples}.")
         object.__setattr__(self, "_order", np.argsort(self.unit_N, kind="stable"))
         object.__setattr__(self, "_ends", np.cumsum(sizes))
 
@@ -80,18 +80,18 @@ class UnitDraws(Draws):
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def chunks_of_ranks(self, indices: IndexBatch, parts: int, size: int | None, ranks: int) -> list[list[IndexBatch]]:
-        """Splits a batch between ranks, and the part of each into physical batches, as many on each rank.
+        """Splits a batch over ranks, and the part of each rank into equally many physical batches.
 
-        Units stay complete. The last physical batches of a rank may be empty.
+        Units are not split. The last physical batches of a rank may be empty.
         """
-        of_ranks = [self.chunks(part, size=size, parts=parts) for part in self.chunks(indices, size=None, parts=ranks)]
-        most = max(map(len, of_ranks))
-        return [[*chunks, *[indices[:0]] * (most - len(chunks))] for chunks in of_ranks]
+        by_rank = [self.chunks(part, size=size, parts=parts) for part in self.chunks(indices, size=None, parts=ranks)]
+        count = max(map(len, by_rank))
+        return [[*chunks, *[indices[:0]] * (count - len(chunks))] for chunks in by_rank]
 
     def chunks(self, indices: IndexBatch, *, size: int | None, parts: int) -> list[IndexBatch]:
-        """Splits a batch between units: into chunks of at most ``size`` examples, or into ``parts`` chunks.
+        """Splits a batch at unit boundaries into chunks of at most ``size`` examples, or into ``parts`` chunks.
 
-        A larger unit is a chunk of its own, because its gradient is clipped as one.
+        A unit with more than ``size`` examples is a separate chunk, because its gradient is clipped as a whole.
 
         Args:
             indices: Result of ``draw``.
@@ -106,8 +106,8 @@ class UnitDraws(Draws):
         firsts = np.flatnonzero(np.diff(self.unit_N[indices], prepend=-1))
         if size is None:
             cuts = [int(part[0]) for part in np.array_split(firsts, parts) if len(part)]
-            found = np.split(indices, cuts[1:])
-            return [*found, *[indices[:0]] * (parts - len(found))]
+            chunks = np.split(indices, cuts[1:])
+            return [*chunks, *[indices[:0]] * (parts - len(chunks))]
         cuts, start = [], 0
         for first, end in zip(firsts.tolist(), [*firsts[1:].tolist(), len(indices)], strict=True):
             if end - start > size and first > start:
@@ -116,20 +116,23 @@ class UnitDraws(Draws):
         return np.split(indices, cuts)
 
     def places(self, indices: IndexBatch) -> UnitIds:
-        """Returns the index of each example's unit among those of a chunk, ``(rows,)``, from 0."""
+        """Returns the unit of each example of a chunk ``(B,)``, numbered from 0 within the chunk."""
         return np.cumsum(np.diff(self.unit_N[indices], prepend=-1) != 0) - 1
 
 
-def unit_numbers(given: Any, dataset: Any) -> UnitIds:
-    """Returns the unit of each example, as numbers from 0."""
-    ids = given
-    if isinstance(given, str):
+def unit_numbers(privacy_unit: Any, dataset: Any) -> UnitIds:
+    """Returns the unit of each example ``(N,)``, as numbers from 0.
+
+    ``privacy_unit`` has one id for each example, or is the name of a column of the data set.
+    """
+    ids = privacy_unit
+    if isinstance(privacy_unit, str):
         try:
-            ids = dataset[given]
+            ids = dataset[privacy_unit]
         except Exception as error:
             raise ValueError(
-                f"privacy_unit={given!r}: {type(dataset).__name__} has no such column. Pass an array with one id for "
-                "each example."
+                f"privacy_unit={privacy_unit!r}: {type(dataset).__name__} has no such column. Pass an array with one "
+                "id for each example."
             ) from error
     values = np.asarray(ids)
     if values.ndim != 1 or len(values) != len(dataset):
@@ -145,19 +148,19 @@ def unit_numbers(given: Any, dataset: Any) -> UnitIds:
         )
     if values.dtype != object:
         return np.unique(values, return_inverse=True)[1].reshape(-1).astype(np.int64)
-    numbers: dict[Any, int] = {}  # by first example, because ids of several types cannot be sorted
+    numbers: dict[Any, int] = {}  # in order of first occurrence, because ids of several types cannot be sorted
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
 
 
 def check_order_kept(collate: Any, dataset: Any) -> None:
-    """Raises if ``collate_fn`` reorders examples, because their units would then be unknown."""
+    """Raises SamplingError if ``collate_fn`` reorders examples, because their units would then be unknown."""
     for i in range(1, min(len(dataset), _PAIRS)):
         pair = [dataset[0], dataset[i]]
-        forth, back = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))
-        for one, other in zip(forth, back, strict=True):
-            if not isinstance(one, Tensor) or one.dim() == 0 or one.shape != other.shape or len(one) != len(pair):
+        forward, reversed_ = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))
+        for leaf, other in zip(forward, reversed_, strict=True):
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape != other.shape or len(leaf) != len(pair):
                 continue
-            if not torch.equal(torch.nan_to_num(one), torch.nan_to_num(other.flip(0))):
+            if not torch.equal(torch.nan_to_num(leaf), torch.nan_to_num(other.flip(0))):
                 raise SamplingError(
                     "collate_fn reorders the examples of a batch, or changes an example depending on the others. With "
                     "privacy_unit= the unit of each sample must be known.",

@@ -1,4 +1,4 @@
-"""Sampling of users: the unit of sampling, clipping and privacy is all contributions of a user to a batch."""
+"""Sampling of users: a user's examples in a batch are sampled, clipped and protected together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .scheme import Batches, IndexBatch, SamplingScheme, checked_integer, checke
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserSelectionStrategy:
-    """Another sampling scheme over users, each of whom contributes the next ``examples_per_user`` examples, cyclically.
+    """Sampling scheme over users, each of whom contributes their next ``examples_per_user`` examples, cyclically.
 
     Args:
         base: Sampling scheme of users.
-        examples_per_user: Number of examples that a user contributes each time, starting over after the last.
+        examples_per_user: Number of examples that a user contributes to a batch, in cyclic order.
         shuffle: Whether the examples of each user are shuffled once.
 
     Raises:
@@ -62,7 +62,7 @@ class UserSelectionStrategy:
         order = np.argsort(users, kind="stable")
         words = words_from(rng)
         if self.shuffle:
-            # Sorted by user first, then by a random word.
+            # Sorted by user, then by a random word.
             order = np.lexsort((words(len(ids), step=(1 << 63) + 1, block=0), users))
         sizes = np.bincount(users) if len(users) else np.empty(0, dtype=np.int64)
         drawn = Batches(self.base.over(len(sizes)), self.base.iterations, words)
@@ -72,32 +72,32 @@ class UserSelectionStrategy:
 class UserBatches(Iterator[IndexBatch]):
     """The batches of one run over users."""
 
-    def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], each: int):
+    def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], examples_per_user: int):
         self._drawn = drawn
         self._order = order  # examples, sorted by user
         self._sizes = sizes
         self._starts = np.cumsum(sizes) - sizes
-        self._each = each
-        self._used = np.zeros(len(sizes), dtype=np.int64)  # examples used by each user so far, modulo their number
+        self._examples_per_user = examples_per_user
+        self._positions = np.zeros(len(sizes), dtype=np.int64)  # position of each user's next example
 
     def __next__(self) -> IndexBatch:
         users = next(self._drawn)
         sizes = self._sizes[users].reshape(-1, 1)
-        places = (self._used[users].reshape(-1, 1) + np.arange(self._each)) % np.maximum(sizes, 1)
-        self._used[users] = (self._used[users] + self._each) % self._sizes[users]
+        places = (self._positions[users].reshape(-1, 1) + np.arange(self._examples_per_user)) % np.maximum(sizes, 1)
+        self._positions[users] = (self._positions[users] + self._examples_per_user) % self._sizes[users]
         return self._order[self._starts[users].reshape(-1, 1) + places]
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, also of each user. Private, like batches."""
-        return {**self._drawn.state_dict(), "brought": self._used.tolist()}
+        """Returns the position of the run and of each user. Private, like batches."""
+        return {**self._drawn.state_dict(), "brought": self._positions.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a stored position."""
-        used = np.asarray(state["brought"], dtype=np.int64)
-        if used.shape != self._sizes.shape:
-            raise ValueError(f"load_state_dict: the state has {len(used)} users, not {len(self._sizes)}.")
+        positions = np.asarray(state["brought"], dtype=np.int64)
+        if positions.shape != self._sizes.shape:
+            raise ValueError(f"load_state_dict: the state has {len(positions)} users, not {len(self._sizes)}.")
         self._drawn.load_state_dict(state)
-        self._used = used
+        self._positions = positions

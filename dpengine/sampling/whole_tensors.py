@@ -1,4 +1,4 @@
-"""Reads a batch of a ``TensorDataset`` with one operation per tensor, where torch reads and stacks single examples."""
+"""Reads batches of a ``TensorDataset`` with one operation per tensor, instead of stacking single examples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import default_collate
 
 @dataclasses.dataclass(frozen=True)
 class WholeTensors:
-    """A data set that is read by batches. With `as_read` as ``collate_fn``, batches equal those of torch."""
+    """Data set that is read in batches. With `as_read` as ``collate_fn``, batches equal those of torch."""
 
     tensors: tuple[Tensor, ...]
     indices: tuple[Sequence[int], ...] = ()  # from the outermost subset to the innermost
@@ -38,7 +38,7 @@ def as_read(batch: list[Tensor]) -> list[Tensor]:
 
 
 def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None:
-    """Returns the data set in a form that is read by batches; None if the batches might differ."""
+    """Returns a data set that is read in batches; None if its batches might differ from those of ``dataset``."""
     if collate_fn is not default_collate or not _collates_as_torch_does():
         return None
     indices = []
@@ -46,7 +46,7 @@ def whole_tensors(dataset: Dataset[Any], collate_fn: Any) -> WholeTensors | None
         if type(dataset.indices) not in {list, tuple, range}:
             return None
         if type(dataset.indices) is not range and not all(type(i) is int for i in dataset.indices):
-            return None  # such as a mask, which would be read as numbers
+            return None  # for example a mask, which would be read as numbers
         indices.append(dataset.indices)
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not _reads_as_torch_does(dataset):

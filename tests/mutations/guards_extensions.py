@@ -12,7 +12,7 @@ GUARDS = [
     Guard(
         "scheme-rate",
         "a scheme that draws another rate",
-        "    if excess > spread or (excess < -spread and not truncated):",
+        "    if excess > limit or (excess < -limit and not truncated):",
         "    if False:",
         DRAWN + "[scheme0-examples were drawn instead of 5,760]",
     ),
@@ -33,8 +33,8 @@ GUARDS = [
     Guard(
         "scheme-favors",
         "an example that is in more batches than stated",
-        "    often = most > mean",
-        "    often = False and most > mean",
+        "    exceeds = largest > mean",
+        "    exceeds = False and largest > mean",
         DRAWN + "[scheme11-an example is in 120 batches instead of about 30]",
     ),
     Guard(

@@ -188,7 +188,7 @@ GUARDS = [
     Guard(
         "loader-size",
         "a data set that has grown",
-        "    if rows != strategy.num_examples:",
+        "    if size != strategy.num_examples:",
         "    if False:",
         "sampling/test_loader.py::test_a_strategy_for_other_data_is_refused",
     ),
