@@ -1,16 +1,16 @@
-"""Box-Muller transform: keystream to standard normals in float64.
+"""Box-Muller transform of a keystream to standard normals in float64.
 
-Normals come in groups of 512. A group uses 48 blocks of 16 32-bit words; word ``w`` of blocks ``16 p`` to ``16 p+15``
-is row ``16 p + w`` of a table. Read row by row, its first two thirds are 256 64-bit words v, and its last third is 256
-32-bit words t. Each pair (v, t) yields elements ``i`` and ``i + 256``::
+Normals are generated in groups of 512. A group uses 48 blocks of 16 32-bit words; word ``w`` of blocks ``16 p`` to
+``16 p + 15`` is row ``16 p + w`` of a table. Read row by row, the first two thirds of the table are 256 64-bit words v,
+and the last third is 256 32-bit words t. Each pair (v, t) yields elements ``i`` and ``i + 256``::
 
     u = (v + 1/2) / 2**64                          sqrt(-ln u) * (cos y + sin y), its sign the first bit of t
     y = (r + 1/2 - 2**29) / 2**29 * pi / 4         sqrt(-ln u) * (cos y - sin y), its sign the second bit of t
 
-where r are the other 30 bits of t: a point of the quarter circle and two signs are a point of the circle. The largest
-value is therefore 9.49. A generator of float32 uniforms, such as torch's on the CPU, stops at 5.77, which is a lower
-limit of delta. Logarithm, sine and cosine are series of operations that every machine rounds alike, accurate to 1e-10,
-so noise can be regenerated anywhere, in native code or here.
+where r are the other 30 bits of t. A point of the quarter circle and two signs give a point of the circle. The largest
+normal is 9.49. Normals from float32 uniforms, such as those of torch on the CPU, are at most 5.77, which is a lower
+limit of delta. Logarithm, sine and cosine are series of operations that every machine rounds equally, accurate to
+1e-10, so noise can be regenerated on any machine, in native code or in Python.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import numpy as np
 from torch import Tensor
 
 PAIRS = 256
-GROUP = 2 * PAIRS  # normals
+GROUP = 2 * PAIRS  # number of normals in a group
 WORDS_PER_GROUP = 3 * PAIRS // 2  # 64-bit words
 BLOCKS_PER_GROUP = 48
 LARGEST_NORMAL = math.sqrt(2 * 65 * math.log(2))  # at u = 2**-65
 
-ROOT_BITS = 0x3FE6A09E667F3BCD  # of sqrt(1/2) in float64
+ROOT_BITS = 0x3FE6A09E667F3BCD  # bits of sqrt(1/2) in float64
 
 _COLUMNS = 16
-_GROUPS_AT_ONCE = 32  # a few kilobytes each, so that intermediate values stay in the cache
+_GROUPS_AT_ONCE = 32  # a few kilobytes each, so that intermediate values fit in the processor's cache
 _ROOT, _ONE = np.uint64(ROOT_BITS), np.uint64(1 << 52)
 _LN_2 = 0.6931471805599453
 _LOGARITHM = [1 / 15, 1 / 13, 1 / 11, 1 / 9, 1 / 7, 1 / 5, 1 / 3, 1.0]
@@ -75,7 +75,7 @@ def normals_of_keystream(words: np.ndarray, std: float) -> np.ndarray:
 
 
 def _radius(far: np.ndarray) -> np.ndarray:
-    """``sqrt(-ln((far + 1/2) / 2**64))``."""
+    """Returns ``sqrt(-ln((far + 1/2) / 2**64))``."""
     high, low = (far >> np.uint64(32)).astype(np.float64), (far & np.uint64(0xFFFFFFFF)).astype(np.float64)
     u = (high * 2.0**32 + low) + 0.5
     bits = u.view(np.uint64) - _ROOT  # u = m * 2**e, with m from sqrt(1/2) to sqrt(2)

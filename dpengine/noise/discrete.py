@@ -1,4 +1,4 @@
-"""Discrete Gaussian noise for sums of integers, which has no rounding errors.
+"""Discrete Gaussian noise for sums of integers, without rounding errors.
 
 Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), by rejection from a discrete Laplace distribution.
 """
@@ -15,25 +15,25 @@ from .chacha20 import WORDS_PER_BLOCK
 from .source import NoiseSource
 
 _LAPLACE_SCALE = 1.3  # scale of the Laplace distribution over sigma: about 0.6 of the proposals are accepted
-_LARGEST_SIGMA = 2.0**48  # integers of this size are exact in float64
-_MOST_AT_ONCE = 2**20
+_MAX_SIGMA = 2.0**48  # integers of this size are exact in float64
+_MAX_PROPOSALS = 2**20
 
 
 def add_discrete_normal_(
     sums: Tensor, sigma: float, *, source: NoiseSource, step: int, domain: str = "discrete", start: int = 0
 ) -> Tensor:
-    """Adds independent discrete normals in place: an integer x has probability proportional to exp(-x^2 / (2 s^2)).
+    """Adds independent discrete normals in place. The probability of an integer x is proportional to exp(-x^2 / 2 s^2).
 
     Privacy: the release is ``1 / (2 s^2)``-zCDP for sums with sensitivity 1. Proposals are accepted in float64, with
     probabilities whose relative error is 2**-50.
 
     Args:
-        sums: Tensor of int64, changed in place.
+        sums: Tensor of int64, which is modified in place.
         sigma: Standard deviation ``s`` of the noise, in [0, 2**48].
         source: Source of the random words.
-        step: Number of the step, a new one for each release: noise repeats at the same step, domain and start.
+        step: Number of the step. Use a new one for each release: noise repeats at the same step, domain and start.
         domain: Separates this noise from other noise of the source.
-        start: Index of ``sums[0]`` if ``sums`` is a slice of a vector, which must be cut alike at every step.
+        start: Index of ``sums[0]`` if ``sums`` is a slice of a vector. The slices must be the same at every step.
 
     Returns:
         ``sums``.
@@ -44,7 +44,7 @@ def add_discrete_normal_(
     """
     if sums.dtype is not torch.int64:
         raise TypeError(f"noise.discrete: sums are {sums.dtype}; pass int64, as clipped_grad(grid_scale=...) returns.")
-    if not 0 <= sigma <= _LARGEST_SIGMA:
+    if not 0 <= sigma <= _MAX_SIGMA:
         raise InvalidBudgetError(f"noise.discrete: sigma must be in [0, 2**48], got {sigma!r}.")
     if sigma == 0 or not sums.numel():
         return sums
@@ -56,7 +56,7 @@ def _discrete_normals(size: int, sigma: float, source: NoiseSource, domain: str,
     parts: list[np.ndarray] = []
     missing, block = size, 0
     while missing:
-        count = min(_MOST_AT_ONCE, int(2 * missing) + 64)
+        count = min(_MAX_PROPOSALS, int(2 * missing) + 64)
         words = source.words(3 * count, domain=domain, step=step, block=block)
         block += -(-3 * count // WORDS_PER_BLOCK)
         accepted = _accepted(words.reshape(3, count), sigma)[:missing]

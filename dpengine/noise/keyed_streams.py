@@ -1,4 +1,4 @@
-"""Keyed streams of 64-bit words, the basis of private randomness: one record for each kind."""
+"""Keyed streams of 64-bit words, from which private randomness is generated."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SECURE_KIND = "secure"  # chacha20 on the CPU, for all devices
 
 @dataclass(frozen=True)
 class StreamKind:
-    """A pure function from (key, block) to words.
+    """Kind of stream: a pure function from (key, block) to words.
 
     Attributes:
-        fill: ``fill(subkey, block, out)`` writes the words, beginning with 64-byte block ``block``, into ``out``, a
-            contiguous ``uint64`` array. ``subkey`` has 32 bytes and is never used for a second purpose.
-        cryptographic: Whether the words are believed to be indistinguishable from random ones without the key.
-        native: Whether native code, if built, may generate the normals.
+        fill: ``fill(subkey, block, out)`` writes words to the contiguous ``uint64`` array ``out``, starting with the
+            64-byte block ``block``. ``subkey`` has 32 bytes and must not be used for another purpose.
+        cryptographic: Whether the words are believed to be indistinguishable from random words without the key.
+        native: Whether native code may generate the normals, if it is built.
     """
 
     fill: Callable[[bytes, int, np.ndarray], None]
@@ -46,7 +46,7 @@ class StreamKind:
     def add_normals(
         self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
     ) -> None:
-        """Computes ``to = (to + std * normals) * scale`` in place, from number ``first`` of the stream's normals."""
+        """Computes ``to = (to + std * normals) * scale`` in place, with the stream's normals from ``first`` on."""
         library = native_normals() if self.native else None
         if library is None:
             add_normals(functools.partial(self.fill, subkey), first, std, scale, to)
@@ -65,13 +65,13 @@ class StreamKind:
         rows: int,
         stride: int,
     ) -> None:
-        """Like ``add_normals`` for rows whose first normals are ``stride`` apart; native code only."""
+        """Computes ``add_normals`` for rows whose first normals are ``stride`` apart. Needs native code."""
         add_native_normals(native_normals(), subkey, first, std, scale, to, threads, rows=rows, stride=stride)
 
 
 @functools.cache
 def native_normals() -> Any:
-    """Returns the compiled library if its normals equal those of the Python code, bit by bit; otherwise None."""
+    """Returns the compiled library if its normals are bit-identical to those of the Python code; otherwise None."""
     library = native_library()
     if library is None:
         return None
@@ -96,7 +96,7 @@ def add_native_normals(
 ) -> None:
     """Runs ``add_normals`` with the ChaCha20 keystream of a key in the compiled library, on torch's threads.
 
-    ``to`` is ``rows`` rows of one length; the first normal of each row is ``stride`` after that of the previous one.
+    ``to`` consists of ``rows`` rows of equal length, whose first normals are ``stride`` apart.
     """
     function = library.add_normals_f32 if to.dtype == np.float32 else library.add_normals_f64
     function(key, first, rows, len(to) // rows, stride, std, scale, to.ctypes.data, threads, thread_team())
@@ -121,7 +121,7 @@ STREAM_KINDS = {
 
 
 def stream_kind(name: str) -> StreamKind:
-    """Returns the kind with this name; raises ValueError if there is none."""
+    """Returns the kind of stream with this name. Raises ValueError if there is none."""
     if name == SECURE_KIND:
         return STREAM_KINDS["chacha20"]
     if name not in STREAM_KINDS:

@@ -1,4 +1,4 @@
-"""DPExecutionPlan: the parts of a private run, which must match, and their total privacy cost."""
+"""The parts of a private run, which must be used together, and their total privacy cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class DPExecutionPlan:
-    """The parts of a mechanism, from a config's ``make``.
+    """The parts of a private mechanism, created by ``make`` of a config.
 
     ``make_private(plan=...)`` trains with it and ignores its performance flags. In your own loop::
 
@@ -57,10 +57,10 @@ class DPExecutionPlan:
         return self.noise_addition_transform.stddev
 
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
-        """Returns epsilon of the run, or of its first steps, if their number was fixed in advance.
+        """Returns epsilon of the run, or of its first steps if their number was fixed in advance.
 
-        If training stopped at a step for a reason that depends on private data, the cost is that of the complete run,
-        because stopping selects among its prefixes.
+        If training stopped early for a reason that depends on private data, the cost is that of the complete run,
+        because stopping selects one of its prefixes.
 
         Args:
             delta: In (0, 1).

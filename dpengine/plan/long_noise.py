@@ -42,15 +42,16 @@ class BLTConfig(AbstractPlanConfig):
         Args:
             iterations: Number of steps in the run.
             cycle_length: Number of steps in a pass.
-            num_buffers: Number of buffers; None adds buffers while they help.
+            num_buffers: Number of buffers; None adds buffers while they decrease the error.
             fields: Other fields.
 
         Returns:
             The config.
         """
         iterations = checks.integer(cls.__name__, "iterations", iterations, at_least=1)
-        found = optimize_blt(iterations, buffers=num_buffers)
-        return cls(iterations=iterations, cycle_length=cycle_length, decays=found.decays, scales=found.scales, **fields)
+        strategy = optimize_blt(iterations, buffers=num_buffers)
+        decays, scales = strategy.decays, strategy.scales
+        return cls(iterations=iterations, cycle_length=cycle_length, decays=decays, scales=scales, **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__
@@ -105,8 +106,8 @@ class BandedInverseConfig(AbstractPlanConfig):
             The config.
         """
         iterations = checks.integer(cls.__name__, "iterations", iterations, at_least=1)
-        found = optimize_banded_inverse(iterations, num_bands, separation=cycle_length)
-        return cls(iterations=iterations, cycle_length=cycle_length, coefficients=tuple(map(float, found)), **fields)
+        column = optimize_banded_inverse(iterations, num_bands, separation=cycle_length)
+        return cls(iterations=iterations, cycle_length=cycle_length, coefficients=tuple(map(float, column)), **fields)
 
     def _checked(self) -> dict[str, Any]:
         owner = type(self).__name__

@@ -1,4 +1,4 @@
-"""Fields of configs with Poisson batches, cyclic or not: checks, the sampling scheme, and the cost of truncation."""
+"""Sampling scheme and argument checks of configs with Poisson batches, and a warning about frequent truncation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cyclic_sampling(
 def warn_about_truncation(
     participation: TruncatedParticipation, num_examples: int, iterations: int, delta: float
 ) -> None:
-    """Warns if truncation is so frequent that it costs privacy."""
+    """Warns if truncation is so frequent that it increases the privacy cost."""
     largest, rate, groups = (
         participation.largest_batch,
         participation.drawn.sample_rate,
@@ -61,7 +61,10 @@ def checked_truncation(owner: str, size: Any, num_examples: int | None) -> int |
 
 
 def participation(owner: str, probability: Any, expected: Any, cycles: float) -> dict[str, float]:
-    """Returns sampling probability and expected participations, given one of them; if none, for each cycle."""
+    """Returns the sampling probability and the expected participations, of which one suffices.
+
+    If neither is given, every example participates in each cycle.
+    """
     if probability is None and expected is None:
         probability = 1.0
     if probability is None:
