@@ -99,6 +99,7 @@ CELLS = {
     "vit": Cell(models.VisionTransformer, vectors(3, 32, 32), 32, (Goal(1.20, 1.12),)),
     "bert": Cell(models.Encoder, _BERT, 16, (Goal(1.20, 1.12),), in_jax="bert"),
     "gpt": Cell(models.TiedDecoder, next_words(8000, 256), 8, (Goal(1.20, 1.10),), loss=TokenLoss),
+    "t5": Cell(models.SequenceToSequence, next_words(8000, 64), 8, (Goal(1.5),), loss=TokenLoss),
     "lstm": Cell(models.Recurrent, vectors(64, 256), 32, (Goal(1.4, 1.2), Goal(0.2, against="opacus"))),
     "embedding": Cell(models.WordAverage, text(20_000, 128, classes=10), 64, (Goal(1.5, 1.2),)),
     "lora": Cell(models.lora, _BERT, 16, (Goal(1.08),)),

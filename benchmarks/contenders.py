@@ -113,6 +113,43 @@ def ours(mode: str, **books: Any) -> Build:
     return build
 
 
+def torch_func(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
+    """The loop that one writes by hand: ``vmap`` over ``torch.func.grad``, in chunks as large as those of dpengine."""
+    from torch.func import functional_call, grad, vmap
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    from dpengine.grad_samplers.forward_by_rows import chunk_of
+
+    criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
+    rows = len(batch[0])
+    size = chunk_of(trainable(model).values(), rows)
+
+    def loss_of_row(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+        row = inputs.unsqueeze(0), target.unsqueeze(0)
+        return _loss(lambda x: functional_call(model, parameters, (x,)), criterion, row, setting)
+
+    grads_of = vmap(grad(loss_of_row), in_dims=(None, 0, 0), randomness="different")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        parameters = {name: p.detach() for name, p in trainable(model).items()}
+        sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
+        for chunk in zip(*[tensor.split(size) for tensor in batch], strict=True):
+            with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule
+                grads = grads_of(parameters, *chunk)
+            norm_B = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
+            factor_B = (setting.max_norm / norm_B).clamp(max=1.0)
+            for name, g in grads.items():
+                sums[name] += (factor_B @ g.flatten(1)).view_as(sums[name])
+        for name, p in model.named_parameters():
+            if name in sums:
+                noise = torch.randn_like(p) * (setting.sigma * setting.max_norm)
+                p.grad = (sums[name] + noise) / rows
+        optimizer.step()
+
+    return Runner(step, lambda: trainable(model))
+
+
 def opacus(mode: str) -> Build:
     """Opacus. What it has no layer for is replaced by its ``ModuleValidator``, as its documents say."""
 
@@ -245,13 +282,14 @@ def backpack(extension: str) -> Build:
 
 
 def _our(mode: str) -> Contender:
-    keeps = mode in ("hooks", "functorch", "ew")
+    keeps = mode in ("hooks", "functorch", "ew", "whole_model")
     return Contender(ours(mode), tolerance=1e-5, overshoot=1e-6, keeps_rows=keeps, groups="layer")
 
 
 CONTENDERS: dict[str, Contender] = {
     "plain": Contender(plain, groups="layer"),
-    **{f"dpengine {mode}": _our(mode) for mode in OUR_MODES},
+    **{f"dpengine {mode}": _our(mode) for mode in (*OUR_MODES, "whole_model")},
+    "torch.func": Contender(torch_func, keeps_rows=True),
     **{f"opacus {m}": Contender(opacus(m), keeps_rows=m != "ghost", groups="parameter") for m in OPACUS_MODES},
     "opake": Contender(opake, groups="layer", gate_rows=4),
     "backpack grad": Contender(backpack("grad"), keeps_rows=True),

@@ -133,6 +133,78 @@ class TiedDecoder(nn.Module):
         return self.head(self.norm(self.layers(self.words(ids) + self.places(places))))
 
 
+class BiasedAttention(nn.Module):
+    """Attention of T5: no scale, and a bias for each distance between two positions that all layers share."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query, self.pairs = nn.Linear(width, width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        nn.init.normal_(self.query.weight, std=width**-0.5 * (width // heads) ** -0.5)
+
+    def forward(self, x: Tensor, memory: Tensor, bias: Tensor | None = None) -> Tensor:
+        split = lambda t: t.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
+        q, (k, v) = split(self.query(x)), map(split, self.pairs(memory).chunk(2, dim=-1))
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+class BiasedLayer(nn.Module):
+    """A layer of T5 1.1: attention, to a memory as well if it is told so, and a gated product."""
+
+    def __init__(self, width: int, heads: int, *, attends_to_memory: bool):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3 if attends_to_memory else 2))
+        self.attention = BiasedAttention(width, heads)
+        self.to_memory = BiasedAttention(width, heads) if attends_to_memory else None
+        self.gate, self.up, self.down = (
+            nn.Linear(*sizes, bias=False) for sizes in ((width, 2 * width), (width, 2 * width), (2 * width, width))
+        )
+
+    def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None = None) -> Tensor:
+        normed = self.norms[0](x)
+        x = x + self.attention(normed, normed, bias)
+        if self.to_memory is not None and memory is not None:
+            x = x + self.to_memory(self.norms[1](x), memory)
+        normed = self.norms[-1](x)
+        return x + self.down(F.gelu(self.gate(normed)) * self.up(normed))
+
+
+class BiasedStack(nn.Module):
+    """Encoder or decoder of T5, with its table of biases."""
+
+    def __init__(self, width: int, depth: int, heads: int, *, decodes: bool):
+        super().__init__()
+        self.table, self.norm, self.decodes = nn.Embedding(32, heads), nn.RMSNorm(width), decodes
+        self.layers = nn.ModuleList(BiasedLayer(width, heads, attends_to_memory=decodes) for _ in range(depth))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        place = torch.arange(x.shape[1], device=x.device)
+        apart = place[None] - place[:, None]
+        bias = self.table(apart.clamp(-16, 15) + 16).permute(2, 0, 1).unsqueeze(0)
+        if self.decodes:
+            bias = bias + torch.zeros(len(x), 1, *apart.shape, device=x.device).masked_fill(apart > 0, -1e9)
+        for layer in self.layers:
+            x = layer(x, bias, memory)
+        return self.norm(x)
+
+
+class SequenceToSequence(nn.Module):
+    """T5-small in its form 1.1, with fewer words, that reads and writes the same sequence."""
+
+    def __init__(self, words: int = 8000, width: int = 512, depth: int = 6, heads: int = 8):
+        super().__init__()
+        self.words, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
+        nn.init.normal_(self.words.weight, std=0.1)
+        self.encoder = BiasedStack(width, depth, heads, decodes=False)
+        self.decoder = BiasedStack(width, depth, heads, decodes=True)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        embedded = self.words(ids)
+        return self.head(self.decoder(embedded, self.encoder(embedded)))
+
+
 class VisionTransformer(nn.Module):
     """ViT-Ti/4 for 32 x 32 images: class token and positions are bare parameters of the model."""
 

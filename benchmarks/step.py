@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=["all"], choices=["all", *CELLS])
     parser.add_argument("--peers", nargs="+", default=["all"], choices=["all", "none", *LIBRARIES])
-    parser.add_argument("--modes", nargs="+", default=list(OUR_MODES), choices=OUR_MODES)
+    parser.add_argument("--modes", nargs="+", default=list(OUR_MODES), choices=[*OUR_MODES, "whole_model"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warm-up", type=int, default=5)
     parser.add_argument("--budget", type=float, default=60.0, help="seconds after which a slow contender stops early")
