@@ -69,7 +69,7 @@ MODES: dict[str, Mode] = {
     "hooks": Mode("hooks", _kept(stores=True)),
     "functorch": Mode("functorch", _kept(stores=True), lookup=_rule_without_vmap, by_operations=False),
     "ew": Mode("ew", _kept(stores=False), lookup=expanded_rule_for),
-    "whole_model": Mode("whole_model", _kept(stores=True), whole_model=True),
+    "whole_model": Mode("whole_model", _kept(stores=False), whole_model=True),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
 }
 
