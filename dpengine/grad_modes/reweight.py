@@ -92,7 +92,7 @@ class Reweight(AbstractGradients):
             return self._repeated if any(use.parameter in self._several for use in uses) else self._window
         note_rows(self._rows, name, rows)
         for use in uses:
-            # Only the norm of the first use is left, and the norm of a sum does not follow from norms.
+            # Only the norm of the first use was stored, and the norm of a sum cannot be computed from norms.
             if use.parameter in self._met:
                 raise UnsupportedLayerError(
                     f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
@@ -170,7 +170,7 @@ class Reweight(AbstractGradients):
             if len(first.get(place, [])) != len(second.get(place, [])):
                 self._raise_other_pass(place)
             by_length.setdefault(place[2], []).append(place)
-        for places in by_length.values():  # together, since each value that the host reads waits for the device
+        for places in by_length.values():  # together, because each read by the host waits for the device
             device = first[places[0]][0].device
             first_KB, second_KB = (
                 _total_sq_norms([found[place] for place in places], device) for found in (first, second)
@@ -232,14 +232,14 @@ class Reweight(AbstractGradients):
 
         def select(grad: Tensor) -> Tensor:
             if dropped is None or grad.dim() == 0 or len(grad) != len(dropped):
-                return grad  # may be that of a loss, whose samples consume() drops
+                return grad  # may be the gradient of a loss, whose samples consume() drops
             return zeroed(grad, dropped)
 
         self._consume = consume
         try:
             self._rerun(select)
             self._empty_window()
-            if self._repeated.rows:  # by the gradients of which the norms are
+            if self._repeated.rows:  # with the gradients whose norms were computed
                 self._repeated.sq_norms(groups, weights_BK.shape[1], 1.0)
                 if dropped is not None:
                     self._repeated.drop(dropped)
