@@ -222,7 +222,7 @@ def test_what_cannot_be_checked_is_refused():
         check_per_sample_gradients(nn.Linear(3, 2), torch.zeros(3), batch_first=False)
     with pytest.raises(ValueError, match="'none' is not known"):
         check_per_sample_gradients(nn.Linear(3, 2), torch.zeros(2, 3), loss_reduction="none")
-    with pytest.raises(ValueError, match="axis 1 is the batch"):
+    with pytest.raises(ValueError, match="without an axis 1"):
         probe_loss(torch.zeros(3), batch_first=False)
     with pytest.raises(TypeError, match="Did you mean 'batch_first'"):
         check_per_sample_gradients(nn.Linear(3, 2), torch.zeros(2, 3), batchfirst=True)

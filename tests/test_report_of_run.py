@@ -418,7 +418,7 @@ UNITS = {"privacy_unit": torch.arange(24) // 2}
 
 @pytest.mark.parametrize(("first", "second"), [({}, UNITS), (UNITS, {})])
 def test_runs_of_different_units_are_refused(two_runs, first, second):
-    with pytest.raises(LedgerError, match="'training example' and others each 'user'"):
+    with pytest.raises(LedgerError, match="'training example', others each 'user'"):
         two_runs(first, second)
 
 

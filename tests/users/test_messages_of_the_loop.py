@@ -185,7 +185,7 @@ def test_detach_of_an_engine_names_the_function_for_other_objects():
 def test_detach_rejects_what_is_not_private():
     with pytest.raises(UnknownParameterError, match=r"DPE016.*Linear"):
         dpengine.detach(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match="str is no model"):
+    with pytest.raises(TypeError, match="str is not a model"):
         dpengine.detach("model")
 
 
