@@ -728,7 +728,9 @@ def rule_of_draws_inside(layer, inputs, grads):
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 def test_a_layer_that_draws_from_its_own_generator_is_exact_if_it_is_frozen_or_has_a_rule():
     loop, _, batch = whole_batch(DrawsInside, {})
-    with pytest.raises(UnsupportedLayerError, match=r"'part' .*@register_grad_sampler\(DrawsInside\).*freeze the layer"):
+    with pytest.raises(
+        UnsupportedLayerError, match=r"'part' .*@register_grad_sampler\(DrawsInside\).*freeze the layer"
+    ):
         of_outputs(loop.model, *batch).backward()
     assert_exact(lambda: DrawsInside().requires_grad_(False), {})
     dpengine.register_grad_sampler(DrawsInside)(rule_of_draws_inside)
