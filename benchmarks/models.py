@@ -85,7 +85,7 @@ def resnet_50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Mod
 
 
 def bottlenecks(width: int = 4, depth: int = 16) -> nn.Module:
-    """As many blocks as ResNet-50 has, all of one width: the same calls with little arithmetic."""
+    """Returns a model with the number of blocks of ResNet-50, all of one width: the same calls, little arithmetic."""
     blocks = [Bottleneck(4 * width, width, 1) for _ in range(depth)]
     return nn.Sequential(
         nn.Conv2d(3, 4 * width, 3, bias=False), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)
