@@ -335,7 +335,7 @@ def test_the_command_line_says_that_it_cannot_ask_it(report, tmp_path, capsys):
     loop = own_loop(Own(1.5), noise_multiplier=1.0)
     (tmp_path / "privacy_state.json").write_text(json.dumps(loop.engine.state_dict()))
     assert main(["report", str(tmp_path)]) == 2
-    assert "names the accountant 'own', which is not of dpengine" in " ".join(capsys.readouterr().err.split())
+    assert "names the accountant 'own', which is not part of dpengine" in " ".join(capsys.readouterr().err.split())
     (tmp_path / "privacy_state.json").unlink()
     report.save(tmp_path)
     assert main(["report", str(tmp_path)]) == 0

@@ -130,7 +130,7 @@ def test_missing_probability_adds_up_over_steps_and_bounds_delta():
     lower, estimate, upper = bounds_of((Charge(SHORT),), delta)
     assert lower <= 1.25 <= upper < 1.25 * (1 + 1e-5) and estimate <= upper
     assert epsilon_of((Charge(SHORT),), delta) == upper
-    with pytest.raises(AccountingRefusedError, match=r"miss 9e-10 of 1.*accountant='pld'"):
+    with pytest.raises(AccountingRefusedError, match=r"sum to 9e-10 less than 1.*accountant='pld'"):
         to_dp_accounting(SHORT)
     with pytest.raises(AccountingRefusedError) as told:
         delta_of((Charge(SHORT),), 20.0, accountant="dp_accounting")

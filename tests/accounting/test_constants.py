@@ -48,7 +48,7 @@ def test_a_large_delta_is_refused_with_a_suggestion():
     with pytest.raises(InvalidBudgetError) as caught:
         check_delta(0.5, 32561)
     assert str(caught.value) == (
-        "[DPE007] delta=0.5 is too large for 32,561 examples; at 1/N a mechanism may publish a complete record. "
+        "[DPE007] delta=0.5 is too large for 32,561 examples: at 1/N, a mechanism may publish a complete record. "
         "Pass delta=1.1e-05."
     )
     check_delta(0.5, 32561, allow_large=True)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NEEDS = pytest.mark.skipif(
     torch.version.cuda is not None or shutil.which("g++") is None, reason="needs a build of torch without CUDA, and g++"
 )
-pytestmark = NEEDS
+pytestmark = [NEEDS, pytest.mark.slow]  # one process of 20 s
 
 
 @pytest.fixture(scope="module")

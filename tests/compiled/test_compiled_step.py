@@ -70,6 +70,7 @@ def test_settings_mean_the_same(settings, passes):
     assert passes
 
 
+@pytest.mark.one_in(2, "before", "after")
 @pytest.mark.parametrize("before", ["eager", False])
 @pytest.mark.parametrize("after", ["eager", False])
 def test_a_run_is_resumed_with_and_without_compilation(before, after, tmp_path, passes):
@@ -277,7 +278,9 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("name", CONTENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "child" else pytest.mark.slow) for name in CONTENTS]
+)
 def test_contents_of_settings_that_change_are_seen(name, passes):
     trainings = [Training(Settings, data((6,)), compile=one) for one in (False, "eager")]
     for training in trainings:

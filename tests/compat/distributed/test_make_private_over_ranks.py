@@ -73,6 +73,7 @@ def compare(runs, ranks):
             assert any(0 in one["sizes"] for one in of_ranks), run
 
 
+@pytest.mark.slow
 def test_pain_54_two_processes_give_the_weights_and_epsilon_of_one():
     compare(RUNS, 2)
 
