@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .capture import Capture
 
 Trained = Mapping[str, nn.Parameter]  # parameters that are trained, by name in the module
-_REJECTS_GRADIENTS = "_rejects_gradients"  # attribute of a tensor whose gradient raises an error
 
 
 class AnyForward:
@@ -68,11 +68,12 @@ class AnyForward:
                 f"Embedding '{part.name}' is split over processes, and all samples share its output.",
                 fix="Leave it out of the plan of parallelize_module, or pass it indices for each sample, (B, T).",
             )
+        before = [dict(vars(module)) for module in self._storing]
         with self._switched_off(trained.values()):
             output, drawn = self._output(trained, forward, args, kwargs)
         if not capture.recording:
             return output
-        self._reject_stored_tensors()
+        self._reject_stored_tensors(before, tensors_in((args, kwargs)))
         if output is None:
             return output
         if shares:
@@ -122,17 +123,23 @@ class AnyForward:
         finally:
             capture.running_units.pop()
 
-    def _reject_stored_tensors(self) -> None:
+    def _reject_stored_tensors(self, before: Iterable[Mapping[str, Any]], inputs: Iterable[Tensor]) -> None:
         """Adds hooks to tensors that the forward pass stored in attributes. They raise if the loss uses the tensors.
 
         The gradient of such a tensor does not reach the tap on the output. The hook is on a view, which replaces the
-        attribute, because the output may depend on the tensor itself.
+        attribute, because the output may depend on the tensor itself. An input is no such tensor.
+
+        Args:
+            before: The attributes of each module before the forward pass.
+            inputs: The inputs of the forward pass.
         """
-        for module in self._storing:
+        kept = {id(tensor) for tensor in inputs}
+        for module, attributes in zip(self._storing, before, strict=True):
             for name, value in list(vars(module).items()):
-                if type(value) is Tensor and value.grad_fn is not None and not hasattr(value, _REJECTS_GRADIENTS):
+                if value is attributes.get(name) or type(value) is not Tensor or id(value) in kept:
+                    continue
+                if value.grad_fn is not None and value.layout is torch.strided and not value.is_nested:
                     vars(module)[name] = view = value.view_as(value)
-                    setattr(view, _REJECTS_GRADIENTS, True)
                     view.register_hook(partial(_reject_stored, self.capture, self.watch.name, name))
 
     def tap(self, trained: Trained, args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:

@@ -51,16 +51,18 @@ class Entry:
         return self.kept + grad
 
     def join(self) -> None:
-        """Concatenates calls of the same sampler if it supports that."""
+        """Concatenates calls of the same sampler and with the same settings, if the sampler supports that."""
         if len(self.calls) < 2 or self.kept is not None:
             return
         self.calls = [(c if stays_narrow(c, [s.plain or s]) else widened(c), s) for c, s in self.calls]
-        by_sampler: dict[int, list[tuple[LayerCall, GradSampler]]] = {}
+        alike: dict[object, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
             plain = sampler.plain or sampler
-            by_sampler.setdefault(id(plain), []).append((call, plain))
+            settings = plain.settings
+            own = call.layer if settings is None else tuple([getattr(call.layer, name) for name in settings])
+            alike.setdefault((id(plain), own), []).append((call, plain))
         self.calls = []
-        for same in by_sampler.values():
+        for same in alike.values():
             concat = same[0][1].concat
             self.calls += [(concat([call for call, _ in same]), same[0][1])] if concat and len(same) > 1 else same
 

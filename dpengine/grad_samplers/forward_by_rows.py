@@ -34,6 +34,8 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
+_MISSING = object()
+Attributes = dict[nn.Module, dict[str, Any]]
 _COMPARED = 4  # number of rows that are compared with the batch
 
 
@@ -139,6 +141,7 @@ class ForwardByRows:
 
     def __init__(self) -> None:
         self.vectorizes = True
+        self._attributes: Attributes = {}  # before the first call
         # Index of an input with a batch axis; None while the module runs on the batch.
         self._batch_index: int | None = None
 
@@ -150,6 +153,7 @@ class ForwardByRows:
         state = ForwardState.now([t for t in (*leaves, *call.parameters.values()) if isinstance(t, Tensor)])
         first = self._batch_index is None
         if first:
+            self._attributes = attributes_of(call.layer)
             output = call.forward(*call.args, **call.kwargs)
             returns_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
             if returns_number or state.has_drawn():
@@ -160,7 +164,7 @@ class ForwardByRows:
         if count == 0:
             return call.forward(*call.args, **call.kwargs), None
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
-        with attributes_kept(call.layer):
+        with attributes_kept(call.layer, self._attributes):
             if first:
                 self.vectorizes = _can_vectorize(call, inputs)
                 _compare_with_batch(call, inputs, state)
@@ -355,16 +359,28 @@ class _WithoutHooks(nn.Module):
 
 
 @contextlib.contextmanager
-def attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform."""
-    before = [(vars(part), dict(vars(part))) for part in module.modules()]
+def attributes_kept(module: nn.Module, initial: Attributes | None = None) -> Iterator[None]:
+    """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform.
+
+    An attribute that changed gets its value in ``initial``, if given: the value on entry may be of an earlier batch.
+    """
+    before = attributes_of(module)
     try:
         yield
     finally:
-        for now, then in before:
-            for name in now.keys() - then.keys():
-                del now[name]
-            now.update(then)
+        for part, then in before.items():
+            now, first = vars(part), (initial or before).get(part, then)
+            changed = [name for name in {**now, **then} if now.get(name, _MISSING) is not then.get(name, _MISSING)]
+            for name in changed:
+                if name in first:
+                    now[name] = first[name]
+                else:
+                    now.pop(name, None)
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Returns the attributes of all submodules."""
+    return {part: dict(vars(part)) for part in module.modules()}
 
 
 def close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:

@@ -325,7 +325,7 @@ class LoopRecord(TorchFunctionMode):
     def _unrecorded(self, tensors: Sequence[Tensor]) -> Tensor | None:
         """Returns the first tensor that was computed by a call without a record; None if there is none."""
         recorded = (self._recorded_results, self.before, self._constants)
-        return next((t for t in tensors if not t.is_leaf and not any(id(t) in ids for ids in recorded)), None)
+        return next((t for t in tensors if not _is_leaf(t) and not any(id(t) in ids for ids in recorded)), None)
 
     def _save_value(self, tensor: Tensor) -> None:
         """Copies the value of a tensor that no recorded call returned, before it is overwritten."""
@@ -381,3 +381,11 @@ def _now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def _is_leaf(tensor: Tensor) -> bool:
+    """Returns True for a leaf. Torch raises for a view that was created without gradients and changed in place."""
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False

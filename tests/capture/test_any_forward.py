@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from dpengine import register_grad_sampler
+from dpengine.clipping import Flat
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.rule_check import without_rule_checks
@@ -291,3 +292,35 @@ def test_a_loss_of_a_tensor_that_a_layer_stored_in_an_attribute_is_rejected(kept
         loss.backward()
     F.cross_entropy(model(inputs), targets).backward()  # the pass with the error is forgotten
     assert sums.clip(rows=ROWS).samples == ROWS
+
+
+class StoresHarmlessly(nn.Module):
+    """Stores its input, a sparse tensor, and in eval mode what it computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.inputs = self.sparse = self.saliency = None
+
+    def forward(self, inputs):
+        output = torch.sin(inputs @ self.weight)
+        self.inputs, self.sparse = inputs, output.to_sparse()
+        if not self.training:
+            self.saliency = output.sum()
+        return output
+
+
+def test_tensors_without_a_part_of_the_gradient_may_be_stored_in_attributes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), StoresHarmlessly(), nn.Linear(4, 3)).double()
+    plain, sums = copy.deepcopy(model), ClippedPasses(model, Flat(1e9))
+    inputs, targets = torch.randn(ROWS, 4, dtype=torch.float64), torch.arange(ROWS) % 3
+    model.eval()(inputs)
+    model.train()
+    for one, reduction in ((model, torch.mean), (plain, torch.sum)):
+        losses = F.cross_entropy(one(inputs), targets, reduction="none") + one[1].inputs.square().sum(1)
+        reduction(losses).backward()
+    sums.clip(rows=ROWS)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert relative_error({name: total.double() for name, total in sums.totals().items()}, expected) < 1e-9
+    model[1].saliency.backward()  # of the pass in eval mode

@@ -410,3 +410,29 @@ def test_inputs_whose_memory_holds_the_opposite_numbers():
         grads = grads + 1
     expected = (grads - 2).T @ inputs - (grads - 1).T @ inputs
     assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
+
+
+class Translation(nn.Module):
+    """Two embeddings with one weight, of which one has a padding index."""
+
+    def __init__(self, entries):
+        super().__init__()
+        torch.manual_seed(0)
+        self.source, self.target = nn.Embedding(entries, 4, padding_idx=0), nn.Embedding(entries, 4)
+        self.target.weight = self.source.weight
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, indices):
+        return self.head((self.source(indices) * self.target(indices.flip(1))).mean(1))
+
+
+@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
+@pytest.mark.parametrize("entries", [11, 3000], ids=["in the matrix", "alone"])
+def test_layers_of_one_weight_may_have_different_settings(entries, mode):
+    model = Translation(entries)
+    plain = copy.deepcopy(model).double()
+    indices, targets = torch.randint(1, entries, (ROWS, 6)), torch.arange(ROWS) % 3
+    indices[:, 3:] = 0
+    sums = ClippedPasses(model, mode=mode)
+    step(sums, model, indices, targets)
+    assert relative_error(sums_of(sums), truth(plain, indices, targets)[0]) < 1e-5

@@ -595,3 +595,25 @@ def test_graphs_in_flat_tensors_name_the_batch_that_is_accepted():
         UnsupportedLayerError, match=r"The model \(FromTensors\) has no input with the batch.*as in model\(batch\)"
     ):
         weighted_loss(model(given.nodes, given.edges, given.graph), WEIGHTS).backward()
+
+
+class StoresTheBatch(nn.Module):
+    """Drops out, and stores what it computes from the batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropout, self.seen = nn.Linear(WIDTH, 2), nn.Dropout(0.5), None
+
+    def forward(self, inputs):
+        self.seen, self.scale = inputs.mean(1), inputs.abs().mean(1)
+        return self.layer(self.dropout(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*DPE012")
+def test_a_module_whose_samples_run_alone_keeps_nothing_of_an_earlier_batch():
+    inner = StoresTheBatch()
+    clipper = PerSampleGradientClipper(inner, Flat(1.0), grad_sample_mode="whole_model")
+    for _ in range(3):
+        inner(torch.randn(SAMPLES, WIDTH)).square().sum(1).mean().backward()
+        clipper.clip_and_accumulate()
+        assert inner.seen is None and not hasattr(inner, "scale")

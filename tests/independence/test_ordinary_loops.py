@@ -290,3 +290,20 @@ def test_an_ordinary_loop_is_accepted_without_a_warning(case, loop):
         train(*case, loop)
     texts = [str(one.message) for one in shown if issubclass(one.category, PrivacyWarning)]
     assert [text for text in texts if "could not be checked" in text or "DPE010" in text] == []
+
+
+def test_a_loop_may_write_to_a_row_of_a_parameter_and_build_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randint(0, WORDS, (40, LENGTH)), torch.arange(40) % CLASSES)
+    _, _, loader = dpengine.PrivacyEngine(seed=2).make_private(
+        model, optimizer, DataLoader(data, batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.Embedding(3, 4, padding_idx=0)  # zeroes a row
+        with torch.no_grad():
+            model[0].weight[0].zero_()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
