@@ -19,6 +19,7 @@ _NOT_COMPARED = _NOT_SAVED | {_HOOKS}
 _CONTAINERS = frozenset({list, dict, set})
 _MOST_ELEMENTS = 2**20  # largest tensor attribute that is copied
 
+Attributes = dict[nn.Module, dict[str, Any]]  # of each submodule, by name
 Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name of its attribute
 
 
@@ -128,6 +129,31 @@ class ModelState:
 
 
 _MISSING = object()
+
+
+@contextlib.contextmanager
+def attributes_kept(module: nn.Module, initial: Attributes | None = None) -> Iterator[None]:
+    """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform.
+
+    An attribute that changed gets its value in ``initial``, if given: the value on entry may be of an earlier batch.
+    """
+    before = attributes_of(module)
+    try:
+        yield
+    finally:
+        for part, then in before.items():
+            now, first = vars(part), (initial or before).get(part, then)
+            changed = [name for name in {**now, **then} if now.get(name, _MISSING) is not then.get(name, _MISSING)]
+            for name in changed:
+                if name in first:
+                    now[name] = first[name]
+                else:
+                    now.pop(name, None)
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Returns the attributes of all submodules."""
+    return {part: dict(vars(part)) for part in module.modules()}
 
 
 @contextlib.contextmanager

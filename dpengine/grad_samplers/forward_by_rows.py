@@ -11,9 +11,8 @@ row by row, it returns the loss of each row, and the caller gets the mean, or th
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
-from dpengine.capture.model_state import preserve_modes
+from dpengine.capture.model_state import Attributes, attributes_kept, attributes_of, preserve_modes
 from dpengine.capture.record import ForwardCall, turned
 from dpengine.errors import BatchDependentLossError
 from dpengine.kernels.library import traced
@@ -34,8 +33,6 @@ ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
-_MISSING = object()
-Attributes = dict[nn.Module, dict[str, Any]]
 _COMPARED = 4  # number of rows that are compared with the batch
 
 
@@ -356,31 +353,6 @@ class _WithoutHooks(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.call.forward(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def attributes_kept(module: nn.Module, initial: Attributes | None = None) -> Iterator[None]:
-    """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform.
-
-    An attribute that changed gets its value in ``initial``, if given: the value on entry may be of an earlier batch.
-    """
-    before = attributes_of(module)
-    try:
-        yield
-    finally:
-        for part, then in before.items():
-            now, first = vars(part), (initial or before).get(part, then)
-            changed = [name for name in {**now, **then} if now.get(name, _MISSING) is not then.get(name, _MISSING)]
-            for name in changed:
-                if name in first:
-                    now[name] = first[name]
-                else:
-                    now.pop(name, None)
-
-
-def attributes_of(module: nn.Module) -> Attributes:
-    """Returns the attributes of all submodules."""
-    return {part: dict(vars(part)) for part in module.modules()}
 
 
 def close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:

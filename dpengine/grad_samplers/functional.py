@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.checkpoints import without_checkpoints
+from dpengine.capture.model_state import attributes_kept
 from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 
@@ -32,7 +33,6 @@ from .forward_by_rows import (
     ForwardByRows,
     Inputs,
     RowsError,
-    attributes_kept,
     chunk_of,
     close,
     in_order,
