@@ -149,5 +149,5 @@ PLANTED: dict[str, Planted] = {
     "sorted": Planted(
         lambda width: Apply("sorted rows", lambda x: x.sort(dim=0).values), UnsupportedLayerError, _MIXES
     ),
-    "time-first": Planted(lambda width: TimeFirst(nn.LSTM(width, width)), PrivacyError, " rows", may_run_alone=True),
+    "time-first": Planted(lambda width: TimeFirst(nn.LSTM(width, width)), PrivacyError, "axis 0", may_run_alone=True),
 }
