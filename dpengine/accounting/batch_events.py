@@ -14,10 +14,10 @@ from .base_event import BaseEvent
 
 @dataclass(frozen=True)
 class TruncatedGaussianEvent(BaseEvent):
-    """A Gaussian sum over a Poisson batch that is truncated to a uniform subset if it is too large.
+    """Gaussian mechanism on the sum over a Poisson-sampled batch, which is truncated to a uniform subset if too large.
 
-    Relation: zero-out, with a public number of examples. With banded noise and cyclic groups, it is one step, like
-    `CyclicGaussianEvent`.
+    Relation: zero-out, with a public number of examples. With banded noise and cyclic groups, each event describes
+    one step, like `CyclicGaussianEvent`.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
 
@@ -25,10 +25,10 @@ class TruncatedGaussianEvent(BaseEvent):
         num_examples: Number of examples in the group from which the batch is sampled.
         sample_rate: Sampling rate before truncation.
         largest_batch: Maximum batch size.
-        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum.
+        noise_multiplier: Ratio of the noise standard deviation to the add/remove sensitivity of the sum.
         cycle_length: Number of groups.
-        run: Name of the run. Without a name, each step counts as a run of its own, which costs more with several
-            groups.
+        run: Name of the run. Without a name, each step is accounted as a separate run, which is looser if
+            ``cycle_length > 1``.
     """
 
     num_examples: int
@@ -59,7 +59,7 @@ class TruncatedGaussianEvent(BaseEvent):
 
 @dataclass(frozen=True)
 class FixedSizeGaussianEvent(BaseEvent):
-    """A Gaussian sum over a uniform subset of fixed size.
+    """Gaussian mechanism on the sum over a uniform subset of fixed size.
 
     Relation: replace-one, or zero-out by the same bound, with a public number of examples.
 
@@ -68,8 +68,8 @@ class FixedSizeGaussianEvent(BaseEvent):
     Attributes:
         num_examples: Number of examples in the data set.
         batch_size: Number of examples in the batch, at most ``num_examples``.
-        noise_multiplier: Standard deviation of the noise over the add/remove sensitivity of the sum. The sensitivity to
-            replacing an example is twice that.
+        noise_multiplier: Ratio of the noise standard deviation to the add/remove sensitivity of the sum. The
+            sensitivity to replacing an example is twice that.
     """
 
     num_examples: int
@@ -94,7 +94,7 @@ class FixedSizeGaussianEvent(BaseEvent):
 
 @dataclass(frozen=True)
 class MixtureGaussianEvent(BaseEvent):
-    """A Gaussian sum in which the contribution of a unit has a random norm.
+    """Gaussian mechanism on a sum in which the contribution of a unit has a random norm.
 
     For example, a batch may contain none, some or all examples of a user. Relation: add-or-remove or zero-out.
 
@@ -102,7 +102,7 @@ class MixtureGaussianEvent(BaseEvent):
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the norms.
-        norms: Norms of the contribution, nonnegative; 0 if the unit may be absent.
+        norms: Possible norms of the unit's contribution, nonnegative; include 0 if the unit may be absent.
         probabilities: Probability of each norm. The sum must be 1 up to 1e-9; a smaller sum counts as infinite privacy
             loss with the missing probability.
     """
@@ -123,7 +123,7 @@ class MixtureGaussianEvent(BaseEvent):
 
     @property
     def missing(self) -> float:
-        """Probability without a norm; 0 if the rounding of the probabilities explains it."""
+        """Probability mass missing from a sum of 1, which counts as infinite loss; 0 if rounding explains the gap."""
         missing = math.fsum([1.0, *(-probability for probability in self.probabilities)])
         return missing if missing > len(self.probabilities) * 2.0**-54 else 0.0
 

@@ -1,4 +1,7 @@
-"""Composition of a history: the parameters that determine its privacy cost, without order and splits."""
+"""Canonical form of a charge history, for accountants.
+
+Two histories that differ only in the order or grouping of charges have equal compositions.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ MAX_DISTINCT = 128
 
 @dataclass(frozen=True)
 class SampledGaussian:
-    """``count`` Poisson-sampled Gaussian releases with equal parameters; ``sample_rate`` is below 1."""
+    """``count`` Poisson-sampled Gaussian mechanisms with equal parameters; ``sample_rate`` is below 1."""
 
     sample_rate: float
     noise_multiplier: float
@@ -36,7 +39,10 @@ class SampledGaussian:
 
 @dataclass(frozen=True)
 class Composition:
-    """Input of accountants. Equal for histories that are permutations or splits of one another."""
+    """Canonical form of a charge history, for accountants.
+
+    Two histories that differ only in the order or grouping of charges have equal compositions.
+    """
 
     precision: float  # sum of 1 / noise_multiplier**2 over the unsampled Gaussians, which compose to one Gaussian
     sampled: tuple[SampledGaussian, ...]
@@ -56,7 +62,7 @@ class Composition:
         return not (self.sampled or self.runs or self.batches or self.selections)
 
     def check_no_sampled_runs(self) -> None:
-        """Raises for accountants that need closed forms."""
+        """Raises AccountingRefusedError if the history contains a run whose epsilon has no closed form."""
         if self.runs:
             raise AccountingRefusedError(
                 f"This history contains a {self.runs[0][0].scheme} run, whose epsilon has no closed form.",
@@ -64,7 +70,7 @@ class Composition:
             )
 
     def check_no_batch_events(self, accountant: str) -> None:
-        """Raises for accountants that support plain Poisson sampling only."""
+        """Raises AccountingRefusedError if the history contains truncated, fixed-size or mixture batches."""
         if self.batches:
             raise AccountingRefusedError(
                 f"accountant {accountant!r} has no bound for a {type(self.batches[0][0]).__name__}.",
@@ -72,16 +78,15 @@ class Composition:
             )
 
     def check_no_selections(self) -> None:
-        """Raises for accountants without Renyi divergences, which cannot bound the best of several results."""
+        """Raises AccountingRefusedError if the history contains a hyperparameter selection."""
         if self.selections:
             raise AccountingRefusedError(
-                "This history contains a selection of the best of several results, which only has a bound by Renyi "
-                "divergences.",
+                "This history contains a hyperparameter selection, which only the RDP accountant can bound.",
                 fix="Use accountant='rdp'.",
             )
 
     def mu(self, relation: Relation) -> float:
-        """Returns the exact mu of the unsampled Gaussians: mu**2 adds up, and replace-one doubles the sensitivity."""
+        """Returns mu of Gaussian DP for the composed unsampled Gaussians (the mu**2 add up); replace-one doubles it."""
         return math.sqrt(self.precision) * (2.0 if relation is Relation.REPLACE_ONE else 1.0)
 
     def limited(self, *, above: bool = True) -> Composition:
@@ -101,9 +106,9 @@ class Bounds:
     """Bounds on epsilon.
 
     Attributes:
-        lower: Lower bound.
-        estimate: Estimate.
-        upper: Upper bound, which is reported.
+        lower: Lower bound of epsilon.
+        estimate: Point estimate of epsilon.
+        upper: Upper bound of epsilon, which is the reported value.
     """
 
     lower: float
@@ -119,7 +124,7 @@ def compose(history: Iterable[Charge]) -> Composition:
         event = charge.event
         if not event.claimed:
             raise AccountingRefusedError(
-                f"No epsilon is claimed for this history: {event.refusal}",
+                f"Epsilon cannot be computed for this history: {event.refusal}",
                 fix="Use Poisson sampling for a guarantee.",
             )
         if event.noiseless:

@@ -17,10 +17,10 @@ from .tuning import RepeatAndSelectEvent
 def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
     """Returns an event of the dp-accounting library for ``count`` equal events.
 
-    Events of a cyclic run count from its first step.
+    For a cyclic run, these are its first ``count`` steps.
 
-    Under replace-one, dp-accounting's RDP accountant uses distance 1 for a Gaussian and for sampling without
-    replacement, and its PLD accountant distance 2: pass half the noise multiplier to the former.
+    Under replace-one, dp-accounting's RDP accountant assumes sensitivity 1 for a Gaussian and for sampling without
+    replacement, and its PLD accountant sensitivity 2. Halve the noise multiplier before you use the RDP accountant.
 
     Args:
         event: The event.
@@ -30,7 +30,7 @@ def to_dp_accounting(event: events.Event, count: int = 1) -> Any:
         A ``dp_accounting.DpEvent``.
 
     Raises:
-        AccountingRefusedError: If the event is unclaimed, or has no closed form.
+        AccountingRefusedError: If the event has no privacy analysis, or no closed form.
         TypeError: If the value is not an event.
         MissingDependencyError: If dp-accounting is not installed.
     """  # noqa: DOC502 - the conversions raise on our behalf
@@ -89,11 +89,17 @@ def _selection(library: Any, event: RepeatAndSelectEvent, count: int) -> tuple[A
 
 
 def _unclaimed(library: Any, event: Any, count: int) -> NoReturn:
-    raise AccountingRefusedError(f"accounting.to_dp_accounting: {event.reason}")
+    raise AccountingRefusedError(
+        f"accounting.to_dp_accounting: {event.reason}",
+        fix="Use a sampling scheme with a privacy analysis, such as Poisson sampling.",
+    )
 
 
 def _simulated(library: Any, event: Any, count: int) -> NoReturn:
-    raise AccountingRefusedError(f"dp-accounting has no event for {event.scheme} runs, which are simulated.")
+    raise AccountingRefusedError(
+        f"dp-accounting has no event for {event.scheme} runs, which are simulated.",
+        fix="Use accountant='monte_carlo' of dpengine.",
+    )
 
 
 _CONVERSIONS: dict[type, Callable[[Any, Any, int], tuple[Any, int | None]]] = {

@@ -12,8 +12,8 @@ def round_up(value: float, decimals: int = 2) -> str:
 
     Args:
         value: At least 0; may be infinite.
-        decimals: Digits after the point. If they would show less than two significant digits, two are shown; from 1e15
-            there are none.
+        decimals: Digits after the point. At least two significant digits are shown, with more digits after the point if
+            necessary. From 1e15, at most six significant digits and an exponent are shown instead.
 
     Returns:
         Text whose value is at least ``value``; ``"∞"`` for infinity.

@@ -1,4 +1,4 @@
-"""Privacy event of a step, by the participation of examples and the correlation of the noise.
+"""Maps participation pattern and noise correlation to the privacy event of a step.
 
 The table at the end maps each combination to an event. A combination without a row has no privacy analysis.
 """
@@ -34,7 +34,7 @@ class BaseParticipation:
     epoch_steps: ClassVar[int] = 0
     """Number of batches in an epoch, if each example is in at most one batch of each epoch; otherwise 0."""
     claims_epochs: ClassVar[bool] = False
-    """True if epsilon is claimed for each epoch as a whole."""
+    """True if the privacy cost is accounted per epoch, without amplification."""
     equal_groups: ClassVar[bool] = False
     """True if examples are split into groups of equal size, which makes the number of examples public."""
     needs_size: ClassVar[bool] = False
@@ -42,10 +42,10 @@ class BaseParticipation:
     relation: ClassVar[Relation | None] = None
     """Neighboring relation of the guarantee, if only one is possible."""
     steps_are_separate: ClassVar[bool] = False
-    """True if the privacy cost of a step does not depend on other steps or on its number."""
+    """True if the privacy cost of a step does not depend on other steps or on the step index."""
 
     def truncated(self, largest_batch: int) -> Participation:
-        """Returns the participation if batches are truncated to a uniform subset of at most ``largest_batch``."""
+        """Returns the participation pattern after truncation to at most ``largest_batch`` uniformly chosen examples."""
         return UnknownParticipation("Truncated batches of this sampling scheme have no privacy analysis.")
 
 
@@ -128,7 +128,8 @@ class EpochParticipation(BaseParticipation):
 
     Attributes:
         steps: Number of batches in an epoch.
-        claimed: Whether to claim the epsilon without amplification by sampling. Otherwise reports show it separately.
+        claimed: If True, the unamplified epsilon is the guarantee; if False, it is only reported as additional
+            information.
     """
 
     steps: int
@@ -194,11 +195,10 @@ class Correlation:
     """Correlation of the noise across steps. The noise of a run is ``S^-1 Z``, with independent normals Z.
 
     Attributes:
-        bands: Number of diagonals of the strategy S, up to the last nonzero one; 1 for independent noise. None if it
-            grows with the run.
-        sq_sensitivities: Function of ``cycle_length`` that returns the squared sensitivity after each number of cycles,
-            relative to that of one participation, for examples that participate once per cycle. Nondecreasing. None if
-            unknown.
+        bands: Number of diagonals of the strategy matrix S, up to the last nonzero one; 1 for independent noise. None
+            if it grows with the run.
+        sq_sensitivities: Callable ``cycle_length -> (s_1, s_2, ...)``: ``s_k`` is the squared sensitivity to an example
+            after k participations, one per cycle, relative to a single participation. Nondecreasing. None if unknown.
     """
 
     bands: int | None = 1
@@ -213,7 +213,7 @@ class Release:
     """Values of a step that determine its event, besides participation and correlation.
 
     Attributes:
-        noise_multiplier: Standard deviation of the noise over the sensitivity to one participation.
+        noise_multiplier: Ratio of the noise standard deviation to the sensitivity to one participation.
         num_examples: Number of examples in the data set.
         relation: Neighboring relation.
         run: Name of the run.
@@ -252,13 +252,15 @@ def event_of_step(participation: Participation, correlation: Correlation, releas
 
 
 def _overlap(participation: Participation, correlation: Correlation) -> str:
-    """Returns how participations overlap in the strategy: a key of `_EVENTS`.
+    """Returns how the participations of one example overlap in the noise strategy matrix, for `_EVENTS`.
 
-    "none" for independent noise, "once" if no example participates twice within the bands, otherwise "all".
+    "independent" for independent noise, "separated" if no example participates twice within the bands, otherwise
+    "overlapping".
     """
     if correlation.bands == 1:
-        return "none"
-    return "once" if correlation.bands is not None and correlation.bands <= participation.min_separation else "all"
+        return "independent"
+    is_separated = correlation.bands is not None and correlation.bands <= participation.min_separation
+    return "separated" if is_separated else "overlapping"
 
 
 def _sampled(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
@@ -325,16 +327,16 @@ def _no_analysis(participation: Participation, correlation: Correlation, release
 
 
 _EVENTS: dict[tuple[type, str], Callable[..., Event]] = {
-    (PoissonParticipation, "none"): _sampled,
-    (PoissonParticipation, "once"): _sampled,
-    (PoissonParticipation, "all"): _in_fixed_order,
-    (TruncatedParticipation, "none"): _truncated,
-    (TruncatedParticipation, "once"): _truncated,
-    (FixedSizeParticipation, "none"): _fixed_size,
-    (EpochParticipation, "none"): _epochs,
-    (SeparatedParticipation, "none"): _separated,
-    (SeparatedParticipation, "once"): _separated,
-    (UnknownParticipation, "none"): _unknown,
-    (UnknownParticipation, "once"): _unknown,
-    (UnknownParticipation, "all"): _unknown,
+    (PoissonParticipation, "independent"): _sampled,
+    (PoissonParticipation, "separated"): _sampled,
+    (PoissonParticipation, "overlapping"): _in_fixed_order,
+    (TruncatedParticipation, "independent"): _truncated,
+    (TruncatedParticipation, "separated"): _truncated,
+    (FixedSizeParticipation, "independent"): _fixed_size,
+    (EpochParticipation, "independent"): _epochs,
+    (SeparatedParticipation, "independent"): _separated,
+    (SeparatedParticipation, "separated"): _separated,
+    (UnknownParticipation, "independent"): _unknown,
+    (UnknownParticipation, "separated"): _unknown,
+    (UnknownParticipation, "overlapping"): _unknown,
 }

@@ -1,4 +1,4 @@
-"""Private run with canaries, which is observed while the user's loop trains it."""
+"""Instruments a private training run with canaries, for auditing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class WatchedRun:
-    """Run of an engine. Within ``planted()``, coins include or exclude its canaries."""
+    """Audited training run. Inside ``planted()``, each canary is included with probability 1/2, by its coin."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class WatchedRun:
         self._canaries = canaries
         self._sizes = [p.numel() for p in passes.trainable().values()]
         self._directions = None if directions is None else directions(self._sizes)
-        self._projections: dict[int, Floats] = {}  # products of the release of each step with the directions
+        self._projections: dict[int, Floats] = {}  # inner products of noisy gradients with directions, by step
         self._planted = PlantedGradients(
             passes.mode,
             canaries,
@@ -60,7 +60,7 @@ class WatchedRun:
             (passes.only is not None, "a run with restrict_to_optimizer", "Freeze the other parameters in make()."),
             (
                 gradient and passes.grad_sample_mode == "ghost",
-                "gradients in grad_sample_mode='ghost'",
+                "gradient canaries in grad_sample_mode='ghost'",
                 "Pass kind='input'.",
             ),
         ):
@@ -75,7 +75,7 @@ class WatchedRun:
 
     @contextmanager
     def planted(self) -> Iterator[None]:
-        """Inserts the canaries and records the releases in a context."""
+        """Inserts the canaries in a context, and records each step's inner products with the canary directions."""
         passes, mode = self.run.step.passes, self.run.step.passes.mode
         handle, every = self.run.optimizer.register_step_pre_hook(self._record_release), passes.probe.every
         try:
@@ -102,14 +102,14 @@ class WatchedRun:
         return parameters
 
     def _chunk(self) -> tuple[int, Indices]:
-        """Returns the step, and the example indices of the chunk of the current backward pass."""
+        """Returns the step, and the example indices of the current physical batch."""
         run = self.run.step
         step = run.batches.batches[-1].step
         drawn = self.run.batches._batches.draw(step)  # a pure function, which draws the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
     def _record_release(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Records the release in ``p.grad``, before the optimizer's update."""
+        """Records the inner products of the noisy gradient with the canary directions, before the update."""
         if self._directions is None:
             return
         run = self.run.step
@@ -123,7 +123,7 @@ class WatchedRun:
 
     @property
     def releases(self) -> int:
-        """Number of releases of the run."""
+        """Number of noisy gradients that the run released."""
         return self.run.step.batches.released
 
     def check_not_bypassed(self) -> None:
@@ -134,7 +134,7 @@ class WatchedRun:
             )
 
     def trace(self) -> Trace:
-        """Returns the components of the releases along the directions, and the batches of the canaries."""
+        """Returns inner products of each step's noisy gradient with canary directions, and the canaries' batches."""
         plan, canaries = self.run.step.plan, self._canaries
         steps = 1 + max(max(self._projections, default=-1), max(self._planted.drawn, default=-1))
         releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)

@@ -78,7 +78,8 @@ class LedgerFile:
             raise LedgerError(
                 f"{self.path} is locked by another process ({error}). Concurrent runs would not include each other's "
                 "cost.",
-                fix="Wait for that process, or use a separate ledger for this run; dpengine ledger total adds them up.",
+                fix="Wait for that process, or use a separate ledger for this run; combine them with "
+                "`dpengine ledger total`.",
             ) from error
         return file
 
@@ -169,7 +170,7 @@ class LedgerFile:
         if not same:
             raise LedgerError(
                 f"{self.path} was changed, moved or deleted during this run.",
-                fix="Restore it, or start again with a new ledger and add the total of the old one.",
+                fix="Restore it, or start a new ledger and combine both with `dpengine ledger total`.",
             )
 
     def close(self) -> None:
@@ -181,7 +182,7 @@ class LedgerFile:
                 for run in list(self.reservations):
                     self.settle(run)
             except (LedgerError, OSError):
-                pass  # the reservation then counts completely
+                pass  # all reserved charges then count as used
             finally:
                 self.forget()
 

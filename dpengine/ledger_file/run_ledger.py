@@ -21,8 +21,8 @@ MAX_RESERVED = 1000
 class RunLedger:
     """Ledger of one run.
 
-    If several processes share the run, the first process writes the file. The others count the same charges, so all
-    processes know when the next entry is due. They wait for it, and fail if it fails.
+    Rank 0 writes the file. The other ranks wait for each write of a release and raise if it fails. All ranks count the
+    same charges, so they know when the next write is due.
     """
 
     ledger: Ledger  # ledger in memory of all runs on the data
@@ -31,7 +31,7 @@ class RunLedger:
     file: LedgerFile | None  # None on all processes except the first
     reserve: int = 1  # number of steps charged on disk at once
     holder: Any = None  # keeps the file open, because a run may outlive its engine
-    knows_later: bool = False  # the run was resumed from a checkpoint, and all later charges are in the file
+    knows_later: bool = False  # True if the file contains all charges made after the checkpoint of a resumed run
     _reservation: Reservation | None = None
     _unwritten: list[Charge] = field(default_factory=list)
 
@@ -53,10 +53,11 @@ class RunLedger:
     def charge(
         self, event: Event, *, count: int = 1, kind: str = "release", room: Callable[[], int] | None = None
     ) -> None:
-        """Charges ``count`` entries before their step. If the file cannot be written, nothing is charged.
+        """Charges ``count`` logical batches before the step is taken.
 
-        All processes charge the same steps at the same time. ``room`` returns the maximum number of charges of the
-        event to reserve, including these charges; None reserves only these.
+        If the file cannot be written, nothing is charged. All processes charge the same steps at the same time.
+        ``room`` returns the maximum number of charges of the event to reserve, including these charges; None reserves
+        only these.
         """
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.locked():
@@ -71,12 +72,12 @@ class RunLedger:
         reservation = self._reservation
         if reservation is None or reservation.event != charge.event or reservation.left < charge.count:
             return False
-        if charge.kind != "release" and self.ranks.size > 1:  # other processes may not make this charge
+        if charge.kind != "release" and self.ranks.size > 1:  # other ranks might not make this charge
             return False
         return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is reservation)
 
     def _write(self, charge: Charge, room: Callable[[], int] | None) -> None:
-        if charge.kind != "release":  # nothing is released, and other processes may not make this charge
+        if charge.kind != "release":  # nothing is released, and other ranks might not make this charge
             try:
                 self._append(charge, charge.count)
             except LedgerError:
@@ -97,7 +98,7 @@ class RunLedger:
         with self.file.locked():  # sequence numbers must not change before writing
             new_entries: list[NewEntry] = []
             if charge.kind == "release":
-                # If a later statement fails, the old reservation counts completely.
+                # If a later statement raises, the old reservation counts as fully used.
                 previous = self.file.reservations.pop(self.run, None)
                 new_entries += [] if previous is None else [previous.settled(self.run)]
             for new_charge in (*self._unwritten, charge):

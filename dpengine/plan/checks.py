@@ -24,7 +24,7 @@ def integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
 
 
 def number(owner: str, name: str, value: Any, *, above: bool = False) -> float:
-    """Returns ``value`` as a finite float of at least 0, or above 0."""
+    """Returns ``value`` as a finite float that is >= 0, or > 0 if ``above``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{owner}: {name}={value!r} must be a number.")
     number = _float(value)
@@ -64,7 +64,10 @@ def numbers(owner: str, name: str, values: Any) -> tuple[float, ...]:
 
 
 def column(owner: str, name: str, values: Any) -> tuple[float, ...]:
-    """Returns finite numbers. The first one must be positive, and not negligible compared with the others."""
+    """Returns the first column of a Toeplitz strategy matrix as finite numbers.
+
+    The first number must be positive, and not negligible compared with the others.
+    """
     column = numbers(owner, name, values)
     if not column or not column[0] > 0:
         raise ValueError(f"{owner}: {name} must be a list of finite numbers whose first one is positive.")

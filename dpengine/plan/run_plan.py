@@ -85,12 +85,13 @@ class RunPlan:
         if self.sampling.participation.equal_groups and self.relation is Relation.ADD_OR_REMOVE_ONE:
             raise InvalidBudgetError(
                 "Groups of equal size reveal the number of examples, which add-or-remove keeps private.",
-                fix="Use Partition.INDEPENDENT, or the relation zero-out.",
+                fix="Use Partition.INDEPENDENT, or omit one of sample_rate=, expected_batch_size= and target_delta=, "
+                "which selects the relation zero-out.",
             )
         if self.noise is not None and self.noise_multiplier > 0 and not self.claims_epsilon:
             raise InvalidBudgetError(
                 f"sampling={self.sampling.law!r} does not support this noise: {self.event().refusal}",
-                fix="Omit sampling=, because correlated noise selects it.",
+                fix="Omit sampling=; a sampling scheme compatible with the noise is then selected.",
             )
 
     @cached_property
@@ -121,7 +122,8 @@ class RunPlan:
         """Raises BudgetExceeded if the run has no step with this number."""
         if not self.has_step(step):
             raise BudgetExceeded(
-                f"This run was planned for {self._num_steps:,} steps, and all of them were drawn.",
+                f"This run was planned for {self._num_steps:,} steps, and all {self._num_steps:,} batches were "
+                "sampled.",
                 fix="Plan more steps with steps= or epochs=, or call make_private again, which adds to the cost.",
             )
 
@@ -142,12 +144,12 @@ class RunPlan:
         if batches < 2 or self.steps_are_separate:
             return ""
         return (
-            f"the {self._part_with_joint_cost} needs one sampled batch in each step, but there are {batches}. Pass "
-            "accumulation_steps= to split a batch."
+            f"the {self._part_with_joint_cost} needs one sampled batch in each step, but this step merges {batches} "
+            "batches. Pass accumulation_steps= to split a batch."
         )
 
     def changed(self, step: int, **constants: Any) -> RunPlan:
-        """Returns the plan with changed constants from a step on."""
+        """Returns a plan with new constants, effective from ``step``."""
         if not self.steps_are_separate:
             raise InvalidBudgetError(
                 "noise_multiplier and max_grad_norm cannot change in this run, because its steps are accounted "
@@ -158,16 +160,16 @@ class RunPlan:
 
     @property
     def _part_with_joint_cost(self) -> str:
-        """Name of the part of the plan because of which the cost of steps is not separate."""
+        """Component that requires joint accounting of all steps, for error messages."""
         if self.noise is not None:
             return "correlated noise"
         return "plan" if self.of_config else "sampling scheme"
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
-        """Returns the plan that accounts for a step, whose run name identifies the passes that are accounted together.
+        """Returns the plan whose ``run`` name groups the epochs that are accounted together with this step.
 
-        After a change of the plan, these are the passes from the first complete one on. ``first`` is True for the first
-        step of a run; the rest of an interrupted pass is then accounted as a pass.
+        After a plan change, a new group starts at the first complete epoch. ``first`` is True for the first step of a
+        run; a partial first epoch then counts as a full epoch.
         """
         if not self.counts_passes:
             return self
@@ -181,7 +183,7 @@ class RunPlan:
         return self if current_pass == first_pass else replace(self, run=self._name_from(current_pass * epoch))
 
     def _name_from(self, step: int) -> str:
-        # The rest of a pass that began with another plan is accounted as a pass: an example may be in both parts.
+        # If the plan changes mid-epoch, both parts count as full epochs, because an example may be in each.
         return f"{self.run.partition('@')[0]}@{step}" if self.counts_passes else self.run
 
     def divisor(self, batches: int, *, mean: bool) -> float:

@@ -1,4 +1,4 @@
-"""Facts of a report on all runs of a history."""
+"""Report fields that summarize all runs in a ledger."""
 
 from __future__ import annotations
 

@@ -83,7 +83,8 @@ class DatasetFacts:
 
     Attributes:
         num_examples: Number of examples; None if it is unknown. Reports show it only if it is public.
-        num_examples_public: Whether the number is public. It is also public if the relation fixes it.
+        num_examples_public: Whether the number is public. It is also public if neighboring data sets have
+            equal size.
         description: ``name``, ``source``, ``licence``, ``sha256``.
     """
 
@@ -175,7 +176,7 @@ class RunFacts:
 
     @property
     def sampling_is_known(self) -> bool:
-        """True if there is an accounting for the sampling scheme of every batch."""
+        """True if every batch's sampling scheme has a privacy analysis."""
         unclaimed = any(not charge.event.claimed for charge in self.accounting.history)
         sampling = str(self.plan.get("sampling", "poisson"))
         return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(OWN_SCHEME)) and not unclaimed
@@ -196,7 +197,7 @@ def _has_no_noise(charge: Charge) -> bool:
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """Returns an upper bound on the delta that the bounded range of the noise adds; None if the range is unknown.
+    """Returns an upper bound on the additional delta because sampled noise has bounded range; None if unknown.
 
     Normals are at most ``largest_normal`` standard deviations. An output beyond that reveals that it was shifted.
     """

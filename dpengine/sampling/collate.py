@@ -36,9 +36,10 @@ class EmptyAwareCollate:
 def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_first: bool = True) -> Any:
     """Returns a batch of zero rows with the structure of real batches of ``collate``.
 
-    ``collate`` is called with one copy of the example and with two. A size that doubles is the number of rows: that
-    axis of a tensor or array becomes 0, and such a list or tuple becomes empty. Tensors keep dtype, device and other
-    axes; tensors without such an axis are filled with zeros, so the template contains no tensor values of the example.
+    ``collate`` is called with one copy of the example and with two. An axis whose size doubles is the batch axis.
+    In the template, tensors and arrays get size 0 along it, and lists and tuples of that length become empty. Tensors
+    keep dtype, device and other axes; tensors without a batch axis are filled with zeros, so the template contains no
+    tensor values of the example.
     Containers (dict, other mappings, list, tuple, named tuple, dataclass) keep their type if it can be constructed.
     Other types raise SamplingError. The random generators of the process are restored. If no size doubles, the batch
     axis is axis 0, or axis 1 without ``batch_first``.
@@ -98,11 +99,11 @@ class _GrowthRule:
 
 
 class _Zeros(_GrowthRule):
-    """Keeps all sizes. ``of_sample`` is True within an item of a list with one item for each sample."""
+    """Keeps all sizes. ``in_sample``: whether the current value is inside one element of a per-sample list."""
 
-    def __init__(self, of_sample: bool = False):
+    def __init__(self, in_sample: bool = False):
         super().__init__()
-        self.of_sample = of_sample
+        self.in_sample = in_sample
 
     def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
         return list(single)
@@ -141,10 +142,10 @@ def _empty_form(single: Any, double: Any, rule: _GrowthRule | _AxisRule, where: 
             object.__setattr__(result, field.name, _empty_form(one, two, rule, f"{where}.{field.name}"))
         return result
     if isinstance(single, _UNCHANGED):
-        is_sample_value = isinstance(rule, _Zeros) and rule.of_sample
+        is_sample_value = isinstance(rule, _Zeros) and rule.in_sample
         return _BLANK.get(type(single), single) if is_sample_value else single
     raise SamplingError(
-        f"{where} is a {type(single).__name__}, which has no known empty form; a batch may be empty.",
+        f"Sampling can select no examples, but an empty {type(single).__name__} cannot be created for {where}.",
         fix="Return tensors in a dict, tuple, list or dataclass from collate_fn, or pass example_input=, a fictitious "
         "example as the data set would return it.",
     )
@@ -156,7 +157,7 @@ def _empty_sequence(single: Sequence[Any], double: Sequence[Any], rule: _GrowthR
     if not named and rule.sequence(single, double):
         items = []
         if isinstance(rule, _Zeros):
-            items = [_empty_form(item, item, _Zeros(of_sample=True), f"{where}[{i}]") for i, item in enumerate(single)]
+            items = [_empty_form(item, item, _Zeros(in_sample=True), f"{where}[{i}]") for i, item in enumerate(single)]
     else:
         pairs = enumerate(zip(single, double, strict=False))
         items = [_empty_form(one, two, rule, f"{where}[{index}]") for index, (one, two) in pairs]

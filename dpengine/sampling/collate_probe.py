@@ -149,7 +149,8 @@ class _Probe:
     ) -> None:
         """Raises if the row of an example depends on the other examples of its batch.
 
-        ``repeated`` has the paths of values that are the same in two calls with the same examples.
+        ``repeated`` has the paths of values that are the same in two calls with the same examples. ``padded`` is the
+        allowed difference in padding, as for `same`.
         """
         first, second = self._entries(indices), self._entries(other_indices)
         self._match(indices, first, other_indices, second, padded)
@@ -160,7 +161,7 @@ class _Probe:
                 self.statistics.add(path)
 
     def _match(self, indices: Indices, first: Entries, other_indices: Indices, second: Entries, padded: str) -> None:
-        """Compares the rows of common examples, at the same position or, if the batch is sorted, at any position."""
+        """Compares the rows of common examples, at any position if the batch is sorted. For ``padded``, see `same`."""
         paths = self._paths_with_rows(first, second)
         indices, other_indices = self._wrapped(indices), self._wrapped(other_indices)
         shared = [i for i, (a, b) in enumerate(zip(indices, other_indices, strict=False)) if a == b]
@@ -192,7 +193,7 @@ class _Probe:
         return None
 
     def _compare_random(self) -> None:
-        """Compares the first example of different batches, and the last example after reordered examples."""
+        """Checks that the first row does not depend on later examples, nor the last on the order of earlier ones."""
         for number in range(_ROUNDS):
             first = number % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]
@@ -254,10 +255,9 @@ class _Probe:
 
     def _other_number(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
         return BatchMismatchError(
-            f"{self.name} returned {rows} rows in {path} for {examples} examples. The engine clips one row for each "
-            "example that was drawn.",
-            fix="Return one row for each example in the axis of the batch: repeat views and leave out bad examples in "
-            "the data set instead.",
+            f"{self.name} returned {rows} rows in {path} for {examples} examples; per-example clipping requires "
+            "exactly one row per example.",
+            fix="Create augmented views and drop invalid examples in the data set, not in collate_fn.",
         )
 
     def _mixing_error(self, path: str) -> BatchDependentLossError:
@@ -298,7 +298,7 @@ def _is_of_torch(collate: Any) -> bool:
 
 
 def _are_new_names(entry: Entry, again: Entry) -> bool:
-    """Returns True for strings that differ between equal calls. The check of the loop reports strings that are used."""
+    """Returns True for strings that differ between equal calls. If the loop uses them, check_loop reports it."""
     if entry.rows is None or not all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows):
         return False
     return not same(entry.value, again.value)

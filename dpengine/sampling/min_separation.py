@@ -24,12 +24,12 @@ from .scheme import (
 from .subset import numbers_below, uniform_subset
 
 Resting = tuple[IndexBatch, ...]
-"""Examples selected in each of the last steps, the latest last."""
+"""Examples selected in each of the last ``min_separation - 1`` steps, most recent last."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BMinSepSampling(SamplingScheme):
-    """Selects each example that was not selected in the last ``min_separation - 1`` steps with equal probability.
+    """Selects examples not selected in the last ``min_separation - 1`` steps, each with probability ``sampling_prob``.
 
     An example "rests" in the steps after its selection. Examples removed by ``truncated_batch_size`` also rest, so that
     the selection of an example does not depend on other examples.
@@ -38,7 +38,8 @@ class BMinSepSampling(SamplingScheme):
         sampling_prob: Probability of selecting an example that does not rest, in [0, 1].
         iterations: Number of batches in the run; None for no limit.
         min_separation: Minimum number of steps between two participations, at least 1.
-        warm_start: Whether examples rest at the start as in the middle of a long run.
+        warm_start: If True, starts from the stationary distribution of resting examples; if False, no example rests at
+            first.
         truncated_batch_size: Maximum batch size; None for no truncation.
 
     Raises:

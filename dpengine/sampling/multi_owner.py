@@ -32,13 +32,17 @@ class MultiOwnerGraph:
         examples, users = (np.asarray(indices) for indices in (self.examples, self.users))
         owner = "MultiOwnerGraph"
         if examples.ndim != 1 or examples.shape != users.shape:
-            raise ValueError(f"{owner}: examples and users have shapes {examples.shape} and {users.shape}.")
+            raise ValueError(
+                f"{owner}: examples and users must be 1-D arrays of equal length, got shapes {examples.shape} and "
+                f"{users.shape}."
+            )
         integers = all(side.dtype.kind in "iu" and (side >= 0).all() for side in (examples, users) if side.size)
         if not integers:
             raise ValueError(f"{owner}: examples and users must be whole numbers from 0.")
         edges = np.unique(np.stack([examples, users]), axis=1)
         if edges.shape[1] < len(examples):
-            raise ValueError(f"{owner}: {len(examples) - edges.shape[1]} edges are repeated.")
+            duplicates = len(examples) - edges.shape[1]
+            raise ValueError(f"{owner}: {duplicates} (example, user) pairs are duplicates. Remove them.")
         missing = np.setdiff1d(np.arange(examples.max(initial=-1) + 1), examples)
         if len(missing):
             raise ValueError(f"{owner}: {len(missing)} examples have no owner, the first is {missing[0]}.")
@@ -88,7 +92,7 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
 def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
     """Selects, in the graph's order, each example that shares no user with an earlier selected one.
 
-    ``example`` and ``user`` are the edges of the examples.
+    ``example`` and ``user`` are the endpoints of the candidate edges.
     """
     rank, degree = graph.rank, graph.degree
     is_used = np.zeros(graph.num_users, dtype=bool)
@@ -124,7 +128,7 @@ class MultiOwnerSelection:
     max_degree: int = 8
 
     law: ClassVar[str] = "multi-owner"
-    accounting: ClassVar[str] = "that of the base, for users"
+    accounting: ClassVar[str] = "as for the base scheme, with the user as privacy unit"
 
     def __post_init__(self) -> None:
         checked_scheme("MultiOwnerSelection: base", self.base)
@@ -167,15 +171,16 @@ class MultiOwnerSchedule:
 class MultiOwnerMinSepSampling:
     """Deterministic batches in which two examples of one user are at least ``min_separation`` batches apart.
 
-    Each batch selects examples in the order of (number of owners, index), if no owner participated in the batches
-    before within the separation. The maximum numbers of participations of a user and of an example only increase if a
-    batch cannot be filled otherwise. There is no randomness and hence no amplification: the sensitivity is that of the
-    strategy matrix for ``user_participations`` at this separation (`dpengine.noise.toeplitz_sq_sensitivity`).
+    Each batch selects examples in the order of (number of owners, index), skipping examples with an owner in the
+    previous ``min_separation - 1`` batches. The maximum numbers of participations of a user and of an example only
+    increase if a batch cannot be filled otherwise. There is no randomness and hence no amplification: the sensitivity
+    is that of the strategy matrix for ``user_participations`` at this separation
+    (`dpengine.noise.toeplitz_sq_sensitivity`).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
     Args:
-        batch_size: Number of examples in a batch; fewer if too many users rest.
+        batch_size: Number of examples in a batch; fewer if too few users are available.
         iterations: Number of batches in the run.
         min_separation: Minimum number of batches between two participations of a user, at least 1.
         max_degree: Examples with more owners are excluded.
@@ -191,7 +196,9 @@ class MultiOwnerMinSepSampling:
     max_degree: int = 8
 
     law: ClassVar[str] = "multi-owner-min-sep"
-    accounting: ClassVar[str] = "min_separation with the participations of the schedule, for users; deterministic"
+    accounting: ClassVar[str] = (
+        "deterministic; per-user sensitivity from the separation and the number of participations"
+    )
 
     def __post_init__(self) -> None:
         for name, minimum in {"batch_size": 1, "iterations": 0, "min_separation": 1, "max_degree": 1}.items():

@@ -1,4 +1,4 @@
-"""Adapter for custom sampling schemes, whose trial batches are compared with the participation that they state."""
+"""Validates custom sampling schemes: compares trial batches with the declared participation pattern."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ _DEVIATIONS = 7.0  # number of standard deviations; a correct scheme exceeds it 
 
 @dataclasses.dataclass(frozen=True)
 class OwnScheme(SamplingScheme):
-    """Custom sampling scheme, whose trial batches were checked.
+    """Custom sampling scheme, whose trial batches were compared with the declared participation pattern.
 
     Args:
         scheme: Object with ``over``, ``participation``, ``expected_batch_size`` and ``steps_per_epoch``.
 
     Raises:
         TypeError: If a member is missing.
-        ExtensionError: If trial batches contradict the participation that the scheme states.
+        ExtensionError: If trial batches contradict the declared participation pattern.
     """
 
     scheme: Any
 
-    accounting: ClassVar[str] = "as the scheme states"
+    accounting: ClassVar[str] = "by the declared participation pattern"
 
     def __post_init__(self) -> None:
         check_draws(checked_scheme("sampling", self.scheme))
@@ -93,7 +93,7 @@ class OwnDraws(Draws):
     Attributes:
         name: Name of the class of the scheme.
         stated: Participation that the scheme states.
-        draws: Draws the batches.
+        draws: Sampler returned by ``scheme.over``.
     """
 
     num_examples: int
@@ -159,7 +159,7 @@ def check_draws(scheme: Any) -> None:
     )
     if not all(map(np.array_equal, batches, again)):
         raise ExtensionError(
-            f"{name}.over(...).draw(step, words) returned two batches for the same step and words.",
+            f"{name}.over(...).draw(step, words) returned two different batches for the same step and words.",
             fix="Take all randomness from words(count, step=step, block=0), and keep no state between calls.",
         )
     if _is_secret(participation) and any(map(len, batches)) and all(map(np.array_equal, batches, others)):

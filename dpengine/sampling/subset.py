@@ -6,13 +6,13 @@ import numpy as np
 
 from .scheme import IndexBatch, WordStream
 
-_BLOCK = 1 << 24  # first request for choices among drawn examples; no draw makes as many requests
+_BLOCK = 1 << 24  # first block for choosing among sampled examples; sampling itself uses lower blocks
 
 
 def numbers_below(size: int, count: int, words: WordStream, *, step: int, block: int = _BLOCK) -> IndexBatch:
     """Returns ``count`` independent uniform numbers in ``[0, size)``, by rejection.
 
-    Uses up to 2**16 blocks from ``block``.
+    Uses at most the block indices ``block`` to ``block + 2**16 - 1``.
     """
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
     found = np.empty(0, dtype=np.int64)

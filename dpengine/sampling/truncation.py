@@ -1,4 +1,4 @@
-"""Truncation of large batches, and its probability, which determines its privacy cost."""
+"""Truncates large batches and computes the truncation probability, which determines the privacy cost."""
 
 from __future__ import annotations
 

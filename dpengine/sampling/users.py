@@ -31,7 +31,7 @@ class UserSelectionStrategy:
     shuffle: bool = False
 
     law: ClassVar[str] = "users"
-    accounting: ClassVar[str] = "that of the base, for users"
+    accounting: ClassVar[str] = "as for the base scheme, with the user as privacy unit"
 
     def __post_init__(self) -> None:
         checked_scheme("UserSelectionStrategy: base", self.base)

@@ -178,9 +178,9 @@ def test_the_threshold_is_the_largest_that_verifies_a_delta(delta, samples):
 
 
 def test_too_few_samples_verify_nothing_and_the_refusal_says_what_they_do():
-    with pytest.raises(AccountingRefusedError, match=r"only 0\.0026 or more"):
+    with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):
         threshold_for(1e-5, 10_000)
-    with pytest.raises(AccountingRefusedError, match=r"only 0\.0026 or more"):
+    with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):
         threshold_for(0.0024, 10_000)
     assert threshold_for(0.0025, 10_000) > 0
 

@@ -143,7 +143,7 @@ def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accounta
         assert epsilon_of(bare, 1e-5, answer) == math.inf
         assert delta_of(bare, 1.0, answer) == 1.0
         for question in QUESTIONS:
-            with pytest.raises(AccountingRefusedError, match="No epsilon is claimed"):
+            with pytest.raises(AccountingRefusedError, match="Epsilon cannot be computed"):
                 question((*SAMPLED, Charge(UnclaimedEvent("not drawn at random."))), answer)
 
 

@@ -96,7 +96,7 @@ class Public(Stated):
         (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.25), 61)), r"a batch has \d+ examples"),
         (Stated(0.25, EpochParticipation(4)), "in two batches of one epoch"),
         (Stated(0.25, SeparatedParticipation(3)), "in batches that are 1 steps apart"),
-        (Changing(0.25, PoissonParticipation(0.25)), "two batches for the same step"),
+        (Changing(0.25, PoissonParticipation(0.25)), "two different batches for the same step"),
         (Twice(0.25, PoissonParticipation(0.25)), "did not return distinct indices"),
         (Stated(0.25, "poisson"), "Return one of PoissonParticipation"),
         (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.1), 240)), "drawn instead of 2,880"),

@@ -28,7 +28,7 @@ GUARDS = [
         "another batch for the same words",
         "    if not all(map(np.array_equal, batches, again)):",
         "    if False:",
-        DRAWN + "[scheme7-two batches for the same step]",
+        DRAWN + "[scheme7-two different batches for the same step]",
     ),
     Guard(
         "scheme-favors",

@@ -91,7 +91,7 @@ def test_json_does_not_hold_parts_from_outside():
             AccountingRefusedError,
             "pass num_examples=",
         ),
-        ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "No epsilon is claimed.*shuffle"),
+        ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "Epsilon cannot be computed.*shuffle"),
         ({"sampling": CYCLIC, "noise": BandMF(num_bands=5)}, AccountingRefusedError, "No privacy analysis"),
         ({"sampling": CyclicPoissonSampling(sampling_prob=0.1, iterations=4)}, ValueError, "has iterations=4"),
         ({"sampling": 3}, TypeError, "sampling is a int; pass a sampling scheme"),

@@ -1,22 +1,23 @@
-"""Verified delta of a claim that a simulation accepted.
+"""Computes the delta that may be reported after a Monte Carlo test accepts a claimed delta.
 
-A claim states that delta at some epsilon is at most ``a``. It is accepted if, for each direction, the mean of m
-independent numbers in [0, 1] with expectation delta is at most a threshold that is fixed before sampling. If the claim
-is wrong, the expectation of one direction exceeds a. By Chernoff and Hoeffding, its mean is then at most the threshold
-with probability at most ``beta = exp(-m KL(threshold || a))``, for any dependence between the samples of the two
-directions. A mechanism that publishes only accepted claims has a delta of at most a if the claim is right, and of 1
-with probability beta if it is wrong, so of at most ``a (1 - beta) + beta``. This holds for every a, so the smallest
+A claim states that delta at some epsilon is at most ``a``. It is accepted if, for each direction of the neighboring
+relation (add and remove), the mean of ``m`` independent numbers in [0, 1] with expectation delta is at most a threshold
+that is fixed before sampling. If the claim is wrong, the expectation of one direction exceeds ``a``. By Chernoff and
+Hoeffding, its mean is then at most the threshold with probability at most ``beta = exp(-m KL(threshold || a))``, for
+any dependence between the samples of the two directions. A mechanism that publishes only accepted claims has a delta of
+at most ``a`` if the claim is correct. If it is wrong, delta is at most 1, but the claim is published with probability
+at most ``beta``. In both cases, delta is at most ``a (1 - beta) + beta``. This holds for every ``a``, so the smallest
 bound is used.
 
-A sweep starts with the weakest claim and stops at the first rejected claim. It publishes a wrong claim only if the
-first wrong claim is accepted. That claim is fixed before sampling, so the bound of a sweep is that of one claim, for
-any number of claims with the same samples.
+A sweep over claims for one mechanism tests the weakest claim first and stops at the first rejected claim. It publishes
+a wrong claim only if the first wrong claim is accepted. That claim is fixed before sampling, so the bound of a sweep is
+that of one claim, for any number of claims with the same samples.
 
 Calibration tests claims about different noise multipliers with separate samples, by bisection of a grid that is fixed
-before sampling. More noise costs less, so after the rejection of a right claim, only right claims are tested. The first
-wrong acceptance is therefore on the path of the bisection that accepts right claims and rejects wrong ones, which is
-fixed before sampling. By a union bound over the n claims of this path, a wrong claim is published with probability at
-most ``n beta``.
+before sampling. More noise costs less, so after a correct claim is rejected, every claim that is tested later (with
+more noise) is also correct. The first wrong acceptance is therefore on the path of the bisection that accepts correct
+claims and rejects wrong ones, which is fixed before sampling. By a union bound over the ``n`` claims of this path, a
+wrong claim is published with probability at most ``n beta``.
 
 Source: Wang et al. 2023 (arXiv:2304.07927) for publishing after a check.
 """
@@ -33,11 +34,11 @@ from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 MIN_SAMPLES_TIMES_DELTA = 25
 """Minimum number of samples times delta for a useful threshold."""
 _GUESSES = 2000  # number of values of a in each search
-_EXPECTED_ERRORS = 0.1  # the probability of a wrong bound is this over the number of samples
+_EXPECTED_ERRORS = 0.1  # failure probability = this value / number of samples
 
 
 def verified_delta(threshold: float, samples: int, claims: int = 1) -> float:
-    """Returns the delta of an accepted claim.
+    """Returns the delta that is guaranteed once a claim was accepted.
 
     Args:
         threshold: Maximum estimate of delta in each direction, fixed before sampling.
@@ -83,14 +84,15 @@ def threshold_for(delta: float, samples: int, claims: int = 1) -> float:
     if samples * delta < MIN_SAMPLES_TIMES_DELTA or low == 0:
         smallest = 1.05 * MIN_SAMPLES_TIMES_DELTA / samples  # with a margin, because two digits are shown
         raise AccountingRefusedError(
-            f"{samples:,} samples do not verify {delta=:g}, only {smallest:.2g} or more.",
+            f"{delta=:g} is too small to verify with {samples:,} samples; the smallest verifiable delta is about "
+            f"{smallest:.2g}.",
             fix="Use a larger delta, or monte_carlo_epsilon with more samples.",
         )
     return low
 
 
 def delta_above(estimate: float, samples: int) -> float:
-    """Returns the delta of the smallest claim that an estimate accepts.
+    """Returns the verified delta of the smallest claim that the test accepts, given the Monte Carlo estimate.
 
     ``estimate`` is the larger of both directions, and ``samples`` is the number of samples in each direction. The
     probability of accepting a wrong claim is equal for all claims, so the result is also valid for a sweep.
