@@ -1,4 +1,4 @@
-"""Cached list of the children, parameters and buffers of a model's modules, renewed if one of them has changed."""
+"""Cached list of the children, parameters and buffers of a model's modules, refreshed if one of them has changed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dpengine.distributed.topology import SINGLE, Topology
 class ModuleTables:
     """The tables ``_modules``, ``_parameters`` and ``_buffers`` of all modules of a model.
 
-    A step reads them several times, and a walk over the modules takes longer than a layer. The tables are therefore
-    compared with those of the last walk, entry by entry, without a loop in Python.
+    A step reads them several times, and traversing all modules takes longer than running one layer. The tables are
+    therefore compared with those of the last walk, entry by entry, without a loop in Python.
 
     Attributes:
         modules: The modules by dotted name.
@@ -50,7 +50,7 @@ class ModuleTables:
     def unchanged(self, *, children: bool = True) -> bool:
         """Returns True if the tables are as they were at the last walk. ``children=False`` ignores tables of children.
 
-        Returns False if parameters are sharded, because modules hold other parameters while they run.
+        Returns False if parameters are sharded, because modules hold unsharded parameters during forward and backward.
         """
         if self._topology.slots:
             return False

@@ -45,7 +45,7 @@ class Pass:
     random_after: list[tuple[str, Tensor]] = field(default_factory=list)
 
     def reached(self, saved: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
-        """Called when the backward pass reaches the outputs."""
+        """Stores the output gradients and marks the pass for replay."""
         self.grads = grads
         self.replay.reached.append(self)
 
@@ -121,7 +121,7 @@ class Replay:
         self._current = Pass(self, copies_of(args), copies_of(kwargs), ModelState.of(model), began)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
-        """Records the outputs of the pass, and returns them with a tap."""
+        """Records the outputs of the pass, and returns them connected to a `Tap`, which records their gradients."""
         outputs = tensors_in_outputs(output)
         current, self._current = self._current, None
         if current is None or not outputs:
@@ -134,7 +134,9 @@ class Replay:
         return map_outputs(lambda _: next(remaining), output)
 
     def run(self, model: nn.Module, select: Callable[[Tensor], Tensor]) -> None:
-        """Repeats forward and backward of each pass. ``select`` is applied to every output gradient.
+        """Repeats forward and backward of each pass.
+
+        ``select`` maps each recorded output gradient to the one used in the replay.
 
         Raises UnsupportedLayerError if outputs differ from those of the first run, because the gradients would belong
         to another computation.
@@ -151,8 +153,8 @@ class Replay:
             for old, new in zip(recorded.outputs, outputs, strict=True):
                 if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):
                     raise UnsupportedLayerError(
-                        "The forward pass returned another output when it was run again. grad_sample_mode='ghost' "
-                        "requires a repeatable forward, apart from random numbers.",
+                        "The second forward pass returned a different output. grad_sample_mode='ghost' requires a "
+                        "deterministic forward (random numbers of torch, Python and NumPy are replayed).",
                         fix="Use grad_sample_mode='auto'.",
                     )
             return [None if grad is None else select(grad) for grad in recorded.grads]

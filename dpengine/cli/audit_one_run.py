@@ -19,14 +19,14 @@ from dpengine.engine.privacy_engine import PrivacyEngine
 from .commands import CommandError
 from .screen import strong
 
-_ROWS = 2000  # examples of Adult, without the canaries
+_NUM_EXAMPLES = 2000  # examples of Adult, without the canaries
 _FEATURES, _CLASSES = 107, 2
 
 
 def run(arguments: Namespace) -> int:
     """Prints the report. Returns 0 for a pass, 1 for a violation, 2 if the result is inconclusive."""
     try:
-        report = _audited(arguments)
+        report = _run_audit(arguments)
     except ValueError as error:
         raise CommandError(str(error)) from error
     if arguments.json:
@@ -37,22 +37,22 @@ def run(arguments: Namespace) -> int:
     return report.exit_code
 
 
-def _audited(arguments: Namespace) -> AuditReport:
+def _run_audit(arguments: Namespace) -> AuditReport:
     data = load_adult()
-    rows = TensorDataset(data.train_inputs[:_ROWS], data.train_labels[:_ROWS])
+    rows = TensorDataset(data.train_inputs[:_NUM_EXAMPLES], data.train_labels[:_NUM_EXAMPLES])
     flipped = TensorDataset(
-        data.train_inputs[_ROWS : _ROWS + arguments.canaries],
-        1 - data.train_labels[_ROWS : _ROWS + arguments.canaries],
+        data.train_inputs[_NUM_EXAMPLES : _NUM_EXAMPLES + arguments.canaries],
+        1 - data.train_labels[_NUM_EXAMPLES : _NUM_EXAMPLES + arguments.canaries],
     )
     sigma = arguments.noise_multiplier
-    length = {"target_epsilon": arguments.epsilon, "steps": arguments.steps} if sigma is None else {}
+    calibration_kwargs = {"target_epsilon": arguments.epsilon, "steps": arguments.steps} if sigma is None else {}
 
     def make(dataset: Dataset[Any]) -> Any:
         if arguments.seed is not None:
             torch.manual_seed(arguments.seed)
         width = max(32, -(-arguments.canaries // _FEATURES))  # at least one weight for each canary
         model = nn.Sequential(nn.Linear(_FEATURES, width), nn.Tanh(), nn.Linear(width, _CLASSES))
-        batch_size = max(1, round(arguments.sample_rate * (_ROWS + arguments.canaries)))
+        batch_size = max(1, round(arguments.sample_rate * (_NUM_EXAMPLES + arguments.canaries)))
         loader = DataLoader(dataset, batch_size=batch_size)
         engine = PrivacyEngine(seed=arguments.seed)
         private = engine.make_private(
@@ -61,7 +61,7 @@ def _audited(arguments: Namespace) -> AuditReport:
             loader,
             noise_multiplier=sigma,
             target_delta=arguments.delta,
-            **length,  # type: ignore[arg-type]
+            **calibration_kwargs,  # type: ignore[arg-type]
         )
         return engine, *private
 
@@ -76,7 +76,7 @@ def _audited(arguments: Namespace) -> AuditReport:
                 if not remaining:
                     return
 
-    black_box = {"examples": flipped, "loss": _loss} if arguments.kind == "input" else {}
+    input_canary_kwargs = {"examples": flipped, "loss": _loss} if arguments.kind == "input" else {}
     return one_run(
         make,
         train,
@@ -86,7 +86,7 @@ def _audited(arguments: Namespace) -> AuditReport:
         delta=arguments.delta,
         alpha=arguments.alpha,
         seed=arguments.seed,
-        **black_box,  # type: ignore[arg-type]
+        **input_canary_kwargs,  # type: ignore[arg-type]
     )
 
 

@@ -1,14 +1,13 @@
 """Traces one pass into a graph, and splits it into three functions.
 
-Note [three functions]: the first function runs in the call of the model. The user computes the loss, so the gradients
-of the outputs are inputs of the second function, which returns norms. The clipping policy, which may be the user's,
-computes factors from the norms, and may count samples or draw random numbers. The sums are therefore a third function,
-whose input is the factors.
+Note [three functions]: the first function runs when the user calls the model. The user computes the loss, so the
+gradients of the outputs are inputs of the second function, which returns norms. The clipping policy, which may be the
+user's, computes factors from the norms, and may count samples or draw random numbers. The sums are therefore a third
+function, whose input is the factors.
 
-Note [positions]: batches are padded to one size with copies of samples, whose output gradients are zero. Padding has no
-gradient if row i of the outputs depends on row i of the layer inputs only. If a model changes the positions of samples,
-norms appear at the positions of padding. Therefore, if a sample without an output gradient has a norm, all squared
-norms are set to -1.
+Note [positions]: batches are padded to one size with copies of samples, whose output gradients are zero. Padding has
+zero gradient unless the model moves or mixes samples along the batch axis. A nonzero norm for a sample without an
+output gradient therefore means that it did; all squared norms are then set to -1 as an error flag.
 """
 
 from __future__ import annotations
@@ -47,7 +46,8 @@ class Function:
     takes: Sequence[int]
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        # No lock on a GPU: this may be a thread of autograd for which a tracing thread waits.
+        # No lock on GPU: this may run in an autograd thread while the tracing thread, which holds the lock, waits for
+        # it (deadlock).
         with ONE_AT_A_TIME if tensors[0].is_cpu else contextlib.nullcontext(), as_traced():
             return list(self.run(*[tensors[i] for i in self.takes]))
 
@@ -115,7 +115,7 @@ def traced_graphs(
     graph = _traced(hooked, values, batch, grads, weights_BK)
     constants = [constant for constant in _constants(graph) if constant is not hooked.capture.anchor]
     if any(traced(constant) for constant in constants):
-        raise UnsupportedLayerError("a layer allocates its own work memory, as recurrent layers do.")
+        raise UnsupportedLayerError("a layer allocates a workspace buffer during tracing, as recurrent layers do.")
     if any(constant.requires_grad and constant.is_leaf for constant in constants):
         raise UnsupportedLayerError(
             "the model reads a tensor that requires gradients and is not one of its parameters."

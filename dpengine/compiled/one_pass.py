@@ -1,4 +1,4 @@
-"""One pass over a model with hooks, as a function of tensors: forward, backward, norms and weighted sums.
+"""Forward and backward pass of a hooked model, norms and weighted sums, as a function of tensors.
 
 Axes: B samples, K groups of parameters that are clipped together.
 """
@@ -32,7 +32,8 @@ class Results:
     Attributes:
         outputs: The tensors in the output of the model, detached and without duplicates.
         sq_norms_BK: Squared norms of per-sample gradients.
-        sums: Weighted sums of all parameters, one vector for each device and dtype, in the order of the groups.
+        sums: Weighted sums of the per-sample gradients of all parameters, one vector for each device and dtype, in the
+            order of the groups.
     """
 
     outputs: list[Tensor]
@@ -45,7 +46,7 @@ class OutputLayout:
     """Layout of the output of a model.
 
     Attributes:
-        spec: Nesting of the leaves.
+        spec: Pytree spec of the output.
         leaves: For each leaf, the index of its tensor (None for other leaves) and its value (None for tensors).
         differentiable: For each tensor, whether it requires a gradient.
     """
@@ -66,20 +67,20 @@ class OutputLayout:
         leaves = [(number.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in flat]
         return cls(spec, leaves, [tensor.requires_grad for tensor in tensors]), tensors
 
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Returns an output of this layout with other tensors."""
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """Returns an output with this layout that contains ``tensors``."""
         return pytree.tree_unflatten([leaf if i is None else tensors[i] for i, leaf in self.leaves], self.spec)
 
 
 @dataclass(frozen=True, eq=False)
 class OnePass:
-    """A pass over a model with hooks.
+    """Forward and backward pass of a hooked model.
 
     Attributes:
         capture: The capture, whose hooks report to this object while the pass runs.
-        forward: Runs the model on the tensors among its arguments.
+        forward: Calls the model; takes only the tensor arguments, the others are fixed.
         state: Parameters and buffers of the model, without duplicates.
-        groups: The group of each parameter that is clipped.
+        groups: Clipping group of each clipped parameter.
         num_groups: Number of groups.
         rows: Number of samples.
         included: The parameters that had a gradient in the last pass.
@@ -129,9 +130,10 @@ class OnePass:
     def _forward(
         self, values: Sequence[Tensor], batch: Sequence[Tensor]
     ) -> Iterator[tuple[Any, dict[Tensor, Tensor], BookKeeping]]:
-        """Runs the model forward with other values of its parameters and buffers. Yields the output and the grad mode.
+        """Runs the model forward with other values of its parameters and buffers.
 
-        A backward pass may run inside the context.
+        Yields the output, the tensors that replace parameters and buffers, and the grad mode. A backward pass may run
+        inside the context.
         """
         stand_ins = {
             own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(self.state, values, strict=True)

@@ -25,9 +25,10 @@ class Budget:
         target_epsilon: Maximum epsilon; None for no limit.
         delta: The delta of the target epsilon.
         planned_steps: Number of logical batches for which the noise was calibrated.
-        on_budget: ``"stop"``, ``"raise"`` or ``"warn"``.
+        on_budget: Action when the next step would exceed the target: ``"stop"``, ``"raise"`` or ``"warn"``.
         accountant: The accountant that computes epsilon.
-        fits_plan: Whether the noise was calibrated for the planned steps, so that they fit without a computation.
+        fits_plan: Whether the noise was calibrated for the planned steps, so the planned steps are known to fit and
+            epsilon is not recomputed.
     """
 
     target_epsilon: float | None = None
@@ -36,7 +37,8 @@ class Budget:
     on_budget: str = "warn"
     accountant: str | Accountant = "pld"
     fits_plan: bool = True
-    # Number of charges of an event that fit, by event and other charges. Stored, because epsilon may take a second.
+    # Cache: number of charges of an event that are known to fit, keyed by event and charges of other events. Computing
+    # epsilon can take a second.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
     def may_draw(self, plan: RunPlan, ledger: Charges, separate: int, together: int) -> bool:
@@ -44,17 +46,23 @@ class Budget:
         return self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None
 
     def overspent(self, plan: RunPlan, ledger: Charges, count: int) -> float | None:
-        """Returns epsilon after a step with ``count`` charges if it exceeds the target and is not allowed."""
+        """Returns epsilon after a step with ``count`` charges if it exceeds the target, else None.
+
+        With ``on_budget="warn"``, warns and returns None.
+        """
         reached = self._reached(plan, ledger, count, 0)
         if reached is not None and self.on_budget == "warn":
             notice(
-                "DPE011", f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}.", of=self
+                "DPE011",
+                f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}. Stop training, or "
+                "raise target_epsilon.",
+                of=self,
             )
             return None
         return reached
 
     def room(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
-        """Returns how many charges may be reserved now. At least ``count``, which are due; further ones if they fit."""
+        """Returns the maximum number of charges to reserve: ``count`` plus planned charges that are known to fit."""
         ahead = plan.steps_after(last_step, self.planned_steps)
         if self.target_epsilon is not None and plan.noise_multiplier > 0:
             event, history = plan.event(count), ledger.totals
@@ -89,7 +97,10 @@ class Budget:
 
 
 def _largest_fitting(epsilon: Callable[[int], float], target: float, fits: int) -> int:
-    """Returns the largest number of charges that fits, or an eighth more than ``fits`` if that many fit. Bisection."""
+    """Searches by bisection for the largest number of charges within the target.
+
+    The result is at most ``max(8, fits // 8)`` above ``fits``, which are known to fit.
+    """
     low, high = fits, fits + max(8, fits // 8)
     if epsilon(high) <= target:
         return high

@@ -138,7 +138,7 @@ class CompiledForward(ReplacedForward):
             if compiled is None:
                 return self.forward(*args, **kwargs)
             outputs = CompiledPassFunction.apply(capture.anchor, compiled)
-        return compiled.graphs.layout.filled(outputs)
+        return compiled.graphs.layout.unflatten(outputs)
 
     def _pass(self, args: Any, kwargs: Any, rows: int) -> CompiledPass | None:
         """Returns the compiled pass over a batch; None if the batch must use the hooks."""

@@ -80,7 +80,7 @@ def by_factor(function: Callable[[int], float]) -> Rule:
 @final
 @suggests_names
 class Schedule:
-    """Sets one privacy constant of an optimizer in each epoch, by a rule.
+    """Schedules a privacy parameter of the optimizer per epoch, by a rule.
 
     Creating a schedule begins epoch 0, in which `exponential` and `in_steps` keep the value; ``step()`` begins the next
     epoch. A value applies from the optimizer's next step, to clipping, noise and accounting together.

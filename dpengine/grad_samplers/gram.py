@@ -41,7 +41,7 @@ class GramNorm:
     """Norm of a sum over T of outer products, from Gram matrices.
 
     Attributes:
-        sq_norm_B: Squared norm, never too small.
+        sq_norm_B: Squared norm, with the bound of note [guard] where it applies.
         spread_B: Sum of the norms of the parts, increased for long sums; see ``GradSampler.spread``. None for a single
             part, which cannot cancel.
     """
@@ -51,7 +51,7 @@ class GramNorm:
 
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
-    """Returns the squared norm ``(B,)`` of the sum over T of the factors' outer products, never too small."""
+    """Returns the squared norm ``(B,)`` of the sum over T of the factors' outer products. See `GramNorm.sq_norm_B`."""
     return gram_norms([factors_BTF])[0].sq_norm_B
 
 
@@ -116,18 +116,18 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
-    """Estimates the operations for the Gram norm of one sample. None if the guard would be large for typical data."""
+    """Returns the estimated FLOPs of the Gram norm per sample, or None if the guard would typically be too large."""
     # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard is gamma u T^2 |x|^2 |y|^2.
     wide = torch.promote_types(dtype, torch.float32)
     if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
         return None
-    halved = 1 if length < 128 else 0.625  # 4 x 4 tiles, of which 10 are computed
+    symmetry_factor = 0.625 if length >= 128 else 1.0  # 4 x 4 tiles, of which 10 are computed
     if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
-        halved = 0.5
-    slower = 1.0 if not fast_in_float64(device) else 2.0
+        symmetry_factor = 0.5
+    dtype_factor = 2.0 if fast_in_float64(device) else 1.0
     if dtype is torch.bfloat16:  # other methods multiply in bfloat16
-        slower *= 8
-    return halved * length**2 * (2 * sum(features) + 4) * slower
+        dtype_factor *= 8
+    return symmetry_factor * length**2 * (2 * sum(features) + 4) * dtype_factor
 
 
 def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
@@ -139,14 +139,14 @@ def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
     """Adds the bound of note [guard] to ``_gram_sums``. Forms the gradient instead if the bound is large."""
     guarded = []
     for factors_BTF, norm in zip(products, _gram_sums(products), strict=True):
-        lengths_BT = _product([norms(factor_BTF, 2) for factor_BTF in factors_BTF])
+        norm_products_BT = _product([norms(factor_BTF, 2) for factor_BTF in factors_BTF])
         guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
-        guard_B = guard * lengths_BT.sum(dim=1).square()
+        guard_B = guard * norm_products_BT.sum(dim=1).square()
         sq_norm_B = norm.sq_norm_B.to(guard_B.dtype) + guard_B
         redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also true on overflow, or if the Gram underflowed
         if redo_B.any():
             sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
-        guarded.append(GramNorm(sq_norm_B, _long(lengths_BT.sum(dim=1), lengths_BT.shape[1])))
+        guarded.append(GramNorm(sq_norm_B, _long(norm_products_BT.sum(dim=1), norm_products_BT.shape[1])))
     return guarded
 
 
@@ -213,7 +213,7 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
 
 
 def product_of_norms(*tensors: Tensor) -> Tensor:
-    """Multiplies each sample's norms in all tensors, ``(B,)``.
+    """Returns, per sample, the product of its norms in all tensors, ``(B,)``.
 
     By Cauchy-Schwarz, the product is at least the sum of the norms of the outer products over T.
     """

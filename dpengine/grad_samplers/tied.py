@@ -1,11 +1,11 @@
-"""Norms of a weight that is used by an embedding and a linear layer, as in language models.
+"""Per-sample gradient norms of a weight tied between an embedding and a linear layer, as in language models.
 
 The gradient is the sum of both uses, so the squared norm has cross terms. With input ``a_s`` and output gradient
-``g_s`` of the linear layer at position s, and gradient ``e_t`` of the entry ``id_t`` at position t::
+``g_s`` of the linear layer at position s, and gradient ``e_t`` of the embedding of token ``id_t`` at position t::
 
     |sum_s g_s (outer) a_s + sum_t [id_t] (outer) e_t|^2 = linear^2 + embedding^2 + 2 sum_{s, t} <a_s, e_t> g_s[id_t]
 
-Axes: B rows, S positions of the linear layer, T of the embedding, V entries, D features.
+Axes: B samples, S positions of the linear layer, T of the embedding, V vocabulary size, D features.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .sampler import Cost, GradSampler, argument
 Calls = Sequence[tuple[LayerCall, GradSampler]]
 
 
-def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
+def _linear_and_embedding(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
     """Returns the call of the linear layer and that of the embedding; None for other calls."""
     by_sampler = {id(sampler): call for call, sampler in calls}
     head = by_sampler.get(id(linear.SAMPLERS["weight"]))
@@ -36,8 +36,11 @@ def _head_and_words(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
 
 
 def tied_cost(calls: Calls) -> Cost | None:
-    """Returns the cost of each method for the norm; None for other uses, or a device that is slow in float64."""
-    pair = _head_and_words(calls)
+    """Returns the cost of each method for the norm.
+
+    Returns None unless the calls are one linear and one embedding, on a device with fast float64.
+    """
+    pair = _linear_and_embedding(calls)
     if pair is None or not fast_in_float64(pair[0].grad_output.device):
         return None
     head, words = pair
@@ -50,7 +53,7 @@ def tied_cost(calls: Calls) -> Cost | None:
 
 def tied_norm(calls: Calls) -> GramNorm:
     """Returns squared norms and spreads ``(B,)`` of the sum of both uses. ``tied_cost`` must support the calls."""
-    pair = _head_and_words(calls)
+    pair = _linear_and_embedding(calls)
     assert pair is not None
     head, words = pair
     grads_BSV, acts_BSD = tokens(head.grad_output), tokens(argument(head, 0, "input"))
@@ -61,7 +64,7 @@ def tied_norm(calls: Calls) -> GramNorm:
     sq_norm_B += 2 * _cross(grads_BSV, acts_BSD, words)
     head_spread_B = head_norm.sq_norm_B.double().sqrt() if head_norm.spread_B is None else head_norm.spread_B.double()
     spread_B = sampler.spread(words).double() + head_spread_B
-    if grads_BSV.dtype is torch.float64:  # sums are no more precise than the terms; see note [guard] of gram.py
+    if grads_BSV.dtype is torch.float64:  # no wider dtype to accumulate in, so add the bound of note [guard] in gram.py
         terms = acts_BSD.shape[2] + acts_BSD.shape[1] + math.prod(words.grad_output.shape[1:-1]) + 16
         sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * spread_B.square()
     return GramNorm(sq_norm_B.clamp(min=0), spread_B)

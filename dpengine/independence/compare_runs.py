@@ -1,6 +1,6 @@
 """Compares two runs of a loop in which some samples had different data.
 
-Tensors are compared by place, such as the input or output of a call of the model. Axes: B samples.
+Tensors are matched by location, such as the input or output of a model call. Axes: B samples.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Rows(NamedTuple):
     def halves(self, *, moves: bool) -> Iterator[tuple[Kept, Tensor]]:
         """Yields a random half of the samples to keep, then the other half.
 
-        Each half comes with indices ``(B,)`` that replace all other samples by the first kept one. With ``moves``, the
-        samples of the second half move to the next position.
+        Each half comes with gather indices ``(B,)`` that replace all other samples with the first kept one. With
+        ``moves``, the samples of the second half move to the next position.
         """
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.samples))
         for kept, step in zip(order.tensor_split(2), (0, int(moves)), strict=True):
@@ -213,17 +213,17 @@ def norms(rows: Tensor) -> Tensor:
 def mixed_inputs() -> BatchDependentLossError:
     """Returns the error for a loop that mixes samples before the model."""
     return BatchDependentLossError(
-        "The input of the model for a sample changed when other samples of the batch had other data: the loop repeats, "
-        "mixes or reorders samples, or normalizes over the batch, before the model.",
+        "The model input of one sample changed when other samples in the batch were changed: the loop repeats, mixes "
+        "or reorders samples, or normalizes over the batch, before the model.",
         fix="Give the model the batch as the loader returned it. Augment single samples in the data set.",
     )
 
 
 def depends_on_place() -> BatchDependentLossError:
-    """Returns the error for a loop in which the gradient of a sample depends on its place in the batch."""
+    """Returns the error for a loop in which the gradient of a sample depends on its position in the batch."""
     return BatchDependentLossError(
-        "The input of the model or the gradient of a sample changed with its place in the batch, which depends on the "
-        "samples before it: the loop has a weight, a position or a random number for each place.",
+        "The model input or the gradient of a sample depends on the sample's position in the batch, and so on the "
+        "samples before it: the training loop uses a weight, index or random number per position.",
         fix="Give all samples the same weights, or store a weight with each sample in the data set. Draw random "
         "numbers with torch, or with the global generator of numpy or Python.",
     )
@@ -232,8 +232,8 @@ def depends_on_place() -> BatchDependentLossError:
 def mixed_outputs() -> BatchDependentLossError:
     """Returns the error for a model whose output for a sample changes with the other samples."""
     return BatchDependentLossError(
-        "The output of the model for a sample changed when other samples of the batch had other data: a layer mixes "
-        "samples, or the loop gave the model a number or an attribute that depends on several samples.",
+        "The model output of one sample changed when other samples in the batch were changed: a layer mixes samples, "
+        "or the loop gave the model a number or an attribute that depends on several samples.",
         fix="Find layers that mix samples with dpengine.check(model), and give the model nothing but the batch.",
     )
 
@@ -246,21 +246,25 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
         by_bound: Whether the gradient changed only when outputs or data of the others were shifted far away.
     """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
-    other, causes = (
-        ("far larger or smaller losses or data", "bounds on losses of several samples, as loss.mean().clamp(max=5)")
+    change, causes = (
+        (
+            "were given far larger or smaller losses or data",
+            "bounds on losses of several samples, as loss.mean().clamp(max=5)",
+        )
         if by_bound
         else (
-            "other data",
+            "were changed",
             "a mean over the tokens of the batch or over selected samples, class weights, and a loss between samples",
         )
     )
     return BatchDependentLossError(
-        f"The loss mixes samples: the gradient of a sample changed by {shown} % when other samples had {other}. "
-        f"Typical causes are {causes}.",
-        fix="Take losses with reduction='none', and their mean over all samples, (losses * mask).mean() for selected "
-        "ones; or use dpengine.validation.per_example(loss_fn); for tokens dpengine.losses.per_token_mean(logits, "
-        "labels), after import dpengine.losses. For pairs, as of preferences, store both in one example, and call the "
-        "model once for each. A contrastive loss compares samples, and cannot be trained with this guarantee.",
+        f"The loss mixes samples: the gradient of one sample changed by {shown} % when other samples in the batch "
+        f"{change}. Typical causes are {causes}.",
+        fix="Compute per-sample losses with reduction='none' and average over all samples. For selected samples, use "
+        "(losses * mask).mean(). For other losses, use dpengine.validation.per_example(loss_fn). For tokens, import "
+        "dpengine.losses and use dpengine.losses.per_token_mean(logits, labels). For pairs, such as preferences, store "
+        "both in one example, and call the model once for each. A contrastive loss compares samples, and cannot be "
+        "trained with this guarantee.",
     )
 
 
@@ -270,8 +274,8 @@ def check_reduction(reduction: str | None, declared: str) -> None:
         is_sum = reduction == "sum"
         actual = "a sum over the samples, or a sum that is divided by a constant" if is_sum else "a mean"
         raise ReductionError(
-            f"The loss is {actual}, and a {declared} was declared. All gradients would be scaled by the number of "
-            "samples, which one sample changes: it changes the sum by up to twice the clipping norm.",
+            f"The loss is {actual}, but loss_reduction={declared!r} was declared. Gradients would be scaled by the "
+            "batch size, which is private: one sample would change the sum by up to twice the clipping norm.",
             fix=f'Pass loss_reduction="{reduction}" to make_private.',
         )
 

@@ -131,7 +131,7 @@ class CopyIndependenceCheck:
                 "if the batch is on axis 1 of the inputs."
             )
         if not self._can_replace():
-            fix = graph_note(self._inputs) or "Pass a 2-D tensor of bags."
+            fix = graph_note(self._inputs) or "Pass EmbeddingBag indices as a 2-D tensor, one row per bag."
             self._warn_unknown("some inputs may be flat indices of bags without a batch axis", fix.strip())
             return None, base.output
         if self._differ(base, self._run(self._inputs), self._all_B):
@@ -271,7 +271,11 @@ class CopyIndependenceCheck:
         return tensor.transpose(0, 1) if tensor.dim() > 1 and tensor.shape[1] == self._size else None
 
     def _first_difference(self, one: _Run, other: _Run, keep_B: Tensor) -> tuple[str, str, str]:
-        """Returns name and class of the module in which kept samples first differ, and a text for the place in it."""
+        """Finds where kept samples first differ.
+
+        Returns:
+            Name and class of the module, and a phrase that locates the difference within the module.
+        """
         inside = [("", type(self._model).__name__)]
         for a, b in zip(one.events, other.events, strict=False):
             same = (a.entry, a.name) == (b.entry, b.name)

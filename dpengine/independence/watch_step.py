@@ -37,7 +37,7 @@ class StepTensors(NamedTuple):
         inputs: Inputs of the model calls that the backward pass reached.
         outputs: Model outputs that require a gradient, after they were replaced.
         own: All model outputs, before they were replaced. Empty if a model drew random numbers.
-        grads: Gradients of `outputs`, and of `layers` if a model computes a loss.
+        grads: Gradients with respect to `outputs`, and to `layers` if a model computes a loss.
         layers: Outputs of layers that require a gradient.
         drew: Whether random numbers were drawn outside the models.
         half: Whether a model returned outputs in half precision.
@@ -53,7 +53,7 @@ class StepTensors(NamedTuple):
 
 
 class StepWatch:
-    """Records inputs and outputs of models while a step runs, and computes gradients of outputs, not of parameters.
+    """Records a step's model calls, and computes gradients with respect to model outputs, not parameters.
 
     A model is an outermost module with trainable parameters. The step gets copies of its outputs, with the values that
     ``replace`` returns.
@@ -87,7 +87,10 @@ class StepWatch:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Records in the context, where optimizers raise and engines are paused. Restores the models on exit."""
+        """Context manager: records model calls. Inside, ``optimizer.step()`` raises and privacy engines are paused.
+
+        Restores the models on exit.
+        """
         with ExitStack() as stack:
             private = attached_captures()
             for capture in private:
@@ -120,7 +123,7 @@ class StepWatch:
                     state.restore()
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of the model outputs, and those of layer outputs if a model returned a loss."""
+        """Accumulates the gradients with respect to model outputs; also to layer outputs if a model returned a loss."""
         self.differentiated = True
         self._differentiate("output", roots, grads)
         if any(grad.dim() == 0 and bool(grad != 0) for grad in self._grads.values()):

@@ -1,4 +1,4 @@
-"""Adapts models whose inputs have time on axis 0 and the batch on axis 1 to the checks."""
+"""Adapts sequence-first models (time on axis 0, batch on axis 1) for the validation checks."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def test_a_tensor_of_an_earlier_batch_in_the_loop_is_reported(use):
 
 @pytest.mark.parametrize("change", MIXING_BEFORE.values(), ids=MIXING_BEFORE)
 def test_a_loop_that_mixes_samples_before_the_model_is_rejected(change):
-    with pytest.raises(BatchDependentLossError, match="input of the model for a sample changed"):
+    with pytest.raises(BatchDependentLossError, match="model input of one sample changed"):
         trained(lambda model, x, y: F.cross_entropy(model(change(x)), y), steps=1)
 
 
@@ -336,7 +336,7 @@ def test_data_that_do_not_move_with_the_samples_are_accepted():
 @pytest.mark.parametrize("weights", [torch.linspace, np.linspace])
 def test_a_weight_that_follows_the_place_of_a_sample_is_named_so(weights):
     weighted = lambda o, y: (each(o, y) * torch.as_tensor(weights(0, 1, len(y))).float()).mean()  # noqa: E731
-    with pytest.raises(BatchDependentLossError, match="changed with its place in the batch"):
+    with pytest.raises(BatchDependentLossError, match="depends on the sample's position in the batch"):
         trained(lambda model, x, y: weighted(model(x), y))
 
 

@@ -93,7 +93,7 @@ def standardized_by_numbers(model, batch):
 
 @pytest.mark.parametrize("loss_of", [divided_by_a_number, standardized_by_numbers])
 def test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_size(loss_of):
-    with pytest.raises(BatchDependentLossError, match="input of the model for a sample changed"):
+    with pytest.raises(BatchDependentLossError, match="model input of one sample changed"):
         trained(loss_of)
 
 

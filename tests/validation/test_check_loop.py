@@ -101,7 +101,7 @@ def test_a_loss_that_mixes_samples_is_rejected(loss):
 def test_a_loop_that_mixes_samples_before_the_model_is_rejected():
     model = mlp()
     mixed = lambda x: torch.from_numpy(0.9 * x.numpy() + 0.1 * np.random.permutation(x.numpy()))  # noqa: E731
-    with pytest.raises(BatchDependentLossError, match="The input of the model for a sample changed"):
+    with pytest.raises(BatchDependentLossError, match="The model input of one sample changed"):
         check_loop(lambda data: F.cross_entropy(model(mixed(data[0])), data[1]).backward(), [batch()])
 
 
@@ -201,7 +201,7 @@ def test_a_batch_without_tensors_is_checked(data):
     assert check_loop(lambda batch: square_B(batch).mean(), [data]).ok
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
         check_loop(lambda batch: square_B(batch).mean() * values_of(batch).sum(), [data])
-    with pytest.raises(BatchDependentLossError, match="The input of the model for a sample changed"):
+    with pytest.raises(BatchDependentLossError, match="The model input of one sample changed"):
         check_loop(lambda batch: model(values_of(batch)[:, None] - values_of(batch).mean()).mean(), [data])
 
 
