@@ -163,7 +163,7 @@ def test_it_can_be_sent_to_a_worker():
 
 
 def test_an_unknown_type_is_refused_with_its_place():
-    with pytest.raises(SamplingError, match=r"batch\['a'\]\[1\] is a Opaque"):
+    with pytest.raises(SamplingError, match=r"Opaque cannot be created for batch\['a'\]\[1\]"):
         empty_template(lambda rows: {"a": [torch.stack(rows), Opaque(rows)]}, IMAGE)
 
 

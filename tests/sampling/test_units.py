@@ -120,7 +120,7 @@ def test_no_user_is_in_two_examples_of_a_run():
     "examples, users, message",
     [
         ([0, 1], [0], "shapes"),
-        ([0, 0], [1, 1], "repeated"),
+        ([0, 0], [1, 1], "duplicates"),
         ([0, 2], [0, 0], "1 examples have no owner, the first is 1"),
         ([0, -1], [0, 0], "whole numbers"),
         ([0.0, 1.0], [0.0, 0.0], "whole numbers"),

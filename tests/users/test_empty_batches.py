@@ -171,7 +171,10 @@ def test_a_type_without_a_known_form_runs_with_an_example():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         return model, *engine.make_private(model, optimizer, loader, noise_multiplier=1.0, **options)[1:]
 
-    with pytest.raises(RuntimeError, match=r"DPE004.*batch is a Opaque.*or pass example_input=, a fictitious example"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"DPE004.*Opaque cannot be created for batch\. .*or pass example_input=, a fictitious example",
+    ):
         private()
     model, optimizer, batches = private(example_input=(torch.zeros(FEATURES), torch.tensor(0)))
     for batch in batches:

@@ -298,7 +298,7 @@ def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
 
 def test_class_weights_name_a_loss_that_keeps_them():
     weight, loop = torch.tensor([1.0, 2.0, 9.0]), make_loop(**NOISE)
-    with pytest.raises(BatchDependentLossError, match=r"DPE010.*class weights.*reduction='none', and their mean"):
+    with pytest.raises(BatchDependentLossError, match=r"DPE010.*class weights.*reduction='none' and average"):
         for inputs, targets in loop.loader:
             F.cross_entropy(loop.model(inputs), targets, weight=weight).backward()
     remedy = make_loop(**NOISE)
