@@ -126,7 +126,7 @@ def test_the_version_is_the_same_everywhere():
 
 
 def test_the_demo_installs_no_test_tool(tmp_path):
-    command = ["make", "--dry-run", "demo", f"VENV={tmp_path}"]
+    command = ["make", "--no-print-directory", "--dry-run", "demo", f"VENV={tmp_path}"]
     plan = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert plan.splitlines()[0].startswith("echo")  # says at once that it is working
     assert re.findall(r"-e '\.\[(.*)\]'", plan) == ["plots"]
