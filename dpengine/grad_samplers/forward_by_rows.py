@@ -150,7 +150,7 @@ class ForwardByRows:
         state = ForwardState.now([t for t in (*leaves, *call.parameters.values()) if isinstance(t, Tensor)])
         first = self._batch_index is None
         if first:
-            self._attributes = attributes_of(call.layer)
+            self._attributes = self._attributes or attributes_of(call.layer)
             output = call.forward(*call.args, **call.kwargs)
             returns_number = not call.name and any(map(_is_number, pytree.tree_leaves(output)))
             if returns_number or state.has_drawn():
