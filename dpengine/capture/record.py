@@ -117,7 +117,8 @@ class LayerUses(dict[str, "Use"]):
         rule: The grad samplers of the parameters.
         mean_loss: See `LayerCall`.
         dtype: Dtype of the output.
-        alike: Type, parameter names, settings, shapes without axis 0 and dtypes. Equal for layers that can be stacked.
+        stack_key: Type, parameter names, settings, shapes without axis 0 and dtypes. Equal for layers that can be
+            stacked.
     """
 
     layer: nn.Module
@@ -125,7 +126,7 @@ class LayerUses(dict[str, "Use"]):
     rule: Mapping[str, Any]
     mean_loss: bool
     dtype: torch.dtype
-    alike: tuple[object, ...]
+    stack_key: tuple[object, ...]
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__  # type: ignore[assignment]
 

@@ -286,14 +286,14 @@ def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows:
     All uses of a parameter are in the matrix, or none is: they add up before any norm. ``used`` are the parameters
     with uses besides ``calls``. The matrix takes at most ``budget`` bytes.
     """
-    alike: dict[object, list[int]] = {}
+    by_key: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
-        alike.setdefault(call.uses.alike if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
+        by_key.setdefault(call.uses.stack_key if _call_bytes(call) <= SMALL_CALL_BYTES else i, []).append(i)
     stacks: list[Stack] = []
     like = calls[0].grad  # the matrix has one dtype and one device
     assert like is not None
     end, most = 0, min(MOST_COLUMNS, budget // (wide(like.dtype).itemsize * max(rows, 1)))
-    for at in alike.values():
+    for at in by_key.values():
         first, taken = calls[at[0]], {}
         for name in _fitting(first, like, rows):
             uses = [calls[i].uses[name] for i in at]
