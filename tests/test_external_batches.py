@@ -366,7 +366,7 @@ def test_a_rate_of_1_that_was_stated_is_not_one_that_was_not():
     stated, not_stated = ExternalBatches(6, sample_rate=1.0), ExternalBatches(6)
     assert stated.sample_rate == not_stated.sample_rate == 1.0
     assert (stated.claims_epsilon, not_stated.claims_epsilon) == (True, False)
-    assert (stated.law, not_stated.law) == ("external-poisson", "external")
+    assert (stated.name, not_stated.name) == ("external-poisson", "external")
     assert stated != not_stated
 
 

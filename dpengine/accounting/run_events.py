@@ -33,7 +33,7 @@ class BaseParticipation:
     """Minimum number of steps between two participations of an example; 0 if unknown."""
     epoch_steps: ClassVar[int] = 0
     """Number of batches in an epoch, if each example is in at most one batch of each epoch; otherwise 0."""
-    claims_epochs: ClassVar[bool] = False
+    accounts_per_epoch: ClassVar[bool] = False
     """True if the privacy cost is accounted per epoch, without amplification."""
     equal_groups: ClassVar[bool] = False
     """True if examples are split into groups of equal size, which makes the number of examples public."""
@@ -143,8 +143,8 @@ class EpochParticipation(BaseParticipation):
         return self.steps
 
     @property
-    def claims_epochs(self) -> bool:  # type: ignore[override]
-        """See `BaseParticipation.claims_epochs`."""
+    def accounts_per_epoch(self) -> bool:  # type: ignore[override]
+        """See `BaseParticipation.accounts_per_epoch`."""
         return self.claimed
 
 
@@ -209,7 +209,7 @@ INDEPENDENT = Correlation()
 
 
 @dataclass(frozen=True)
-class Release:
+class StepParameters:
     """Values of a step that determine its event, besides participation and correlation.
 
     Attributes:
@@ -239,16 +239,16 @@ def relation_of(participation: Participation, *, public_size: bool) -> Relation:
     return participation.relation or (Relation.ZERO_OUT if public_size else Relation.ADD_OR_REMOVE_ONE)
 
 
-def event_of_step(participation: Participation, correlation: Correlation, release: Release) -> Event:
+def event_of_step(participation: Participation, correlation: Correlation, step: StepParameters) -> Event:
     """Returns the privacy event of one step: an `UnclaimedEvent` if the combination has no analysis."""
-    if release.noise_multiplier == 0:
+    if step.noise_multiplier == 0:
         return NonPrivateEvent()
-    if release.relation is Relation.ADD_OR_REMOVE_ONE and participation.equal_groups:
+    if step.relation is Relation.ADD_OR_REMOVE_ONE and participation.equal_groups:
         return UnclaimedEvent("Groups of equal size reveal the number of examples, which add-or-remove keeps private.")
-    if participation.needs_size and not release.num_examples:
+    if participation.needs_size and not step.num_examples:
         return UnclaimedEvent(f"The cost of {participation} depends on the number of examples: pass num_examples=.")
     make = _EVENTS.get((type(participation), _overlap(participation, correlation)), _no_analysis)
-    return make(participation, correlation, release)
+    return make(participation, correlation, step)
 
 
 def _overlap(participation: Participation, correlation: Correlation) -> str:
@@ -263,63 +263,63 @@ def _overlap(participation: Participation, correlation: Correlation) -> str:
     return "separated" if is_separated else "overlapping"
 
 
-def _sampled(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
-    rate, sigma = accounted_sample_rate(participation.sample_rate), release.noise_multiplier
+def _sampled(participation: PoissonParticipation, correlation: Correlation, step: StepParameters) -> Event:
+    rate, sigma = accounted_sample_rate(participation.sample_rate), step.noise_multiplier
     if participation.cycle_length > 1:
-        return CyclicGaussianEvent(rate, sigma, participation.cycle_length, release.run)
-    return release_event(noise_multiplier=sigma / math.sqrt(release.batches), sample_rate=rate)
+        return CyclicGaussianEvent(rate, sigma, participation.cycle_length, step.run)
+    return release_event(noise_multiplier=sigma / math.sqrt(step.batches), sample_rate=rate)
 
 
-def _in_fixed_order(participation: PoissonParticipation, correlation: Correlation, release: Release) -> Event:
+def _in_fixed_order(participation: PoissonParticipation, correlation: Correlation, step: StepParameters) -> Event:
     if participation.sample_rate != 1 or correlation.sq_sensitivities is None:
-        return _no_analysis(participation, correlation, release)
+        return _no_analysis(participation, correlation, step)
     squares = correlation.sq_sensitivities(participation.cycle_length)
-    return MatrixGaussianEvent(release.noise_multiplier, participation.cycle_length, squares, release.run)
+    return MatrixGaussianEvent(step.noise_multiplier, participation.cycle_length, squares, step.run)
 
 
-def _separated(participation: SeparatedParticipation, correlation: Correlation, release: Release) -> Event:
-    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may change the batches of others
+def _separated(participation: SeparatedParticipation, correlation: Correlation, step: StepParameters) -> Event:
+    if step.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may change the batches of others
         return UnclaimedEvent("A minimum separation has an analysis only if the number of examples is public.")
-    return CyclicGaussianEvent(1.0, release.noise_multiplier, participation.separation, release.run)
+    return CyclicGaussianEvent(1.0, step.noise_multiplier, participation.separation, step.run)
 
 
-def _truncated(participation: TruncatedParticipation, correlation: Correlation, release: Release) -> Event:
+def _truncated(participation: TruncatedParticipation, correlation: Correlation, step: StepParameters) -> Event:
     drawn = participation.drawn
     if drawn.cycle_length > 1 and not drawn.equal_groups:  # a larger group is truncated more often
         return UnclaimedEvent("Truncated batches of several groups have an analysis only with equal_groups=True.")
     return TruncatedGaussianEvent(
-        num_examples=max(1, release.num_examples // drawn.cycle_length),
+        num_examples=max(1, step.num_examples // drawn.cycle_length),
         sample_rate=accounted_sample_rate(drawn.sample_rate),
         largest_batch=participation.largest_batch,
-        noise_multiplier=release.noise_multiplier,
+        noise_multiplier=step.noise_multiplier,
         cycle_length=drawn.cycle_length,
-        run=release.run if drawn.cycle_length > 1 else "",
+        run=step.run if drawn.cycle_length > 1 else "",
     )
 
 
-def _fixed_size(participation: FixedSizeParticipation, correlation: Correlation, release: Release) -> Event:
-    return FixedSizeGaussianEvent(release.num_examples, participation.batch_size, release.noise_multiplier)
+def _fixed_size(participation: FixedSizeParticipation, correlation: Correlation, step: StepParameters) -> Event:
+    return FixedSizeGaussianEvent(step.num_examples, participation.batch_size, step.noise_multiplier)
 
 
-def _epochs(participation: EpochParticipation, correlation: Correlation, release: Release) -> Event:
+def _epochs(participation: EpochParticipation, correlation: Correlation, step: StepParameters) -> Event:
     # Conditioned on the batches, an epoch is one Gaussian mechanism with one contribution of each example.
-    sigma, steps = release.noise_multiplier, participation.steps
-    if participation.claimed and release.relation is Relation.ADD_OR_REMOVE_ONE:
+    sigma, steps = step.noise_multiplier, participation.steps
+    if participation.claimed and step.relation is Relation.ADD_OR_REMOVE_ONE:
         return UnclaimedEvent("Shuffled batches have an analysis only if the number of examples is public.")
-    unamplified = CyclicGaussianEvent(1.0, sigma, steps, release.run) if steps > 0 else None
+    unamplified = CyclicGaussianEvent(1.0, sigma, steps, step.run) if steps > 0 else None
     if participation.claimed and unamplified is not None:
         return unamplified
     # Merged batches may be from two epochs, so they may contain an example twice. With add-or-remove, adding an
     # example changes the other batches.
-    has_bound = release.batches == 1 and release.relation is not Relation.ADD_OR_REMOVE_ONE
+    has_bound = step.batches == 1 and step.relation is not Relation.ADD_OR_REMOVE_ONE
     return UnclaimedEvent("sampling='shuffle' does not draw Poisson batches.", unamplified if has_bound else None)
 
 
-def _unknown(participation: UnknownParticipation, correlation: Correlation, release: Release) -> Event:
+def _unknown(participation: UnknownParticipation, correlation: Correlation, step: StepParameters) -> Event:
     return UnclaimedEvent(participation.reason)
 
 
-def _no_analysis(participation: Participation, correlation: Correlation, release: Release) -> Event:
+def _no_analysis(participation: Participation, correlation: Correlation, step: StepParameters) -> Event:
     bands = (
         "noise correlated over the whole run" if correlation.bands is None else f"noise of {correlation.bands} bands"
     )

@@ -180,7 +180,7 @@ def _check_cyclic(evidence: Evidence, make: Maker, seed: int) -> None:
     trial = new_trial()
     strategy = trial.plan.sampling
     if not hasattr(strategy, "cycle_length"):
-        evidence.unknown(f"the sampling scheme {strategy.law!r} is not tested")
+        evidence.unknown(f"the sampling scheme {strategy.name!r} is not tested")
         return
     cycle_length, rate = strategy.cycle_length, strategy.sample_rate
     with tempfile.TemporaryDirectory() as folder:

@@ -8,9 +8,9 @@ from typing import Any
 from dpengine.errors import InvalidBudgetError
 
 from .adaptive import Adaptive
+from .custom_policy import CustomPolicy
 from .flat import Automatic, Flat
 from .groups import Groups
-from .own_policy import OwnPolicy
 from .per_layer import PerLayer
 from .policy import AbstractClip
 
@@ -28,7 +28,7 @@ BUILTIN = frozenset({Flat, PerLayer, Automatic, Adaptive, Groups})
 def clipping_from(value: Any, max_grad_norm: float | Sequence[float] | None = None) -> AbstractClip:
     """Returns the clipping policy for a short form, a policy, or an object with the members of a policy."""
     if not isinstance(value, str):
-        value = value if isinstance(value, AbstractClip) else OwnPolicy(value)
+        value = value if isinstance(value, AbstractClip) else CustomPolicy(value)
         if max_grad_norm is None or _same(value, max_grad_norm):
             return value
         raise ValueError(

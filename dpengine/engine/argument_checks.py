@@ -250,7 +250,7 @@ def warn_if_not_private(plan: RunPlan, module: nn.Module) -> None:
     if plan.noise_multiplier == 0:
         notice("DPE012", "NOT PRIVATE (noise_multiplier=0).", key="noise", of=module)
     if not plan.claims_epsilon:
-        notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.law!r}).", key="sampling", of=module)
+        notice("DPE012", f"epsilon not claimed (sampling={plan.sampling.name!r}).", key="sampling", of=module)
 
 
 def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None, int | None, str]:

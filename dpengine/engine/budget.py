@@ -61,7 +61,7 @@ class Budget:
             return None
         return reached
 
-    def room(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
+    def max_reserved(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
         """Returns the maximum number of charges to reserve: ``count`` plus planned charges that are known to fit."""
         ahead = plan.steps_after(last_step, self.planned_steps)
         if self.target_epsilon is not None and plan.noise_multiplier > 0:

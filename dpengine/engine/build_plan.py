@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.own_accountant import Accountant
-from dpengine.accounting.run_events import INDEPENDENT, Release, event_of_step, relation_of
+from dpengine.accounting.run_events import INDEPENDENT, StepParameters, event_of_step, relation_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError
@@ -134,10 +134,10 @@ def _plan_from_values(module: nn.Module, loader: DataLoader[Any], request: PlanR
     )
 
     def event_of(sigma: float) -> Event:
-        release = Release(sigma, draws.num_examples, relation, request.run)
-        return event_of_step(draws.participation, INDEPENDENT if noise is None else noise.correlation, release)
+        step = StepParameters(sigma, draws.num_examples, relation, request.run)
+        return event_of_step(draws.participation, INDEPENDENT if noise is None else noise.correlation, step)
 
-    sigma = target.solve(event_of, draws.law, steps, relation)
+    sigma = target.solve(event_of, draws.name, steps, relation)
     iterations = noise.size if iterations is None and noise is not None else iterations
     plan = RunPlan(draws, policy, sigma, draws.expected_batch_size, relation, noise, iterations, run=request.run)
     return plan, _budget(budget_config, budget_config.target_epsilon, delta, steps)
@@ -163,10 +163,10 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
 
 def _checked_for_noise(noise: Any, sampling: Any) -> bool:
     """Returns True if the user chose the sampling scheme. Raises if it does not support correlated noise."""
-    law = sampling if isinstance(sampling, str) else getattr(sampling, "law", "")
+    name = sampling if isinstance(sampling, str) else getattr(sampling, "name", "")
     if sampling == "shuffle" or is_drawn_by_loop(sampling):
         raise InvalidBudgetError(
-            f"noise={type(noise).__name__}(...) does not support sampling={law!r}.", fix='Pass sampling="poisson".'
+            f"noise={type(noise).__name__}(...) does not support sampling={name!r}.", fix='Pass sampling="poisson".'
         )
     return not isinstance(sampling, str)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpengine.clipping.own_policy import is_policy
+from dpengine.clipping.custom_policy import is_policy
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names

@@ -291,7 +291,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 def rows_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:
     """Returns the number of samples to which batches are padded, which fits nearly all batches of a scheme."""
     expected = sampling.expected_batch_size
-    margin = 0.0 if sampling.law in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
+    margin = 0.0 if sampling.name in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
     rows = math.ceil((expected + margin) / accumulation_steps)
     return max(1, rows if physical_batch_size is None else min(rows, physical_batch_size))
 

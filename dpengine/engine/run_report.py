@@ -72,7 +72,7 @@ def origin_of(run: Run) -> Origin:
     """Returns the facts about a run that a report needs."""
     plan, ledger, noise = run.step.plan, run.step.ledger, noise_of(run)
     return Origin(
-        sampling=plan.sampling.law,
+        sampling=plan.sampling.name,
         relation=plan.relation,
         unit=run.unit,
         kind=noise["kind"],

@@ -346,13 +346,13 @@ class PrivateStep:
 
     def _charge(self) -> None:
         count = len(self.batches.batches)
-        if count > 1 and not self.plan.claims_epochs:  # for those plans merging does not change the cost
+        if count > 1 and not self.plan.accounts_per_epoch:  # for those plans merging does not change the cost
             warn_merged(self, count)
         event, before = self.plan.event(count), self.ledger.steps
         try:
             if isinstance(self.ledger, RunLedger):
-                room = partial(self.budget.room, self.plan, self.ledger, self.batches.last_step, count)
-                self.ledger.charge(event, count=count, room=room)
+                max_reserved = partial(self.budget.max_reserved, self.plan, self.ledger, self.batches.last_step, count)
+                self.ledger.charge(event, count=count, max_reserved=max_reserved)
             else:
                 self.ledger.charge(event, count=count)
         finally:

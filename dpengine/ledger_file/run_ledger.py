@@ -51,18 +51,18 @@ class RunLedger:
         return self.ledger.steps
 
     def charge(
-        self, event: Event, *, count: int = 1, kind: str = "release", room: Callable[[], int] | None = None
+        self, event: Event, *, count: int = 1, kind: str = "release", max_reserved: Callable[[], int] | None = None
     ) -> None:
         """Charges ``count`` logical batches before the step is taken.
 
         If the file cannot be written, nothing is charged. All processes charge the same steps at the same time.
-        ``room`` returns the maximum number of charges of the event to reserve, including these charges; None reserves
-        only these.
+        ``max_reserved`` returns the maximum number of charges of the event to reserve, including these charges; None
+        reserves only these.
         """
         charge = Charge(event, count, kind)
         with contextlib.nullcontext() if self.file is None or kind != "release" else self.file.locked():
             if not self._is_reserved(charge):
-                self._write(charge, room)
+                self._write(charge, max_reserved)
             if self._reservation is not None and self._is_reserved(charge):
                 self._reservation.use(count, kind)
             self.ledger.charge(event, count=count, kind=kind)
@@ -76,14 +76,14 @@ class RunLedger:
             return False
         return self.file is None or (self.file.is_open and self.file.reservations.get(self.run) is reservation)
 
-    def _write(self, charge: Charge, room: Callable[[], int] | None) -> None:
+    def _write(self, charge: Charge, max_reserved: Callable[[], int] | None) -> None:
         if charge.kind != "release":  # nothing is released, and other ranks might not make this charge
             try:
                 self._append(charge, charge.count)
             except LedgerError:
                 self._unwritten.append(charge)  # it counts in memory, and is written before the next release
             return
-        reserved = charge.count if room is None else max(charge.count, min(self.reserve, room()))
+        reserved = charge.count if max_reserved is None else max(charge.count, min(self.reserve, max_reserved()))
         self._reservation = None
         seqs = self.ranks.each(lambda: self._append(charge, reserved))
         if reserved > charge.count:

@@ -25,7 +25,7 @@ from dpengine.accounting.run_events import (
     ONE_RUN,
     FixedSizeParticipation,
     Participation,
-    Release,
+    StepParameters,
     TruncatedParticipation,
     event_of_step,
     relation_of,
@@ -189,8 +189,8 @@ class AbstractPlanConfig(abc.ABC):
             run: Name that identifies the run. By default each call names a run of its own.
         """
         correlation = INDEPENDENT if self.recurrence is None else self.recurrence.correlation
-        release = Release(noise_multiplier, self.num_examples or 0, self.relation, run or secrets.token_hex(8))
-        return event_of_step(self.participation, correlation, release)
+        step = StepParameters(noise_multiplier, self.num_examples or 0, self.relation, run or secrets.token_hex(8))
+        return event_of_step(self.participation, correlation, step)
 
     def dp_event(self) -> Any:
         """Returns the privacy event of the run, for the dp-accounting library."""
@@ -335,7 +335,7 @@ class AbstractPlanConfig(abc.ABC):
         return {
             **self._fields(),
             "config": type(self).__name__,
-            "batches": self.selection.law,
+            "batches": self.selection.name,
             "accounting": self.selection.accounting,
             "relation": self.relation.value,
             "sensitivity": self.sensitivity,

@@ -141,7 +141,7 @@ class NoiseTarget:
     accountant: str | Accountant
     spent: Sequence[Charge]
 
-    def solve(self, event_of: Callable[[float], Event], law: str, steps: int | None, relation: Relation) -> float:
+    def solve(self, event_of: Callable[[float], Event], sampling: str, steps: int | None, relation: Relation) -> float:
         """Returns the noise multiplier of a run. ``event_of`` returns the event of its steps for a noise multiplier."""
         sigma, target = self.noise_multiplier, self.epsilon
         if (sigma is None) == (target is None):
@@ -156,7 +156,7 @@ class NoiseTarget:
         event = event_of(1.0)
         if not event.claimed:
             raise InvalidBudgetError(
-                f"target_epsilon={target!r} does not support sampling={law!r}, for which no epsilon is claimed: "
+                f"target_epsilon={target!r} does not support sampling={sampling!r}, for which no epsilon is claimed: "
                 f"{event.refusal}",
                 fix='Pass sampling="poisson", or noise_multiplier=1.1.',
             )

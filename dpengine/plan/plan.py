@@ -161,7 +161,7 @@ def _stored(value: Any) -> dict[str, Any] | None:
 
 
 def _name(part: Any) -> str:
-    """Returns the name of a part's class, or of the class that an `OwnScheme` or `OwnPolicy` contains."""
+    """Returns the name of a part's class, or of the class that an `CustomScheme` or `CustomPolicy` contains."""
     return type(getattr(part, "scheme", getattr(part, "policy", part))).__name__
 
 

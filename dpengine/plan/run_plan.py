@@ -14,7 +14,7 @@ from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.run_events import (
     INDEPENDENT,
-    Release,
+    StepParameters,
     event_of_step,
 )
 from dpengine.clipping.policy import AbstractClip
@@ -90,14 +90,14 @@ class RunPlan:
             )
         if self.noise is not None and self.noise_multiplier > 0 and not self.claims_epsilon:
             raise InvalidBudgetError(
-                f"sampling={self.sampling.law!r} does not support this noise: {self.event().refusal}",
+                f"sampling={self.sampling.name!r} does not support this noise: {self.event().refusal}",
                 fix="Omit sampling=; a sampling scheme compatible with the noise is then selected.",
             )
 
     @cached_property
-    def claims_epochs(self) -> bool:
+    def accounts_per_epoch(self) -> bool:
         """True if epsilon is claimed for each complete pass over the data, without amplification."""
-        return self.sampling.participation.claims_epochs
+        return self.sampling.participation.accounts_per_epoch
 
     @cached_property
     def claims_epsilon(self) -> bool:
@@ -136,7 +136,7 @@ class RunPlan:
     def why_not_merged(self, steps: Sequence[int]) -> str:
         """Returns the reason why the logical batches of these steps cannot be one step, or an empty string."""
         batches = len(steps)
-        if self.claims_epochs and len({step // self.sampling.participation.epoch_steps for step in steps}) > 1:
+        if self.accounts_per_epoch and len({step // self.sampling.participation.epoch_steps for step in steps}) > 1:
             return (
                 "the batches are from two passes over the data, so they may contain an example twice. Call "
                 "optimizer.step() and optimizer.zero_grad() after the last batch of each pass."
@@ -202,8 +202,8 @@ class RunPlan:
 
     def _event(self, sigma: float, batches: int) -> Event:
         correlation = INDEPENDENT if self.noise is None else self.noise.correlation
-        release = Release(sigma, self.sampling.num_examples, self.relation, self.run, batches)
-        return event_of_step(self.sampling.participation, correlation, release)
+        step = StepParameters(sigma, self.sampling.num_examples, self.relation, self.run, batches)
+        return event_of_step(self.sampling.participation, correlation, step)
 
     @cached_property
     def counts_passes(self) -> bool:
@@ -228,7 +228,7 @@ class RunPlan:
     def describe(self) -> dict[str, Any]:
         """Returns the plan as plain data, for reports."""
         return {
-            "sampling": self.sampling.law,
+            "sampling": self.sampling.name,
             "sample_rate": self.sampling.sample_rate,
             "expected_batch_size": self.expected_batch_size,
             "clipping": self.clipping.describe(),

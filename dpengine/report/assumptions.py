@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING
-from dpengine.sampling.own_scheme import OWN_SCHEME
+from dpengine.sampling.custom_scheme import CUSTOM_PREFIX
 
 from .facts import DECLARED, NO_RATE, SAMPLING_ASSUMPTIONS, UNDECLARED, RunFacts, delta_floor
 
@@ -97,8 +97,8 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
         earlier = ", ".join(name for name in facts.other_samplings if name not in with_text) or "another scheme"
         scheme = f"{earlier}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
         return Assumption(name, "no", f"batches were drawn by {scheme}", stamp="NOT CLAIMED")
-    if sampling.startswith(OWN_SCHEME):
-        name = f"The sampling scheme {sampling.removeprefix(OWN_SCHEME)} draws batches as it states"
+    if sampling.startswith(CUSTOM_PREFIX):
+        name = f"The sampling scheme {sampling.removeprefix(CUSTOM_PREFIX)} draws batches as it states"
         return Assumption(name, "not checked", "it is not part of dpengine, which compared it in a trial only")
     rates = sorted({rate for charge in facts.accounting.history if (rate := charge.event.inclusion_rate) is not None})
     planned = facts.plan.get("sample_rate")

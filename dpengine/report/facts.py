@@ -10,7 +10,7 @@ from typing import Any
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, steps_of
 from dpengine.accounting.own_accountant import Accountant
-from dpengine.sampling.own_scheme import OWN_SCHEME
+from dpengine.sampling.custom_scheme import CUSTOM_PREFIX
 
 from .history_rows import public_text, public_values
 
@@ -179,7 +179,7 @@ class RunFacts:
         """True if every batch's sampling scheme has a privacy analysis."""
         unclaimed = any(not charge.event.claimed for charge in self.accounting.history)
         sampling = str(self.plan.get("sampling", "poisson"))
-        return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(OWN_SCHEME)) and not unclaimed
+        return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(CUSTOM_PREFIX)) and not unclaimed
 
     @property
     def samplings(self) -> tuple[str, ...]:

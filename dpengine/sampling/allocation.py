@@ -40,7 +40,7 @@ class BallsInBinsSampling(SamplingScheme):
     iterations: int | None = None
     cycle_length: int
 
-    law: ClassVar[str] = "balls-in-bins"
+    name: ClassVar[str] = "balls-in-bins"
     accounting: ClassVar[str] = "one participation in every cycle, without amplification"
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class RandomAllocationSampling(SamplingScheme):
     participations: int
     iterations: int
 
-    law: ClassVar[str] = "random-allocation"
+    name: ClassVar[str] = "random-allocation"
     accounting: ClassVar[str] = "none: not claimed"
 
     def __post_init__(self) -> None:
@@ -113,7 +113,7 @@ class AllocationDraws(StatefulDraws):
 
     selection: RandomAllocationSampling
 
-    law: ClassVar[str] = "random-allocation"
+    name: ClassVar[str] = "random-allocation"
 
     def begin(self, words: WordStream) -> Remaining:
         """Returns all participations of each example."""

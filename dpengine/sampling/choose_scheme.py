@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from dpengine.errors import InvalidBudgetError, SamplingError
 
 from .check import check_loader
-from .own_scheme import OwnScheme
+from .custom_scheme import CustomScheme
 from .poisson import PoissonDraws, checked_batch_size, checked_sample_rate
 from .scheme import Draws, SamplingScheme
 from .shuffle import ShuffleDraws
@@ -77,7 +77,7 @@ def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: flo
 
 def scheme_from(value: Any) -> SamplingScheme:
     """Returns a sampling scheme. Trial batches of a custom scheme are checked."""
-    return value if isinstance(value, SamplingScheme) else OwnScheme(value)
+    return value if isinstance(value, SamplingScheme) else CustomScheme(value)
 
 
 _BY_NAME = {"poisson": _poisson, "shuffle": _shuffle}

@@ -108,7 +108,7 @@ class CyclicPoissonSampling(SamplingScheme):
     cycle_length: int = 1
     partition_type: Partition = Partition.EQUAL_SPLIT
 
-    law: ClassVar[str] = "cyclic-poisson"
+    name: ClassVar[str] = "cyclic-poisson"
     accounting: ClassVar[str] = (
         "Poisson-sampled Gaussians, one for each cycle, if the noise has no more bands than there are groups"
     )
@@ -172,7 +172,7 @@ class CyclicDraws(Draws):
     expected_batch_size: float
     partition: Partition = Partition.EQUAL_SPLIT
 
-    law: ClassVar[str] = "cyclic-poisson"
+    name: ClassVar[str] = "cyclic-poisson"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

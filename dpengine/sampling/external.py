@@ -52,7 +52,7 @@ class ExternalBatches(Draws):
         object.__setattr__(self, "claims_epsilon", stated)
 
     @property
-    def law(self) -> str:  # type: ignore[override]
+    def name(self) -> str:  # type: ignore[override]
         """Name of the scheme in reports: ``"external-poisson"`` with a sampling rate, else ``"external"``."""
         return "external-poisson" if self.claims_epsilon else "external"
 

@@ -31,7 +31,7 @@ class FixedBatchSampling(SamplingScheme):
     iterations: int | None = None
     replace: bool = False
 
-    law: ClassVar[str] = "fixed-size"
+    name: ClassVar[str] = "fixed-size"
     accounting: ClassVar[str] = "sampling without replacement under replace-one; with replacement none"
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class FixedSizeDraws(Draws):
     steps_per_epoch: int
     replace: bool = False
 
-    law: ClassVar[str] = "fixed-size"
+    name: ClassVar[str] = "fixed-size"
 
     def __post_init__(self) -> None:
         checked_integer(type(self).__name__, "num_examples", self.num_examples, at_least=0)

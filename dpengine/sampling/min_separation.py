@@ -53,7 +53,7 @@ class BMinSepSampling(SamplingScheme):
     warm_start: bool = True
     truncated_batch_size: int | None = None
 
-    law: ClassVar[str] = "b-min-sep"
+    name: ClassVar[str] = "b-min-sep"
     accounting: ClassVar[str] = "at most one participation in min_separation steps, without amplification"
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class MinSeparationDraws(StatefulDraws):
 
     selection: BMinSepSampling
 
-    law: ClassVar[str] = "b-min-sep"
+    name: ClassVar[str] = "b-min-sep"
 
     def begin(self, words: WordStream) -> Resting:
         """Returns the examples that rest before the first step: none, or with ``warm_start`` as in a long run."""

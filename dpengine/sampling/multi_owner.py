@@ -127,7 +127,7 @@ class MultiOwnerSelection:
     base: SamplingScheme
     max_degree: int = 8
 
-    law: ClassVar[str] = "multi-owner"
+    name: ClassVar[str] = "multi-owner"
     accounting: ClassVar[str] = "as for the base scheme, with the user as privacy unit"
 
     def __post_init__(self) -> None:
@@ -195,7 +195,7 @@ class MultiOwnerMinSepSampling:
     min_separation: int
     max_degree: int = 8
 
-    law: ClassVar[str] = "multi-owner-min-sep"
+    name: ClassVar[str] = "multi-owner-min-sep"
     accounting: ClassVar[str] = (
         "deterministic; per-user sensitivity from the separation and the number of participations"
     )

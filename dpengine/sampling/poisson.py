@@ -55,7 +55,7 @@ class PoissonDraws(Draws):
     steps_per_epoch: int
     expected_batch_size: float
 
-    law: ClassVar[str] = "poisson"
+    name: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

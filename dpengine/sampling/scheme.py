@@ -47,7 +47,7 @@ class Draws(abc.ABC):
         sample_rate: Probability that an example is in a logical batch.
         expected_batch_size: Public constant that divides the sums.
         steps_per_epoch: Number of logical batches in one pass over the loader.
-        law: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
+        name: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
         participation: How examples participate, for the privacy analysis.
     """
 
@@ -55,7 +55,7 @@ class Draws(abc.ABC):
     sample_rate: float
     expected_batch_size: float
     steps_per_epoch: int
-    law: ClassVar[str]
+    name: ClassVar[str]
     may_repeat: ClassVar[bool] = False  # whether the data set may contain an example more than once
     of_units: ClassVar[bool] = False  # whether batches have `UnitDraws.chunks_of_ranks` and places
 
@@ -161,12 +161,12 @@ class SamplingScheme(abc.ABC):
 
     Attributes:
         iterations: Number of batches in the run; None for no limit.
-        law: Name of the scheme.
+        name: Name of the scheme.
         accounting: Privacy analysis of the scheme, in words.
     """
 
     iterations: int | None
-    law: ClassVar[str]
+    name: ClassVar[str]
     accounting: ClassVar[str]
 
     @abc.abstractmethod

@@ -37,7 +37,7 @@ class ShuffleSampling(SamplingScheme):
     iterations: int | None = None
     drop_last: bool = False
 
-    law: ClassVar[str] = "shuffle"
+    name: ClassVar[str] = "shuffle"
     accounting: ClassVar[str] = "none: not claimed"
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class ShuffleDraws(Draws):
     expected_batch_size: float = dataclasses.field(init=False)
     steps_per_epoch: int = dataclasses.field(init=False)
 
-    law: ClassVar[str] = "shuffle"
+    name: ClassVar[str] = "shuffle"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

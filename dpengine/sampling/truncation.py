@@ -27,7 +27,7 @@ class TruncatedDraws(Draws):
     drawn: Draws
     largest: int
 
-    law: ClassVar[str] = "truncated"
+    name: ClassVar[str] = "truncated"
 
     def __post_init__(self) -> None:
         checked_integer(type(self).__name__, "largest", self.largest, at_least=0)

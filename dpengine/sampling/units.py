@@ -35,7 +35,7 @@ class UnitDraws(Draws):
     drawn: Draws
     unit_N: UnitIds = dataclasses.field(repr=False)  # private: the owners of examples must not appear in logs
 
-    law: ClassVar[str] = "units"
+    name: ClassVar[str] = "units"
     of_units: ClassVar[bool] = True
     may_repeat: ClassVar[bool] = True  # copies of one unit are clipped together
 

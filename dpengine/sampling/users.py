@@ -30,7 +30,7 @@ class UserSelectionStrategy:
     examples_per_user: int = 1
     shuffle: bool = False
 
-    law: ClassVar[str] = "users"
+    name: ClassVar[str] = "users"
     accounting: ClassVar[str] = "as for the base scheme, with the user as privacy unit"
 
     def __post_init__(self) -> None:

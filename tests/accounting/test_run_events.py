@@ -24,7 +24,7 @@ from dpengine.accounting import (
 from dpengine.accounting.run_events import (
     INDEPENDENT,
     Correlation,
-    Release,
+    StepParameters,
     accounted_sample_rate,
     event_of_step,
     relation_of,
@@ -37,7 +37,7 @@ Q = accounted_sample_rate(0.25)
 
 
 def event(participation, correlation=INDEPENDENT, *, sigma=2.0, relation=Relation.ZERO_OUT, batches=1):
-    return event_of_step(participation, correlation, Release(sigma, 1000, relation, "run", batches))
+    return event_of_step(participation, correlation, StepParameters(sigma, 1000, relation, "run", batches))
 
 
 @pytest.mark.parametrize(

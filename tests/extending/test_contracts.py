@@ -20,7 +20,7 @@ from dpengine.noise import BandMF, banded_toeplitz, dense
 from dpengine.noise.sensitivity import cycle_sq_sensitivities_of, epochs_sq_sensitivity
 from dpengine.noise.strategy import recurrence_of, strategy_of
 from dpengine.sampling import BMinSepSampling, FixedBatchSampling
-from dpengine.sampling.own_scheme import check_draws
+from dpengine.sampling.custom_scheme import check_draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 Bernoulli, Decaying, Soft = recipe("Bernoulli"), recipe("Decaying"), recipe("Soft")

@@ -233,7 +233,7 @@ def test_an_interrupt_at_any_line_of_a_write_leaves_a_readable_file_and_no_relea
         for _ in range(6):
             try:
                 sys.settrace(trace)
-                ledger.charge(GaussianEvent(1.0), room=lambda: 5)
+                ledger.charge(GaussianEvent(1.0), max_reserved=lambda: 5)
                 made += 1
             except (KeyboardInterrupt, LedgerError):
                 pass

@@ -131,7 +131,7 @@ GUARDS = [
     Guard(
         "event-epochs",
         "epochs are not analyzed for add-or-remove",
-        "    if participation.claimed and release.relation is Relation.ADD_OR_REMOVE_ONE:",
+        "    if participation.claimed and step.relation is Relation.ADD_OR_REMOVE_ONE:",
         "    if False:",
         EVENTS + "test_what_has_no_analysis_has_no_claim",
     ),
@@ -145,7 +145,7 @@ GUARDS = [
     Guard(
         "event-separated",
         "a minimum separation is not analyzed for add-or-remove",
-        "    if release.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may",
+        "    if step.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may",
         "    if False:  # adding an example may",
         EVENTS + "test_what_has_no_analysis_has_no_claim",
     ),

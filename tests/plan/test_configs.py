@@ -173,7 +173,7 @@ def test_plans_are_frozen_and_describe_themselves(name):
     json.dumps(said)
     assert said["noise_multiplier"] == 1.3
     assert said["relation"] == plan.neighboring_relation.value
-    assert said["batches"] == plan.batch_selection_strategy.law
+    assert said["batches"] == plan.batch_selection_strategy.name
     assert said["stddev"] == plan.stddev
 
 

@@ -68,7 +68,7 @@ def test_a_plan_costs_what_the_config_of_the_same_parts_costs(plan, config):
         BMinSepSampling(sampling_prob=0.1, min_separation=3),
         RandomAllocationSampling(participations=3, iterations=48),
     ],
-    ids=lambda scheme: scheme.law,
+    ids=lambda scheme: scheme.name,
 )
 def test_json_holds_every_scheme_and_noise(sampling):
     for noise in (None, BandMF(num_bands=2, momentum=0.5), BLT(num_buffers=1), BandedInverse(num_bands=2)):

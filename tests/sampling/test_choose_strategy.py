@@ -47,7 +47,7 @@ def test_a_batch_sampler_of_torch_is_read():
 @pytest.mark.hazard("S1")
 def test_shuffling_must_be_asked_for_and_claims_nothing():
     loader = loader_of(10, 4, shuffle=True)
-    assert strategy_for(loader).law == "poisson"
+    assert strategy_for(loader).name == "poisson"
     shuffled = strategy_for(loader, sampling="shuffle")
     assert shuffled == ShuffleDraws(10, 4)
     assert shuffled.participation == EpochParticipation(3)

@@ -267,6 +267,6 @@ def test_the_fields_are_public_and_say_all():
     strategy = PoissonDraws(**GOOD)
     assert strategy == PoissonDraws(**GOOD)
     assert "sample_rate=0.1" in repr(strategy)
-    assert (strategy.law, strategy.participation) == ("poisson", PoissonParticipation(strategy.sample_rate))
+    assert (strategy.name, strategy.participation) == ("poisson", PoissonParticipation(strategy.sample_rate))
     with pytest.raises(AttributeError):
         strategy.sample_rate = 0.2

@@ -19,9 +19,9 @@ from dpengine.sampling import (
 )
 from dpengine.sampling.scheme import KeyedWords, words_from
 
-SURE = 1e-4  # chance that a sound law fails a test
+SURE = 1e-4  # chance that a sound scheme fails a test
 
-LAWS = {
+SCHEMES = {
     "poisson": CyclicPoissonSampling(sampling_prob=0.3, iterations=20),
     "cyclic": CyclicPoissonSampling(sampling_prob=0.4, iterations=20, cycle_length=4),
     "independent": CyclicPoissonSampling(
@@ -39,63 +39,63 @@ LAWS = {
 EXAMPLES, RUNS = 160, 150  # a run costs nearly as much with a quarter of the examples
 
 
-def run(law, seed, examples=EXAMPLES):
+def run(scheme, seed, examples=EXAMPLES):
     """Returns the participations, ``(iterations, examples)``, as counts."""
-    table = np.zeros((law.iterations, examples), dtype=int)
-    for step, batch in enumerate(law.batch_iterator(examples, np.random.default_rng(seed))):
+    table = np.zeros((scheme.iterations, examples), dtype=int)
+    for step, batch in enumerate(scheme.batch_iterator(examples, np.random.default_rng(seed))):
         np.add.at(table[step], batch, 1)
     return table
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Many runs of each law, made once."""
+    """Many runs of each scheme, made once."""
     made = {}
 
     def of(name):
         if name not in made:
-            made[name] = np.stack([run(LAWS[name], seed) for seed in range(RUNS)])
+            made[name] = np.stack([run(SCHEMES[name], seed) for seed in range(RUNS)])
         return made[name]
 
     return of
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_batches_are_sorted_indices(name):
-    law = LAWS[name]
-    batches = list(law.batch_iterator(EXAMPLES, np.random.default_rng(0)))
-    assert len(batches) == law.iterations
+    scheme = SCHEMES[name]
+    batches = list(scheme.batch_iterator(EXAMPLES, np.random.default_rng(0)))
+    assert len(batches) == scheme.iterations
     for batch in batches:
         assert batch.dtype == np.int64
         assert (np.diff(batch) >= (0 if "again" in name else 1)).all()
         assert ((batch >= 0) & (batch < EXAMPLES)).all()
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_run_resumed_goes_on_as_if_nothing_had_been(name):
-    law, words = LAWS[name], KeyedWords((1, 2))
-    whole = [batch.tolist() for batch in law.batch_iterator(EXAMPLES, words)]
-    first = law.batch_iterator(EXAMPLES, words)
+    scheme, words = SCHEMES[name], KeyedWords((1, 2))
+    whole = [batch.tolist() for batch in scheme.batch_iterator(EXAMPLES, words)]
+    first = scheme.batch_iterator(EXAMPLES, words)
     for _ in range(7):
         next(first)
-    resumed = law.batch_iterator(EXAMPLES)  # with randomness of its own, until the state is loaded
+    resumed = scheme.batch_iterator(EXAMPLES)  # with randomness of its own, until the state is loaded
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert len(resumed) == 13
     assert [batch.tolist() for batch in resumed] == whole[7:]
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_a_draw_is_a_function_of_its_step(name):
-    law, words = LAWS[name], KeyedWords((3, 4))
-    strategy = law.over(EXAMPLES)
+    scheme, words = SCHEMES[name], KeyedWords((3, 4))
+    strategy = scheme.over(EXAMPLES)
     forwards = {step: strategy.draw(step, words).tolist() for step in range(6)}
     assert {step: strategy.draw(step, words).tolist() for step in (5, 2, 2, 0, 4, 1, 3)} == forwards
     assert strategy.draw(2, KeyedWords((3, 5))).tolist() != forwards[2] or name == "fixed"
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_other_randomness_gives_other_batches(name):
-    assert (run(LAWS[name], 1) != run(LAWS[name], 2)).any()
+    assert (run(SCHEMES[name], 1) != run(SCHEMES[name], 2)).any()
 
 
 RATES = {
@@ -216,9 +216,9 @@ def test_allocations_are_of_one_size_and_uniform(runs):
 
 
 def test_fixed_batches_are_uniform_subsets():
-    law = FixedBatchSampling(batch_size=2, iterations=3000)
+    scheme = FixedBatchSampling(batch_size=2, iterations=3000)
     counts = dict.fromkeys(itertools.combinations(range(5), 2), 0)
-    for batch in law.batch_iterator(5, np.random.default_rng(0)):
+    for batch in scheme.batch_iterator(5, np.random.default_rng(0)):
         counts[tuple(batch.tolist())] += 1
     assert stats.chisquare(list(counts.values())).pvalue > SURE
     large = FixedBatchSampling(batch_size=3, iterations=2000)
@@ -228,7 +228,7 @@ def test_fixed_batches_are_uniform_subsets():
 
 @pytest.mark.parametrize("name", ["poisson", "cyclic", "independent", "truncated", "rest", "fixed"])
 def test_a_billion_examples_take_no_memory(name):
-    laws = {
+    schemes = {
         "rest": BMinSepSampling(sampling_prob=1e-6, iterations=3, min_separation=3),
         "fixed": FixedBatchSampling(batch_size=1000, iterations=3),
         "truncated": CyclicPoissonSampling(sampling_prob=1e-6, iterations=3, truncated_batch_size=900),
@@ -238,29 +238,29 @@ def test_a_billion_examples_take_no_memory(name):
             sampling_prob=1e-5, iterations=3, cycle_length=10, partition_type=Partition.INDEPENDENT
         ),
     }
-    sizes = [len(batch) for batch in laws[name].batch_iterator(10**9)]
+    sizes = [len(batch) for batch in schemes[name].batch_iterator(10**9)]
     assert all(700 < size < 1300 for size in sizes)
 
 
-@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("name", SCHEMES)
 def test_no_examples_give_empty_batches(name):
     if name == "fixed":
         with pytest.raises(ValueError, match="exceeds the 0 examples"):
-            LAWS[name].over(0)
+            SCHEMES[name].over(0)
     elif name == "fixed, again":
         with pytest.raises(ValueError, match="0 examples"):
-            LAWS[name].over(0)
+            SCHEMES[name].over(0)
     else:
-        assert [len(batch) for batch in LAWS[name].batch_iterator(0)] == [0] * 20
+        assert [len(batch) for batch in SCHEMES[name].batch_iterator(0)] == [0] * 20
 
 
 def test_probability_zero_draws_no_example():
-    for law in (
+    for scheme in (
         CyclicPoissonSampling(sampling_prob=0.0, iterations=3),
         BMinSepSampling(sampling_prob=0.0, iterations=3, min_separation=2),
         RandomAllocationSampling(participations=0, iterations=3),
     ):
-        assert not run(law, 0).any()
+        assert not run(scheme, 0).any()
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_probability_zero_draws_no_example():
         (lambda: RandomAllocationSampling(participations=4, iterations=3), "iterations must be at least 4"),
         (lambda: FixedBatchSampling(batch_size=-1, iterations=3), "batch_size"),
         (lambda: FixedBatchSampling(batch_size=9, iterations=3).over(8), "exceeds the 8 examples"),
-        (lambda: LAWS["poisson"].batch_iterator(8).load_state_dict({"step": 21}), "step=21"),
+        (lambda: SCHEMES["poisson"].batch_iterator(8).load_state_dict({"step": 21}), "step=21"),
     ],
 )  # fmt: skip
 def test_bad_numbers_are_refused_by_name(make, message):
@@ -311,25 +311,25 @@ def test_randomness_may_come_from_anywhere(rng):
 def test_randomness_without_a_key_resumes_only_with_its_like():
     words = KeyedWords((1, 2))
     stream = lambda count, *, step, block: words(count, step=step, block=block)  # noqa: E731
-    law = LAWS["rest"]
-    whole = [batch.tolist() for batch in law.batch_iterator(EXAMPLES, stream)]
-    resumed = law.batch_iterator(EXAMPLES, stream)
+    scheme = SCHEMES["rest"]
+    whole = [batch.tolist() for batch in scheme.batch_iterator(EXAMPLES, stream)]
+    resumed = scheme.batch_iterator(EXAMPLES, stream)
     resumed.load_state_dict({"step": 9, "key": None, "kept": None})
     assert [batch.tolist() for batch in resumed] == whole[9:]
     with pytest.raises(ValueError, match="another type"):
-        law.batch_iterator(EXAMPLES).load_state_dict({"step": 9, "key": None})
+        scheme.batch_iterator(EXAMPLES).load_state_dict({"step": 9, "key": None})
 
 
 def test_a_bare_number_is_no_randomness():
     with pytest.raises(TypeError, match=r"rng is a int; pass None, a numpy\.random\.Generator"):
-        LAWS["poisson"].batch_iterator(5, 0)
+        SCHEMES["poisson"].batch_iterator(5, 0)
 
 
 def test_a_loader_reads_the_same_batches():
     torch = pytest.importorskip("torch")
-    law, words = LAWS["cyclic"], KeyedWords((5, 6))
-    sampler = law.batch_sampler(EXAMPLES, words)
+    scheme, words = SCHEMES["cyclic"], KeyedWords((5, 6))
+    sampler = scheme.batch_sampler(EXAMPLES, words)
     assert len(sampler) == 20
     data = torch.arange(EXAMPLES)
     loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=lambda rows: [int(r) for r in rows])
-    assert list(loader) == [batch.tolist() for batch in law.batch_iterator(EXAMPLES, words)]
+    assert list(loader) == [batch.tolist() for batch in scheme.batch_iterator(EXAMPLES, words)]

@@ -68,7 +68,7 @@ def test_the_words_of_an_epoch_have_one_address(seeded_words):
 
 def test_no_epsilon_is_claimed_and_the_divisor_is_the_batch_size():
     strategy = ShuffleDraws(100, 64)
-    assert (strategy.law, strategy.participation) == ("shuffle", EpochParticipation(2))
+    assert (strategy.name, strategy.participation) == ("shuffle", EpochParticipation(2))
     assert (strategy.expected_batch_size, strategy.steps_per_epoch, strategy.sample_rate) == (64.0, 2, 0.64)
 
 

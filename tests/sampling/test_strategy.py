@@ -26,7 +26,7 @@ STRATEGIES = [
 ELSEWHERE = {
     "StatefulDraws": "abstract; tests/sampling/test_schemes.py has the schemes with a state",
     "FixedSizeDraws": "tests/sampling/test_schemes.py",
-    "OwnDraws": "tests/extending/test_recipes.py: schemes from outside",
+    "CustomDraws": "tests/extending/test_recipes.py: schemes from outside",
     "UnitDraws": "tests/test_privacy_unit.py: its batches are in the order of units",
     "ExternalBatches": "tests/sampling/test_external.py: the training loop draws them",
 }
@@ -48,7 +48,7 @@ def test_the_facts_for_accounting_are_plain_numbers(strategy):
     assert type(strategy.steps_per_epoch) is int
     assert type(strategy.sample_rate) is float
     assert type(strategy.expected_batch_size) is float
-    assert type(strategy.law) is str
+    assert type(strategy.name) is str
     assert isinstance(strategy.participation, get_args(Participation))
 
 

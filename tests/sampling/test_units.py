@@ -41,10 +41,10 @@ def test_users_are_drawn_by_the_base(shuffle):
 
 def test_shuffled_users_bring_each_example_as_often():
     ids = np.repeat([0, 1], [5, 2])
-    law = UserSelectionStrategy(base=CyclicPoissonSampling(sampling_prob=1.0, iterations=10), shuffle=True)
+    scheme = UserSelectionStrategy(base=CyclicPoissonSampling(sampling_prob=1.0, iterations=10), shuffle=True)
     orders = []
     for seed in range(40):
-        seen = np.concatenate([batch.ravel() for batch in law.batch_iterator(ids, KeyedWords((seed, 0)))])
+        seen = np.concatenate([batch.ravel() for batch in scheme.batch_iterator(ids, KeyedWords((seed, 0)))])
         assert np.bincount(seen).tolist() == [2, 2, 2, 2, 2, 5, 5]
         orders.append(tuple(seen[seen < 5][:5]))
     assert len(set(orders)) > 20
@@ -52,16 +52,16 @@ def test_shuffled_users_bring_each_example_as_often():
 
 def test_a_run_over_users_resumes():
     ids, words = np.array([0, 0, 0, 1, 1, 2]), KeyedWords((3, 4))
-    law = UserSelectionStrategy(base=SOME, examples_per_user=2)
-    whole = [batch.tolist() for batch in law.batch_iterator(ids, words)]
-    first = law.batch_iterator(ids, words)
+    scheme = UserSelectionStrategy(base=SOME, examples_per_user=2)
+    whole = [batch.tolist() for batch in scheme.batch_iterator(ids, words)]
+    first = scheme.batch_iterator(ids, words)
     for _ in range(11):
         next(first)
-    resumed = law.batch_iterator(ids, words)
+    resumed = scheme.batch_iterator(ids, words)
     resumed.load_state_dict(first.state_dict())
     assert [batch.tolist() for batch in resumed] == whole[11:]
     with pytest.raises(ValueError, match="has 3 users, not 2"):
-        law.batch_iterator([0, 1], words).load_state_dict(first.state_dict())
+        scheme.batch_iterator([0, 1], words).load_state_dict(first.state_dict())
 
 
 def test_no_users():
@@ -192,15 +192,15 @@ def test_users_rest_between_batches(seed):
     generator = np.random.default_rng(seed)
     users = int(generator.integers(3, 40))
     graph = graph_of([generator.choice(users, size=int(generator.integers(1, 4)), replace=False) for _ in range(60)])
-    law = MultiOwnerMinSepSampling(batch_size=4, iterations=25, min_separation=3)
-    plan = law.schedule(graph)
+    scheme = MultiOwnerMinSepSampling(batch_size=4, iterations=25, min_separation=3)
+    plan = scheme.schedule(graph)
     steps = steps_of_users(graph, plan.batches)
     assert all(later - earlier >= 3 for met in steps.values() for earlier, later in itertools.pairwise(met))
     assert plan.user_participations == max(map(len, steps.values()))
     counts = np.bincount(np.concatenate(plan.batches), minlength=60)
     assert plan.example_participations == counts.max()
     assert all(len(batch) <= 4 and (np.diff(batch) > 0).all() for batch in plan.batches)
-    assert [batch.tolist() for batch in law.batch_iterator(graph)] == [batch.tolist() for batch in plan.batches]
+    assert [batch.tolist() for batch in scheme.batch_iterator(graph)] == [batch.tolist() for batch in plan.batches]
 
 
 def test_every_example_comes_before_any_comes_again():

@@ -41,7 +41,7 @@ class Shuffled(ShuffleDraws):
 class InOrder(Shuffled):
     """Batches in the order of the data set, as ``DataLoader(shuffle=False)`` returns them."""
 
-    law = "in order"
+    name = "in order"
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one batch. See `Draws.draw`."""

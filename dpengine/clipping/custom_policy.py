@@ -21,7 +21,7 @@ def is_policy(value: Any) -> bool:
     return not isinstance(value, type) and all(hasattr(value, name) for name in MEMBERS)
 
 
-class OwnPolicy(AbstractClip):
+class CustomPolicy(AbstractClip):
     """Forwards to a custom policy, and checks its results.
 
     Args:
@@ -81,7 +81,7 @@ class OwnPolicy(AbstractClip):
 
     def resized(self, max_grad_norm: float) -> AbstractClip:
         """See `AbstractClip.resized`."""
-        return OwnPolicy(self._member("resized", super().resized)(max_grad_norm))
+        return CustomPolicy(self._member("resized", super().resized)(max_grad_norm))
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
         """See `AbstractClip.gradient_noise_multiplier`. Raises ExtensionError if it lowers the noise."""

@@ -32,7 +32,7 @@ from .scheme import (
     checked_scheme,
 )
 
-OWN_SCHEME = "own: "
+CUSTOM_PREFIX = "own: "
 """Prefix of the name of a custom sampling scheme."""
 
 _TRIAL_EXAMPLES, _TRIAL_STEPS = 240, 120
@@ -40,7 +40,7 @@ _DEVIATIONS = 7.0  # number of standard deviations; a correct scheme exceeds it 
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnScheme(SamplingScheme):
+class CustomScheme(SamplingScheme):
     """Custom sampling scheme, whose trial batches were compared with the declared participation pattern.
 
     Args:
@@ -59,9 +59,9 @@ class OwnScheme(SamplingScheme):
         check_draws(checked_scheme("sampling", self.scheme))
 
     @property
-    def law(self) -> str:  # type: ignore[override]
+    def name(self) -> str:  # type: ignore[override]
         """Name of the scheme."""
-        return OWN_SCHEME + type(self.scheme).__name__
+        return CUSTOM_PREFIX + type(self.scheme).__name__
 
     @property
     def iterations(self) -> int | None:  # type: ignore[override]
@@ -75,7 +75,7 @@ class OwnScheme(SamplingScheme):
         steps = checked_integer(name, "steps_per_epoch", self.scheme.steps_per_epoch(num_examples), at_least=1)
         rate = min(1.0, size / max(num_examples, 1))
         draws = self.scheme.over(num_examples)
-        return OwnDraws(num_examples, rate, size, steps, name, _stated(self.scheme, draws), draws)
+        return CustomDraws(num_examples, rate, size, steps, name, _stated(self.scheme, draws), draws)
 
     def participation(self) -> Participation:
         """See `SamplingScheme.participation`."""
@@ -87,11 +87,11 @@ class OwnScheme(SamplingScheme):
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnDraws(Draws):
+class CustomDraws(Draws):
     """Batches of a custom sampling scheme.
 
     Attributes:
-        name: Name of the class of the scheme.
+        class_name: Name of the class of the scheme.
         stated: Participation that the scheme states.
         draws: Sampler returned by ``scheme.over``.
     """
@@ -100,14 +100,14 @@ class OwnDraws(Draws):
     sample_rate: float
     expected_batch_size: float
     steps_per_epoch: int
-    name: str
+    class_name: str
     stated: Participation
     draws: Any = dataclasses.field(repr=False, compare=False)
 
     @property
-    def law(self) -> str:  # type: ignore[override]
+    def name(self) -> str:  # type: ignore[override]
         """Name of the scheme."""
-        return OWN_SCHEME + self.name
+        return CUSTOM_PREFIX + self.class_name
 
     @property
     def participation(self) -> Participation:
@@ -116,7 +116,7 @@ class OwnDraws(Draws):
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
-        return checked_batch(self.name, self.draws.draw(step, words), self.num_examples)
+        return checked_batch(self.class_name, self.draws.draw(step, words), self.num_examples)
 
 
 def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
