@@ -7,12 +7,12 @@ from dpengine import lazy_exports
 if TYPE_CHECKING:
     from .record import LayerCall as LayerCall
     from .record import Use as Use
-    from .replay import Pass as Pass
+    from .replay import ForwardPass as ForwardPass
 else:
     __getattr__, __dir__, __all__ = lazy_exports(
         __name__,
         {
             "record": ["LayerCall", "Use"],
-            "replay": ["Pass"],
+            "replay": ["ForwardPass"],
         },
     )

@@ -21,7 +21,7 @@ GradsOf = Callable[[list[Tensor]], Sequence["Tensor | None"]]
 
 
 @dataclass(eq=False)
-class Pass:
+class ForwardPass:
     """One forward pass: its inputs and state, to run it again, and the gradients of its outputs.
 
     Attributes:
@@ -29,7 +29,7 @@ class Pass:
         args: Copies of the positional inputs.
         kwargs: Copies of the keyword inputs.
         state: State of the model before the pass.
-        began: State of random generators and of autocast before the pass.
+        initial: State of random generators and of autocast before the pass.
         outputs: The tensors of the output, detached.
         grads: Gradients of the outputs; None for an output without a gradient.
         random_after: State of the random generators after the last replay, by device.
@@ -39,7 +39,7 @@ class Pass:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     state: ModelState
-    began: ForwardState
+    initial: ForwardState
     outputs: Sequence[Tensor] = ()
     grads: Sequence[Tensor | None] = ()
     random_after: list[tuple[str, Tensor]] = field(default_factory=list)
@@ -61,25 +61,25 @@ class Pass:
         Returns:
             The output tensors, detached.
         """
-        with self.as_it_began(model):
+        with self.in_initial_state(model):
             outputs = self.forward(model, args, kwargs)
-            self.random_after = self.began.random_now()
+            self.random_after = self.initial.random_now()
             pairs = zip(outputs, grads_of(outputs), strict=True)
             roots = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
             torch.autograd.backward([output for output, _ in roots], [grad for _, grad in roots])
         return [output.detach() for output in outputs]
 
     @contextlib.contextmanager
-    def as_it_began(self, model: nn.Module) -> Iterator[None]:
+    def in_initial_state(self, model: nn.Module) -> Iterator[None]:
         """Sets the model and the random generators to their states before the pass, in the context."""
-        with self.began.random_again(), torch.enable_grad(), _with_state(model, self.state):
+        with self.initial.random_again(), torch.enable_grad(), _with_state(model, self.state):
             yield
 
     def forward(self, model: nn.Module, args: Any = None, kwargs: Any = None) -> list[Tensor]:
         """Runs the model forward, on the inputs of the pass if ``args`` is None, and returns the output tensors."""
         inputs = (self.args, self.kwargs) if args is None else (args, kwargs)
         args, kwargs = copies_of(inputs)  # forward may write to its inputs, and the pass may run again
-        with self.began.with_autocast():
+        with self.initial.with_autocast():
             return tensors_in_outputs(model(*args, **kwargs))
 
 
@@ -92,7 +92,7 @@ class Loop(Protocol):
     def model_started(self) -> None:
         """Called when the model starts to run."""
 
-    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
+    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: ForwardPass) -> None:
         """Called with the inputs of the model, the outputs that it returns, and the recorded pass."""
 
 
@@ -106,10 +106,10 @@ class Replay:
     """
 
     def __init__(self) -> None:
-        self.reached: list[Pass] = []
+        self.reached: list[ForwardPass] = []
         self.loop: Loop | None = None
         self.running = False
-        self._current: Pass | None = None
+        self._current: ForwardPass | None = None
         self._inputs: Any = None  # inputs of the current pass
 
     def begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -117,8 +117,8 @@ class Replay:
         if self.loop is not None:
             self._inputs = args, kwargs
             self.loop.model_started()
-        began = ForwardState.now((*tensors_in((args, kwargs)), *model.parameters()))
-        self._current = Pass(self, copies_of(args), copies_of(kwargs), ModelState.of(model), began)
+        initial = ForwardState.now((*tensors_in((args, kwargs)), *model.parameters()))
+        self._current = ForwardPass(self, copies_of(args), copies_of(kwargs), ModelState.of(model), initial)
 
     def end(self, output: Any, anchor: Tensor) -> Any:
         """Records the outputs of the pass, and returns them connected to a `Tap`, which records their gradients."""
@@ -148,7 +148,7 @@ class Replay:
         finally:
             self.running = False
 
-    def _run(self, model: nn.Module, recorded: Pass, select: Callable[[Tensor], Tensor]) -> None:
+    def _run(self, model: nn.Module, recorded: ForwardPass, select: Callable[[Tensor], Tensor]) -> None:
         def grads_of(outputs: list[Tensor]) -> list[Tensor | None]:
             for old, new in zip(recorded.outputs, outputs, strict=True):
                 if old.shape != new.shape or not torch.allclose(old, new, rtol=1e-3, atol=1e-5, equal_nan=True):

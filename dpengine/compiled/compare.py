@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpengine.errors import UnsupportedLayerError
 
-from .one_pass import Results
+from .tensor_pass import Results
 
 _FULL, _HALF = 1e-2, 1e-1  # relative tolerances, far above rounding errors and below the effect of a wrong graph
 _SEED = 1  # seed of the random numbers of both passes

@@ -27,7 +27,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.kernels.precision import full_precision, without_autocast
 
-from .one_pass import OnePass, OutputLayout, Results
+from .tensor_pass import OutputLayout, Results, TensorPass
 
 ONE_AT_A_TIME = threading.RLock()  # no thread may run compiled code while another one traces
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -100,7 +100,7 @@ def as_traced() -> Iterator[None]:
 
 
 def traced_graphs(
-    hooked: OnePass,
+    hooked: TensorPass,
     values: Sequence[Tensor],
     batch: Sequence[Tensor],
     layout: OutputLayout,
@@ -138,7 +138,7 @@ def traced_graphs(
 
 
 def _traced(
-    hooked: OnePass, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
+    hooked: TensorPass, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
 ) -> fx.GraphModule:
     """Returns the graph from parameters, buffers, batch, output gradients and weights to all results."""
     begin, end = len(values), len(values) + len(batch)

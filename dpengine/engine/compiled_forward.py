@@ -22,8 +22,8 @@ from dpengine.capture.on_modules import ReplacedForward
 from dpengine.compiled.compare import check_equal_outputs, check_equal_results, fixed_random_numbers
 from dpengine.compiled.compiled_pass import CompiledPass, CompiledPassFunction, called_twice, padded
 from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs
-from dpengine.compiled.one_pass import OnePass, OutputLayout
 from dpengine.compiled.settings import ModelSettings, autocast_key, plain_arguments
+from dpengine.compiled.tensor_pass import OutputLayout, TensorPass
 from dpengine.errors import UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
 
@@ -196,7 +196,7 @@ class CompiledForward(ReplacedForward):
         size, device = self._rows, call.tensors[0].device
         batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
-        hooked = OnePass(
+        hooked = TensorPass(
             self._passes.capture,
             partial(call.run, self.forward),
             settings.state,
@@ -206,10 +206,10 @@ class CompiledForward(ReplacedForward):
         )
         state = [tensor.detach() for tensor in settings.state]
         with torch.no_grad(), fixed_random_numbers(device), _restored(self.module):
-            began = ForwardState.now([*batch, *state])
+            initial = ForwardState.now([*batch, *state])
             layout, outputs = hooked.layout(state, batch)
-            draws = began.has_drawn()
-            if began.host_has_drawn():
+            draws = initial.has_drawn()
+            if initial.host_has_drawn():
                 raise UnsupportedLayerError("the model draws random numbers of Python or NumPy.")
             if any(output.dim() == 0 or len(output) != size for output in outputs) or not any(layout.differentiable):
                 raise UnsupportedLayerError("an output of the model does not have the batch on axis 0.")
@@ -227,7 +227,7 @@ class CompiledForward(ReplacedForward):
 
     def _new_graphs(
         self,
-        hooked: OnePass,
+        hooked: TensorPass,
         state: list[Tensor],
         batch: list[Tensor],
         layout: OutputLayout,
@@ -249,7 +249,7 @@ class CompiledForward(ReplacedForward):
     def _verify(
         self,
         graphs: Graphs,
-        hooked: OnePass,
+        hooked: TensorPass,
         state: list[Tensor],
         batch: list[Tensor],
         grads: list[Tensor],

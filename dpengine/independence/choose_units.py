@@ -139,7 +139,7 @@ class _Trial:
     def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int):
         self.capture = capture
         self._inputs, self._rows = (args, kwargs), rows
-        self._began = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
+        self._initial = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
         self._obstacles: list[_Obstacle] = []
 
     def obstacles(self) -> list[_Obstacle] | None:
@@ -165,10 +165,10 @@ class _Trial:
             if watch.kind is not Kind.OPERATIONS
         ]
         try:
-            began = self._began
+            initial = self._initial
             with (
-                began.random_again(),
-                began.with_autocast(),
+                initial.random_again(),
+                initial.with_autocast(),
                 _outside_checkpoints(),
                 without_checkpoints(),
                 capture.redirected(_NO_RECEIVER, rows),

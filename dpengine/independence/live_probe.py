@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.record import LayerCall, TensorCall, Use
-from dpengine.capture.replay import Pass, Replay
+from dpengine.capture.replay import ForwardPass, Replay
 from dpengine.errors import BatchDependentLossError, UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.choose_method import MethodTable
@@ -95,7 +95,7 @@ class IndependenceCheck:
         self._grads = [grad for one in replay.reached for grad in one.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
-        half = half or any(one.began.half for one in replay.reached)
+        half = half or any(one.initial.half for one in replay.reached)
         self._tolerance = HALF if half else EXACT
 
     def run(self) -> None:
@@ -215,7 +215,7 @@ class IndependenceCheck:
 
         Dropout masks differ if shapes depend on the data, as with padding to the longest sample.
         """
-        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.began.random])
+        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.initial.random])
         return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
 
     def _all_gradients_seen(self, baseline: _Run) -> bool:
@@ -248,7 +248,7 @@ class IndependenceCheck:
         random = [state for one in self._replay.reached for _, state in one.random_after]
         return _Run(outputs, norms_BP, list(columns), sums.of, recorder.shapes, random)
 
-    def _rerun(self, one: Pass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _rerun(self, one: ForwardPass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs
         if self._can_replace((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: transform(v) if isinstance(v, Tensor) else v, (args, kwargs))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from dpengine.capture.replay import Pass
+from dpengine.capture.replay import ForwardPass
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
 from .branch_source import changes_no_loss, function_of, reaches_loss, tests_number
@@ -157,7 +157,7 @@ class LoopRecord(TorchFunctionMode):
         if self._recording and (name := attribute_of_batch(self, self._model)) is not None:
             self._stop(f"the loop set {name} from data of the batch, and the model may read it")
 
-    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: Pass) -> None:
+    def model_ended(self, model_inputs: Any, outputs: Sequence[Tensor], recorded: ForwardPass) -> None:
         """Adds a forward pass of the model."""
         inputs = tensors_in(model_inputs) if self._recording else []
         self.constant_digests.update(*map(self._digests_of, inputs))

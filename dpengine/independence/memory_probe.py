@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
 from dpengine.capture.model_state import ModelState, Slot
-from dpengine.capture.replay import Pass, Replay
+from dpengine.capture.replay import ForwardPass, Replay
 from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import BufferUpdateError, notice
 
@@ -58,7 +58,7 @@ class MemoryCheck:
                     self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")
         return remembered
 
-    def _of_pass(self, forward_pass: Pass, rows: Rows) -> Iterator[Remembered]:
+    def _of_pass(self, forward_pass: ForwardPass, rows: Rows) -> Iterator[Remembered]:
         state = self._state_after(forward_pass, lambda tensor: tensor)
         changed = state.changed_since(forward_pass.state)
         if not changed or rows.samples < 2:
@@ -76,10 +76,10 @@ class MemoryCheck:
         if not completed:
             self._warn_unknown("it could not run with other data")
 
-    def _state_after(self, forward_pass: Pass, replace: Callable[[Tensor], Tensor]) -> ModelState:
+    def _state_after(self, forward_pass: ForwardPass, replace: Callable[[Tensor], Tensor]) -> ModelState:
         """Returns the state of the model after the pass, with replaced inputs."""
         args, kwargs = pytree.tree_map_only(Tensor, replace, (forward_pass.args, forward_pass.kwargs))
-        with forward_pass.as_it_began(self._capture.model):
+        with forward_pass.in_initial_state(self._capture.model):
             forward_pass.forward(self._capture.model, args, kwargs)
             return ModelState.of(self._capture.model)
 
@@ -90,7 +90,7 @@ class MemoryCheck:
                 for memory in remembered:
                     self._check_pass(forward_pass, memory)
 
-    def _check_pass(self, forward_pass: Pass, memory: Remembered) -> None:
+    def _check_pass(self, forward_pass: ForwardPass, memory: Remembered) -> None:
         state = forward_pass.state
         kept = [slot for slot in memory.slots if _agree(state.value_of(slot), memory.state.value_of(slot), EXACT)]
         if not kept or not self._reads(forward_pass, memory, kept):
@@ -105,15 +105,15 @@ class MemoryCheck:
             "be kept, and is updated after optimizer.step().",
         )
 
-    def _reads(self, forward_pass: Pass, memory: Remembered, slots: Sequence[Slot]) -> bool:
+    def _reads(self, forward_pass: ForwardPass, memory: Remembered, slots: Sequence[Slot]) -> bool:
         """Returns True if the outputs of a pass change when these attributes have the values of the other run."""
         model, runs = self._capture.model, []
         for state in (memory.state, memory.other):
-            with forward_pass.as_it_began(model):
+            with forward_pass.in_initial_state(model):
                 state.put(slots)
                 runs.append([output.detach() for output in forward_pass.forward(model)])
         then, now = ([t for t, g in zip(run, forward_pass.grads, strict=False) if g is not None] for run in runs)
-        half = forward_pass.began.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
+        half = forward_pass.initial.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
         return not _agree(then, now, HALF if half else EXACT)
 
     def _warn_unknown(self, reason: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.capture import Capture
-from dpengine.capture.replay import Pass, Replay
+from dpengine.capture.replay import ForwardPass, Replay
 from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
@@ -96,7 +96,7 @@ class PaddingProbe:
         )
         self._unchecked = {}
 
-    def _check_pass(self, forward_pass: Pass, rows: Rows) -> None:
+    def _check_pass(self, forward_pass: ForwardPass, rows: Rows) -> None:
         inputs = tensors_in((forward_pass.args, forward_pass.kwargs))
         for padding in paddings([rows.to_front(tensor) for tensor in inputs], rows.samples):
             place, depends = (padding.leaf, padding.axis), None
@@ -111,7 +111,7 @@ class PaddingProbe:
 class _Comparison:
     """Compares the shorter samples of a pass at two lengths."""
 
-    def __init__(self, capture: Capture, forward_pass: Pass, rows: Rows, padding: Padding, length: int):
+    def __init__(self, capture: Capture, forward_pass: ForwardPass, rows: Rows, padding: Padding, length: int):
         self._capture, self._pass, self._rows = capture, forward_pass, rows
         self._padding, self._length = padding, length
         kept_B = padding.lengths_B <= length
@@ -120,7 +120,7 @@ class _Comparison:
         self._kept_B = kept_B
         # A loss that the model computes is compared with shorter samples in both runs; other outputs by sample.
         self._returns_loss = any(g is not None and g.dim() == 0 for g in forward_pass.grads)
-        before, after = forward_pass.began.random, forward_pass.random_after
+        before, after = forward_pass.initial.random, forward_pass.random_after
         self._drew = not after or not all(
             torch.equal(then, now) for (_, then), (_, now) in zip(before, after, strict=True)
         )
@@ -147,7 +147,7 @@ class _Comparison:
         index = iter(range(len(tensors_in(inputs))))
         args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._arranged(t, next(index), cut=cut), inputs)
         model = self._capture.model
-        with forward_pass.as_it_began(model):
+        with forward_pass.in_initial_state(model):
             if self._drew:
                 model.eval()
             self._put_attributes(model, cut=cut)
@@ -195,7 +195,7 @@ class _Comparison:
             used = narrowed(used, axis, size, self._padding.at_end)
         if used.count_nonzero() != total:
             return True
-        half = full.dtype in (torch.float16, torch.bfloat16) or self._pass.began.half
+        half = full.dtype in (torch.float16, torch.bfloat16) or self._pass.initial.half
         finite = full.isfinite()
         sizes = torch.where(finite, full.abs(), 0)
         far = (full - cut).abs() > (HALF if half else EXACT) * (sizes + (sizes.max() if sizes.numel() else 0.0))

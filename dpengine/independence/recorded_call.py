@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpengine.capture.replay import Pass
+from dpengine.capture.replay import ForwardPass
 from dpengine.capture.tensors import tensors_in
 
 # Identifies a tensor: "data", "list", "output" or "random"; index of the call; index of the tensor in the call.
@@ -43,7 +43,7 @@ class ModelCall(NamedTuple):
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    recorded: Pass
+    recorded: ForwardPass
 
 
 def results_of(call: Call | ModelCall) -> list[Tensor]:

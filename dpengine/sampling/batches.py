@@ -70,7 +70,7 @@ class LogicalBatches:
         self.strategy = strategy
         self.may_draw = may_draw
         self.position = 0  # number of logical batches returned in the run: the step of the next one
-        self.open_pass: Pass | None = None
+        self.open_pass: LoaderPass | None = None
         self.share = share
         self._words = words
         self.physical_batch_size = physical_batch_size
@@ -99,10 +99,10 @@ class LogicalBatches:
             self.position = batch.step + 1  # before the callback, so that the step does not repeat if it raises
         self.on_return(batch, chunk, data)
 
-    def start_pass(self, *, fetch_empty: bool) -> Pass:
+    def start_pass(self, *, fetch_empty: bool) -> LoaderPass:
         """Starts a new pass at the current position and ends an open one."""
         self.end_pass()
-        self.open_pass = Pass(self, fetch_empty=fetch_empty)
+        self.open_pass = LoaderPass(self, fetch_empty=fetch_empty)
         return self.open_pass
 
     def end_pass(self) -> None:
@@ -122,7 +122,7 @@ class LogicalBatches:
         )
 
 
-class Pass:
+class LoaderPass:
     """One pass over the loader. Fetched and returned batches are matched first in, first out.
 
     DataLoader workers prefetch an amount that depends on timing. So each logical batch is drawn when it is first

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 from dpengine.accounting.overviews import html_table, text_line
 from dpengine.errors import SamplingError
 
-from .batches import LogicalBatch, LogicalBatches, Pass, PrivateBatchSampler
+from .batches import LoaderPass, LogicalBatch, LogicalBatches, PrivateBatchSampler
 from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .collate_probe import check_collate
@@ -202,7 +202,7 @@ class PrivateIteration:
             return get_iterator()
         return _copy_with(self, DataLoader, {"dataset": tensors, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
 
-    def _chunk(self, this_pass: Pass, rows: int) -> Any:
+    def _chunk(self, this_pass: LoaderPass, rows: int) -> Any:
         """Returns the data of the next physical batch."""
         if rows == 0 and not self._fetch_empty:
             return self.collate_fn([])

@@ -73,7 +73,7 @@ class OutputLayout:
 
 
 @dataclass(frozen=True, eq=False)
-class OnePass:
+class TensorPass:
     """Forward and backward pass of a hooked model.
 
     Attributes:
