@@ -27,7 +27,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.kernels.precision import full_precision, without_autocast
 
-from .tensor_pass import OutputLayout, Results, TensorPass
+from .tensor_pass import OutputLayout, PassInputs, Results, TensorPass
 
 ONE_AT_A_TIME = threading.RLock()  # no thread may run compiled code while another one traces
 Compile = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -80,15 +80,13 @@ class Graphs:
     rows: int
     verified: bool = False
 
-    def run(
-        self, state: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_PK: Tensor
-    ) -> Results:
+    def run(self, inputs: PassInputs) -> Results:
         """Runs all three functions."""
-        tensors = [*state, *batch]
+        tensors = [*inputs.values, *inputs.batch]
         outputs = self.outputs(tensors)
-        tensors += [*outputs, *grads]
+        tensors += [*outputs, *inputs.grads]
         norms = self.norms(tensors)
-        tensors += [*norms, weights_PK]
+        tensors += [*norms, inputs.weights_BK]
         return Results(outputs[: len(self.layout.differentiable)], norms[0], self.sums(tensors))
 
 
@@ -100,19 +98,10 @@ def as_traced() -> Iterator[None]:
 
 
 def traced_graphs(
-    hooked: TensorPass,
-    values: Sequence[Tensor],
-    batch: Sequence[Tensor],
-    layout: OutputLayout,
-    grads: Sequence[Tensor],
-    weights_BK: Tensor,
-    *,
-    rows: int,
-    draws: bool,
-    compile: Compile,
+    hooked: TensorPass, inputs: PassInputs, layout: OutputLayout, *, draws: bool, compile: Compile
 ) -> Graphs:
     """Returns the compiled graphs of a pass over tensors of these shapes. Raises if the pass cannot be traced."""
-    graph = _traced(hooked, values, batch, grads, weights_BK)
+    graph = _traced(hooked, inputs)
     constants = [constant for constant in _constants(graph) if constant is not hooked.capture.anchor]
     if any(traced(constant) for constant in constants):
         raise UnsupportedLayerError("a layer allocates a workspace buffer during tracing, as recurrent layers do.")
@@ -120,35 +109,33 @@ def traced_graphs(
         raise UnsupportedLayerError(
             "the model reads a tensor that requires gradients and is not one of its parameters."
         )
-    if any(constant.dim() > 0 and len(constant) == rows for constant in constants):
+    if any(constant.dim() > 0 and len(constant) == hooked.rows for constant in constants):
         raise UnsupportedLayerError(
             "the model reads a tensor that has as many rows as the batch and is not an argument of the model."
         )
-    parts = _Parts(graph, len(layout.differentiable), len(grads))
-    tensors = [*values, *batch]
+    parts = _Parts(graph, len(layout.differentiable), len(inputs.grads))
+    tensors = [*inputs.values, *inputs.batch]
     first = parts.function(0, tensors, compile)
     tensors += first(tensors)
-    tensors += grads
+    tensors += inputs.grads
     second = parts.function(1, tensors, compile)
     tensors += second(tensors)
-    third = parts.function(2, [*tensors, weights_BK], compile)
+    third = parts.function(2, [*tensors, inputs.weights_BK], compile)
     included = set(hooked.included)
     named = {p: name for name, p in hooked.capture.tables.parameters().items() if p in included}
-    return Graphs(first, second, third, layout, named, draws, rows)
+    return Graphs(first, second, third, layout, named, draws, hooked.rows)
 
 
-def _traced(
-    hooked: TensorPass, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
-) -> fx.GraphModule:
+def _traced(hooked: TensorPass, inputs: PassInputs) -> fx.GraphModule:
     """Returns the graph from parameters, buffers, batch, output gradients and weights to all results."""
-    begin, end = len(values), len(values) + len(batch)
+    begin, end = len(inputs.values), len(inputs.values) + len(inputs.batch)
 
     def flat(*tensors: Tensor) -> list[Tensor]:
-        results = hooked.run(tensors[:begin], tensors[begin:end], tensors[end:-1], tensors[-1])
+        results = hooked.run(PassInputs(tensors[:begin], tensors[begin:end], tensors[end:-1], tensors[-1]))
         return [*results.outputs, results.sq_norms_BK, *results.sums]
 
-    inputs = [*values, *batch, *grads, weights_BK]
-    trace = lambda function: make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)  # noqa: E731
+    flat_inputs = [*inputs.values, *inputs.batch, *inputs.grads, inputs.weights_BK]
+    trace = lambda function: make_fx(function, tracing_mode="fake", _allow_non_fake_inputs=True)(*flat_inputs)  # noqa: E731
     with torch.compiler.set_stance("force_eager"), torch.no_grad():
         graph = trace(flat)
         # In-place operations would be in the wrong order after the graph is split.

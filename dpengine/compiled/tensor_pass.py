@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ from dpengine.grad_modes.rows import wide
 from dpengine.kernels.precision import without_autocast
 
 from .settings import INTERNAL, PLAIN, content_of
+
+
+class PassInputs(NamedTuple):
+    """All tensors that a pass reads.
+
+    Attributes:
+        values: Parameters and buffers of the model.
+        batch: The tensor arguments of the model.
+        grads: Gradients of the outputs that require a gradient.
+        weights_BK: Factors of the per-sample gradients in the sums.
+    """
+
+    values: Sequence[Tensor]
+    batch: Sequence[Tensor]
+    grads: Sequence[Tensor]
+    weights_BK: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,25 +119,22 @@ class TensorPass:
             raise UnsupportedLayerError("two outputs of the model share memory.")
         return layout, [tensor.detach() for tensor in tensors]
 
-    def run(
-        self, values: Sequence[Tensor], batch: Sequence[Tensor], grads: Sequence[Tensor], weights_BK: Tensor
-    ) -> Results:
+    def run(self, inputs: PassInputs) -> Results:
         """Runs the forward pass, and the backward pass from ``grads`` at the outputs that require a gradient."""
-        with self._forward(values, batch) as (output, stand_ins, mode):
+        with self._forward(inputs.values, inputs.batch) as (output, stand_ins, mode):
             outputs = OutputLayout.of(output)[1]
             trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
             roots = [output for output in outputs if output.requires_grad]
-            torch.autograd.backward(
-                roots, grads, inputs=[self.capture.anchor, *trained]
-            )  # no gradient for user tensors
+            needed = [self.capture.anchor, *trained]  # tensors of the user get no gradient
+            torch.autograd.backward(roots, inputs.grads, inputs=needed)
         self._check_leaks(stand_ins)
         groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
         with torch.no_grad(), without_autocast():
             if len(mode.parameters) > len(groups):
                 mode.keep(groups)
-            sq_norms_BK = _negative_if_moved(mode.sq_norms(groups, self.num_groups, 1.0), grads)
+            sq_norms_BK = _negative_if_moved(mode.sq_norms(groups, self.num_groups, 1.0), inputs.grads)
             sums = _NewSums()
-            mode.add_sums(groups, weights_BK, 1.0, sums)
+            mode.add_sums(groups, inputs.weights_BK, 1.0, sums)
         totals = [(p, sums.totals.get(stand_in)) for p, stand_in in zip(self.groups, groups, strict=True)]
         self.included[:] = [parameter for parameter, total in totals if total is not None]
         return Results([output.detach() for output in outputs], sq_norms_BK, _flat(totals))

@@ -23,7 +23,7 @@ from dpengine.compiled.compare import check_equal_outputs, check_equal_results, 
 from dpengine.compiled.compiled_pass import CompiledPass, CompiledPassFunction, called_twice, padded
 from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs
 from dpengine.compiled.settings import ModelSettings, autocast_key, plain_arguments
-from dpengine.compiled.tensor_pass import OutputLayout, TensorPass
+from dpengine.compiled.tensor_pass import OutputLayout, PassInputs, TensorPass
 from dpengine.errors import UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
 
@@ -218,23 +218,15 @@ class CompiledForward(ReplacedForward):
             for grad in grads:
                 grad[min(rows, max(size - 1, 1)) :] = 0  # reveals a gradient at the index of another sample
             weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
+            inputs = PassInputs(state, batch, grads, weights_PK)
             if key not in self._graphs:
-                self._graphs[key] = self._new_graphs(hooked, state, batch, layout, grads, weights_PK, draws)
+                self._graphs[key] = self._new_graphs(hooked, inputs, layout, draws)
             graphs = self._graphs[key]
             assert graphs is not None
-            self._verify(graphs, hooked, state, batch, grads, weights_PK, call, rows)
+            self._verify(graphs, hooked, inputs, call, rows)
         return graphs
 
-    def _new_graphs(
-        self,
-        hooked: TensorPass,
-        state: list[Tensor],
-        batch: list[Tensor],
-        layout: OutputLayout,
-        grads: list[Tensor],
-        weights_PK: Tensor,
-        draws: bool,
-    ) -> Graphs:
+    def _new_graphs(self, hooked: TensorPass, inputs: PassInputs, layout: OutputLayout, draws: bool) -> Graphs:
         if self._count == _MOST_GRAPHS:
             self._ended = True
             raise UnsupportedLayerError(
@@ -242,35 +234,23 @@ class CompiledForward(ReplacedForward):
                 "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
             )
         self._count += 1
-        return traced_graphs(
-            hooked, state, batch, layout, grads, weights_PK, rows=self._rows, draws=draws, compile=self._compile
-        )
+        return traced_graphs(hooked, inputs, layout, draws=draws, compile=self._compile)
 
-    def _verify(
-        self,
-        graphs: Graphs,
-        hooked: TensorPass,
-        state: list[Tensor],
-        batch: list[Tensor],
-        grads: list[Tensor],
-        weights_PK: Tensor,
-        call: _Call,
-        rows: int,
-    ) -> None:
+    def _verify(self, graphs: Graphs, hooked: TensorPass, inputs: PassInputs, call: _Call, rows: int) -> None:
         """Compares a compiled pass with the hooks. Raises UnsupportedLayerError if they differ."""
-        device = batch[0].device
+        device = inputs.batch[0].device
         with fixed_random_numbers(device):
-            expected = hooked.run(state, batch, grads, weights_PK)
+            expected = hooked.run(inputs)
         with fixed_random_numbers(device):
-            compiled = graphs.run(state, batch, grads, weights_PK)
-        half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*state, *batch])
+            compiled = graphs.run(inputs)
+        half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*inputs.values, *inputs.batch])
         half = half or torch.is_autocast_enabled(device.type)
         if not check_equal_results(expected, compiled, half=half):
             return
         fewer = rows if rows < self._rows else rows // 2
         if fewer:
             smaller = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
-            layout, outputs = replace(hooked, rows=fewer).layout(state, smaller)
+            layout, outputs = replace(hooked, rows=fewer).layout(inputs.values, smaller)
             if (layout.spec, layout.leaves) != (graphs.layout.spec, graphs.layout.leaves):
                 raise UnsupportedLayerError("the model returns other values for another number of samples.")
             check_equal_outputs(outputs, [out[:fewer] for out in compiled.outputs], half=half, drawn=graphs.draws)
