@@ -11,7 +11,6 @@ row by row, it returns the loss of each row, and the caller gets the mean, or th
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +23,11 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.model_state import Attributes, attributes_kept, attributes_of, preserve_modes
-from dpengine.capture.record import ForwardCall, turned
+from dpengine.capture.record import ForwardCall
 from dpengine.errors import BatchDependentLossError
 from dpengine.kernels.library import traced
+
+from .batch_inputs import Inputs, in_order, rows_in
 
 CHUNK_BYTES = 256 * 2**20  # largest size of the per-sample gradients in one vectorized run
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
@@ -40,71 +41,6 @@ def chunk_of(parameters: Iterable[Tensor], rows: int) -> int:
     """Returns the number of rows in one vectorized run."""
     row_bytes = sum(p.numel() * p.element_size() for p in parameters)
     return min(rows, max(1, CHUNK_BYTES // max(1, row_bytes)))
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """Inputs of a module. Those with a batch axis are split into rows.
-
-    Attributes:
-        leaves: The inputs in all containers, with the batch on axis 0.
-        spec: Structure of ``(args, kwargs)``.
-        cut: Indices of the leaves with a batch axis.
-        batch_first: True if the module itself has the batch on axis 0.
-    """
-
-    leaves: list[Any]
-    spec: Any
-    cut: list[int]
-    batch_first: bool
-
-    @classmethod
-    def of(cls, args: Any, kwargs: Mapping[str, Any], count: int, *, batch_first: bool) -> Inputs:
-        """Returns the inputs of a call with ``count`` rows, which have the batch on axis 0."""
-        leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
-        cut = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
-        return cls(leaves, spec, cut, batch_first)
-
-    @property
-    def batched(self) -> list[Any]:
-        """The inputs with a batch axis: tensors, or batches of graphs."""
-        return [self.leaves[index] for index in self.cut]
-
-    def row(self, row: int) -> list[Any]:
-        """Returns `batched` for one row, as a batch of one."""
-        return [_row_of(leaf, row) for leaf in self.batched]
-
-    def arguments(self, tensors: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the inputs with `batched` replaced by ``tensors``, in the axis order of the module."""
-        leaves = list(self.leaves)
-        for index, tensor in zip(self.cut, tensors, strict=True):
-            leaves[index] = tensor
-        return pytree.tree_unflatten([in_order(leaf, batch_first=self.batch_first) for leaf in leaves], self.spec)
-
-
-def _is_graphs(leaf: Any) -> bool:
-    """Returns True for a batch of PyTorch Geometric, which stores the nodes of all graphs in one tensor."""
-    geometric = sys.modules.get("torch_geometric.data")
-    return geometric is not None and isinstance(leaf, geometric.Batch)
-
-
-def _rows_in(leaf: Any) -> int | None:
-    """Returns the number of rows of an input; None if it has no batch axis."""
-    if isinstance(leaf, Tensor):
-        return len(leaf) if leaf.dim() else None
-    return leaf.num_graphs if _is_graphs(leaf) else None
-
-
-def _row_of(leaf: Any, row: int) -> Any:
-    if isinstance(leaf, Tensor):
-        # Contiguous, because torch 2.13 crashes in the backward of group_norm on a channels_last input.
-        return leaf[row : row + 1].contiguous()
-    return sys.modules["torch_geometric.data"].Batch.from_data_list([leaf.get_example(row)])
-
-
-def in_order(leaf: Any, *, batch_first: bool) -> Any:
-    """Converts a leaf from the axis order of a module to that with the batch on axis 0, or back."""
-    return leaf if batch_first or not isinstance(leaf, Tensor) else turned(leaf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +93,7 @@ class ForwardByRows:
                 self._batch_index = _index_of_batch(leaves, output, call.batch_first)
         if (index := self._batch_index) is None:
             return output, None
-        count = _rows_in(leaves[index]) or 0
+        count = rows_in(leaves[index]) or 0
         if count == 0:
             return call.forward(*call.args, **call.kwargs), None
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
@@ -181,8 +117,8 @@ class ForwardByRows:
 def _index_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
     """Returns the index of the first input with as many rows as the first output; None if there is none."""
     outputs = [in_order(leaf, batch_first=batch_first) for leaf in pytree.tree_leaves(output)]
-    count = next((rows for leaf in (*outputs, *leaves) if (rows := _rows_in(leaf)) is not None), 0)
-    indices = [i for i, leaf in enumerate(leaves) if _rows_in(leaf) == count]
+    count = next((rows for leaf in (*outputs, *leaves) if (rows := rows_in(leaf)) is not None), 0)
+    indices = [i for i, leaf in enumerate(leaves) if rows_in(leaf) == count]
     return indices[0] if count and indices else None
 
 

@@ -25,17 +25,16 @@ from dpengine.capture.model_state import attributes_kept
 from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 
+from .batch_inputs import Inputs, in_order
 from .embedding import check_embedding
 from .forward_by_rows import (
     HALF_PRECISION,
     ROUNDING,
     Drawn,
     ForwardByRows,
-    Inputs,
     RowsError,
     chunk_of,
     close,
-    in_order,
     run_with,
 )
 from .sampler import JointSampler
