@@ -37,6 +37,11 @@ class Inputs:
         return cls(leaves, spec, cut, batch_first)
 
     @property
+    def layout(self) -> tuple[Any, list[int]]:
+        """Structure of the inputs, and which of them have a batch axis."""
+        return self.spec, self.cut
+
+    @property
     def batched(self) -> list[Any]:
         """The inputs with a batch axis: tensors, or batches of graphs."""
         return [self.leaves[index] for index in self.cut]

@@ -7,34 +7,45 @@ method, so that it draws the same numbers.
 
 Note [loss inside]: a model that returns one number for the batch does not return the losses of single rows. If it runs
 row by row, it returns the loss of each row, and the caller gets the mean, or the sum if losses are declared to be sums.
+
+Note [pullback]: `torch.func.vjp` in `vmap` returns the outputs of the rows, and a function that computes their
+gradients from activations that it stores. A model whose rows gave the outputs of the batch runs in this way from then
+on, so that the backward pass does not run the rows again. The function contains tensors of the level of its `vmap`, and
+is called in another `vmap` of the same level. It computes from copies of parameters, buffers and inputs, so later
+writes to them do not change the gradients. The first gradients are compared with those of a replay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call, vjp, vmap
+from torch import Tensor
+from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.forward_state import ForwardState
-from dpengine.capture.model_state import Attributes, attributes_kept, attributes_of, preserve_modes
+from dpengine.capture.model_state import Attributes, ModelState, attributes_kept, attributes_of, preserve_modes
 from dpengine.capture.record import ForwardCall
 from dpengine.errors import BatchDependentLossError
 from dpengine.kernels.library import traced
 
 from .batch_inputs import Inputs, in_order, rows_in
+from .copies import Copies
 
 CHUNK_BYTES = 256 * 2**20  # largest size of the per-sample gradients in one vectorized run
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
 HALF_PRECISION = 0.05
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _COMPARED = 4  # number of rows that are compared with the batch
+_STORED_RUNS = 2  # largest number of vectorized runs whose activations are stored
 
 
 def chunk_of(parameters: Iterable[Tensor], rows: int) -> int:
@@ -51,11 +62,24 @@ class Drawn:
         state: State of random generators and autocast before the pass.
         chunk: Number of rows in one vectorized run; 0 if they ran one by one.
         numbers: Indices of those leaves of the output that are one number per batch; now there is one for each row.
+        pullbacks: For each vectorized run, the function that maps gradients of the floating-point leaves of the output
+            to gradients of the parameters. Empty if the rows must run again. See note [pullback].
     """
 
     state: ForwardState
     chunk: int
     numbers: tuple[int, ...]
+    pullbacks: list[Callable[..., tuple[dict[str, Tensor]]]] = field(default_factory=list)
+
+    def gradients(self, grads: list[Tensor]) -> dict[str, Tensor]:
+        """Returns the gradients of the parameters, and frees the activations. May be called once."""
+        parts = []
+        for rows in zip(*[grad.unsqueeze(1).split(self.chunk) for grad in grads], strict=True):
+            pull = partial(self.pullbacks.pop(0), retain_graph=False, create_graph=False)
+            parts.append(vmap(pull)(list(rows))[0])
+        first, *others = parts
+        joined = (torch.cat([grad, *(o.pop(name) for o in others)]) if others else grad for name, grad in first.items())
+        return dict(zip((name.removeprefix("layer.") for name in first), joined, strict=True))
 
     def reduced(self, output: Any, *, mean: bool) -> Any:
         """Returns the output with the numbers of the rows reduced to one number. See note [loss inside]."""
@@ -68,12 +92,19 @@ class Drawn:
 class ForwardByRows:
     """Runs a module row by row, from the first call in which it draws random numbers or returns one number.
 
+    A model that can store a pullback also runs row by row, see note [pullback].
+
     Attributes:
         vectorizes: False if vmap cannot run the module.
+        layout: `Inputs.layout` of the last batch whose rows gave its outputs when they ran alone; None before that.
+        stores: False if the model cannot store a pullback.
+        compared: True if gradients of a pullback were equal to those of a replay.
     """
 
     def __init__(self) -> None:
         self.vectorizes = True
+        self.layout: tuple[Any, list[int]] | None = None
+        self.stores, self.compared = True, False
         self._attributes: Attributes = {}  # before the first call
         # Index of an input with a batch axis; None while the module runs on the batch.
         self._batch_index: int | None = None
@@ -84,6 +115,10 @@ class ForwardByRows:
         args, kwargs = pytree.tree_map(lambda leaf: in_order(leaf, **order), (call.args, dict(call.kwargs)))
         leaves = pytree.tree_leaves((args, kwargs))
         state = ForwardState.now([t for t in (*leaves, *call.parameters.values()) if isinstance(t, Tensor)])
+        if self.layout is not None and self.stores:
+            stored = self._with_pullback(call, args, kwargs, state)
+            if stored is not None:
+                return stored
         first = self._batch_index is None
         if first:
             self._attributes = self._attributes or attributes_of(call.layer)
@@ -99,7 +134,7 @@ class ForwardByRows:
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
         with attributes_kept(call.layer, self._attributes):
             if first:
-                self.vectorizes = _can_vectorize(call, inputs)
+                self.vectorizes = _can_vectorize(call, inputs, state)
                 _compare_with_batch(call, inputs, state)
             if self.vectorizes:
                 state.restore_random()
@@ -113,6 +148,49 @@ class ForwardByRows:
             except Exception as error:
                 raise RowsError(error) from error
 
+    def _with_pullback(self, call: ForwardCall, args: Any, kwargs: Any, state: ForwardState) -> Any:
+        """Runs the rows and stores a pullback. Returns None if that is not possible for this call."""
+        assert self.layout is not None
+        leaves = pytree.tree_leaves((args, kwargs))
+        count = next((rows_in(leaves[i]) for i in self.layout[1] if i < len(leaves)), None) or 0
+        inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
+        try:
+            before = ModelState.of(call.layer)
+        except RuntimeError:  # the module stored a tensor of the last replay in a container
+            self.stores = False
+            return None
+        if not count or inputs.layout != self.layout or state.half or not _can_store(call, inputs, before):
+            return None
+        inputs = replace(inputs, leaves=[t.clone() if isinstance(t, Tensor) else t for t in inputs.leaves])
+        try:
+            stored = _run(call, inputs, state, chunk_of(call.parameters.values(), count), copies=Copies(call))
+            if not ModelState.of(call.layer).changed_since(before):
+                return stored
+        except Exception:  # vmap may raise any error for an unsupported module
+            pass
+        before.restore()
+        self.stores = False
+        return None
+
+
+def _can_store(call: ForwardCall, inputs: Inputs, state: ModelState) -> bool:
+    """Returns True if a pullback would have copies of all tensors of a model, and if no hook would get single rows."""
+    tensors = [leaf for leaf in inputs.leaves if isinstance(leaf, Tensor)]
+    parameters = list(call.layer.parameters())
+    held = [*(v for _, saved in state.attributes for v in saved.values()), *(v for v, _ in state.contents.values())]
+    parts = [part for part in call.layer.modules() if part is not call.layer]
+    rows = len(inputs.batched[0])
+    return (
+        rows <= _STORED_RUNS * chunk_of(parameters, rows)
+        and all(type(leaf) is Tensor and not leaf.requires_grad and not traced(leaf) for leaf in tensors)
+        and all(isinstance(leaf, Tensor) for leaf in inputs.batched)
+        and set(parameters) == set(call.parameters.values())
+        and all(p.dtype in ROUNDING for p in parameters)
+        and not any(isinstance(value, Tensor) for value in held)
+        and not any(getattr(part, hooks) for part in parts for hooks in _HOOKS)
+        and not _has_any_global_hook()
+    )
+
 
 def _index_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | None:
     """Returns the index of the first input with as many rows as the first output; None if there is none."""
@@ -120,6 +198,11 @@ def _index_of_batch(leaves: list[Any], output: Any, batch_first: bool) -> int | 
     count = next((rows for leaf in (*outputs, *leaves) if (rows := rows_in(leaf)) is not None), 0)
     indices = [i for i, leaf in enumerate(leaves) if rows_in(leaf) == count]
     return indices[0] if count and indices else None
+
+
+def can_return(output: Any) -> bool:
+    """Returns True if all parts of an output are tensors or plain values, which a run row by row returns."""
+    return all(isinstance(leaf, Tensor) or _plain(leaf) is leaf for leaf in pytree.tree_leaves(output))
 
 
 def _plain(leaf: Any) -> Any:
@@ -135,43 +218,32 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def run_with(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Runs a module with other parameters and buffers, by the names of ``named_parameters`` and ``named_buffers``.
-
-    ``torch.func.functional_call`` with ``tie_weights=True`` does not restore the tensors of a module that has several
-    names.
-    """
-    first_names: dict[Tensor, str] = {}
-    replacements = {}
-    for prefix, part in module.named_modules():
-        for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None:
-                dotted = f"{prefix}.{name}" if prefix else name
-                if (first_name := first_names.setdefault(tensor, dotted)) in tensors:
-                    replacements[dotted] = tensors[first_name]
-    return functional_call(module, replacements, args, kwargs, tie_weights=False)
-
-
 class RowsError(Exception):
     """Raised if the rows of a batch cannot run alone. The message is the reason."""
 
 
 def _run(
-    call: ForwardCall, inputs: Inputs, state: ForwardState, chunk: int, *, strict: bool = True
+    call: ForwardCall,
+    inputs: Inputs,
+    state: ForwardState,
+    chunk: int,
+    *,
+    strict: bool = True,
+    copies: Copies | None = None,
 ) -> tuple[Any, Drawn]:
     """Returns the outputs of all rows, and a record of the pass.
 
     Objects in outputs that are neither tensors nor plain values become None. With ``strict=False``, tensors that do not
-    have the batch on axis 0 become empty.
+    have the batch on axis 0 become empty. With ``copies``, the record has pullbacks.
     """
     others: list[Any] = []
     numbers: tuple[int, ...] = ()
     spec: Any = None
 
-    def one(tensors: list[Tensor]) -> list[Tensor]:
+    def one(tensors: list[Tensor], forward: Callable[..., Any] = call.forward) -> list[Tensor]:
         nonlocal others, numbers, spec
         args, kwargs = inputs.arguments(tensors)
-        leaves, spec = pytree.tree_flatten(call.forward(*args, **kwargs))
+        leaves, spec = pytree.tree_flatten(forward(*args, **kwargs))
         others = [_TENSOR if isinstance(leaf, Tensor) else _plain(leaf) for leaf in leaves]
         numbers = () if call.name else tuple(i for i, leaf in enumerate(leaves) if _is_number(leaf))
         leaves = [leaf.reshape(1) if i in numbers else leaf for i, leaf in enumerate(leaves)]
@@ -180,17 +252,18 @@ def _run(
             raise RowsError("it returns a tensor that does not have the batch on axis 0")
         return [row if row.shape[:1] == (1,) else row.new_empty(0) for row in rows]
 
+    run = one if copies is None else partial(copies.run, one)
     with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no batching rule, and other dropout masks with gradients
         if chunk:
             batches_of_one = [tensor.unsqueeze(1) for tensor in inputs.batched]
-            outputs = [o.flatten(0, 1) for o in vmap(one, chunk_size=chunk, randomness="different")(batches_of_one)]
+            outputs = [o.flatten(0, 1) for o in vmap(run, chunk_size=chunk, randomness="different")(batches_of_one)]
         else:
             rows = [one(inputs.row(row)) for row in range(len(inputs.batched[0]))]
             outputs = [torch.cat(parts) for parts in zip(*rows, strict=True)]
     remaining = iter(outputs)
     leaves = [next(remaining) if other is _TENSOR else other for other in others]
     leaves = [in_order(leaf, batch_first=call.batch_first) for leaf in leaves]
-    return pytree.tree_unflatten(leaves, spec), Drawn(state, chunk, numbers)
+    return pytree.tree_unflatten(leaves, spec), Drawn(state, chunk, numbers, copies.pullbacks if copies else [])
 
 
 def _compare_with_batch(call: ForwardCall, inputs: Inputs, state: ForwardState, *, choosing: bool = False) -> None:
@@ -257,38 +330,17 @@ def check_rows_alone(call: ForwardCall, count: int) -> None:
         _compare_with_batch(replace(call, args=args, kwargs=kwargs), inputs, ForwardState.now(tensors), choosing=True)
 
 
-def _can_vectorize(call: ForwardCall, inputs: Inputs) -> bool:
+def _can_vectorize(call: ForwardCall, inputs: Inputs, state: ForwardState) -> bool:
     """Returns True if vmap can run two rows of a module, forward and backward."""
-    direct = _WithoutHooks(call)
-
-    def one(tensors: list[Tensor]) -> Any:
-        args, kwargs = inputs.arguments(tensors)
-
-        def outputs_of(parameters: dict[str, Tensor]) -> list[Tensor]:
-            leaves = pytree.tree_leaves(functional_call(direct, parameters, args, kwargs, tie_weights=False))
-            return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-        outputs, pull, *_ = vjp(outputs_of, {f"layer.{name}": p.detach() for name, p in call.parameters.items()})
-        return pull([torch.zeros_like(output) for output in outputs])[0]
-
     try:
-        with sdpa_kernel(SDPBackend.MATH), ForwardState.now(inputs.batched).with_autocast():
-            vmap(one, randomness="different")([tensor[:2].unsqueeze(1) for tensor in inputs.batched])
+        leaves = [leaf[:2] if i in inputs.cut else leaf for i, leaf in enumerate(inputs.leaves)]
+        with state.with_autocast():
+            output, drawn = _run(call, replace(inputs, leaves=leaves), state, 2, copies=Copies(call))
+            outputs = [in_order(o, batch_first=call.batch_first) for o in pytree.tree_leaves(output) if _is_float(o)]
+            drawn.gradients([torch.zeros_like(output) for output in outputs])
     except Exception:  # vmap may raise any error for an unsupported module
         return False
     return True
-
-
-class _WithoutHooks(nn.Module):
-    """Runs a module without its hooks, so that `functional_call` can replace its parameters."""
-
-    def __init__(self, call: ForwardCall):
-        super().__init__()
-        self.layer = call.layer
-        self.call = call
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call.forward(*args, **kwargs)
 
 
 def close(now: list[Tensor], then: list[Tensor], tolerance: float) -> bool:

@@ -26,6 +26,7 @@ from dpengine.capture.record import ForwardCall, LayerCall, turned
 from dpengine.errors import UnsupportedLayerError
 
 from .batch_inputs import Inputs, in_order
+from .copies import run_with
 from .embedding import check_embedding
 from .forward_by_rows import (
     HALF_PRECISION,
@@ -33,11 +34,13 @@ from .forward_by_rows import (
     Drawn,
     ForwardByRows,
     RowsError,
+    can_return,
     chunk_of,
     close,
-    run_with,
 )
 from .sampler import JointSampler
+
+_COMPARED = 4  # smallest number of rows whose stored gradients are compared with those of a replay
 
 
 def functional_sampler(module: nn.Module) -> JointSampler:
@@ -80,11 +83,42 @@ class _Fallback:
                 "model(batch), or padded tensors (B, nodes, features).",
                 where=call.name,
             )
+        grads = self._stored(rows, call)
+        if grads is None:
+            grads = self._replayed(rows, call)
+            # A unit may call a layer outside of it, which records its own calls.
+            vectorized = self.vectorizes and (rows.drawn is None or rows.drawn.chunk > 0)
+            may_store = vectorized and not call.name and can_return(call.output)
+            self.by_rows.layout = rows.inputs.layout if may_store else None
+        elif not self.by_rows.compared:
+            some = slice(None, None, max(1, rows.count // _COMPARED))
+            stored = [grads.pop(name)[some].flatten(1).clone() for name in rows.parameters]  # frees the others
+            grads = self._replayed(rows, call)
+            replayed = [grads[name][some].flatten(1) for name in rows.parameters]
+            self.by_rows.compared = True
+            self.by_rows.stores = close([torch.cat(stored, 1)], [torch.cat(replayed, 1)], ROUNDING[stored[0].dtype])
+        return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
+
+    def _stored(self, rows: _Rows, call: LayerCall) -> dict[str, Tensor] | None:
+        """Returns the gradients from activations of the forward pass; None if these were not stored."""
+        if rows.drawn is None or not rows.drawn.pullbacks:
+            return None
+        grads = dict(zip(rows.used, rows.grads, strict=True))
+        outputs = enumerate(pytree.tree_leaves(call.output))
+        floats = [(i, o) for i, o in outputs if isinstance(o, Tensor) and o.is_floating_point()]
+        try:
+            return rows.drawn.gradients([grads[i] if i in grads else torch.zeros_like(o) for i, o in floats])
+        except Exception:  # vmap may raise any error for an unsupported module
+            self.by_rows.stores = False
+            return None
+
+    def _replayed(self, rows: _Rows, call: LayerCall) -> dict[str, Tensor]:
+        """Returns the gradients of a replay. Raises UnsupportedLayerError if its outputs are not the recorded ones."""
         with attributes_kept(call.layer), rows.as_drawn(), without_checkpoints():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
                 raise _error(call, "gave another output when each row was run alone") from obstacle
-        return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
+        return grads
 
     def _run(self, rows: _Rows, call: LayerCall) -> tuple[dict[str, Tensor], list[Tensor], Exception | None]:
         obstacle = None

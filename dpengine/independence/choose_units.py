@@ -7,9 +7,9 @@ differentiates. If that module is not enough, the module that encloses it become
 released before the choice.
 
 Privacy: the choice changes how per-sample gradients are computed, and never whether they are checked. A unit is
-accepted if samples that run alone give the outputs of the batch, and each later batch compares them again. Data of a
-batch influence the choice only as they influence the independence check: through an error, or through the names of
-modules, which depend on shapes and on the code of the model.
+accepted if samples that run alone give the outputs of the batch. Each later batch compares them again, or runs each
+sample alone in the forward pass, too. Data of a batch influence the choice only as they influence the independence
+check: through an error, or through the names of modules, which depend on shapes and on the code of the model.
 """
 
 from __future__ import annotations

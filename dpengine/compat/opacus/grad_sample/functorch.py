@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpengine.capture.record import LayerCall, turned
-from dpengine.grad_samplers.forward_by_rows import run_with
+from dpengine.grad_samplers.copies import run_with
 from dpengine.grad_samplers.functional import functional_sampler
 
 
