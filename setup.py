@@ -1,4 +1,4 @@
-"""The C extension. The metadata of dpengine are in pyproject.toml."""
+"""Builds the C extension. The package metadata is in pyproject.toml."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def _kernels(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(HERE)) for path in (HERE / "dpengine" / "kernels").glob(pattern))
 
 
-# Optional: without a C compiler NumPy and torch compute the same. No product may be fused with a sum: bits must agree.
+# Optional: without a compiler, NumPy and torch are used. No fused multiply-add: results must be bit-identical.
 NATIVE = Extension(
     "dpengine.kernels.native",
     sources=_kernels("*.c"),

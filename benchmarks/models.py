@@ -1,4 +1,4 @@
-"""The models that are timed: plain PyTorch, written as one writes them without thinking of privacy."""
+"""Models to benchmark, in ordinary PyTorch code that was not written for private training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 def mlp(inside: int = 784, width: int = 1024, depth: int = 2) -> nn.Module:
-    """A perceptron with so many hidden layers; 784-1024-1024-10 unless told."""
+    """A multilayer perceptron with ``depth`` hidden layers; 784-1024-1024-10 by default."""
     layers: list[nn.Module] = []
     for _ in range(depth):
         layers += [nn.Linear(inside, width), nn.ReLU()]
@@ -17,7 +17,7 @@ def mlp(inside: int = 784, width: int = 1024, depth: int = 2) -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """The 26,010-parameter tanh network that is usual for MNIST under privacy."""
+    """The 26,010-parameter tanh network that is common for private training on MNIST."""
     return nn.Sequential(
         *[nn.Conv2d(1, 16, 8, 2, 3), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.Tanh()],
         *[nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10)],
@@ -85,7 +85,7 @@ def resnet_50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Mod
 
 
 def bottlenecks(width: int = 4, depth: int = 16) -> nn.Module:
-    """Returns a model with the number of blocks of ResNet-50, all of one width: the same calls, little arithmetic."""
+    """A model with as many blocks as ResNet-50, all of one small width: as many layer calls, little arithmetic."""
     blocks = [Bottleneck(4 * width, width, 1) for _ in range(depth)]
     return nn.Sequential(
         nn.Conv2d(3, 4 * width, 3, bias=False), *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, 10)
@@ -93,7 +93,7 @@ def bottlenecks(width: int = 4, depth: int = 16) -> nn.Module:
 
 
 class EncoderLayer(nn.Module):
-    """A pre-norm transformer layer; ``causal`` lets a position see those before it only."""
+    """A pre-norm transformer layer; ``causal`` masks later positions."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = False):
         super().__init__()
@@ -142,7 +142,7 @@ class TiedDecoder(nn.Module):
 
 
 class BiasedAttention(nn.Module):
-    """Attention of T5: no scale, and a bias for each distance between two positions that all layers share."""
+    """T5 attention: unscaled, with a relative position bias that all layers share."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -159,13 +159,13 @@ class BiasedAttention(nn.Module):
 
 
 class BiasedLayer(nn.Module):
-    """A layer of T5 1.1: attention, to a memory as well if it is told so, and a gated product."""
+    """A T5 1.1 layer: self-attention, optional cross-attention, and a gated feed-forward network."""
 
-    def __init__(self, width: int, heads: int, *, attends_to_memory: bool):
+    def __init__(self, width: int, heads: int, *, has_cross_attention: bool):
         super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3 if attends_to_memory else 2))
+        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(3 if has_cross_attention else 2))
         self.attention = BiasedAttention(width, heads)
-        self.to_memory = BiasedAttention(width, heads) if attends_to_memory else None
+        self.cross_attention = BiasedAttention(width, heads) if has_cross_attention else None
         self.gate, self.up, self.down = (
             nn.Linear(*sizes, bias=False) for sizes in ((width, 2 * width), (width, 2 * width), (2 * width, width))
         )
@@ -173,33 +173,33 @@ class BiasedLayer(nn.Module):
     def forward(self, x: Tensor, bias: Tensor, memory: Tensor | None = None) -> Tensor:
         normed = self.norms[0](x)
         x = x + self.attention(normed, normed, bias)
-        if self.to_memory is not None and memory is not None:
-            x = x + self.to_memory(self.norms[1](x), memory)
+        if self.cross_attention is not None and memory is not None:
+            x = x + self.cross_attention(self.norms[1](x), memory)
         normed = self.norms[-1](x)
         return x + self.down(F.gelu(self.gate(normed)) * self.up(normed))
 
 
 class BiasedStack(nn.Module):
-    """Encoder or decoder of T5, with its table of biases."""
+    """T5 encoder or decoder, with its relative position biases."""
 
     def __init__(self, width: int, depth: int, heads: int, *, decodes: bool):
         super().__init__()
         self.table, self.norm, self.decodes = nn.Embedding(32, heads), nn.RMSNorm(width), decodes
-        self.layers = nn.ModuleList(BiasedLayer(width, heads, attends_to_memory=decodes) for _ in range(depth))
+        self.layers = nn.ModuleList(BiasedLayer(width, heads, has_cross_attention=decodes) for _ in range(depth))
 
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        place = torch.arange(x.shape[1], device=x.device)
-        apart = place[None] - place[:, None]
-        bias = self.table(apart.clamp(-16, 15) + 16).permute(2, 0, 1).unsqueeze(0)
+        position = torch.arange(x.shape[1], device=x.device)
+        distance = position[None] - position[:, None]
+        bias = self.table(distance.clamp(-16, 15) + 16).permute(2, 0, 1).unsqueeze(0)
         if self.decodes:
-            bias = bias + torch.zeros(len(x), 1, *apart.shape, device=x.device).masked_fill(apart > 0, -1e9)
+            bias = bias + torch.zeros(len(x), 1, *distance.shape, device=x.device).masked_fill(distance > 0, -1e9)
         for layer in self.layers:
             x = layer(x, bias, memory)
         return self.norm(x)
 
 
 class SequenceToSequence(nn.Module):
-    """T5-small in its form 1.1, with fewer words, that reads and writes the same sequence."""
+    """T5-small 1.1 with a smaller vocabulary. Encoder and decoder get the same sequence."""
 
     def __init__(self, words: int = 8000, width: int = 512, depth: int = 6, heads: int = 8):
         super().__init__()
@@ -214,7 +214,7 @@ class SequenceToSequence(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """ViT-Ti/4 for 32 x 32 images: class token and positions are bare parameters of the model."""
+    """ViT-Ti/4 for 32 x 32 images: class token and position embedding are parameters of the model itself."""
 
     def __init__(self, width: int = 192, depth: int = 6, heads: int = 3, *, side: int = 32, patch: int = 4):
         super().__init__()
@@ -254,13 +254,13 @@ class WordAverage(nn.Module):
 
 
 class LowRankLinear(nn.Module):
-    """A frozen linear layer beside a trained product of two narrow ones (Hu et al. 2022)."""
+    """A frozen linear layer plus a trained low-rank product of two others (LoRA, Hu et al. 2022)."""
 
     def __init__(self, base: nn.Linear, rank: int):
         super().__init__()
         self.base = base.requires_grad_(False)
         self.down = nn.Linear(base.in_features, rank, bias=False)
-        # Not zero, as training would begin: `down` would have no gradient to compare, and it moves at the first step.
+        # LoRA initializes `up` to zero, but then `down` would have no gradient to compare before the first step.
         self.up = nn.Linear(rank, base.out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -278,7 +278,7 @@ def lora(rank: int = 8) -> nn.Module:
 
 
 def bitfit() -> nn.Module:
-    """BERT-mini of which only the biases and the head train (Ben Zaken et al. 2022)."""
+    """BERT-mini in which only the biases and the head are trained (Ben Zaken et al. 2022)."""
     model = Encoder()
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.endswith("bias") or name.startswith("head."))
@@ -286,7 +286,7 @@ def bitfit() -> nn.Module:
 
 
 class Maxout(nn.Module):
-    """The largest of several linear maps (Goodfellow et al. 2013): a layer that no library has a rule for."""
+    """The largest of several linear maps (Goodfellow et al. 2013): a layer for which no library has a grad sampler."""
 
     def __init__(self, inside: int, outside: int, pieces: int):
         super().__init__()

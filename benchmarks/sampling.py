@@ -1,9 +1,9 @@
-"""Sampling from very many examples: milliseconds for a thousand sampled indices, and the memory that a draw takes.
+"""Times sampling from very large data sets: milliseconds per thousand sampled indices, and peak memory of a draw.
 
     python -m benchmarks.sampling
 
-A Poisson draw should cost what is drawn, whatever it is drawn from: a billion examples beside a million. `draw` is the
-sampler alone, `loader` a pass over the private loader that ``make_private`` returns, its data set a counter.
+The cost of a Poisson draw should depend on the batch size and not on the number of examples. `draw` times the sampler,
+`loader` an iteration over the private loader that ``make_private`` returns, for a data set that stores nothing.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ class Counter(torch.utils.data.Dataset):
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
-        """The same for all."""
+        """Returns the same tensor for each index."""
         return torch.zeros(1)
 
 
 def drawing(examples: int, batch: int) -> Callable[[int], int]:
     """A call that draws one logical batch and returns its size."""
-    strategy = PoissonDraws(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
+    draws = PoissonDraws(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
     words = functools.partial(NoiseSource.fresh().words, domain="benchmark")
-    return lambda step: len(strategy.draw(step, words))
+    return lambda step: len(draws.draw(step, words))
 
 
 def loading(examples: int, batch: int) -> Callable[[int], int]:
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[int, int], Callable[[int], int]]] = {"draw": drawing, 
 
 
 def measure(way: str, examples: int, batch: int, repeats: int) -> tuple[float, float]:
-    """Median milliseconds for a thousand indices, and the peak of a draw in MiB."""
+    """Median milliseconds for a thousand indices, and the peak memory of a draw in MiB."""
     draw = WAYS[way](examples, batch)
     draw(0)
     cost = []
@@ -69,7 +69,7 @@ def measure(way: str, examples: int, batch: int, repeats: int) -> tuple[float, f
         start = time.perf_counter()
         size = draw(step)
         cost.append(1e6 * (time.perf_counter() - start) / max(size, 1))
-    tracemalloc.start()  # slows down what it watches: a draw of its own
+    tracemalloc.start()  # it slows the draw down, so the timed draws run without it
     draw(repeats + 1)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -82,11 +82,11 @@ def main() -> None:
     parser.add_argument("--examples", type=int, nargs="+", default=[1_000_000, 1_000_000_000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1_000, 100_000])
     parser.add_argument("--repeats", type=int, default=9)
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
     print("| examples | expected batch | way | ms for 1,000 indices | peak MiB |\n|---|---|---|---|---|")
-    for way, batch, examples in itertools.product(WAYS, given.batches, given.examples):
-        cost, peak = measure(way, examples, batch, given.repeats)
+    for way, batch, examples in itertools.product(WAYS, args.batches, args.examples):
+        cost, peak = measure(way, examples, batch, args.repeats)
         print(f"| {examples:,} | {batch:,} | {way} | {cost:.3f} | {peak:.2f} |", flush=True)
 
 

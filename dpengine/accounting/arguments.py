@@ -7,7 +7,7 @@ import operator
 from dpengine.errors import InvalidBudgetError
 
 MAX_COUNT = 2**62
-"""Maximum count of one argument, and of all charges of a history: sums of counts fit into 64 bits."""
+"""Maximum of a count, and of the sum of the counts in a history, so that sums of counts fit into 64 bits."""
 
 _MAX_LENGTH = 60  # maximum number of characters of a value in a message
 

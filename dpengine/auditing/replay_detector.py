@@ -131,7 +131,7 @@ def _compare(evidence: Evidence, pair: Pair, unusual: str) -> None:
         evidence.fault(f"the run is rejected on only one of two neighbors (unit: {unusual})")
         return
     (trial, steps), (other_trial, other_steps) = first, second
-    scale = (trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps))
+    divisor, rounding = trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps)
     if len(steps) != len(other_steps):
         evidence.fault(f"{len(steps)} releases without the unit, but {len(other_steps)} with it")
     if _charges(trial) != _charges(other_trial):
@@ -140,7 +140,7 @@ def _compare(evidence: Evidence, pair: Pair, unusual: str) -> None:
         if before.bounds != after.bounds:  # the clipping norm depends on a count that is released with its own noise
             break
         evidence.n += 1
-        _compare_steps(evidence, before, after, pair, unusual, scale)
+        _compare_steps(evidence, before, after, pair, unusual, divisor, rounding)
 
 
 def _charges(trial: Trial) -> list[Any]:
@@ -152,7 +152,7 @@ def _charges(trial: Trial) -> list[Any]:
 
 
 def _compare_steps(
-    evidence: Evidence, before: Step, after: Step, pair: Pair, unusual: str, scale: tuple[float, float]
+    evidence: Evidence, before: Step, after: Step, pair: Pair, unusual: str, divisor: float, rounding: float
 ) -> None:
     common = sorted(index for index in before.drawn if pair.factor == 1.0 or index not in pair.unit)
     if common != sorted(index for index in after.drawn if index not in pair.unit):
@@ -165,7 +165,6 @@ def _compare_steps(
         if not torch.equal(before.flat, after.flat):
             evidence.fault("a unit that was not drawn changed a release")
         return
-    divisor, rounding = scale
     change = float((after.flat - before.flat).norm()) * divisor
     slack = rounding * float(before.flat.norm()) * divisor
     limit = pair.factor * before.sensitivity * (1 + _ROUNDING) + slack

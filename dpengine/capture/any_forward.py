@@ -113,7 +113,7 @@ class AnyForward:
         watch, capture = self.watch, self.capture
         if watch.kind is not Kind.UNIT:
             return forward(*args, **kwargs), None
-        by_rows, batch_first = getattr(watch.rule, "forward", None), watch.in_rows or capture.batch_first
+        by_rows, batch_first = getattr(watch.rule, "forward", None), watch.batch_first or capture.batch_first
         capture.running_units.append((threading.get_ident(), watch.module))
         try:
             with without_checkpoints():
@@ -153,7 +153,9 @@ class AnyForward:
         if call is not None:
             args, kwargs, output, full_output = call.args, call.kwargs, call.output, output
         layer = watch.module if part is None else part.layer
-        tapped = tap(capture, watch, uses, args, kwargs, output, layer=layer, batch_first=watch.in_rows, drawn=drawn)
+        tapped = tap(
+            capture, watch, uses, args, kwargs, output, layer=layer, batch_first=watch.batch_first, drawn=drawn
+        )
         if call is not None:
             return LayerPart.with_tap(tapped, call, full_output)
         return tapped if drawn is None else drawn.reduced(tapped, mean=capture.mean_loss)

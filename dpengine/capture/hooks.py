@@ -39,7 +39,7 @@ class _ArrivalLast(dict[int, Any]):
 
 
 _LAST = -1
-_MOST_SHAPES = 100  # shapes of a layer's calls, for sequences of varying length
+_MAX_SHAPES = 100  # maximum number of call shapes that are stored per layer; sequence lengths vary
 # Returns None outside checkpoints. torch 2.6 has no such function: each layer is then called as inside a checkpoint.
 _saving_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
 
@@ -142,7 +142,7 @@ class Arrival(TensorCall):
     def __call__(self, grad: Tensor | None) -> Tensor | None:
         inputs = self.inputs
         if inputs is None or self.grad is not None:
-            self.capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discard
+            self.capture.expect_end()  # the error prevents the callback, so `unfinished` stays set: a discarded pass
             raise repeated_backward(self.uses.name)
         if inputs._version != self.version:
             self.capture.expect_end()
@@ -155,7 +155,7 @@ class Arrival(TensorCall):
         self.grad = grad.detach() if grad.requires_grad else grad  # it requires a gradient with create_graph=True
         if not grad.is_cpu:
             self.capture.streams.note(grad)
-        # Not by `Capture.report`: most recipients only store this call, and need no lock and no autocast guard.
+        # Not through `Capture.report`: most recipients only store this call, and need no lock and no autocast guard.
         self.capture.recipient.receive_tensor_call(self)
         return reject_second_derivative(grad) if grad.requires_grad else None
 
@@ -178,7 +178,7 @@ class LayerForward(ReplacedForward):
             watch.kind is Kind.LAYER
             and isinstance(watch.rule, Mapping)
             and type(watch.module).__module__.startswith("torch.nn.modules.")
-            and (capture.batch_first or watch.in_rows)
+            and (capture.batch_first or watch.batch_first)
             and not capture.sharded
         )
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
@@ -198,7 +198,7 @@ class LayerForward(ReplacedForward):
         return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Calls of own functions are avoided here and in `_hooked`, which run once per layer call.
+        # Function calls are avoided here and in `_hooked`, because both run once per layer call.
         if not self.capture.recording:
             return self.forward(*args, **kwargs)
         if not (self._may_hook and len(args) == 1 and (type(args[0]) is Tensor or traced(args[0]))) or kwargs:
@@ -221,13 +221,13 @@ class LayerForward(ReplacedForward):
     def _read_slots(self) -> None:
         """Stores the parameters of the module and their uses, for this and later calls."""
         slots = self.module._parameters.items()
-        off = {p for running in self.capture.switched_off for p in running}  # by calls around this one
+        off = {p for running in self.capture.switched_off for p in running}  # switched off by enclosing calls
         self._slots = [(name, p, p is not None and p.requires_grad) for name, p in slots]
         live = {name: p for name, p in slots if p is not None and (p.requires_grad or p in off)}
         self._trainable = list(live.values())
         self._hookable = all(p.is_leaf and p.requires_grad for p in self._trainable)
         if off.intersection(self._trainable):
-            self._slots = []  # read again by the next call
+            self._slots = []  # the next call reads them again
         prefix = f"{self.watch.name}." if self.watch.name else ""
         self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
         self._uses_by_shape, self._last_call = {}, ()
@@ -239,7 +239,7 @@ class LayerForward(ReplacedForward):
         key = (in_shape[1:], out_shape[1:], grad_shape[1:], in_rows, *call[3:])
         uses = self._uses_by_shape.get(key)
         if uses is None:
-            if len(self._uses_by_shape) >= _MOST_SHAPES:
+            if len(self._uses_by_shape) >= _MAX_SHAPES:
                 self._uses_by_shape.clear()
             uses = self._uses_by_shape[key] = LayerUses(self._uses)
             uses.layer, uses.name, uses.rule = self.module, self.watch.name, self.watch.rule
@@ -306,7 +306,7 @@ class Forwards:
             self._outermost.attach()
 
     def renew(self) -> None:
-        """Follows a change of the watches, also if torch has read the model's ``forward`` already."""
+        """Follows a change of the watches, even if torch has already read the model's ``forward``."""
         outermost = self._outermost
         self.detach()
         self._outermost = outermost

@@ -33,7 +33,7 @@ class Watch:
         module: The module.
         kind: Method to follow its parameters.
         rule: The grad samplers of the module, which capture passes to the grad mode.
-        in_rows: True if calls have the batch on axis 0 even in a model with ``batch_first=False``, which holds for
+        batch_first: True if calls have the batch on axis 0 even in a model with ``batch_first=False``, which holds for
             layers inside a batch-first replacement layer.
     """
 
@@ -41,7 +41,7 @@ class Watch:
     module: nn.Module
     kind: Kind
     rule: Any = None
-    in_rows: bool = False
+    batch_first: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
         """Returns owner, name in the owner and dotted name in the module of every parameter that is followed."""
@@ -65,7 +65,7 @@ class WatchChoice(Protocol):
         """Makes the modules with these names units, and ends the choice."""
 
     def share(self, capture: Capture) -> None:
-        """Uses the units of all processes in each process. All processes call it at the end of a step."""
+        """Makes every process use the units of all processes. All processes call it at the end of a step."""
 
 
 Lookup = Callable[[nn.Module], Any]
@@ -86,7 +86,7 @@ def watch_list(
     found: list[Watch] = []
     seen: set[nn.Module] = set()
 
-    def visit(module: nn.Module, name: str, in_rows: bool) -> None:
+    def visit(module: nn.Module, name: str, batch_first: bool) -> None:
         if module in seen:
             return
         seen.add(module)
@@ -95,7 +95,7 @@ def watch_list(
         else:
             watch = _watch(module, name, lookup, unit_rule, by_operations)
         if watch is not None:
-            found.append(replace(watch, in_rows=in_rows))
+            found.append(replace(watch, batch_first=batch_first))
             if watch.kind is Kind.UNIT:  # a submodule that is also used outside the unit is visited on another path
                 return
         for child_name, child in module.named_children():
@@ -126,7 +126,7 @@ def _watch(
 
 
 def _is_dropout(module: nn.Module) -> bool:
-    """Returns True for dropout, because of which a joint sampler would also run each sample alone in forward."""
+    """Returns True for active dropout. With it, a joint sampler would also run the forward pass sample by sample."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 

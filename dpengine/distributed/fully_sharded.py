@@ -43,7 +43,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
     shards = Ranks.of(info.shard_process_group)
     replicas = Ranks.of(info.replicate_process_group) if replicated else SINGLE_PROCESS
     others = world().size - replicas.size * shards.size
-    if others and replicated and not _split(parts, info):
+    if others and replicated and not _is_tensor_parallel(parts, info):
         raise UnsupportedLayerError(
             f"The model is on a mesh of {replicas.size} x {shards.size} processes, but {world().size} processes run. "
             "Another model on the remaining processes would get the same noise.",
@@ -72,8 +72,8 @@ def _groups_of(module: nn.Module) -> list[Any]:
     return list(groups)
 
 
-def _split(parts: list[Any], info: Any) -> bool:
-    """Returns True if layers are also split. Tensor parallelism has its own check of the mesh."""
+def _is_tensor_parallel(parts: list[Any], info: Any) -> bool:
+    """Returns True if tensor parallelism also shards the parameters. It has its own check of the mesh."""
     return any(part.sharded_param.device_mesh.ndim > info.mesh.ndim for part in parts)
 
 

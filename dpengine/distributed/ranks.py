@@ -59,7 +59,7 @@ class Ranks:
 
         Returns a function that waits for the result.
         """
-        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the former name
+        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
         return _waiting(exchange(part, full, group=self.group, async_op=True), full, part)
 
     def all_gather(self, value: Any) -> list[Any]:

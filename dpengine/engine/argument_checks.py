@@ -123,7 +123,7 @@ def check_state(state: Any) -> None:
 
 
 def delta_for(target_delta: float | None, num_examples: int, allow_large: bool) -> float:
-    """Returns the target delta after checks; the default delta for a number of examples if it is None."""
+    """Checks and returns the target delta; if it is None, the default delta for the number of examples."""
     if target_delta is None and num_examples == 0:
         raise InvalidBudgetError(
             "target_delta is not given, and the default delta needs the number of examples, which is not known.",
@@ -266,7 +266,7 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
 
 
-def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps: int, **of_loader: Any) -> bool:
+def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps: int, **loader_options: Any) -> bool:
     """Returns True if the loop draws its own batches. Raises if arguments or the data contradict that."""
     if isinstance(sampling, str):
         return False
@@ -276,7 +276,7 @@ def is_external(sampling: Any, data: Any, topology: Topology, accumulation_steps
             raise TypeError(f"sampling={sampling!r}; pass {choices}.")
         checked_scheme("sampling", sampling)
         return False
-    unsupported = [name for name, value in of_loader.items() if value is not None]
+    unsupported = [name for name, value in loader_options.items() if value is not None]
     unsupported += ["accumulation_steps"] if accumulation_steps != 1 else []
     unsupported += ["several processes"] if topology.everyone.size > 1 else []
     if unsupported:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Stage(enum.Enum):
     """Stage of the current logical batch."""
 
-    IDLE = "idle"  # no batch was returned, or zero_grad cleared the last step
+    IDLE = "idle"  # no batch was returned yet, or zero_grad followed the last step
     OPEN = "open"  # returned by the loader; at least one physical batch had no backward pass yet
     CLIPPED = "clipped"  # the clipped gradients of all physical batches are in the sums
     CHARGED = "charged"  # accounted; the parameters are not updated yet
@@ -27,7 +27,7 @@ class Stage(enum.Enum):
 class Effect(NamedTuple):
     """Actions that the owner of a `BatchState` must execute after a transition, in this order."""
 
-    discarded: int = 0  # number of logical batches to charge as discarded, because the reason may depend on the data
+    discarded: int = 0  # discarded logical batches to charge: the reason for discarding them may depend on the data
     zero_sums: bool = False
 
 
@@ -119,11 +119,11 @@ class BatchState:
         return self.fetched.popleft() if len(self.fetched) > self.look_ahead else None
 
     def skipped_before(self, step: int) -> int:
-        """Number of steps between the last logical batch and this one."""
+        """Returns the number of steps between the last logical batch and ``step``."""
         return step - self.last_step - 1 if self.last_step >= 0 else 0
 
     def begin(self, batch: LogicalBatch, chunk: int) -> Effect:
-        """Makes a physical batch the current one. A logical batch must have a later step than the one before."""
+        """Makes a physical batch the current one. Each logical batch must have a later step than the previous one."""
         if chunk > 0:
             if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
                 effect = self.discard()  # a physical batch was left out, now or before
@@ -148,7 +148,7 @@ class BatchState:
         return effect
 
     def revoke(self, last_step: int) -> None:
-        """Reverts `begin` of a logical batch that the loader does not return. ``last_step`` is the value before.
+        """Reverts `begin` of a logical batch that the loader does not return. ``last_step`` is its earlier value.
 
         Its step counts as skipped. Batches whose gradients are in the sums stay complete.
         """
@@ -166,7 +166,7 @@ class BatchState:
     # The backward pass
 
     def next_for_backward(self, samples: Collection[int]) -> tuple[LogicalBatch, int] | None:
-        """Removes and returns the next fetched batch if a backward pass cannot be over the current one.
+        """Removes and returns the next fetched batch if a backward pass cannot belong to the current one.
 
         ``samples`` are the batch sizes that the layers saw.
         """
@@ -185,7 +185,7 @@ class BatchState:
     # The optimizer
 
     def next_for_step(self) -> tuple[LogicalBatch, int] | None:
-        """Removes and returns the next fetched batch if it is due and empty, because it may have no backward pass."""
+        """Removes and returns the next fetched batch if it is due and empty: it may have no backward pass."""
         waits = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
         if not self.fetched or waits:
             return None
@@ -216,7 +216,7 @@ class BatchState:
             return effect
         return NOTHING
 
-    # The end
+    # Budget, and the end of a batch or run
 
     def upcoming(self) -> tuple[int, int]:
         """Returns how many batches will be charged separately from, and together with, the next logical batch."""

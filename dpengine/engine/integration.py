@@ -1,4 +1,4 @@
-"""Functions for trainers: fetching ahead, external batches in several parts, and training some of the parameters."""
+"""Functions for trainers: fetching ahead, external batches in several parts, and training of some parameters."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
 
     Raises:
         InvalidBudgetError: If no model is private yet.
-        BatchStateError: If the run has a private loader, or the sums hold a batch without a step.
+        BatchStateError: If the run has a private loader, or ``optimizer.step()`` has not used the last batch.
     """  # noqa: DOC502 - the engine raises
     state = engine._last_run().step.batches
     if not state.external or state.continues or state.stage is Stage.CLIPPED:
@@ -102,7 +102,7 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
             "restrict_to_optimizer was called for a run that has begun, was resumed or has ended.",
             fix="Call it right after make_private; load a checkpoint after it.",
         )
-    if passes.topology.everyone.size > 1:  # ranks do not compare the restriction
+    if passes.topology.everyone.size > 1:  # the rank fingerprint does not cover the restriction
         raise UnsupportedLayerError(
             f"restrict_to_optimizer does not support {passes.topology.everyone.size} processes.",
             fix="Freeze the other parameters before make_private: parameter.requires_grad_(False).",

@@ -56,7 +56,7 @@ class Step(Protocol):
 
 def step_used_twice(step: int) -> BatchStateError:
     """Error for a logical batch with a step number that was used before."""
-    return BatchStateError(  # noise depends on the step number, so two steps with one number have the same noise
+    return BatchStateError(  # noise depends on the step number, so two steps with the same number have the same noise
         f"The loader returned step {step} before in this run; its noise must not be used again.",
         fix="Do not rewind the loader: detach the model and call make_private again.",
     )
@@ -175,7 +175,7 @@ def _why_not_ready(step: Step) -> str:
         return ""
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
-            "the backward pass went around the model: its forward pass ran in eval mode, or the loss does not depend "
+            "the backward pass bypassed the model: its forward pass ran in eval mode, or the loss does not depend "
             "on it. Call the model, self(x) and not self.forward(x). Call model.train() before the forward pass, and "
             "use the model that was passed to make_private."
         )
@@ -197,7 +197,7 @@ def warn_left_out(step: Step) -> None:
     )
 
 
-def warn_ended(step: Step, number: int, *, ends: bool) -> None:
+def warn_ended(step: Step, returned: int, *, ends: bool) -> None:
     """Warns that the loader ends, or that it continues after all planned steps.
 
     Does not warn if the loader ends within an epoch because all planned batches were returned.
@@ -211,21 +211,21 @@ def warn_ended(step: Step, number: int, *, ends: bool) -> None:
             f"The {planned:,} planned steps are taken, and the loader continues, because the run has no target. "
             "Epsilon grows with each step. End the loop here, or pass target_epsilon= to make_private."
         )
-    elif target is not None and (planned is None or number < planned):
+    elif target is not None and (planned is None or returned < planned):
         of = "" if planned is None else f" of {planned:,} planned"
         text = (
-            f"The loader ended after {number:,}{of} batches: another step would exceed epsilon {target:g}. Batches "
+            f"The loader ended after {returned:,}{of} batches: another step would exceed epsilon {target:g}. Batches "
             "that were not trained on, or that went into one step together, cost more than planned: call "
             "optimizer.step() for each batch, or pass accumulation_steps= to make_private."
         )
-    elif planned is not None and number % step.plan.sampling.steps_per_epoch == 0:  # at the start of an epoch
+    elif planned is not None and returned % step.plan.sampling.steps_per_epoch == 0:  # at the start of an epoch
         text = (
             f"The loader returned no batch: the {planned:,} planned steps are taken{budget}. To train longer, create "
             "model and optimizer again, and pass more epochs= or steps= to make_private."
         )
     else:
         return
-    notice("DPE011", text, key=f"ended {number < (planned or number + 1)}", of=step)
+    notice("DPE011", text, key=f"ended {returned < (planned or returned + 1)}", of=step)
 
 
 def warn_merged(step: Step, count: int) -> None:

@@ -192,7 +192,7 @@ class _Trial:
         """Records the number of samples of a layer or unit. Runs some samples of a unit alone and compares outputs."""
         if self.capture.state is CaptureState.PAUSED or self.capture.is_in_running_unit(module):
             return
-        batch_first = watch.in_rows or self.capture.batch_first
+        batch_first = watch.batch_first or self.capture.batch_first
         fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
         rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)
         if watch.name and fronts and not any(front.dim() for front in fronts):

@@ -154,14 +154,14 @@ def is_ambiguous(batch: Any, samples: int) -> bool:
     return ambiguous
 
 
-def arranged_batch(batch: Any, samples: int, arrange: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the batch with ``arrange`` applied to its tensors, and with elements of lists rearranged likewise."""
+def rearranged_batch(batch: Any, samples: int, rearrange: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the batch with ``rearrange`` applied to its tensors, and elements of lists in the same new order."""
 
     def of_leaf(leaf: Any) -> Any:
         is_array = isinstance(leaf, np.ndarray) and _length(leaf) == samples
         if not (is_array or holds_samples(leaf, samples)):
-            return map_outputs(arrange, leaf)
-        order = arrange(torch.arange(samples)).tolist()
+            return map_outputs(rearrange, leaf)
+        order = rearrange(torch.arange(samples)).tolist()
         return leaf[order] if is_array else type(leaf)(leaf[i] for i in order)
 
     return pytree.tree_map(of_leaf, batch, is_leaf=lambda node: holds_samples(node, samples))
@@ -174,7 +174,7 @@ def largest_change(
 
     Args:
         rows: Selects samples.
-        then: Tensors of the first run, by place.
+        then: Tensors of the first run, by location.
         now: Tensors of the second run.
         tolerance: Relative tolerance.
         kept: Samples to compare; None for all.
@@ -190,7 +190,7 @@ def largest_change(
         elif kept is not None:
             a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
         if a.dtype == b.dtype and torch.equal(a, b):
-            continue  # the common case, in a third of the time
+            continue  # fast path for the common case
         a, b = (t.flatten(1) if t.is_floating_point() else t.flatten(1).double() for t in (a, b))
         size_B, moved_B = norms(a), norms(a - b)
         if not (size_B + moved_B).isfinite().all():
@@ -219,7 +219,7 @@ def mixed_inputs() -> BatchDependentLossError:
     )
 
 
-def depends_on_place() -> BatchDependentLossError:
+def depends_on_position() -> BatchDependentLossError:
     """Returns the error for a loop in which the gradient of a sample depends on its position in the batch."""
     return BatchDependentLossError(
         "The model input or the gradient of a sample depends on the sample's position in the batch, and so on the "
@@ -243,7 +243,7 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
 
     Args:
         share: Relative change of the gradient of a sample.
-        by_bound: Whether the gradient changed only when outputs or data of the others were shifted far away.
+        by_bound: Whether the gradient changed only when the outputs or data of other samples were shifted far.
     """
     shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
     change, causes = (
@@ -284,7 +284,7 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
     """Distinguishes a mean from a sum, based on the gradients of the same samples in two batches.
 
     Args:
-        now: The gradients in one batch, by place.
+        now: The gradients in one batch, by location.
         then: The gradients in another batch.
         by_mean: Ratio of the gradients if the loss is a mean.
         tolerance: Relative tolerance between two runs.

@@ -18,7 +18,7 @@ from .compare_runs import (
     HALF,
     Kept,
     Rows,
-    depends_on_place,
+    depends_on_position,
     largest_change,
     mixed_inputs,
     mixed_loss,
@@ -79,7 +79,7 @@ class LoopCheck:
         if error is not None and moves and self._find_mixing_of_halves(baseline, reached, kinds, moves=False) is None:
             if any(self.rows.samples in shape[:2] for shape, *_ in self._record.constant_digests):
                 raise NotRecordedError("a tensor with an entry for each sample comes from code without a record")
-            return depends_on_place()
+            return depends_on_position()
         return error if error is not None or "random" in kinds else self._find_mixing_with_copies(baseline, reached)
 
     def _find_mixing_of_halves(

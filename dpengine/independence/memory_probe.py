@@ -1,8 +1,8 @@
 """Checks whether a model stores data of a batch in attributes, and reads them in a later batch.
 
 On a probed step the forward passes run again, unchanged and with other data for some samples. Attributes that differ
-between these runs hold data of the batch. If one still has its value when the next batch runs, the next batch runs
-again with the attribute values of the other run. If its output changes, the model remembers the previous batch.
+between these runs hold data of the batch. If such an attribute still has its value when the next batch runs, that
+batch runs again with the value of the other run. If the output changes, the model remembers the previous batch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class MemoryCheck:
             f"Attribute '{attribute}' {where} holds data of a batch, and the forward pass of the next batch read it. "
             "So a sample changes the gradients of later batches, which clipping does not bound.",
             fix="Recompute it in each forward pass, or reset it before the next batch. An average of weights may "
-            "be kept, and is updated after optimizer.step().",
+            "be kept, if it is updated after optimizer.step().",
         )
 
     def _reads(self, forward_pass: ForwardPass, memory: Remembered, slots: Sequence[Slot]) -> bool:
@@ -127,7 +127,7 @@ class MemoryCheck:
 
 
 def _agree(one: Any, other: Any, tolerance: float) -> bool:
-    """Returns True if two values hold equal tensors and numbers. Other objects are not compared."""
+    """Returns True if tensors and numbers in two values are equal within a tolerance. Ignores other objects."""
     leaves, others = _leaves(one), _leaves(other)
     return len(leaves) == len(others) and all(_close(a, b, tolerance) for a, b in zip(leaves, others, strict=True))
 

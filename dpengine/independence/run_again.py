@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
-from .compare_runs import arranged_batch
+from .compare_runs import rearranged_batch
 from .loop_record import LoopRecord
 from .random_states import restored_random_states, set_random_states
 from .recorded_call import Call, ModelCall, Place
@@ -204,7 +204,7 @@ class _Values:
             kind, value = ("list", tensor) if original is None else ("data", original.clone())
             return self._arrange(value, (kind, 0, next(count)))
 
-        tensors = tensors_in_outputs(arranged_batch(record.batch, record.samples, of_tensor))
+        tensors = tensors_in_outputs(rearranged_batch(record.batch, record.samples, of_tensor))
         return [record.before[id(t)].clone() if id(t) in record.before else t for t in tensors]
 
     def _add_outputs(self, call: ModelCall) -> None:

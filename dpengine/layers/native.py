@@ -1,7 +1,7 @@
 """LSTM and GRU over all steps with the compiled kernels of ``dpengine.kernels`` and matrix products of torch.
 
-The functions implement ``Cell.run`` and ``Cell.back``, with the library as first argument. The library gets the address
-of a buffer at time t and the stride of its samples.
+The functions implement ``Cell.run`` and ``Cell.back``, with the library as first argument. For each buffer, the library
+is passed the address of time t and the stride between samples.
 
 Axes: B samples, T time, S slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
@@ -38,7 +38,7 @@ def lstm_run(
     rows, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
-    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # packed, for the products
+    state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # contiguous, for torch.mm
     outputs = None if project is None else gates.new_zeros(rows, schedule.steps, size)
     packed = gates.new_empty(rows, size) if project is not None else state
     buffer = states if outputs is None else outputs
@@ -58,7 +58,7 @@ def lstm_run(
 def lstm_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor, grad_c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients with respect to both parts of the pre-activations, which are equal."""
+    """Returns the gradients with respect to the input and hidden part of the pre-activations, which are one tensor."""
     gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
     rows, size = grad_c.shape
     deltas, packed = torch.empty_like(gates), gates.new_empty(rows, gates.shape[-1])

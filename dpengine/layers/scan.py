@@ -36,8 +36,8 @@ def scan(
 ) -> Results:
     """Runs a cell over time, and overwrites ``inputs_BTG``. ``values`` are the recurrent weights, outside the graph."""
     trace = _trace(cell, inputs_BTG, start, schedule, values)
-    hidden_BTG = hidden(schedule.callers(schedule.before(trace.states_BSP)))
-    projected_BTP = None if project is None else project(schedule.callers(trace.extra_BTH))
+    hidden_BTG = hidden(schedule.for_caller(schedule.before(trace.states_BSP)))
+    projected_BTP = None if project is None else project(schedule.for_caller(trace.extra_BTH))
     return Scan.apply(inputs_BTG, hidden_BTG, projected_BTP, *start, cell, schedule, values, trace)
 
 
@@ -80,7 +80,7 @@ def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
 
 def _results(trace: Trace, schedule: Schedule) -> Results:
     # Copies, because the caller may change them in place.
-    output_BTP = schedule.callers(schedule.after(trace.states_BSP)).clone(memory_format=torch.contiguous_format)
+    output_BTP = schedule.for_caller(schedule.after(trace.states_BSP)).clone(memory_format=torch.contiguous_format)
     last_cell = None if trace.cells_BSH is None else _last(trace.cells_BSH, schedule)
     return output_BTP, _last(trace.states_BSP, schedule), last_cell
 
@@ -124,12 +124,12 @@ class Scan(torch.autograd.Function):
             grad_c = grad_states.new_zeros(shape) if grad_c is None else schedule.ordered(grad_c)
             grad_c = grad_c.clone(memory_format=torch.contiguous_format)
         by_inputs, by_hidden = ctx.cell.back(trace, values, schedule, grad_states, grad_c)
-        grad_inputs = schedule.callers(by_inputs)
+        grad_inputs = schedule.for_caller(by_inputs)
         # The same tensor if both are equal, so that computations on it can be shared.
-        grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.callers(by_hidden)
+        grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.for_caller(by_hidden)
         grad_projected = None
         if values.project_PH is not None:
-            grad_projected = schedule.callers(schedule.after(grad_states))
+            grad_projected = schedule.for_caller(schedule.after(grad_states))
         grad_h0 = schedule.restored(grad_states[schedule.start(grad_states)])
         grad_c0 = None if grad_c is None else schedule.restored(grad_c)
         return grad_inputs, grad_hidden, grad_projected, grad_h0, grad_c0, None, None, None, None

@@ -81,7 +81,7 @@ class Schedule:
         return torch.arange(len(buffer_BS), device=buffer_BS.device), self.ragged.lengths_B
 
     def steps_of(self, *buffers_BT: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Returns for each step in order the views of the buffers at that time, for the active sequences."""
+        """Returns the views of the buffers at each step, in order, for the active sequences."""
         columns = [self._views(buffer) for buffer in buffers_BT]
         return zip(*(reversed(views) if self.reverse else views for views in columns), strict=True)
 
@@ -101,7 +101,7 @@ class Schedule:
         visits = [Visit(time, count, time + first, time + second) for time, count in enumerate(counts)]
         return visits[::-1] if self.reverse else visits
 
-    def callers(self, buffer_BT: Tensor) -> Tensor:
+    def for_caller(self, buffer_BT: Tensor) -> Tensor:
         """Returns the buffer, or a copy, in the caller's order, with zeros after the end of a sequence."""
         if self.ragged is None:
             return buffer_BT

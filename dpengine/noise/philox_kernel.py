@@ -1,7 +1,7 @@
-"""The normals of `philox_normals` in one Triton kernel. Imported only where Triton may be installed.
+"""Triton kernel that adds the normals of `philox_normals`. Imported on first use, because Triton is optional.
 
-The kernel must be compiled without the fusion of products and sums, which would round in another way. Triton passes
-numbers of Python in float32, so the kernel takes the bits of float64 numbers.
+The kernel must be compiled without fused multiply-add, which rounds differently. Triton passes Python floats as
+float32, so the kernel takes the bits of float64 numbers as integers.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from .history_rows import charges_of, rows_of
 SCHEMA_VERSION = 2
 
 _COSTS = {"epsilon": "epsilon", "mu_gdp": "mu", "advantage": "advantage"}
-"""Field of `PrivacySpent` by its key."""
+"""Maps keys of the document to fields of `PrivacySpent`."""
 _ACCOUNTANT = {"accountant": "accountant", "library": "library", "version": "version", "discretization": "grid"}
-"""Field of `Figures` by its key."""
+"""Maps keys of the document to fields of `Figures`."""
 _PLAN = ("noise_multiplier", "clipping", "sampling", "sample_rate", "expected_batch_size", "correlated_noise")
 _ENVIRONMENT = ("torch", "device", "git")
 _ACCOUNTING = ("target_epsilon", "planned_steps", "ledger_on_disk", "constants_declared")

@@ -17,7 +17,14 @@ from dpengine.grad_samplers.table import sampler_for
 from dpengine.independence.copy_probe import CopyIndependenceCheck
 from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
 
-from .loss import arranged, check_independent_loss, compare_own_loss, gradients_at, is_own_loss, parts_of
+from .loss import (
+    check_independent_loss,
+    compare_model_loss,
+    gradients_at,
+    is_model_loss,
+    validated_batch,
+    with_batch_first,
+)
 from .obstacles import obstacle_of
 from .sequence_first import LossFunction
 
@@ -136,8 +143,8 @@ def check(
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
     findings = _layer_findings(model)
     if loss_fn is not None or batch is not None:
-        front, loss_fn, batch = arranged("check", model, loss_fn, batch, batch_first=batch_first)  # type: ignore[arg-type]
-        parts = parts_of("check", front, loss_fn, batch, loss_reduction)
+        front, loss_fn, batch = with_batch_first("check", model, loss_fn, batch, batch_first=batch_first)  # type: ignore[arg-type]
+        parts = validated_batch("check", front, loss_fn, batch, loss_reduction)
         findings += _batch_findings(findings, front, loss_fn, *parts, loss_reduction, batch_first=batch_first)
     return CheckReport(tuple(findings))
 
@@ -161,9 +168,9 @@ def _batch_findings(
     if coupling is not None and name not in blocked:
         findings.append(Finding(name, coupling.type, BLOCKED, why=coupling.why, remedy=coupling.remedy))
     try:
-        if is_own_loss(gradients_at(outputs, loss_fn, targets)[1]):
+        if is_model_loss(gradients_at(outputs, loss_fn, targets)[1]):
             without_dropout = copy.deepcopy(model).eval()
-            compare_own_loss(without_dropout, loss_fn, inputs, targets, size, reduction)
+            compare_model_loss(without_dropout, loss_fn, inputs, targets, size, reduction)
         else:
             check_independent_loss(outputs, targets, loss_fn, size, reduction, batch_first=batch_first)
     except (BatchDependentLossError, ReductionError) as error:

@@ -18,7 +18,6 @@ from dpengine.independence.compare_runs import (
     HALF,
     Kept,
     Rows,
-    arranged_batch,
     check_reduction,
     is_ambiguous,
     largest_change,
@@ -26,6 +25,7 @@ from dpengine.independence.compare_runs import (
     mixed_loss,
     mixed_outputs,
     number_of_samples,
+    rearranged_batch,
     reduction_of,
 )
 from dpengine.independence.random_states import restored_random_states
@@ -247,7 +247,7 @@ class _BatchCheck:
 
     def _run_step(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
         watch = StepWatch(replace)
-        batch = arranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
+        batch = rearranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
         with restored_generators(), restored_random_states(), watch.active():
             returned = self._step(batch)
             if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:

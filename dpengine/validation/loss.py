@@ -18,12 +18,12 @@ from dpengine.independence.copy_probe import call, has_batch_axis, keep_masks, w
 from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
 
 _HALF = {torch.float16, torch.bfloat16}
-_PER_EXAMPLE = {
+_PER_EXAMPLE_FIX = {
     first: f"Use loss_fn = dpengine.validation.per_example(loss_fn{more}). A loss that compares samples with each "
     "other, such as a contrastive one, cannot be trained with this guarantee."
     for first, more in {True: "", False: ", batch_first=False"}.items()
 }
-_OWN_LOSS = (
+_MODEL_LOSS_FIX = (
     "Compute the loss outside the model, from its logits: dpengine.losses.per_token_mean(logits, labels), which is a "
     "mean over the tokens of each sample (shift=True for a causal language model of transformers)."
 )
@@ -61,23 +61,23 @@ def check_loss(
         ValueError: If the batch has fewer than two samples, or ``loss_reduction`` is unknown.
     """  # noqa: DOC502 - raised by called functions
     original = model
-    model, loss_fn, batch = arranged("check_loss", model, loss_fn, batch, batch_first=batch_first)
-    inputs, targets, size = parts_of("check_loss", model, loss_fn, batch, loss_reduction)
+    model, loss_fn, batch = with_batch_first("check_loss", model, loss_fn, batch, batch_first=batch_first)
+    inputs, targets, size = validated_batch("check_loss", model, loss_fn, batch, loss_reduction)
     _checked.discard(original)
     with preserve_modes(model):
         model.eval()
-        outputs, by_outputs = _loss_gradients(model, loss_fn, inputs, targets)
-        if is_own_loss(by_outputs):
-            compare_own_loss(model, loss_fn, inputs, targets, size, loss_reduction)
+        outputs, output_grads = _loss_gradients(model, loss_fn, inputs, targets)
+        if is_model_loss(output_grads):
+            compare_model_loss(model, loss_fn, inputs, targets, size, loss_reduction)
             _checked.add(original)
             return
         for row in range(min(rows, size)):
             select = lambda leaf, row=row: leaf[row : row + 1] if has_batch_axis(leaf, size) else leaf  # noqa: E731
-            alone, by_alone = _loss_gradients(
+            alone, grads_alone = _loss_gradients(
                 model, loss_fn, pytree.tree_map(select, inputs), pytree.tree_map(select, targets)
             )
             _compare_outputs(row, [select(o) for o in outputs], alone)
-            _compare_gradients(row, size, loss_reduction, [select(g) for g in by_outputs], by_alone, batch_first)
+            _compare_gradients(row, size, loss_reduction, [select(g) for g in output_grads], grads_alone, batch_first)
     _checked.add(original)
 
 
@@ -92,29 +92,29 @@ def note_checked(models: Iterable[nn.Module], *, passed: bool) -> None:
         (_checked.add if passed else _checked.discard)(model)
 
 
-def arranged(
+def with_batch_first(
     caller: str, model: nn.Module, loss_fn: LossFunction, batch: Any, *, batch_first: bool
 ) -> tuple[nn.Module, LossFunction, Any]:
     """Returns model, loss and batch with the batch axis in front. Converts a mapping to (inputs, targets)."""
     if isinstance(batch, Mapping):
         batch = (batch, batch)
     usable = isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, (tuple, list)) and len(batch) == 2
-    if batch_first or not usable:  # `parts_of` raises
+    if batch_first or not usable:  # `validated_batch` raises if the arguments are not usable
         return model, loss_fn, batch
     if not any(isinstance(leaf, Tensor) and leaf.dim() > 1 for leaf in pytree.tree_leaves(batch[0])):
         raise TypeError(f"{caller}: batch_first=False needs an input with the batch on axis 1.")
     return batch_first_parts(model, loss_fn, batch)
 
 
-def is_own_loss(gradients: Sequence[Tensor]) -> bool:
-    """Returns True if the model computes the loss, which then depends on an output without axes."""
+def is_model_loss(gradients: Sequence[Tensor]) -> bool:
+    """Returns True if the model computes the loss: the loss depends on a 0-dimensional output."""
     return any(grad.dim() == 0 and bool(grad != 0) for grad in gradients)
 
 
-def compare_own_loss(
+def compare_model_loss(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any, size: int, declared: str
 ) -> None:
-    """Compares the parameter gradients of a loss inside the model with those of the samples one by one."""
+    """Compares the parameter gradients of a loss that the model computes with the gradients of single samples."""
 
     def gradient(batch: Any) -> Tensor:
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -136,17 +136,16 @@ def compare_own_loss(
     if close[other]:
         raise _wrong_reduction(other, declared, float(together.norm() / expected[declared].norm().clamp(min=1e-30)))
     raise BatchDependentLossError(
-        "The loss that the model computes mixes samples: its gradient is not the mean of those of single samples. A "
-        "typical cause is a mean over all tokens of the batch.",
-        fix=_OWN_LOSS,
+        "The loss that the model computes mixes samples: its gradient is neither the mean nor the sum of the "
+        "gradients of single samples. A typical cause is a mean over all tokens of the batch.",
+        fix=_MODEL_LOSS_FIX,
     )
 
 
 def _wrong_reduction(reduction: str, declared: str, ratio: float) -> ReductionError:
     return ReductionError(
-        f"Loss looks like a {reduction}, expected a {declared} (ratio {ratio:.3g}). The gradients of all samples would "
-        "be scaled by the number of samples, which one sample changes: it changes the sum by up to twice the clipping "
-        "norm.",
+        f"Loss looks like a {reduction}, expected a {declared} (ratio {ratio:.3g}). Gradients would be scaled by "
+        "the batch size, which is private: one sample would change the sum by up to twice the clipping norm.",
         fix=f'Pass loss_reduction="{reduction}".',
     )
 
@@ -166,7 +165,7 @@ def check_independent_loss(
                 raise BatchDependentLossError(
                     "The loss gradient of a sample changed when other samples got different outputs and targets. "
                     "Typical causes are a mean over tokens, class weights, or a loss between samples.",
-                    fix=_PER_EXAMPLE[batch_first],
+                    fix=_PER_EXAMPLE_FIX[batch_first],
                 )
     for row in range(2):
         _, alone = gradients_at(_row(outputs, row, size), loss_fn, _row(targets, row, size))
@@ -174,7 +173,7 @@ def check_independent_loss(
         _compare_gradients(row, size, loss_reduction, own, alone, batch_first)
 
 
-def parts_of(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
+def validated_batch(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
     """Validates the arguments and returns inputs, targets and batch size."""
     usage = f"Call {caller}(model, loss_fn, (inputs, targets))."
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
@@ -291,5 +290,5 @@ def _compare_gradients(
     raise BatchDependentLossError(
         f"The loss of sample {row} depends on the other samples of the batch (gradient norm {in_batch:.3g}, and "
         f"{norms[1]:.3g} alone). Typical causes are a mean over tokens, class weights, or a loss between samples.",
-        fix=_PER_EXAMPLE[batch_first],
+        fix=_PER_EXAMPLE_FIX[batch_first],
     )

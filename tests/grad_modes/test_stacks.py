@@ -308,7 +308,7 @@ def test_small_embeddings_are_formed_in_the_matrix(most, monkeypatch):
 
 
 def test_lengths_that_change_from_pass_to_pass_are_exact(monkeypatch):
-    monkeypatch.setattr(hooks, "_MOST_SHAPES", 1)
+    monkeypatch.setattr(hooks, "_MAX_SHAPES", 1)
     model = Blocks().double()
     plain = copy.deepcopy(model)
     sums = ClippedPasses(model, probes=False)

@@ -23,8 +23,8 @@ GUARDS = [
     Guard(
         "subset-processes",
         "several processes do not compare the restriction",
-        "if passes.topology.everyone.size > 1:  # ranks do not",
-        "if False:  # ranks do not",
+        "if passes.topology.everyone.size > 1:  # the rank fingerprint does not",
+        "if False:  # the rank fingerprint does not",
         f"{SUBSET}test_several_processes_are_rejected",
     ),
     Guard(

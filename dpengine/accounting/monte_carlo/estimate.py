@@ -1,7 +1,7 @@
 """Epsilon of runs without a closed form, verified by simulation.
 
-The results hold for random samples. The seed is an argument, or is derived from the event so that equal charges always
-have equal cost. There is no guarantee for the best result of several seeds or runs.
+The guarantee assumes random samples. The seed is an argument, or is derived from the event so that equal charges always
+have equal cost. The guarantee does not cover the best result of several seeds or runs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class MonteCarloClaim:
         accepted: Whether the estimate is at most the threshold.
         delta: The verified delta, if the claim is published only when accepted; see `verified_delta`.
         threshold: Maximum estimate for acceptance, fixed before sampling.
-        estimate: The larger estimate.
+        estimate: The larger of the estimates of delta in both directions.
         samples: Number of samples in each direction.
         seed: Seed of the generator.
     """
@@ -112,7 +112,7 @@ def monte_carlo_epsilon(
 
     Raises:
         AccountingRefusedError: If the samples are too few for ``delta``, or the relation is replace-one.
-    """  # noqa: DOC502 - the checks raise on our behalf
+    """  # noqa: DOC502 - raised by called functions
     delta = arguments.delta_in_range(delta)
     relation = Relation(relation)
     if samples is None:
@@ -137,7 +137,7 @@ def seed_of(event: SampledMatrixEvent) -> int:
 
 
 def epsilon(composition: Composition, delta: float, relation: Relation) -> float:
-    """Returns an upper bound on epsilon. The number of samples and the seed only depend on the event."""
+    """Returns an upper bound on epsilon. The number of samples and the seed depend only on the event."""
     if composition.non_private:
         return math.inf
     if composition.empty:
@@ -159,7 +159,7 @@ def least_noise(
 ) -> float:
     """Returns the smallest accepted noise multiplier of a grid; infinity if none is accepted.
 
-    The samples are those of `epsilon`. ``delta`` covers the errors of all tested claims; see `verified`.
+    Uses the same samples as `epsilon`. ``delta`` covers the errors of all tested claims; see `verified`.
     """
     lowest, highest = limits
     size = math.floor(math.log2(highest / lowest) * _GRID_PER_OCTAVE) + 1
@@ -185,7 +185,7 @@ def least_noise(
 
 
 def delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    """Returns an upper bound on delta, by the same samples."""
+    """Returns an upper bound on delta, from the same samples as `epsilon`."""
     if composition.non_private:
         return 1.0
     if composition.empty:

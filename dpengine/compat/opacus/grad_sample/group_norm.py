@@ -1,3 +1,3 @@
-"""Rule for ``nn.GroupNorm``."""
+"""Grad sampler of ``nn.GroupNorm``."""
 
 from .rules import compute_group_norm_grad_sample as compute_group_norm_grad_sample

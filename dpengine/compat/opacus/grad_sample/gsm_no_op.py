@@ -12,12 +12,12 @@ from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 
 
 class GradSampleHooksNoOp(AbstractGradSampleHooks):
-    """No hooks.
+    """Attaches no hooks: the user writes ``p.grad_sample``.
 
     Args:
         m: The model.
-        batch_first: Stored for the user.
-        loss_reduction: Stored for the user, who always writes the gradient of each sample's own loss.
+        batch_first: Stored only.
+        loss_reduction: Stored only. ``p.grad_sample`` must hold the gradients of the per-sample losses.
     """
 
     mode: ClassVar[str] = "no_op"
@@ -28,7 +28,7 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
         self._watch(self.mode)
 
     def remove_hooks(self) -> None:
-        """Releases the parameters."""
+        """Stops watching the parameters."""
         self._unwatch()
 
 

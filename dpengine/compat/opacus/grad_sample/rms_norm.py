@@ -1,3 +1,3 @@
-"""Rule for ``nn.RMSNorm``."""
+"""Grad sampler of ``nn.RMSNorm``."""
 
 from .rules import compute_rms_norm_grad_sample as compute_rms_norm_grad_sample

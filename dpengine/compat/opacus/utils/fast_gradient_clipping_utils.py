@@ -1,4 +1,4 @@
-"""Loss objects of ghost modes, which run one backward pass of an ordinary loss."""
+"""Loss classes of ghost clipping. Their backward pass is that of an ordinary loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DPTensorFastGradientClipping:
     Args:
         module: The model.
         optimizer: Its optimizer.
-        loss_per_sample: ``(B,)``, or a loss without axes that the criterion has reduced.
+        loss_per_sample: ``(B,)``, or a scalar loss that the criterion has reduced.
         loss_reduction: ``"mean"`` or ``"sum"`` over samples.
     """
 
@@ -30,7 +30,7 @@ class DPTensorFastGradientClipping:
 
     @property
     def reduced(self) -> Tensor:
-        """Loss of the batch; 0 for an empty one."""
+        """Loss of the batch; 0 for an empty batch."""
         total = self.loss_per_sample.sum()
         return total / max(self.loss_per_sample.numel(), 1) if self.loss_reduction == "mean" else total
 
@@ -51,8 +51,8 @@ class DPTensorFastGradientClipping:
         other.__dict__.update(self.__dict__, loss_per_sample=loss_per_sample)
         return other
 
-    def _other(self, other: Any) -> Any:
-        """Returns the summand of each sample: from a loss of the same samples, or a number."""
+    def _addend(self, other: Any) -> Any:
+        """Returns what to add to each per-sample loss, from another loss of the same samples or a number."""
         if isinstance(other, DPTensorFastGradientClipping):
             ours, theirs = self.loss_per_sample.shape, other.loss_per_sample.shape
             if ours != theirs:
@@ -65,15 +65,15 @@ class DPTensorFastGradientClipping:
         return other / (max(self.loss_per_sample.numel(), 1) if self.loss_reduction == "sum" else 1)
 
     def __add__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample + self._other(other))
+        return self._with(self.loss_per_sample + self._addend(other))
 
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self.loss_per_sample - self._other(other))
+        return self._with(self.loss_per_sample - self._addend(other))
 
     def __rsub__(self, other: Any) -> DPTensorFastGradientClipping:
-        return self._with(self._other(other) - self.loss_per_sample)
+        return self._with(self._addend(other) - self.loss_per_sample)
 
     def __mul__(self, other: float) -> DPTensorFastGradientClipping:
         return self._with(self.loss_per_sample * other)
@@ -94,13 +94,13 @@ class DPTensorFastGradientClipping:
 
 
 class DPLossFastGradientClipping:
-    """Criterion that returns per-sample losses. The plain criterion in an ordinary loop is as safe.
+    """Criterion that returns per-sample losses. An ordinary loop with the criterion itself is equally private.
 
     Args:
         module: The model, wrapped or with hooks.
         optimizer: Its private optimizer.
-        criterion: A module or function with ``reduction``, as ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``.
-        loss_reduction: ``"mean"`` or ``"sum"`` over samples; others are a ``ValueError``.
+        criterion: A module or function with ``reduction``, such as ``nn.CrossEntropyLoss()`` or ``F.cross_entropy``.
+        loss_reduction: ``"mean"`` or ``"sum"`` over samples; other values raise ``ValueError``.
     """
 
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
@@ -116,30 +116,30 @@ class DPLossFastGradientClipping:
 
         Args:
             args: Arguments of the criterion: outputs, then targets.
-            shape: ``(B, T, ...)`` of flattened tokens; by default B is taken from the arguments.
+            shape: ``(B, T, ...)``, the shape of the tokens before flattening; by default B is that of the arguments.
             kwargs: Arguments of the criterion.
 
         Raises:
             BatchDependentLossError: If the number of losses is not a multiple of the number of samples.
         """
-        rows = self._rows(args, shape)
+        samples = self._number_of_samples(args, shape)
         losses = self._unreduced(*args, **kwargs)
-        if losses.dim() == 0:  # a user's function that reduces by itself: as safe as any plain loss
+        if losses.dim() == 0:  # the user's function reduces the losses: equally private
             return DPTensorFastGradientClipping(self.module, self.optimizer, losses, self.loss_reduction)
-        if losses.numel() % rows if rows else losses.numel():
+        if losses.numel() % samples if samples else losses.numel():
             raise BatchDependentLossError(
-                f"The criterion gave shape {tuple(losses.shape)} for {rows} rows: each row needs numbers of its own.",
-                fix='Use a criterion that knows reduction="none", and pass shape=(B, T) for flattened tokens.',
+                f"The criterion returned losses of shape {tuple(losses.shape)} for {samples} samples: it must return "
+                "a whole number of losses per sample.",
+                fix='Use a criterion that supports reduction="none", and pass shape=(B, T) for flattened tokens.',
             )
-        each = losses.numel() // rows if rows else 1
-        per_row = losses.reshape(rows, each)
-        counted = self._counted(args, losses).reshape(rows, each)
-        total_B = per_row.sum(dim=1)
-        mean = self._own_reduction() == "mean"
+        per_sample = (samples, losses.numel() // samples if samples else 1)
+        counted = self._counted(args, losses).reshape(per_sample)
+        total_B = losses.reshape(per_sample).sum(dim=1)
+        mean = self._criterion_reduction() == "mean"
         loss_B = total_B / counted.sum(dim=1).clamp(min=1) if mean else total_B
         return DPTensorFastGradientClipping(self.module, self.optimizer, loss_B, self.loss_reduction)
 
-    def _rows(self, args: Any, shape: tuple[int, ...] | None) -> int:
+    def _number_of_samples(self, args: Any, shape: tuple[int, ...] | None) -> int:
         if shape is not None:
             return int(shape[0])
         waiting = getattr(self.module, "_waiting", None)
@@ -149,7 +149,7 @@ class DPLossFastGradientClipping:
             return 0 if first is None else len(first)
         return int(seen)
 
-    def _own_reduction(self) -> str:
+    def _criterion_reduction(self) -> str:
         return str(getattr(self.criterion, "reduction", self.loss_reduction))
 
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Comparison of per-sample gradients of a batch with those of each sample alone, by ``probe_loss``.
+"""Compares per-sample gradients of a batch with the gradients of each sample alone, for ``probe_loss``.
 
 See ``dpengine.engine.gradient_check``.
 """
@@ -61,11 +61,11 @@ def compute_microbatch_grad_sample(
     loss_reduction: str = "mean",
     chunk_method: Callable[[Any], Iterable[Any]] = iter,
 ) -> dict[str, Tensor]:
-    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, from each sample alone.
+    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, computed one sample at a time.
 
     Args:
         x: The batch, or a list with the input of each sample.
-        module: The model, of which a copy is run.
+        module: The model; only a copy of it runs.
         batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
         chunk_method: Splits ``x``, batch first, into inputs of samples: tensors without the batch axis, or tuples that
@@ -84,7 +84,7 @@ def compute_opacus_grad_sample(
     loss_reduction: str = "mean",
     grad_sample_mode: str = "hooks",
 ) -> dict[str, Tensor]:
-    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, from a wrapped copy.
+    """Returns the per-sample gradients ``(B, *parameter)`` of each trainable parameter, computed by a wrapped copy.
 
     ``grad_sample_mode`` is one of ``get_grad_sample_modes(use_ew=True)``; the other arguments are those of
     ``compute_microbatch_grad_sample``.
@@ -116,11 +116,11 @@ def check_per_sample_gradients_are_correct(
     rtol: float = 10e-5,
     grad_sample_mode: str = "hooks",
 ) -> bool:
-    """Returns whether the per-sample gradients of a model are those of each sample alone, for both reductions.
+    """Returns whether the per-sample gradients of a model equal those of each sample alone, for both reductions.
 
     Args:
         x: The batch, with at least one sample.
-        module: The model, of which copies are run in train mode.
+        module: The model; only copies of it run, in train mode.
         batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
         atol: Absolute tolerance.
         rtol: Relative tolerance.
@@ -142,7 +142,7 @@ def compute_microbatch_grad_sample_tensor_or_seq(
     batch_first: bool = True,
     loss_reduction: str = "mean",
 ) -> dict[str, Tensor]:
-    """Calls ``compute_microbatch_grad_sample``, for a packed sequence with its sequences in their original order."""
+    """Calls ``compute_microbatch_grad_sample``. A packed sequence is first unpacked to its original order."""
     rows = unpacked(x) if isinstance(x, PackedSequence) else x
     return compute_microbatch_grad_sample(rows, module, batch_first=batch_first, loss_reduction=loss_reduction)
 
@@ -168,8 +168,8 @@ def compute_grad_samples_microbatch_and_opacus(
     together = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
     if alone.keys() != together.keys():
         raise ValueError(
-            f"Only alone: {sorted(alone.keys() - together.keys())}; "
-            f"only in the batch: {sorted(together.keys() - alone.keys())}."
+            f"Parameters with gradients of single samples only: {sorted(alone.keys() - together.keys())}; "
+            f"with gradients of the batch only: {sorted(together.keys() - alone.keys())}."
         )
     return alone, together
 

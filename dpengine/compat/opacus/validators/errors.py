@@ -1,4 +1,4 @@
-"""Errors of validation. What the engine itself refuses is an ``UnsupportedModuleError`` as well."""
+"""Validation errors. The engine also raises ``UnsupportedModuleError`` for layers that it does not support."""
 
 from dpengine.errors import UnsupportedError, UnsupportedModuleError
 
@@ -17,12 +17,12 @@ class UnsupportableModuleError(UnsupportedModuleError):
 
 
 class NotYetSupportedModuleError(UnsupportedModuleError):
-    """A module for which nothing is known."""
+    """A module that is not supported yet."""
 
 
 class ShouldReplaceModuleError(UnsupportedModuleError):
-    """A module for which there is a replacement, which ``ModuleValidator.fix`` makes."""
+    """A module that ``ModuleValidator.fix`` can replace."""
 
 
 class IllegalModuleConfigurationError(UnsupportedModuleError):
-    """A module with a setting that forbids private training."""
+    """A module with a setting that prevents private training."""

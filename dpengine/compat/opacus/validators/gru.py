@@ -1,4 +1,4 @@
-"""Validator and fixer of ``nn.GRU``, which the engine trains as it is and Opacus as ``DPGRU``."""
+"""Validator and fixer of ``nn.GRU``, which the engine supports and Opacus replaces by ``DPGRU``."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Validator and fixer of ``nn.LSTM``, which the engine trains as it is and Opacus as ``DPLSTM``."""
+"""Validator and fixer of ``nn.LSTM``, which the engine supports and Opacus replaces by ``DPLSTM``."""
 
 from torch import nn
 

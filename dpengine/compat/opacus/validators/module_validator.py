@@ -41,7 +41,7 @@ class ModuleValidator:
             strict: Whether to raise the errors.
 
         Raises:
-            UnsupportedModuleError: With ``strict``, of the list of errors.
+            UnsupportedModuleError: If ``strict`` and there are errors. Its argument is their list.
         """
         errors: list[UnsupportedModuleError] = []
         if not module.training:
@@ -49,39 +49,39 @@ class ModuleValidator:
             errors.append(IllegalModuleConfigurationError(message))
         for name, part in trainable_modules(module):
             validator = cls.VALIDATORS.get(type(part))
-            errors += [_placed(error, name) for error in ([] if validator is None else validator(part))]
+            errors += [_with_layer_name(error, name) for error in ([] if validator is None else validator(part))]
         if strict and errors:
             raise UnsupportedModuleError(errors)
         return errors
 
     @classmethod
     def is_valid(cls, module: nn.Module) -> bool:
-        """Returns whether ``validate`` finds no error. ``make_private`` checks more than layer types."""
+        """Returns True if ``validate`` finds no error. ``make_private`` checks more than layer types."""
         return not cls.validate(module, strict=False)
 
     @classmethod
     def fix(cls, module: nn.Module, **kwargs: Any) -> nn.Module:
-        """Returns a copy of a model with layers replaced by their fixers. Build the optimizer after it.
+        """Returns a copy of a model with layers replaced by their fixers. Build the optimizer afterwards.
 
         A layer that is used twice is replaced by one layer, and shared parameters stay shared.
 
         Args:
             module: The model; it does not change.
-            **kwargs: ``replace_bn_with_in=True`` replaces batch norm by instance norm, ``num_groups`` sets the groups
-                of group norm; and keywords of registered fixers. A keyword that no fixer takes is a ``TypeError``.
+            **kwargs: ``replace_bn_with_in=True`` replaces batch norm by instance norm, and ``num_groups`` sets the
+                groups of group norm. Other keywords are for registered fixers. An unknown keyword raises ``TypeError``.
         """
         cls._check_keywords(kwargs)
         fixed = copied(module)
         for name, part in list(trainable_modules(fixed)):
             fixer = cls.FIXERS.get(type(part))
-            if fixer is None or not any(part is present for present in fixed.modules()):  # gone with its parent
+            if fixer is None or not any(part is present for present in fixed.modules()):  # its parent was replaced
                 continue
-            other = fixer(part, **{key: value for key, value in kwargs.items() if _takes(fixer, key)})
-            if other is not part:
-                other.to(next(part.parameters()).device)
-                _keep_parameters(part, other)
-                fixed = with_replacements(fixed, {part: other})
-                logger.info("Layer %r: %s is now %s.", name, part, other)
+            replacement = fixer(part, **{key: value for key, value in kwargs.items() if _takes(fixer, key)})
+            if replacement is not part:
+                replacement.to(next(part.parameters()).device)
+                _keep_parameters(part, replacement)
+                fixed = with_replacements(fixed, {part: replacement})
+                logger.info("Layer %r: %s is now %s.", name, part, replacement)
         return fixed
 
     @classmethod
@@ -97,12 +97,12 @@ class ModuleValidator:
         named = (p for fixer in fixers for p in list(inspect.signature(fixer).parameters.values())[1:])
         known = {*_KEYWORDS, *(p.name for p in named if p.kind is not p.VAR_KEYWORD)}
         for name in kwargs:
-            own = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
-            if not any(_takes(fixer, name) for fixer in own):
+            custom = (fixer for fixer in fixers if not fixer.__module__.startswith(__package__))
+            if not any(_takes(fixer, name) for fixer in custom):
                 check_keywords("fix", [name], sorted(known))
 
 
-def _placed(error: Any, name: str) -> Any:
+def _with_layer_name(error: Any, name: str) -> Any:
     """Puts the name of the layer in front of the message of an error."""
     where = f"Layer {name!r}: " if name else "The model: "
     if len(error.args) == 1 and isinstance(error.args[0], str) and not error.args[0].startswith(where):
@@ -116,9 +116,9 @@ def _takes(fixer: Callable[..., Any], keyword: str) -> bool:
 
 
 def _keep_parameters(before: nn.Module, after: nn.Module) -> None:
-    """Puts the original parameters in the place of equal copies, because other layers may share them."""
-    for name, mine in list(after.named_parameters()):
+    """Replaces equal copies by the original parameters, because other layers may share those."""
+    for name, new in list(after.named_parameters()):
         owner, _, last = name.rpartition(".")
-        theirs = dict(before.named_parameters()).get(name)
-        if theirs is not None and theirs.shape == mine.shape and torch.equal(theirs, mine.to(theirs.dtype)):
-            after.get_submodule(owner)._parameters[last] = theirs
+        old = dict(before.named_parameters()).get(name)
+        if old is not None and old.shape == new.shape and torch.equal(old, new.to(old.dtype)):
+            after.get_submodule(owner)._parameters[last] = old

@@ -1,4 +1,4 @@
-"""Validator and fixer of ``nn.MultiheadAttention``, which the engine trains as it is."""
+"""Validator and fixer of ``nn.MultiheadAttention``, which the engine supports."""
 
 from torch import nn
 

@@ -18,7 +18,7 @@ def register_module_validator(
     """Returns a decorator that registers ``f(module) -> list of errors`` as validator of exactly these classes.
 
     Args:
-        target_class_or_classes: One or several subclasses of ``nn.Module``; others are a ``TypeError``.
+        target_class_or_classes: One or several subclasses of ``nn.Module``; other values raise ``TypeError``.
         validator_class: Class in whose table to register.
     """
     return _register(target_class_or_classes, validator_class.VALIDATORS)  # type: ignore[attr-defined]
@@ -29,10 +29,10 @@ def register_module_fixer(
 ) -> Callable[[F], F]:
     """Returns a decorator that registers ``f(module, **kwargs) -> module`` as fixer of exactly these classes.
 
-    The fixer is passed those keywords of ``ModuleValidator.fix`` that it takes.
+    The fixer is passed the keywords of ``ModuleValidator.fix`` that it accepts.
 
     Args:
-        target_class_or_classes: One or several subclasses of ``nn.Module``; others are a ``TypeError``.
+        target_class_or_classes: One or several subclasses of ``nn.Module``; other values raise ``TypeError``.
         validator_class: Class in whose table to register.
     """
     return _register(target_class_or_classes, validator_class.FIXERS)  # type: ignore[attr-defined]
