@@ -63,16 +63,16 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before cases are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Marks all but one in n cases of a test with ``one_in(n, *names)`` as nightly.
+    """Marks all but one in n cases of a test with ``one_in(n, *names)`` as nightly, or with the marker ``others``.
 
     The numbers of a case's values are added up, as in a Latin square: each value of an argument keeps about one case
     in n. Which these are does not depend on what else is collected.
     """
     for item in items:
-        if mark := item.get_closest_marker("one_in"):
+        for mark in item.iter_markers("one_in"):
             n, *names = mark.args
             if sum(_number_of_value(item, name) for name in names) % n:
-                item.add_marker("nightly")
+                item.add_marker(mark.kwargs.get("others", "nightly"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,6 +86,7 @@ def pytest_collection():
 
 
 PARAM = type(pytest.param())
+_NUMBERS: dict[int, dict[tuple[int, ...], int]] = {}  # by the identity of a table, and of the values in a row
 
 
 def _number_of_value(item, name):
@@ -94,11 +95,10 @@ def _number_of_value(item, name):
         names, rows = mark.args
         names = [one.strip() for one in names.split(",")] if isinstance(names, str) else list(names)
         if name in names:
-            here = [item.callspec.params[one] for one in names]
-            for number, row in enumerate(rows):
-                values = row.values if isinstance(row, PARAM) else row if len(names) > 1 else [row]
-                if all(a is b for a, b in zip(here, values, strict=True)):
-                    return number
+            if id(mark) not in _NUMBERS:
+                values = [row.values if isinstance(row, PARAM) else row if len(names) > 1 else [row] for row in rows]
+                _NUMBERS[id(mark)] = {tuple(map(id, row)): number for number, row in reversed([*enumerate(values)])}
+            return _NUMBERS[id(mark)][tuple(id(item.callspec.params[one]) for one in names)]
     raise LookupError(f"{item.nodeid}: no table has this value of {name!r}")
 
 

@@ -151,6 +151,7 @@ def test_no_step_number_addresses_noise_twice():
 # The statement
 
 
+@pytest.mark.slow
 def test_a_stated_rate_costs_what_the_poisson_loader_of_this_rate_costs():
     loop = Loop()
     engine, model = PrivacyEngine(seed=0), mlp()
@@ -167,6 +168,7 @@ def test_a_stated_rate_costs_what_the_poisson_loader_of_this_rate_costs():
     assert loop.engine.report().to_dict()["guarantee"] == engine.report().to_dict()["guarantee"]
 
 
+@pytest.mark.slow
 def test_the_report_says_that_the_user_declared_the_rate_and_survives_a_file(tmp_path):
     loop = Loop()
     loop.step(5)

@@ -249,6 +249,7 @@ def report():
     return loop.engine.report()
 
 
+@pytest.mark.slow
 def test_a_report_names_it_as_not_verified(report):
     for text in (str(report), report.to_markdown(), report.to_html()):
         assert "computed by own, not verified" in " ".join(text.split())
@@ -275,6 +276,7 @@ def test_a_report_of_a_builtin_accountant_says_nothing_of_it():
     assert "not verified" not in str(report) + repr(report)
 
 
+@pytest.mark.slow
 def test_a_report_is_read_again_without_the_accountant(report, tmp_path):
     report.save(tmp_path)
     again = PrivacyReport.load(tmp_path)

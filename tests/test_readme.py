@@ -14,7 +14,6 @@ PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").gl
 CHECKED_ELSEWHERE = {"docs/errors.md": "test_error_docs.py", "docs/from_opacus.md": "test_from_opacus_page.py"}
 SNIPPETS = [snippet for page in PAGES if page not in CHECKED_ELSEWHERE for snippet in snippets_of(page)]
 SLOW = ("compile=True", "from lightning import")  # takes seconds
-IN_EVERY_RUN = {"README.md", "docs/accounting.md"}  # of the pages; the others in the slow suite
 MOST_WORDS = 600
 
 
@@ -52,14 +51,16 @@ def is_slow(snippet: Snippet) -> bool:
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    asked = {item.callspec.params.get("snippet") for item in request.session.items if hasattr(item, "callspec")}
-    return run([one for one in [*SNIPPETS, *SIDES] if not is_slow(one) and (one in asked or one.page == "README.md")])
+    """Runs the script of the README, and what else the chosen tests need."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    asked = {one.get(name) for one in params for name in ("snippet", "side")} | {*snippets_of("README.md")}
+    return run([one for one in [*SNIPPETS, *SIDES] if not is_slow(one) and one in asked])
 
 
 @pytest.mark.parametrize(
     "snippet",
     [
-        pytest.param(one, marks=[] if one.page in IN_EVERY_RUN else pytest.mark.slow, id=one.id)
+        pytest.param(one, marks=[] if one.page == "README.md" else pytest.mark.slow, id=one.id)
         for one in SNIPPETS
         if not is_slow(one)
     ],
@@ -78,6 +79,7 @@ def test_a_slow_snippet_runs_in_its_own_process(snippet):
     assert "PrivacyWarning" not in outcome.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SIDES, ids=["before", "after"])
 def test_both_sides_of_the_diff_run(side, outcomes):
     assert outcomes[side].code == 0, outcomes[side].output
@@ -136,6 +138,7 @@ def test_a_mode_that_was_not_timed_or_runs_another_mechanism_is_left_out():
     assert (two.dpengine, two.opacus, two.opacus_mode) == (1.10, None, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("snippet", snippets_of("docs/accounting.md"), ids=lambda s: s.id)
 def test_the_epsilon_in_a_comment_of_the_accounting_page_is_the_one_printed(snippet, outcomes):
     (stated,) = re.findall(r"print\(.*\)  # ([\d.]+)$", snippet.code, flags=re.MULTILINE)

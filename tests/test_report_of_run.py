@@ -31,6 +31,7 @@ def trained(**options):
     return loop
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize("rate", [0.01, 0.25, 0.9])
 def test_the_light_of_poisson_sampling_is_green_at_every_rate(rate):
@@ -185,6 +186,7 @@ def after_loading(state):
     return other
 
 
+@pytest.mark.slow
 def test_loaded_charges_keep_their_sampling_schemes_and_are_unknown_without():
     engine = PrivacyEngine()
     external_and_private(True, engine)

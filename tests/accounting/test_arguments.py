@@ -65,6 +65,7 @@ def test_the_largest_count_costs_what_it_must_by_the_closed_form(steps, relation
         assert spent < epsilon(**RUN | {"sample_rate": 1.0}, steps=steps, accountant="rdp") < math.inf
 
 
+@pytest.mark.one_in(5, "sigma", others="slow")
 @pytest.mark.parametrize("sigma", [3.0, 1e5, 1e8, 1e9, 1e10])
 def test_the_largest_count_of_sampled_releases_costs_no_less_than_its_normal_limit(sigma):
     steps = MAX_COUNT

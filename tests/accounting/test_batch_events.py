@@ -49,6 +49,7 @@ def integrated(p, q, eps, x):
     return integrate.trapezoid(np.maximum(p - math.exp(eps) * q, 0), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("event", "steps"), [(TRUNCATED, 50), (MIXTURE, 20)])
 @pytest.mark.hazard("S9")
 def test_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
@@ -84,6 +85,7 @@ def test_room_that_hardly_ever_is_left_still_counts():
     assert found >= alone > 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("S9")
 def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
     plain = epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 50),), 1e-5)
@@ -182,6 +184,7 @@ def test_subsets_of_one_size_cost_less_than_by_renyi_and_more_than_poisson_claim
     assert epsilon_of((Charge(all_rows),), 1e-5, relation=relation) == pytest.approx(exact, rel=1e-9)
 
 
+@pytest.mark.one_in(4, "direction", "norms", others="slow")
 @pytest.mark.parametrize("direction", [Direction.REMOVE, Direction.ADD])
 @pytest.mark.parametrize("norms", [(0.0, 1.0, 3.0), (0.5, 1.0, 3.0)])
 def test_the_pair_of_a_mixture_is_its_densities(direction, norms):
@@ -246,6 +249,7 @@ def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
     assert epsilon_of((Charge(alone),), 1e-6, "rdp") == epsilon_of(one, 1e-6, "rdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [pytest.param(TRUNCATED, marks=pytest.mark.slow), MIXTURE], ids=["cut", "mixture"])
 def test_kinds_compose_and_neither_order_nor_splits_show(event):
     beside, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]

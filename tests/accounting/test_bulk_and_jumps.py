@@ -55,6 +55,7 @@ LOOSE = [  # what one lattice for all losses left 0.1 % to 5 % above the best gu
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(8, "sigma")
 @pytest.mark.parametrize(("sigma", "rate", "steps", "delta", "relation"), LOOSE)
 def test_the_upper_bound_is_close_where_bulk_and_jumps_both_count(sigma, rate, steps, delta, relation):

@@ -16,6 +16,7 @@ GOLDEN = [  # target epsilon, rate, steps, noise multiplier, relative tolerance
 ]
 
 
+@pytest.mark.one_in(5, "target", others="slow")
 @pytest.mark.parametrize(("target", "rate", "steps", "golden", "tolerance"), GOLDEN)
 def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
     found = calibration(target_epsilon=target, target_delta=1e-5, sample_rate=rate, steps=steps)
@@ -24,6 +25,7 @@ def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
     assert_is_tight(found, target, 1e-5, rate)
 
 
+@pytest.mark.slow
 def test_what_was_spent_before_is_composed():
     spent = (Charge(GaussianEvent(2.0), 3), Charge(release_event(noise_multiplier=1.5, sample_rate=0.05), 40))
     found = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
@@ -94,6 +96,7 @@ def test_random_targets_are_kept_by_rdp(seed):
     check_random_target(random.Random(1000 + seed), "rdp")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "delta", "rate", "steps"), [(0.0943, 5.7e-7, 0.0033, 3), (0.202, 8.9e-8, 0.00104, 26)]
 )
@@ -181,6 +184,7 @@ def test_what_the_accountant_refuses_cannot_be_calibrated():
         calibration(**arguments | {"steps": 100}, target_delta=1e-15, accountant="prv")
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "accountant")
 @pytest.mark.parametrize(
     ("accountant", "relation"),

@@ -73,6 +73,7 @@ def test_where_all_of_a_group_participate_cycles_are_plain_gaussians():
     assert epsilon_of((Charge(event, 11),), DELTA) == epsilon_of((Charge(GaussianEvent(3.0), 3),), DELTA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_dp_accounting_agrees(accountant):
     import dp_accounting

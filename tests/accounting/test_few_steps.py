@@ -100,6 +100,7 @@ def test_the_lower_bound_of_a_large_delta_is_one(rate, sigma, steps, delta):
     assert truth - 2 * error <= upper
 
 
+@pytest.mark.one_in(3, "rate", others="slow")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
     [(1.6e-7, 3.54, 5, 1.5e-63), (1.96e-6, 4.41, 1, 3e-47), (3.55e-5, 1.83, 5, 3e-88)],

@@ -27,6 +27,7 @@ MIXED = (*SAMPLED, Charge(GaussianEvent(40.0), 9), Charge(PoissonGaussianEvent(0
 UNSAMPLED = (Charge(GaussianEvent(10.0), 60), Charge(GaussianEvent(20.0), 160))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "history", "relation", "delta")
 @pytest.mark.parametrize("history", [SAMPLED, MIXED], ids=["sampled", "mixed"])
 @pytest.mark.parametrize("relation", Relation)
@@ -49,6 +50,7 @@ def test_its_renyi_divergences_are_its_own_answer(relation):
     assert epsilon_of(MIXED, 1e-5, relation=relation) < theirs.get_epsilon(1e-5)
 
 
+@pytest.mark.one_in(3, "relation", others="slow")
 @pytest.mark.parametrize("relation", Relation)
 def test_without_sampling_replace_one_is_at_distance_two_for_both(relation):
     mu = math.sqrt(0.6 + 0.4) * (2 if relation is REPLACE else 1)

@@ -24,6 +24,7 @@ NOISES = charges(0.01, np.geomspace(0.6, 4, 200))
 BOTH = charges(np.geomspace(1e-4, 0.05, 80), RNG.uniform(0.6, 4, 80))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("history", "most", "loss"),
     [pytest.param(NOISES, MAX_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],

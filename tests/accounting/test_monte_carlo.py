@@ -136,6 +136,7 @@ def test_participations_follow_their_law(scheme):
     assert sum(chances[tuple(u)] for u in found.T) > 0.99
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "scheme", "epsilon")
 @pytest.mark.parametrize("scheme", ["cyclic", "cold", "warm"])
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 1.5])

@@ -191,6 +191,7 @@ def test_bad_questions_are_refused():
         monte_carlo_epsilon(run("cold", sigma=1e-200), 1e-2, samples=5000, seed=0)
 
 
+@pytest.mark.slow
 def test_calibration_charges_every_noise_that_it_tries(few, monkeypatch):
     tried, charged = set(), set()
     simulation, threshold = monte_carlo.simulation, monte_carlo.threshold_for
@@ -211,6 +212,7 @@ def test_calibration_charges_every_noise_that_it_tries(few, monkeypatch):
     monkeypatch.undo()
 
 
+@pytest.mark.slow
 def test_calibration_next_to_a_simulated_run_needs_no_other_accountant(few, monkeypatch):
     monkeypatch.setattr(tally, "_POINTS", 8)
     event = run("cyclic", apart=1, steps=20, coefficients=(1.0,), sigma=3.0)

@@ -280,6 +280,7 @@ def test_what_was_spent_need_not_have_a_bound_by_another_accountant():
     assert own.noise_multiplier == pytest.approx(builtin.noise_multiplier, rel=1e-4)
 
 
+@pytest.mark.one_in(4, "config", others="slow")
 @pytest.mark.parametrize(
     ("config", "event"),
     [

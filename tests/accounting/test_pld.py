@@ -83,6 +83,7 @@ def test_never_below_the_truth_and_close_above_it(rate, sigma, steps, delta):
     assert truth <= epsilon_of(poisson(rate, sigma, steps), delta) <= truth * (1 + 1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "rate", "eps")
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.0), (0.5, 2.0), (0.1, 0.5), (0.9, 5.0)])
 @pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
@@ -241,6 +242,7 @@ def check_bounds(rate, sigma, steps, delta, truth):
     return upper / truth - 1
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
@@ -268,6 +270,7 @@ def test_bounds_hold_at_random_settings():
     assert np.median(excess) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "delta"),
@@ -296,12 +299,14 @@ def test_bounds_without_sampling_are_one_number_rounded_both_ways(steps, sigma, 
     assert upper == pytest.approx(lower, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_contour_is_the_closed_form_where_there_is_one():
     assert Contour([(1.0, 600.0, 100_000)], "remove").epsilon(1e-10) == pytest.approx(3.278323241631, rel=1e-10)
     mixed = Contour([(1.0, 10.0, 30), (1.0, 20.0, 50)], "replace").epsilon(1e-6)
     assert mixed == pytest.approx(gaussian(2 * math.sqrt(0.3 + 0.125), 1e-6), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_sampled_releases_of_several_kinds_are_met_from_above():
     history = (*poisson(0.02, 1.5, 200), *poisson(0.1, 4.0, 50), Charge(GaussianEvent(30.0), 9))
     kinds = [(0.02, 1.5, 200), (0.1, 4.0, 50), (1.0, 30.0, 9)]
@@ -312,6 +317,7 @@ def test_sampled_releases_of_several_kinds_are_met_from_above():
         assert estimate == pytest.approx(truth, rel=1e-5)
 
 
+@pytest.mark.one_in(2, "kinds", others="slow")
 @pytest.mark.parametrize(
     "kinds",
     [

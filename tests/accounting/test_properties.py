@@ -330,6 +330,7 @@ def test_a_discrete_pair_holds_all_of_both_masses(rate, sigma, direction, steps)
         assert of_q + missing == pytest.approx(1, abs=1e-10)
 
 
+@pytest.mark.slow
 @holds(5, **PAIRS)
 def test_one_discrete_pair_dominates_and_another_is_dominated_at_every_epsilon(rate, sigma, direction, steps):
     pair, step, kinds = lattices(rate, sigma, direction, steps)

@@ -40,6 +40,7 @@ def check_bracket(history, delta, truth, relation=ADD_REMOVE, width=WIDTH):
     assert epsilon_of(history, delta, "prv", relation) == upper
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "sigma", "relation")
 @pytest.mark.parametrize(
     ("sigma", "steps", "delta"),
@@ -51,6 +52,7 @@ def test_the_bracket_holds_the_closed_form_as_the_rate_tends_to_one(sigma, steps
     check_bracket(poisson(1 - 2.0**-40, sigma, steps), delta, gaussian(mu, delta), relation)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(8, "rate", "relation")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),
@@ -88,6 +90,7 @@ def test_many_steps_take_a_coarser_mesh_and_stay_bounds():
     check_bracket(poisson(0.001, 1.0, 100_000), 1e-6, truth, width=2e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "relation")
 @pytest.mark.parametrize(
     ("relation", "directions"),
@@ -117,6 +120,7 @@ def test_rare_large_losses_next_to_small_ones_are_met():
     assert contour.log_delta(estimate) == pytest.approx(math.log(1.6e-9), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_neither_order_nor_splits_of_a_history_show():
     pieces = [Charge(c.event, 1, c.kind) for c in MIXED for _ in range(c.count)]
     random.Random(0).shuffle(pieces)

@@ -38,6 +38,7 @@ def integrated_divergence(order, rate, sigma, *, remove):
     return np.log(integrate.simpson(integrand(points), x=points)) / (order - 1)
 
 
+@pytest.mark.one_in(5, "rate", others="slow")
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.0), (0.3, 2.0), (0.5, 0.7), (1e-4, 5.0), (0.9, 10.0)])
 def test_the_curve_is_the_renyi_divergence_and_bounds_both_directions(rate, sigma):
     curve = rdp.curve(compose((Charge(PoissonGaussianEvent(rate, sigma)),)), ADD_REMOVE)
@@ -76,6 +77,7 @@ GRID = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5, "rate")
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), GRID)
 @pytest.mark.hazard("A7")

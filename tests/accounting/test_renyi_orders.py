@@ -26,6 +26,7 @@ def divergence(rate, sigma, order):
         return float(mpmath.log1p(mpmath.quad(integrand, ends, maxdegree=4)) / (a - 1))
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "order"),

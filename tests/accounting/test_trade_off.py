@@ -27,6 +27,7 @@ def test_of_a_gaussian_it_is_the_closed_form_from_the_safe_side(mu):
         assert power >= rate
 
 
+@pytest.mark.slow
 def test_of_a_sampled_run_it_is_bounded_by_the_advantage_and_rises():
     history = (Charge(PoissonGaussianEvent(0.02, 1.0), 300),)
     curve = trade_off(history, RATES)

@@ -40,6 +40,7 @@ def test_the_engine_as_it_is_is_not_accused(code):
     assert finding.n > 0 and finding.detector == code
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "options")
 @pytest.mark.parametrize(
     ("options", "codes"),

@@ -88,6 +88,7 @@ def test_the_curve_of_a_gaussian_is_the_error_of_its_best_test():
     assert gaussian_curve(1.0)(0.0) == 0 and gaussian_curve(1.0)(1.0) == 1
 
 
+@pytest.mark.one_in(2, "epsilon", others="slow")
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 def test_the_bound_is_above_a_randomised_response_in_no_more_seeds_than_alpha(epsilon):
     # Each coin comes out as it is with probability e^eps / (1 + e^eps): exactly epsilon, and the paper's worst case.
@@ -101,6 +102,7 @@ def test_the_bound_is_above_a_randomised_response_in_no_more_seeds_than_alpha(ep
     assert np.median(found) > 0.2 * epsilon  # it bounds something
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.5, 1.5])
 def test_bounds_are_above_a_gaussian_in_no_more_seeds_than_alpha(mu):
     rng, delta, epsilon = np.random.default_rng(1), 1e-5, epsilon_of_mu(mu, 1e-5)

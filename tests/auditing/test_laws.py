@@ -36,6 +36,7 @@ def assert_about_uniform(found):
         assert sum(p < 0.2 for p in values) < 74, name
 
 
+@pytest.mark.slow
 def test_statistics_of_the_noise_are_uniform_where_it_is_normal():
     tensors = {"one": (12, 300), "two": (12, 300), "bias": (12, 7)}
 

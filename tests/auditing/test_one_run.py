@@ -29,6 +29,7 @@ def audit(*, steps=40, canaries=400, kind="gradient", data=None, examples=None, 
     return one_run(make, train, data or rows(), canaries=canaries, kind=kind, seed=seed, alpha=alpha, **more)
 
 
+@pytest.mark.one_in(2, "noise", others="slow")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["dp-sgd", "band-mf"])
 def test_our_own_engine_passes(noise):
     report = audit(noise=noise)
@@ -47,6 +48,7 @@ def test_pb_1_half_of_the_noise_is_a_violation(monkeypatch, noise):
     assert report.verdict == "violation" and report.bound > report.claimed
 
 
+@pytest.mark.slow
 def test_pb_13_each_layer_clipped_at_the_threshold_of_all_is_a_violation(monkeypatch):
     monkeypatch.setattr(Flat, "group_of", lambda self, names: list(range(len(names))))
     monkeypatch.setattr("dpengine.clipping.flat.check_norms", lambda *given: None)
@@ -80,6 +82,7 @@ def test_the_unsampled_bound_is_that_of_the_gaussian_curve():
     assert report.bound <= report.claimed
 
 
+@pytest.mark.slow
 def test_pb_1_rows_that_a_model_without_noise_learns_by_heart_are_a_violation(monkeypatch):
     halve_noise(monkeypatch, 1e-3)
     generator = torch.Generator().manual_seed(5)

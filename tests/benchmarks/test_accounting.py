@@ -36,6 +36,7 @@ def test_settings_are_candidates_of_their_class_in_order(name):
             assert row in TRUTHS["dropped"] or any(each.key == one.key for each in drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "row")
 @pytest.mark.parametrize("row", random.Random(5).sample(ROWS, 10), ids=lambda row: str(Setting.from_json(row)))
 def test_ours_is_sound_at_a_few_of_them(row):

@@ -13,6 +13,7 @@ ROWS = 2
 MARKED = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in CELLS]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(5, "name")
 @pytest.mark.parametrize("name", MARKED)
 def test_default_mode_equals_the_loop_over_rows_and_keeps_to_its_threshold(name):
@@ -21,6 +22,7 @@ def test_default_mode_equals_the_loop_over_rows_and_keeps_to_its_threshold(name)
     assert verdict.deviation is not None and verdict.overshoot is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_an_ordinary_step_moves_every_trained_parameter_and_no_other(name):
     torch.manual_seed(0)

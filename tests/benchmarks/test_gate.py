@@ -43,6 +43,7 @@ def test_a_contender_that_does_not_clip_prints_no_time_but_its_deviation(contend
     assert found["failed"]["guest"] in printed
 
 
+@pytest.mark.one_in(2, "clipping", others="slow")
 @pytest.mark.parametrize("clipping", ["flat", "per_layer"])
 def test_a_threshold_that_is_wrong_by_a_thousandth_is_seen(contend, clipping):
     right = ours("auto")

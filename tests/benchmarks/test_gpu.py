@@ -22,6 +22,7 @@ def test_all_parts_run_with_tiny_models(tmp_path, monkeypatch):
     assert found["cell vit"]["dpengine auto"]["ratio"] > 0
 
 
+@pytest.mark.slow
 def test_a_threshold_that_is_exceeded_under_autocast_shows(monkeypatch):
     monkeypatch.setattr(policy, "SLACK", -1e-3)
     assert gpu.check_autocast("cpu", gpu.TINY["vit"])["overshoot"] == pytest.approx(1e-3, rel=0.01)

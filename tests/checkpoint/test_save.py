@@ -324,6 +324,7 @@ def test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel(
             run.train(1)
 
 
+@pytest.mark.slow
 def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
     settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 3}
     run = Run(**settings).train(4)
@@ -375,6 +376,7 @@ def test_a_scheduler_goes_on(tmp_path):
         Run(optimizer=torch.optim.SGD).resumed(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_the_report_says_that_a_run_went_on(tmp_path):
     Run().train(1).saved(tmp_path / "run")
     assert "checkpoint" not in str(Run().train(1).engine.report())

@@ -78,6 +78,7 @@ def attack(folder, count):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("P5")
 def test_what_was_changed_and_sealed_again_is_refused_or_read(tmp_path):
     assert attack(tmp_path / "run", 60) < 40

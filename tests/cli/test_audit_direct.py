@@ -58,6 +58,7 @@ def test_what_cannot_be_looked_at_gives_2(capsys, module):
     assert main(["audit", "replay", f"{module}:nothing", "--pairs", "1"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [["replay", "--pairs", "2"], ["noise", "--coords", "3e4"], ["sampler", "--draws", "200"]], ids=str
 )

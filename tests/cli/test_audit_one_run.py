@@ -18,6 +18,7 @@ def test_our_own_engine_passes_with_code_0_and_no_word_of_being_private(capsys):
     assert " is private" not in out
 
 
+@pytest.mark.slow
 def test_the_json_has_the_bound_next_to_the_claim(capsys):
     assert main([*QUICK, "--noise-multiplier", "1.5", "--sample-rate", "0.05", "--delta", "1e-6", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -26,12 +27,14 @@ def test_the_json_has_the_bound_next_to_the_claim(capsys):
     assert found["details"]["delta"] == 1e-6 and found["details"]["steps"] == 30
 
 
+@pytest.mark.slow
 def test_half_of_the_noise_is_a_violation_with_code_1(capsys, monkeypatch):
     halve_noise(monkeypatch)
     assert main(QUICK) == 1
     assert "VIOLATION" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_no_claim_is_inconclusive_with_code_2(capsys):
     assert main([*QUICK, "--noise-multiplier", "0"]) == 2
     assert "inconclusive" in capsys.readouterr().out
@@ -47,6 +50,7 @@ def test_a_wrong_call_gives_2_and_a_message(capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_rows_with_flipped_labels_are_canaries_too(capsys):
     assert main([*QUICK, "--kind", "input", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -18,6 +18,7 @@ def printed(capsys, *argv):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epsilon", "sigma"), [("0.5", 4.978), ("1", 2.738), ("3", 1.236)])
 def test_calibrate_finds_the_reference_noise(capsys, epsilon, sigma):
     # Reference: a PLD search at a coarser grid, so it may be a little larger.
@@ -66,6 +67,7 @@ def test_a_count_may_have_an_exponent(capsys, rows):
     assert printed(capsys, "epsilon", "--sigma", "2.15", "--n", rows, *options) == same
 
 
+@pytest.mark.slow
 def test_delta_follows_from_the_rows_where_it_is_not_given(capsys):
     found = json.loads(printed(capsys, "epsilon", "--sigma", "1", *"--n 60000 --batch 256 --steps 10 --json".split()))
     assert found["delta"] == pytest.approx(60000**-1.1)
@@ -87,6 +89,7 @@ RUN = ["epsilon", "--sigma", "1.1", "--n", "60000", "--batch", "2048", "--steps"
 CONSTANTS = {"--sample-rate": ["--sample-rate", "0.03"], "--delta": ["--delta", "1e-6"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [[], ["--delta"], ["--sample-rate"]], ids=str)
 def test_what_follows_from_the_number_of_rows_makes_it_public(capsys, given):
     argv = [*RUN, *(word for name in given for word in CONSTANTS[name])]
@@ -177,6 +180,7 @@ def test_noise_beyond_measure_costs_nothing(capsys, sigma):
     assert json.loads(printed(capsys, *SHORT, "--sigma", sigma, "--json"))["epsilon"] == 0
 
 
+@pytest.mark.slow
 def test_the_largest_number_of_steps_is_answered(capsys):
     out = printed(capsys, *SHORT, "--steps", str(2**62), "--full")
     assert f"Steps: {2**62:,} would be charged." in out

@@ -40,6 +40,7 @@ def write_state(folder, state):
     return folder
 
 
+@pytest.mark.slow
 def test_the_state_of_an_engine_alone_gives_the_same_epsilon(engine, tmp_path, capsys):
     assert main(["report", str(write_state(tmp_path / "run", engine.state_dict())), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

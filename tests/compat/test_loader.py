@@ -218,6 +218,7 @@ def test_another_generator_makes_a_copy_that_draws_from_it():
         switch_generator(data_loader=DataLoader(numbered(4), 2), generator=seeded())
 
 
+@pytest.mark.one_in(2, "padded", others="slow")
 @pytest.mark.parametrize("padded", [False, True])
 def test_empty_batches_are_steps_and_a_row_of_padding_counts_for_nothing(padded):
     parts = private(poisson_sampling=True, count=6, batch_size=1, rand_on_empty=padded, noise_multiplier=1e-9)

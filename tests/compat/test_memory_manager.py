@@ -94,6 +94,7 @@ LEAVINGS = [  # a loader of parts, its workers, and the part of 15 at which the 
 ]
 
 
+@pytest.mark.one_in(4, "in_parts", others="slow")
 @pytest.mark.parametrize(("in_parts", "workers", "left_at"), LEAVINGS)
 def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_batch(in_parts, workers, left_at):
     wrapped, optimizer = by_hand(expected_batch_size=20)
@@ -324,6 +325,7 @@ def test_a_loader_of_dpengine_is_not_cut_for_an_optimizer_of_ones_own():
         wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_an_empty_logical_batch_comes_once_and_is_a_step():
     parts = private(poisson_sampling=True, batch_size=1, count=6, noise_multiplier=1.0)
     with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=2, optimizer=parts.optimizer) as chunks:

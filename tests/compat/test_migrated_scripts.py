@@ -57,6 +57,7 @@ def test_only_imports_differ_from_the_script_for_opacus(name):
     assert "dpengine.compat" not in "\n".join(there)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SCRIPTS]
 )
@@ -131,6 +132,7 @@ def assert_sums_of_a_loop(name, mode):
         assert float((found[parameter] - total).norm()) <= 1e-5 * float(scale), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_clipped_sums_of_a_script_are_those_of_a_loop_over_rows(name):

@@ -44,6 +44,7 @@ def test_trains_as_the_eager_step_does(name, passes):
     assert len(set(passes)) > 2  # one graph for all sizes
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "settings")
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 @pytest.mark.parametrize(
@@ -70,6 +71,7 @@ def test_settings_mean_the_same(settings, passes):
     assert passes
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "before", "after")
 @pytest.mark.parametrize("before", ["eager", False])
 @pytest.mark.parametrize("after", ["eager", False])
@@ -106,6 +108,7 @@ def test_dropout_in_inductor_draws_what_the_eager_step_draws(passes):
     assert passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["linear", *(pytest.param(name, marks=pytest.mark.slow) for name in ("convolution", "sequence"))]
 )
@@ -126,6 +129,7 @@ def test_under_autocast_no_sample_exceeds_the_clipping_norm(name, passes):
     assert len(passes) >= 9  # the probe is due at the first and the eighth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["around", "in the model"])
 def test_autocast_is_that_of_the_loop(where, passes):
     class Casting(nn.Module):
@@ -167,6 +171,7 @@ def test_a_sample_that_is_not_finite_is_dropped(passes):
     assert len(passes) == 3  # the graphs are compared with the hooks on a batch whose samples are finite
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 def test_a_sample_is_dropped_without_other_random_numbers_for_the_others(passes):
     make = lambda: nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, CLASSES))  # noqa: E731
@@ -192,6 +197,7 @@ def test_a_sample_is_dropped_without_other_random_numbers_for_the_others(passes)
     assert len(passes) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 def test_a_batch_without_a_finite_sample_adds_nothing(passes):
     training = Training(MODELS["linear"][0], data((6,)), compile="eager", noise_multiplier=0.0, target_delta=1e-3)
@@ -204,6 +210,7 @@ def test_a_batch_without_a_finite_sample_adds_nothing(passes):
     assert len(passes) == 2
 
 
+@pytest.mark.slow
 def test_dropout_draws_anew_in_every_step():
     make = lambda: nn.Sequential(nn.Linear(6, 50), nn.Dropout(0.5), nn.Linear(50, CLASSES))  # noqa: E731
     training = Training(make, data((6,)), compile="aot_eager")
@@ -217,6 +224,7 @@ def test_dropout_draws_anew_in_every_step():
     assert bool((zeros > 0).all())
 
 
+@pytest.mark.slow
 def test_what_is_unfrozen_later_trains(passes):
     make, shape = MODELS["linear"]
 
@@ -238,6 +246,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "a module" else pytest.mark.slow) for name in SETTINGS]
 )
@@ -278,6 +287,7 @@ CONTENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "child" else pytest.mark.slow) for name in CONTENTS]
 )
@@ -294,6 +304,7 @@ def test_contents_of_settings_that_change_are_seen(name, passes):
     assert len(passes) == 3
 
 
+@pytest.mark.slow
 def test_outputs_with_one_number_for_each_sample(passes):
     make = lambda: nn.Sequential(nn.Linear(6, 1), nn.Flatten(0))  # noqa: E731
     loss = lambda found, y, reduction: F.mse_loss(found, y.float(), reduction=reduction)  # noqa: E731
@@ -301,6 +312,7 @@ def test_outputs_with_one_number_for_each_sample(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_weights_tied_otherwise_are_seen(passes):
     def trained(compile):
         make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))  # noqa: E731
@@ -340,6 +352,7 @@ class Named(nn.Module):
         return {"logits": self.head(h), "more": [self.other(h), h.detach().argmax(dim=1)], "by": by}
 
 
+@pytest.mark.slow
 def test_keywords_shared_tensors_and_nested_outputs(passes):
     def trained(compile):
         training = Training(Named, data((6,)), compile=compile)
@@ -355,6 +368,7 @@ def test_keywords_shared_tensors_and_nested_outputs(passes):
     assert len(passes) == 5
 
 
+@pytest.mark.slow
 def test_an_output_that_the_loss_does_not_use_has_a_gradient_of_zero(passes):
     def trained(compile):
         training = Training(Named, data((6,)), compile=compile, unused_parameters="zero")
@@ -368,6 +382,7 @@ def test_an_output_that_the_loss_does_not_use_has_a_gradient_of_zero(passes):
     assert passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0.5, 1.0], ids=["padded", "full"])
 def test_outputs_may_be_changed_in_place(size, passes):
     def loss(output, y, reduction):
@@ -383,6 +398,7 @@ def test_outputs_may_be_changed_in_place(size, passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_an_output_that_the_backward_pass_reads_may_not_be_changed_in_place():
     make = lambda: nn.Sequential(nn.Linear(6, CLASSES), nn.Sigmoid())  # noqa: E731
     training = Training(make, data((6,)), compile="eager", sampling="shuffle", target_delta=1e-3)
@@ -395,6 +411,7 @@ def test_an_output_that_the_backward_pass_reads_may_not_be_changed_in_place():
         F.cross_entropy(output, y).backward()
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_changed_before_backward_raises():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     x, y = next(batches_after_checks(training))
@@ -406,6 +423,7 @@ def test_a_parameter_that_is_changed_before_backward_raises():
         loss.backward()
 
 
+@pytest.mark.slow
 def test_gradients_of_the_loss_may_be_scaled_by_a_grad_scaler(passes):
     def trained(compile):
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -421,6 +439,7 @@ def test_gradients_of_the_loss_may_be_scaled_by_a_grad_scaler(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_only_the_parameters_of_the_optimizer_are_clipped(passes):
     def trained(compile):
         training = Training(MODELS["linear"][0], data((6,)), compile=compile)
@@ -432,6 +451,7 @@ def test_only_the_parameters_of_the_optimizer_are_clipped(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_an_attack_in_eval_mode_between_steps_is_not_recorded(passes):
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     for batch in itertools.islice(training.loader, 6):
@@ -442,6 +462,7 @@ def test_an_attack_in_eval_mode_between_steps_is_not_recorded(passes):
     assert len(passes) == 4
 
 
+@pytest.mark.slow
 def test_a_forward_pass_without_gradients_or_backward_is_not_recorded(passes):
     def trained(compile):
         training = Training(MODELS["linear"][0], data((6,)), compile=compile)
@@ -456,6 +477,7 @@ def test_a_forward_pass_without_gradients_or_backward_is_not_recorded(passes):
     assert len(passes) == 5
 
 
+@pytest.mark.slow
 def test_checkpointing_in_the_model(passes):
     class Saving(nn.Module):
         def __init__(self):
@@ -470,6 +492,7 @@ def test_checkpointing_in_the_model(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_a_model_that_torch_compile_changed(passes):
     eager, compiled = (Training(MODELS["linear"][0], data((6,)), compile=one) for one in (False, "eager"))
     model = torch.compile(compiled.model, backend="eager")
@@ -507,6 +530,7 @@ def test_two_threads_compile_one_after_the_other():
     Training(MODELS["linear"][0], TensorDataset(*data((6,)).tensors), compile="eager").run()  # and after them
 
 
+@pytest.mark.one_in(3, "where", others="slow")
 @pytest.mark.parametrize("where", [0, 1, 2])
 def test_an_interrupt_while_tracing_leaves_the_model_as_it_was(where, monkeypatch):
     training = Training(lambda: nn.Sequential(nn.PReLU(6), nn.Linear(6, CLASSES)), data((6,)), compile="eager")
@@ -593,6 +617,7 @@ def test_a_parameter_used_by_the_loss_is_rejected():
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly(passes):
     def trained(compile):
         training = Training(MODELS["linear"][0], data((6,)), compile=compile)

@@ -41,6 +41,7 @@ def wrong(where):
     return backend
 
 
+@pytest.mark.one_in(3, "where", others="slow")
 @pytest.mark.parametrize("where", ["outputs", "norms", "sums"])
 def test_what_is_compiled_wrongly_is_not_used(where, passes):
     trains_eagerly(MODELS["linear"][0], "compiled code and", compile=wrong(where))
@@ -119,6 +120,7 @@ def test_a_model_that_moves_samples_to_places_of_padding_trains_eagerly(passes):
     assert not passes
 
 
+@pytest.mark.slow
 def test_samples_that_move_by_values_of_later_batches_are_rejected(passes):
     settings = {"sampling": "shuffle", "target_delta": 1e-3}
     training = Training(lambda: Moving(lambda x: x[:, 0].argsort(stable=True)), data((6,)), compile="eager", **settings)
@@ -217,6 +219,7 @@ def test_a_model_that_changes_its_arguments_trains_eagerly(passes):
     assert not passes
 
 
+@pytest.mark.slow
 def test_recurrent_layers_train_eagerly(passes):
     class Recurrent(nn.Module):
         def __init__(self):
@@ -242,6 +245,7 @@ def test_hooks_of_layers_keep_running(passes):
     assert len(seen) >= 10 and not passes
 
 
+@pytest.mark.slow
 def test_hooks_of_the_model_run_around_the_compiled_pass(passes):
     def make():
         model = MODELS["linear"][0]()
@@ -289,6 +293,7 @@ class Late(nn.Module):
         return self.head(torch.relu(h))
 
 
+@pytest.mark.one_in(3, "what", others="slow")
 @pytest.mark.filterwarnings("ignore:.*DPE029")
 @pytest.mark.parametrize(
     "what, error",
@@ -343,6 +348,7 @@ def test_arguments_are_dense_tensors_or_plain(argument, why, passes):
     assert not passes
 
 
+@pytest.mark.slow
 def test_plain_arguments_are_told_apart(passes):
     class Scaled(nn.Module):
         def __init__(self):
@@ -381,6 +387,7 @@ def test_after_many_graphs_the_step_is_eager(monkeypatch, passes):
     assert len(passes) == 2
 
 
+@pytest.mark.slow
 def test_larger_batches_are_eager(passes):
     settings = {"physical_batch_size": 4, "sampling": "shuffle", "target_delta": 1e-3}
     training = Training(MODELS["linear"][0], data((6,)), compile="eager", **settings)
@@ -405,6 +412,7 @@ def test_a_tensor_of_one_batch_is_not_kept(passes):
     assert not passes
 
 
+@pytest.mark.slow
 def test_a_bad_first_batch_does_not_spare_the_comparison(passes):
     training = Training(MODELS["linear"][0], data((6,)), compile=wrong("sums"))
     batches = batches_after_checks(training)

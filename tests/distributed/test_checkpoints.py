@@ -64,6 +64,7 @@ def saved_and_gone_on_alone(folder, names, ends):
     return go_on_with_all([folder / "data"], ["data"], names, ends)[str(folder / "data"), "data"]
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("B9")
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     names, ends = ["gaussian", "bandmf"], [True]
@@ -238,6 +239,7 @@ def saved_and_loaded_with_an_empty_part(folder):
     return torch.equal(*found), model.embedding.weight.to_local().numel()
 
 
+@pytest.mark.slow
 def test_tied_weights_of_which_a_rank_has_nothing_are_stored_once_and_read_again(tmp_path):
     found = launched(3, saved_and_loaded_with_an_empty_part, tmp_path / "run")
     assert [same for same, _ in found] == [True] * 3 and found[-1][1] == 0

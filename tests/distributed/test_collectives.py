@@ -106,6 +106,7 @@ def counts():
     return first
 
 
+@pytest.mark.slow
 def test_the_counter_sees_what_ddp_begins_in_cpp_and_each_other_exchange_once(counts):
     nothing, calls, sizes, of_object = counts["known"]
     assert nothing == {}

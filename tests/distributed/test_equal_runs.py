@@ -46,6 +46,7 @@ def compare(cases, topology, ranks, steps):
     assert any(one[rare]["empty"] for one in found)  # a process without samples participates
 
 
+@pytest.mark.one_in(2, "topology", others="slow")
 @pytest.mark.parametrize("topology", ["ddp", "fsdp"])
 @pytest.mark.hazard("S7", "X1", "X2")
 def test_two_processes_give_the_weights_of_one(topology):
@@ -61,6 +62,7 @@ def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the
         refuse_differences(case, [one[i] for one in found], trained(case, steps=8))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("topology", ["data", "ddp"])
 def test_processes_choose_the_parts_that_run_each_sample_alone_when_they_have_samples(topology):

@@ -39,6 +39,7 @@ def seven_steps(path, wrap):
     return engine.ledger.steps, engine.epsilon, "anchor" in engine.state_dict()
 
 
+@pytest.mark.one_in(2, "wrap", others="slow")
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @pytest.mark.hazard("X5")
 def test_all_ranks_charge_what_the_first_writes(tmp_path, wrap):

@@ -64,6 +64,7 @@ def trained_rarely(steps):
     return {**run.result(), "charged": run.engine.ledger.steps}
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("X2")
 def test_every_rank_is_included_in_every_step_where_nearly_all_have_no_row():
     """A tenth of a row for each of two processes and step: 40 steps have eight rows in all, on average."""

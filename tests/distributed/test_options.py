@@ -189,13 +189,14 @@ def mixed_runs():
 
 
 @pytest.fixture(scope="module")
-def of_ranks():
-    """Results of all runs that need two processes, which start once."""
-    return launched(2, everything)
+def of_ranks(request):
+    """Results of the runs of two processes that the chosen tests need. The processes start once."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return launched(2, results, [name for name in CASES if {"name": name} in params])
 
 
-def everything():
-    return all_runs(CASES) | {"mixed": mixed_runs()}
+def results(names):
+    return all_runs(names) | {"mixed": mixed_runs()}
 
 
 def refuse_differences(of_ranks):
@@ -210,6 +211,7 @@ def of_one():
     return {(make, *chunks): run(Case(itself, make, more=THREE_CHUNKS if chunks else {})) for make, *chunks in keys}
 
 
+@pytest.mark.one_in(5, "name", others="slow")
 @pytest.mark.parametrize("name", EXACT)
 def test_an_option_leaves_the_run_of_one_process(of_ranks, of_one, name):
     case, found = CASES[name], [one[name] for one in of_ranks]

@@ -60,6 +60,7 @@ MODELS = {
 MOST_READS = {("ghost", name): 2 for name in MODELS} | {("hooks", "embedding"): 2}
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "name", "mode")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])

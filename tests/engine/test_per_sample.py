@@ -295,6 +295,7 @@ def test_norms_and_sums_form_no_per_sample_gradient_and_grad_sample_does_when_it
     assert seen.elements >= samples * model[0].weight.numel()
 
 
+@pytest.mark.slow
 def test_norms_keep_no_per_sample_gradient_that_would_be_fast_to_form():
     torch.manual_seed(3)
     model, samples = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 48)), 2048

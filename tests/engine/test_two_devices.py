@@ -57,6 +57,7 @@ def test_sums_over_two_devices_are_those_of_one(api, broken):
         assert_equal({name: value.cpu() for name, value in private.sum().items()}, truth)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", [dpengine.PerLayer(0.5), dpengine.Automatic(0.5)], ids=repr)
 def test_policies_get_norms_on_one_device(clipping):
     trained = []

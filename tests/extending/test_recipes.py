@@ -48,6 +48,7 @@ def test_an_interrupted_run_continues_as_if_it_were_not(name, tmp_path):
         torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_weights_of_one():
     found = launched(2, of_rank)
     assert all(isinstance(one, list) for one in found), found

@@ -216,6 +216,7 @@ def trace_all(seeds, options):
     assert releases > len(seeds)  # or it would prove nothing
 
 
+@pytest.mark.one_in(5, "options", others="slow")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
 def test_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):

@@ -393,6 +393,7 @@ def test_probes_come_again_and_keep_other_rows(monkeypatch):
     assert not inside.pass_recorded(engine)[1]  # no batch is kept from one step to the next
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("M2")
 def test_the_steps_that_are_probed(monkeypatch):
     probed_at, asked = [], record_probes(monkeypatch, ask=False)

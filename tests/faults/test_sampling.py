@@ -36,6 +36,7 @@ def test_batches_are_poisson_whatever_the_order_of_the_users_loader(shuffle):
     assert min(p_values(found, BATCH / ROWS).values()) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("S1")
 def test_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
     engine, loader = private_loader(range(ROWS), BATCH, sampling="shuffle")
@@ -80,6 +81,7 @@ def assert_divided_by(divisor, run):
     assert float((found - truth).norm()) <= 1e-5 * float(truth.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("S2")
 def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
     found = masks(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)

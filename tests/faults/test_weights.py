@@ -137,6 +137,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.one_in(4, "mode", "name", others="slow")
 @pytest.mark.one_in(2, "mode", "name")
 @pytest.mark.parametrize("name", VARIANTS)
 @every_mode

@@ -113,6 +113,7 @@ def test_transforms(name):
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", ["grad", "vmap-x", "vmap-all", "jvp", "grad-of-vmap"])
 def test_transforms_under_compile(name):

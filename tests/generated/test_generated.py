@@ -103,6 +103,7 @@ def test_a_layer_whose_gradients_are_one_per_cent_off_is_found(monkeypatch, kind
     assert tried[-1] == "wrong", f"not found in {len(tried)} models"
 
 
+@pytest.mark.slow
 def test_a_threshold_that_is_exceeded_is_found(monkeypatch):
     bound = Flat.factors
     monkeypatch.setattr(Flat, "factors", lambda self, norms_BK: bound(self, norms_BK) * (1 + 2e-6))

@@ -74,6 +74,7 @@ def test_a_sum_over_the_samples_of_a_list_is_accepted(data):
     assert inside.checked_loops(engine) > 0 and not shown if data is DATA["boxes"] else len(shown) == 1
 
 
+@pytest.mark.one_in(3, "data", "size", others="slow")
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_check_loop_exchanges_the_elements_of_lists(data, size):
@@ -89,6 +90,7 @@ def test_a_mean_over_all_elements_of_a_list_is_rejected():
         trained(of_all, DATA["boxes"])
 
 
+@pytest.mark.slow
 def test_a_list_that_may_hold_columns_is_decided_by_another_size():
     """Four samples with four entries each."""
     data = DATA["boxes"]

@@ -267,6 +267,7 @@ def trained_in_bfloat16(loss, seed, size=64):
             optimizer.step()
 
 
+@pytest.mark.one_in(4, "size", others="slow")
 @pytest.mark.parametrize(("size", "seed"), [(64, 0), (64, 4), (4096, 3), (4096, 8)])
 def test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision(size, seed):
     with warnings.catch_warnings():
@@ -275,6 +276,7 @@ def test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision(size
         trained_in_bfloat16(logged, seed, min(size, 64))
 
 
+@pytest.mark.one_in(8, "seed", others="slow")
 @pytest.mark.parametrize("seed", range(8))
 def test_a_sum_is_reported_at_a_later_size_if_the_second_is_nearly_the_first(seed):
     with pytest.raises(ReductionError, match='loss_reduction="sum"'):

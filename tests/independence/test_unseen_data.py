@@ -197,6 +197,7 @@ def collated(labels_of):
     return lambda some: (torch.stack([x for x, _ in some]), labels_of([int(y) for _, y in some]))
 
 
+@pytest.mark.one_in(3, "loss_of", others="slow")
 @pytest.mark.parametrize(
     ("loss_of", "collate"),
     [
@@ -222,6 +223,7 @@ class Coder(nn.Module):
         return self.decoder(code), mean, log_variance
 
 
+@pytest.mark.slow
 def test_check_loop_accepts_outputs_that_come_from_one_another():
     model = Coder()
 

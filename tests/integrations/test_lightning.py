@@ -71,6 +71,7 @@ class Breaking(Plain):
         return super().training_step(batch, index)
 
 
+@pytest.mark.one_in(2, "kind", others="slow")
 @pytest.mark.parametrize("kind", [Plain, Bypassing, Scheduled, Asking, Manual])
 def test_weights_and_epsilon_are_those_of_a_loop_by_hand(kind):
     expected, engine = by_hand(**WANTED)
@@ -92,6 +93,7 @@ def test_the_target_is_kept_over_the_epochs_of_the_trainer():
     assert torch.equal(weights(module), expected)
 
 
+@pytest.mark.slow
 def test_what_the_docstring_shows_runs_as_written(capsys):
     names = {"Trainer": trainer_of, "module": Plain(), "loader": loader(), "DPCallback": DPCallback}
     code = inspect.getdoc(DPCallback).split("::\n\n")[1].split("\n\n")[0]

@@ -131,6 +131,7 @@ def test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan(path):
     assert epsilon_of(read(path).history, 1e-3) <= 3.0
 
 
+@pytest.mark.slow
 def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):
     first = Run(path, target_epsilon=3.0, steps=10).train(10).gone()
     second = Run(path, target_epsilon=3.5, steps=10).train(10)
@@ -210,6 +211,7 @@ def test_a_new_file_does_not_take_the_place_of_one_that_is_missing(path, tmp_pat
         checkpoint.load(tmp_path / "saved", second.engine)
 
 
+@pytest.mark.slow
 def test_the_report_says_that_later_releases_may_be_missing_unless_the_file_has_them(path, tmp_path):
     alone, kept = Run(None).train(2), Run(path).train(2)
     checkpoint.save(tmp_path / "alone", alone.engine)
@@ -269,6 +271,7 @@ def test_the_relation_is_the_one_that_holds_for_all_runs_of_the_file(path):
     assert "Adjacency: zero-out" in str(Run(path, sample_rate=0.3, expected_batch_size=20).train(1).engine.report())
 
 
+@pytest.mark.slow
 def test_the_report_says_whether_the_ledger_is_on_disk(path):
     line = "[yes] Each charge is on disk before the result of its step is released"
     assert line in str(Run(path).train(1).engine.report())

@@ -42,6 +42,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.slow
 def test_another_process_is_kept_out_until_the_first_is_gone(path):
     other = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -17,6 +17,7 @@ def charged(folder):
     return steps_of(read(folder / "run.ledger").history)
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("L5")
 def test_a_death_at_each_place_between_draw_and_update_leaves_every_release_charged(tmp_path):
     """Places are before, amid and after each call of the system, and before and after each change of the weights."""

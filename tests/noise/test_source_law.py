@@ -39,6 +39,7 @@ def test_moments_are_those_of_the_standard_normal(kind, dtype):
     assert abs((drawn**4).mean().item() - 3) < SIGMAS * 96**0.5 * error  # Var z^4 = 105 - 9
 
 
+@pytest.mark.one_in(2, "kind", others="slow")
 @every_kind
 def test_the_distribution_is_normal(kind):
     """Kolmogorov and Smirnov, a million draws, p > 1e-6; both halves of the pairs apart."""
@@ -48,6 +49,7 @@ def test_the_distribution_is_normal(kind):
         assert stats.kstest(part, "norm").pvalue > 1e-6
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.hazard("N8")
 def test_the_tails_are_as_heavy_as_they_should_be(kind):

@@ -49,6 +49,7 @@ def test_the_divisor_does_not_tell_whether_one_row_is_there(api, count):
     assert_equal(private.sum(), true_sum(mlp(), torch.nn.CrossEntropyLoss(), (inputs[drawn], targets[drawn])))
 
 
+@pytest.mark.slow
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O17")
 def test_the_neighbouring_relation_is_in_the_report(api):

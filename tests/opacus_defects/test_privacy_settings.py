@@ -62,6 +62,7 @@ RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, lo
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2, "run")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.hazard("O43")
@@ -166,6 +167,7 @@ class Autocast(nn.Module):
             return self.inner(x).float()
 
 
+@pytest.mark.slow
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
 def test_under_autocast_no_row_exceeds_the_threshold(api):

@@ -74,6 +74,7 @@ def test_the_error_is_that_of_the_matrix():
         assert config.rmse == pytest.approx(2.0 * math.sqrt(np.square(errors).sum(axis=1).mean()) / 2.0, rel=1e-12)
 
 
+@pytest.mark.one_in(10, "name", others="slow")
 @pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_calibration_keeps_the_target(name):
@@ -85,6 +86,7 @@ def test_calibration_keeps_the_target(name):
     assert config.calibrate(epsilon=math.inf, delta=1e-5).noise_multiplier == 0.0
 
 
+@pytest.mark.one_in(12, "name", others="slow")
 @pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_library_agrees(name):
@@ -107,6 +109,7 @@ def test_the_library_agrees(name):
         assert config.epsilon(1e-5) == pytest.approx(theirs, rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dp-sgd", pytest.param("band-mf", marks=pytest.mark.slow), "blt"])
 def test_calibration_by_an_accountant_of_the_library(name):
     found = CONFIGS[name].calibrate(

@@ -74,6 +74,7 @@ def test_the_run_is_the_plan(name, made):
     assert "epsilon" in str(engine.report()).lower() or "ε" in str(engine.report())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fixed", "truncated", pytest.param("band-mf, truncated", marks=pytest.mark.slow)])
 def test_batches_of_a_size_are_drawn_charged_and_stated(name):
     config, largest = SIZED[name]

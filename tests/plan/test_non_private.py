@@ -62,6 +62,7 @@ def test_the_engine_has_no_run_for_it():
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ask", [lambda c: c.epsilon(1e-5), lambda c: c.calibrate(epsilon=5.0, delta=1e-5, tol=0.1)])
 def test_a_steep_cut_is_noticed_with_one_that_is_not(ask):
     settings = {"iterations": 20, "sampling_prob": 0.1, "num_examples": 1000, "noise_multiplier": 1.0}

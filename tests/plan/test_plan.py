@@ -150,6 +150,7 @@ def test_the_cost_is_that_of_the_participation_which_draws_state():
     assert plan.epsilon(1e-5) == Plan(sampling=recipe("Bernoulli")(0.5), noise_multiplier=2.0, **RUN).epsilon(1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, recipe("Decaying")()], ids=["independent", "own"])
 def test_the_engine_runs_a_plan_of_parts_from_outside(noise):
     sampling = recipe("Bernoulli")(0.25) if noise is None else BallsInBinsSampling(cycle_length=4)

@@ -12,6 +12,7 @@ FOUND = AuditReport(
 ).summary()
 
 
+@pytest.mark.slow
 def test_without_an_audit_no_form_speaks_of_one(make_facts):
     report = PrivacyReport(make_facts())
     assert "audit" not in report.to_dict()

@@ -32,6 +32,7 @@ def test_a_run_over_all_rows_has_the_figures_of_one_gaussian(make_facts):
         assert eps == pytest.approx(gaussian_epsilon(mu, delta) if delta < 0.09 else eps, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_sampled_run_agrees_with_dp_accounting(make_facts):
     import dp_accounting
     from dp_accounting.pld import PLDAccountant
@@ -84,6 +85,7 @@ def test_the_curve_over_steps_ends_at_the_figure_of_the_run(make_facts):
     assert curve[9] == figures_of(facts).spent.epsilon
 
 
+@pytest.mark.slow
 def test_the_curve_counts_the_clipping_releases_on_its_way(make_facts):
     facts = make_facts("voids-and-clips")
     curve = epsilon_by_step(facts)

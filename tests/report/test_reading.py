@@ -307,6 +307,7 @@ def test_a_bound_without_amplification_is_held_against_its_own_charges(make_fact
         PrivacyReport.from_json(json.dumps(by_version(first, epsilon_unamplified=low)))
 
 
+@pytest.mark.slow
 def test_numbers_that_nothing_here_can_check_are_said_to_be_unchecked(make_facts):
     cut = TruncatedGaussianEvent(503, 0.02, 15, 1.5)
     plan = make_facts().plan | {"sampling": "truncated"}

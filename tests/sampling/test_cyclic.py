@@ -39,6 +39,7 @@ def test_equal_groups_have_equal_sizes_and_leave_out_the_rest(seeded_words):
     assert np.bincount(groups[groups >= 0]).tolist() == [51] * 4 and (groups == -1).sum() == 1
 
 
+@pytest.mark.slow
 def test_independent_groups_take_every_example_and_have_binomial_sizes(seeded_words):
     """2,000 partitions: chi-square of the size of a group at 1e-4."""
     sizes = []
@@ -73,6 +74,7 @@ def test_a_draw_needs_no_time_or_memory_for_each_group(seeded_words, partition):
     assert len(sampling(10**6, rate=1.0, cycle=2, partition=partition).draw(1, words)) == pytest.approx(5e5, rel=0.01)
 
 
+@pytest.mark.slow
 @both
 def test_groups_do_not_hang_together(seeded_words, partition):
     """1,000 partitions: whether examples 0 and 1 share a group, chi-square at 1e-4."""
@@ -84,6 +86,7 @@ def test_groups_do_not_hang_together(seeded_words, partition):
     assert stats.binomtest(shared, 1000, chance).pvalue > 1e-4
 
 
+@pytest.mark.one_in(2, "partition", others="slow")
 @both
 def test_inclusion_in_the_steps_of_the_group_is_poisson(seeded_words, partition):
     """2,000 steps: the number of inclusions of each example, and the sizes of batches, chi-square at 1e-4."""

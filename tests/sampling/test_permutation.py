@@ -24,6 +24,7 @@ def test_no_numbers_are_no_places_and_large_ones_stay_in_range():
     assert len(set(places)) == 1000 and places.min() >= 0 and places.max() < 10**9
 
 
+@pytest.mark.slow
 def test_a_number_falls_on_every_place_alike_over_keys():
     """4,000 keys, 11 places: chi-square at 1e-4."""
     places = np.array([keyed(11, seed)(np.array([3]))[0] for seed in range(4000)])

@@ -110,6 +110,7 @@ RATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ("independent", "fixed, again") else []) for name in RATES],
@@ -149,6 +150,7 @@ def test_examples_do_not_depend_on_each_other(name, p, runs):
         assert stats.chisquare(counts, expected).pvalue > SURE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, cycle", [("cyclic", 4), ("independent", 4), ("balls", 5)])
 def test_no_user_is_outside_their_group(name, cycle, runs):
     made = runs(name)[:50]
@@ -167,6 +169,7 @@ def test_the_union_over_a_cycle_is_everybody():
     assert left.sum() == 159  # 160 mod 3 never takes part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, gap", [("rest", 4), ("cold", 4), ("rest, cut", 3)])
 @pytest.mark.hazard("S11")
 def test_who_took_part_rests(name, gap, runs):
@@ -191,6 +194,7 @@ def test_with_certainty_rest_is_balls_in_bins():
     assert stats.chisquare(np.bincount(firsts.ravel(), minlength=4)).pvalue > SURE
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("S9")
 def test_what_is_cut_is_a_uniform_subset(runs):
     made, whole = runs("truncated"), runs("poisson")

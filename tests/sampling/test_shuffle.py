@@ -34,6 +34,7 @@ def test_epochs_differ(seeded_words):
     assert epoch(strategy, seeded_words(1), 0) != epoch(strategy, seeded_words(1), 1)
 
 
+@pytest.mark.slow
 def test_every_example_is_equally_often_in_every_batch(seeded_words):
     # 1000 epochs of 12 examples in 4 batches: 48 counts of mean 250 with 33 free; within 4 standard deviations.
     strategy = ShuffleDraws(12, 3)

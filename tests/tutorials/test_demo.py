@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from dpengine.data import load_adult
 from tutorials.demo.tasks import adult_network
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = [
     *["metrics.jsonl", "model.safetensors", "privacy_report.html", "privacy_report.json", "privacy_report.md"],
@@ -132,7 +134,6 @@ def test_a_pipe_gets_no_control_characters(demo):
     assert re.findall(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", demo.out) == []
 
 
-@pytest.mark.slow
 def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert on_terminal.code == 0, on_terminal.out
     assert "\033[1m" not in on_terminal.out
@@ -140,13 +141,11 @@ def test_a_terminal_without_colour_gets_a_bar_and_no_colour(on_terminal):
     assert re.search(r"█{8} 40/40  ε 1.00/1.00 \(100 %\)  [\d:]+<00:00, +[\d.]+it/s", on_terminal.out)
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_table(demo, on_terminal):
     assert len(table_of(demo.out)) == 6
     assert table_of(demo.out) == table_of(on_terminal.out)
 
 
-@pytest.mark.slow
 def test_the_same_seed_gives_the_same_model(demo, on_terminal):
     one, other = (load_file(run.folder / "model.safetensors") for run in (demo, on_terminal))
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -178,7 +177,6 @@ def test_the_report_has_no_folder_of_this_machine_in_it(demo):
         assert str(ROOT) not in text
 
 
-@pytest.mark.slow
 def test_json_replaces_the_screen(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, "--json")
     (shown,) = json.loads(run.out)
@@ -188,7 +186,6 @@ def test_json_replaces_the_screen(tmp_path):
     assert run.err == ""
 
 
-@pytest.mark.slow
 def test_it_runs_on_a_bare_machine_and_says_what_it_left_out(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, blocked=OPTIONAL)
     assert run.code == 0, run.err
@@ -198,7 +195,6 @@ def test_it_runs_on_a_bare_machine_and_says_what_it_left_out(tmp_path):
     assert report["accounting"]["accountant"] == "pld"
 
 
-@pytest.mark.slow
 def test_the_doctor_runs_on_a_bare_machine():
     line = command("doctor", blocked=OPTIONAL, module="dpengine")
     result = subprocess.run(line, capture_output=True, text=True, check=False, env=environment())

@@ -61,6 +61,7 @@ def test_differences_between_seeds_do_not_fill_the_picture(tmp_path):
     assert 83 <= min(ticks) <= 84.5 and 85.5 <= max(ticks) <= 87
 
 
+@pytest.mark.slow
 def test_a_single_seed_is_called_that_and_unequal_numbers_too(tmp_path):
     _, svg = plots.tradeoff(trained(seeds=1), tmp_path / "one")
     assert "1 seed<" in svg.read_text(encoding="utf-8")
@@ -98,11 +99,13 @@ def test_runs_that_share_no_axis_are_refused(tmp_path, runs, message):
         plots.tradeoff(runs, tmp_path / "tradeoff")
 
 
+@pytest.mark.slow
 def test_equal_runs_give_equal_pictures(tmp_path):
     first, second = (plots.tradeoff(trained(), tmp_path / name) for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+@pytest.mark.slow
 def test_the_users_style_is_neither_used_nor_changed(tmp_path):
     import matplotlib
 

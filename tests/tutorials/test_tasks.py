@@ -91,6 +91,7 @@ def test_accuracy_counts_over_all_chunks(monkeypatch):
     assert accuracy(torch.nn.Identity(), split, torch.device("cpu")) == pytest.approx(7 / 9)
 
 
+@pytest.mark.slow
 def test_training_without_privacy_learns():
     task = dataclasses.replace(FILTERS, plain_epochs=40)
     data = fake_images()

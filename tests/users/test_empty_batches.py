@@ -35,6 +35,7 @@ def test_a_model_that_cannot_run_without_samples_trains(mode):
     assert loop.engine.ledger.steps == len(sizes)
 
 
+@pytest.mark.one_in(6, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @every_mode
 def test_nothing_of_a_placeholder_is_released(mode):

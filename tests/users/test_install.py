@@ -67,6 +67,7 @@ def modules_loaded(*, allowed: set[str], then: str = "") -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.slow
 def test_importing_needs_nothing_but_torch_and_numpy():
     assert modules_loaded(allowed={"torch", "numpy"}) == {"dpengine"}
 

@@ -70,6 +70,7 @@ def test_the_remedies_for_a_batch_that_is_left_out_are_silent(recwarn, seed):
     assert not [one for one in recwarn if "DPE0" in str(one.message)]
 
 
+@pytest.mark.slow
 def test_each_run_is_reported():
     for _ in range(2):
         with pytest.warns(PrivacyWarning, match=r"DPE006.*not trained on"):

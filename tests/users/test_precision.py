@@ -73,6 +73,7 @@ def test_bfloat16_works_in_every_mode(how, max_norm, mode):
     assert_same_gradients(found, expected, rtol=0.03)
 
 
+@pytest.mark.one_in(6, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @every_mode
 def test_sums_of_bfloat16_gradients_do_not_stagnate(mode):
@@ -195,6 +196,7 @@ def compiled(model):
     return torch.compile(model, backend="aot_eager")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, while it compiles
 @pytest.mark.parametrize(
     "when",

@@ -78,6 +78,7 @@ MIXING = {
 }
 
 
+@pytest.mark.one_in(14, "calls_backward", "loss", others="slow")
 @pytest.mark.one_in(2, "calls_backward", "loss")
 @pytest.mark.parametrize("calls_backward", [False, True])
 @pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
@@ -141,6 +142,7 @@ def test_a_batch_on_axis_1_is_found():
     assert check_loop(step, data, batch_first=False).reduction == "mean"
 
 
+@pytest.mark.slow
 def test_a_private_run_stays_as_it_was():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     model.register_buffer("seen", torch.zeros(()))
@@ -194,6 +196,7 @@ def values_of(batch):
     return torch.tensor([float(value) for value in first])
 
 
+@pytest.mark.one_in(5, "data", others="slow")
 @pytest.mark.parametrize("data", WITHOUT_TENSORS.values(), ids=WITHOUT_TENSORS)
 def test_a_batch_without_tensors_is_checked(data):
     model = nn.Linear(1, 1)

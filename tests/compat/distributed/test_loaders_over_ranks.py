@@ -84,6 +84,7 @@ def sharded(run, shuffle, batch):
     return made.train(), len(made.loader), made.optimizer.expected_batch_size
 
 
+@pytest.mark.one_in(2, "poisson", "wrapper", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("wrapper", ["dpddp", "fsdp"])
 def test_a_distributed_sampler_says_the_batch_size_of_each_process(poisson, wrapper):

@@ -176,6 +176,7 @@ def dtypes_within():
     return outputs[:4], all(changed)
 
 
+@pytest.mark.slow
 def test_layers_of_high_precision_stay_so_among_layers_of_a_narrow_dtype():
     narrow, wide = torch.bfloat16, torch.float32
     assert launched(2, dtypes_within) == [([narrow, wide, wide, narrow], True)] * 2
@@ -197,6 +198,7 @@ def noise_of_a_sum(wrapper):
     return torch.cat([p.grad.flatten() for p in model.parameters()]) * 10
 
 
+@pytest.mark.one_in(2, "name", others="slow")
 @pytest.mark.parametrize("name", ["dpddp", "ddp"])
 def test_the_noise_of_a_sum_over_processes_is_that_of_one_and_the_same_on_all(name):
     one, other = launched(2, noise_of_a_sum, WRAPPER[name])
@@ -282,6 +284,7 @@ def resumed(path, alone_path):
     return second.train()
 
 
+@pytest.mark.slow
 def test_all_processes_go_on_from_the_checkpoint_that_one_of_them_wrote():
     with tempfile.TemporaryDirectory() as folder:
         paths = (os.path.join(folder, "ranks"), os.path.join(folder, "alone"))

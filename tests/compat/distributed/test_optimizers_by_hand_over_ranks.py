@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -171,6 +172,7 @@ def with_a_manager(seed):
     return {"weights": whole_weights(model), "public": (len(released), optimizer.max_grad_norm)}, sizes
 
 
+@pytest.mark.slow
 def test_the_memory_manager_makes_one_step_of_a_batch_that_a_loader_by_hand_gives_in_chunks():
     whole, _ = with_a_manager(False)
     alone, sizes = with_a_manager(True)

@@ -274,6 +274,7 @@ class ByHand(nn.Module):
         return total
 
 
+@pytest.mark.one_in(3, "lengths", others="slow")
 @pytest.mark.parametrize(("lengths", "functorch"), [("whole", False), ("unsorted", False), ("unsorted", True)])
 def test_a_cell_of_ones_own_has_exact_per_sample_gradients(lengths, functorch):
     torch.manual_seed(0)
