@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def mlp(inside: int = 784, width: int = 1024, depth: int = 2) -> nn.Module:
+def mlp(in_features: int = 784, width: int = 1024, depth: int = 2) -> nn.Module:
     """A multilayer perceptron with ``depth`` hidden layers; 784-1024-1024-10 by default."""
     layers: list[nn.Module] = []
     for _ in range(depth):
-        layers += [nn.Linear(inside, width), nn.ReLU()]
-        inside = width
-    return nn.Sequential(*layers, nn.Linear(inside, 10))
+        layers += [nn.Linear(in_features, width), nn.ReLU()]
+        in_features = width
+    return nn.Sequential(*layers, nn.Linear(in_features, 10))
 
 
 def cnn() -> nn.Module:
@@ -27,12 +27,16 @@ def cnn() -> nn.Module:
 class Block(nn.Module):
     """A pre-activation residual block with group norm."""
 
-    def __init__(self, inside: int, outside: int, stride: int):
+    def __init__(self, in_channels: int, out_channels: int, stride: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.GroupNorm(16, inside), nn.GroupNorm(16, outside)
-        self.conv1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False)
-        self.conv2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
-        self.skip = nn.Conv2d(inside, outside, 1, stride, bias=False) if inside != outside else nn.Identity()
+        self.norm1, self.norm2 = nn.GroupNorm(16, in_channels), nn.GroupNorm(16, out_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, 1, 1, bias=False)
+        self.skip = (
+            nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+            if in_channels != out_channels
+            else nn.Identity()
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         out = F.relu(self.norm1(x))
@@ -43,10 +47,10 @@ class Block(nn.Module):
 def wide_resnet() -> nn.Module:
     """WRN-16-4 with group norm, for 32 x 32 images."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, 1, 1, bias=False)]
-    inside = 16
-    for outside, stride in ((64, 1), (128, 2), (256, 2)):
-        layers += [Block(inside, outside, stride), Block(outside, outside, 1)]
-        inside = outside
+    in_channels = 16
+    for out_channels, stride in ((64, 1), (128, 2), (256, 2)):
+        layers += [Block(in_channels, out_channels, stride), Block(out_channels, out_channels, 1)]
+        in_channels = out_channels
     tail = [nn.GroupNorm(16, 256), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 10)]
     return nn.Sequential(*layers, *tail)
 
@@ -54,18 +58,18 @@ def wide_resnet() -> nn.Module:
 class Bottleneck(nn.Module):
     """A residual block of ResNet-50 with group norm."""
 
-    def __init__(self, inside: int, width: int, stride: int):
+    def __init__(self, in_channels: int, width: int, stride: int):
         super().__init__()
-        outside = 4 * width
+        out_channels = 4 * width
         self.body = nn.Sequential(
-            *[nn.Conv2d(inside, width, 1, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()],
+            *[nn.Conv2d(in_channels, width, 1, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()],
             *[nn.Conv2d(width, width, 3, stride, 1, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()],
-            *[nn.Conv2d(width, outside, 1, bias=False), nn.GroupNorm(width // 4, outside)],
+            *[nn.Conv2d(width, out_channels, 1, bias=False), nn.GroupNorm(width // 4, out_channels)],
         )
         self.skip: nn.Module = nn.Identity()
-        if stride > 1 or inside != outside:
+        if stride > 1 or in_channels != out_channels:
             self.skip = nn.Sequential(
-                nn.Conv2d(inside, outside, 1, stride, bias=False), nn.GroupNorm(width // 4, outside)
+                nn.Conv2d(in_channels, out_channels, 1, stride, bias=False), nn.GroupNorm(width // 4, out_channels)
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,12 +80,12 @@ def resnet_50(width: int = 64, depths: tuple[int, ...] = (3, 4, 6, 3)) -> nn.Mod
     """ResNet-50 with group norm, ten classes."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.GroupNorm(width // 4, width), nn.ReLU()]
     layers += [nn.MaxPool2d(3, 2, 1)]
-    inside = width
+    in_channels = width
     for stage, depth in enumerate(depths):
         for i in range(depth):
-            layers += [Bottleneck(inside, width << stage, 2 if stage > 0 and i == 0 else 1)]
-            inside = 4 * (width << stage)
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inside, 10))
+            layers += [Bottleneck(in_channels, width << stage, 2 if stage > 0 and i == 0 else 1)]
+            in_channels = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(in_channels, 10))
 
 
 def bottlenecks(width: int = 4, depth: int = 16) -> nn.Module:
@@ -288,10 +292,10 @@ def bitfit() -> nn.Module:
 class Maxout(nn.Module):
     """The largest of several linear maps (Goodfellow et al. 2013): a layer for which no library has a grad sampler."""
 
-    def __init__(self, inside: int, outside: int, pieces: int):
+    def __init__(self, in_features: int, out_features: int, pieces: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(pieces, inside, outside) * inside**-0.5)
-        self.bias = nn.Parameter(torch.zeros(pieces, outside))
+        self.weight = nn.Parameter(torch.randn(pieces, in_features, out_features) * in_features**-0.5)
+        self.bias = nn.Parameter(torch.zeros(pieces, out_features))
 
     def forward(self, x: Tensor) -> Tensor:
         return (torch.einsum("bti,pio->btpo", x, self.weight) + self.bias).amax(dim=2)

@@ -183,7 +183,7 @@ class LayerForward(ReplacedForward):
         )
         self._slots: list[tuple[str, nn.Parameter | None, bool]] = []  # name, parameter, requires_grad at the last call
         self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients
-        self._hookable = True  # they are leaves, so that requires_grad can be set to False
+        self._can_switch_off = True  # True if requires_grad of all of them can be set to False
         samplers = watch.rule.values() if self._may_hook else ()
         self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
         self._uses: dict[str, Use] = {}
@@ -214,7 +214,7 @@ class LayerForward(ReplacedForward):
         if not self._trainable:
             return self.forward(args[0])
         shares = self.any.positions is not None and self.any.positions.in_call(args, kwargs)
-        if self._hookable and _saving_hooks(False) is None and not shares:  # not in a checkpoint
+        if self._can_switch_off and _saving_hooks(False) is None and not shares:  # not in a checkpoint
             return self._hooked(args[0])
         return self.any.run(self.forward, args, kwargs)
 
@@ -225,7 +225,7 @@ class LayerForward(ReplacedForward):
         self._slots = [(name, p, p is not None and p.requires_grad) for name, p in slots]
         live = {name: p for name, p in slots if p is not None and (p.requires_grad or p in off)}
         self._trainable = list(live.values())
-        self._hookable = all(p.is_leaf and p.requires_grad for p in self._trainable)
+        self._can_switch_off = all(p.is_leaf and p.requires_grad for p in self._trainable)
         if off.intersection(self._trainable):
             self._slots = []  # the next call reads them again
         prefix = f"{self.watch.name}." if self.watch.name else ""

@@ -59,16 +59,16 @@ def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool 
     run = only_run(engine)
     topology = run.step.passes.topology
     ranks = topology.everyone
-    seals = ranks.each(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
+    seals = ranks.run_on_all(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
     topology.check_consistent(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
     with contextlib.ExitStack() as opened:
         files = _CheckpointFiles(opened)
-        ranks.each(lambda: files.open(folders.present(Path(folder))))
+        ranks.run_on_all(lambda: files.open(folders.present(Path(folder))))
         nonce = ranks.broadcast(next_nonce(files.state))
-        ranks.each(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
+        ranks.run_on_all(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
         with _all_or_nothing(run):
-            ranks.each(lambda: files.fill(run, engine))
-            ranks.each(lambda: files.changes.apply(run))
+            ranks.run_on_all(lambda: files.fill(run, engine))
+            ranks.run_on_all(lambda: files.changes.apply(run))
 
 
 def exists(folder: str | Path) -> bool:

@@ -50,13 +50,13 @@ def save(folder: str | Path, engine: PrivacyEngine) -> None:
     run, folder = only_run(engine), Path(folder)
     ranks = run.step.passes.topology.everyone
     files = _RankFiles(run)
-    states = ranks.each(files.capture)
-    ranks.each(lambda: files.collect(states))
-    ranks.each(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=layout.SECRET)))
+    states = ranks.run_on_all(files.capture)
+    ranks.run_on_all(lambda: files.collect(states))
+    ranks.run_on_all(lambda: _on_first(ranks, lambda: folders.begin(folder, secret_folder=layout.SECRET)))
     try:
-        written = ranks.each(lambda: files.write(folders.staging_folder(folder)))
+        written = ranks.run_on_all(lambda: files.write(folders.staging_folder(folder)))
         seals = {name: seal for rank_seals in written for name, seal in rank_seals.items()}
-        ranks.each(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
+        ranks.run_on_all(lambda: _on_first(ranks, lambda: _finish(folder, engine, seals)))
     except Exception:
         _on_first(ranks, lambda: folders.discard(folder))  # the staging folder contains the key
         raise

@@ -71,8 +71,8 @@ class Ranks:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def each(self, action: Callable[[], T]) -> list[T]:
-        """Returns the results of an action on all ranks. The action must not wait for other ranks.
+    def run_on_all(self, action: Callable[[], T]) -> list[T]:
+        """Runs an action on all ranks, and returns all results. The action must not wait for other ranks.
 
         If it fails on one rank, that rank raises its exception and the others raise RuntimeError.
         """

@@ -212,10 +212,10 @@ def warn_ended(step: Step, returned: int, *, ends: bool) -> None:
             "Epsilon grows with each step. End the loop here, or pass target_epsilon= to make_private."
         )
     elif target is not None and (planned is None or returned < planned):
-        of = "" if planned is None else f" of {planned:,} planned"
+        of_planned = "" if planned is None else f" of {planned:,} planned"
         text = (
-            f"The loader ended after {returned:,}{of} batches: another step would exceed epsilon {target:g}. Batches "
-            "that were not trained on, or that went into one step together, cost more than planned: call "
+            f"The loader ended after {returned:,}{of_planned} batches: another step would exceed epsilon {target:g}. "
+            "Batches that were not trained on, or that went into one step together, cost more than planned: call "
             "optimizer.step() for each batch, or pass accumulation_steps= to make_private."
         )
     elif planned is not None and returned % step.plan.sampling.steps_per_epoch == 0:  # at the start of an epoch

@@ -319,12 +319,13 @@ class Sketches(Sums):
     """
 
     def __init__(self) -> None:
-        self.of: dict[nn.Parameter, Tensor] = {}
+        self.by_parameter: dict[nn.Parameter, Tensor] = {}
 
     def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
         """Adds ``scale * total``."""
         sketch = _sketched(total.reshape(-1)) * scale
-        self.of[parameter] = self.of[parameter] + sketch if parameter in self.of else sketch
+        previous = self.by_parameter.get(parameter)
+        self.by_parameter[parameter] = sketch if previous is None else previous + sketch
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         """Adds the sum that ``write`` computes. See ``FlatBuffer.fill``."""

@@ -246,7 +246,7 @@ class IndependenceCheck:
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
         recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
         random = [state for one in self._replay.reached for _, state in one.random_after]
-        return _Run(outputs, norms_BP, list(columns), sums.of, recorder.shapes, random)
+        return _Run(outputs, norms_BP, list(columns), sums.by_parameter, recorder.shapes, random)
 
     def _rerun(self, one: ForwardPass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
         args, kwargs = one.args, one.kwargs

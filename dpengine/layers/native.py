@@ -35,23 +35,23 @@ def lstm_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, cells: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor | None]:
     """Fills states and cell states. Returns the gates, and the output before projection (None without projection)."""
-    rows, size, project = len(gates), cells.shape[-1], weights.project_PH
+    samples, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
     state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)  # contiguous, for torch.mm
-    outputs = None if project is None else gates.new_zeros(rows, schedule.steps, size)
-    packed = gates.new_empty(rows, size) if project is not None else state
+    outputs = None if project is None else gates.new_zeros(samples, schedule.steps, size)
+    packed = gates.new_empty(samples, size) if project is not None else state
     buffer = states if outputs is None else outputs
     strides = (size, gates.stride(0), cells.stride(0), buffer.stride(0))
-    for time, count, before, after in schedule.visits(rows):
-        torch.mm(_rows(state, count), weight, out=_rows(hidden, count))
+    for time, count, before, after in schedule.visits(samples):
+        torch.mm(_first(state, count), weight, out=_first(hidden, count))
         library.lstm_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(cells, before)),
             *(_at(cells, after), _at(buffer, after if outputs is None else time), packed.data_ptr()),
         )
         if project is not None:
-            torch.mm(_rows(packed, count), project.t(), out=_rows(state, count))
-            states[:count, after] = _rows(state, count)
+            torch.mm(_first(packed, count), project.t(), out=_first(state, count))
+            states[:count, after] = _first(state, count)
     return gates, outputs
 
 
@@ -60,20 +60,20 @@ def lstm_back(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients with respect to the input and hidden part of the pre-activations, which are one tensor."""
     gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
-    rows, size = grad_c.shape
-    deltas, packed = torch.empty_like(gates), gates.new_empty(rows, gates.shape[-1])
-    g_output = None if project is None else gates.new_empty(rows, size)
+    samples, size = grad_c.shape
+    deltas, packed = torch.empty_like(gates), gates.new_empty(samples, gates.shape[-1])
+    g_output = None if project is None else gates.new_empty(samples, size)
     slots = grad_states.unbind(1)
     strides = (size, gates.stride(0), cells.stride(0), (grad_states if g_output is None else g_output).stride(0))
-    for time, count, before, after in schedule.visits(rows)[::-1]:
+    for time, count, before, after in schedule.visits(samples)[::-1]:
         if g_output is not None:
-            torch.mm(_rows(slots[after], count), project, out=_rows(g_output, count))
+            torch.mm(_first(slots[after], count), project, out=_first(g_output, count))
         library.lstm_back_f32(
             *(count, *strides, _at(gates, time), _at(cells, before), _at(cells, after)),
             *(_at(grad_states, after) if g_output is None else g_output.data_ptr(), grad_c.data_ptr()),
             *(_at(deltas, time), packed.data_ptr()),
         )
-        _rows(slots[before], count).addmm_(_rows(packed, count), weights.hidden_GP)
+        _first(slots[before], count).addmm_(_first(packed, count), weights.hidden_GP)
     return deltas, deltas
 
 
@@ -81,14 +81,14 @@ def gru_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
     """Fills the states. Returns the gates, and the hidden part of the candidate."""
-    rows, size = len(gates), states.shape[-1]
+    samples, size = len(gates), states.shape[-1]
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
     state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)
-    extra = gates.new_zeros(rows, schedule.steps, size)
+    extra = gates.new_zeros(samples, schedule.steps, size)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
-    for time, count, before, after in schedule.visits(rows):
-        torch.mm(_rows(state, count), weight, out=_rows(hidden, count))
+    for time, count, before, after in schedule.visits(samples):
+        torch.mm(_first(state, count), weight, out=_first(hidden, count))
         library.gru_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(extra, time)),
             *(_at(states, before), _at(states, after), state.data_ptr()),
@@ -101,16 +101,16 @@ def gru_back(
 ) -> tuple[Tensor, Tensor]:
     """Returns the gradients with respect to the input part and the hidden part of the pre-activations."""
     gates, states, extra = trace.gates_BTG, trace.states_BSP, trace.extra_BTH
-    rows, size = len(gates), states.shape[-1]
+    samples, size = len(gates), states.shape[-1]
     deltas, by_hidden = torch.empty_like(gates), torch.empty_like(gates)
-    packed, slots = gates.new_empty(rows, gates.shape[-1]), grad_states.unbind(1)
+    packed, slots = gates.new_empty(samples, gates.shape[-1]), grad_states.unbind(1)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
-    for time, count, before, after in schedule.visits(rows)[::-1]:
+    for time, count, before, after in schedule.visits(samples)[::-1]:
         library.gru_back_f32(
             *(count, *strides, _at(gates, time), _at(extra, time), _at(states, before), _at(grad_states, after)),
             *(_at(grad_states, before), _at(deltas, time), _at(by_hidden, time), packed.data_ptr()),
         )
-        _rows(slots[before], count).addmm_(_rows(packed, count), weights.hidden_GP)
+        _first(slots[before], count).addmm_(_first(packed, count), weights.hidden_GP)
     return deltas, by_hidden
 
 
@@ -120,7 +120,7 @@ def _scratch(gates: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
     return gates.new_empty(len(gates), width), gates.new_zeros(width) if weights.bias_G is None else weights.bias_G
 
 
-def _rows(tensor_B: Tensor, count: int) -> Tensor:
+def _first(tensor_B: Tensor, count: int) -> Tensor:
     return tensor_B if count == len(tensor_B) else tensor_B[:count]
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 class Ragged:
     """Sequences of different length, the longest first."""
 
-    rows: tuple[int, ...]  # number of active sequences at each time
+    active: tuple[int, ...]  # number of active sequences at each time
     lengths_B: Tensor
     padding_BT1: Tensor  # True after the end of a sequence
     order_B: Tensor | None  # indices that sort the caller's sequences by decreasing length; None if they are sorted
@@ -34,7 +34,7 @@ class Ragged:
         active_TB = torch.arange(int(sizes_T[0])) < sizes_T.unsqueeze(1)
         device = packed.data.device
         return cls(
-            rows=tuple(sizes_T.tolist()),
+            active=tuple(sizes_T.tolist()),
             lengths_B=active_TB.sum(dim=0).to(device),
             padding_BT1=active_TB.t().logical_not().unsqueeze(-1).to(device),
             order_B=packed.sorted_indices,
@@ -46,7 +46,7 @@ class Visit(NamedTuple):
     """One step: its time, the number of active sequences, and the slots of the states before and after it."""
 
     time: int
-    rows: int
+    active: int
     before: int
     after: int
 
@@ -92,11 +92,11 @@ class Schedule:
 
     def _views(self, buffer_BT: Tensor) -> list[Tensor]:
         views = list(buffer_BT.unbind(1))
-        return views if self.ragged is None else [v[:rows] for v, rows in zip(views, self.ragged.rows, strict=True)]
+        return views if self.ragged is None else [v[:n] for v, n in zip(views, self.ragged.active, strict=True)]
 
-    def visits(self, rows: int) -> list[Visit]:
-        """Returns the steps of ``steps_of`` as indices, for ``rows`` sequences."""
-        counts = [rows] * self.steps if self.ragged is None else self.ragged.rows
+    def visits(self, samples: int) -> list[Visit]:
+        """Returns the steps of ``steps_of`` as indices, for ``samples`` sequences."""
+        counts = [samples] * self.steps if self.ragged is None else self.ragged.active
         first, second = (1, 0) if self.reverse else (0, 1)
         visits = [Visit(time, count, time + first, time + second) for time, count in enumerate(counts)]
         return visits[::-1] if self.reverse else visits

@@ -130,7 +130,7 @@ class EngineLedger:
             )
         if self.path is None:
             return ((), self._ledger.steps) if first else (self._ledger.history, 0)
-        file_state = ranks.each(lambda: self._lock_file(asked) if ranks.rank == 0 else None)[0]
+        file_state = ranks.run_on_all(lambda: self._lock_file(asked) if ranks.rank == 0 else None)[0]
         assert file_state is not None
         if self._open_ledger is None and self._file_state is None:
             self._ledger = _follower_ledger(self.path, file_state)
@@ -161,7 +161,7 @@ class EngineLedger:
         if not isinstance(ledger, RunLedger):
             return
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
-        ledger.ranks.each(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
+        ledger.ranks.run_on_all(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
         self._observe()  # opening the file replaced the ledger object
 
     def _observe(self) -> None:

@@ -85,7 +85,7 @@ class RunLedger:
             return
         reserved = charge.count if max_reserved is None else max(charge.count, min(self.reserve, max_reserved()))
         self._reservation = None
-        seqs = self.ranks.each(lambda: self._append(charge, reserved))
+        seqs = self.ranks.run_on_all(lambda: self._append(charge, reserved))
         if reserved > charge.count:
             self._reservation = Reservation(seqs[0], charge.event, reserved)
             if self.file is not None:

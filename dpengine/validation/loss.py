@@ -19,9 +19,9 @@ from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
 
 _HALF = {torch.float16, torch.bfloat16}
 _PER_EXAMPLE_FIX = {
-    first: f"Use loss_fn = dpengine.validation.per_example(loss_fn{more}). A loss that compares samples with each "
-    "other, such as a contrastive one, cannot be trained with this guarantee."
-    for first, more in {True: "", False: ", batch_first=False"}.items()
+    batch_first: f"Use loss_fn = dpengine.validation.per_example(loss_fn{argument}). A loss that compares samples with "
+    "each other, such as a contrastive one, cannot be trained with this guarantee."
+    for batch_first, argument in {True: "", False: ", batch_first=False"}.items()
 }
 _MODEL_LOSS_FIX = (
     "Compute the loss outside the model, from its logits: dpengine.losses.per_token_mean(logits, labels), which is a "

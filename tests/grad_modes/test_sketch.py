@@ -10,7 +10,7 @@ from dpengine.independence.compare_runs import Sketches, norm_of_sketch
 def sketch_of(values):
     sketches, parameter = Sketches(), nn.Parameter(torch.empty(values.shape))
     sketches.add(parameter, values)
-    return sketches.of[parameter]
+    return sketches.by_parameter[parameter]
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (64, 64), (70, 61), (300, 200), (4097,)], ids=str)
@@ -21,7 +21,7 @@ def test_sketches_add_up_as_sums_do(shape):
     together.add(parameter, one, 2.0)
     together.fill(parameter, lambda out, keep: out.copy_(other))
     expected = sketch_of(2 * one + other)
-    torch.testing.assert_close(together.of[parameter], expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(together.by_parameter[parameter], expected, rtol=1e-4, atol=1e-3)
     assert expected.numel() <= 4 * 4096
 
 

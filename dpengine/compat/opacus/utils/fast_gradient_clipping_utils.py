@@ -90,7 +90,7 @@ class DPTensorFastGradientClipping:
         return self.item()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.item():g}, rows={self.loss_per_sample.numel()})"
+        return f"{type(self).__name__}({self.item():g}, samples={self.loss_per_sample.numel()})"
 
 
 class DPLossFastGradientClipping:
