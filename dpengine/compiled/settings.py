@@ -126,8 +126,10 @@ class ModelSettings:
         self._readers = [operator.itemgetter("training", *module_names) for module_names in names]
         self._values = self._current()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        self._containers = list({id(v): v for v in self._values if not isinstance(v, (*PLAIN, Tensor))}.values())
-        self._contents = list(map(content_of, self._containers))
+        others = {id(v): v for v in self._values if not isinstance(v, (*PLAIN, Tensor))}.values()
+        # Functions and modules' forwards are compared by identity, as all values are.
+        contents = [(v, content) for v in others if not isinstance(content := content_of(v), _Object)]
+        self._containers, self._contents = [v for v, _ in contents], [content for _, content in contents]
         self._versions = list(map(_version, self._tensors))
         self._memory = self._places()
         self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
