@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
+from dpengine.kernels.library import traced
+
 _NO_TENSORS = frozenset({int, float, bool, str, type(None)})
 
 
@@ -39,6 +41,12 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     if type(tree) is dict:
         return {key: map_tensors(function, node) for key, node in tree.items()}
     return tree if type(tree) in _NO_TENSORS else pytree.tree_map_only(Tensor, function, tree)
+
+
+def elements_key(tensor: Tensor) -> object:
+    """Returns a key that is equal for views of the same elements."""
+    address = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
+    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def tensors_in_outputs(output: Any) -> list[Tensor]:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
+from dpengine.capture.tensors import elements_key
 from dpengine.grad_samplers.sampler import JointSampler, NormedRule
 from dpengine.kernels.precision import full_precision
 from dpengine.kernels.products import sq_norms
 
 from .choose_method import MethodTable, Plan, Planner, plan_key
-from .entry import Entry, gram_sq_norms, group_sq_norms
+from .entry import Entry, gram_sq_norms, group_sq_norms, round_factors
 from .flat_buffer import Key, Sums
 from .grad_sample import add_grad_sample
 from .method import Choice, Method
@@ -64,6 +65,7 @@ class BookKeeping(AbstractGradients):
         self._plans: dict[object, Plan] = {}  # shared with the next passes
         self._plan: Plan = {}  # of the last pass; kept after `clear`, for `choices`
         self._scratch = Scratch()
+        self._last_input: tuple[Tensor, Tensor] | None = None  # last float32 input that was rounded, and the result
         self._waiting: list[TensorCall] = []  # calls that may be stacked, until norms are computed
         self._layouts: dict[object, Layout] = {}  # shared with the next passes
         self._layout: Layout | None = None  # of the waiting calls; None if they changed since it was computed
@@ -88,6 +90,8 @@ class BookKeeping(AbstractGradients):
         placed = not isinstance(rule, Mapping) or any(use.place is not None for use in uses.values())
         if placed or not stays_narrow(call, [rule[name] for name in uses]):
             call = widened(call)
+        else:
+            call = self._narrowed(call)
         if isinstance(rule, NormedRule):
             if self._pause is not None:
                 self._receive_normed(call, uses, rule)
@@ -102,6 +106,18 @@ class BookKeeping(AbstractGradients):
                 self._entry(use).calls.append((call, rule[name]))
             else:
                 self._entry(use).keep(_placed(rule[name].grad(call), use))
+
+    def _narrowed(self, call: LayerCall) -> LayerCall:
+        """Returns the call with inputs in bfloat16, in which the layer multiplied. Calls in a row may share inputs."""
+
+        def narrowed(tensor: Tensor) -> Tensor:
+            if tensor.dtype is not torch.float32:
+                return tensor
+            if self._last_input is None or elements_key(self._last_input[0]) != elements_key(tensor):
+                self._last_input = tensor, tensor.bfloat16()
+            return self._last_input[1]
+
+        return call.map(narrowed)
 
     def _receive_normed(self, call: LayerCall, uses: Mapping[str, Use], rule: NormedRule) -> None:
         known = rule.gradients
@@ -151,7 +167,8 @@ class BookKeeping(AbstractGradients):
         waiting, self._waiting, self._layout = self._waiting, [], None
         for call in waiting:
             self._receive(call.layer_call(), call.uses, call.uses.rule)
-        _release(waiting)
+            _release([call])
+        self._last_input = None
         if self._matrix is not None:
             matrix, self._matrix = self._matrix, None
             for parameter, columns in matrix.layout.columns.of.items():
@@ -230,6 +247,7 @@ class BookKeeping(AbstractGradients):
             return torch.zeros(rows, num_groups)
         for entry in self._entries.values():
             entry.join()
+            entry.form_again, entry.rounds = None, False
         self._plan = self._planned(rows) if self._entries else {}
         for parameter, sq_norm_B in self._each_sq_norm(rows):
             found[groups[parameter]].append(sq_norm_B.double())
@@ -249,9 +267,11 @@ class BookKeeping(AbstractGradients):
             self._unstack()
             return
         self._waiting, self._stacked = [], (layout, rows)
+        self._matrix = layout.matrix(waiting, rows, self._scratch.take)
         for i, uses in layout.rest:
             self._receive(waiting[i].layer_call(), uses, waiting[i].uses.rule)
-        self._matrix = layout.matrix(waiting, rows, self._scratch.take)
+            _release([waiting[i]])  # frees inputs that were rounded
+        self._last_input = None
         _release(waiting)
 
     def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
@@ -297,17 +317,17 @@ class BookKeeping(AbstractGradients):
             found += [(entry.use.parameter, one) for entry, one in zip(entries, sq_norms_KB, strict=True)]
         return found
 
-    def formed_again(self) -> dict[nn.Parameter, str]:
-        """Returns how `add_sums` forms gradients a second time, by parameter, after `sq_norms`."""
-        return {p: entry.form_again for p, entry in self._entries.items() if entry.form_again is not None}
+    def sum_methods(self) -> dict[nn.Parameter, tuple[str | None, bool]]:
+        """Returns ``form_again`` and ``rounds`` of each parameter, which depend on its norms, after `sq_norms`."""
+        return {p: (entry.form_again, entry.rounds) for p, entry in self._entries.items()}
 
-    def form_again(self, names: Mapping[nn.Parameter, str]) -> None:
-        """Makes `add_sums` form gradients as `sq_norms` of another pass over the batch did."""
+    def set_sum_methods(self, methods: Mapping[nn.Parameter, tuple[str | None, bool]]) -> None:
+        """Makes `add_sums` compute the sums that match the norms of another pass over the batch."""
         if self._waiting:
             with self.computing():
                 self._stack(common_rows(self.rows))
         for parameter, entry in self._entries.items():
-            entry.form_again = names.get(parameter)
+            entry.form_again, entry.rounds = methods.get(parameter, (None, False))
 
     def drop(self, rows_B: Tensor) -> None:
         with self.computing():
@@ -336,18 +356,24 @@ class BookKeeping(AbstractGradients):
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
         weights: dict[Key, tuple[Tensor, ...]] = {}  # by device and dtype
-        while self._entries:  # last first; frees the memory of each entry before the next sum
-            parameter, entry = self._entries.popitem()
+
+        def weight_of(parameter: nn.Parameter) -> Tensor:
             key = parameter.device, wide(parameter.dtype)
             if key not in weights:
                 weights[key] = weights_BK.to(*key).unbind(dim=1)
-            entry.add_sum(weights[key][groups[parameter]], scale, into)
+            return weights[key][groups[parameter]]
+
+        if rounded := [entry for entry in self._entries.values() if entry.rounds]:
+            round_factors(rounded, [weight_of(entry.use.parameter) for entry in rounded])
+        while self._entries:  # last first; frees the memory of each entry before the next sum
+            parameter, entry = self._entries.popitem()
+            entry.add_sum(weight_of(parameter), scale, into)
             into.complete(parameter)
 
     def clear(self) -> None:
         _release(self._waiting)
         self._entries = {}
-        self._waiting, self._layout, self._matrix = [], None, None
+        self._waiting, self._layout, self._matrix, self._last_input = [], None, None, None
         self.rows = {}
         if self._scratch.taken:
             self._scratch.start_again()

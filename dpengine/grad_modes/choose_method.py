@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +22,11 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall
 from dpengine.distributed.ranks import world
-from dpengine.grad_samplers.machine import memory_for, operations_per_byte, operations_per_second
+from dpengine.grad_samplers.machine import launches_kernels, memory_for, operations_per_byte, operations_per_second
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
 
-from .entry import Entry
+from .entry import Entry, norms_and_sums
 from .flat_buffer import FlatBuffer
 from .method import KEEP, Algorithm, Choice, Method
 from .rows import in_rows, shapes_of, some_rows, wide
@@ -38,6 +39,7 @@ _MOST_RATIO = 4.0  # multiple of the best estimate above which a method is not t
 _LEAST_TIMED = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # gradients and inputs of the timed samples
 _REPEATS = 3
+_MOST_COPIES = 8  # parameters with equal calls that are timed together
 _MOST_SECONDS = 0.05  # total seconds of repeats after which timing stops
 _STOP_RATIO = 1.5  # multiple of the best time from which repeats stop
 _VERSION = 1  # of saved tables
@@ -80,9 +82,11 @@ class MethodTable:
         self.seconds: dict[str, dict[str, float]] = {}  # signature -> algorithm -> seconds for the rounded batch size
         self.version = 0
         self._per_row: dict[str, tuple[int, Mapping[str, float]]] = {}  # batch size, seconds by algorithm
+        self._alike: Counter[str] = Counter()  # number of parameters on accelerators, which share kernels, by signature
 
     def plan(self, entries: Sequence[Entry], rows: int) -> Plan:
         """Chooses an algorithm for each parameter of a backward pass with batch size ``rows``."""
+        self._alike = Counter(_signature(entry, rows) for entry in entries if _launches_kernels(entry))
         options = [self._options(entry, rows) for entry in entries]
         left = self.keep_budget
         if self._given_budget is None and entries:
@@ -211,7 +215,8 @@ class MethodTable:
         if len(candidates) == 1:
             return {candidates[0]: estimates[candidates[0]]}, "no competitive alternative"
         try:
-            self.seconds[signature] = time_algorithms(entry, [Algorithm.of(name) for name in candidates], rows)
+            copies = min(_MOST_COPIES, self._alike[signature] or 1)
+            self.seconds[signature] = time_algorithms(entry, list(map(Algorithm.of, candidates)), rows, copies)
         except RuntimeError as error:  # on the CPU torch does not raise OutOfMemoryError
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
                 raise
@@ -272,28 +277,32 @@ def _fastest(seconds: Mapping[str, float], fits: Callable[[Algorithm], bool]) ->
     return min(algorithms, key=lambda algorithm: seconds[str(algorithm)]) if algorithms else None
 
 
-def time_algorithms(entry: Entry, algorithms: Sequence[Algorithm], rows: int) -> dict[str, float]:
-    """Times norm and clipped sum of each algorithm in seconds, on random numbers with the shapes of the calls."""
+def time_algorithms(entry: Entry, algorithms: Sequence[Algorithm], rows: int, copies: int = 1) -> dict[str, float]:
+    """Times norm and clipped sum of each algorithm in seconds, on random numbers with the shapes of the calls.
+
+    With ``copies``, times that number of parameters together, and returns the seconds of one.
+    """
     numbers = sum(tensor.numel() for call, _ in entry.calls for tensor in call.tensors())
-    row_bytes = 4 * (numbers // rows + entry.use.numel)
+    row_bytes = 4 * copies * (numbers // rows + entry.use.numel)
     device = entry.calls[0][0].grad_output.device
     some = max(1, min(rows, memory_for(device, _TIMED_BYTES) // row_bytes))
     size = entry.use.shape[0]
-    calls = [(_random(some_rows(call, 0, some) if some < rows else call, size), s) for call, s in entry.calls]
+    cut = [(some_rows(call, 0, some) if some < rows else call, sampler) for call, sampler in entry.calls]
+    calls = [[(_random(call, size), sampler) for call, sampler in cut] for _ in range(copies)]
     weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
     evictor = torch.empty(min(_CACHE_BYTES, _OTHER_LAYERS * some * row_bytes) // 4, device=device)
     seconds: dict[str, float] = {}
     for algorithm in algorithms:
         times: list[float] = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
-            one = Entry(entry.use, list(calls))
+            entries = [Entry(entry.use, list(some_calls)) for some_calls in calls]
             if repeat:
                 evictor.fill_(repeat)  # evicts cached data, as other layers do in a pass
             _synchronize(device)
             start = time.perf_counter()
-            one.norm_and_sum(algorithm, some, scratch, weight_B, buffer)
+            norms_and_sums(entries, algorithm, some, scratch, weight_B, buffer)
             _synchronize(device)
-            times.append(time.perf_counter() - start)
+            times.append((time.perf_counter() - start) / copies)
             if sum(times[1:]) > _MOST_SECONDS:  # long runs vary little
                 break
             ratio = _STOP_RATIO if repeat else 2 * _STOP_RATIO
@@ -346,6 +355,10 @@ def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
     layer = f"{type(call.layer).__name__}({call.layer.extra_repr()})"
     count = "B" if per_row else bucket_of(rows)
     return f"{layer}.{name} | {count} rows | {', '.join(shapes)} | {kind}".replace("torch.", "")
+
+
+def _launches_kernels(entry: Entry) -> bool:
+    return bool(entry.calls) and launches_kernels(entry.calls[0][0].grad_output.device)
 
 
 def _frees(name: str) -> bool:

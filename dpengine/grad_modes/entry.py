@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
+from dpengine.grad_samplers import bfloat16
 from dpengine.grad_samplers.gram import GramNorm, gram_norms
 from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.grad_samplers.sampler import GradSampler
@@ -35,6 +37,9 @@ class Entry:
     calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
     kept: Tensor | None = None  # formed gradients (B, *param.shape), of calls that are not in ``calls``
     form_again: str | None = None  # how `add_sum` forms the gradients a second time; None to use the weighted sum
+    rounds: bool = False  # True if the norm includes the rounding of `round_factors`, which must precede `add_sum`
+    grams: tuple[bfloat16.GramNorms, int] | None = None  # norms of several parameters with this one, and its index
+    is_weighted: bool = False  # True if the gradients of the call contain the weights of the clipped sum
 
     def keep(self, grad: Tensor) -> None:
         """Adds per-sample gradients to the kept ones. Raises BatchMismatchError if their numbers of samples differ."""
@@ -86,6 +91,8 @@ class Entry:
                 self.calls = [(widened(call), sampler) for call, sampler in self.calls]
                 return self.from_gram(tied_norm(self.calls))
             ((call, sampler),) = self.calls
+            if self.may_round:
+                return gram_sq_norms([self])[0]
             return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._spread())
         if algorithm.method is Method.KEEP:
             found = None
@@ -126,10 +133,13 @@ class Entry:
         if self.form_again is not None and self.calls:
             into.fill(parameter, partial(self._add_formed, weight_B, scale))
             return
+        if self.rounds:
+            round_factors([self], [weight_B])
+        factor_B = None if self.is_weighted else weight_B
         for call, sampler in self.calls:
             if sampler.add_weighted_sum is not None and dtype is wide(call.grad_output.dtype):
                 add = sampler.add_weighted_sum
-                into.fill(parameter, lambda out, keep: add(call, weight_B, scale, keep, out))  # noqa: B023
+                into.fill(parameter, lambda out, keep: add(call, factor_B, scale, keep, out))  # noqa: B023
             else:
                 into.add(parameter, sampler.total(call, weight_B), scale)
 
@@ -138,15 +148,9 @@ class Entry:
         for samples, grad, _ in self._parts(self.form_again, len(weight_B), Scratch()):
             _add_product(grad.flatten(1), weight_B[samples], scale, out, keep if samples.start == 0 else 1.0)
 
-    def norm_and_sum(self, algorithm: Algorithm, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums) -> None:
-        """Computes norms and then the sum, to time a method."""
-        self.sq_norm(algorithm, rows, scratch)
-        self.add_sum(weight_B, 1.0, into)
-        scratch.start_again()
-
     def drop(self, rows_B: Tensor) -> None:
         """Makes the samples where ``rows_B`` is True contribute exactly zero."""
-        calls, self.calls = self.calls, []
+        calls, self.calls, self.grams = self.calls, [], None
         for call, sampler in calls:
             if sampler.whole_calls:
                 self.keep(sampler.grad(call))
@@ -229,6 +233,20 @@ class Entry:
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     @property
+    def may_round(self) -> bool:
+        """True if Gram matrices in bfloat16 give the norm."""
+        if len(self.calls) != 1 or self.kept is not None:
+            return False
+        return self._in_bfloat16 and self.calls[0][1].with_factors is not None
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        """`GradSampler.factors` of the only call."""
+        ((call, sampler),) = self.calls
+        assert sampler.factors is not None
+        return sampler.factors(call)
+
+    @property
     def _in_bfloat16(self) -> bool:
         return any(call.grad_output.dtype is torch.bfloat16 for call, _ in self.calls)
 
@@ -261,8 +279,50 @@ def group_sq_norms(entries: Sequence[Entry], algorithm: Algorithm, rows: int) ->
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
     """Computes squared norms of parameters with one call and ``GradSampler.factors``. Shares Gram matrices."""
-    found = gram_norms([sampler.factors(call) for entry in entries for call, sampler in entry.calls if sampler.factors])
-    return [entry.from_gram(norm) for entry, norm in zip(entries, found, strict=True)]
+    wide = [entry for entry in entries if not entry.may_round]
+    norms = gram_norms([entry.factors for entry in wide])
+    found = {entry: entry.from_gram(norm) for entry, norm in zip(wide, norms, strict=True)}
+    narrow = [entry for entry in entries if entry.may_round]
+    pairs = [entry.factors for entry in narrow]
+    for indices in bfloat16.together(pairs):
+        grams = bfloat16.GramNorms.of([pairs[i] for i in indices])
+        for place, i in enumerate(indices):
+            narrow[i].grams, narrow[i].rounds = (grams, place), True
+            found[narrow[i]] = grams.sq_norm_LB[place]
+    return [found[entry] for entry in entries]
+
+
+def norms_and_sums(
+    entries: Sequence[Entry], algorithm: Algorithm, rows: int, scratch: Scratch, weight_B: Tensor, into: Sums
+) -> None:
+    """Computes norms and then the sums, to time a method."""
+    if algorithm.method is Method.GHOST and all(entry.may_round for entry in entries):
+        gram_sq_norms(entries)
+        round_factors(entries, [weight_B] * len(entries))
+    else:
+        for entry in entries:
+            entry.sq_norm(algorithm, rows, scratch)
+    for entry in entries:
+        entry.add_sum(weight_B, 1.0, into)
+    scratch.start_again()
+
+
+def round_factors(entries: Sequence[Entry], weights: Sequence[Tensor]) -> None:
+    """Multiplies the gradients of bfloat16 calls by weights ``(B,)``; see note [rounded factors] of `bfloat16`."""
+    gram_sq_norms([entry for entry in entries if entry.grams is None])
+    together: dict[bfloat16.GramNorms, list[tuple[int, Entry, Tensor]]] = {}
+    for entry, weight_B in zip(entries, weights, strict=True):
+        assert entry.grams is not None
+        (grams, place), entry.grams = entry.grams, None
+        together.setdefault(grams, []).append((place, entry, weight_B))
+    while together:  # frees the matrices of each group before the next one
+        grams, members = together.popitem()
+        members.sort(key=operator.itemgetter(0))
+        pairs = grams.rounded([entry.factors for _, entry, _ in members], torch.stack([w for *_, w in members]))
+        for (_, entry, _), pair in zip(members, pairs, strict=True):
+            ((call, sampler),) = entry.calls
+            assert sampler.with_factors is not None
+            entry.calls, entry.rounds, entry.is_weighted = [(sampler.with_factors(call, pair), sampler)], False, True
 
 
 def _add_product(flat_BP: Tensor, weight_B: Tensor, scale: float, out: Tensor, keep: float) -> None:

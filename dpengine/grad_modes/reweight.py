@@ -62,7 +62,7 @@ class Reweight(AbstractGradients):
         self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
         self._rows: dict[str, int] = {}
         self._tensor_norms: tuple[dict[Place, list[Tensor]], dict[Place, list[Tensor]]] = ({}, {})  # in both passes
-        self._formed_again: dict[nn.Parameter, str] = {}  # how the second pass forms gradients for the sums
+        self._sum_methods: dict[nn.Parameter, tuple[str | None, bool]] = {}  # for the second pass
         self._dropped: Tensor | None = None
         self._consume: Callable[[BookKeeping], None] | None = None  # applied to the windows of the second pass
 
@@ -136,7 +136,7 @@ class Reweight(AbstractGradients):
                 parameters = list(self._window.parameters)
                 columns = {parameter: i for i, parameter in enumerate(parameters)}
                 self._sq_norms.append((parameters, self._window.sq_norms(columns, len(parameters), 1.0)))
-                self._formed_again.update(self._window.formed_again())
+                self._sum_methods.update(self._window.sum_methods())
         finally:
             self._window.clear()
             self._tensors, self._window_bytes = [], 0
@@ -227,7 +227,7 @@ class Reweight(AbstractGradients):
         def consume(gradients: BookKeeping) -> None:
             if dropped is not None:
                 gradients.drop(dropped)
-            gradients.form_again(self._formed_again)
+            gradients.set_sum_methods(self._sum_methods)
             gradients.add_sums(groups, weights_BK, scale, into)
 
         def select(grad: Tensor) -> Tensor:
@@ -253,7 +253,7 @@ class Reweight(AbstractGradients):
         self._window.clear()
         self._arrived.clear()
         self._tensors, self._window_bytes = [], 0
-        self._met, self._sq_norms, self._formed_again, self._several = {}, [], {}, set()
+        self._met, self._sq_norms, self._sum_methods, self._several = {}, [], {}, set()
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None

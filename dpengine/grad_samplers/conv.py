@@ -23,7 +23,7 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
-from . import linear
+from .bfloat16 import product
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
 from .machine import fast_in_float64, memory_for, operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, argument
@@ -189,7 +189,7 @@ def _write_unfolded_grad(call: LayerCall, out: Tensor) -> None:
     done = 0
     for chunk in c.chunks():
         narrow = chunk.narrow_NCT()
-        linear.product(narrow, chunk.windows_NFT().transpose(1, 2), by_group[done : done + len(narrow)])
+        product(narrow, chunk.windows_NFT().transpose(1, 2), by_group[done : done + len(narrow)])
         done += len(narrow)
 
 

@@ -23,10 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dpengine.capture.tensors import elements_key
 from dpengine.kernels import products as native
 from dpengine.kernels.library import traced
 from dpengine.kernels.products import norms, widest
 
+from . import bfloat16
 from .machine import fast_in_float64, memory_for
 
 WORKSPACE_BYTES = 64 * 2**20
@@ -52,6 +54,8 @@ class GramNorm:
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
     """Returns the squared norm ``(B,)`` of the sum over T of the factors' outer products. See `GramNorm.sq_norm_B`."""
+    if factors_BTF[0].dtype is torch.bfloat16:
+        return bfloat16.gram_sq_norm(factors_BTF)
     return gram_norms([factors_BTF])[0].sq_norm_B
 
 
@@ -74,27 +78,21 @@ def _groups_with_shared_tensors(products: Mapping[int, Factors]) -> list[list[in
     """Groups the indices of products that share tensors."""
     groups: list[tuple[list[int], set[object]]] = []
     for i, factors in products.items():
-        keys = set(map(_key, factors))
+        keys = set(map(elements_key, factors))
         joined = [group for group in groups if group[1] & keys]
         groups = [group for group in groups if not group[1] & keys]
         groups.append(([k for group in joined for k in group[0]] + [i], keys.union(*(group[1] for group in joined))))
     return [members for members, _ in groups]
 
 
-def _key(tensor: Tensor) -> object:
-    """Returns a key that is equal for views of the same elements."""
-    address = tensor.untyped_storage()._cdata if traced(tensor) else tensor.data_ptr()
-    return address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
-    tensors = {_key(factor): factor for factors in products for factor in factors}
+    tensors = {elements_key(factor): factor for factors in products for factor in factors}
     # The guard for float32 depends on values, which a traced tensor does not have.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
     if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
         index = {key: i for i, key in enumerate(tensors)}
-        indices = [[index[_key(factor)] for factor in factors] for factors in products]
+        indices = [[index[elements_key(factor)] for factor in factors] for factors in products]
         sq_norms, spreads = native.gram_norms([*tensors.values()], indices)
         return [GramNorm(*norm) for norm in zip(sq_norms, _long(spreads, length), strict=True)]
     dtype = torch.float64 if in_float64 else torch.promote_types(products[0][0].dtype, torch.float32)
@@ -103,7 +101,7 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     parts = []
     for i in range(0, rows, step):
         cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
-        chunks = [[cut[_key(factor)] for factor in factors] for factors in products]
+        chunks = [[cut[elements_key(factor)] for factor in factors] for factors in products]
         parts.append(
             _gram_sums(chunks) if in_float64 and products[0][0].dtype is not torch.float64 else _guarded(chunks)
         )
@@ -117,6 +115,8 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
 
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
     """Returns the estimated FLOPs of the Gram norm per sample, or None if the guard would typically be too large."""
+    if dtype is torch.bfloat16:
+        return length**2 * (2.0 * sum(features) + 16) if bfloat16.guard(features, length) < _REDO / 2 else None
     # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard is gamma u T^2 |x|^2 |y|^2.
     wide = torch.promote_types(dtype, torch.float32)
     if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
@@ -125,8 +125,6 @@ def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, de
     if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
         symmetry_factor = 0.5
     dtype_factor = 2.0 if fast_in_float64(device) else 1.0
-    if dtype is torch.bfloat16:  # other methods multiply in bfloat16
-        dtype_factor *= 8
     return symmetry_factor * length**2 * (2 * sum(features) + 4) * dtype_factor
 
 
@@ -155,13 +153,13 @@ def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
     rows, length, _ = products[0][0].shape
     first = products[0][0]
     tile = _tile(length, first.dtype)
-    tensors = {_key(factor): factor for factors in products for factor in factors}
+    tensors = {elements_key(factor): factor for factors in products for factor in factors}
     totals = [first.new_zeros(rows) for _ in products]
     spreads = [first.new_zeros(rows) for _ in products]
     for start in range(0, length, tile):
         grams = {key: _gram(factor[:, start : start + tile], factor[:, start:]) for key, factor in tensors.items()}
         for k, factors in enumerate(products):
-            *others, last = [grams[_key(factor)] for factor in factors]
+            *others, last = [grams[elements_key(factor)] for factor in factors]
             rest = functools.reduce(torch.mul, others) if others else torch.ones_like(last)
             totals[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
             diagonals = [gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (rest, last)]

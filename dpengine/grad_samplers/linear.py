@@ -1,17 +1,6 @@
 """Grad samplers of linear layers.
 
 Axes: B samples, T positions (all axes between the batch and the features, flattened), I inputs, O outputs.
-
-Note [bfloat16 products]: the product of two bfloat16 numbers has 16 significant bits, so a GPU computes it exactly. A
-matrix multiplication adds the products in float32. Tensor cores align the terms of a block of at least 4, and the sum
-of the blocks before, to the largest term. They truncate each term after 25 bits, and the sum of the block after 24.
-Each term may lose ``2**-24``, and each block ``2**-23``, of the sum of the absolute values. The error of a sum of T
-products is therefore at most ``(3 / 4 * T + 8) * 2**-23`` times the sum of their absolute values, and at most
-``3 * 2**-19`` times `GradSampler.spread`, which grows by 1 for each 64 positions. If norm and clipped sum used
-different products, the sum could exceed the clipping norm by this error. If a norm was computed from a gradient, the
-clipped sum is therefore computed from the same product. For norms from Gram matrices, the product of a clipping factor
-and a bfloat16 number is split into three bfloat16 numbers, whose sum equals it up to float32 rounding. The model of
-tensor cores is from the literature (Fasi et al. 2021); it was not measured on a GPU.
 """
 
 from __future__ import annotations
@@ -25,6 +14,7 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall
 from dpengine.kernels.products import Windows
 
+from .bfloat16 import add_product, product
 from .gram import gram_operations, gram_sq_norm, spread_of
 from .sampler import Cost, GradSampler
 
@@ -41,39 +31,6 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     if grads.dim() == 2:
         return acts.unsqueeze(1), grads.unsqueeze(1)
     return acts.flatten(1, -2), grads.flatten(1, -2)
-
-
-def product(left_BMK: Tensor, right_BKN: Tensor, out: Tensor | None = None) -> Tensor:
-    """Batched matrix product ``(B, M, N)``. Returns float32 for bfloat16 matrices; see note [bfloat16 products]."""
-    if left_BMK.shape[2] == 1:  # for an outer product, bmm takes up to 15 times as long
-        dtype = torch.promote_types(left_BMK.dtype, torch.float32)
-        return torch.mul(left_BMK.to(dtype), right_BKN.to(dtype), out=out)
-    if left_BMK.dtype is not torch.bfloat16:
-        return torch.bmm(left_BMK, right_BKN, out=out)
-    if left_BMK.device.type != "cuda":
-        return torch.bmm(left_BMK.float(), right_BKN.float(), out=out)
-    return torch.bmm(left_BMK, right_BKN, out_dtype=torch.float32, out=out)
-
-
-def add_product(out: Tensor, left_MK: Tensor, right_KN: Tensor, scale: float, keep: float) -> None:
-    """Writes ``keep * out + scale * left_MK @ right_KN`` to ``out``, which may be uninitialized if ``keep`` is 0.
-
-    If only one of the matrices is bfloat16, the other one is split; see note [bfloat16 products].
-    """
-    if left_MK.dtype is right_KN.dtype:
-        torch.addmm(out, left_MK, right_KN, alpha=scale, beta=keep, out=out)
-        return
-    splits_left = right_KN.dtype is torch.bfloat16
-    rest = left_MK if splits_left else right_KN
-    for _ in range(3):
-        part = rest.bfloat16()
-        rest = rest - part
-        left, right = (part, right_KN) if splits_left else (left_MK, part)
-        if out.device.type == "cuda":
-            torch.addmm(out, left, right, out_dtype=torch.float32, alpha=scale, beta=keep, out=out)
-        else:
-            torch.addmm(out, left.float(), right.float(), alpha=scale, beta=keep, out=out)
-        keep = 1.0
 
 
 def _weight_grad(call: LayerCall) -> Tensor:
@@ -113,27 +70,30 @@ def _weight_cost(call: LayerCall) -> Cost:
     return gram_cost(_factors(call))
 
 
-def _weighted(call: LayerCall, factor_B: Tensor) -> tuple[Tensor, Tensor]:
+def _with_factors(call: LayerCall, factors: Sequence[Tensor]) -> LayerCall:
+    grads_BTO, acts_BTI = factors
+    return call.replace(inputs=(acts_BTI,), kwargs={}, grad_output=grads_BTO)
+
+
+def _weighted(call: LayerCall, factor_B: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns output gradients and inputs, ``(B * T, ...)``. Multiplies the smaller one by the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    factor_B11 = factor_B.to(torch.promote_types(acts_BTI.dtype, torch.float32)).view(-1, 1, 1)
-    if acts_BTI.shape[2] < grads_BTO.shape[2]:
-        acts_BTI = acts_BTI * factor_B11
-    else:
-        grads_BTO = grads_BTO * factor_B11
+    if factor_B is not None:
+        dtype = torch.promote_types(acts_BTI.dtype, torch.float32)
+        acts_BTI, grads_BTO, factor_B11 = acts_BTI.to(dtype), grads_BTO.to(dtype), factor_B.to(dtype).view(-1, 1, 1)
+        if acts_BTI.shape[2] < grads_BTO.shape[2]:
+            acts_BTI = acts_BTI * factor_B11
+        else:
+            grads_BTO = grads_BTO * factor_B11
     return grads_BTO.flatten(0, 1), acts_BTI.flatten(0, 1)
 
 
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     grads_NO, acts_NI = _weighted(call, factor_B)
-    if grads_NO.dtype is acts_NI.dtype:
-        return grads_NO.T @ acts_NI
-    out = torch.empty(grads_NO.shape[1], acts_NI.shape[1], device=acts_NI.device)
-    add_product(out, grads_NO.T, acts_NI, 1.0, 0.0)
-    return out
+    return grads_NO.T @ acts_NI
 
 
-def _add_weight_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
+def _add_weight_sum(call: LayerCall, factor_B: Tensor | None, scale: float, keep: float, out: Tensor) -> None:
     grads_NO, acts_NI = _weighted(call, factor_B)
     add_product(out, grads_NO.T, acts_NI, scale, keep)
 
@@ -172,6 +132,7 @@ SAMPLERS = {
         concat=_concat,
         spread=_weight_spread,
         factors=_factors,
+        with_factors=_with_factors,
         cost=_weight_cost,
         write_grads={"direct": _write_weight_grad},
         sq_norm_name="gram",

@@ -38,7 +38,7 @@ def launches_kernels(device: torch.device) -> bool:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Returns True if products of bfloat16 matrices can be float32. See note [bfloat16 products] of `linear`."""
+    """Returns True if products of bfloat16 matrices can be float32. See note [bfloat16 products] of `bfloat16`."""
     if device.type != "cuda" or torch.version.hip is not None or not _HAS_OUT_DTYPE:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 0)

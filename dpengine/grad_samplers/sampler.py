@@ -54,13 +54,15 @@ class GradSampler:
         weighted_sum: Sum over samples of ``factor_B[i] * grad[i]``, ``param.shape``, computed without forming ``grad``.
         add_weighted_sum: ``(call, factor_B, scale, keep, out)`` writes ``keep * out + scale * weighted_sum`` to
             ``out``, where ``keep`` is 0 or 1. If it is 0, ``out`` may be uninitialized. For layers whose product can be
-            written in place.
+            written in place. With ``with_factors``, ``factor_B`` may be None for factors of 1.
         concat: Concatenates several calls of one parameter to one call whose ``grad`` is the sum of theirs.
         spread: ``(B,)``, a scale of the rounding error if parts cancel. At least the sum of the norms of the parts of a
             sample that ``weighted_sum`` adds one by one, plus the same sum for each 64 parts, because the errors of a
             long sum add up. Required with ``weighted_sum``.
         factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm`` is
             computed from them. Gram matrices of tensors shared by several parameters are computed once.
+        with_factors: Returns the call with other ``factors``. With it, bfloat16 factors are multiplied by the clipping
+            factors before the sum; see note [rounded factors] of `bfloat16`.
         cost: Estimated cost of each function. Without it, ``sq_norm`` is used if it exists.
         more_grads: Other functions that compute ``grad``, by name.
         more_sq_norms: Other functions that compute ``sq_norm``, by name.
@@ -76,17 +78,18 @@ class GradSampler:
             of many layers in one call. Depends on the tensors, their shapes and ``settings``.
         stacked_name: Name of the function among ``grads`` that computes the gradients of several layers in one call.
         takes_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
-            bfloat16. Used on devices with such products; see note [bfloat16 products] of `linear`.
+            bfloat16. Used on devices with such products; see note [bfloat16 products] of `bfloat16`.
         plain: Sampler to use if a parameter has several calls, because norms do not add; None for this sampler.
     """
 
     grad: Rows
     sq_norm: Rows | None = None
     weighted_sum: Callable[[LayerCall, Tensor], Tensor] | None = None
-    add_weighted_sum: Callable[[LayerCall, Tensor, float, float, Tensor], None] | None = None
+    add_weighted_sum: Callable[[LayerCall, Any, float, float, Tensor], None] | None = None
     concat: Callable[[Sequence[LayerCall]], LayerCall] | None = None
     spread: Rows | None = None
     factors: Callable[[LayerCall], tuple[Tensor, ...]] | None = None
+    with_factors: Callable[[LayerCall, Sequence[Tensor]], LayerCall] | None = None
     cost: Callable[[LayerCall], Cost] | None = None
     more_grads: Mapping[str, Rows] = field(default_factory=dict)
     more_sq_norms: Mapping[str, Rows] = field(default_factory=dict)

@@ -45,7 +45,9 @@ def files_of_calls(actions):
 
 
 def test_an_ordinary_step_enters_few_files_and_changes_file_seldom(monkeypatch):
-    monkeypatch.setattr(choose_method, "time_algorithms", lambda _, algorithms, rows: {str(a): 1.0 for a in algorithms})
+    monkeypatch.setattr(
+        choose_method, "time_algorithms", lambda _, algorithms, rows, copies: {str(a): 1.0 for a in algorithms}
+    )
     # Those of runs that other tests left.
     monkeypatch.setattr(sys.modules["torch.optim.optimizer"], "_global_optimizer_pre_hooks", OrderedDict())
     torch.manual_seed(0)

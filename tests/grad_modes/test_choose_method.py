@@ -132,7 +132,7 @@ def test_what_was_timed_decides(monkeypatch):
         monkeypatch.setattr(
             choose_method,
             "time_algorithms",
-            lambda _, algorithms, rows, f=fastest: {str(a): 1.0 + (a != f) for a in algorithms},
+            lambda _, algorithms, rows, copies, f=fastest: {str(a): 1.0 + (a != f) for a in algorithms},
         )
         choice = planned(call)
         assert choice.algorithm == fastest and choice.why == "timed" and choice.seconds == 1.0
@@ -143,7 +143,7 @@ def test_each_kind_of_call_is_timed_once_and_sizes_are_rounded(monkeypatch):
     monkeypatch.setattr(
         choose_method,
         "time_algorithms",
-        lambda _, algorithms, rows: timed.append(rows) or {str(a): 1.0 for a in algorithms},
+        lambda _, algorithms, rows, copies: timed.append(rows) or {str(a): 1.0 for a in algorithms},
     )
     table = MethodTable()
     for rows in (64, 60, 70, 64, 66):
@@ -172,7 +172,7 @@ def test_the_budget_goes_to_what_saves_most_for_a_byte(monkeypatch):
     monkeypatch.setattr(
         choose_method,
         "time_algorithms",
-        lambda entry, algorithms, rows: {
+        lambda entry, algorithms, rows, copies: {
             str(algorithm): 1.0 if algorithm.method is Method.KEEP else 1.0 + saving[entry.use.parameter.shape[0]]
             for algorithm in algorithms
         },

@@ -156,8 +156,10 @@ def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):
                 found = sampler.grads[form](narrow)
                 assert found.dtype is F32
                 assert_close(found, truth.double(), 1e-5)
-        for form in sampler.sq_norms:
-            assert_close(sampler.sq_norms[form](inputs).double(), sampler.sq_norms[form](wide).double(), 1e-5)
+        for form in sampler.sq_norms:  # Gram matrices add the bound of their rounding
+            found_B, truth_B = (sampler.sq_norms[form](calls).double() for calls in (inputs, wide))
+            assert (found_B >= truth_B * (1 - 1e-5)).all()
+            assert_close(found_B, truth_B, 1e-2)
         if sampler.weighted_sum is not None:
             total = sampler.weighted_sum(inputs, factor_B)
             assert total.dtype is F32

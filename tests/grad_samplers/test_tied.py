@@ -93,7 +93,7 @@ def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
     monkeypatch.setattr(
         choose_method,
         "time_algorithms",
-        lambda _, algorithms, rows: timed.extend(algorithms) or {str(a): 1.0 for a in algorithms},
+        lambda _, algorithms, rows, copies: timed.extend(algorithms) or {str(a): 1.0 for a in algorithms},
     )
     (choice,) = MethodTable().plan([entry], ROWS).values()
     assert choice.algorithm.method is not Method.KEEP and choice.kept_bytes == 0

@@ -264,9 +264,45 @@ GUARDS = [
     Guard(
         "formed-twice-elsewhere",
         "the second pass of ghost mode forms gradients as the first did",
-        "            gradients.form_again(self._formed_again)\n",
+        "            gradients.set_sum_methods(self._sum_methods)\n",
         "",
         "grad_modes/test_bfloat16.py::test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms",
+    ),
+    Guard(
+        "bfloat16-norms",
+        "norms from bfloat16 Gram matrices include the rounding of the matrices",
+        "    bound_LB.addcmul_(small.largest_LB(), large.largest_LB(), value=1 + added)\n"
+        "    bound_LB.addcmul_(small.size_LB, large.size_LB, value=-1)\n",
+        "",
+        "faults/test_bfloat16_attacks.py::test_norms_are_not_low_if_each_product_has_the_largest_error[alike-long--1]",
+    ),
+    Guard(
+        "bfloat16-underflow",
+        "norms from bfloat16 Gram matrices include what is too small for float32",
+        ".add_(entries_LBTT.shape[2] * 2.0**-62)",
+        "",
+        "faults/test_bfloat16_attacks.py::test_no_sample_exceeds_the_clipping_norm[large-and-tiny-short]",
+    ),
+    Guard(
+        "bfloat16-sums",
+        "norms from bfloat16 Gram matrices include the rounding of the clipped sum",
+        ".add_(spread_LB, alpha=_PRODUCT_ERROR * (1 + length / _PARTS))",
+        "",
+        "faults/test_bfloat16_attacks.py::test_norms_are_not_low_if_each_product_has_the_largest_error[wide-range-long-1]",
+    ),
+    Guard(
+        "rounded-factors",
+        "a sample whose rounded gradients exceed factor times norm is reduced",
+        "        exponent_LB += (torch.frexp(allowed_LB / bound_LB)[1] - 1).clamp_(max=0)\n",
+        "",
+        "faults/test_bfloat16_attacks.py::test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation",
+    ),
+    Guard(
+        "rounded-only-if-charged",
+        "the second pass of ghost mode rounds only factors whose norms include it",
+        "entry.form_again, entry.rounds = methods.get(parameter, (None, False))",
+        "entry.form_again, entry.rounds = methods.get(parameter, (None, False))[0], entry.may_round",
+        "grad_modes/test_bfloat16.py::test_sums_and_norms_are_those_of_widened_tensors[ghost-keep: direct]",
     ),
     Guard(
         "group-spread",
@@ -285,8 +321,8 @@ GUARDS = [
     Guard(
         "half-widened",
         "half precision is widened",
-        "            call = widened(call)\n        if isinstance(rule, NormedRule):\n",
-        "            pass\n        if isinstance(rule, NormedRule):\n",
+        "            call = widened(call)\n        else:\n",
+        "            pass\n        else:\n",
         "faults/test_numerics.py::test_half_precision_neither_overflows_a_norm_nor_loses_it",
     ),
     Guard(
