@@ -8,6 +8,7 @@ import importlib.util
 import os
 import socket
 import sys
+from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before torch is imported, and for every process that a test starts
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -83,6 +84,26 @@ def pytest_collection():
     finally:
         gc.freeze()  # a collection that a test asks for need not go through all tests and their modules
         gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With ``--dist loadfile``, one worker gets all files that start processes, and starts their server once."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "launch" if file in starting else file
+
+    starting = {
+        path.relative_to(config.rootpath).as_posix()
+        for path in Path(__file__).parent.rglob("test_*.py")
+        if "from launch import" in path.read_text(encoding="utf-8")
+    }
+    return Scheduling(config, log)
 
 
 PARAM = type(pytest.param())

@@ -88,6 +88,7 @@ def test_several_threads_may_make_models_private_at_once():
     assert not failed
 
 
+@pytest.mark.one_in(3, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @every_mode
 def test_all_of_a_run_goes_without_references(mode):

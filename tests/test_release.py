@@ -337,6 +337,7 @@ VOIDS = [
 ]
 
 
+@pytest.mark.one_in(8, "mode", "spoil", others="slow")
 @pytest.mark.one_in(4, "mode", "spoil")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)

@@ -125,6 +125,7 @@ def test_a_run_without_noise_is_not_private(recwarn):
     assert "NOT PRIVATE" in str(report)
 
 
+@pytest.mark.slow
 def test_constants_that_were_given_make_it_add_or_remove():
     constants = {"sample_rate": 0.2, "expected_batch_size": 4, "target_delta": 1e-3}
     report = trained(noise_multiplier=1.5, **constants).engine.report()
@@ -259,6 +260,7 @@ def two_runs(request, tmp_path):
     return make
 
 
+@pytest.mark.one_in(4, "first", "second", others="slow")
 @pytest.mark.one_in(2, "first", "second")
 @pytest.mark.parametrize("first", [{}, CONSTANTS])
 @pytest.mark.parametrize("second", [{}, CONSTANTS])

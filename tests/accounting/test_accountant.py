@@ -109,6 +109,7 @@ def test_unknown_accountants_list_the_choices(name):
         epsilon_of(SAMPLED, 1e-5, name)
 
 
+@pytest.mark.one_in(2, "rate", others="slow")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "eps", "mu", "advantage"),
     [(2048 / 60000, 2.15, 600, 1.664, 0.433, 0.162), (1024 / 32561, 2.738, 480, 1.0, 0.27, 0.103)],

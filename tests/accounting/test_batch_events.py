@@ -123,6 +123,7 @@ def test_probability_that_a_mixture_misses_is_infinite_loss(eps):
     assert truth * (1 - 1e-12) <= delta_of((Charge(SHORT),), eps) <= truth * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_missing_probability_adds_up_over_steps_and_bounds_delta():
     truth = short_delta(50.0, 1000)
     assert truth <= delta_of((Charge(SHORT, 1000),), 50.0) <= truth * (1 + 1e-6)
@@ -155,6 +156,7 @@ def test_probabilities_above_1_cost_no_less_than_those_of_sum_1():
     assert epsilon_of((Charge(over, 10),), 1e-6) >= epsilon_of((Charge(plain, 10),), 1e-6) * (1 - 1e-6)
 
 
+@pytest.mark.one_in(4, "rate", "eps", others="slow")
 @pytest.mark.one_in(2, "rate", "eps")
 @pytest.mark.parametrize(("rate", "sigma"), [(0.01, 1.2), (0.3, 0.8), (1.0, 2.0)])
 @pytest.mark.parametrize("eps", [0.05, 1.0, 4.0])

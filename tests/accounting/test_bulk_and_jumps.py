@@ -36,6 +36,7 @@ def forced(kinds, direction, epsilon, log_delta, points=2**11):
         return bulk_and_jumps(parts, -0.25 * epsilon, 6 * epsilon, points, Target(log_delta, tilt, 2e-6 * epsilon))
 
 
+@pytest.mark.one_in(4, "row", others="slow")
 @pytest.mark.one_in(2, "row")
 @pytest.mark.parametrize("row", MANY[::30], ids=lambda row: f"{row['kinds']}-{row['delta']}")
 def test_delta_is_never_below_the_truth(row):

@@ -55,6 +55,7 @@ def test_the_hardest_settings_cost_seconds_and_little_memory():
     assert most <= MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("A8")
 def test_one_of_the_hardest_settings_does_not_take_more_memory_than_it_may():
     (row,) = sorted(ROWS, key=lambda row: sum(steps for _, _, steps in row["kinds"]))[-1:]

@@ -60,6 +60,7 @@ def test_calibrate_is_the_noise_of_a_calibration():
     assert 2.0 * (1 - 1e-3) <= found.epsilon <= 2.0
 
 
+@pytest.mark.one_in(4, "sigma", "accountant", others="slow")
 @pytest.mark.one_in(2, "sigma", "accountant")
 @pytest.mark.parametrize(("sigma", "rate"), [(1.5, 0.02), (0.7, 0.001), (8.0, 1.0), (3.0, 0.5)])
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])

@@ -16,6 +16,7 @@ def parts_of(rate, sigma, steps):
     return pld._parts(Composition(0.0, (SampledGaussian(rate, sigma, steps),), False), Direction.REMOVE)
 
 
+@pytest.mark.one_in(4, "rate", others="slow")
 @pytest.mark.one_in(2, "rate")
 @pytest.mark.parametrize(
     ("rate", "sigma", "steps", "delta"),

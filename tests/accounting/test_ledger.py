@@ -180,6 +180,7 @@ def test_what_is_no_state_is_refused(state):
         Ledger().load_state_dict(state)
 
 
+@pytest.mark.slow
 def test_charges_that_add_up_to_more_than_can_be_counted_are_refused_and_change_nothing():
     ledger = Ledger()
     ledger.charge(STEP, count=MAX_COUNT - 1)

@@ -245,6 +245,7 @@ def test_an_observer_must_be_a_method():
 RUN = {"sample_rate": 0.02, "steps": 300}
 
 
+@pytest.mark.one_in(2, "name", "spent", "rate", others="slow")
 @pytest.mark.parametrize("name", ["pld", "rdp"])
 @pytest.mark.parametrize("spent", [(), UNSAMPLED])
 @pytest.mark.parametrize("rate", [0.02, 1.0])

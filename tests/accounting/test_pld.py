@@ -338,6 +338,7 @@ def test_delta_is_close_where_one_direction_has_no_window():
     assert delta_of(history, epsilon_of(history, 1.3e-5) * (1 + 1e-4)) <= 1.3e-5
 
 
+@pytest.mark.slow
 def test_who_hardly_ever_is_included_loses_nothing():
     assert bounds_of(poisson(5e-324, 0.5, 1000), 1e-5) == (0.0, 0.0, 0.0)
     assert delta_of(poisson(1e-12, 0.1, 1000), 1.0) <= 1.001e-9

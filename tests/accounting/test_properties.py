@@ -104,6 +104,7 @@ def test_schedules_of_many_kinds_have_bounds_in_their_order(rate):
     assert 0.995 * upper < lower < upper < epsilon_of(history_of(*runs), 1e-6, "rdp")
 
 
+@pytest.mark.one_in(6, "rate", "delta", others="slow")
 @pytest.mark.one_in(3, "rate", "delta")
 @pytest.mark.parametrize("delta", [1e-300, 1e-6, 0.999999])
 @pytest.mark.parametrize(

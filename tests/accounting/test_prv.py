@@ -101,6 +101,7 @@ def test_sampled_and_unsampled_groups_compose(relation, directions):
     check_bracket(MIXED, 1e-6, truth, relation)
 
 
+@pytest.mark.one_in(3, "rate", others="slow")
 @pytest.mark.parametrize(
     ("rate", "sigma", "delta"),
     [(0.3, 0.5, 1e-6), (0.01, 1.0, 1e-5), (1e-3, 30.0, 1e-8), (0.9, 2.0, 1e-3), (0.999, 1.0, 1e-3), (0.6, 20.0, 1e-9)],

@@ -59,6 +59,7 @@ def test_what_may_be_asked_for_is_not_accused_either(options, codes):
     assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_is_looked_at():
     findings = quick(images(loss_reduction="sum"), {"max_grad_norm": 2.0}, detectors=["DO", "DI", "DL"])
     assert worst_verdict(findings) == "pass", "\n".join(map(str, findings))

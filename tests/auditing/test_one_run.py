@@ -41,6 +41,7 @@ def test_our_own_engine_passes(noise):
     assert report.details["bounds"]["f_dp"] > report.details["bounds"]["epsilon_delta"] > 0
 
 
+@pytest.mark.one_in(2, "noise", others="slow")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["dp-sgd", "band-mf"])
 def test_pb_1_half_of_the_noise_is_a_violation(monkeypatch, noise):
     halve_noise(monkeypatch)
@@ -195,6 +196,7 @@ def test_runs_that_cannot_be_watched_are_refused(make, message):
         one_run(make, trained(2), rows(), canaries=40, seed=0)
 
 
+@pytest.mark.slow
 def test_an_audited_run_is_not_compiled():
     report = one_run(made(noise_multiplier=1.0, compile="eager"), trained(2), rows(), canaries=40, seed=0)
     same = one_run(made(noise_multiplier=1.0), trained(2), rows(), canaries=40, seed=0)

@@ -231,6 +231,7 @@ SITUATIONS = {
 }
 
 
+@pytest.mark.one_in(6, "kind", "situation", others="slow")
 @pytest.mark.one_in(3, "kind", "situation")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @pytest.mark.parametrize("situation", SITUATIONS)

@@ -39,6 +39,7 @@ class Curved(nn.Module):
         return (x_TBF * self.weight).sin()
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [Attend, lambda: nn.Sequential(Curved(), nn.Linear(SIZE, 3))], ids=["twin", "unit"])
 def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):

@@ -58,6 +58,7 @@ def assert_nothing_is_left(sums, model):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant-checkpoint"])
 def test_in_place_activations_and_checkpoints_give_the_sums_of_a_loop(mode, reentrant):
@@ -216,6 +217,7 @@ def test_time_major_models_clip_along_the_second_axis(mode):
     assert relative_error(totals(sums), truth_of(rowwise, ids.T, targets)) < 1e-9
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("L4")

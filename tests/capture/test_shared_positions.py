@@ -47,6 +47,7 @@ def batch(rows):
     return torch.randint(WORDS, (rows, TIME)), torch.randint(3, (rows,))
 
 
+@pytest.mark.one_in(8, "mode", "make", "rows", others="slow")
 @pytest.mark.one_in(4, "mode", "make", "rows")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @pytest.mark.parametrize("make", [Positions, lambda: Positions(block=True), Items], ids=["positions", "block", "items"])

@@ -73,6 +73,7 @@ class Holder(nn.Module):
         return torch.tanh(self.inner(self.use(self.own, x))).mean(dim=1)
 
 
+@pytest.mark.one_in(6, "mode", "use", others="slow")
 @pytest.mark.one_in(3, "mode", "use")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @pytest.mark.parametrize("use", USES.values(), ids=USES)

@@ -167,6 +167,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at
     assert agrees(covariance(np.stack(steps)), expected, DRAWS).all()
 
 
+@pytest.mark.one_in(6, "name", "at", others="slow")
 @pytest.mark.one_in(3, "name", "at")
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
@@ -343,6 +344,7 @@ def test_the_noise_of_a_target_is_that_of_the_first_time(tmp_path):
     assert 4.9 < again.engine.epsilon <= 5.0 and list(again.loader) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longer", [{"epochs": 20}, {"steps": 200, "epochs": None}], ids=["epochs", "steps"])
 def test_a_target_is_kept_by_a_run_that_is_planned_for_longer_than_the_one_it_goes_on_with(tmp_path, longer):
     settings = {"noise_multiplier": None, "target_epsilon": 3.0, "epochs": 2}
@@ -432,6 +434,7 @@ def test_a_plain_model_loads_the_weights(tmp_path):
 # What is refused
 
 
+@pytest.mark.one_in(3, "settings", others="slow")
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -623,6 +626,7 @@ def test_nothing_is_found(tmp_path):
         Run().resumed(tmp_path / "none")
 
 
+@pytest.mark.one_in(4, "name", "damage", others="slow")
 @pytest.mark.one_in(2, "name", "damage")
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "privacy_state.json",
                                   "private/run.safetensors", "private/seals.json"])  # fmt: skip

@@ -35,6 +35,7 @@ def test_epsilon_finds_the_reference_numbers(capsys):
     assert found["advantage"] == pytest.approx(0.162, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_epsilon_undoes_calibrate(capsys):
     found = json.loads(printed(capsys, "calibrate", "--epsilon", "2", *FASHION, "--json"))
     back = json.loads(printed(capsys, "epsilon", "--sigma", repr(found["noise_multiplier"]), *FASHION, "--json"))
@@ -50,6 +51,7 @@ def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
     assert statement in out
 
 
+@pytest.mark.slow
 def test_the_noise_that_is_printed_is_enough(capsys):
     sigma = re.match(r"noise_multiplier = (\S+) \(ε = 1.00, ", printed(capsys, "calibrate", "--epsilon", "1", *ADULT))[
         1
@@ -154,6 +156,7 @@ def test_add_remove_is_refused_where_something_follows_from_the_number_of_rows(c
     assert "--sample-rate" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
     found = json.loads(printed(capsys, *SHORT, "--steps", "1", "--json"))
     bounds = found["bounds"]

@@ -34,6 +34,7 @@ def truth(model, inputs, targets, bound):
     return total, max(norms)
 
 
+@pytest.mark.one_in(3, "mode", others="slow")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 def test_unequal_minibatches_give_the_average_over_all_samples(reduction, mode):

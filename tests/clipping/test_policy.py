@@ -50,6 +50,7 @@ def adversarial_norms(dtype: torch.dtype, threshold: float) -> torch.Tensor:
     return torch.cat((*around, ends, torch.logspace(-30, 38, 500, dtype=dtype)))
 
 
+@pytest.mark.one_in(4, "case", "dtype", others="slow")
 @pytest.mark.one_in(2, "case", "dtype")
 @every_policy
 @every_dtype
@@ -85,6 +86,7 @@ def test_a_clipped_float32_gradient_has_at_most_the_promised_norm(case, entries,
     assert sum(Fraction(value) ** 2 for value in clipped) <= Fraction(policy.sensitivity()) ** 2
 
 
+@pytest.mark.one_in(4, "dtype", "case", others="slow")
 @pytest.mark.one_in(2, "dtype", "case")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "automatic", "adaptive"])

@@ -25,6 +25,7 @@ def weights(parts):
     return flat(dict(parts.model.named_parameters())).detach()
 
 
+@pytest.mark.one_in(2, "poisson", "mode", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_a_run_goes_on_with_weights_and_what_was_spent(mode, poisson):
@@ -178,6 +179,7 @@ def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, 
         other.engine.load_checkpoint(path=file, module=other.model)
 
 
+@pytest.mark.one_in(2, "poisson", "accountant", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("accountant", [PRVAccountant, Counting])
 def test_an_engine_that_loads_what_another_spent_of_the_data_knows_it(accountant, poisson):

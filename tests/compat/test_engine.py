@@ -40,6 +40,7 @@ def test_ghost_modes_give_four_values_and_others_three(mode):
     assert len(made[-1]) == 3
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_all_modes_apply_the_clipped_sum_of_a_loop_over_rows(mode, reduction):
@@ -158,6 +159,7 @@ PASSES = [
 ]
 
 
+@pytest.mark.one_in(2, "drop_last", "does", others="slow")
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("does, expected", PASSES, ids=[does.__name__ for does, _ in PASSES])
 def test_every_pass_in_which_a_row_may_have_been_is_booked(does, expected, drop_last):
@@ -288,6 +290,7 @@ def test_looking_at_other_data_between_backward_and_step_changes_nothing(mode):
     assert_same(gradients(parts.model._module, 4), expected)
 
 
+@pytest.mark.one_in(2, "poisson", "mode", "order", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("order", ["top", "between", "end", "model"])
@@ -341,6 +344,7 @@ def test_each_overridable_method_receives_the_arguments_that_opacus_passes():
     assert received["_prepare_criterion"] == passed
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 def test_all_of_a_run_goes_without_references(mode):
     parts = private(noise_multiplier=1.0, grad_sample_mode=mode)

@@ -179,6 +179,7 @@ def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
         optimizer.step()
 
 
+@pytest.mark.one_in(4, "mode", "stepped", others="slow")
 @pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("stepped", [False, True])
 def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):

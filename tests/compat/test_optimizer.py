@@ -42,6 +42,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 def test_by_hand_the_step_is_that_of_a_loop_over_rows(mode):
     wrapped, optimizer = by_hand(wrapper=WRAPPERS[mode])
@@ -53,6 +54,7 @@ def test_by_hand_the_step_is_that_of_a_loop_over_rows(mode):
         assert_same(gradients(wrapped._module, 4), expected)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 def test_several_backward_passes_make_one_step_with_one_noise(mode):
     wrapped, optimizer = by_hand(wrapper=WRAPPERS[mode])

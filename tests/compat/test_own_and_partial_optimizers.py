@@ -197,6 +197,7 @@ CHANGES = {
 changed = pytest.mark.parametrize("change", CHANGES)
 
 
+@pytest.mark.one_in(2, "by_parts", others="slow")
 @changed
 @pytest.mark.parametrize("by_parts", [False, True])
 def test_sums_that_were_changed_after_clipping_are_refused_where_an_epsilon_is_stated(change, by_parts):

@@ -75,6 +75,7 @@ def test_axis_0_is_the_row_whatever_batch_first_says(wrap):
     assert_same(shown(wrapped), truths)
 
 
+@pytest.mark.one_in(2, "write", "through", others="slow")
 @pytest.mark.parametrize(
     "write",
     [
@@ -184,6 +185,7 @@ def _saved(one):
     return file.getvalue()
 
 
+@pytest.mark.one_in(6, "moment", "copied", "wrap", others="slow")
 @pytest.mark.one_in(3, "moment", "copied", "wrap")
 @pytest.mark.parametrize("moment", ["new", "after backward"])
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)

@@ -582,6 +582,7 @@ def test_the_key_of_a_graph_keeps_nothing_alive_and_never_equals_that_of_a_later
 # What raises
 
 
+@pytest.mark.slow
 def test_a_batch_counts_once():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     x, y = next(batches_after_checks(training))

@@ -111,6 +111,7 @@ class Moving(nn.Module):
         return self.head(h[order])[order.argsort()]
 
 
+@pytest.mark.slow
 def test_a_model_that_moves_samples_to_places_of_padding_trains_eagerly(passes):
     training = Training(lambda: Moving(lambda x: torch.arange(len(x)).flip(0)), data((6,)), compile="eager")
     batches = batches_after_checks(training)
@@ -176,6 +177,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_models_with_unusual_inputs_or_outputs_train_eagerly(name, passes):
     forward, output_of, why = UNUSUAL[name]
@@ -404,6 +406,7 @@ def test_what_trains_outside_the_model_is_not_compiled(passes):
     assert not passes
 
 
+@pytest.mark.slow
 def test_a_tensor_of_one_batch_is_not_kept(passes):
     outside = torch.randn(24, 6)
     trains_eagerly(

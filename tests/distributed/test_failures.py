@@ -198,6 +198,7 @@ def check(case, found):
             assert case.topology != "ddp" or one["void"]  # others fail within the step itself
 
 
+@pytest.mark.one_in(2, "case", others="slow")
 @pytest.mark.parametrize("case", A_FEW, ids=lambda case: f"{case.failure}-{case.topology}")
 @pytest.mark.hazard("X3")
 def test_where_one_rank_fails_all_others_end_with_an_error(few, case):
@@ -205,8 +206,10 @@ def test_where_one_rank_fails_all_others_end_with_an_error(few, case):
 
 
 @pytest.fixture(scope="module")
-def few(tmp_path_factory):
-    return told(A_FEW, 2, tmp_path_factory.mktemp("few"))
+def few(request, tmp_path_factory):
+    """The runs that the chosen tests need."""
+    params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    return told([case for case in A_FEW if {"case": case} in params], 2, tmp_path_factory.mktemp("few"))
 
 
 @pytest.mark.slow

@@ -112,6 +112,7 @@ def assert_close_sums(found, gradients, weights, *, rtol=1e-9):
 # Values
 
 
+@pytest.mark.one_in(4, "reduction", "force_functorch", "name", others="slow")
 @pytest.mark.one_in(2, "reduction", "force_functorch", "name")
 @REDUCTIONS
 @pytest.mark.parametrize("force_functorch", [False, True], ids=["rules", "functorch"])

@@ -43,6 +43,7 @@ def rows(*, broken):
 APIS = [api for api in DEFAULT_APIS if api.mode != "ew"]  # whose own tensors cannot hold others
 
 
+@pytest.mark.one_in(4, "broken", "api", others="slow")
 @pytest.mark.one_in(2, "broken", "api")
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.id)

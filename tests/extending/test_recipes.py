@@ -24,6 +24,7 @@ def test_a_recipe_has_at_most_25_lines(name):
     assert code_of(name).count("\n") <= 25
 
 
+@pytest.mark.one_in(2, "name", others="slow")
 @every_recipe
 def test_a_target_is_met_and_the_report_names_the_extension(name):
     engine, model, optimizer, loader = begun(name)
@@ -34,6 +35,7 @@ def test_a_target_is_met_and_the_report_names_the_extension(name):
     assert IN_REPORT[name] in " ".join(str(engine.report()).split())
 
 
+@pytest.mark.one_in(2, "name", others="slow")
 @every_recipe
 def test_an_interrupted_run_continues_as_if_it_were_not(name, tmp_path):
     expected, epsilon = weights_after(name)

@@ -222,6 +222,7 @@ def test_the_engine_refuses_a_written_buffer_and_releases_nothing(mode, write):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.one_in(2, "mode", "write", others="slow")
 @pytest.mark.parametrize(("write", "start"), HARMLESS, ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
 @pytest.mark.hazard("M3")

@@ -88,6 +88,7 @@ def make(name, dtype=torch.float32):
     return model, (inputs.to(dtype), targets)
 
 
+@pytest.mark.one_in(10, "mode", "name", others="slow")
 @pytest.mark.one_in(5, "mode", "name")
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])
 @every_model
@@ -99,6 +100,7 @@ def test_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tol
     assert float((release_of(model, data, mode=mode) - truth).norm() / truth.norm()) < tolerance
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 7.0])
 @every_mode
 @pytest.mark.hazard("C2")
@@ -116,6 +118,7 @@ def test_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_norm)
     assert engine.describe()["sensitivity"] == max_norm
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("C3")
 def test_a_loss_of_torch_as_it_is_is_clipped(mode):
@@ -133,6 +136,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(6, "mode", "name", others="slow")
 @pytest.mark.one_in(3, "mode", "name")
 @pytest.mark.parametrize("name", POLICIES)
 @every_mode
@@ -160,6 +164,7 @@ def test_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
     assert inside.state(one[0]).clipping_norm == 0.5  # what the noise will be scaled for
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("chunks", [{}, {"physical_batch_size": 2}, {"accumulation_steps": 4}], ids=str)
 @every_mode
 @pytest.mark.hazard("C5")
@@ -188,6 +193,7 @@ def test_two_backward_passes_over_one_batch_release_nothing(mode):
     assert inside.state(engine).zero
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("C6")
 def test_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
@@ -213,6 +219,7 @@ def test_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
     assert influence(mlp(), tensors(), step, mode=mode) <= 1 + ROUNDING
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("C7")
 def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
@@ -265,6 +272,7 @@ def test_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is_book
     assert 0.9 / sigma < max(moved) <= (1 + ROUNDING) / sigma
 
 
+@pytest.mark.one_in(4, "mode", "dtype", others="slow")
 @pytest.mark.one_in(2, "mode", "dtype")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @every_mode
@@ -284,6 +292,7 @@ def test_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
     assert 0.69 < longest <= 0.7
 
 
+@pytest.mark.one_in(4, "max_norm", "dtype", others="slow")
 @pytest.mark.one_in(2, "max_norm", "dtype")
 @pytest.mark.parametrize("max_norm", [0.1, 0.7, 1.0, 3e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

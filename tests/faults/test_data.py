@@ -95,6 +95,7 @@ class Scored(nn.Module):
         return F.cross_entropy(self.net(inputs), targets)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("D5")
 def test_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
@@ -194,6 +195,7 @@ def judged(loop, inputs, real):
     return F.binary_cross_entropy_with_logits(output, torch.full_like(output, float(real)))
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_a_private_judge_teaches_its_maker_in_eval_mode_as_a_plain_one_does(mode):
     loop, maker, optimizer = adversaries(mode)

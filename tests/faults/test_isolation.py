@@ -172,6 +172,7 @@ def test_a_maximum_of_the_batch_is_found_whichever_row_has_it():
             release_of(Between(scaled_without_gradient), (longest, targets))
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("between", [sorted_rows, centred_without_gradient])
 @pytest.mark.hazard("M2")
@@ -281,6 +282,7 @@ class Cached(nn.Module):
         return self.head(mixed.mean(dim=1))
 
 
+@pytest.mark.one_in(6, "mode", "make", others="slow")
 @pytest.mark.one_in(3, "mode", "make")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_a_step_with_nothing_to_release_names_the_cause(prepare, says):
     assert all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("L3")
 def test_forward_passes_for_the_log_leave_no_trace(mode):
@@ -78,6 +79,7 @@ def test_forward_passes_for_the_log_leave_no_trace(mode):
     assert influence(mlp(), tensors(), step, mode=mode) <= 1 + ROUNDING
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("L3")
 def test_eval_mode_between_forward_and_backward_changes_nothing(mode):
@@ -184,6 +186,7 @@ def test_a_charge_that_fails_leaves_the_weights_alone(monkeypatch):
     loop.step(*first_batch(loop.loader))
 
 
+@pytest.mark.one_in(4, "max_grad_norm", "mode", others="slow")
 @pytest.mark.one_in(2, "max_grad_norm", "mode")
 @pytest.mark.parametrize("max_grad_norm", [0.3, 1e7])  # every row is clipped, or none at either scale
 @every_mode
@@ -221,6 +224,7 @@ def test_a_closure_is_evaluated_once_for_one_charge():
         make_loop(make_optimizer=torch.optim.LBFGS)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("L8")
 def test_gradients_that_were_written_by_hand_are_never_used(mode):
@@ -259,6 +263,7 @@ def test_an_unfrozen_parameter_gets_noise_of_its_own():
         assert 0.3 < float(parameter.grad.std()) * 6 / 50 < 3
 
 
+@pytest.mark.one_in(4, "when", "what", "mode", others="slow")
 @pytest.mark.one_in(2, "when", "what", "mode")
 @pytest.mark.parametrize("when", ["before backward", "before step"])
 @pytest.mark.parametrize("what", ["swap", "freeze", "thaw", "add"])

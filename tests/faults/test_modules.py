@@ -105,6 +105,7 @@ def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
         release_of(TimeFirst(), tensors(3, FEATURES), mode=mode)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M9")
 def test_time_as_long_as_the_batch_is_refused_too(mode):
@@ -132,6 +133,7 @@ class Positions(nn.Module):
         return self.head(torch.tanh(hidden).mean(dim=1))
 
 
+@pytest.mark.one_in(6, "mode", "ids", "tied", others="slow")
 @pytest.mark.one_in(3, "mode", "ids", "tied")
 @pytest.mark.parametrize("tied", [False, True], ids=["alone", "with-rows"])
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
@@ -169,6 +171,7 @@ def test_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_other_pa
 # A layer draws random numbers
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M10")
 def test_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
@@ -218,6 +221,7 @@ class OfFunction(nn.Module):
         return self.net[2](Doubled.apply(self.net[1](self.net[0](inputs))))
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M11")
 def test_a_custom_function_between_layers_is_right(mode):
@@ -272,6 +276,7 @@ def test_complex_and_lazy_parameters_are_refused_by_name(mode):
             private(model, tensors(), mode=mode)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("M11")
 def test_sparse_embeddings_are_right(mode):
@@ -327,6 +332,7 @@ OUTPUTS = {
 UNSEEN = {"elsewhere"}
 
 
+@pytest.mark.one_in(10, "mode", "name", others="slow")
 @pytest.mark.one_in(5, "mode", "name")
 @pytest.mark.parametrize("name", OUTPUTS)
 @every_mode

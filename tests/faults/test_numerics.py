@@ -57,6 +57,7 @@ def test_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_more(d
     assert 1 < moved <= 1 + 6 * torch.finfo(dtype).eps
 
 
+@pytest.mark.one_in(6, "mode", "size", others="slow")
 @pytest.mark.one_in(3, "mode", "size")
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e22, 1e30])
 @every_mode
@@ -106,6 +107,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.one_in(10, "mode", "name", "size", others="slow")
 @pytest.mark.one_in(5, "mode", "name", "size")
 @pytest.mark.parametrize("size", [1e5, 1e9])
 @pytest.mark.parametrize("name", LAYERS)
@@ -150,6 +152,7 @@ SMALL_AND_LARGE = {
 }
 
 
+@pytest.mark.one_in(6, "name", "mode", others="slow")
 @pytest.mark.one_in(3, "name", "mode")
 @pytest.mark.parametrize("name", SMALL_AND_LARGE)
 @every_mode

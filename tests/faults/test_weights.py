@@ -104,6 +104,7 @@ class TiedInBlocks(nn.Module):
         return self.head(hidden)
 
 
+@pytest.mark.one_in(6, "mode", "make", others="slow")
 @pytest.mark.one_in(3, "mode", "make")
 @pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, Siamese, Unrolled, TiedInBlocks])
 @every_mode
@@ -151,6 +152,7 @@ def test_layers_that_compute_their_weight_are_right(mode, name):
         assert_right(model, tensors(), mode=mode)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M4")
 def test_a_container_with_a_way_of_its_own_is_right(mode):
@@ -199,6 +201,7 @@ def test_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("thawed", ["first", "second"])
 @every_mode
 def test_a_weight_that_is_unfrozen_later_and_used_past_its_layer_is_refused(mode, thawed):
@@ -231,6 +234,7 @@ class Whole(nn.Module):
         return checkpoint(self.net, inputs, use_reentrant=self.reentrant)
 
 
+@pytest.mark.one_in(4, "mode", "reentrant", others="slow")
 @pytest.mark.one_in(2, "mode", "reentrant")
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
@@ -239,6 +243,7 @@ def test_checkpointed_blocks_with_tied_weights_are_right(mode, reentrant):
     assert_right(TiedInBlocks(reentrant), tensors(), plain=TiedInBlocks(), mode=mode)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M7")
 def test_a_model_that_is_one_checkpoint_is_right(mode):
@@ -262,6 +267,7 @@ def around(reentrant):
     return step
 
 
+@pytest.mark.one_in(4, "reentrant", "mode", others="slow")
 @pytest.mark.one_in(2, "reentrant", "mode")
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
@@ -303,6 +309,7 @@ def adapted(how):
     return nn.Sequential(LowRank(nn.Linear(FEATURES, 5), how), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
+@pytest.mark.one_in(6, "mode", "how", others="slow")
 @pytest.mark.one_in(3, "mode", "how")
 @pytest.mark.parametrize("how", ["modules", "linear", "matmul", "merged"])
 @every_mode
@@ -325,6 +332,7 @@ class Spare(nn.Module):
         return self.used(inputs)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M8")
 def test_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped(mode):

@@ -271,6 +271,7 @@ def test_no_example_moves_the_sum_further_than_is_said(rows, other, bound, resca
         assert moved <= limit * (1 + 1e-6) + (1e-9 if grid is None else 0)
 
 
+@pytest.mark.one_in(4, "scale", "numbers", "dtype", others="slow")
 @pytest.mark.one_in(2, "scale", "numbers", "dtype")
 @pytest.mark.parametrize("scale", [1.0, 10.0, 1e6, 1e9])
 @pytest.mark.parametrize("numbers", [1, 3, 1000])

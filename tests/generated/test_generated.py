@@ -90,6 +90,7 @@ def suited(kind, seeds=range(3000)):
             yield subject_of(seed)
 
 
+@pytest.mark.one_in(6, "kind", others="slow")
 @pytest.mark.one_in(3, "kind")
 @pytest.mark.parametrize("kind", BUILTIN, ids=lambda kind: kind.__name__)
 def test_a_layer_whose_gradients_are_one_per_cent_off_is_found(monkeypatch, kind):

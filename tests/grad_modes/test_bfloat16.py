@@ -195,6 +195,7 @@ def test_the_sum_of_a_tied_parameter_is_that_of_its_norms(algorithm, monkeypatch
     assert relative_error({"weight": found.double()}, {"weight": expected}) < 1e-6
 
 
+@pytest.mark.one_in(2, "mode", "rows_at_a_time", others="slow")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("rows_at_a_time", [1, 4, ROWS])
 def test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms(rows_at_a_time, mode, narrow, monkeypatch):

@@ -343,6 +343,7 @@ def clipper(model, inputs):
     return PerSampleGradientClipper(model, Flat(flat_norms(gradients).median().item()), loss_reduction="sum")
 
 
+@pytest.mark.one_in(2, "name", others="slow")
 @pytest.mark.parametrize("name", CASES)
 def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(name):
     make, expected = CASES[name]
@@ -357,6 +358,7 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
         assert_clipped(model, clipped, words())
 
 
+@pytest.mark.one_in(4, "autocast", "name", others="slow")
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("name", CASES)
@@ -386,6 +388,7 @@ def test_a_batch_as_long_as_its_sequences_does_not_hide_an_axis(name):
         assert_clipped(model, clipped, words(length, samples=length), torch.rand(length).double() + 0.1)
 
 
+@pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("name", CASES)
 def test_a_first_batch_without_samples_adds_nothing_and_leaves_the_choice_open(name):

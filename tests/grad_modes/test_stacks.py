@@ -139,6 +139,7 @@ TIED = {  # names of the parameters with several uses, and how many more uses th
 }
 
 
+@pytest.mark.one_in(3, "clipping", "dtype", "how", others="slow")
 @pytest.mark.parametrize("clipping", ["flat", "per layer"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("how", TIED)
@@ -356,6 +357,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.one_in(3, "loss", "case", others="slow")
 @pytest.mark.skipif(native_library() is None, reason="no compiled code")
 @pytest.mark.parametrize("loss", ["mean of squares", "sum"])  # the gradient of a sum is expanded from one number
 @pytest.mark.parametrize("case", COMPILED)

@@ -66,6 +66,7 @@ def truth_of_layer(case, dtype):
     return clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
 
 
+@pytest.mark.one_in(14, "case", "mode", "dtype", others="slow")
 @pytest.mark.one_in(7, "case", "mode", "dtype")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -122,6 +123,7 @@ POLICIES = {
 }
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_every_policy_works_with_every_strategy(policy, mode):
@@ -175,6 +177,7 @@ def test_an_empty_batch_of_words_gives_zero_sums(mode, tied, dtype):
     assert seen.samples == 0
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("D5")

@@ -289,6 +289,7 @@ def relative_error(model, expected):
     return (found - truth).norm() / truth.norm()
 
 
+@pytest.mark.one_in(2, "frozen", "name", others="slow")
 @pytest.mark.parametrize("frozen", [False, True], ids=["all trained", "one frozen"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_clipped_sum_is_that_of_a_loop_over_samples(name, frozen):
@@ -333,6 +334,7 @@ class BranchesBackward(nn.Module):
         return Branching.apply(inputs)
 
 
+@pytest.mark.one_in(4, "draw", "parts", others="slow")
 @pytest.mark.one_in(2, "draw", "parts")
 @pytest.mark.parametrize(
     "parts", [None, Experts, Windows, BranchesBackward], ids=lambda parts: getattr(parts, "__name__", "")

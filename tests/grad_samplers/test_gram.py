@@ -41,6 +41,7 @@ def truth(*factors):
     return torch.einsum(equation, *[f.double() for f in factors]).flatten(1).square().sum(dim=1)
 
 
+@pytest.mark.one_in(12, "second", "first", "length", others="slow")
 @pytest.mark.one_in(6, "second", "first", "length")
 @pytest.mark.parametrize("second", MAKERS)
 @pytest.mark.parametrize("first", MAKERS)

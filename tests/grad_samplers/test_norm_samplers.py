@@ -109,6 +109,7 @@ def loop(model, inputs, cotangent, times=1.0, layers=("2",)):
     return total
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("source", SOURCES)

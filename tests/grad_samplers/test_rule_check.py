@@ -94,6 +94,7 @@ def test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs(name, mode):
         passes(model_of(), mode=mode)
 
 
+@pytest.mark.one_in(3, "dtype", "mode", others="slow")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ew", "functorch"])
 def test_right_rules_train_and_are_compared_in_the_first_batch_only(mode, dtype, monkeypatch):

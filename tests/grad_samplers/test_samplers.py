@@ -139,6 +139,7 @@ def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
             assert cost.grads.keys() <= sampler.grads.keys() and cost.sq_norms.keys() <= sampler.sq_norms.keys()
 
 
+@pytest.mark.one_in(3, "case", "rows", others="slow")
 @pytest.mark.parametrize("case", [c for c in CASES if isinstance(c.make(), NARROW)], ids=lambda case: case.id)
 @pytest.mark.parametrize("rows", [0, ROWS])
 def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):

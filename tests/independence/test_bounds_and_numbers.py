@@ -232,12 +232,14 @@ NO_OTHER_BRANCH = {
 }
 
 
+@pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", OTHER_BRANCH.values(), ids=OTHER_BRANCH)
 def test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_take_it(loss):
     _, (text,) = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
     assert "the loop takes a branch that depends on the batch" in text or "the loop tests a number of the batch" in text
 
 
+@pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", NO_OTHER_BRANCH.values(), ids=NO_OTHER_BRANCH)
 def test_a_branch_for_errors_is_accepted(loss):
     engine, shown = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)

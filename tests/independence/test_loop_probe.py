@@ -142,6 +142,7 @@ BY_NUMBERS = {
 }
 
 
+@pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
 def test_a_loss_that_keeps_samples_apart_is_accepted_without_a_warning(loss):
     with warnings.catch_warnings():

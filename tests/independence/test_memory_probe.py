@@ -144,6 +144,7 @@ READ = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2, "mode", "run", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("run", READ, ids=lambda run: run.__name__)
 def test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named(run, mode):
@@ -285,6 +286,7 @@ SOUND = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2, "mode", "run", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("run", SOUND, ids=lambda run: run.__name__)
 def test_an_attribute_that_is_not_read_later_or_holds_no_data_is_accepted(run, mode):

@@ -280,6 +280,7 @@ def train(kind, model_name, loss_name, loop, steps=4):
             break
 
 
+@pytest.mark.one_in(40, "case", "loop", others="slow")
 @pytest.mark.one_in(20, "case", "loop")
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("case", CASES, ids=["-".join(case).replace(" ", "_") for case in CASES])

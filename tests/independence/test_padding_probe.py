@@ -217,6 +217,7 @@ def quietly(model, *args, **options):
         return trained(model, *args, **options)
 
 
+@pytest.mark.one_in(4, "run", "mode", others="slow")
 @pytest.mark.one_in(2, "run", "mode")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("run", SOUND, ids=lambda run: run.__name__)
@@ -290,6 +291,7 @@ def unsound(run):
     return model
 
 
+@pytest.mark.one_in(4, "run", "mode", others="slow")
 @pytest.mark.one_in(2, "run", "mode")
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("run", UNSOUND, ids=lambda run: run.__name__)
@@ -298,6 +300,7 @@ def test_a_model_that_does_not_mask_padding_is_rejected(run, mode):
         trained(unsound(run), mode=mode)
 
 
+@pytest.mark.one_in(3, "run", others="slow")
 @pytest.mark.parametrize("run", UNSOUND, ids=lambda run: run.__name__)
 def test_padding_to_one_length_is_accepted(run):
     assert quietly(unsound(run), collate=padded(length=LONGEST), passes=3) == {LONGEST}

@@ -165,6 +165,7 @@ def on_two_batches(loss_of, collate):
     return check_loop(functools.partial(loss_of, model), [made(examples[:12]), made(examples[12:])])
 
 
+@pytest.mark.one_in(3, "loss_of", others="slow")
 @pytest.mark.parametrize(
     ("loss_of", "collate"),
     [

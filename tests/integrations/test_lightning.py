@@ -84,6 +84,7 @@ def test_weights_and_epsilon_are_those_of_a_loop_by_hand(kind):
     assert float(made.callback_metrics["epsilon"]) == pytest.approx(engine.epsilon)
 
 
+@pytest.mark.slow
 def test_the_target_is_kept_over_the_epochs_of_the_trainer():
     wanted = {"target_epsilon": 3.0, "target_delta": 1e-3}
     expected, _ = by_hand(planned=3, **wanted)
@@ -113,6 +114,7 @@ def test_the_target_is_kept_over_max_steps():
     assert 2.9 < callback.engine.epsilon <= 3.0
 
 
+@pytest.mark.one_in(4, "settings", others="slow")
 @pytest.mark.one_in(2, "settings")
 @pytest.mark.parametrize(
     ("settings", "steps"),

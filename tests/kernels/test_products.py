@@ -105,6 +105,7 @@ def check_grams(factors, listed):
         torch.testing.assert_close(spread_B, parts(*chosen), rtol=1e-12, atol=0)
 
 
+@pytest.mark.one_in(6, "sizes", "length", others="slow")
 @pytest.mark.one_in(3, "sizes", "length")
 @pytest.mark.parametrize("sizes", [(1, 1), (3, 8), (16, 17), (40, 7), (300, 9), (256, 512)])
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 6, 15, 16, 31, 65])

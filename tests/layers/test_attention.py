@@ -62,6 +62,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.one_in(6, "settings", others="slow")
 @pytest.mark.one_in(3, "settings")
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
 def test_outputs_and_gradients_equal_the_original_for_all_settings(settings):
@@ -100,6 +101,7 @@ def masks(keys):
     )
 
 
+@pytest.mark.one_in(6, "batch_first", "mask", "padding", others="slow")
 @pytest.mark.one_in(3, "batch_first", "mask", "padding")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("mask", masks(KEYS)[1])

@@ -38,6 +38,7 @@ def outcome(name, order, dtype=torch.float32):
     return [*(leaf.detach() for leaf in leaves), inputs.grad, *(p.grad for p in module.parameters())]
 
 
+@pytest.mark.one_in(4, "order", "name", others="slow")
 @pytest.mark.one_in(2, "order", "name")
 @pytest.mark.skipif(native_library() is None, reason="native code is not built here")
 @pytest.mark.parametrize("order", LENGTHS)

@@ -98,6 +98,7 @@ NOT_CUT = {"rnn", "gru-packed", "lstm-packed-both-projected", "lstm-packed-no-bi
 PAIRS = [(case, mode) for case in CASES for mode in MODES if not (mode == "functorch" and case in NOT_CUT)]
 
 
+@pytest.mark.one_in(6, "case", others="slow")
 @pytest.mark.one_in(3, "case")
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
 def test_the_clipped_sum_is_that_of_a_loop_over_rows(case, mode):

@@ -92,6 +92,7 @@ def assert_equal_twin(module, *args, outputs_to=1e-12, gradients_to=1e-12, **kwa
     torch.testing.assert_close(got[1], expected[1], atol=gradients_to, rtol=gradients_to)
 
 
+@pytest.mark.one_in(6, "case", others="slow")
 @pytest.mark.one_in(3, "case")
 @each_case
 def test_outputs_and_gradients_equal_the_original(case):
@@ -104,6 +105,7 @@ def test_single_precision_agrees_to_its_rounding(case):
     assert_equal_twin(*args, outputs_to=1e-6, gradients_to=1e-5)  # gradients are sums of some 30 terms
 
 
+@pytest.mark.one_in(4, "order", "case", others="slow")
 @pytest.mark.one_in(2, "order", "case")
 @pytest.mark.parametrize("order", LENGTHS)
 @small_cases

@@ -189,6 +189,7 @@ def test_a_checkpoint_next_to_a_file_is_not_loaded_without_it(path, tmp_path):
         checkpoint.load(tmp_path / "saved", Run(None).engine)
 
 
+@pytest.mark.slow
 def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path):
     alone = Run(None).train(4)
     engine = PrivacyEngine(ledger=path)
@@ -262,6 +263,7 @@ def test_a_run_of_another_unit_is_refused(path):
     assert model.weight.grad is not None  # nothing was attached
 
 
+@pytest.mark.slow
 def test_the_relation_is_the_one_that_holds_for_all_runs_of_the_file(path):
     Run(path, sample_rate=0.3, expected_batch_size=20).train(1).gone()
     declared = Run(path, sample_rate=0.3, expected_batch_size=20).train(1)

@@ -97,6 +97,7 @@ def test_a_step_that_was_discarded_has_its_row_all_the_same(kind):
     np.testing.assert_allclose(late, expected[[4, 5]], atol=1e-9)
 
 
+@pytest.mark.one_in(6, "kind", "dtype", "stop", others="slow")
 @pytest.mark.one_in(3, "kind", "dtype", "stop")
 @every_kind
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -10,6 +10,7 @@ from dpengine.noise.keyed_streams import STREAM_KINDS
 CUTS = [(0, 1, 1, 0), (3, 5, 7, 11), (1000, 400, 300, 2), (7, 300, 600, 5000), (511, 2, 9, 4096)]
 
 
+@pytest.mark.one_in(3, "kind", "dtype", "cut", others="slow")
 @pytest.mark.parametrize("kind", STREAM_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cut", CUTS)

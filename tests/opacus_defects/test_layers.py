@@ -51,6 +51,7 @@ def test_a_convolution_reads_its_input_whatever_the_memory_layout(api, layout):
     assert_right(api, model, inputs)
 
 
+@pytest.mark.slow
 @through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O7")
 def test_a_row_of_channels_last_adds_no_more_than_the_bound(api):
@@ -168,6 +169,7 @@ class Padded(nn.Module):
         return self.one(x).mean(dim=2)
 
 
+@pytest.mark.one_in(2, "mode", "api", others="slow")
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O10")

@@ -95,6 +95,7 @@ def test_a_sampler_that_is_not_known_is_refused_by_name(api, name):
         api.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
 
 
+@pytest.mark.one_in(4, "rows", "api", others="slow")
 @pytest.mark.one_in(2, "rows", "api")
 @pytest.mark.parametrize(("rows", "size"), [(104, 8), (20, 12)])
 @through(ALL_APIS)

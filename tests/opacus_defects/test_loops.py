@@ -379,6 +379,7 @@ def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
     assert_equal(private.sum(), truth)
 
 
+@pytest.mark.one_in(4, "api", others="slow")
 @through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O63")
 def test_without_noise_and_without_a_threshold_it_is_ordinary_training(api):

@@ -39,6 +39,7 @@ def assert_sum_is_right(api, model, rows, max_norm=1.0, *, rtol=1e-5, **options)
     assert_equal(found, true_sum(model, CRITERION, rows, max_norm), rtol=rtol)
 
 
+@pytest.mark.one_in(3, "block", "api", others="slow")
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O37")
@@ -92,6 +93,7 @@ CAUSES = {
 }
 
 
+@pytest.mark.one_in(3, "cause", "api", others="slow")
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")

@@ -78,6 +78,7 @@ def test_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
     assert math.isfinite(found) and found >= lower - 1e-9
 
 
+@pytest.mark.one_in(6, "run", others="slow")
 @pytest.mark.filterwarnings("ignore::UserWarning")  # that RDP answers instead, where it does
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.hazard("O43")
@@ -281,6 +282,7 @@ def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(api, m
     assert all(p.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.hazard("O64")
 def test_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
     model = mlp()

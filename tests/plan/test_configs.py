@@ -86,6 +86,7 @@ def test_calibration_keeps_the_target(name):
     assert config.calibrate(epsilon=math.inf, delta=1e-5).noise_multiplier == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(12, "name", others="slow")
 @pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", CONFIGS)
@@ -250,6 +251,7 @@ def test_options_of_the_plan_cannot_be_given_again():
             plan.clipped_grad(lambda p, x: p, **option)
 
 
+@pytest.mark.one_in(4, "name", others="slow")
 @pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_epsilon_of_the_first_steps(name):

@@ -50,6 +50,7 @@ SIZED = {  # with the size of the largest batch
 }  # fmt: skip
 
 
+@pytest.mark.one_in(4, "name", "made", others="slow")
 @pytest.mark.one_in(2, "name", "made")
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("made", [False, True], ids=["config", "plan"])

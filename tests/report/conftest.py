@@ -50,6 +50,7 @@ ORDINARY = RunFacts(
     loss_checked=True,
     utility={"metric": "accuracy", "value": 0.8493, "split": "test"},
 )
+SLOW = {"voids-and-clips": pytest.mark.slow}  # many charges to account for
 VARIANTS = {
     "ordinary": {},
     "not-private": {"plan": PLAN | {"noise_multiplier": 0.0}, "history": (Charge(NonPrivateEvent(), 3),)},
@@ -111,7 +112,7 @@ def make_facts():
     return make
 
 
-@pytest.fixture(params=VARIANTS, ids=str)
+@pytest.fixture(params=[pytest.param(one, marks=SLOW.get(one, ())) for one in VARIANTS], ids=str)
 def any_facts(request, make_facts):
     """Every kind of run that a report must bear."""
     return make_facts(request.param)

@@ -274,6 +274,7 @@ FORGED = {
 }
 
 
+@pytest.mark.one_in(8, "variant", "forge", others="slow")
 @pytest.mark.one_in(4, "variant", "forge")
 @pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)

@@ -35,6 +35,7 @@ def test_a_run_of_empty_batches_only(workers):
     assert rows_of(private(Fixed([], [], []), workers=workers)) == [[], [], []]
 
 
+@pytest.mark.one_in(3, "workers", "physical", others="slow")
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("physical", [1, 2, 3, 4, 5, 100])
 def test_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physical):

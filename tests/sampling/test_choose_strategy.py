@@ -17,6 +17,7 @@ def loader_of(rows: int, size: int, **options) -> DataLoader:
     return DataLoader(range(rows), batch_size=size, **options)
 
 
+@pytest.mark.one_in(4, "sampling", "drop_last", "size", others="slow")
 @pytest.mark.one_in(2, "sampling", "drop_last", "size")
 @pytest.mark.parametrize("sampling", ["poisson", "shuffle"])
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -339,6 +339,7 @@ def check(data, collate, **options):
         check_collate(DataLoader(copy.deepcopy(data), batch_size=4, collate_fn=collate), **options)
 
 
+@pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.parametrize("name", ORDINARY)
 def test_functions_that_make_each_row_of_one_example_pass(name):
     check(*ORDINARY[name])

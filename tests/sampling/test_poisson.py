@@ -138,6 +138,7 @@ def test_neighbours_in_the_data_set_are_independent(lag, seeded_words):
     assert abs(products.mean()) < 4 * RATE * (1 - RATE) / math.sqrt(products.size)
 
 
+@pytest.mark.one_in(3, "lag", others="slow")
 @pytest.mark.parametrize("lag", [1, 2, 7])
 def test_steps_are_independent(lag, seeded_words):
     # 4000 - lag pairs of steps of 200 examples; 4 standard deviations.

@@ -15,6 +15,7 @@ def epoch(strategy: ShuffleDraws, words, number: int = 0) -> list[list[int]]:
     return [strategy.draw(first + step, words).tolist() for step in range(strategy.steps_per_epoch)]
 
 
+@pytest.mark.one_in(4, "rows", "size", others="slow")
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16, 17, 100, 1001])
 @pytest.mark.parametrize("size", [1, 4, 64])
 def test_an_epoch_has_every_example_once(rows, size, seeded_words):

@@ -187,6 +187,7 @@ def steps_of_users(graph, batches):
     return steps
 
 
+@pytest.mark.one_in(5, "seed", others="slow")
 @pytest.mark.parametrize("seed", range(20))
 def test_users_rest_between_batches(seed):
     generator = np.random.default_rng(seed)

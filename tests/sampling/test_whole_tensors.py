@@ -118,6 +118,7 @@ def of_tuples(monkeypatch, dataset):
 CHANGES = (of_class, rows_of_class, of_object, of_another_object, of_tensors, of_tuples)
 
 
+@pytest.mark.one_in(3, "workers", "wrap", "change", others="slow")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrap", [lambda kept: kept, lambda kept: Subset(kept, range(20))], ids=["tensors", "subset"])
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])

@@ -30,6 +30,7 @@ def test_the_tasks_follow_from_the_options(data, full, here, expected):
     assert list(tasks_for(data, full=full, quick=False, images_here=here)) == expected
 
 
+@pytest.mark.slow
 def test_quick_tasks_are_short_and_say_so():
     quick = tasks_for(None, full=True, quick=True, images_here=True)
     for task in quick:

@@ -98,6 +98,7 @@ def test_a_scheduler_driven_by_a_metric_is_passed_its_metric():
 # Physical batches and batches fetched ahead
 
 
+@pytest.mark.one_in(6, "mode", "chunks", others="slow")
 @pytest.mark.one_in(3, "mode", "chunks")
 @every_mode
 @pytest.mark.parametrize("chunks", [{"accumulation_steps": 3}, {"accumulation_steps": 9}, {"physical_batch_size": 2}])

@@ -111,6 +111,7 @@ EMPTY_MODELS = {
 }
 
 
+@pytest.mark.one_in(6, "mode", "make_model", others="slow")
 @pytest.mark.one_in(3, "mode", "make_model")
 @every_mode
 @pytest.mark.parametrize(("make_model", "shape"), EMPTY_MODELS.values(), ids=EMPTY_MODELS)
@@ -131,6 +132,7 @@ def test_layers_take_batches_without_rows(make_model, shape, mode):
 # Samples that are not finite
 
 
+@pytest.mark.one_in(8, "mode", "bad", others="slow")
 @pytest.mark.one_in(4, "mode", "bad")
 @every_mode
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])

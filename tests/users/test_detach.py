@@ -40,6 +40,7 @@ def plain_training(model, optimizer, batches):
     return state_of(model)
 
 
+@pytest.mark.one_in(4, "make_model", "mode", others="slow")
 @pytest.mark.one_in(2, "make_model", "mode")
 @pytest.mark.parametrize("make_model", [mlp, Recurrent])
 @every_mode

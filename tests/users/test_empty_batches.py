@@ -24,6 +24,7 @@ class Reshapes(nn.Module):
         return self.second(hidden.reshape(len(inputs), -1, 2).flatten(1))
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_a_model_that_cannot_run_without_samples_trains(mode):
     loop = make_loop(Reshapes(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)

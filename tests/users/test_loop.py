@@ -44,6 +44,7 @@ def one_forward_pass(loop, inputs, targets):
     outputs.square().mean().backward()
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.parametrize("twice", [two_forward_passes, one_forward_pass])
 def test_a_second_backward_over_the_same_rows_is_refused(twice, mode):
@@ -183,6 +184,7 @@ INTERLUDES = [
 ]
 
 
+@pytest.mark.one_in(10, "mode", "interlude", others="slow")
 @pytest.mark.one_in(5, "mode", "interlude")
 @every_mode
 @pytest.mark.parametrize("interlude", INTERLUDES, ids=lambda f: f.__name__)
@@ -200,6 +202,7 @@ def test_what_is_no_training_leaves_no_trace(interlude, mode):
     assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", len(loop.loader))]
 
 
+@pytest.mark.one_in(4, "mode", "interlude", others="slow")
 @pytest.mark.one_in(2, "mode", "interlude")
 @every_mode
 @pytest.mark.parametrize("interlude", [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate])
@@ -213,6 +216,7 @@ def test_what_is_no_training_leaves_no_trace_between_backward_and_step(interlude
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
     def interrupt(*_, **__):
@@ -231,6 +235,7 @@ def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
     assert all(isinstance(p, nn.Parameter) for p in loop.model.parameters())
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_two_forward_passes_may_share_a_backward(mode):
     loop = make_loop(grad_sample_mode=mode)

@@ -51,6 +51,7 @@ def test_a_summed_loss_is_found_where_a_mean_was_declared():
     check_loss(mlp(), F.cross_entropy, batch)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_a_declared_sum_gives_the_same_sums(mode):
     loop = make_loop(loss_reduction="sum", grad_sample_mode=mode)
@@ -75,6 +76,7 @@ def per_row_tokens(outputs, targets):
     return each.sum(1) / (targets != -1).sum(1)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @every_mode
 def test_backward_of_the_engine_keeps_rows_apart(reduction, mode):

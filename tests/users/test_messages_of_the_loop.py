@@ -58,6 +58,7 @@ def test_a_batch_that_is_not_trained_on_is_reported_once_with_the_remedy():
     assert len([one for one in seen if "not trained on" in str(one.message)]) == 1
 
 
+@pytest.mark.one_in(3, "seed", others="slow")
 @pytest.mark.parametrize("seed", range(3))
 def test_the_remedies_for_a_batch_that_is_left_out_are_silent(recwarn, seed):
     loop = make_loop(seed=seed, dataset=examples(4 * ROWS), **NOISE)
@@ -162,6 +163,7 @@ def test_other_models_and_optimizers_step_as_before():
     torch.optim.SGD(loop.model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.one_in(3, "what", others="slow")
 @pytest.mark.parametrize("what", ["model", "optimizer", "engine"])
 def test_detach_takes_a_model_an_optimizer_or_an_engine(what):
     loop = make_loop(**NOISE)

@@ -67,6 +67,7 @@ class Shadow:
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(3, "kind", others="slow")
 @every_optimizer
 def test_the_objects_stay_what_they_are(kind):
     model = mlp(bias=False)
@@ -86,6 +87,7 @@ def test_the_objects_stay_what_they_are(kind):
     assert optimizer.state_dict()["param_groups"][0].keys() == keys["param_groups"][0].keys()
 
 
+@pytest.mark.one_in(6, "kind", others="slow")
 @pytest.mark.one_in(3, "kind")
 @every_optimizer
 def test_a_scheduler_from_before_counts_private_steps(kind):
@@ -103,6 +105,7 @@ def test_a_scheduler_from_before_counts_private_steps(kind):
     assert inside.state(loop.engine).written == set(model.parameters())
 
 
+@pytest.mark.one_in(4, "schedule", "before", others="slow")
 @pytest.mark.one_in(2, "schedule", "before")
 @every_scheduler
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
@@ -125,6 +128,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, before):
     shadow.assert_equal(model)
 
 
+@pytest.mark.one_in(6, "kind", others="slow")
 @pytest.mark.one_in(3, "kind")
 @every_optimizer
 def test_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
@@ -148,6 +152,7 @@ class ClosureSpy(torch.optim.SGD):
         return super().step()
 
 
+@pytest.mark.one_in(3, "kind", others="slow")
 @every_optimizer
 def test_a_closure_runs_once_and_its_loss_comes_back(kind):
     loop = loop_with(kind)
@@ -193,6 +198,7 @@ def test_the_base_step_never_gets_the_closure():
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
+@pytest.mark.one_in(3, "kind", others="slow")
 @every_optimizer
 def test_user_hooks_fire_once_and_see_noised_gradients(kind):
     loop = loop_with(kind, noise_multiplier=1.0)
@@ -217,6 +223,7 @@ def replace_groups(optimizer):
     optimizer.param_groups = [dict(group) for group in optimizer.param_groups]  # as accelerate.prepare does
 
 
+@pytest.mark.one_in(8, "kind", "replace", others="slow")
 @pytest.mark.one_in(4, "kind", "replace")
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
@@ -243,6 +250,7 @@ def by_torch_save(optimizer):
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dumps(o)), "torch.save": by_torch_save}
 
 
+@pytest.mark.one_in(6, "kind", "make_copy", others="slow")
 @pytest.mark.one_in(3, "kind", "make_copy")
 @every_optimizer
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
@@ -315,6 +323,7 @@ def test_a_detached_copy_takes_groups():
     assert len(other.param_groups) == 2
 
 
+@pytest.mark.one_in(8, "kind", "set_to_none", others="slow")
 @pytest.mark.one_in(4, "kind", "set_to_none")
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -354,6 +363,7 @@ def test_two_optimizers_are_refused_and_left_alone(name, derived):
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_run_that_is_collected_within_the_step_of_another_optimizer_disturbs_nothing():
     before = len(_global_optimizer_pre_hooks)
     held, other = [make_loop(noise_multiplier=1.0)], torch.optim.SGD(mlp().parameters())

@@ -47,6 +47,7 @@ class Small(nn.Module):
 # Half precision and autocast
 
 
+@pytest.mark.one_in(6, "mode", "max_norm", "how", others="slow")
 @pytest.mark.one_in(3, "mode", "max_norm", "how")
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
@@ -104,6 +105,7 @@ def test_noise_is_drawn_in_float32_and_cast_after_the_division():
 # Gradient scalers
 
 
+@pytest.mark.one_in(4, "mode", "max_norm", others="slow")
 @pytest.mark.one_in(2, "mode", "max_norm")
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipping", "not clipping"])

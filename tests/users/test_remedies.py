@@ -707,6 +707,7 @@ def assert_exact(make, options, loss_of=of_outputs):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
+@pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.filterwarnings("ignore:.*DPE028", "ignore:.*DPE012")
 @pytest.mark.parametrize("name", REJECTED)
 def test_each_argument_that_a_rejection_names_gives_the_sums_of_a_loop_over_samples(name):

@@ -85,6 +85,7 @@ def test_a_state_loads_into_a_private_model(make_model):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
+@pytest.mark.one_in(6, "mode", "make_model", "make_copy", others="slow")
 @pytest.mark.one_in(3, "mode", "make_model", "make_copy")
 @every_mode
 @every_model

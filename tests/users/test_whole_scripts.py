@@ -528,12 +528,14 @@ def run(make, data, loss_of, loop, *, steps=3, **options):
     assert len(compared) == steps
 
 
+@pytest.mark.one_in(6, "name", others="slow")
 @pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", EXACT)
 def test_a_script_is_exact(name):
     run(*EXACT[name])
 
 
+@pytest.mark.one_in(6, "name", others="slow")
 @pytest.mark.one_in(3, "name")
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_script_that_is_rejected_is_exact_with_the_fix(name):

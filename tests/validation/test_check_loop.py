@@ -92,6 +92,7 @@ def test_a_loss_that_keeps_samples_apart_passes(loss, calls_backward):
     assert check_loop(step, [batch(), batch(8)]) == LoopCheck(2, "mean")
 
 
+@pytest.mark.one_in(4, "loss", others="slow")
 @pytest.mark.parametrize("loss", MIXING.values(), ids=MIXING)
 def test_a_loss_that_mixes_samples_is_rejected(loss):
     model = mlp()
@@ -123,6 +124,7 @@ class OwnLoss(nn.Module):
         return {"loss": self.loss(self.head(self.words(words)), labels)}
 
 
+@pytest.mark.slow
 def test_a_loss_inside_the_model_is_checked_at_its_layers():
     torch.manual_seed(0)
     words, labels = torch.randint(9, (8, 5)), torch.randint(9, (8, 5))
@@ -242,6 +244,7 @@ def test_a_step_of_the_optimizer_is_refused(private):
     assert all(map(torch.equal, model.parameters(), before))
 
 
+@pytest.mark.slow
 def test_what_cannot_be_decided_is_named():
     model, count = mlp(), iter(range(99))
     changing = lambda one: F.cross_entropy(model(one[0]), one[1]) * next(count)  # noqa: E731

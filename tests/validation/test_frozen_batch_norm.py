@@ -82,6 +82,7 @@ def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tenso
     return total
 
 
+@pytest.mark.one_in(4, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @apis
 def test_a_batch_norm_that_was_frozen_in_eval_mode_trains_the_rest(api, mode):

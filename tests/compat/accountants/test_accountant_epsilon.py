@@ -87,6 +87,7 @@ def test_prv_gives_opacus_figures_less_the_error_that_it_adds(figure):
     assert figure.prv - 2 * EPS_ERROR <= found <= figure.prv * 1.002
 
 
+@pytest.mark.one_in(4, "figure", others="slow")
 @pytest.mark.one_in(2, "figure")
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.id)
 def test_gdp_is_an_upper_bound_and_no_looser_than_the_others(figure):

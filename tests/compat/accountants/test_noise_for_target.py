@@ -14,6 +14,7 @@ def epsilon_after(mechanism, sigma, rate, steps, **keywords):
     return accountant.get_epsilon(DELTA, **keywords)
 
 
+@pytest.mark.one_in(4, "mechanism", "target", others="slow")
 @pytest.mark.one_in(2, "mechanism", "target")
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
 @pytest.mark.parametrize(("target", "tolerance"), [(0.3, 0.01), (3.0, 0.05), (30.0, 0.01)])
@@ -38,6 +39,7 @@ def test_some_numbers_of_steps_would_lose_one():
     assert len(LOSING) > 100
 
 
+@pytest.mark.one_in(6, "n", others="slow")
 @pytest.mark.one_in(3, "n")
 @pytest.mark.parametrize("n", SPREAD)
 def test_no_step_of_an_epoch_is_lost(n):

@@ -57,6 +57,7 @@ def model_and_batch():
     return model, torch.randn(ROWS, T, 3, dtype=F64), torch.randn(ROWS, T, 2, dtype=F64)
 
 
+@pytest.mark.one_in(6, "batch_first", "reduction", "mode", others="slow")
 @pytest.mark.one_in(3, "batch_first", "reduction", "mode")
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

@@ -80,6 +80,7 @@ def values_and_gradients(layer, given, cotangents, **kwargs):
     return [output, weights, *grads[:3]], dict(zip(parameters, grads[3:], strict=True))
 
 
+@pytest.mark.one_in(4, "batch_first", "settings", others="slow")
 @pytest.mark.one_in(2, "batch_first", "settings")
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 @pytest.mark.parametrize("settings", SETTINGS)
@@ -123,6 +124,7 @@ def test_attention_drops_weights_in_train_mode_only():
     assert torch.equal(ours.eval()(*given)[0], ours(*given)[0])
 
 
+@pytest.mark.one_in(4, "functorch", "batch_first", "settings", others="slow")
 @pytest.mark.one_in(2, "functorch", "batch_first", "settings")
 @pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])

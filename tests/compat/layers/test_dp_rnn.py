@@ -88,6 +88,7 @@ def assert_same(theirs, ours, lengths, given):
     torch.testing.assert_close(found_grads, grads, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.one_in(4, "lengths", "kind", others="slow")
 @pytest.mark.one_in(2, "lengths", "kind")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", PAIRS)
@@ -97,6 +98,7 @@ def test_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
         assert_same(*twins(kind, flags), LENGTHS[lengths], given=(place // 4 + place) % 2 == 0)
 
 
+@pytest.mark.one_in(3, "lengths", "kind", others="slow")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("kind", CELLS)
 def test_cells_over_time_compute_what_torch_computes(kind, lengths):
@@ -134,6 +136,7 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
     return {name: torch.stack([one[name] for one in found]) for name in found[0]}
 
 
+@pytest.mark.one_in(6, "kind", "lengths", others="slow")
 @pytest.mark.one_in(3, "kind", "lengths")
 @pytest.mark.parametrize(
     ("lengths", "functorch"), [("whole", False), ("sorted", False), ("unsorted", False), ("unsorted", True)]

@@ -52,6 +52,7 @@ each_case = pytest.mark.parametrize("make, batch, batch_first", CASES.values(), 
 MODES = get_grad_sample_modes(use_ew=True)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
 @each_case
 @pytest.mark.parametrize("mode", MODES)
 def test_right_gradients_are_found_right_in_every_mode(make, batch, batch_first, mode):
