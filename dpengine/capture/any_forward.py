@@ -177,7 +177,8 @@ class AnyForward:
             inputs = (indices.expand(rows, *indices.shape),)
             return tap(capture, self.watch, uses, inputs, {}, entries, batch_first=True)
 
-        origin = Origin(parameter, self._dotted[name], tapped_rows, _no_linear, lambda: capture.rows)
+        rows = lambda: capture.rows  # noqa: E731
+        origin = Origin(parameter, self._dotted[name], tapped_rows, _no_linear, rows, capture.sharded)
         return WatchedParameter.of(output.detach(), origin)
 
     def _run_operations(self, trained: Trained, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -210,7 +211,7 @@ class AnyForward:
             return tap(capture, watch, uses, (inputs,), {}, output, rule=capture.linear_rule, batch_first=True)
 
         rows = lambda: capture.rows if capture.batch_first else None  # noqa: E731
-        return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, rows)
+        return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, rows, capture.sharded)
 
 
 def _reject_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -> None:

@@ -63,8 +63,8 @@ class LayerCall:
         raise UnsupportedLayerError(
             f"Layer '{self.name}' ({type(self.layer).__name__}) returned one number for the whole batch, from which "
             "per-sample gradients cannot be computed.",
-            fix="If the model's forward calls it, pass grad_sample_mode='auto' or 'whole_model'. Else call it on "
-            "values of single samples, such as loss_fn(..., reduction='none'), and average its output.",
+            fix="If the model's forward calls it and is not sharded, pass grad_sample_mode='auto' or 'whole_model'. "
+            "Else call it on values of single samples, such as loss_fn(..., reduction='none'), and average its output.",
         )
 
     def replace(self, **changes: Any) -> LayerCall:

@@ -28,10 +28,12 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.layers.linear_place import linear_place
 
-_RUN_ALONE = (
-    "Pass grad_sample_mode='auto' or 'whole_model', or freeze it. In a sharded model or a checkpoint, move it to a "
-    "separate module."
-)
+
+def remedy(*, sharded: bool) -> str:
+    """Returns the advice for a parameter that is used where no rule applies."""
+    if sharded:  # no mode runs samples of a sharded model alone
+        return "Freeze it, or move it to a separate module that gets the samples as input."
+    return "Pass grad_sample_mode='auto' or, if that is in use, 'whole_model', or freeze it."
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Origin:
         tap_rows: Returns the parameter repeated to ``(rows, *parameter.shape)``, whose per-sample gradient is reported.
         tap_linear: Adds a tap to the output of a linear operation.
         batch_size: Returns the batch size of the current forward pass; None if it is not known.
+        sharded: True if the model is sharded.
         steps: Operations applied so far, each a function of one tensor.
         place: Slice of the leading axis, if slicing is the only operation.
         rows: Size of axis 0 after an expansion, if axis 0 may be the batch.
@@ -54,6 +57,7 @@ class Origin:
     tap_rows: Callable[[Origin, int], Tensor]
     tap_linear: Callable[..., Tensor]
     batch_size: Callable[[], int | None]
+    sharded: bool
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     place: slice | None = None
     rows: int | None = None
@@ -146,7 +150,7 @@ def _escaped(origin: Origin, grad: Tensor) -> None:
     raise UnsupportedLayerError(
         f"Parameter '{origin.name}' is used in a torch.autograd.Function, where no rule gives its per-sample "
         "gradients.",
-        fix=_RUN_ALONE,
+        fix=remedy(sharded=origin.sharded),
         where=origin.name,
     )
 
@@ -164,7 +168,7 @@ def unsupported(origin: Origin, func: Any) -> UnsupportedLayerError:
     operation = getattr(func, "__name__", str(func))
     return UnsupportedLayerError(
         f"Parameter '{origin.name}' is used by {operation}, where no rule gives its per-sample gradients.",
-        fix=_RUN_ALONE,
+        fix=remedy(sharded=origin.sharded),
         where=origin.name,
     )
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.replay import Replay
+from dpengine.capture.watched_parameter import remedy
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import SINGLE, Topology
 from dpengine.errors import BatchMismatchError, MissingGradientError, ParameterMismatchError, UnknownParameterError
@@ -346,10 +347,10 @@ class PassClipper:
             raise MissingGradientError(
                 f"Autograd filled the gradient of {names} directly: the parameter is used outside the forward of the "
                 "layer that owns it, so that part of its gradient would not be clipped.",
-                fix="If the model's forward uses it, pass grad_sample_mode='auto' or 'whole_model', or freeze it. If "
-                "the loop does, call the layer itself, inside the model's forward. Put learned weights of losses into "
-                "a layer whose inputs are the losses of single samples. For a penalty on weights in the loss, pass "
-                "weight_decay= to the optimizer, which costs no privacy.",
+                fix=f"{remedy(sharded=self.capture.sharded)} If the loop uses it, call the layer itself, inside the "
+                "model's forward. Put learned weights of losses into a layer whose inputs are the losses of single "
+                "samples. For a penalty on weights in the loss, pass weight_decay= to the optimizer, which costs no "
+                "privacy.",
             )
 
     def _check_samples(self, mode: AbstractGradients, samples: int | None) -> None:

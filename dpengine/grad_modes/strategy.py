@@ -21,8 +21,8 @@ from .rows import Units
 
 KEEP_THE_BATCH_FIRST = (
     "For inputs (T, B, ...), pass batch_first=False to make_private. If the model moves samples to other axes inside, "
-    "as in (B*T, features), pass grad_sample_mode='auto' or 'whole_model', and keep the batch on axis 0 of its outputs."
-    " Of graphs, give it the batch of torch_geometric itself, in mode 'whole_model'."
+    "as in (B*T, features), and is not sharded, pass grad_sample_mode='auto' or 'whole_model', and keep the batch on "
+    "axis 0 of its outputs. Of graphs, give it the batch of torch_geometric itself, in mode 'whole_model'."
 )
 
 

@@ -307,8 +307,9 @@ def _widened(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 def _error(call: LayerCall | ForwardCall, problem: str) -> UnsupportedLayerError:
     kind = type(call.layer).__name__
     fix = (
-        "If all samples share an input, pass grad_sample_mode='auto' or 'whole_model'. If the layer keeps samples "
-        f"independent, register its rule with @register_grad_sampler({kind}), or freeze the layer."
+        "If all samples share an input and the model is not sharded, pass grad_sample_mode='auto' or 'whole_model'. "
+        "If the layer keeps samples independent, register its rule with "
+        f"@register_grad_sampler({kind}), or freeze the layer."
     )
     if not call.name:
         fix = (

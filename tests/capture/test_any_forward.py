@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inside_parts import ClippedPasses
-from oracle import clip_by_loop, relative_error
+from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from dpengine import register_grad_sampler
 from dpengine.clipping import Flat
-from dpengine.errors import UnsupportedLayerError
+from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.rule_check import without_rule_checks
 
@@ -325,3 +325,24 @@ def test_tensors_without_a_part_of_the_gradient_may_be_stored_in_attributes():
     expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
     assert relative_error({name: total.double() for name, total in sums.totals().items()}, expected) < 1e-9
     model[1].saliency.backward()  # of the pass in eval mode
+
+
+class RecomputesItself(nn.Module):
+    """Uses a parameter of its own inside a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.gain, self.reentrant = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), True
+
+    def forward(self, inputs):
+        return checkpoint(lambda x: self.layer(x * self.gain), inputs, use_reentrant=self.reentrant)
+
+
+def test_a_parameter_in_a_checkpoint_names_a_mode_that_accepts_it():
+    model, inputs = nn.Sequential(nn.Linear(4, 4), RecomputesItself()).double(), (torch.randn(ROWS, 4).double(),)
+    with pytest.raises(MissingGradientError, match=r"'1\.gain' directly.*'auto' or, if that is in use, 'whole_model'"):
+        clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="auto")
+    found, _ = clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="whole_model")
+    model[1].reentrant = False  # the loop cannot run reentrant checkpoints
+    truth, _ = clip_by_loop(model, inputs, lambda output, _: output.square().sum(), ROWS)
+    assert relative_error(found, truth) < 1e-6

@@ -122,7 +122,7 @@ REFUSED = {
 def test_other_uses_are_refused_by_name_before_any_gradient(use):
     model = Holder(*use).double()
     ClippedPasses(model, mode="hooks")
-    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*grad_sample_mode='auto' or 'whole_model'"):
+    with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*='auto' or, if that is in use, 'whole_model'"):
         model(torch.randn(ROWS, TIME, WIDTH).double())
     assert isinstance(model.own, nn.Parameter) and isinstance(model.inner.weight, nn.Parameter)
 

@@ -81,6 +81,39 @@ def padded():
     return model
 
 
+class Softmax(nn.Module):
+    """Multiplies samples by the result of an operation that no rule covers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(WIDTH) / WIDTH)
+
+    def forward(self, x):
+        return x * self.weight.softmax(0)
+
+
+class HoldsSoftmax(Words):
+    """Has the parameter in a separate module."""
+
+    def __init__(self):
+        super().__init__()
+        self.softmax = Softmax()
+
+    def forward(self, words):
+        return super().forward(words) + self.head(self.softmax(self.embedding(words)))
+
+
+class IsSoftmax(Words):
+    """Has the parameter next to layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(WIDTH) / WIDTH)
+
+    def forward(self, words):
+        return super().forward(words) + self.head(Softmax.forward(self, self.embedding(words)))
+
+
 def split(model):
     return wrapped(model, "tp")
 
@@ -139,6 +172,10 @@ CASES = {
     "fsdp-functorch": Case(fully(), more={"grad_sample_mode": "functorch"}),
     "fsdp-ghost": Case(fully(), more={"grad_sample_mode": "ghost"}, says=AGAIN),
     "fsdp-ew": Case(fully(), more={"grad_sample_mode": "ew"}, says=AGAIN),
+    "fsdp-separate-module": Case(fully(), make=HoldsSoftmax),
+    "fsdp-own-parameter": Case(
+        fully(), make=IsSoftmax, says=r"UnsupportedLayerError.*'weight'.*Freeze it, or move it to a separate module"
+    ),
     "ddp-checkpoint-wrapper": Case(lambda model: copies()(kept(model))),
     "ddp-checkpoint-non-reentrant": Case(copies(), make=Recomputed),
     "ddp-no-sync": Case(copies(), around=without_sync, more=THREE_CHUNKS),

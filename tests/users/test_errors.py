@@ -174,7 +174,7 @@ CATALOGUE = [
         "model.get_parameter('spare.weight').requires_grad_(False), or pass unused_parameters='zero'"),
     Row("DPE002", errors.MissingGradientError, lambda: backward_only(make_loop(Functional(), grad_sample_mode="hooks")),
         "'layer.weight'",
-        "pass grad_sample_mode='auto'"),
+        "Pass grad_sample_mode='auto'"),
     Row("DPE003", errors.ParameterMismatchError, foreign_optimizer, "4 optimizer parameters",
         "Build the optimizer last"),
     Row("DPE004", errors.SamplingError, weighted_loader, "WeightedRandomSampler", "Weight the loss instead"),
