@@ -22,7 +22,7 @@ from .linear import tokens
 from .machine import fast_in_float64, launches_kernels
 from .sampler import GradSampler, argument
 
-_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**33  # largest number of multiplications for products of all pairs of uses
+_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**31  # largest number of multiplications for products of all pairs of uses
 _FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)."
 
 
