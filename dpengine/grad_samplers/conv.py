@@ -23,7 +23,7 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
-from .bfloat16 import product
+from .bfloat16 import add_product, product
 from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
 from .machine import fast_in_float64, memory_for, operations_per_byte, operations_per_second
 from .sampler import Cost, GradSampler, argument
@@ -294,6 +294,9 @@ def _weight_cost(call: LayerCall) -> Cost:
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.batch_size == 0:
         return call.grad_output.new_zeros(_weight_shape(call), dtype=_wide(call.grad_output))
+    layer: Any = call.layer
+    if call.grad_output.dtype is torch.bfloat16 and layer.groups == 1:
+        return _unfolded_sum(call, factor_B)
     acts, grads = (tensor.to(_wide(tensor)) for tensor in _acts_and_grads(call))
     if acts.numel() < grads.numel():
         acts = acts * _broadcast(factor_B, acts)
@@ -301,6 +304,22 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
         grads = grads * _broadcast(factor_B, grads)
     c = _correlation(call.replace(inputs=(acts,), grad_output=grads))
     return _correlate(c, c.weight_shape, c.groups)
+
+
+def _unfolded_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
+    """Copies all windows, and multiplies bfloat16 matrices: three whose sum is the weighted tensor in float32."""
+    c = _correlation(call)
+    total_CF = call.grad_output.new_zeros(c.features, dtype=torch.float32)
+    narrow = c.narrow.float()
+    weighted = narrow * _broadcast(factor_B, narrow)
+    for chunk in replace(c, narrow=weighted).chunks():
+        windows_MF = chunk.windows_NFT().transpose(1, 2).flatten(0, 1)
+        rest_MC = chunk.narrow_NCT().transpose(1, 2).flatten(0, 1)
+        for _ in range(3):
+            term_MC = rest_MC.bfloat16()
+            rest_MC = rest_MC - term_MC
+            add_product(total_CF, term_MC.T, windows_MF, 1.0, 1.0)
+    return total_CF.view(c.weight_shape)
 
 
 def _weight_spread(call: LayerCall) -> Tensor:
