@@ -40,6 +40,7 @@ def test_no_claim_is_inconclusive_with_code_2(capsys):
     assert "inconclusive" in capsys.readouterr().out
 
 
+@pytest.mark.one_in(2, "options", others="slow")
 @pytest.mark.parametrize(
     "options,message",
     [(["--canaries", "5"], "at least 20"), (["--kind", "input", "--canaries", "40000"], "canaries=40000")],

@@ -42,6 +42,7 @@ def test_epsilon_undoes_calibrate(capsys):
     assert back["epsilon"] == pytest.approx(found["epsilon"], rel=1e-9)
 
 
+@pytest.mark.one_in(2, "argv", others="slow")
 @pytest.mark.parametrize("argv", [["calibrate", "--epsilon", "3", *ADULT], ["epsilon", "--sigma", "1.236", *ADULT]])
 def test_what_is_printed_is_a_statement_and_not_a_bare_number(capsys, argv):
     out = printed(capsys, *argv, "--full")
@@ -116,6 +117,7 @@ def test_a_rate_without_the_number_of_steps_is_a_wrong_call(capsys):
     assert "--steps" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(2, "argv", others="slow")
 @pytest.mark.parametrize("argv", [RUN, ["calibrate", "--epsilon", "3", *RUN[3:]]], ids=["epsilon", "calibrate"])
 def test_no_run_is_claimed_to_have_taken_place(capsys, argv):
     assert printed(capsys, *argv).count("\n") == 1

@@ -21,6 +21,7 @@ from dpengine.compat.opacus.utils.batch_memory_manager import (
 from dpengine.errors import BatchStateError
 
 
+@pytest.mark.one_in(2, "through", "mode", others="slow")
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
 def test_chunks_are_one_logical_batch(through, mode):

@@ -504,6 +504,7 @@ def test_a_model_that_torch_compile_changed(passes):
     assert passes
 
 
+@pytest.mark.slow
 def test_detach_and_copies_leave_nothing():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     training.run(3)
@@ -609,6 +610,7 @@ def test_a_model_in_eval_mode_is_rejected_as_ever():
         training.step(batch)
 
 
+@pytest.mark.slow
 def test_a_parameter_used_by_the_loss_is_rejected():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     x, y = next(batches_after_checks(training))

@@ -118,6 +118,7 @@ def test_the_counter_sees_what_ddp_begins_in_cpp_and_each_other_exchange_once(co
     assert of_object  # a message that is no tensor would not go unseen
 
 
+@pytest.mark.slow
 def test_an_ordinary_run_of_fsdp_has_the_exchanges_that_fsdp_is_known_for(counts):
     ordinary = counts["ordinary", "fsdp"]
     groups = 3  # two blocks, and what is around them
@@ -125,6 +126,7 @@ def test_an_ordinary_run_of_fsdp_has_the_exchanges_that_fsdp_is_known_for(counts
     assert ordinary["reduce_scatter"][0] == groups
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["private", "per layer"])
 def test_ddp_and_fsdp_exchange_no_more_than_without_privacy(counts, run):
     for topology in ("ddp", "fsdp"):
@@ -136,6 +138,7 @@ def test_ddp_and_fsdp_exchange_no_more_than_without_privacy(counts, run):
             assert size <= ordinary[kind][1] + seals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("run", "groups"), [("private", 1), ("per layer", GROUPS)])
 def test_split_layers_cost_one_exchange_of_some_numbers_for_each_row(counts, run, groups):
     ordinary, private = counts["ordinary", "tp"], dict(counts[run, "tp"])
@@ -146,12 +149,14 @@ def test_split_layers_cost_one_exchange_of_some_numbers_for_each_row(counts, run
     assert size == plain_size + 8 * (ROWS * (groups + 2) + RankFingerprint.WORDS)
 
 
+@pytest.mark.slow
 def test_chunks_of_a_logical_batch_are_exchanged_together_where_each_rank_has_all_parameters(counts):
     assert counts["chunks", "ddp"] == counts["private", "ddp"]
     for kind, (count, size) in counts["private", "fsdp"].items():  # as in ordinary training
         assert counts["chunks", "fsdp"][kind] == (3 * count, 3 * size)
 
 
+@pytest.mark.slow
 def test_an_adaptive_threshold_costs_one_more_number(counts):
     for topology in ("ddp", "fsdp"):
         count, size = counts["private", topology].get("all_reduce", (0, 0))

@@ -85,6 +85,7 @@ def contribution(acts, grads, bound):
     return float(total.double().norm()) / bound
 
 
+@pytest.mark.one_in(4, "attack", "shape", others="slow")
 @pytest.mark.hazard("U2")
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -123,6 +124,7 @@ def test_no_factor_makes_a_sample_exceed_the_clipping_norm():
     assert max(found) >= 0.998  # the search found rounding
 
 
+@pytest.mark.one_in(4, "attack", "shape", "sign", others="slow")
 @pytest.mark.hazard("U2")
 @pytest.mark.parametrize("sign", [-1, 1])
 @pytest.mark.parametrize("shape", SHAPES)

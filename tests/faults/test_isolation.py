@@ -130,6 +130,7 @@ def step_on_inner_loss(model, optimizer, inputs, targets):
     optimizer.step()
 
 
+@pytest.mark.one_in(2, "between", "inner_loss", others="slow")
 @pytest.mark.parametrize("between", [*PLANTED, *WITH_TIME], ids=lambda between: between.__name__)
 @pytest.mark.parametrize("inner_loss", [False, True], ids=["outer-loss", "inner-loss"])
 @pytest.mark.hazard("M2")
