@@ -77,9 +77,8 @@ class Drawn:
         for rows in zip(*[grad.unsqueeze(1).split(self.chunk) for grad in grads], strict=True):
             pull = partial(self.pullbacks.pop(0), retain_graph=False, create_graph=False)
             parts.append(vmap(pull)(list(rows))[0])
-        first, *others = parts
-        joined = (torch.cat([grad, *(o.pop(name) for o in others)]) if others else grad for name, grad in first.items())
-        return dict(zip((name.removeprefix("layer.") for name in first), joined, strict=True))
+        columns = ((name, [part.pop(name) for part in parts]) for name in list(parts[0]))  # frees each part
+        return {name.removeprefix("layer."): torch.cat(gs) if len(gs) > 1 else gs[0] for name, gs in columns}
 
     def reduced(self, output: Any, *, mean: bool) -> Any:
         """Returns the output with the numbers of the rows reduced to one number. See note [loss inside]."""

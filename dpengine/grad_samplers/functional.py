@@ -40,8 +40,6 @@ from .forward_by_rows import (
 )
 from .sampler import JointSampler
 
-_COMPARED = 4  # smallest number of rows whose stored gradients are compared with those of a replay
-
 
 def functional_sampler(module: nn.Module) -> JointSampler:
     """Returns the rule that computes the gradients of all trainable parameters of a module by running each row alone.
@@ -91,12 +89,12 @@ class _Fallback:
             may_store = vectorized and not call.name and can_return(call.output)
             self.by_rows.layout = rows.inputs.layout if may_store else None
         elif not self.by_rows.compared:
-            some = slice(None, None, max(1, rows.count // _COMPARED))
-            stored = [grads.pop(name)[some].flatten(1).clone() for name in rows.parameters]  # frees the others
+            ends = {0, rows.count - 1}  # of the first and the last vectorized run
+            stored = [_flat(grads, row) for row in ends]
+            grads.clear()  # before the replay needs the memory
             grads = self._replayed(rows, call)
-            replayed = [grads[name][some].flatten(1) for name in rows.parameters]
             self.by_rows.compared = True
-            self.by_rows.stores = close([torch.cat(stored, 1)], [torch.cat(replayed, 1)], ROUNDING[stored[0].dtype])
+            self.by_rows.stores = close(stored, [_flat(grads, row) for row in ends], ROUNDING[stored[0].dtype])
         return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
 
     def _stored(self, rows: _Rows, call: LayerCall) -> dict[str, Tensor] | None:
@@ -267,6 +265,11 @@ class _Rows:
         # Forward may have run in half precision. Then rows must agree with the batch, run in the same precision.
         of_batch = self.run(self.parameters, self.inputs.batched)
         return close(outputs, of_batch, ROUNDING[self.grads[0].dtype])
+
+
+def _flat(grads: dict[str, Tensor], row: int) -> Tensor:
+    """Returns the gradients of a row by all parameters, ``(1, numel)``."""
+    return torch.cat([grads[name][row].flatten() for name in sorted(grads)]).unsqueeze(0)
 
 
 def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
