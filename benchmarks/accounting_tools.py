@@ -1,7 +1,7 @@
-"""The accountants that are compared, and what a question costs them: a process for each tool, a fork for each question.
+"""Runs the compared accountants and measures their cost: one process for each tool, one fork for each job.
 
-``python -m benchmarks.accounting_tools TOOL`` reads jobs, one a line, and writes an answer for each. A fork has all
-modules of its tool and nothing that was computed before; peers may so live in another interpreter than dpengine.
+``python -m benchmarks.accounting_tools TOOL`` reads jobs, one per line, and writes an answer for each. A fork has the
+imported modules of its tool, and no cached results. Other tools may run in another interpreter than dpengine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from .accounting_settings import Setting
 
 MOST_SECONDS, MOST_BYTES = 60, 4 * 2**30
-EPS_ERROR = 0.01  # of prv-accountant, as Opacus sets it
+EPS_ERROR = 0.01  # for prv-accountant; the value that Opacus uses
 _KIB = 1024
 _PAGE = resource.getpagesize()
 
@@ -30,12 +30,12 @@ Solve = Callable[[dict[str, float]], float]
 """Noise for ``rate``, ``steps``, ``epsilon`` and ``delta``."""
 
 
-class NotAppliedError(Exception):
-    """The tool has no such question."""
+class UnsupportedJobError(Exception):
+    """The tool does not support the job."""
 
 
-def dpengine_tool(accountant: str, *, below: bool) -> tuple[Ask, Solve]:
-    """One of ours."""
+def dpengine_tool(accountant: str, *, both_bounds: bool) -> tuple[Ask, Solve]:
+    """Returns the functions of an accountant of dpengine."""
     from dpengine import accounting
     from dpengine.accounting import Charge
     from dpengine.accounting.events import Relation, release_event
@@ -43,7 +43,7 @@ def dpengine_tool(accountant: str, *, below: bool) -> tuple[Ask, Solve]:
     def ask(setting: Setting) -> Bounds:
         history = tuple(Charge(release_event(noise_multiplier=s, sample_rate=q), n) for q, s, n in setting.kinds)
         relation = Relation(setting.relation)
-        if not below:
+        if not both_bounds:
             return None, accounting.epsilon_of(history, setting.delta, accountant, relation)
         lower, _, upper = accounting.bounds_of(history, setting.delta, accountant, relation)
         return lower, upper
@@ -61,11 +61,11 @@ def dpengine_tool(accountant: str, *, below: bool) -> tuple[Ask, Solve]:
 
 
 def library_tool(name: str) -> tuple[Ask, Solve]:
-    """dp-accounting."""
+    """Returns the functions of an accountant of dp-accounting."""
     import dp_accounting
     from dp_accounting import NeighboringRelation, pld, rdp
 
-    accountant = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}[name]
+    accountant_type = {"pld": pld.PLDAccountant, "rdp": rdp.RdpAccountant}[name]
     relations = {
         "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
         "replace_one": NeighboringRelation.REPLACE_ONE,
@@ -77,17 +77,17 @@ def library_tool(name: str) -> tuple[Ask, Solve]:
         return dp_accounting.SelfComposedDpEvent(one, steps)
 
     def ask(setting: Setting) -> Bounds:
-        answering = accountant(neighboring_relation=relations[setting.relation])
+        accountant = accountant_type(neighboring_relation=relations[setting.relation])
         try:
             for kind in setting.kinds:
-                answering.compose(event(*kind))
+                accountant.compose(event(*kind))
         except dp_accounting.UnsupportedEventError as error:
-            raise NotAppliedError(str(error)) from error
-        return None, float(answering.get_epsilon(setting.delta))
+            raise UnsupportedJobError(str(error)) from error
+        return None, float(accountant.get_epsilon(setting.delta))
 
     def solve(job: dict[str, float]) -> float:
         return dp_accounting.calibrate_dp_mechanism(
-            accountant,
+            accountant_type,
             lambda sigma: event(job["rate"], sigma, int(job["steps"])),
             job["epsilon"],
             job["delta"],
@@ -98,18 +98,18 @@ def library_tool(name: str) -> tuple[Ask, Solve]:
 
 
 def opacus_tool(name: str) -> tuple[Ask, Solve]:
-    """Opacus."""
+    """Returns the functions of an accountant of Opacus."""
     from opacus import accountants
     from opacus.accountants.utils import get_noise_multiplier
 
     def ask(setting: Setting) -> Bounds:
         if setting.relation != "add_remove":
-            raise NotAppliedError("add or remove only")
+            raise UnsupportedJobError("add or remove only")
         if name == "gdp" and len(setting.kinds) > 1:
-            raise NotAppliedError("one kind of release only")
-        answering = accountants.create_accountant(name)
-        answering.history = [(sigma, rate, steps) for rate, sigma, steps in setting.kinds]
-        return None, float(answering.get_epsilon(setting.delta))
+            raise UnsupportedJobError("one kind of release only")
+        accountant = accountants.create_accountant(name)
+        accountant.history = [(sigma, rate, steps) for rate, sigma, steps in setting.kinds]
+        return None, float(accountant.get_epsilon(setting.delta))
 
     def solve(job: dict[str, float]) -> float:
         return get_noise_multiplier(
@@ -124,35 +124,35 @@ def opacus_tool(name: str) -> tuple[Ask, Solve]:
 
 
 def prv_tool() -> tuple[Ask, Solve]:
-    """prv-accountant, with the errors that Opacus allows it."""
+    """Returns the functions of prv-accountant, with the error bounds of Opacus."""
     from prv_accountant import PRVAccountant
     from prv_accountant.privacy_random_variables import GaussianMechanism, PoissonSubsampledGaussianMechanism
 
     def ask(setting: Setting) -> Bounds:
         if setting.relation != "add_remove":
-            raise NotAppliedError("add or remove only")
-        laws = [
+            raise UnsupportedJobError("add or remove only")
+        prvs = [
             GaussianMechanism(sigma) if rate == 1 else PoissonSubsampledGaussianMechanism(rate, sigma)
             for rate, sigma, _ in setting.kinds
         ]
         counts = [steps for *_, steps in setting.kinds]
-        answering = PRVAccountant(
-            prvs=laws, max_self_compositions=counts, eps_error=EPS_ERROR, delta_error=setting.delta / 1000
+        accountant = PRVAccountant(
+            prvs=prvs, max_self_compositions=counts, eps_error=EPS_ERROR, delta_error=setting.delta / 1000
         )
-        lower, _, upper = answering.compute_epsilon(setting.delta, counts)
+        lower, _, upper = accountant.compute_epsilon(setting.delta, counts)
         return float(lower), float(upper)
 
     def solve(job: dict[str, float]) -> float:
-        raise NotAppliedError("no calibration")
+        raise UnsupportedJobError("no calibration")
 
     return ask, solve
 
 
 TOOLS: dict[str, Callable[[], tuple[Ask, Solve]]] = {
-    "dpengine pld": lambda: dpengine_tool("pld", below=False),
-    "dpengine pld, both bounds": lambda: dpengine_tool("pld", below=True),
-    "dpengine prv": lambda: dpengine_tool("prv", below=True),
-    "dpengine rdp": lambda: dpengine_tool("rdp", below=False),
+    "dpengine pld": lambda: dpengine_tool("pld", both_bounds=False),
+    "dpengine pld, both bounds": lambda: dpengine_tool("pld", both_bounds=True),
+    "dpengine prv": lambda: dpengine_tool("prv", both_bounds=True),
+    "dpengine rdp": lambda: dpengine_tool("rdp", both_bounds=False),
     "dp-accounting pld": lambda: library_tool("pld"),
     "dp-accounting rdp": lambda: library_tool("rdp"),
     "prv-accountant": prv_tool,
@@ -164,7 +164,7 @@ OURS = tuple(name for name in TOOLS if name.startswith("dpengine"))
 
 
 def every_step(ask: Ask, rate: float, sigma: float, delta: float, steps: int) -> Bounds:
-    """Asks after every step, as an engine does; returns the first and the last answer."""
+    """Computes epsilon after every step, as an engine does. Returns the first and the last one."""
     answers = [ask(Setting(((rate, sigma, step),), delta))[1] for step in range(1, steps + 1)]
     return answers[0], answers[-1]
 
@@ -172,26 +172,26 @@ def every_step(ask: Ask, rate: float, sigma: float, delta: float, steps: int) ->
 def answer(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
     """Returns the result of a tool and its cost, in the process that is measured."""
     before, started = _resident(), time.process_time()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     try:
         if "solve" in job:
-            found["noise"] = float(solve(job["solve"]))
+            result["noise"] = float(solve(job["solve"]))
         else:
             lower, upper = every_step(ask, **job["every"]) if "every" in job else ask(Setting.from_json(job))
-            found["lower"], found["upper"] = lower, upper
+            result["lower"], result["upper"] = lower, upper
             if not math.isfinite(upper) or upper < 0:
-                found = {"failed": f"answers {upper}"}
-    except NotAppliedError as error:
-        found["not applied"] = str(error)[:100]
-    except Exception as error:  # what a tool raises is a result
-        found["failed"] = f"{type(error).__name__}: {error}"[:200]
-    found["seconds"] = time.process_time() - started
+                result = {"failed": f"answers {upper}"}
+    except UnsupportedJobError as error:
+        result["not applied"] = str(error)[:100]
+    except Exception as error:  # an error of a tool is a result
+        result["failed"] = f"{type(error).__name__}: {error}"[:200]
+    result["seconds"] = time.process_time() - started
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KIB
-    return {**found, "mib": max(0, peak - before) / 2**20}
+    return {**result, "mib": max(0, peak - before) / 2**20}
 
 
 def forked(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
-    """`answer` in a fork of its own, under the limits."""
+    """Returns the result of `answer` in a new fork, with limits on time and memory."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -213,8 +213,8 @@ def forked(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
 
 def _limit(seconds: int) -> None:
     with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * _PAGE
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, taken + MOST_BYTES))
+        used = int(file.read().split()[0]) * _PAGE
+    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 
@@ -226,7 +226,7 @@ def _resident() -> int:
 def main() -> None:
     """Answers jobs from the standard input."""
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what tools print is no answer
+    os.dup2(2, 1)  # output that tools print is not an answer
     warnings.simplefilter("ignore")
     ask, solve = TOOLS[sys.argv[1]]()
     for line in sys.stdin:

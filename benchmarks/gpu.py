@@ -1,10 +1,10 @@
-"""A private step on a GPU: correctness, time, memory, synchronisations and kernels, beside the plain step and Opacus.
+"""Private steps on a GPU against ordinary steps and Opacus: correctness, time, memory, synchronizations and kernels.
 
     python -m benchmarks.gpu --out gpu.json
     python -m benchmarks.gpu --device cpu --tiny
 
 The correctness part compares clipped sums in float32 with a loop over single samples in float64 on the CPU: on the
-default stream, on a stream of the caller that lags behind, and with bfloat16 autocast around the forward pass alone or
+default stream, on a delayed stream of the caller, and with bfloat16 autocast around the forward pass alone or
 around the whole step. The cells run under bfloat16 autocast with SGD and noise; data loading is not included.
 """
 
@@ -53,7 +53,7 @@ TINY = {
 
 
 def lagging(build: Build) -> Build:
-    """The same step in a stream of its own whose kernels start late, with other values in the memory that it reuses."""
+    """Returns the step on a stream whose kernels start late. The memory that it reuses is filled with NaN."""
 
     def late(*args: Any) -> Runner:
         runner, stream = build(*args), torch.cuda.Stream()
@@ -93,12 +93,12 @@ def check_autocast(device: str, cell: Cell) -> dict[str, float]:
 
     Returns:
         ``inside``: relative difference if backward runs inside autocast, too. ``widened``: the same if products are
-        formed in float32 instead of bfloat16. ``float32``: the same without autocast. ``overshoot``: by how much the
-        norm of one sample's update exceeds the threshold, relatively, at most.
+        formed in float32 instead of bfloat16. ``float32``: the same without autocast. ``overshoot``: largest
+        relative excess of the norm of one sample's update over the clipping norm.
     """
     setting = Setting(device=device, autocast=True, sigma=0.0, max_norm=1e-3, rate=LARGE_RATE)
     batch = cell.batch(GATE_ROWS)
-    usual = _update(cell, batch, setting)
+    reference = _update(cell, batch, setting)
     with torch.autocast(device, torch.bfloat16):
         inside = _update(cell, batch, setting)
     multiplies, grad_rows.multiplies_bfloat16 = grad_rows.multiplies_bfloat16, lambda device: False
@@ -107,25 +107,25 @@ def check_autocast(device: str, cell: Cell) -> dict[str, float]:
     finally:
         grad_rows.multiplies_bfloat16 = multiplies
     others = {"inside": inside, "widened": widened, "float32": _update(cell, batch, replace(setting, autocast=False))}
-    found = {name: float((other - usual).norm() / usual.norm()) for name, other in others.items()}
+    found = {name: float((other - reference).norm() / reference.norm()) for name, other in others.items()}
     alone = [_update(cell, (batch[0][i : i + 1], batch[1][i : i + 1]), setting) for i in range(GATE_ROWS)]
     return found | {"overshoot": max(float(one.norm()) for one in alone) / setting.max_norm - 1}
 
 
 def _update(cell: Cell, batch: Batch, setting: Setting) -> Tensor:
-    """Returns the sum of the clipped gradients of a step, read from how the weights moved."""
+    """Returns the sum of the clipped gradients of a step, computed from the change of the weights."""
     torch.manual_seed(0)
     model = cell.make().to(setting.device)
     batch = batch[0].to(setting.device), batch[1].to(setting.device)
     runner = CONTENDERS["dpengine auto"].build(cell, model, batch, setting)
     before = {name: weight.detach().clone() for name, weight in runner.weights().items()}
     runner.step()
-    moved = [(weight.detach() - before[name]).flatten().double() for name, weight in runner.weights().items()]
-    return torch.cat(moved) * (len(batch[0]) / setting.rate)
+    changes = [(weight.detach() - before[name]).flatten().double() for name, weight in runner.weights().items()]
+    return torch.cat(changes) * (len(batch[0]) / setting.rate)
 
 
 def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[str, Any]:
-    """Times each way by itself, since the models of all may not fit together.
+    """Times each contender separately, because the models of all may not fit into memory.
 
     Returns:
         ``{way: {"ms", "host_ms", "peak_gib", "kernels", "synchronisations", "top"}}``, or ``{way: {"failed"}}``.
@@ -139,7 +139,7 @@ def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[
             if way.startswith("dpengine"):
                 traceback.print_exc()
         if device == "cuda":
-            gc.collect()  # models of the way before would count in the peak of the next
+            gc.collect()  # models of this contender would count in the peak of the next one
             torch.cuda.empty_cache()
     for one in found.values():
         if "ms" in one and "ms" in found["plain"]:
@@ -164,11 +164,11 @@ def _measure(cell: Cell, way: str, device: str, steps: int) -> dict[str, Any]:
         finish()
         seconds.append(time.perf_counter() - begin)
     figures = {"ms": 1e3 * statistics.median(seconds), "host_ms": 1e3 * statistics.median(host)}
-    return figures | (_on_the_card(runner) if device == "cuda" else {})
+    return figures | (_device_figures(runner) if device == "cuda" else {})
 
 
-def _on_the_card(runner: Runner) -> dict[str, Any]:
-    """Memory, synchronisations with their places, and kernels of one more step."""
+def _device_figures(runner: Runner) -> dict[str, Any]:
+    """Returns the peak memory, and the synchronizations (with source lines) and kernels of one more step."""
     peak = torch.cuda.max_memory_allocated() / 2**30
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -198,7 +198,7 @@ def _on_the_card(runner: Runner) -> dict[str, Any]:
 
 
 def ceilings() -> dict[str, float]:
-    """Returns the limits of the card: TFLOP/s of square products, and TB/s of a copy."""
+    """Returns the limits of the GPU: TFLOP/s of square products, and TB/s of a copy."""
     found = {}
     for name, dtype, size, tf32 in (
         ("bf16", torch.bfloat16, 8192, False),
@@ -228,7 +228,7 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    """Runs all parts; what one part raises does not stop the others."""
+    """Runs all parts. An error in one part does not stop the others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--tiny", action="store_true", help="small models and few steps")
@@ -238,34 +238,36 @@ def main() -> None:
     parser.add_argument("--skip", nargs="+", default=[], choices=["sums", "autocast", "noise", "cell"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", help="a JSON file, written after each part")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if given.device == "cuda":
-        torch.backends.cudnn.allow_tf32 = False  # deviations are those of the engine, not of the convolutions
-    cuda, cells = given.device == "cuda", TINY if given.tiny else LARGE
-    gate = TINY if given.tiny else {n: c for n, c in CELLS.items() if n != "mlp-1024"} | {"resnet": TINY["resnet"]}
-    under_autocast = TINY if given.tiny or not cuda else {name: CELLS[name] for name in ("mlp", "vit", "bert", "gpt")}
+    if arguments.device == "cuda":
+        torch.backends.cudnn.allow_tf32 = False  # deviations are due to the engine, not to convolutions
+    cuda, cells = arguments.device == "cuda", TINY if arguments.tiny else LARGE
+    gate = TINY if arguments.tiny else {n: c for n, c in CELLS.items() if n != "mlp-1024"} | {"resnet": TINY["resnet"]}
+    under_autocast = (
+        TINY if arguments.tiny or not cuda else {name: CELLS[name] for name in ("mlp", "vit", "bert", "gpt")}
+    )
     results: dict[str, Any] = {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if cuda else "cpu",
-        "steps": given.steps,
+        "steps": arguments.steps,
     }
     parts: dict[str, Callable[[], Any]] = {
         "ceilings": ceilings if cuda else dict,
         "sums": lambda: check_sums(
-            given.device, {n: c for n, c in gate.items() if given.gate is None or n in given.gate}
+            arguments.device, {n: c for n, c in gate.items() if arguments.gate is None or n in arguments.gate}
         ),
-        "autocast": lambda: {name: check_autocast(given.device, cell) for name, cell in under_autocast.items()},
-        "noise": lambda: noise.measure([1 << 16 if given.tiny else 1 << 27], 3, given.device),
+        "autocast": lambda: {name: check_autocast(arguments.device, cell) for name, cell in under_autocast.items()},
+        "noise": lambda: noise.measure([1 << 16 if arguments.tiny else 1 << 27], 3, arguments.device),
     }
-    ways = tuple(dict.fromkeys(("plain", *given.ways)))
+    ways = tuple(dict.fromkeys(("plain", *arguments.ways)))
     parts |= {
-        f"cell {name}": lambda cell=cell: measure(cell, given.device, given.steps, ways)
+        f"cell {name}": lambda cell=cell: measure(cell, arguments.device, arguments.steps, ways)
         for name, cell in cells.items()
-        if given.cells is None or name in given.cells
+        if arguments.cells is None or name in arguments.cells
     }
     for name, part in parts.items():
-        if name.split()[0] in given.skip:
+        if name.split()[0] in arguments.skip:
             continue
         begin = time.perf_counter()
         try:
@@ -274,8 +276,8 @@ def main() -> None:
             traceback.print_exc()
             results[name] = {"failed": f"{type(error).__name__}: {error}"}
         print(f"{name} ({time.perf_counter() - begin:.0f} s): {_brief(results[name])}", flush=True)
-        if given.out:
-            with open(given.out, "w") as file:
+        if arguments.out:
+            with open(arguments.out, "w") as file:
                 json.dump(results, file, indent=1)
 
 

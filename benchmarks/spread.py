@@ -1,4 +1,4 @@
-"""Models spread over processes as PyTorch does it, each ready to make private or ordinary steps."""
+"""Models parallelized over processes by PyTorch, for private and ordinary steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PRIVATE, ORDINARY = "private", "ordinary"
 
 
 class Block(nn.Module):
-    """A causal transformer layer, whose ``qkv`` has the numbers of each head side by side: it may be cut by heads."""
+    """Causal transformer layer. Features of each head are contiguous in ``qkv``, so it can be split by heads."""
 
     def __init__(self, width: int, heads: int):
         super().__init__()
@@ -38,8 +38,8 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-class Words(nn.Module):
-    """Predicts each next word."""
+class LanguageModel(nn.Module):
+    """Language model."""
 
     def __init__(self, words: int, width: int, depth: int, heads: int):
         super().__init__()
@@ -53,11 +53,11 @@ class Words(nn.Module):
 
 
 class Layer(nn.Module):
-    """A linear layer, and ReLU behind it."""
+    """Linear layer followed by ReLU."""
 
-    def __init__(self, inside: int, outside: int):
+    def __init__(self, in_features: int, out_features: int):
         super().__init__()
-        self.linear = nn.Linear(inside, outside)
+        self.linear = nn.Linear(in_features, out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.linear(x))
@@ -82,9 +82,9 @@ class Cell:
 
     Attributes:
         make: Builds the model.
-        batch: Makes ``(inputs, targets)`` for so many rows.
-        rows: Rows of a process.
-        title: What it is.
+        batch: Returns ``(inputs, targets)`` with the given number of samples.
+        rows: Number of samples of a process.
+        title: Description.
     """
 
     make: Callable[[], nn.Module]
@@ -108,17 +108,17 @@ def _perceptron(*widths: int, rows: int) -> Cell:
 
 CELLS = {
     "transformer": Cell(
-        lambda: Words(4000, 256, 4, 4), _sentences(4000, 64), 16, "4 layers of width 256, 4,000 words, T=64"
+        lambda: LanguageModel(4000, 256, 4, 4), _sentences(4000, 64), 16, "4 layers of width 256, 4,000 words, T=64"
     ),
     "perceptron": _perceptron(784, 2048, 2048, 2048, 10, rows=128),
     "tiny": _perceptron(8, 8, 8, rows=4),
 }
 TOPOLOGIES = {"ddp": 2, "fsdp2": 2, "tensor parallel": 2, "hybrid": 4}
-"""How models are spread, and over how many processes."""
+"""Kinds of parallelism, with the number of processes."""
 
 
 def wrapped(model: nn.Module, topology: str) -> nn.Module:
-    """The model as one has it who spreads it over processes; as it is on ``"one"`` process."""
+    """Returns the model, parallelized by a topology; unchanged for ``"one"``."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
@@ -138,14 +138,14 @@ def wrapped(model: nn.Module, topology: str) -> nn.Module:
 
 
 def split(model: nn.Module) -> dict[str, Any]:
-    """Returns the layers that are cut along their outputs, and those along their inputs."""
+    """Returns the tensor-parallel plan: layers split along their outputs, and layers split along their inputs."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     if isinstance(model, Perceptron):
-        ways = (ColwiseParallel, RowwiseParallel)
-        plan: dict[str, Any] = {f"layers.{i}.linear": ways[i % 2]() for i in range(len(model.layers))}
-        return {**plan, "head": ways[len(model.layers) % 2]()}
+        styles = (ColwiseParallel, RowwiseParallel)
+        plan: dict[str, Any] = {f"layers.{i}.linear": styles[i % 2]() for i in range(len(model.layers))}
+        return {**plan, "head": styles[len(model.layers) % 2]()}
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -159,25 +159,25 @@ def split(model: nn.Module) -> dict[str, Any]:
 
 
 def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[], None]:
-    """Builds a model, with weights and a batch that are the same for both kinds.
+    """Returns a function that makes one step. Weights and batch are the same for both kinds.
 
     ``batch_returner`` acts as the loader, as in ``benchmarks.contenders``.
 
     Args:
         cell: The model.
-        topology: How it is spread.
+        topology: Key of ``TOPOLOGIES``, or ``"one"``.
         kind: ``PRIVATE`` or ``ORDINARY``.
-        options: Others of ``make_private``.
+        options: Other arguments of ``make_private``.
 
     Returns:
-        What makes one step.
+        The function.
     """
-    together = topology == "tensor parallel"  # its processes have the same rows
+    is_replicated = topology == "tensor parallel"  # its processes have the same samples
     rows = cell.rows
     torch.manual_seed(0)
     model = wrapped(cell.make(), topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    torch.manual_seed(1 if together else 1 + _rank())
+    torch.manual_seed(1 if is_replicated else 1 + _rank())
     inputs, targets = cell.batch(rows)
 
     def ordinary() -> None:
@@ -190,7 +190,7 @@ def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[
     from benchmarks.contenders import batch_returner
     from dpengine import PrivacyEngine
 
-    logical = rows * (1 if together or topology == "one" else dist.get_world_size())
+    logical = rows * (1 if is_replicated or topology == "one" else dist.get_world_size())
     data = torch.utils.data.TensorDataset(torch.zeros(100 * logical, 1))
     engine = PrivacyEngine()
     loader = torch.utils.data.DataLoader(data, batch_size=logical)
@@ -209,7 +209,7 @@ def _rank() -> int:
 
 
 def launched(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Returns the result of ``function(*args)`` in each of several new processes on gloo, one thread each, as JSON."""
+    """Returns the result of ``function(*args)`` in each of several new gloo processes with one thread, as JSON."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_process, args=(ranks, folder, function, args), nprocs=ranks)
         return [json.loads((Path(folder) / str(rank)).read_text()) for rank in range(ranks)]
@@ -220,6 +220,6 @@ def _process(rank: int, ranks: int, folder: str, function: Callable[..., Any], a
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    found = function(*args)
-    (Path(folder) / str(rank)).write_text(json.dumps(found))
+    result = function(*args)
+    (Path(folder) / str(rank)).write_text(json.dumps(result))
     dist.destroy_process_group()

@@ -15,11 +15,11 @@ MAIN = "dpengine auto"
 
 
 def merged(parts: Iterable[Results]) -> Results:
-    """Several files as one: the last says what a cell is."""
-    whole: Results = {}
+    """Merges files of results. If several files have a cell, the last one counts."""
+    merged_results: Results = {}
     for part in parts:
-        whole = {**whole, **part, "cells": {**whole.get("cells", {}), **part["cells"]}}
-    return whole
+        merged_results = {**merged_results, **part, "cells": {**merged_results.get("cells", {}), **part["cells"]}}
+    return merged_results
 
 
 def report(results: Results) -> str:
@@ -29,7 +29,7 @@ def report(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """A line for each cell: what dpengine costs, the fastest sound peer, the target and by how much it is missed."""
+    """Returns a row for each cell: ratios of dpengine, the fastest sound peer, the target, and the excess over it."""
     lines = [
         f"| cell | B | non-private ms | {' | '.join(f'**{m}**' if m == 'auto' else m for m in OUR_MODES)} | "
         "fastest peer | auto / peer | target (stretch) | missed by |",
@@ -39,12 +39,12 @@ def summary(results: Results) -> str:
         rows = cell["results"]
         ours = [_ratio(rows.get(f"dpengine {mode}")) for mode in OUR_MODES]
         peer = fastest(cell)
-        lead = _over(rows, MAIN, peer)
+        relative = _over(rows, MAIN, peer)
         cells = [
             *[name, str(cell["rows"]), f"{rows['plain']['median_ms']:.1f}" if "plain" in rows else "-"],
             *ours,
             "-" if peer is None else f"{peer} {_ratio(rows[peer])}",
-            "-" if lead is None else f"{lead:.2f}",
+            "-" if relative is None else f"{relative:.2f}",
             "; ".join(_goal(goal) for goal in cell["goals"]) or "-",
             "; ".join(_missed(cell, goal) for goal in cell["goals"]) or "-",
         ]
@@ -52,12 +52,12 @@ def summary(results: Results) -> str:
     return "\n".join(lines)
 
 
-def fastest(cell: Results, beginning: str = "") -> str | None:
-    """The fastest contender that is neither ours, nor labelled, nor without privacy, among names that begin so."""
+def fastest(cell: Results, prefix: str = "") -> str | None:
+    """Returns the fastest private, unlabelled contender of another library whose name starts with ``prefix``."""
     peers = [
         (row["median_ms"], name)
         for name, row in cell["results"].items()
-        if name.startswith(beginning)
+        if name.startswith(prefix)
         and not name.startswith("dpengine ")
         and name not in BASELINES
         and name not in cell["labels"]
@@ -66,27 +66,27 @@ def fastest(cell: Results, beginning: str = "") -> str | None:
 
 
 def detail(results: Results) -> str:
-    """A line for each contender of each cell."""
+    """Returns a row for each contender of each cell."""
     lines = [
         "| cell | B | contender | ratio | median ms | min | IQR | steps | MiB first | later | deviation | overshoot |",
         "|" + "---|" * 12,
     ]
     for name, cell in results["cells"].items():
         for contender, row in cell["results"].items():
-            held, gate = cell["memory"].get(contender) or {}, cell["gate"].get(contender, {})
+            usage, gate = cell["memory"].get(contender) or {}, cell["gate"].get(contender, {})
             mark = "*" if contender in cell["labels"] else ""
             own = f" ({row['own_ratio']:.2f} to its own)" if "own_ratio" in row else ""
             lines.append(
                 f"| {name} | {cell['rows']} | {contender}{mark} | {_ratio(row)}{own} | {row['median_ms']:.1f} | "
-                f"{row['min_ms']:.1f} | {row['iqr_ms']:.1f} | {row['steps']} | {_number(held.get('first'), '.0f')} | "
-                f"{_number(held.get('later'), '.0f')} | {_number(gate.get('deviation'), '.0e')} | "
+                f"{row['min_ms']:.1f} | {row['iqr_ms']:.1f} | {row['steps']} | {_number(usage.get('first'), '.0f')} | "
+                f"{_number(usage.get('later'), '.0f')} | {_number(gate.get('deviation'), '.0e')} | "
                 f"{_number(gate.get('overshoot'), '.0e')} |"
             )
     return "\n".join(lines)
 
 
 def ladder(results: Results) -> str:
-    """Each peer's ratio in each cell; a star marks what does not count, for the reason given below."""
+    """Returns each peer's ratio in each cell. A star marks a ratio that does not count, for the reason below."""
     names = _peers(results)
     if not names:
         return ""
@@ -102,7 +102,7 @@ def ladder(results: Results) -> str:
 
 
 def memory(results: Results) -> str:
-    """Peak memory over that of the non-private step: first steps, then later ones."""
+    """Returns peak memory relative to the non-private step, in the first steps and in later ones."""
     measured = {name: cell for name, cell in results["cells"].items() if cell["memory"].get("plain")}
     names = [c for c in _all(measured.values()) if c not in BASELINES and not c.startswith("jax")]
     if not measured or not names:
@@ -112,8 +112,8 @@ def memory(results: Results) -> str:
     for name, cell in measured.items():
         base = cell["memory"]["plain"]
         shares = [
-            f"{held['first'] / base['first']:.2f} / {held['later'] / base['later']:.2f}" if held else "-"
-            for held in (cell["memory"].get(contender) for contender in names)
+            f"{usage['first'] / base['first']:.2f} / {usage['later'] / base['later']:.2f}" if usage else "-"
+            for usage in (cell["memory"].get(contender) for contender in names)
         ]
         lines.append(f"| {name} | {base['first']:.0f} / {base['later']:.0f} | {' | '.join(shares)} |")
     return "\n".join(lines)
@@ -132,7 +132,7 @@ def failures(results: Results) -> str:
 
 
 def pyplot() -> Any:
-    """``matplotlib.pyplot``, drawing to files; ImportError says what to install."""
+    """Returns ``matplotlib.pyplot`` with a backend for files. Raises ImportError if it is not installed."""
     try:
         import matplotlib
     except ImportError as error:
@@ -142,7 +142,7 @@ def pyplot() -> Any:
 
 
 def plot(results: Results, path: str) -> None:
-    """A bar chart of ratios on a logarithmic axis, dpengine beside the fastest way of each library."""
+    """Draws a bar chart of ratios on a logarithmic axis: dpengine and the fastest mode of each library."""
     plt = pyplot()
     libraries = list(dict.fromkeys(name.split()[0] for name in _peers(results)))
     cells = {name: cell for name, cell in results["cells"].items() if cell["results"]}
@@ -150,8 +150,8 @@ def plot(results: Results, path: str) -> None:
     width = 0.8 / (len(libraries) + 1)
     for number, library in enumerate(["dpengine", *libraries]):
         heights = [_height(cell, library) for cell in cells.values()]
-        places = [k + (number + 0.5) * width - 0.4 for k in range(len(cells))]
-        axes.bar(places, [max(h - 1, 0.0) for h in heights], width, bottom=1.0, label=library)
+        positions = [k + (number + 0.5) * width - 0.4 for k in range(len(cells))]
+        axes.bar(positions, [max(h - 1, 0.0) for h in heights], width, bottom=1.0, label=library)
     for k, cell in enumerate(cells.values()):
         targets = [goal["target"] for goal in cell["goals"] if goal["against"] == "plain"]
         axes.hlines(targets, k - 0.4, k + 0.4, colors="black", linewidth=1, label="target" if k == 0 else None)
@@ -214,15 +214,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+")
     parser.add_argument("--plot")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     parts = []
-    for path in given.files:
+    for path in arguments.files:
         with open(path) as file:
             parts.append(json.load(file))
     results = merged(parts)
     print(f"{report(results)}\n\n{detail(results)}")
-    if given.plot:
-        plot(results, given.plot)
+    if arguments.plot:
+        plot(results, arguments.plot)
 
 
 if __name__ == "__main__":

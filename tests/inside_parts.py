@@ -293,7 +293,7 @@ class Plan:
 
 def limit_compiled_graphs(monkeypatch, number):
     """Limits the graphs of one model."""
-    monkeypatch.setattr(dpengine.engine.compiled_forward, "_MOST_GRAPHS", number)
+    monkeypatch.setattr(dpengine.engine.compiled_forward, "_MAX_GRAPHS", number)
 
 
 # Probes

@@ -1,7 +1,7 @@
 """Lower bounds on epsilon from guesses about which canaries one training run included.
 
 A fair coin decides whether each canary is included. An adversary who sees the results of the run guesses some of the
-coins, and privacy limits the number of right guesses. There are two limits: one for (epsilon, delta)-privacy, and a
+coins, and privacy limits the number of correct guesses. There are two limits: one for (epsilon, delta)-privacy, and a
 tighter one for a trade-off curve.
 
 Sources: Steinke, Nasr, Jagielski 2023 (arXiv:2305.08846); Mahloujifar, Melis, Chaudhuri 2024 (arXiv:2410.22235).
@@ -28,11 +28,11 @@ _HALVINGS = 40
 
 @dataclass(frozen=True)
 class Guesses:
-    """Numbers of guesses and of right guesses."""
+    """Numbers of guesses and of correct guesses."""
 
     canaries: int  # number of coins
     made: int  # number of guesses; the guesser abstains from the other coins
-    right: int  # number of right guesses
+    right: int  # number of correct guesses
 
     def __post_init__(self) -> None:
         if not 0 <= self.right <= self.made <= self.canaries:
@@ -55,7 +55,7 @@ def guess(scores: npt.ArrayLike, coins: npt.ArrayLike, per_side: int) -> Guesses
 
 
 def guessing_p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
-    """Returns a bound on the probability of at least as many right guesses about an ``(epsilon, delta)``-private run.
+    """Returns a bound on the probability of at least as many correct guesses about an ``(epsilon, delta)``-private run.
 
     The bound is ``min(1, beta + 2 m delta kappa)``, where m is the number of canaries.
     """
@@ -69,7 +69,7 @@ def guessing_p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
 
 
 def epsilon_from_guesses(guesses: Guesses, *, delta: float, alpha: float) -> float:
-    """Returns the largest epsilon that the guesses refute with confidence ``1 - alpha``; 0 without one."""
+    """Returns the largest epsilon that the guesses refute with confidence ``1 - alpha``; 0 if none."""
     return _largest_refuted(lambda epsilon: guessing_p_value(guesses, epsilon, delta) <= alpha)
 
 
@@ -92,7 +92,7 @@ def gaussian_curve(mu: float) -> Curve:
 
 
 def mu_from_guesses(guesses: Guesses, *, alpha: float) -> float:
-    """Returns the largest mu whose Gaussian curve the guesses refute with confidence ``1 - alpha``; 0 without one."""
+    """Returns the largest mu whose Gaussian curve the guesses refute with confidence ``1 - alpha``; 0 if none."""
     return _largest_refuted(lambda mu: refutes_curve(guesses, gaussian_curve(mu), alpha))
 
 

@@ -23,7 +23,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class WatchedRun:
-    """Audited training run. Inside ``planted()``, each canary is included with probability 1/2, by its coin."""
+    """Audited training run. Inside ``planted()``, a fair coin decides whether each canary is included."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class WatchedRun:
     def planted(self) -> Iterator[None]:
         """Inserts the canaries in a context, and records each step's inner products with the canary directions."""
         passes, mode = self.run.step.passes, self.run.step.passes.mode
-        handle, every = self.run.optimizer.register_step_pre_hook(self._record_release), passes.probe.every
+        handle, interval = self.run.optimizer.register_step_pre_hook(self._record_release), passes.probe.every
         try:
             passes.mode = self._planted  # type: ignore[assignment]
             self._set_probe_interval(None)  # the probe does not see the planted gradients
@@ -85,11 +85,11 @@ class WatchedRun:
         finally:
             handle.remove()
             passes.mode = mode
-            self._set_probe_interval(every)
+            self._set_probe_interval(interval)
 
-    def _set_probe_interval(self, every: int | None) -> None:
+    def _set_probe_interval(self, interval: int | None) -> None:
         probe = self.run.step.passes.probe
-        probe.every = every
+        probe.every = interval
         probe.arm()
 
     def _trainable(self) -> Mapping[str, nn.Parameter]:

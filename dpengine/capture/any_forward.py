@@ -62,7 +62,7 @@ class AnyForward:
             return forward(*args, **kwargs)
         if watch.kind is Kind.OPERATIONS:
             return self._run_operations(trained, forward, args, kwargs)
-        shares = self.positions is not None and self.positions.in_call(args, kwargs)
+        shares = self.positions is not None and self.positions.are_shared(args, kwargs)
         if shares and part is not None:
             raise UnsupportedLayerError(
                 f"Embedding '{part.name}' is split over processes, and all samples share its output.",

@@ -27,7 +27,7 @@ from .hooks import Forwards, RootHook
 from .module_tables import ModuleTables
 from .on_modules import Hook, ReduceWithoutHooks
 from .own_loss import token_mean_guards
-from .record import LayerCall, Listener, Recipient, Use, turned
+from .record import LayerCall, Listener, Recipient, Use, swap_batch_axis
 from .tensors import tensors_in
 from .threads import Lock, Streams, second_thread
 from .watch import Watch, WatchChoice
@@ -379,13 +379,13 @@ class Capture:
 
     def batch_to_front(self, tensor: Tensor) -> Tensor:
         """Returns the tensor with its batch axis in front."""
-        return tensor if self.batch_first else turned(tensor)
+        return tensor if self.batch_first else swap_batch_axis(tensor)
 
     def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Returns the batch size of the first tensor with an axis."""
         for tensor in tensors:
             if tensor.dim():
-                return (tensor if self.batch_first else turned(tensor)).shape[0]
+                return (tensor if self.batch_first else swap_batch_axis(tensor)).shape[0]
         return None
 
 

@@ -213,7 +213,7 @@ class LayerForward(ReplacedForward):
             self._read_slots()
         if not self._trainable:
             return self.forward(args[0])
-        shares = self.any.positions is not None and self.any.positions.in_call(args, kwargs)
+        shares = self.any.positions is not None and self.any.positions.are_shared(args, kwargs)
         if self._can_switch_off and _saving_hooks(False) is None and not shares:  # not in a checkpoint
             return self._hooked(args[0])
         return self.any.run(self.forward, args, kwargs)

@@ -16,7 +16,7 @@ from dpengine.errors import UnsupportedLayerError
 from .tensors import map_tensors, tensors_in
 
 
-def turned(tensor: Tensor) -> Tensor:
+def swap_batch_axis(tensor: Tensor) -> Tensor:
     """Swaps axes 0 and 1 of a tensor of a model with ``batch_first=False``, if its batch is on axis 1.
 
     The batch is on axis 1 of integer tensors and of tensors with three or more axes. It is on axis 0 of ``(B, F)``.
@@ -34,14 +34,14 @@ class LayerCall:
     Attributes:
         layer: The module, with its settings (stride, eps, ...) and the parameters that the optimizer updates.
         inputs: Positional inputs of ``forward``, tensors detached.
-        grad_output: Gradient of the loss by the output, ``(B, ...)``; a tuple if the layer returns several tensors.
+        grad_output: Gradient of the loss w.r.t. the output, ``(B, ...)``; a tuple for several outputs.
         kwargs: Keyword inputs of ``forward``.
         output: The output, if the rule has ``needs_output``, else None.
         name: Dotted name of the layer in the model.
-        batch_first: True if the layer itself has the batch on axis 0; else see ``turned``.
+        batch_first: True if the layer itself has the batch on axis 0; else see ``swap_batch_axis``.
         mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
-        drawn: Second result of ``JointSampler.forward``, from which the rule repeats the forward pass of single
-            samples with the same random numbers; None if the layer did not run each sample alone.
+        drawn: State that ``JointSampler.forward`` returned, from which the rule repeats the forward pass of single
+            samples with the same random numbers; None if the samples did not run alone.
     """
 
     layer: nn.Module
@@ -140,7 +140,7 @@ class TensorCall:
         uses: The layer, and the uses of its parameters.
         inputs: The input, not detached; None after the call was used.
         shape: Shape of the output, ``(B, ...)``.
-        grad: Gradient of the loss by the output; None before the backward pass, and after the call was used.
+        grad: Gradient of the loss w.r.t. the output; None before the backward pass, and after the call was used.
         grad_shape: Shape of ``grad``: that of the output, or of its base tensor if the output is a view.
     """
 

@@ -1,6 +1,6 @@
 """Distinguishes position indices that all samples share from one index per sample.
 
-A forward pass with one sample less decides: the number of shared positions does not change.
+Reruns the forward pass with one sample fewer: the number of shared positions does not change.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class SharedPositions:
     def __init__(self, capture: Capture, watch: Watch):
         self._capture, self._watch = capture, watch
         self._shared = False  # True once the number of indices differed from that of samples
-        self._compared = False  # True once a pass with one sample less was run
+        self._compared = False  # True once a pass with one sample fewer was run
 
-    def in_call(self, args: Any, kwargs: Any) -> bool:
+    def are_shared(self, args: Any, kwargs: Any) -> bool:
         """Returns True if all samples share the entries: indices ``(1, T)``, ``(T,)`` or ``(T, T)``."""
         capture = self._capture
         if capture.rows is None or not capture.batch_first:
@@ -52,7 +52,7 @@ class SharedPositions:
         return indices.dim() > 1 and indices.shape[0] == 1 != capture.rows
 
     def _is_in_inputs(self, indices: Tensor) -> bool:
-        """Returns True if a tensor is an input of the running forward pass with a batch axis, or a view of one."""
+        """Returns True if a tensor is, or is a view of, an input of the running forward pass with a batch axis."""
         leaves = () if self._capture.inputs is None else pytree.tree_leaves(self._capture.inputs)
         inputs = [
             leaf for leaf in leaves if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested
@@ -62,7 +62,7 @@ class SharedPositions:
 
     def _reject_consecutive(self, indices: Tensor) -> None:
         if indices.dim() == 2:
-            consecutive = torch.equal(indices[1:, 1:], indices[:-1, :-1])  # like distances between positions
+            consecutive = torch.equal(indices[1:, 1:], indices[:-1, :-1])  # like relative positions
         else:
             consecutive = torch.equal(indices, indices[0] + torch.arange(len(indices), device=indices.device))
         if consecutive:
@@ -74,7 +74,7 @@ class SharedPositions:
             )
 
     def _shapes_with_fewer_samples(self) -> set[torch.Size]:
-        """Returns the shapes of the indices of this layer in a rerun of the current pass with one sample less."""
+        """Returns the shapes of the indices of this layer in a rerun of the current pass with one sample fewer."""
         shapes: set[torch.Size] = set()
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -108,13 +108,13 @@ def _run_with_fewer_samples(capture: Capture) -> None:
     state = ModelState.of(model)
     replaced = [(owner, name, owner._parameters[name]) for owner, name, _ in capture.swapped]
     try:
-        for owner, name, parameter in reversed(capture.swapped):  # parameters of modules followed by operation
+        for owner, name, parameter in reversed(capture.swapped):  # restores tracked parameters
             owner._parameters[name] = parameter
         args, kwargs = pytree.tree_map(cut, capture.inputs)
         with capture.paused(), torch.no_grad(), torch.random.fork_rng(devices):
             model(*args, **kwargs)
     except Exception:
-        _logger.debug("The model does not run with one sample less.", exc_info=True)
+        _logger.debug("The model does not run with one sample fewer.", exc_info=True)
     finally:
         for owner, name, stand_in in replaced:
             owner._parameters[name] = stand_in

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dpengine.errors import RepeatedBackwardError
 from dpengine.layers.not_twice_differentiable import not_twice_differentiable
 
-from .record import LayerCall, Use, turned
+from .record import LayerCall, Use, swap_batch_axis
 from .watch import Watch
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def tap(
         return output
 
     def report(kept: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
-        front = [t if t is None or batch_first else turned(t) for t in (*kept, *grads)]
+        front = [t if t is None or batch_first else swap_batch_axis(t) for t in (*kept, *grads)]
         kept_outputs, fronts = front[before:-count], front[-count:]
         inputs, kwargs = put_inputs(front)
         # A container of outputs may omit outputs that are None.

@@ -1,7 +1,7 @@
-"""Parameters that a module uses directly and not in a known layer: class tokens, layer scales, packed projections.
+"""Parameters that a module uses outside a known layer: class tokens, layer scales, packed projections.
 
 During the forward of the module, each such parameter is a ``WatchedParameter``: a tensor that intercepts the operations
-on it. Three uses are supported, each with its own tap:
+on it. Three uses are supported:
 
 * ``F.linear(x, weight, bias)`` or ``linear_place`` is captured like a Linear layer.
 * For an elementwise operation with a batched tensor, a product ``x @ parameter`` or ``einsum``, or the bias of
@@ -65,7 +65,7 @@ class Origin:
     def per_sample(self, rows: int) -> Tensor:
         """Returns the value repeated for each sample, ``(rows, *value.shape)``."""
         value = self.tap_rows(self, rows)
-        if not rows:  # vmap runs no step over an empty batch
+        if not rows:  # vmap cannot run over an empty batch
             value = torch.cat([value, value.new_ones(1, *value.shape[1:])])
         for step in self.steps:
             value = torch.func.vmap(step)(value)
@@ -201,12 +201,12 @@ def _expand(func, args, kwargs):
     sizes = tuple(rest[0]) if len(rest) == 1 and not isinstance(rest[0], int) else tuple(rest)
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         result = func(value, *rest, **kwargs)
-        leading = value.shape[0] == 1 and len(sizes) == value.dim() if value.dim() else False
+        expands_axis_0 = value.shape[0] == 1 and len(sizes) == value.dim() if value.dim() else False
     if origin.rows is not None:
         raise unsupported(origin, func)
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
-    tail_kept = func is Tensor.expand or all(size == 1 for size in sizes[1:])
-    rows = result.shape[0] if leading and tail_kept else None
+    keeps_other_axes = func is Tensor.expand or all(size == 1 for size in sizes[1:])
+    rows = result.shape[0] if expands_axis_0 and keeps_other_axes else None
     return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), place=None, rows=rows))
 
 

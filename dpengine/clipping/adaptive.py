@@ -86,7 +86,7 @@ class Adaptive(AbstractClip):
         return factors_within(self._norm, norms_BK)
 
     def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """Returns sigma_g, the noise multiplier of the gradient if the step with its count costs ``noise_multiplier``.
+        """Returns sigma_g, the noise multiplier of the gradient at which gradient and count cost ``noise_multiplier``.
 
         Args:
             noise_multiplier: sigma, which the ledger charges.
@@ -145,7 +145,7 @@ class Adaptive(AbstractClip):
         return {"policy": "adaptive", "norm": self._norm, **{name: getattr(self, name) for name in names}}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the clipping norm, which is public because it follows from releases, without the current count."""
+        """Returns the clipping norm, but not the current count. The norm is public: it depends on releases only."""
         return {"norm": self._norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

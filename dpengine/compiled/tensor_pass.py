@@ -149,11 +149,12 @@ class TensorPass:
         inside the context.
         """
         stand_ins = {
-            own: value.detach().requires_grad_(own.requires_grad) for own, value in zip(self.state, values, strict=True)
+            original: value.detach().requires_grad_(original.requires_grad)
+            for original, value in zip(self.state, values, strict=True)
         }
         versions = {value: value._version for value in [*stand_ins.values(), *batch]}
         mode = BookKeeping(MethodTable(timed=False))  # traced tensors cannot be timed
-        with torch.enable_grad(), _standing_in(self.capture.model, stand_ins) as changed:
+        with torch.enable_grad(), _replaced_state(self.capture.model, stand_ins) as changed:
             with self.capture.redirected(mode, self.rows):
                 output = self.forward([tensor.detach() for tensor in batch])
                 self._check_not_written(versions, batch)
@@ -169,13 +170,13 @@ class TensorPass:
                 raise BufferUpdateError(f"The forward pass writes into buffer '{name}'.")
 
     def _check_leaks(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
-        for name, own in self.capture.model.named_parameters():
-            if stand_ins[own].grad is not None:
+        for name, original in self.capture.model.named_parameters():
+            if stand_ins[original].grad is not None:
                 raise MissingGradientError(f"Parameter '{name}' is used outside its layer.")
 
 
 def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
-    """Returns -1 for all norms if a sample without an output gradient has a norm. See note [positions] in graphs.py."""
+    """Returns -1 for all norms if one is nonzero without an output gradient. See note [positions] in graphs.py."""
     no_grad_B = torch.stack([(grad.reshape(len(grad), -1) == 0).all(dim=1) for grad in grads]).all(dim=0)
     moved = ((sq_norms_BK > 0).any(dim=1) & no_grad_B).any()
     return torch.where(moved, -1.0, sq_norms_BK)
@@ -189,17 +190,17 @@ class _NewSums(Sums):
 
     def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
         total = total.view(parameter.shape).to(wide(parameter.dtype))
-        before = self.totals.get(parameter)
-        self.totals[parameter] = total * scale if before is None else before + total * scale
+        previous = self.totals.get(parameter)
+        self.totals[parameter] = total * scale if previous is None else previous + total * scale
 
     def fill(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
-        before = self.totals.get(parameter)
-        if before is None:
-            before = torch.empty(parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
-            self.totals[parameter] = before
-            write(before, 0.0)
+        previous = self.totals.get(parameter)
+        if previous is None:
+            previous = torch.empty(parameter.shape, dtype=wide(parameter.dtype), device=parameter.device)
+            self.totals[parameter] = previous
+            write(previous, 0.0)
         else:
-            write(before, 1.0)
+            write(previous, 1.0)
 
     def complete(self, parameter: nn.Parameter) -> None:
         pass
@@ -222,7 +223,7 @@ def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 @contextlib.contextmanager
-def _standing_in(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
+def _replaced_state(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
     """Replaces the parameters and buffers of the model in the context, and restores all attributes on exit.
 
     Yields a function that returns the name of an attribute that changed; None if there is none.

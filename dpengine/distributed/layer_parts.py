@@ -41,7 +41,7 @@ class LocalCall:
         args: Positional inputs.
         kwargs: Keyword inputs.
         output: Part of the output, or addend of the sum over ranks.
-        remote: Mask of entries that belong to other ranks, whose output gradient does not count here; None for none.
+        remote: Mask of entries that belong to other ranks, whose output gradient does not count here; None if none.
     """
 
     args: Any
@@ -122,9 +122,9 @@ class LayerPart:
         for tensor in inputs:
             expected = Shard(tensor.dim() - 1) if is_linear and self.axis == 1 else Replicate()
             self._check_placement("an input", tensor, expected)
-        sums = self.axis is not None and self.axis == (1 if is_linear else 0)
-        placement = Shard(output.dim() - 1) if self.axis is not None and not sums else Replicate()
-        if not (sums and output.placements[0].is_partial()):
+        is_partial_sum = self.axis is not None and self.axis == (1 if is_linear else 0)
+        placement = Shard(output.dim() - 1) if self.axis is not None and not is_partial_sum else Replicate()
+        if not (is_partial_sum and output.placements[0].is_partial()):
             self._check_placement("an output", output, placement)
         args, kwargs = pytree.tree_map(local_part, (args, kwargs))
         # The gradient of an addend of the sum over ranks is the gradient of the sum.
@@ -169,9 +169,9 @@ def cut_axis(shard: LocalShard) -> int | None:
 
 
 def local_inputs(name: str, trees: Any) -> Any:
-    """Returns the inputs of a layer that is not split, after waiting for them. Rejects DTensors."""
+    """Waits for the inputs of a layer that is not split, and returns them. Rejects DTensors."""
 
-    def waited(leaf: Any) -> Any:
+    def wait_for(leaf: Any) -> Any:
         if is_dtensor(leaf):
             raise UnsupportedLayerError(
                 f"Layer '{name}' is split over processes in an unsupported way: a tensor of its call has placements "
@@ -180,4 +180,4 @@ def local_inputs(name: str, trees: Any) -> Any:
             )
         return local_part(leaf)
 
-    return pytree.tree_map(waited, trees)
+    return pytree.tree_map(wait_for, trees)

@@ -29,9 +29,9 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 
 from .pass_clipper import PassClipper
 
-_MOST_GRAPHS = 8  # largest number of compiled graphs
-_MOST_LARGER = 8  # number of batches larger than the graphs after which a notice is given
-_MOST_SHOWN = 300  # largest number of characters of an error in a notice
+_MAX_GRAPHS = 8  # largest number of compiled graphs
+_LARGER_BEFORE_NOTICE = 8  # a notice is given after this number of batches larger than the graphs
+_MAX_REASON_LENGTH = 300  # largest number of characters of an error in a notice
 _ONE_TENSOR = pytree.tree_flatten(((0,), {}))[1]
 _UNKNOWN: Any = object()
 _DEVIATIONS = 2  # standard deviations above the expected size of a Poisson batch; 2 in 100 batches are larger
@@ -80,7 +80,7 @@ class _Call:
         return tuple(kinds), self.others, spec, autocast_key(self.tensors[0].device)
 
     def run(self, forward: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Calls a function with the arguments of this call, in which ``tensors`` replace the tensors."""
+        """Calls a function with the arguments of this call, with its tensors replaced by ``tensors``."""
         remaining = iter(tensors)
         leaves = [next(remaining) if other is None else other[1] for other in self.others]
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
@@ -95,8 +95,8 @@ class _Call:
 class CompiledForward(ReplacedForward):
     """Replaces the ``forward`` of a model by a compiled one, whose backward pass computes norms and clipped sums.
 
-    The hooks are used, as without compilation, if an independence check is due, if a batch has more samples than the
-    graphs, or if the model cannot be compiled. In the last case a notice states the reason.
+    Falls back to the hooks if an independence check is due, if a batch has more samples than the graphs, or if the
+    model cannot be compiled. In the last case a notice states the reason.
 
     Args:
         passes: Clips the passes of the model.
@@ -149,7 +149,7 @@ class CompiledForward(ReplacedForward):
             return None
         if rows > self._rows:
             self._larger += 1
-            if self._larger == _MOST_LARGER and not self._count:
+            if self._larger == _LARGER_BEFORE_NOTICE and not self._count:
                 self._notice(f"batches have more than {self._rows} samples. Pass physical_batch_size={self._rows}.")
             return None
         key = None
@@ -163,7 +163,7 @@ class CompiledForward(ReplacedForward):
         except Exception as error:  # tracing and compilation may raise any error
             if key is not None:
                 self._graphs[key] = None
-            self._notice(" ".join((str(error) or type(error).__name__).split())[:_MOST_SHOWN])
+            self._notice(" ".join((str(error) or type(error).__name__).split())[:_MAX_REASON_LENGTH])
             return None
         if graphs is None or not graphs.verified:
             return None
@@ -192,7 +192,7 @@ class CompiledForward(ReplacedForward):
         return settings
 
     def _checked(self, key: object, call: _Call, settings: ModelSettings, rows: int) -> Graphs:
-        """Returns the graphs for a call. Compares them with the hooks as far as the batch allows."""
+        """Returns the graphs for a call. Compares them with the hooks if the batch suffices."""
         size, device = self._rows, call.tensors[0].device
         batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
@@ -227,10 +227,10 @@ class CompiledForward(ReplacedForward):
         return graphs
 
     def _new_graphs(self, hooked: TensorPass, inputs: PassInputs, layout: OutputLayout, draws: bool) -> Graphs:
-        if self._count == _MOST_GRAPHS:
+        if self._count == _MAX_GRAPHS:
             self._ended = True
             raise UnsupportedLayerError(
-                f"more than {_MOST_GRAPHS} graphs would be needed: a setting of the model, a plain argument or a shape "
+                f"more than {_MAX_GRAPHS} graphs would be needed: a setting of the model, a plain argument or a shape "
                 "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
             )
         self._count += 1
@@ -252,7 +252,7 @@ class CompiledForward(ReplacedForward):
             smaller = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
             layout, outputs = replace(hooked, rows=fewer).layout(inputs.values, smaller)
             if (layout.spec, layout.leaves) != (graphs.layout.spec, graphs.layout.leaves):
-                raise UnsupportedLayerError("the model returns other values for another number of samples.")
+                raise UnsupportedLayerError("the structure of the model's output depends on the number of samples.")
             check_equal_outputs(outputs, [out[:fewer] for out in compiled.outputs], half=half, drawn=graphs.draws)
         graphs.verified = True
 

@@ -79,7 +79,7 @@ class GradSampleModule(nn.Module):
             grad_sample_mode=on_demand(MODES["functorch" if force_functorch else "hooks"]),
             batch_first=batch_first,
             loss_reduction=loss_reduction,
-            methods=MethodTable(keep_budget=0),  # norms keep no per-sample gradients
+            methods=MethodTable(keep_budget=0),  # norms() stores no per-sample gradients
         )
         self._clipper.attach()
 

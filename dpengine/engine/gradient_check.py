@@ -30,8 +30,8 @@ class Difference:
 
     Attributes:
         name: Name of the parameter.
-        row: The sample with the largest difference.
-        largest: Largest difference of an entry, in units of the loss per unit of the parameter.
+        row: Index of the sample whose entry exceeds its tolerance by most, or comes closest to it.
+        largest: Absolute difference of that entry.
         allowed: Tolerance of that entry.
     """
 
@@ -100,7 +100,7 @@ def check_per_sample_gradients(
     Raises:
         ValueError: If the batch is empty, or ``loss_reduction`` is unknown.
         TypeError: If the inputs hold no tensor, or the output is not a tensor.
-    """  # noqa: DOC502 - what is called raises on our behalf
+    """  # noqa: DOC502 - raised by called functions
     alone = gradients_alone(model, rows_of(inputs, batch_first), batch_first=batch_first, loss_reduction=loss_reduction)
     together = gradients_together(
         GradSampleModule(
@@ -200,8 +200,8 @@ def unpacked(packed: PackedSequence) -> list[Tensor]:
     """Returns the sequences of a packed sequence, ``(length, ...)`` each, in their original order."""
     starts = packed.batch_sizes.cumsum(0) - packed.batch_sizes
     rows = range(int(packed.batch_sizes[0])) if packed.unsorted_indices is None else packed.unsorted_indices.tolist()
-    places = [starts[packed.batch_sizes > row] + row for row in rows]
-    return [packed.data[place.to(packed.data.device)] for place in places]
+    positions = [starts[packed.batch_sizes > row] + row for row in rows]
+    return [packed.data[position.to(packed.data.device)] for position in positions]
 
 
 def _output_rows(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Tensor]:

@@ -1,4 +1,4 @@
-"""Sums the clipped trees of the examples of a batch in microbatches, optionally rounded to a grid.
+"""Sums the clipped pytrees of a batch in microbatches, optionally rounded to a grid.
 
 Axes: B examples, K groups, P elements of a gradient.
 """
@@ -20,18 +20,18 @@ from .bounded import BoundedSensitivityCallable
 from .clipping import Group, factors, group_norms, groups_of, total_bound
 from .per_example import Batch, batch_of
 
-_MOST = 2**62  # limit of integer sums, which must fit in 64 bits
+_MAX_SUM = 2**62  # limit of integer sums, which must fit in 64 bits
 
 
-def grid_bound(bound: float, scale: float, numbers: int, batch: int) -> float:
-    """Returns the clipping norm before rounding. Rounding adds at most ``sqrt(numbers) / 2`` to the scaled norm."""
-    if batch * scale >= _MOST:
+def grid_bound(bound: float, scale: float, numel: int, batch: int) -> float:
+    """Returns the clipping norm before rounding. Rounding adds at most ``sqrt(numel) / 2`` to the scaled norm."""
+    if batch * scale >= _MAX_SUM:
         raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits. Pass a smaller one.")
-    before_rounding = bound - math.sqrt(numbers) * bound / (2 * scale)
+    before_rounding = bound - math.sqrt(numel) * bound / (2 * scale)
     if not before_rounding > 0:
         raise ValueError(
-            f"grid_scale={scale:g} is too coarse for gradients of {numbers} elements: rounding alone exceeds the "
-            f"clipping norm. Pass more than {math.sqrt(numbers) / 2:g}."
+            f"grid_scale={scale:g} is too coarse for gradients of {numel} elements: rounding alone exceeds the "
+            f"clipping norm. Pass more than {math.sqrt(numel) / 2:g}."
         )
     return before_rounding
 
@@ -50,26 +50,26 @@ def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: flo
 
 
 def _maybe_above(rounded_BP: Tensor, scale: float) -> Tensor:
-    """Returns a mask of rows whose norm may exceed the scale. Sums of squares have a relative error below 2**-40."""
+    """Returns a mask of examples whose norm may exceed the scale. Sums of squares have relative errors below 2**-40."""
     return rounded_BP.square().sum(dim=1) > scale**2 * (1 - 2.0**-40)
 
 
-def _within(row_P: Tensor, most: int) -> Tensor:
-    """Returns the row with entries reduced until its exact squared norm is at most ``most``."""
+def _within(row_P: Tensor, max_square: int) -> Tensor:
+    """Returns the vector with entries reduced until its exact squared norm is at most ``max_square``."""
     values = [int(value) for value in row_P.tolist()]
     total = sum(value * value for value in values)
-    if total > most:
-        shrink = math.sqrt(most / total)
+    if total > max_square:
+        shrink = math.sqrt(max_square / total)
         values = [int(value * shrink) for value in values]
         total = sum(value * value for value in values)
-    while total > most:
+    while total > max_square:
         i = max(range(len(values)), key=lambda k: abs(values[k]))
         total -= 2 * abs(values[i]) - 1
         values[i] -= 1 if values[i] > 0 else -1
     return torch.tensor(values, dtype=row_P.dtype, device=row_P.device)
 
 
-Rows = Callable[[Batch], tuple[Any, Any, Any]]
+PerExample = Callable[[Batch], tuple[Any, Any, Any]]
 """Returns for each example the tree to clip, the value of the function, and its second result."""
 
 
@@ -147,7 +147,7 @@ class _Sums:
 
 
 def bounded_sum(
-    rows: Rows,
+    rows: PerExample,
     outputs: Callable[[Summed], Any],
     options: Options,
     batch_places: tuple[int, ...],
@@ -172,7 +172,7 @@ def _checked_padding(where: str, mask: Tensor | None, size: int) -> Tensor:
     return mask
 
 
-def _summed(rows: Rows, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
+def _summed(rows: PerExample, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
     """Returns the sum over microbatches. Example i is in microbatch ``i mod (B / microbatch_size)``."""
     if batch.size == 0:
         one_padding = torch.ones(1, dtype=torch.bool)
@@ -216,8 +216,8 @@ def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) ->
     leaves = [leaf.detach() for leaf in leaves]
     groups, _ = groups_of(options.bound, trees)
     if options.grid_scale is not None:
-        numbers = sum(leaf[0].numel() for leaf in leaves)
-        groups = [Group(grid_bound(float(options.bound), options.grid_scale, numbers, batch), groups[0].leaves)]
+        numel = sum(leaf[0].numel() for leaf in leaves)
+        groups = [Group(grid_bound(float(options.bound), options.grid_scale, numel, batch), groups[0].leaves)]
     norms_BK = group_norms(leaves, groups)
     factors_BK = factors(norms_BK, groups, options.rescale)
     keep_B = ~padding_B.to(norms_BK.device)

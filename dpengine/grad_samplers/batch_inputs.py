@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.record import turned
+from dpengine.capture.record import swap_batch_axis
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,4 +80,4 @@ def _row_of(leaf: Any, row: int) -> Any:
 
 def in_order(leaf: Any, *, batch_first: bool) -> Any:
     """Converts a leaf from the axis order of a module to that with the batch on axis 0, or back."""
-    return leaf if batch_first or not isinstance(leaf, Tensor) else turned(leaf)
+    return leaf if batch_first or not isinstance(leaf, Tensor) else swap_batch_axis(leaf)

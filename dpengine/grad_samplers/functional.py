@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.checkpoints import without_checkpoints
 from dpengine.capture.model_state import attributes_kept
-from dpengine.capture.record import ForwardCall, LayerCall, turned
+from dpengine.capture.record import ForwardCall, LayerCall, swap_batch_axis
 from dpengine.errors import UnsupportedLayerError
 
 from .batch_inputs import Inputs, in_order
@@ -292,7 +292,9 @@ def samples_alone(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int
 def _output_of(call: LayerCall) -> Any:
     """Runs a layer on the batch of a call, and returns its output."""
     turn = (
-        (lambda leaf: leaf) if call.batch_first else (lambda leaf: turned(leaf) if isinstance(leaf, Tensor) else leaf)
+        (lambda leaf: leaf)
+        if call.batch_first
+        else (lambda leaf: swap_batch_axis(leaf) if isinstance(leaf, Tensor) else leaf)
     )
     args, kwargs = pytree.tree_map(turn, (call.inputs, dict(call.kwargs)))
     dtype = next(leaf.dtype for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor))

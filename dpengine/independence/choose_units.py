@@ -7,9 +7,9 @@ differentiates. If that module is not enough, the module that encloses it become
 released before the choice.
 
 Privacy: the choice changes how per-sample gradients are computed, and never whether they are checked. A unit is
-accepted if samples that run alone give the outputs of the batch. Each later batch compares them again, or runs each
-sample alone in the forward pass, too. Data of a batch influence the choice only as they influence the independence
-check: through an error, or through the names of modules, which depend on shapes and on the code of the model.
+accepted if samples that run alone give the same outputs as in the batch. Each later batch repeats the comparison,
+or runs each sample alone in the forward pass, too. Data of a batch influence the choice only as they influence the
+independence check: through an error, or through the names of modules, which depend on shapes and on the model's code.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dpengine.capture.forward_state import ForwardState
 from dpengine.capture.hooks import rows_of_pass
 from dpengine.capture.model_state import ModelState
 from dpengine.capture.on_modules import has_own_forward
-from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, turned
+from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, swap_batch_axis
 from dpengine.capture.replay import copies_of
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 from dpengine.capture.watch import Kind, Watch
@@ -79,10 +79,10 @@ class UnitChoice:
             return
         if capture.replay is not None and capture.replay.loop is not None:
             capture.replay.loop.model_started()  # the runs below are not part of the loop
-        before = capture.watches, capture.units
+        watches_and_units = capture.watches, capture.units
         reasons = self._choose(_Trial(capture, args, kwargs, rows))
-        if reasons is None and capture.watches is not before[0]:
-            capture.watch(*before)  # the training pass raises the error of the layer
+        if reasons is None and capture.watches is not watches_and_units[0]:
+            capture.watch(*watches_and_units)  # the training pass raises the error of the layer
         self._has_chosen = rows > 1  # one sample cannot distinguish its axis from an axis that samples share
         if self._has_chosen and capture.topology.everyone.size == 1:
             capture.stop_choosing()
@@ -150,7 +150,7 @@ class _Trial:
         inputs, rows = self._inputs, self._rows
         self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), inputs), rows - 1
         try:
-            return self._run() or []  # with one sample less, no axis has the length of the batch by chance
+            return self._run() or []  # with one sample fewer, no axis has the length of the batch by chance
         finally:
             self._inputs, self._rows = inputs, rows
 
@@ -193,9 +193,13 @@ class _Trial:
         if self.capture.state is CaptureState.PAUSED or self.capture.is_in_running_unit(module):
             return
         batch_first = watch.batch_first or self.capture.batch_first
-        fronts = [leaf if batch_first else turned(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()]
-        rows = next((len(front) for front in fronts if front.dim() and not isinstance(front, WatchedParameter)), None)
-        if watch.name and fronts and not any(front.dim() for front in fronts):
+        tensors = [
+            leaf if batch_first else swap_batch_axis(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()
+        ]
+        rows = next(
+            (len(tensor) for tensor in tensors if tensor.dim() and not isinstance(tensor, WatchedParameter)), None
+        )
+        if watch.name and tensors and not any(tensor.dim() for tensor in tensors):
             self._obstacles.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
         if rows is None:
             return
@@ -208,14 +212,14 @@ class _Trial:
                 call = ForwardCall(module, module.forward, args, kwargs, named, watch.name, batch_first)
                 check_rows_alone(call, rows)
         except (RowsError, PrivacyError):
-            _logger.debug("Rows of %s cannot run alone.", _named(watch), exc_info=True)
-            self._obstacles.append(_Obstacle(watch, f"the rows of a batch cannot run through {_named(watch)} alone"))
+            _logger.debug("Samples of %s cannot run alone.", _named(watch), exc_info=True)
+            self._obstacles.append(_Obstacle(watch, f"single samples cannot run through {_named(watch)}"))
 
     def _without_the_batch(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
         """Returns the layers whose outputs do not have the batch on axis 0."""
         sizes = {rows for _, rows in seen}
-        fronts = [self.capture.batch_to_front(output) for output in outputs if output.dim()]
-        same_size = len(sizes) == 1 and all(len(front) != self._rows for front in fronts)
+        batches = [self.capture.batch_to_front(output) for output in outputs if output.dim()]
+        same_size = len(sizes) == 1 and all(len(batch) != self._rows for batch in batches)
         if same_size and not any(watch.kind is Kind.UNIT for watch, _ in seen):
             return []  # the first input may not hold the batch; the step compares its size with the sampler
         return [
@@ -285,7 +289,7 @@ def _outside_checkpoints() -> AbstractContextManager[Any]:
 
 
 def _module_around(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
-    """Returns the name of the smallest module around a watched one that is not a unit yet; None without one."""
+    """Returns the name of the smallest module around a watched one that is not a unit yet; None if none."""
     name: str | None = watch.name
     if watch.kind is not Kind.OPERATIONS:  # watched operations are those of the module itself
         name = _parent_of(watch.name)

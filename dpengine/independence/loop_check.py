@@ -228,7 +228,7 @@ class LoopCheck:
         """
         record = self._record
         if (
-            record.left
+            record.first_conversion
             or record.drew
             or record.drew_by_python
             or self._has_constants([call.inputs for call in models(record)])
@@ -298,14 +298,14 @@ class LoopCheck:
         except NotRecordedError:
             return None
         now, inputs = (self.rows.select(tensors, slice(1)) for tensors in (run.grads, all_inputs(run)))
-        if self._record.left and comparable and not self._record.drew:
+        if self._record.first_conversion and comparable and not self._record.drew:
             shared = {
                 p: tensor for p, tensor in earlier.inputs.items() if p in inputs and inputs[p].shape == tensor.shape
             }
             if largest_change(Rows(1, lambda tensor: tensor), shared, inputs, self.tolerance):
                 raise mixed_inputs()
         reduction = reduction_of(now, earlier.grads, earlier.samples / self.rows.samples, self.tolerance)
-        return reduction or ("neither" if comparable and not self._record.left else None)
+        return reduction or ("neither" if comparable and not self._record.first_conversion else None)
 
     def reduction_of_half(self, baseline: Run) -> str | None:
         """Returns "mean" or "sum", based on a rerun with half of the samples.
@@ -313,7 +313,7 @@ class LoopCheck:
         Returns None if it cannot be decided, for example because a number in the loop may depend on the batch.
         """
         half = self.rows.samples // 2
-        if self._record.left or self.others or any(n >= half or n != int(n) for n in self.numbers()):
+        if self._record.first_conversion or self.others or any(n >= half or n != int(n) for n in self.numbers()):
             return None
         try:
             grads = self.rerun(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads

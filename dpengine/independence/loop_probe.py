@@ -152,7 +152,7 @@ class LoopProbe:
             for k, grad in enumerate(call.recorded.grads)
             if grad is not None
         }
-        settled = self.checked > 0 and self.wants_other_size is None and record.left is None
+        settled = self.checked > 0 and self.wants_other_size is None and record.first_conversion is None
         rows = Rows(record.samples, self._capture.batch_to_front)
         check = LoopCheck(record, rows, settled=settled)
         if not any(check.rows.of(grad) is not None for grad in grads.values()):
@@ -227,10 +227,10 @@ class LoopProbe:
             self._undeclared_seen, self.wants_other_size = True, record.samples  # counts in texts may agree by chance
             return None
         check_reduction(reduction, declared)
-        if reduction == "neither" and record.left:
+        if reduction == "neither" and record.first_conversion:
             raise BatchDependentLossError(
                 f"The loss of a sample depends on other samples, through a number that was read from the batch "
-                f"({record.left}): between two batches it was scaled by neither their sizes nor 1.",
+                f"({record.first_conversion}): between two batches it was scaled by neither their sizes nor 1.",
                 fix="Divide by the number of samples only, or use dpengine.validation.per_example(loss_fn).",
             )
         if (doubt := record.doubt or self._doubt_of_constants(record)) is not None:
@@ -246,11 +246,11 @@ class LoopProbe:
                 "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
                 "weight of the loss followed the step or the number of samples"
             )
-        if record.left is None or reduction in ("mean", "sum"):
+        if record.first_conversion is None or reduction in ("mean", "sum"):
             self.checked += 1
             if self.why_not == _SLOW and self._open < _MOST_OPEN:
                 self.why_not = None  # another step had more time
             return None
         self._open += 1
         undecided = compared or self._open == _MOST_OPEN
-        return f"a number leaves torch by {record.left} before the loss is computed" if undecided else None
+        return f"a number leaves torch by {record.first_conversion} before the loss is computed" if undecided else None

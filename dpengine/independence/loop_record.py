@@ -46,8 +46,8 @@ from .torch_calls import (
 
 MOST_BYTES = 2**30  # total size of the results of all calls; a larger loop is not checked
 MOST_CALLS = 20_000
-TESTS = "the loop tests a number of the batch"
-FOLLOWS = "the loss follows a number of the batch"
+TESTS = "the loop tests a number computed from the batch"
+FOLLOWS = "the loss depends on a number computed from the batch"
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -63,8 +63,8 @@ class LoopRecord(TorchFunctionMode):
         seconds: Time from the return of the batch to the start of the backward pass.
         calls: The calls so far.
         roots: The tensors on which backward was called, with their gradient arguments.
-        left: Name of the first call that converted a tensor of the batch to a number before the loss was computed;
-            None if there is none.
+        first_conversion: Name of the first call that converted a tensor of the batch to a number before the loss was
+            computed; None if there is none.
         drew: Whether random numbers were drawn outside the model.
         drew_by_python: Whether random numbers were drawn from the Python or NumPy generators.
         drew_for_loss: Whether random numbers were converted to Python numbers, or reach the loss without passing
@@ -76,7 +76,7 @@ class LoopRecord(TorchFunctionMode):
         constant_digests: Digests of constants that reach the loss or an input of the model, and are neither parameters
             nor results of recorded calls. They were made before the batch, or outside torch.
         conversions: Calls that converted a tensor to a number: number of recorded calls before it, and name.
-        doubt: Use of a number of the batch for which it is not decided whether it mixes samples; None without one.
+        doubt: Undecided use of a number computed from the batch, which may mix samples; None if there is none.
         why_not: Reason why the loop cannot be run again; None if it can.
     """
 
@@ -88,7 +88,7 @@ class LoopRecord(TorchFunctionMode):
         self.ambiguous = is_ambiguous(data, samples)
         self.calls: list[Call | ModelCall] = []
         self.roots: list[tuple[Tensor, Tensor | None]] = []
-        self.left: str | None = None
+        self.first_conversion: str | None = None
         self.why_not: str | None = None
         self._recording, self._in_model, self._model_ran = True, False, False
         self.drew = self.drew_for_loss = self.drew_by_python = False
@@ -109,7 +109,7 @@ class LoopRecord(TorchFunctionMode):
         # Numbers that reach the loss: the function that returns them (None if backward is called on them), and a text.
         self._loss_numbers: list[tuple[str | None, str]] = []
         self._function_of: dict[int, str] = {}  # name of the function that computed a tensor, by id
-        self._read_before_model: str | None = None  # name of a call that read a number of the batch before the model
+        self._read_before_model: str | None = None  # name of a call that read a number before the model
         self._draws: set[int] = set()  # ids of random tensors
         self._states = random_states()  # states after the last call of torch or of the model
         self._python_states = python_states()
@@ -199,13 +199,13 @@ class LoopRecord(TorchFunctionMode):
             if id(root) not in self._recorded_results:
                 self._stop(f"the loss comes from {origin_of(root)}, which is not recorded")
                 return
-        made = {id(t): i for i, call in enumerate(self.calls) for t in results_of(call)}
-        end = max(made[id(root)] for root in roots)
-        self.left = next((name for before, name in self.conversions if before <= end), None)
-        of_loss = {None, *(self._function_of.get(id(root)) for root in roots)}
-        self.doubt = self.doubt or next((text for function, text in self._loss_numbers if function in of_loss), None)
+        call_of = {id(t): i for i, call in enumerate(self.calls) for t in results_of(call)}
+        end = max(call_of[id(root)] for root in roots)
+        self.first_conversion = next((name for before, name in self.conversions if before <= end), None)
+        sources = {None, *(self._function_of.get(id(root)) for root in roots)}
+        self.doubt = self.doubt or next((text for function, text in self._loss_numbers if function in sources), None)
         if self.drew and self._read_before_model is not None:
-            reason = f"the input of the model may follow a number that leaves torch by {self._read_before_model}"
+            reason = f"the input of the model may depend on a number read by {self._read_before_model}"
             self.doubt = self.doubt or reason
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
@@ -221,9 +221,9 @@ class LoopRecord(TorchFunctionMode):
         if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
             self._save_value(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), autocasts()
-        if (own := kwargs.get("generator")) is not None:
-            kwargs = {**kwargs, "generator": own.clone_state()}  # for runs of the record
-            result = function(*args, **{**kwargs, "generator": own})
+        if (own_generator := kwargs.get("generator")) is not None:
+            kwargs = {**kwargs, "generator": own_generator.clone_state()}  # for runs of the record
+            result = function(*args, **{**kwargs, "generator": own_generator})
         else:
             result = function(*args, **kwargs)
         branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._data_sized)
@@ -241,7 +241,7 @@ class LoopRecord(TorchFunctionMode):
             self._stop("the loss has too many intermediate results")
             return result
         self._set_digests(changed, frozenset().union(*map(self._digests_of, tensors)))
-        if (drew := self._drew(random, own=own is not None)) or any(id(t) in self._random for t in tensors):
+        if (drew := self._drew(random, own=own_generator is not None)) or any(id(t) in self._random for t in tensors):
             self._random.update(map(id, changed))
             self._draws.update(() if dependent else map(id, results))
             self.drew_for_loss |= name in CONVERSIONS
@@ -342,7 +342,7 @@ _original_tensor_backward, _original_autograd_backward = Tensor.backward, torch.
 
 @functools.wraps(_original_tensor_backward)
 def _tensor_backward(self: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    # The mode does not see the call of backward, because it cannot be removed while it handles a call.
+    # Replaces torch's function, because the mode could not be removed while it handles a call of backward.
     for record in list(_open):
         record.backward_started([self], [gradient])
     with _without_records():

@@ -36,7 +36,7 @@ def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
 
 
 def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
-    """Returns the name of a model attribute that holds a tensor of the loop without an entry for each sample."""
+    """Returns a model attribute that holds a tensor computed from the batch without an entry for each sample."""
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):  # compared after the pass
@@ -50,7 +50,7 @@ def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
 
 
 def digest(tensor: Tensor) -> Digest:
-    """Returns figures of a tensor that change if its values change."""
+    """Returns statistics of a tensor that change if its values change."""
     values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())

@@ -133,7 +133,7 @@ class Contents:
         if event is None or not 1 <= count <= MAX_COUNT:
             raise self.damaged(entry, "has a charge for an unknown event, or an invalid count")
         row = Row(event, {kind: count}, reserved)
-        self._open_run(entry).rows.append(row)
+        self._run_of(entry).rows.append(row)
         self._rows.append(row)
         return row
 
@@ -142,7 +142,7 @@ class Contents:
         used = entry.fields["used"]
         if row is None or not row.reserved or run != entry.fields["run"]:
             raise self.damaged(entry, "settles a reservation that does not exist")
-        self._open_run(entry)
+        self._run_of(entry)
         counts = list(used.values())
         if not used.keys() <= set(KINDS) or any(type(count) is not int or count < 0 for count in counts):
             raise self.damaged(entry, "settles an invalid number of steps")
@@ -151,9 +151,9 @@ class Contents:
         row.counts, row.reserved = dict(used), False
 
     def _close(self, entry: Entry) -> None:
-        self._open_run(entry).closed = True
+        self._run_of(entry).closed = True
 
-    def _open_run(self, entry: Entry) -> RunOfFile:
+    def _run_of(self, entry: Entry) -> RunOfFile:
         """Returns the run of an entry. Raises unless the run is open and belongs to the latest session."""
         run = self.runs.get(entry.fields["run"])
         if run is None or run.closed or run.session != self.session:

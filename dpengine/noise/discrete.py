@@ -14,7 +14,7 @@ from dpengine.errors import InvalidBudgetError
 from .chacha20 import WORDS_PER_BLOCK
 from .source import NoiseSource
 
-_LAPLACE_SCALE = 1.3  # scale of the Laplace distribution over sigma: about 0.6 of the proposals are accepted
+_LAPLACE_SCALE = 1.3  # ratio of the Laplace scale to sigma; about 0.6 of the proposals are accepted
 _MAX_SIGMA = 2.0**48  # integers of this size are exact in float64
 _MAX_PROPOSALS = 2**20
 
@@ -22,9 +22,9 @@ _MAX_PROPOSALS = 2**20
 def add_discrete_normal_(
     sums: Tensor, sigma: float, *, source: NoiseSource, step: int, domain: str = "discrete", start: int = 0
 ) -> Tensor:
-    """Adds independent discrete normals in place. The probability of an integer x is proportional to exp(-x^2 / 2 s^2).
+    """Adds discrete Gaussian noise in place. An integer x has probability proportional to ``exp(-x**2 / (2 * s**2))``.
 
-    Privacy: the release is ``1 / (2 s^2)``-zCDP for sums with sensitivity 1. Proposals are accepted in float64, with
+    Privacy: the release is ``1 / (2 * s**2)``-zCDP for sums with sensitivity 1. Proposals are accepted in float64, with
     probabilities whose relative error is 2**-50.
 
     Args:

@@ -70,14 +70,14 @@ class BLTConfig(AbstractPlanConfig):
 
     @property
     def selection(self) -> CyclicPoissonSampling:
-        """The sampling scheme: all examples of a group, at its step."""
+        """The sampling scheme: each step uses all examples of one group."""
         return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)
 
 
 @final
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandedInverseConfig(AbstractPlanConfig):
-    """Each step cancels a part of the fresh noise of earlier steps, which is regenerated and needs no memory.
+    """Banded inverse noise: each step cancels a part of the noise of earlier steps, which is regenerated, not stored.
 
     Each example participates once in every cycle, in a fixed order. There is no amplification by sampling.
 
@@ -85,7 +85,7 @@ class BandedInverseConfig(AbstractPlanConfig):
     (arXiv:2601.22334).
 
     Attributes:
-        coefficients: First column of the noising matrix, with a positive first number by which all are divided.
+        coefficients: First column of the noising matrix. All entries are divided by the first, which is positive.
         cycle_length: Number of steps in a pass over the data set; the batch size is ``num_examples / cycle_length``.
     """
 
@@ -94,7 +94,7 @@ class BandedInverseConfig(AbstractPlanConfig):
 
     @classmethod
     def default(cls, *, num_bands: int, iterations: int, cycle_length: int, **fields: Any) -> Self:
-        """Returns the config with the coefficients of minimal mean squared error of prefix sums.
+        """Returns the config with the coefficients that minimize the mean squared error of prefix sums.
 
         Args:
             num_bands: Number of coefficients.
@@ -124,5 +124,5 @@ class BandedInverseConfig(AbstractPlanConfig):
 
     @property
     def selection(self) -> CyclicPoissonSampling:
-        """The sampling scheme: all examples of a group, at its step."""
+        """The sampling scheme: each step uses all examples of one group."""
         return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)

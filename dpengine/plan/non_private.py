@@ -62,7 +62,7 @@ class NonPrivateConfig(AbstractPlanConfig):
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """All accountants, because epsilon is infinite by each."""
+        """All accountants, because epsilon is infinite with each."""
         return tuple(ACCOUNTANTS)
 
     def calibrate(

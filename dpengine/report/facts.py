@@ -22,17 +22,17 @@ UNDECLARED, DECLARED = "external", "external-poisson"
 NO_RATE = "the training loop drew the batches, and no sampling rate was declared"
 
 SAMPLING_ASSUMPTIONS = {
-    "poisson": "Batches hold each row independently, with one known probability (Poisson sampling)",
+    "poisson": "Batches include each example independently, with one known probability (Poisson sampling)",
     "cyclic-poisson": (
-        "Rows are in fixed groups in cyclic order; a row of the current group is in the batch with one known "
-        "probability"
+        "Examples are in fixed groups in cyclic order; each example of the current group is in the batch with one "
+        "known probability"
     ),
     "truncated": (
-        "Rows are drawn independently, with one known probability, and a batch above a known size is cut to a uniform "
-        "subset"
+        "Examples are drawn independently, with one known probability, and a batch above a known size is truncated to "
+        "a uniform subset"
     ),
-    "b-min-sep": "After each batch that holds it, a row is in no other batch for a known number of steps",
-    "fixed-size": "Each batch is a uniform subset of the rows, of one known size",
+    "b-min-sep": "After each batch that includes it, an example is in no other batch for a known number of steps",
+    "fixed-size": "Each batch is a uniform subset of the examples, of one known size",
     DECLARED: (
         "The training loop, which draws the batches itself, includes each example independently, with one known "
         "probability (Poisson sampling)"
@@ -51,7 +51,7 @@ class AccountingFacts:
         relation: The neighboring relation.
         accountant: Name of a built-in accountant, or a user's accountant.
         unit: Name of the privacy unit, in the singular.
-        unamplified: Charges of a shuffled run without amplification by shuffling; empty if there is no such bound.
+        unamplified: For a shuffled run, its charges without amplification; empty if there is no such bound.
         constants_declared: For add-or-remove: True if rate, divisor and delta were passed, False if they were derived
             from the number of examples, None if it is unknown.
         target_epsilon: The target epsilon; None without one.
@@ -197,19 +197,19 @@ def _has_no_noise(charge: Charge) -> bool:
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """Returns an upper bound on the additional delta because sampled noise has bounded range; None if unknown.
+    """Returns an upper bound on the additional delta from the bounded range of sampled noise; None if unknown.
 
     Normals are at most ``largest_normal`` standard deviations. An output beyond that reveals that it was shifted.
     """
-    end = facts.noise.get("largest_normal")
+    largest = facts.noise.get("largest_normal")
     noisy = [charge for charge in facts.accounting.history if getattr(charge.event, "noise_multiplier", 0.0) > 0]
-    if end is None or not noisy:
+    if largest is None or not noisy:
         return None
     distance = 2.0 if facts.accounting.relation is Relation.REPLACE_ONE else 1.0
     total = 0.0
     for charge in noisy:
         rate = getattr(charge.event, "sample_rate", 1.0)
         releases = charge.count * getattr(charge.event, "steps", 1)
-        beyond = math.erfc((end - distance / charge.event.noise_multiplier) / math.sqrt(2))  # type: ignore[union-attr]
+        beyond = math.erfc((largest - distance / charge.event.noise_multiplier) / math.sqrt(2))  # type: ignore[union-attr]
         total += releases * rate * 0.5 * beyond
     return min(1.0, total)

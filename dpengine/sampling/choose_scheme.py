@@ -45,34 +45,38 @@ def strategy_for(
     return _poisson(loader, sample_rate, expected_batch_size, num_units)
 
 
-def _poisson(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int) -> PoissonDraws:
+def _poisson(
+    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, num_units: int
+) -> PoissonDraws:
     drop_last = loader.batch_sampler.drop_last  # type: ignore[union-attr]
     if sample_rate is not None:
         rate = checked_sample_rate("strategy_for", sample_rate)
-        size = rate * rows if batch_size is None else batch_size
+        size = rate * num_units if batch_size is None else batch_size
         steps = batches_per_epoch(rate, drop_last=drop_last)
     else:
         size = loader.batch_sampler.batch_size if batch_size is None else batch_size  # type: ignore[union-attr]
         size = checked_batch_size("strategy_for", size)
-        rate = min(1.0, size / rows) if rows else 0.0
-        steps = _rounded(Fraction(rows) / Fraction(size), drop_last)
-        size = size if batch_size is not None else min(size, rows)  # keep a declared constant
-    if rows == 0 and (sample_rate is None or batch_size is None):
+        rate = min(1.0, size / num_units) if num_units else 0.0
+        steps = _rounded(Fraction(num_units) / Fraction(size), drop_last)
+        size = size if batch_size is not None else min(size, num_units)  # keep a declared constant
+    if num_units == 0 and (sample_rate is None or batch_size is None):
         raise SamplingError(
             f"The data set ({type(loader.dataset).__name__}) is empty, so no sampling rate can be derived.",
             fix="Pass sample_rate= and expected_batch_size= as constants, and example_input=.",
         )
-    return PoissonDraws(rows, rate, steps, size)
+    return PoissonDraws(num_units, rate, steps, size)
 
 
-def _shuffle(loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, rows: int) -> ShuffleDraws:
+def _shuffle(
+    loader: DataLoader[Any], sample_rate: float | None, batch_size: float | None, num_examples: int
+) -> ShuffleDraws:
     for name, value in {"sample_rate": sample_rate, "expected_batch_size": batch_size}.items():
         if value is not None:
             raise ValueError(f'{name}={value!r} is not supported by sampling="shuffle": set the loader\'s batch_size.')
-    if rows == 0:
+    if num_examples == 0:
         raise SamplingError(f"The data set ({type(loader.dataset).__name__}) is empty, so it cannot be shuffled.")
     batches = loader.batch_sampler
-    return ShuffleDraws(rows, batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
+    return ShuffleDraws(num_examples, batches.batch_size, batches.drop_last)  # type: ignore[arg-type, union-attr]
 
 
 def scheme_from(value: Any) -> SamplingScheme:

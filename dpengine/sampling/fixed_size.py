@@ -32,7 +32,7 @@ class FixedBatchSampling(SamplingScheme):
     replace: bool = False
 
     name: ClassVar[str] = "fixed-size"
-    accounting: ClassVar[str] = "sampling without replacement under replace-one; with replacement none"
+    accounting: ClassVar[str] = "sampling without replacement under replace-one; none for replace=True"
 
     def __post_init__(self) -> None:
         owner = type(self).__name__

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar, Self
 
-from dpengine.accounting.run_events import (
-    Participation,
-)
+from dpengine.accounting.run_events import Participation
 
 from .scheme import Draws, IndexBatch, WordStream, checked_integer, checked_probability
 from .subset import uniform_subset
@@ -101,7 +99,7 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
         delta: Delta of the guarantee, in (0, 1).
 
     Returns:
-        The smallest size that is exceeded in any of the rounds with a probability of at most a hundredth of ``delta``.
+        The smallest size that other examples fill in any of the rounds with probability at most ``delta / 100``.
 
     Raises:
         ValueError: If an argument is out of range.

@@ -65,8 +65,8 @@ class UserSelectionStrategy:
             # Sorted by user, then by a random word.
             order = np.lexsort((words(len(ids), step=(1 << 63) + 1, block=0), users))
         sizes = np.bincount(users) if len(users) else np.empty(0, dtype=np.int64)
-        drawn = Batches(self.base.over(len(sizes)), self.base.iterations, words)
-        return UserBatches(drawn, order, sizes, self.examples_per_user)
+        user_batches = Batches(self.base.over(len(sizes)), self.base.iterations, words)
+        return UserBatches(user_batches, order, sizes, self.examples_per_user)
 
 
 class UserBatches(Iterator[IndexBatch]):
@@ -83,15 +83,15 @@ class UserBatches(Iterator[IndexBatch]):
     def __next__(self) -> IndexBatch:
         users = next(self._drawn)
         sizes = self._sizes[users].reshape(-1, 1)
-        places = (self._positions[users].reshape(-1, 1) + np.arange(self._examples_per_user)) % np.maximum(sizes, 1)
+        offsets = (self._positions[users].reshape(-1, 1) + np.arange(self._examples_per_user)) % np.maximum(sizes, 1)
         self._positions[users] = (self._positions[users] + self._examples_per_user) % self._sizes[users]
-        return self._order[self._starts[users].reshape(-1, 1) + places]
+        return self._order[self._starts[users].reshape(-1, 1) + offsets]
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the run and of each user. Private, like batches."""
+        """Returns the position of the run and of each user. Private, as the batches are."""
         return {**self._drawn.state_dict(), "brought": self._positions.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -115,9 +115,9 @@ def check(
 
     Without a batch, layers are checked one by one. Only a batch can show whether unknown layers and the loss keep
     samples independent. With ``loss_fn`` and ``batch``, the model runs repeatedly on the batch in train mode, while
-    some samples get the data of others. The loss is checked in the same way, and also with two samples, one at a time.
+    some samples get the data of others. The loss is checked in the same way, and also on each of two samples alone.
     The first layer whose output for a sample depends on other samples or on the previous batch is blocked. So is a loss
-    that depends on other samples. Dependence that the data of the batch do not trigger is not found. For example, a
+    that depends on other samples. Dependence that this batch does not trigger is not found. For example, a
     mean over tokens is only found with samples of different lengths.
 
     The model is not changed. The batch runs on a copy of it.
@@ -143,9 +143,9 @@ def check(
         raise TypeError(f"check: model is {torch.typename(model)}; pass an instance of torch.nn.Module.")
     findings = _layer_findings(model)
     if loss_fn is not None or batch is not None:
-        front, loss_fn, batch = with_batch_first("check", model, loss_fn, batch, batch_first=batch_first)  # type: ignore[arg-type]
-        parts = validated_batch("check", front, loss_fn, batch, loss_reduction)
-        findings += _batch_findings(findings, front, loss_fn, *parts, loss_reduction, batch_first=batch_first)
+        wrapped, loss_fn, batch = with_batch_first("check", model, loss_fn, batch, batch_first=batch_first)  # type: ignore[arg-type]
+        parts = validated_batch("check", wrapped, loss_fn, batch, loss_reduction)
+        findings += _batch_findings(findings, wrapped, loss_fn, *parts, loss_reduction, batch_first=batch_first)
     return CheckReport(tuple(findings))
 
 
@@ -184,12 +184,12 @@ def _layer_findings(model: nn.Module) -> list[Finding]:
     """Returns the findings of single layers."""
     lookup = _Lookup(model.training)
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
-    inside = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
+    in_units = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
     findings = []
     for name, module in model.named_modules():
         watch = watches.get(module)
         finding = _blocked(name, module, lookup) or (None if watch is None else _watched(name, watch))
-        if finding is None and module not in inside and not any(True for _ in module.children()):
+        if finding is None and module not in in_units and not any(True for _ in module.children()):
             finding = Finding(name, type(module).__name__, NOTHING)
         if finding is not None:
             findings.append(finding)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpengine.capture.record import turned
+from dpengine.capture.record import swap_batch_axis
 from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import BatchDependentLossError, suggests_names
 from dpengine.independence.compare_runs import (
@@ -140,7 +140,7 @@ class _BatchCheck:
     """Checks a step with one batch. Adds the models that the step calls to ``models``."""
 
     def __init__(self, step: Step, batch: Any, *, batch_first: bool, models: set[nn.Module]):
-        to_front = (lambda tensor: tensor) if batch_first else turned
+        to_front = (lambda tensor: tensor) if batch_first else swap_batch_axis
         samples = number_of_samples(batch, to_front)
         if samples is None:
             raise TypeError(

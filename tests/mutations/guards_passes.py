@@ -374,7 +374,7 @@ GUARDS = [
     Guard(
         "loop-number-followed",
         "a number of the batch that the source carries to the loss",
-        "next((text for function, text in self._loss_numbers if function in of_loss), None)",
+        "next((text for function, text in self._loss_numbers if function in sources), None)",
         "None",
         "independence/test_bounds_and_numbers.py::test_a_number_that_the_source_carries_to_the_loss_is_reported[first "
         "loss]",
@@ -442,7 +442,7 @@ GUARDS = [
     Guard(
         "loop-number",
         "a number that was read from the batch",
-        '        if reduction == "neither" and record.left:',
+        '        if reduction == "neither" and record.first_conversion:',
         "        if False:",
         "independence/test_loop_probe.py::test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_"
         "another_size[item]",
@@ -558,7 +558,7 @@ GUARDS = [
     Guard(
         "loop-number-in-input",
         "a number of the batch in the input of the model",
-        "        if self._record.left and comparable and not self._record.drew:",
+        "        if self._record.first_conversion and comparable and not self._record.drew:",
         "        if False:",
         "independence/test_unseen_data.py::test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_"
         "size[divided_by_a_number]",

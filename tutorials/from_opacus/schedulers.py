@@ -1,4 +1,4 @@
-"""Noise, threshold and learning rate all change while a model of census records trains."""
+"""Schedules noise, clipping norm and learning rate while a model trains on census records."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ def parse(argv=None):
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1.0)
     parser.add_argument("--sigma", type=float, default=2.5, help="at the beginning")
-    parser.add_argument("--noise-gamma", type=float, default=0.9, help="what it is multiplied by after each epoch")
+    parser.add_argument("--noise-gamma", type=float, default=0.9, help="factor of sigma after each epoch")
     parser.add_argument("--delta", type=float, default=1e-5)
     parser.add_argument("--max-grad-norm", type=float, default=0.4, help="at the beginning; halved every third epoch")
     parser.add_argument("--mode", default="hooks", choices=MODES)

@@ -33,7 +33,7 @@ from dpengine.errors import AccountingRefusedError, InvalidBudgetError
 
 MIN_SAMPLES_TIMES_DELTA = 25
 """Minimum number of samples times delta for a useful threshold."""
-_GUESSES = 2000  # number of values of a in each search
+_GRID_SIZE = 2000  # number of values of a in each search
 _EXPECTED_ERRORS = 0.1  # failure probability = this value / number of samples
 
 
@@ -56,9 +56,9 @@ def verified_delta(threshold: float, samples: int, claims: int = 1) -> float:
         raise InvalidBudgetError(f"threshold={threshold!r} must lie in [0, 1).", fix="Use half the delta of the claim.")
     samples = arguments.count("samples", samples)
     # Each a gives a valid bound, so a coarse and then a fine search suffices.
-    above = np.geomspace(1e-3 / samples, 1, _GUESSES)
+    above = np.geomspace(1e-3 / samples, 1, _GRID_SIZE)
     best = int(np.argmin(_delta_with(threshold, threshold + above, samples, claims)))
-    finer = np.geomspace(above[max(0, best - 1)], above[min(_GUESSES - 1, best + 1)], _GUESSES)
+    finer = np.geomspace(above[max(0, best - 1)], above[min(_GRID_SIZE - 1, best + 1)], _GRID_SIZE)
     return float(_delta_with(threshold, threshold + finer, samples, claims).min())
 
 

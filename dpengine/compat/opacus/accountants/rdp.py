@@ -26,7 +26,7 @@ class RDPAccountant(LedgerAccountant):
 
         Returns:
             Epsilon and an order; ``(0.0, 0.0)`` before the first step; infinity and NaN without noise. If Renyi
-            divergences give no bound, that of another accountant, with a warning, and NaN.
+            divergences give no bound, warns and returns the epsilon of another accountant, and NaN.
         """
         orders = tuple(dict.fromkeys((*self.DEFAULT_ALPHAS, *ALL_ORDERS)) if alphas is None else alphas)
         try:

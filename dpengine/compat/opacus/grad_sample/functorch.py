@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from dpengine.capture.record import LayerCall, turned
+from dpengine.capture.record import LayerCall, swap_batch_axis
 from dpengine.grad_samplers.copies import run_with
 from dpengine.grad_samplers.functional import functional_sampler
 
@@ -23,20 +23,20 @@ def make_functional(
 
     With ``disable_autograd_tracking`` the parameters are detached.
     """
-    own = dict(mod.named_parameters())
+    parameters = dict(mod.named_parameters())
     stateless = copy.deepcopy(mod)
 
     def run(values: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        return functional_call(stateless, dict(zip(own, values, strict=True)), args, kwargs)
+        return functional_call(stateless, dict(zip(parameters, values, strict=True)), args, kwargs)
 
-    return run, tuple(p.detach() if disable_autograd_tracking else p for p in own.values())
+    return run, tuple(p.detach() if disable_autograd_tracking else p for p in parameters.values())
 
 
 def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
     """Sets ``layer.ft_compute_sample_grad``, a function ``(parameters, activations, backprops)``.
 
     It takes values for ``layer.parameters()``, one input and the gradient of the output, both with the batch on axis 0,
-    and returns the per-sample gradients, one tensor for each parameter. ``batch_first`` is the order of the layer.
+    and returns the per-sample gradients, one tensor for each parameter. ``batch_first`` is that of the layer.
     """
     layer.ft_compute_sample_grad = partial(_compute, layer, batch_first)  # type: ignore[assignment]
 
@@ -44,10 +44,10 @@ def prepare_layer(layer: nn.Module, batch_first: bool = True) -> None:
 def ft_compute_per_sample_gradient(
     layer: nn.Module, activations: Sequence[Tensor], backprops: Tensor
 ) -> dict[nn.Parameter, Tensor]:
-    """Returns the per-sample gradients ``(B, *parameter.shape)`` of all parameters in a layer and below it.
+    """Returns the per-sample gradients ``(B, *parameter.shape)`` of all parameters of a layer and its submodules.
 
-    ``activations[0]`` and ``backprops`` are batch first. A layer whose samples run alone do not give the same output,
-    as with active dropout, is an ``UnsupportedLayerError``.
+    ``activations[0]`` and ``backprops`` are batch first. Raises ``UnsupportedLayerError`` if the output changes when
+    samples run alone, as with active dropout.
     """
     if not hasattr(layer, "ft_compute_sample_grad"):
         prepare_layer(layer)
@@ -62,20 +62,20 @@ def _compute(
 ) -> tuple[Tensor, ...]:
     layer = _with_values(layer, parameters)
     dtype = torch.promote_types(backprops.dtype, torch.float32)
-    given = activations.detach().to(dtype) if activations.is_floating_point() else activations
+    inputs = activations.detach().to(dtype) if activations.is_floating_point() else activations
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     values = {name: p.to(dtype) for name, p in layer.named_parameters()}
-    output = run_with(layer, {**values, **buffers}, (given if batch_first else turned(given),), {})
-    output = output if batch_first else turned(output)
-    call = LayerCall(layer, (given,), backprops.to(dtype), output=output, batch_first=batch_first)
-    found = functional_sampler(layer).grads(call)
-    return tuple(found[name].to(backprops.dtype) for name, _ in layer.named_parameters())
+    output = run_with(layer, {**values, **buffers}, (inputs if batch_first else swap_batch_axis(inputs),), {})
+    output = output if batch_first else swap_batch_axis(output)
+    call = LayerCall(layer, (inputs,), backprops.to(dtype), output=output, batch_first=batch_first)
+    grads = functional_sampler(layer).grads(call)
+    return tuple(grads[name].to(backprops.dtype) for name, _ in layer.named_parameters())
 
 
 def _with_values(layer: nn.Module, values: Sequence[Tensor]) -> nn.Module:
     """Returns the layer if these are its parameters and all require gradients; else a copy with these values."""
-    own = list(layer.parameters())
-    if all(p is value and p.requires_grad for p, value in zip(own, values, strict=True)):
+    parameters = list(layer.parameters())
+    if all(p is value and p.requires_grad for p, value in zip(parameters, values, strict=True)):
         return layer
     layer = copy.deepcopy(layer).requires_grad_(True)
     for parameter, value in zip(layer.parameters(), values, strict=True):

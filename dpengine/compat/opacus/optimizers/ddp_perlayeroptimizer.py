@@ -1,4 +1,4 @@
-"""Per-parameter clipping norms of a model that several processes train."""
+"""Clipping with one clipping norm for each parameter, in several processes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .perlayeroptimizer import DPPerLayerOptimizer
 
 @suggests_names
 class SimpleDistributedPerLayerOptimizer(SharedAmongRanks, DPPerLayerOptimizer):
-    """``DPPerLayerOptimizer`` of a model wrapped for several processes, with the batch size of this process."""
+    """``DPPerLayerOptimizer`` of a model in several processes; ``expected_batch_size`` is that of this process."""
 
 
 @suggests_names
 class DistributedPerLayerOptimizer(SharedAmongRanks, DPPerLayerOptimizer):
-    """Other name of ``SimpleDistributedPerLayerOptimizer``."""
+    """Alias of ``SimpleDistributedPerLayerOptimizer``."""

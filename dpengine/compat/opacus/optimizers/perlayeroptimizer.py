@@ -27,15 +27,15 @@ class DPPerLayerOptimizer(DPOptimizer):
     """
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
-        held = params(self.original_optimizer)
+        parameters = params(self.original_optimizer)
         if not isinstance(max_grad_norm, Sequence):
-            max_grad_norm = [max_grad_norm / math.sqrt(max(len(held), 1))] * len(held)
-        if len(max_grad_norm) != len(held):
+            max_grad_norm = [max_grad_norm / math.sqrt(max(len(parameters), 1))] * len(parameters)
+        if len(max_grad_norm) != len(parameters):
             raise ValueError(
-                f"max_grad_norm has {len(max_grad_norm)} thresholds for the {len(held)} trainable parameters of the "
-                "optimizer. Pass one for each, in their order, or one number for all together."
+                f"max_grad_norm has {len(max_grad_norm)} thresholds for the {len(parameters)} trainable parameters of "
+                "the optimizer. Pass one for each, in their order, or one number for all together."
             )
-        names = step_of.dotted_names(held)
+        names = step_of.dotted_names(parameters)
         return Groups(dict(zip(names, max_grad_norm, strict=True)))
 
     @property

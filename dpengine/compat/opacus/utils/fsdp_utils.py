@@ -1,4 +1,4 @@
-"""Sharded models."""
+"""Shards models with FSDP2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 
 def has_params(module: nn.Module) -> bool:
-    """Returns whether a module itself owns parameters."""
+    """Returns True if a module itself owns parameters."""
     return any(True for _ in module.parameters(recurse=False))
 
 
@@ -32,10 +32,10 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
             classes to which ``mp_policy`` does not apply.
     """
     precise: tuple[type[nn.Module], ...] = tuple(kwargs.pop("opacus_high_precision_layers", ()))
-    # A policy is needed: it casts the output of a layer in a narrower dtype to this one.
-    plain = {**kwargs, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())}
+    # Without a policy, inputs from layers in a narrower dtype would not be cast to this one.
+    full_precision = {**kwargs, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())}
     for layer in list(iterate_submodules(model)):
         if layer is not model:
-            fully_shard(layer, **(plain if precise and isinstance(layer, precise) else kwargs))
+            fully_shard(layer, **(full_precision if precise and isinstance(layer, precise) else kwargs))
     fully_shard(model, **kwargs)
     return model

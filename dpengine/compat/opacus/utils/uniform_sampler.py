@@ -1,4 +1,4 @@
-"""Batch samplers by the engine's Poisson sampling."""
+"""Batch samplers that use the engine's Poisson sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
     Args:
         num_samples: Size of the data set, at least 1.
         sample_rate: Probability of each example, in (0, 1].
-        generator: Source of the seed of each pass, which reveals the batches. None for the operating system's
+        generator: Generator of the seed of each pass. The seed reveals the batches. None for the operating system's
             randomness.
         steps: Number of batches in a pass; by default ``1 / sample_rate``, rounded down.
     """
@@ -39,13 +39,13 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         self.sample_rate = sample_rate
         self.generator = generator
         self.steps = batches_per_epoch(sample_rate, drop_last=True) if steps is None else steps
-        _strategy(self.num_samples, sample_rate, self.steps)
+        _draws(self.num_samples, sample_rate, self.steps)
 
     def __len__(self) -> int:
         return self.steps
 
     def __iter__(self) -> Iterator[list[int]]:
-        yield from _batches(_strategy(self.num_samples, self.sample_rate, self.steps), self.generator)
+        yield from _batches(_draws(self.num_samples, self.sample_rate, self.steps), self.generator)
 
 
 @suggests_names
@@ -83,43 +83,43 @@ class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
         self.shuffle_seed = shuffle_seed
         self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
         self.num_batches = batches_per_epoch(sample_rate, drop_last=True) if steps is None else steps
-        _strategy(self.num_samples, sample_rate, self.num_batches)
+        _draws(self.num_samples, sample_rate, self.num_batches)
 
     def __len__(self) -> int:
         return self.num_batches
 
     def __iter__(self) -> Iterator[list[int]]:
         share = self._share()
-        strategy = _strategy(self.num_samples, self.sample_rate, self.num_batches)
-        for batch in _batches(strategy, self.generator, part=self.rank):
-            yield [share[place] for place in batch]
+        draws = _draws(self.num_samples, self.sample_rate, self.num_batches)
+        for batch in _batches(draws, self.generator, part=self.rank):
+            yield [share[i] for i in batch]
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the assignment of data, the same on all processes."""
+        """Sets the epoch that selects the assignment of data; the same on all processes."""
         self.epoch = epoch
 
     def _share(self) -> list[int]:
         """Returns the examples of this process. The assignment is public, so its seed may be known."""
-        dealt = torch.arange(self.total_size)
+        order = torch.arange(self.total_size)
         if self.shuffle:
-            dealt = torch.randperm(
+            order = torch.randperm(
                 self.total_size, generator=torch.Generator().manual_seed(self.shuffle_seed + self.epoch)
             )
-        return dealt[self.rank :: self.num_replicas].tolist()
+        return order[self.rank :: self.num_replicas].tolist()
 
 
-def _strategy(num_samples: int, sample_rate: float, steps: int) -> PoissonDraws:
-    # The last argument divides sums, which only the optimizer uses.
+def _draws(num_samples: int, sample_rate: float, steps: int) -> PoissonDraws:
+    # Only the optimizer uses the last argument, which divides sums.
     return PoissonDraws(num_samples, sample_rate, steps, sample_rate * max(num_samples, 1))
 
 
-def _batches(strategy: PoissonDraws, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
+def _batches(draws: PoissonDraws, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
     """Yields the batches of one pass. Parts with equal generators draw independently."""
     source = NoiseSource.fresh() if generator is None else NoiseSource.seeded(_seed(generator))
     domain = f"batch {part}"
-    for step in range(strategy.steps_per_epoch):
-        # A request has fewer than 2**32 blocks, so the next one of the step does not repeat it.
-        indices = strategy.draw(
+    for step in range(draws.steps_per_epoch):
+        # A request has fewer than 2**32 blocks, so requests of one step do not overlap.
+        indices = draws.draw(
             step, lambda count, *, step, block: source.words(count, domain=domain, step=step, block=block << 32)
         )
         yield indices.tolist()

@@ -18,13 +18,13 @@ class Domain:
     """``size`` evenly spaced points from ``t_min`` to ``t_max``.
 
     Args:
-        t_min: The first.
-        t_max: The last.
-        size: Even.
-        shifts: By how much the points were moved.
+        t_min: First point.
+        t_max: Last point.
+        size: Number of points, even.
+        shifts: Distance by which the points were shifted.
 
     Raises:
-        TypeError: If ``size`` is no int.
+        TypeError: If ``size`` is not an int.
         ValueError: If it is odd.
     """
 
@@ -70,7 +70,7 @@ def compute_safe_domain_size(
     """Returns the largest absolute loss that a domain should hold.
 
     Args:
-        prvs: Sampled Gaussians.
+        prvs: Subsampled Gaussian mechanisms.
         max_self_compositions: Number of compositions of each.
         eps_error: Width of the interval of epsilon.
         delta_error: Mass that may lie outside.
