@@ -1,12 +1,12 @@
-"""Scripts written for Opacus, as they are in ``tutorials/from_opacus``: with Opacus, and with the import line changed.
+"""Compares the scripts of ``tutorials/from_opacus`` with Opacus and with dpengine. Only the import line differs.
 
     python -m benchmarks.from_opacus --repeats 3 --threads 1
 
-Each run is a process of its own; runs of all contenders alternate, so that drifts of the machine hit all alike. Opacus
-runs a copy of each script whose ``dpengine.compat.opacus`` reads ``opacus``, in each mode that the script knows. Time
-is that of the training loop over its steps, first batches included; the whole run has data, calibration, epsilon and
-tests as well. Memory is the peak of what is resident above what the imports took, data
-included; Linux only. Accuracy is the mean over seeds, one for each repeat.
+Each run is a separate process. Contenders alternate, so that drift of the machine affects all equally. Opacus runs a
+copy of each script that imports ``opacus`` instead of ``dpengine.compat.opacus``, in each mode of the script.
+The time per step is that of the training loop, with its first batches; the whole run includes data, calibration,
+epsilon and tests. Memory is the peak resident memory, with data, minus that after the imports (Linux only). Accuracy is
+the mean over seeds, one for each repeat.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ Run = dict[str, Any]
 
 
 def written_for_opacus(text: str) -> str:
-    """The script before it was migrated: the one rule of the migration, backwards."""
+    """Returns a script before its migration, which only replaced this name."""
     return re.sub(r"\bdpengine\.compat\.opacus\b", "opacus", text)
 
 
 def copy_for_opacus(folder: Path) -> None:
-    """All scripts, as they were written for Opacus."""
+    """Writes a copy of each script for Opacus."""
     for path in SCRIPTS.glob("*.py"):
         (folder / path.name).write_text(written_for_opacus(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def contenders_for(our_modes: list[str], opacus_modes: list[str], *, installed: bool) -> list[tuple[str, str]]:
-    """Pairs of library and mode."""
+    """Returns pairs of library and mode."""
     theirs = [("opacus", mode) for mode in opacus_modes] if installed else []
     return [*[("dpengine", mode) for mode in our_modes], *theirs]
 
 
 def measure(example: str, pairs: list[tuple[str, str]], args: argparse.Namespace, copies: Path) -> dict[str, Any]:
-    """All runs of an example by contender, and why a contender has none."""
+    """Returns the runs of an example by contender, and the error of each contender that failed."""
     runs: dict[str, list[Run]] = {f"{library} {mode}": [] for library, mode in pairs}
     broke: dict[str, str] = {}
     for seed in range(args.repeats):
@@ -78,20 +78,20 @@ def measure(example: str, pairs: list[tuple[str, str]], args: argparse.Namespace
                     runs[name].append(run(folder, example, argv, args.threads))
                 except RuntimeError as error:
                     broke[name] = str(error)
-    return {"runs": {name: past for name, past in runs.items() if name not in broke}, "broke": broke}
+    return {"runs": {name: repeats for name, repeats in runs.items() if name not in broke}, "broke": broke}
 
 
 def run(folder: Path, example: str, argv: list[str], threads: int) -> Run:
-    """Runs a script in a process of its own.
+    """Runs a script in a separate process.
 
     Args:
-        folder: Where the script lies.
-        example: Its name.
-        argv: What it is told.
-        threads: Of the CPU.
+        folder: Folder of the script.
+        example: Name of the script.
+        argv: Command-line arguments.
+        threads: Number of CPU threads.
 
     Returns:
-        What the script returned, with ``peak_mib`` and the ``library`` that it used.
+        The result of the script, with ``peak_mib`` and the ``library`` that it used.
 
     Raises:
         RuntimeError: If it failed; the message is the line that names the error.
@@ -102,8 +102,8 @@ def run(folder: Path, example: str, argv: list[str], threads: int) -> Run:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
     if done.returncode != 0:
-        said = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", done.stderr, re.MULTILINE)
-        raise RuntimeError(said[-1][:200] if said else f"exit status {done.returncode}")
+        errors = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt)\b.*", done.stderr, re.MULTILINE)
+        raise RuntimeError(errors[-1][:200] if errors else f"exit status {done.returncode}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -116,7 +116,7 @@ def _job(job: dict[str, Any]) -> Run:
 
     torch.set_num_threads(job["threads"])
     before, _, later = probes("cpu")
-    torch.ones(64, 64).mm(torch.ones(64, 64))  # starts what torch starts
+    torch.ones(64, 64).mm(torch.ones(64, 64))  # starts the threads of torch
     peak, resting = later(), before()
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
@@ -130,26 +130,26 @@ def _job(job: dict[str, Any]) -> Run:
     }
 
 
-def row(past: list[Run]) -> dict[str, float]:
-    """The figures of a contender over its repeats."""
-    per_step = [1e3 * one["seconds"] / one["steps"] for one in past]
+def row(repeats: list[Run]) -> dict[str, float]:
+    """Returns statistics of a contender over its repeats."""
+    per_step = [1e3 * result["seconds"] / result["steps"] for result in repeats]
     return {
-        "steps": past[0]["steps"],
+        "steps": repeats[0]["steps"],
         "median_ms": statistics.median(per_step),
         "min_ms": min(per_step),
         "max_ms": max(per_step),
-        "whole": statistics.median(one["whole"] for one in past),
-        "peak_mib": statistics.median(one["peak_mib"] for one in past),
-        "accuracy": statistics.mean(one["accuracy"] for one in past),
-        "spread": statistics.stdev(one["accuracy"] for one in past) if len(past) > 1 else 0.0,
-        "epsilon": max(one["epsilon"] for one in past),
-        "noise_multiplier": past[0]["noise_multiplier"],
+        "whole": statistics.median(result["whole"] for result in repeats),
+        "peak_mib": statistics.median(result["peak_mib"] for result in repeats),
+        "accuracy": statistics.mean(result["accuracy"] for result in repeats),
+        "spread": statistics.stdev(result["accuracy"] for result in repeats) if len(repeats) > 1 else 0.0,
+        "epsilon": max(result["epsilon"] for result in repeats),
+        "noise_multiplier": repeats[0]["noise_multiplier"],
     }
 
 
 def table(example: str, measured: dict[str, Any]) -> str:
-    """A line for each contender. The ratio is of its median step to that of Opacus's fastest mode."""
-    rows = {name: row(past) for name, past in measured["runs"].items()}
+    """Returns a Markdown row for each contender. The ratio is to the median step of Opacus's fastest mode."""
+    rows = {name: row(repeats) for name, repeats in measured["runs"].items()}
     theirs = [found["median_ms"] for name, found in rows.items() if name.startswith("opacus ")]
     lines = [
         "| example | contender | ms a step | min - max | whole run, s | ratio to Opacus's fastest | peak MiB | "
@@ -168,7 +168,7 @@ def table(example: str, measured: dict[str, Any]) -> str:
 
 
 def modes_of(example: str) -> tuple[str, ...]:
-    """The modes that a script knows, read from its text."""
+    """Returns the modes that a script supports, from its text."""
     found = re.search(r"^MODES = \(([^)]*)\)", (SCRIPTS / f"{example}.py").read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise ValueError(f"tutorials/from_opacus/{example}.py has no line that begins with MODES = (")
@@ -178,11 +178,11 @@ def modes_of(example: str) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--examples", nargs="+", default=list(EXAMPLES), choices=EXAMPLES)
-    parser.add_argument("--our-modes", nargs="+", default=["hooks"], choices=MODES, help="the scripts say hooks")
+    parser.add_argument("--our-modes", nargs="+", default=["hooks"], choices=MODES, help="default: hooks")
     parser.add_argument("--opacus-modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="the short form of each script, to see that all works")
+    parser.add_argument("--quick", action="store_true", help="a short run of each script, as a check")
     parser.add_argument("--out", help="a JSON file, written after each example")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser

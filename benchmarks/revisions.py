@@ -2,12 +2,12 @@
 
     python -m benchmarks.revisions 170d470 --cells mlp cnn --pairs 200
 
-Each revision runs the same cell in a process of its own, with its own ``benchmarks`` and native library. The two take
-turns, and the one that steps first alternates. The second of two adjacent steps can be 30 % faster, so a ratio is the
-geometric mean of two pairs with opposite order. Printed are the median of these ratios and its 95 % bounds, from the
-ranks of the sorted ratios. Two processes with the same code can differ by several percent for their
-whole life; ``--starts 10`` starts that many pairs of processes, and prints the median of each, and median and bounds of
-these medians.
+Each revision runs the same cell in a separate process, with its own ``benchmarks`` and this checkout's native library.
+The processes step alternately, in pairs of alternating order. The second of two adjacent steps can be 30% faster, so a
+ratio is the geometric mean of two pairs with opposite order. Prints the median of these ratios and its 95% bounds, from
+the ranks of the sorted ratios. Two processes with the same code can differ by several percent for as long as they run;
+``--starts 10`` starts that many pairs of processes, and prints the median of each, and median and bounds of these
+medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def export(revision: str, folder: Path) -> None:
 
 
 def worker(folder: Path, cell: str, warm_up: int, threads: int) -> subprocess.Popen[str]:
-    """Starts a process that makes one step of the cell for each line that it reads."""
+    """Starts a process that runs one step of the cell for each line that it reads."""
     code = _WORKER.format(cell=cell, warm_up=warm_up, threads=threads)
     environment = os.environ | {"PYTHONPATH": str(folder)}
     pipe = subprocess.PIPE
@@ -60,7 +60,7 @@ def worker(folder: Path, cell: str, warm_up: int, threads: int) -> subprocess.Po
 
 
 def seconds(process: subprocess.Popen[str]) -> float:
-    """Lets a worker make one step."""
+    """Returns the seconds of one step of a worker."""
     assert process.stdin is not None and process.stdout is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -68,7 +68,7 @@ def seconds(process: subprocess.Popen[str]) -> float:
 
 
 def bounds(ratios: list[float]) -> tuple[float, float, float]:
-    """Lower 95 % bound of the median, the median, and the upper bound."""
+    """Returns the lower 95% bound of the median, the median, and the upper bound."""
     ordered, half = sorted(ratios), len(ratios) / 2
     distance = 0.98 * math.sqrt(len(ratios))
     at = lambda place: ordered[min(len(ordered) - 1, max(0, place))]  # noqa: E731
@@ -76,7 +76,7 @@ def bounds(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def compare(other: Path, cell: str, pairs: int, warm_up: int, threads: int) -> list[float]:
-    """Ratios of step times, this checkout over the other, each from one pair in either order."""
+    """Returns ratios of step times, this checkout over the other, each from a pair in either order."""
     processes = [worker(folder, cell, warm_up, threads) for folder in (ROOT, other)]
     try:
         for process in processes:
@@ -101,18 +101,18 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--starts", type=int, default=1)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        export(given.revision, Path(folder))
-        print(f"{platform.machine()}, {given.threads} threads, {given.pairs} pairs, ratio to {given.revision}")
-        for cell in given.cells:
+        export(args.revision, Path(folder))
+        print(f"{platform.machine()}, {args.threads} threads, {args.pairs} pairs, ratio to {args.revision}")
+        for cell in args.cells:
             medians = []
-            for _ in range(given.starts):
-                found = compare(Path(folder), cell, given.pairs, given.warm_up, given.threads)
-                medians.append(bounds(found)[1])
-                if given.starts > 1:
+            for _ in range(args.starts):
+                ratios = compare(Path(folder), cell, args.pairs, args.warm_up, args.threads)
+                medians.append(bounds(ratios)[1])
+                if args.starts > 1:
                     print(f"{cell:16} {medians[-1]:.3f}", flush=True)
-            low, middle, high = bounds(found if given.starts == 1 else medians)
+            low, middle, high = bounds(ratios if args.starts == 1 else medians)
             print(f"{cell:16} {middle:.3f}  ({low:.3f} to {high:.3f})", flush=True)
 
 

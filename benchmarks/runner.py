@@ -18,12 +18,12 @@ class Setting:
 
     Attributes:
         sigma: Noise multiplier.
-        max_norm: What the norm of each row's gradient is clipped to.
+        max_norm: Clipping norm.
         rate: The learning rate of SGD.
         device: ``"cpu"`` or ``"cuda"``.
         autocast: Whether forward and loss run in bfloat16.
-        threads: Of the CPU.
-        jax_python: The interpreter that has JAX, None for this one.
+        threads: Number of CPU threads.
+        jax_python: Python interpreter with JAX; None for this one.
     """
 
     sigma: float = 1.0
@@ -44,9 +44,9 @@ class Runner:
     """A contender that is ready to step.
 
     Attributes:
-        step: Makes one step. Returns its seconds if it runs in another process, else None.
+        step: Runs one step. Returns its seconds if it runs in another process, else None.
         weights: The trained parameters as they are now, by their names in the model.
-        close: Ends what was started.
+        close: Ends processes of the contender.
     """
 
     step: Callable[[], float | None]
@@ -58,25 +58,25 @@ Build = Callable[[Cell, nn.Module, Batch, Setting], Runner]
 
 
 def trainable(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters that train, each once, by name."""
+    """Returns the trainable parameters by name, without duplicates."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def layers_of(names: list[str]) -> list[str]:
-    """The layer that owns each parameter: its name before the last dot."""
+    """Returns the layer name of each parameter: the part before the last dot."""
     return [name.rpartition(".")[0] for name in names]
 
 
 def microbatch_sizes(rows: int, model: nn.Module) -> list[int | None]:
-    """Returns the sizes for libraries that hold gradients of rows; the fastest is timed. None is the whole batch."""
+    """Returns sizes to try for libraries that keep per-sample gradients. None is the whole batch."""
     if rows <= 8:
-        return [None]  # the gate
-    held = 4 * rows * sum(weight.numel() for weight in trainable(model).values())
-    return [1, *([16] if rows > 16 else []), *([None] if held <= 1e9 else [])]
+        return [None]  # the batch of the gate
+    num_bytes = 4 * rows * sum(weight.numel() for weight in trainable(model).values())
+    return [1, *([16] if rows > 16 else []), *([None] if num_bytes <= 1e9 else [])]
 
 
 def fastest(steps: list[Callable[[], None]], device: str) -> Callable[[], None]:
-    """The step that takes least time the second time."""
+    """Returns the step that is fastest in its second run."""
     if len(steps) == 1:
         return steps[0]
     seconds = {}
@@ -87,14 +87,14 @@ def fastest(steps: list[Callable[[], None]], device: str) -> Callable[[], None]:
 
 
 def timed(step: Callable[[], float | None], device: str) -> float:
-    """Seconds of a step: what it says itself, or what passes until the device has finished."""
-    _finish(device)
+    """Returns the seconds that a step reports, or those until the device has finished."""
+    _synchronize(device)
     start = time.perf_counter()
-    own = step()
-    _finish(device)
-    return time.perf_counter() - start if own is None else own
+    reported = step()
+    _synchronize(device)
+    return time.perf_counter() - start if reported is None else reported
 
 
-def _finish(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()

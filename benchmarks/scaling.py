@@ -1,9 +1,9 @@
-"""Growth of the cost of privacy with batch, width and depth of a perceptron, and length of a sequence.
+"""Growth of the cost of privacy with batch size, width and depth of an MLP, and with sequence length.
 
     python -m benchmarks.scaling --out scaling.json --plot scaling.svg
 
 The cost is the time of dpengine's default mode over that of the ordinary step, interleaved as in ``benchmarks.step``.
-The sums are not compared with a loop, because the layers are those of the cells of that benchmark.
+Sums are not compared with a loop here: that benchmark compares those of the same layers.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def measure(name: str, protocol: Protocol, setting: Setting) -> list[dict[str, f
     """Returns a record for each value of a curve: ``value``, ``plain_ms``, ``ratio``."""
     points = []
     for value in CURVES[name].values:
-        rows, broke = time_steps(CURVES[name].cell(value), CONTENDERS, protocol, setting)
-        if broke:
-            raise RuntimeError(f"benchmarks.scaling: {name}={value}: {broke}")
+        rows, error = time_steps(CURVES[name].cell(value), CONTENDERS, protocol, setting)
+        if error:
+            raise RuntimeError(f"benchmarks.scaling: {name}={value}: {error}")
         points.append({"value": value, "plain_ms": rows["plain"]["median_ms"], "ratio": rows[CONTENDERS[1]]["ratio"]})
     return points
 
@@ -104,18 +104,18 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--out", help="a JSON file")
     parser.add_argument("--plot", help="a picture, .svg or .png")
-    given = parser.parse_args()
+    args = parser.parse_args()
     warnings.simplefilter("ignore")
-    torch.set_num_threads(given.threads)
-    protocol = Protocol(given.steps, given.warm_up, budget=20.0)
-    setting = Setting(device=given.device, threads=given.threads)
-    curves: dict[str, Any] = {name: measure(name, protocol, setting) for name in given.curves}
+    torch.set_num_threads(args.threads)
+    protocol = Protocol(args.steps, args.warm_up, budget=20.0)
+    setting = Setting(device=args.device, threads=args.threads)
+    curves: dict[str, Any] = {name: measure(name, protocol, setting) for name in args.curves}
     print(table(curves))
-    if given.out:
-        with open(given.out, "w") as file:
-            json.dump({"torch": torch.__version__, "threads": given.threads, "curves": curves}, file, indent=1)
-    if given.plot:
-        plot(curves, given.plot)
+    if args.out:
+        with open(args.out, "w") as file:
+            json.dump({"torch": torch.__version__, "threads": args.threads, "curves": curves}, file, indent=1)
+    if args.plot:
+        plot(curves, args.plot)
 
 
 if __name__ == "__main__":

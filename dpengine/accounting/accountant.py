@@ -56,8 +56,8 @@ class PrivacySpent:
     Args:
         epsilon: Epsilon at ``delta``.
         delta: The given delta.
-        mu: Smallest mu of Gaussian differential privacy whose curve bounds that of the history at each decade of delta
-            from 1e-9 (or ``delta``, if smaller; or the smallest delta that the accountant supports, if larger).
+        mu: Smallest mu of Gaussian differential privacy whose curve bounds that of the history at ``delta`` and at each
+            power of ten from 1e-9 that the accountant supports.
         advantage: Maximum advantage of a membership test: true minus false positive rate, ``delta`` at epsilon 0.
         steps: Number of charged batches, released or discarded.
         accountant_used: Name of the accountant.

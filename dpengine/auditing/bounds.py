@@ -25,7 +25,7 @@ def gaussian_shift(
 ) -> GaussianShift | None:
     """Compares included and excluded canaries, by the normal approximation; None if there are too few.
 
-    ``means`` ``(m,)`` estimate the addition of each canary at one participation, and ``weights`` ``(m,)`` are the
+    ``means`` ``(m,)`` estimate the contribution of each canary at one participation, and ``weights`` ``(m,)`` are the
     numbers of participations: the variance of a mean is that of one participation over its weight. ``coins`` ``(m,)``
     are True for included canaries. The bound is too high with probability ``alpha``.
     """
@@ -47,7 +47,7 @@ def gaussian_shift(
 
 
 def two_sided(z: float) -> float:
-    """Returns the probability that a standard normal is as far from 0 as ``z``; 0 for NaN."""
+    """Returns the probability that a standard normal is at least as far from 0 as ``z``; 0 for NaN."""
     return math.erfc(abs(z) / math.sqrt(2)) if z == z else 0.0
 
 
@@ -60,9 +60,9 @@ def chi_square(total: float, degrees: float) -> float:
     return float(2 * min(stats.chi2.cdf(total, degrees), stats.chi2.sf(total, degrees)))
 
 
-def binomial(count: int, number: int, rate: float) -> float:
+def binomial(count: int, trials: int, rate: float) -> float:
     """Returns the p-value of ``count`` successes in ``number`` trials: twice the smaller tail."""
-    return float(min(1.0, 2 * min(stats.binom.cdf(count, number, rate), stats.binom.sf(count - 1, number, rate))))
+    return float(min(1.0, 2 * min(stats.binom.cdf(count, trials, rate), stats.binom.sf(count - 1, trials, rate))))
 
 
 def kolmogorov(values: Tensor) -> float:
@@ -72,7 +72,7 @@ def kolmogorov(values: Tensor) -> float:
     return float(stats.kstest(values.double().flatten().numpy(), "norm", method="asymp").pvalue)
 
 
-def correlation(one: Tensor, other: Tensor) -> float:
+def correlation(first: Tensor, second: Tensor) -> float:
     """Returns the p-value of the sum of products of two sequences of independent standard normals."""
-    products = one.double() * other.double()
+    products = first.double() * second.double()
     return two_sided(float(products.sum()) / math.sqrt(max(1, products.numel())))

@@ -22,7 +22,7 @@ class AuditFinding:
         statistic: Name and value of the most extreme statistic.
         n: Number of tested values, pairs or steps.
         bound: Threshold of the statistic: a p-value, or a limit.
-        verdict: A key of ``VERDICTS``.
+        verdict: ``"pass"``, ``"violation"`` or ``"inconclusive"``.
         seed: Seed that reproduces the finding.
         seconds: Duration.
         reason: The violation, or the reason why the test is inconclusive.
@@ -43,8 +43,8 @@ class AuditFinding:
         return fields | {"cost": {"seconds": round(fields.pop("seconds"), 3)}}
 
     def __str__(self) -> str:
-        because = f": {self.reason}" if self.reason else ""
-        return f"{self.detector}  {_TEXTS[self.verdict]}{because}  [{self.statistic}, n={self.n}, {self.seconds:.1f} s]"
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.detector}  {_TEXTS[self.verdict]}{reason}  [{self.statistic}, n={self.n}, {self.seconds:.1f} s]"
 
 
 @dataclass
@@ -59,15 +59,15 @@ class Evidence:
     probabilities: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
 
-    def fault(self, what: str) -> None:
+    def fault(self, violation: str) -> None:
         """Records a violation, once."""
-        if what not in self.faults:
-            self.faults.append(what)
+        if violation not in self.faults:
+            self.faults.append(violation)
 
-    def unknown(self, why: str) -> None:
+    def unknown(self, reason: str) -> None:
         """Records the reason why something cannot be tested, once."""
-        if why not in self.gaps:
-            self.gaps.append(why)
+        if reason not in self.gaps:
+            self.gaps.append(reason)
 
     def probability(self, name: str, p: float) -> None:
         """Records the p-value of a statistic; the smallest of each name counts."""

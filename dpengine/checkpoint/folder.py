@@ -27,15 +27,15 @@ def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
     """Separates tensors from a nested state. Returns the state as JSON values, and the tensors by name."""
     tensors: dict[str, Tensor] = {}
 
-    def plain(value: Any, path: str) -> Any:
+    def to_json(value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            mark = f"{name}.{len(tensors)}"  # paths of different keys may be equal
-            tensors[mark] = value
-            return {_TENSOR: mark}
+            tensor_name = f"{name}.{len(tensors)}"  # paths of different keys may be equal
+            tensors[tensor_name] = value
+            return {_TENSOR: tensor_name}
         if isinstance(value, Mapping):  # stored as pairs, because keys may be numbers or equal a mark
-            return {_PAIRS: [[plain(key, path), plain(part, f"{path}.{key}")] for key, part in value.items()]}
+            return {_PAIRS: [[to_json(key, path), to_json(part, f"{path}.{key}")] for key, part in value.items()]}
         if isinstance(value, (list, tuple)):
-            parts = [plain(part, f"{path}.{i}") for i, part in enumerate(value)]
+            parts = [to_json(part, f"{path}.{i}") for i, part in enumerate(value)]
             return {_TUPLE: parts} if isinstance(value, tuple) else parts
         if isinstance(value, float) and not math.isfinite(value):
             return {_FLOAT: repr(value)}
@@ -43,7 +43,7 @@ def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
             return value
         raise TypeError(f"checkpoint: {path} is a {type(value).__name__}, which cannot be stored as plain data.")
 
-    return plain(state, name), tensors
+    return to_json(state, name), tensors
 
 
 def join_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -80,9 +80,9 @@ def begin(folder: Path, *, secret_folder: str) -> Path:
     new, old = staging_folder(folder), _sibling(folder, _OLD)
     if not folder.exists() and old.exists():  # a process was terminated between the renames of `commit`
         present(folder).rename(folder)
-    for left in (new, old):
-        if left.exists():
-            shutil.rmtree(left)
+    for leftover in (new, old):
+        if leftover.exists():
+            shutil.rmtree(leftover)
     new.mkdir(parents=True)
     (new / secret_folder).mkdir(mode=_SECRET_FOLDER_MODE)
     return new
@@ -94,7 +94,7 @@ def staging_folder(folder: Path) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Deletes an incomplete staging folder, as far as possible."""
+    """Deletes an incomplete staging folder. Ignores errors."""
     shutil.rmtree(staging_folder(folder), ignore_errors=True)
 
 
@@ -112,14 +112,14 @@ def commit(folder: Path, *, secret_folder: str) -> None:
         shutil.rmtree(old)
 
 
-def write(path: Path, into: Callable[[Path], object], *, secret: bool) -> str:
+def write(path: Path, write_content: Callable[[Path], object], *, secret: bool) -> str:
     """Creates a file, flushes it to disk and returns its SHA-256.
 
-    ``into`` writes the content to an empty file with the final permissions.
+    ``write_content`` receives an empty file with the final permissions.
     """
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _SECRET_MODE if secret else 0o644))
     mode = path.stat().st_mode
-    into(path)
+    write_content(path)
     path.chmod(stat.S_IMODE(mode))  # some writers replace the file
     with open(path, "rb+") as file:
         os.fsync(file.fileno())

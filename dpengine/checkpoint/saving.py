@@ -40,7 +40,7 @@ def save(folder: str | Path, engine: PrivacyEngine) -> None:
             are also saved.
 
     Raises:
-        BatchStateError: If a batch was returned whose step was not taken.
+        BatchStateError: If the loader returned a batch whose step was not taken.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
         FileExistsError: If the folder contains other files.
         TypeError: If a state contains anything except tensors and plain data, or an optimizer has a state with unknown
@@ -91,8 +91,8 @@ class _RankFiles:
         """Stores the state of the run. Returns this rank's noise state and its number of dropped samples."""
         self._state = {"version": layout.VERSION, **run_state.state_of(self._run)}
         self._slices = self._state["noise"].pop("slices")
-        counts = self._run.step.passes.topology.splits.rank == 0
-        return self._state["noise"], self._state["dropped_rows"] if counts else 0
+        is_counted = self._run.step.passes.topology.splits.rank == 0
+        return self._state["noise"], self._state["dropped_rows"] if is_counted else 0
 
     def collect(self, states: list[tuple[dict[str, Any], int]]) -> None:
         """Prepares all files from the states of the ranks. Raises if a value cannot be stored."""

@@ -13,7 +13,7 @@ from typing import Any
 from dpengine.accounting.accountant import ACCOUNTANTS
 from dpengine.accounting.arguments import MAX_COUNT
 
-_LONGEST = 40  # characters of a value in a message
+_MAX_LENGTH = 40  # characters of a value in a message
 
 
 class CommandError(Exception):
@@ -50,7 +50,7 @@ def _count(text: str) -> int:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+    return text if len(text) <= _MAX_LENGTH else f"{text[: _MAX_LENGTH - 3]}..."
 
 
 def _number(range_: str, fits: Callable[[float], bool]) -> Callable[[str], float]:
@@ -108,9 +108,9 @@ def _run_options(parser: argparse.ArgumentParser) -> None:
         "default: add-remove if these are given, else zero-out",
     )
     _accountant(parser)
-    shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--full", action="store_true", help="print the privacy statement instead of one line")
-    shown.add_argument("--json", action="store_true", help="print JSON, with the statement")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--full", action="store_true", help="print the privacy statement instead of one line")
+    output.add_argument("--json", action="store_true", help="print JSON, with the statement")
 
 
 def _accountant(parser: argparse.ArgumentParser) -> None:
@@ -217,7 +217,7 @@ def _audit_direct(actions: Any, name: str, description: str, size: str | None, d
         parser.add_argument("--only", nargs="+", metavar="CODE", help="some of the detectors, such as DN")
     else:
         parser.add_argument(size, type=_size, default=default, metavar="N", dest="size", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, metavar="K", help="of batches and noise; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, metavar="K", help="for batches and noise; default: %(default)s")
     _json(parser)
     parser.set_defaults(module="audit_direct")
 

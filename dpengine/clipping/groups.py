@@ -60,7 +60,7 @@ class Groups(AbstractClip):
             The index of the longest prefix that matches each name.
 
         Raises:
-            ValueError: If a name matches no prefix, or no name has a prefix as its longest match.
+            ValueError: If a name matches no prefix, or a prefix is not the longest match of any name.
         """
         prefixes = list(self._by_prefix)
         matches = [[prefix for prefix in prefixes if _matches(prefix, name)] for name in names]

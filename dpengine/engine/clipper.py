@@ -30,12 +30,12 @@ class PerSampleGradientClipper:
         optimizer.step()
 
     Args:
-        module: The module whose trainable parameters are clipped, with all of its layers. Only passes in train mode are
+        module: The module. Gradients of all its trainable parameters are clipped. Only passes in train mode are
             recorded.
         norm_clipper: A clipping policy, such as ``Flat(1.0)``, that fits the module.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1, as in time-major models.
         loss_reduction: Reduction of the loss over the samples of a minibatch, ``"mean"`` or ``"sum"``. With ``"mean"``,
-            gradients are multiplied by the number of samples.
+            gradients are first multiplied by the number of samples.
         grad_sample_mode: ``"auto"``, ``"hooks"``, ``"functorch"``, ``"ew"``, ``"whole_model"`` or ``"ghost"``.
 
     Raises:

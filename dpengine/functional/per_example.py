@@ -74,15 +74,15 @@ def _seeds(seed: int, count: int) -> Tensor:
     return torch.from_numpy((drawn >> np.uint64(1)).astype(np.int64))
 
 
-def each_example(one: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_dim: bool) -> Any:
-    """Returns ``one(args)`` of each example, stacked on axis 0."""
+def each_example(fun: Callable[[list[Any]], Any], batch: Batch, *, keep_batch_dim: bool) -> Any:
+    """Returns ``fun(args)`` of each example, stacked on axis 0."""
 
     def call(*mapped: Any) -> Any:
         args = list(batch.args)
         for place, value in zip(batch.mapped, mapped, strict=True):
-            front = keep_batch_dim and place in batch.places
-            args[place] = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), value) if front else value
-        return one(args)
+            add_axis = keep_batch_dim and place in batch.places
+            args[place] = pytree.tree_map(lambda leaf: leaf.unsqueeze(0), value) if add_axis else value
+        return fun(args)
 
     return torch.func.vmap(call, randomness="different")(*(batch.args[place] for place in batch.mapped))
 

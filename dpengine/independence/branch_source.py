@@ -28,14 +28,14 @@ def changes_no_loss(frame: FrameType) -> bool:
 def _is_harmless(path: str, call: Span) -> bool:
     # Python 3.11 gives a jump the position of the entire statement, later versions that of the condition.
     nodes = _nodes(path)
-    return any(_only_reports(node, nodes) and (_span(node) == call or _holds(_test(node), call)) for node in nodes)
+    return any(_only_reports(node, nodes) and (_span(node) == call or _covers(_test(node), call)) for node in nodes)
 
 
 def tests_number(frame: FrameType, *, array: bool) -> bool:
     """Returns True if the result of a frame's current call is tested, directly or after an assignment.
 
-    An assignment counts if the same loop or function tests the variable. Not counted are tests for NaN or infinity,
-    tests whose branches only raise errors or log values, and comparisons of the entries of an ``array``.
+    An assignment counts if the same loop or function tests the variable. Tests for NaN or infinity, tests whose
+    branches only raise errors or log values, and comparisons of the entries of an ``array`` do not count.
     """
     return _tests(frame.f_code.co_filename, _call_of(frame), array)
 
@@ -43,14 +43,14 @@ def tests_number(frame: FrameType, *, array: bool) -> bool:
 @functools.lru_cache(maxsize=1024)
 def _tests(path: str, call: Span, array: bool) -> bool:
     nodes = _nodes(path)
-    scope = max((_span(node) for node in nodes if isinstance(node, _SCOPES) and _holds(node, call)), default=None)
+    scope = max((_span(node) for node in nodes if isinstance(node, _SCOPES) and _covers(node, call)), default=None)
     nodes = [node for node in nodes if scope is None or (scope[0] <= _span(node)[0] and _span(node)[1] <= scope[1])]
-    named = {ast.unparse(target) for node in nodes if _holds(node, call) for target in _targets(node)}
+    named = {ast.unparse(target) for node in nodes if _covers(node, call) for target in _targets(node)}
     harmless = [_test(node) for node in nodes if _only_reports(node, _nodes(path), named)]
     harmless += [node for node in nodes if isinstance(node, ast.Call) and _name(node.func) == "exp"]  # a perplexity
     tests = [test for node in nodes if (test := _test(node)) is not None and not ERROR_TESTS & _names(test)]
-    tests = [test for test in tests if not any(_holds(node, _span(test)) for node in harmless)]
-    if any(_holds(test, call) for test in tests):
+    tests = [test for test in tests if not any(_covers(node, _span(test)) for node in harmless)]
+    if any(_covers(test, call) for test in tests):
         return True
     return any(named & _values(test) for test in tests if not (array and isinstance(test, ast.Compare)))
 
@@ -76,18 +76,20 @@ def function_of(frame: FrameType) -> str:
 @functools.lru_cache(maxsize=1024)
 def _reaches(path: str, call: Span) -> str | None:
     nodes = _nodes(path)
-    functions = [node for node in nodes if isinstance(node, _FUNCTIONS) and _holds(node, call)]
+    functions = [node for node in nodes if isinstance(node, _FUNCTIONS) and _covers(node, call)]
     scope = max(functions, key=lambda node: _span(node)[0], default=None)
-    nodes = nodes if scope is None else [node for node in nodes if _holds(scope, _span(node))]
+    nodes = nodes if scope is None else [node for node in nodes if _covers(scope, _span(node))]
     read = [node for node in nodes if isinstance(node, ast.Call) and _span(node) == call]
     if isinstance(scope, ast.Lambda) or any(isinstance(_source(node), ast.Subscript) for node in read):
         return None
-    if any(isinstance(node, ast.Call) and _name(node.func) in ERROR_TESTS and _holds(node, call) for node in nodes):
+    if any(isinstance(node, ast.Call) and _name(node.func) in ERROR_TESTS and _covers(node, call) for node in nodes):
         return None
     assigned = [(value, _texts(target)) for node in nodes for value, target in _assignments(node)]
     variables: set[str] = set()  # variables that depend on the number
     for _ in assigned:  # until nothing is added
-        more = {text for value, texts in assigned if _holds(value, call) or variables & _reads(value) for text in texts}
+        more = {
+            text for value, texts in assigned if _covers(value, call) or variables & _reads(value) for text in texts
+        }
         if more <= variables:
             break
         variables |= more
@@ -98,7 +100,7 @@ def _reaches(path: str, call: Span) -> str | None:
         returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
         losses = [value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value for value in returned]
     values = [loss for loss in losses if not isinstance(loss, ast.Dict)]
-    return place if any(_holds(loss, call) or variables & _reads(loss) for loss in values) else None
+    return place if any(_covers(loss, call) or variables & _reads(loss) for loss in values) else None
 
 
 def _source(read: ast.Call) -> ast.expr | None:
@@ -146,7 +148,7 @@ def _call_of(frame: FrameType) -> Span:
     positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     first, last, begin, end = next(positions)
     if first is None or last is None or begin is None or end is None:
-        return (frame.f_lineno, sys.maxsize), (frame.f_lineno, -1)  # in every node of the line
+        return (frame.f_lineno, sys.maxsize), (frame.f_lineno, -1)  # every node of the line contains this span
     return (first, begin), (last, end)
 
 
@@ -154,7 +156,7 @@ def _span(node: ast.expr | ast.stmt) -> Span:
     return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or node.col_offset)
 
 
-def _holds(node: ast.expr | ast.stmt | None, part: Span) -> bool:
+def _covers(node: ast.expr | ast.stmt | None, part: Span) -> bool:
     return node is not None and _span(node)[0] <= part[0] and part[1] <= _span(node)[1]
 
 
@@ -172,8 +174,8 @@ def _test(node: ast.AST) -> ast.expr | None:
 def _is_bound(node: ast.Call) -> bool:
     """Returns True if a call bounds a number, except to avoid a division by zero, as ``max(1, n)`` does."""
     name = _name(node.func)
-    divides = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
-    return name in ("min", "max", "clip", "clamp", "range") and not divides
+    avoids_zero = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
+    return name in ("min", "max", "clip", "clamp", "range") and not avoids_zero
 
 
 def _only_reports(node: ast.expr | ast.stmt, nodes: list[ast.expr | ast.stmt], named: Set[str] = frozenset()) -> bool:
@@ -207,8 +209,8 @@ def _logs(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
 def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
     """Returns True if a statement catches errors of another one and continues."""
     if isinstance(outer, ast.With):
-        return _holds(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
-    if not isinstance(outer, ast.Try) or not any(_holds(statement, _span(node)) for statement in outer.body):
+        return _covers(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
+    if not isinstance(outer, ast.Try) or not any(_covers(statement, _span(node)) for statement in outer.body):
         return False
     handlers = (h for h in outer.handlers if h.type is None or "KeyboardInterrupt" not in _names(h.type))
     return any(not isinstance(handler.body[-1], ast.Raise) for handler in handlers)

@@ -1,4 +1,4 @@
-"""Compares a recorded loop with reruns of it in which select samples have other data."""
+"""Compares a recorded loop with reruns in which some samples have other data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .recorded_call import Call, ModelCall, Place
 from .run_again import Arrange, BranchError, NotRecordedError, Rerun, Run
 from .torch_calls import reads_single_samples
 
-_FAR = 30  # factor by which outputs are shifted, to exceed a bound on a mean of losses
+_FAR = 30  # shift of outputs relative to their size, which exceeds a bound on a mean of losses
 _FAR_CHANGE = 0.05  # smallest relative change that counts with shifted outputs; a smaller one may be rounding
 
 
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
 
 class LoopCheck:
-    """Comparisons for one record.
+    """Comparisons of a recorded loop with its reruns.
 
     Attributes:
         rows: Finds the samples in tensors.

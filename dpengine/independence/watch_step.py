@@ -36,7 +36,7 @@ class StepTensors(NamedTuple):
     Attributes:
         inputs: Inputs of the model calls that the backward pass reached.
         outputs: Model outputs that require a gradient, after they were replaced.
-        own: All model outputs, before they were replaced. Empty if a model drew random numbers.
+        own: Model outputs before they were replaced, with or without gradient. Empty if a model drew random numbers.
         grads: Gradients with respect to `outputs`, and to `layers` if a model computes a loss.
         layers: Outputs of layers that require a gradient.
         drew: Whether random numbers were drawn outside the models.
@@ -108,8 +108,8 @@ class StepWatch:
             replaced: tuple[tuple[Any, str, Any], ...] = (
                 (Tensor, "backward", lambda root, gradient=None, *_, **__: self.backward([root], [gradient])),
                 (torch.autograd, "backward", self._autograd_backward),
-                (Optimizer, "zero_grad", _does_nothing),
-                (nn.Module, "zero_grad", _does_nothing),
+                (Optimizer, "zero_grad", _no_op),
+                (nn.Module, "zero_grad", _no_op),
             )
             for owner, name, function in replaced:
                 stack.callback(setattr, owner, name, getattr(owner, name))
@@ -204,7 +204,7 @@ class _WithValue(torch.autograd.Function):
         return grad, None
 
 
-def _does_nothing(*_: Any, **__: Any) -> None:
+def _no_op(*_: Any, **__: Any) -> None:
     pass
 
 

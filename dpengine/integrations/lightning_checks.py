@@ -22,7 +22,7 @@ NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_class(name: str) -> type:
-    """Returns a class of Lightning, from the imported package if there is one; ``object`` if none is installed."""
+    """Returns a class of Lightning, preferably of an imported package; ``object`` if none is installed."""
     for package in sorted(NAMES, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(package), name)  # type: ignore[no-any-return]
@@ -31,9 +31,9 @@ def lightning_class(name: str) -> type:
     return object
 
 
-_OF_TRAINING = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
+_TRAINING_METRIC = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _LARGER_BATCH = "Make the loader's batch_size larger by this factor, and pass DPCallback(physical_batch_size=...)."
-# By name, which is the same in both packages of Lightning: the error, the effect of the callback, and the fix.
+# Error, effect of the callback, and fix by class name, which is the same in both packages of Lightning.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     "GradientAccumulationScheduler": (
         ScaledGradientError,
@@ -65,17 +65,17 @@ _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
 def check_callbacks(trainer: Any) -> None:
     """Rejects callbacks of Lightning that train, or that change gradients or parameters, without the engine."""
     for callback in trainer.callbacks:
-        for kind in type(callback).__mro__:
-            if kind.__name__ in _CALLBACKS:
-                error, effect, fix = _CALLBACKS[kind.__name__]
-                raise error(f"{kind.__name__} {effect}", fix=fix)
+        for cls in type(callback).__mro__:
+            if cls.__name__ in _CALLBACKS:
+                error, effect, fix = _CALLBACKS[cls.__name__]
+                raise error(f"{cls.__name__} {effect}", fix=fix)
 
 
 def warn_of_training_metrics(trainer: Any) -> None:
-    """Warns of callbacks that choose by a metric of the training data, recognized by its name."""
+    """Warns about callbacks that monitor a metric of the training data, recognized by its name."""
     for callback in trainer.callbacks:
         monitor = getattr(callback, "monitor", None)
-        if isinstance(monitor, str) and _OF_TRAINING.search(monitor.lower()):
+        if isinstance(monitor, str) and _TRAINING_METRIC.search(monitor.lower()):
             notice(
                 "DPE012",
                 f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data, and this choice is not "

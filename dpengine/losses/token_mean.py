@@ -66,7 +66,7 @@ def causal_lm_loss(
         ignore_index: Label of tokens that do not count.
         shift_labels: ``(B, T)``, labels that are shifted already. Takes the place of ``labels``.
         unused: Other arguments that models pass: ``vocab_size``, and ``num_items_in_batch``, which would divide the
-            loss of each sample by a number that follows from all samples.
+            loss of each sample by a number that depends on all samples.
 
     Returns:
         The loss, a scalar.

@@ -17,7 +17,7 @@ class BLT:
     """Buffered linear Toeplitz noise: each step cancels earlier noise, with a few buffers of the model's size.
 
     Examples are split once into groups of one batch each, which are used cyclically, so there is no amplification by
-    sampling. It is best for a few epochs, or for batches so large that amplification would be small.
+    sampling. Use it for a few epochs, or for batches so large that amplification would be small.
 
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
@@ -48,7 +48,7 @@ class BLT:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandedInverse:
-    """Each step cancels a part of the fresh noise of earlier steps, which is regenerated and needs no memory.
+    """Banded inverse noise: each step cancels a part of earlier fresh noise, which is regenerated without memory.
 
     Examples are split once into groups of one batch each, which are used cyclically, so there is no amplification by
     sampling.

@@ -50,7 +50,7 @@ def recurrence_of(noise: CorrelatedRows, steps: int) -> Recurrence:
         lambda step: rows[step][2:],
         steps,
         norm,
-        Correlation(bands if bands < steps else None, functools.partial(_squares, strategy)),
+        Correlation(bands if bands < steps else None, functools.partial(_sq_sensitivities, strategy)),
         {"noise": name, **description, "bands": bands, "iterations": steps},
     )
 
@@ -88,7 +88,7 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
 def _strategy(rows: list[_Row]) -> np.ndarray:
     """Returns S, computed from the weights together with its inverse, and checks that both are accurate.
 
-    The noise of a run is ``S^-1 Z``, so column j of S is the fresh noise for which the noise is 1 at step j and else 0.
+    The noise of a run is ``S^-1 Z``, so column j of S is the fresh noise whose noise is 1 at step j and 0 elsewhere.
     """
     size, num_kept = len(rows), len(rows[0][1])
     noise, strategy = np.zeros((size, size)), np.zeros((size, size))
@@ -119,5 +119,5 @@ def _strategy(rows: list[_Row]) -> np.ndarray:
     return strategy
 
 
-def _squares(strategy: np.ndarray, cycle_length: int) -> tuple[float, ...]:
+def _sq_sensitivities(strategy: np.ndarray, cycle_length: int) -> tuple[float, ...]:
     return cycle_sq_sensitivities_of(strategy, cycle_length)

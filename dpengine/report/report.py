@@ -139,7 +139,7 @@ class PrivacyReport:
         return statement_of(*self._stated())
 
     def __repr__(self) -> str:
-        """Returns the guarantee in one line, with its stamps."""
+        """Returns the guarantee in one line, with the origin of its numbers."""
         facts, figures = self._stated()
         unverified = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
         origin = "" if figures.are_ours else f", {unverified or f'by dpengine {figures.version}'}"

@@ -90,7 +90,7 @@ class _Probe:
         self.generators = _generators(collate)
         self.smaller: Any = None
         self.statistics: set[str] = set()  # paths of values of the batch that depend on its examples
-        self.new_names: set[str] = set()  # paths of strings that differ in each call, such as a UUID
+        self.unstable: set[str] = set()  # paths of strings that differ in each call, such as a UUID
 
     def run(self) -> None:
         """Raises BatchDependentLossError, BatchMismatchError or _Undecided."""
@@ -123,12 +123,12 @@ class _Probe:
         drew = self._states() != states
         self._check_rows(batch)
         again = self._entries_from(before, _BATCH)
-        self.new_names = {path for path, entry in batch.items() if path in again and _are_new_names(entry, again[path])}
+        self.unstable = {path for path, entry in batch.items() if path in again and _are_unstable(entry, again[path])}
         if drew:
             self._compare_random()
             return
         for path, entry in batch.items():
-            if path in self.new_names:
+            if path in self.unstable:
                 continue
             if path not in again or not same(entry.value, again[path].value):
                 if entry.rows is None:
@@ -186,7 +186,7 @@ class _Probe:
     def _differing(
         paths: list[str], first: Entries, second: Entries, positions: Iterable[int], padded: str
     ) -> str | None:
-        """Returns the first path of which a row differs at one of the positions; None if there is none."""
+        """Returns the first path whose rows differ at one of the positions; None if there is none."""
         for path in paths:
             if not all(same(first[path].row(i), second[path].row(i), padded=padded) for i in positions):
                 return path
@@ -251,7 +251,7 @@ class _Probe:
             if (entry.rows is None) is not (second[path].rows is None):
                 wrong = entry if entry.rows is None else second[path]
                 raise self._other_number(path, wrong.size, len(_BATCH))
-        return [path for path, entry in first.items() if entry.rows is not None and path not in self.new_names]
+        return [path for path, entry in first.items() if entry.rows is not None and path not in self.unstable]
 
     def _other_number(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
         return BatchMismatchError(
@@ -297,7 +297,7 @@ def _is_of_torch(collate: Any) -> bool:
     return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in functions)
 
 
-def _are_new_names(entry: Entry, again: Entry) -> bool:
+def _are_unstable(entry: Entry, again: Entry) -> bool:
     """Returns True for strings that differ between equal calls. If the loop uses them, check_loop reports it."""
     if entry.rows is None or not all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows):
         return False

@@ -1,4 +1,4 @@
-"""Padding of index batches to sizes for compiled code, with -1 for no example."""
+"""Padding of index batches with -1, to sizes that suit compiled code."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy.typing as npt
 from .scheme import IndexBatch, checked_integer
 
 PADDING = -1
-"""Index of no example. Pass ``indices == PADDING`` as ``is_padding_example`` of `functional.clipped_grad`."""
+"""Index of padding. Pass ``indices == PADDING`` as ``is_padding_example`` of `functional.clipped_grad`."""
 
 
 def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size: int | None = None) -> IndexBatch:
     """Pads with -1 until the size is a multiple of ``multiple``.
 
     Args:
-        indices: ``(B,)``, or ``(B, k)`` for users.
+        indices: ``(B,)``, or ``(B, k)`` for users with k examples each.
         multiple: The size becomes a multiple of this, at least 1.
         microbatch_size: Size of the microbatches into which the result will be split. The padding is placed so that all
             of it is in the last ones. It must divide ``multiple``.
@@ -24,12 +24,12 @@ def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size
         ``(P, ...)`` int64.
 
     Raises:
-        ValueError: If the microbatches do not fit.
+        ValueError: If ``microbatch_size`` does not divide the padded size.
     """
     multiple = checked_integer("pad_to_multiple_of", "multiple", multiple, at_least=1)
-    given = np.asarray(indices, dtype=np.int64)
-    missing = -len(given) % multiple
-    padded = np.concatenate([given, np.full((missing, *given.shape[1:]), PADDING, dtype=np.int64)])
+    batch = np.asarray(indices, dtype=np.int64)
+    missing = -len(batch) % multiple
+    padded = np.concatenate([batch, np.full((missing, *batch.shape[1:]), PADDING, dtype=np.int64)])
     if microbatch_size is None:
         return padded
     size = checked_integer("pad_to_multiple_of", "microbatch_size", microbatch_size, at_least=1)
@@ -43,7 +43,7 @@ def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size
 
 
 def split_and_pad_global_batch(indices: npt.ArrayLike, size: int) -> list[IndexBatch]:
-    """Splits a batch into parts of equal size, of which the last is padded. An empty batch has no parts.
+    """Splits a batch into parts of equal size, and pads the last one. An empty batch has no parts.
 
     Args:
         indices: ``(B,)`` or ``(B, k)``.

@@ -89,15 +89,15 @@ class ShuffleDraws(Draws):
 
     def __post_init__(self) -> None:
         owner = type(self).__name__
-        rows = checked_integer(owner, "num_examples", self.num_examples, at_least=1)
+        examples = checked_integer(owner, "num_examples", self.num_examples, at_least=1)
         size = checked_integer(owner, "batch_size", self.batch_size, at_least=1)
         fields = {
-            "num_examples": rows,
+            "num_examples": examples,
             "batch_size": size,
             "drop_last": bool(self.drop_last),
-            "sample_rate": min(1.0, size / rows),
-            "expected_batch_size": float(min(size, rows)),
-            "steps_per_epoch": rows // size if self.drop_last else -(-rows // size),
+            "sample_rate": min(1.0, size / examples),
+            "expected_batch_size": float(min(size, examples)),
+            "steps_per_epoch": examples // size if self.drop_last else -(-examples // size),
         }
         for name, value in fields.items():
             object.__setattr__(self, name, value)
@@ -115,9 +115,9 @@ class ShuffleDraws(Draws):
         """Returns the examples of one batch, sorted. See `Draws.draw`."""
         if self.steps_per_epoch == 0:
             return np.empty(0, dtype=np.int64)
-        epoch, place = divmod(step, self.steps_per_epoch)
-        positions = np.arange(place * self.batch_size, min((place + 1) * self.batch_size, self.num_examples))
-        # The order is that of the epoch, so its words have the address of the epoch's first step.
+        epoch, index = divmod(step, self.steps_per_epoch)
+        positions = np.arange(index * self.batch_size, min((index + 1) * self.batch_size, self.num_examples))
+        # One order for the epoch, so its random words are those of the epoch's first step.
         rounds = _rounds(self.num_examples)
         keys = words(3 * rounds, step=epoch * self.steps_per_epoch, block=0).reshape(rounds, 3)
         return np.sort(_permuted(positions.astype(np.uint64), np.uint64(self.num_examples), keys)).astype(np.int64)

@@ -17,7 +17,7 @@ from dpengine.errors import SamplingError
 from .scheme import Draws, IndexBatch, WordStream
 
 UnitIds = npt.NDArray[np.int64]
-_PAIRS = 17  # maximum number of examples in the check of the collation order
+_MAX_CHECKED = 17  # maximum number of examples in the check of the collation order
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class UnitDraws(Draws):
 
     @property
     def sample_rate(self) -> float:  # type: ignore[override]
-        """Probability of each unit."""
+        """Probability that a unit is in a batch."""
         return self.drawn.sample_rate
 
     @property
@@ -154,7 +154,7 @@ def unit_numbers(privacy_unit: Any, dataset: Any) -> UnitIds:
 
 def check_order_kept(collate: Any, dataset: Any) -> None:
     """Raises SamplingError if ``collate_fn`` reorders examples, because their units would then be unknown."""
-    for i in range(1, min(len(dataset), _PAIRS)):
+    for i in range(1, min(len(dataset), _MAX_CHECKED)):
         pair = [dataset[0], dataset[i]]
         forward, reversed_ = (pytree.tree_leaves(collate(list(order))) for order in (pair, pair[::-1]))
         for leaf, other in zip(forward, reversed_, strict=True):

@@ -21,10 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demonstration.
 
     Args:
-        argv: The arguments after the name of the program; None reads those of the process.
+        argv: Command-line arguments; None for ``sys.argv[1:]``.
 
     Returns:
-        The exit code: 0, or 1 if it failed.
+        The exit code: 0, 1 after an error, 130 after Ctrl+C.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("adult", "fashion-mnist"),
         help="one data set; default: Adult, and FashionMNIST if it is on this machine",
     )
-    parser.add_argument("--full", action="store_true", help="the long training of the image models")
+    parser.add_argument("--full", action="store_true", help="also train the CNN on the images")
     parser.add_argument("--quick", action="store_true", help="a few steps only, to check that everything works")
     parser.add_argument("--out", type=_folder, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
     parser.add_argument("--seed", type=int, metavar="N", help="repeatable noise, which is not secret: for tests only")

@@ -23,24 +23,24 @@ DELTA = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data and how it is trained, with privacy and without.
+    """A model, its data, and its settings for training with and without privacy.
 
     Attributes:
-        name: Short name, also of a folder.
-        model_name: The model for people.
-        load: Finds the data on this machine.
-        inputs: What the model receives for the inputs of the data; reads each example by itself.
+        name: Short name, also of the output folder.
+        model_name: Description of the model for readers.
+        load: Loads the data.
+        inputs: Transforms the inputs for the model, each example independently.
         model: Builds the model.
-        batch_size: Expected rows of a logical batch.
+        batch_size: Expected size of a logical batch.
         epochs: Passes over the data.
-        max_grad_norm: What each row's gradient is clipped to.
+        max_grad_norm: Clipping norm.
         optimizer: Makes the optimizer for training with privacy.
-        epsilons: The budgets, each a run of its own.
+        epsilons: The budgets. Each is a separate run.
         reported: The budget whose run is reported and saved.
-        plain_optimizer: Makes the optimizer for training without privacy: each side has the settings that suit it.
-        plain_batch_size: Rows of a batch without privacy.
+        plain_optimizer: Makes the optimizer for training without privacy, with the best settings for that.
+        plain_batch_size: Batch size without privacy.
         plain_epochs: Passes without privacy.
-        tuned: Where the settings come from, for the report.
+        tuned: Origin of the settings, for the report.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Task:
 
 
 def adult_network() -> nn.Module:
-    """107-32-2 with tanh."""
+    """Returns an MLP 107-32-2 with tanh."""
     return nn.Sequential(nn.Linear(107, 32), nn.Tanh(), nn.Linear(32, 2))
 
 
 def small_cnn() -> nn.Module:
-    """The 26,010-parameter tanh network that is usual under privacy (Papernot et al. 2021)."""
+    """Returns the tanh network with 26,010 parameters of Papernot et al. (2021)."""
     return nn.Sequential(
         *[nn.Conv2d(1, 16, 8, 2, 3), nn.Tanh(), nn.MaxPool2d(2, 1), nn.Conv2d(16, 32, 4, 2), nn.Tanh()],
         *[nn.MaxPool2d(2, 1), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, 10)],
@@ -77,8 +77,8 @@ def _sgd(lr: float) -> MakeOptimizer:
     return functools.partial(SGD, lr=lr, momentum=0.9)
 
 
-def _square(images: Tensor) -> Tensor:
-    """Images at 28 x 28, for a set that stands in."""
+def _resized(images: Tensor) -> Tensor:
+    """Resizes images of a substitute data set to 28 x 28."""
     return images if images.shape[-1] == 28 else F.interpolate(images, size=(28, 28), mode="bilinear")
 
 
@@ -103,7 +103,7 @@ FILTERS = Task(
     name="fashion-mnist",
     model_name="linear on fixed wavelets",
     load=load_images,
-    inputs=lambda images: fixed_features(_square(images)),
+    inputs=lambda images: fixed_features(_resized(images)),
     model=lambda: nn.Linear(1225, 10),
     batch_size=4096,
     epochs=20,
@@ -119,7 +119,7 @@ CNN = Task(
     name="fashion-mnist-cnn",
     model_name="tanh CNN, 26,010 parameters",
     load=load_images,
-    inputs=lambda images: 2 * _square(images) - 1,
+    inputs=lambda images: 2 * _resized(images) - 1,
     model=small_cnn,
     batch_size=2048,
     epochs=40,
@@ -134,12 +134,12 @@ CNN = Task(
 
 
 def tasks_for(data: str | None, *, full: bool, quick: bool, images_here: bool) -> tuple[Task, ...]:
-    """The tasks of one demonstration.
+    """Returns the tasks of the demonstration.
 
     Args:
-        data: ``"adult"``, ``"fashion-mnist"``, or None for Adult, and images where they are on this machine.
-        full: Whether the network is trained on the images too.
-        quick: Whether to stop after one epoch on few rows.
+        data: ``"adult"``, ``"fashion-mnist"``, or None for Adult, and images if they are on this machine.
+        full: Whether the CNN is also trained on the images.
+        quick: Whether to train for a few steps on few examples.
         images_here: Whether FashionMNIST is on this machine.
 
     Returns:
@@ -153,20 +153,20 @@ def tasks_for(data: str | None, *, full: bool, quick: bool, images_here: bool) -
 def _quick(task: Task) -> Task:
     return dataclasses.replace(
         task,
-        load=functools.partial(_few_rows, task.load),
+        load=functools.partial(_few_examples, task.load),
         epochs=4,
         plain_epochs=1,
         tuned="this was a quick run: a few steps on few rows, whose accuracies mean nothing",
     )
 
 
-def _few_rows(load: Callable[[], LabelledData], rows: int = 10_240) -> LabelledData:
+def _few_examples(load: Callable[[], LabelledData], count: int = 10_240) -> LabelledData:
     data = load()
     return dataclasses.replace(
         data,
         title=f"{data.title}, quick run",
-        train_inputs=data.train_inputs[:rows],
-        train_labels=data.train_labels[:rows],
-        test_inputs=data.test_inputs[:rows],
-        test_labels=data.test_labels[:rows],
+        train_inputs=data.train_inputs[:count],
+        train_labels=data.train_labels[:count],
+        test_inputs=data.test_inputs[:count],
+        test_labels=data.test_labels[:count],
     )

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 --max-restarts 3 train.py --wrap fsdp --folder run
 
 The first three are the same run: the same batches, the same noise, the same weights up to rounding, and the same
-epsilon. The last run is saved every 10 steps, and resumes if a process dies or the script is started again.
+epsilon. The last command saves every 10 steps, and resumes if a process dies or the script is started again.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from dpengine.data import load_adult
 
 
 class Network(nn.Module):
-    """Two hidden layers over the columns of the census."""
+    """MLP with two hidden layers for census data."""
 
     def __init__(self, columns: int):
         super().__init__()
@@ -33,17 +33,17 @@ class Network(nn.Module):
         self.last = nn.Linear(64, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Scores of the two classes, ``(B, 2)``, for rows ``(B, columns)``."""
+        """Returns the logits ``(B, 2)`` of inputs ``(B, columns)``."""
         for layer in self.hidden:
             x = torch.relu(layer(x))
         return self.last(x)
 
 
-def wrapped(model: Network, how: str) -> nn.Module:
-    """The model as PyTorch spreads it over processes. Nothing here is dpengine's."""
-    if how == "ddp":
+def wrapped(model: Network, wrap: str) -> nn.Module:
+    """Wraps the model in DDP or FSDP, as without dpengine."""
+    if wrap == "ddp":
         return DistributedDataParallel(model)
-    if how == "fsdp":
+    if wrap == "fsdp":
         for layer in model.hidden:
             fully_shard(layer)
         fully_shard(model)
@@ -60,15 +60,15 @@ def main() -> None:
         "--folder", type=Path, help="folder for checkpoints, written every 10 steps, from which a run resumes"
     )
     arguments = parser.parse_args()
-    several = "WORLD_SIZE" in os.environ  # torchrun sets it
-    if several:
+    is_distributed = "WORLD_SIZE" in os.environ  # torchrun sets it
+    if is_distributed:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
     torch.manual_seed(0)  # every process begins with the same weights
     data = load_adult()
     model = wrapped(Network(data.train_inputs.shape[1]), arguments.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    # The whole data set in every process; 512 is the batch of all processes together.
+    # Every process has the whole data set; 512 is the size of the global batch.
     loader = DataLoader(TensorDataset(data.train_inputs, data.train_labels), batch_size=512, shuffle=True)
     engine = PrivacyEngine(seed=arguments.seed)
     model, optimizer, loader = engine.make_private(
@@ -76,25 +76,25 @@ def main() -> None:
     )
     if arguments.folder is not None and checkpoint.exists(arguments.folder):
         checkpoint.load(arguments.folder, engine)  # on as many processes as there are now
-    taken = loader.position
-    while taken < arguments.steps:
+    steps_taken = loader.position
+    while steps_taken < arguments.steps:
         for x, y in loader:  # this process's part of the batch; a placeholder if that is empty
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-            taken += 1
-            if arguments.folder is not None and taken % 10 == 0:
+            steps_taken += 1
+            if arguments.folder is not None and steps_taken % 10 == 0:
                 checkpoint.save(arguments.folder, engine)  # every process calls it
-            if taken == arguments.steps:
+            if steps_taken == arguments.steps:
                 break
 
     model.eval()
     with torch.no_grad():
         accuracy = float((model(data.test_inputs).argmax(1) == data.test_labels).double().mean())
-    if not several or dist.get_rank() == 0:
+    if not is_distributed or dist.get_rank() == 0:
         print(f"accuracy {accuracy:.4f}")
         print(engine.report())
-    if several:
+    if is_distributed:
         dist.destroy_process_group()
 
 

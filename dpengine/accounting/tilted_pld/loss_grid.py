@@ -25,10 +25,10 @@ Mixture = tuple[tuple[float, Pair], ...]
 EndsOf = Callable[[Pair], Integers]
 
 SKETCH_POINTS = 2001
-_WIDENING = 0.4  # cell widths are the mass beyond the cell to the power of minus this, which bounds their excess
-_MAX_MOVED = 0.25  # limits the width of cells by the change of tilted mass that moves through a cell
+_WIDENING = 0.4  # cell width: mass beyond the cell to the power of minus this, which bounds the error
+_MAX_MOVED = 0.25  # limits cell widths, because the tilt changes the weight of mass that moves within a cell
 _MAX_CELLS = 2**21
-_BULK_ABOVE, _BULK_BELOW = 0.05, 1e-4  # cells with less mass than this beyond them are wider, by the kind of bound
+_BULK_ABOVE, _BULK_BELOW = 0.05, 1e-4  # cells with less mass than this beyond them are wider: upper, lower bound
 _ROUNDING = 2.0**-50
 _MIN_MASS = 1e-290  # smaller masses lose digits
 _ROUNDED_DOWN = 1e-3  # fraction of the mass that may be rounded down by a full step, which keeps the shift small
@@ -106,7 +106,7 @@ class View:
     """Relevant range of a release's loss.
 
     Attributes:
-        focus: Tilt under which the mean of the sum of losses is about the result.
+        focus: Tilt under which the mean of the sum of losses is near the resulting epsilon.
         tilt: Tilt of the lattice.
         tail: Mass of P that may be moved to infinite loss (upper bound) or omitted (lower bound).
         share: Fraction of the tilted mass that may be raised or omitted at the lower end.
@@ -124,17 +124,17 @@ class View:
 
 def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
     """Returns the lattice indices of cell edges, which are denser where the tilted loss has more mass."""
-    seen = sketch(pair, view.tail).raised(view.floor(pair))
-    low, high = float(seen.losses[0]), float(pair.loss(np.array(pair.reach(view.tail)))[1])
+    relevant = sketch(pair, view.tail).raised(view.floor(pair))
+    low, high = float(relevant.losses[0]), float(pair.loss(np.array(pair.reach(view.tail)))[1])
     first = math.floor(low / step)
     last = max(math.ceil(high / step), first + 1)
-    weights = seen.tilted(view.focus)
+    weights = relevant.tilted(view.focus)
     below = np.cumsum(weights)
     beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / (_BULK_ABOVE if above else _BULK_BELOW)
     # Widths in steps: by the mass beyond the cell, and limited by how the tilt weights mass that moves within a cell.
     widths = np.minimum(beyond**-_WIDENING, -_MAX_MOVED * np.log(np.minimum(beyond, 1.0)) / (1 + view.focus) / step)
     widths = np.maximum(widths, 1.0)
-    knots = np.concatenate([[low], seen.losses, [high]])
+    knots = np.concatenate([[low], relevant.losses, [high]])
     density = 1 / np.concatenate([widths[:1], widths, widths[-1:]])
     cells = np.concatenate([[0.0], np.cumsum(np.diff(knots) * (density[1:] + density[:-1]) / 2)]) / step
     count = min(max(2, math.ceil(cells[-1])), _MAX_CELLS)

@@ -1,7 +1,7 @@
 """Weighted tail sums of a distribution on a lattice, from its masses or from its transform.
 
-Nearly all frequencies of the sum of many releases have faded. The tail of each remaining frequency is a geometric sum,
-which needs neither an FFT nor a pass over the lattice.
+The transform of a sum of many releases is negligible at nearly all frequencies. The tail of each remaining frequency is
+a geometric sum, which needs neither an FFT nor a pass over the lattice.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _UNIT = 2.0**-53
 _RELEVANT = 60.0  # -log of the weight below which masses are negligible
-_LOW_FREQUENCIES = 64  # lattice size over the number of frequencies from which on geometric sums are faster
+_LOW_FREQUENCIES = 64  # lattice points per frequency from which geometric sums are faster
 
 
 @dataclass(frozen=True)

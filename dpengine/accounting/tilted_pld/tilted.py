@@ -101,7 +101,7 @@ class TiltedSum:
         """Loss at the end of the window."""
         return self.first + self.step * (self.tails.size - 1)
 
-    def _doubt(self, epsilon: float) -> float:
+    def _error_bound(self, epsilon: float) -> float:
         """Returns a bound on the error of the sum of weighted masses, in the direction that is not sound."""
         # A mass at x above epsilon has the weight e^(-tilt x) (1 - e^-x), at most 1 and at most x e^(-tilt x).
         theta, step = self.tilt, self.step
@@ -118,7 +118,7 @@ class TiltedSum:
         """Returns the approximate part of epsilon that is due to error bounds and to mass at infinity."""
         tail = self._tail(epsilon)
         infinite = self.infinite * math.exp(min(700.0, self.tilt * epsilon - self.log_moment))
-        return (tail.rounding + self._doubt(epsilon) + infinite) / max(tail.slope, 1e-300)
+        return (tail.rounding + self._error_bound(epsilon) + infinite) / max(tail.slope, 1e-300)
 
     def _tail(self, epsilon: float) -> Tail:
         start = max(0, math.floor((epsilon - self.first) / self.step) + 1)
@@ -127,7 +127,7 @@ class TiltedSum:
     def log_delta(self, epsilon: float) -> tuple[float, float]:
         """Returns the log of the bound on delta at an epsilon, and its slope without the error bounds."""
         tail = self._tail(epsilon)
-        value = tail.value + self.sign * (tail.rounding + self._doubt(epsilon))
+        value = tail.value + self.sign * (tail.rounding + self._error_bound(epsilon))
         if value <= 0:
             return (math.log(self.infinite) if self.infinite > 0 else -math.inf), 0.0
         scale = self.log_moment - self.tilt * epsilon + self.sign * self.relative
@@ -180,7 +180,7 @@ def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool 
 def _transforms_of(parts: tuple[Part, ...], releases: list[_ReleaseMasses], size: int) -> list[Transform]:
     """Returns the transforms of releases, with the frequencies that matter for their counts."""
     counts = [1 << (part.count.bit_length() - 1) for part in parts]  # powers of two, for cache hits
-    length = faded_length(tuple((one.fading, count) for one, count in zip(releases, counts, strict=True)), size)
+    length = faded_length(tuple((release.fading, count) for release, count in zip(releases, counts, strict=True)), size)
     return [
         _transforms.get((release.key, size, length, count), functools.partial(release.transform, size, length, count))
         for release, count in zip(releases, counts, strict=True)

@@ -12,11 +12,11 @@ from .ledger_accountant import KEYWORDS, LedgerAccountant
 
 
 class GaussianAccountant(LedgerAccountant):
-    """Bounds epsilon exactly where nothing is sampled, and by privacy loss distributions where something is.
+    """Computes epsilon exactly without sampling, and bounds it by privacy loss distributions otherwise.
 
-    Opacus computes the limit of many steps and small rates, which lies below the truth more often than not. That number
-    is still to be had, as ``analysis.gdp.compute_eps_poisson``. Nothing that is reported here is less than was spent.
-    Noise and rate may change from step to step.
+    Opacus computes the limit for many steps and small rates, which usually underestimates epsilon. That value is still
+    available as ``analysis.gdp.compute_eps_poisson``. This class never underestimates. Noise and rate may change from
+    step to step.
     """
 
     def get_epsilon(self, delta: float, poisson: bool = True, **kwargs: Any) -> float:
@@ -24,10 +24,10 @@ class GaussianAccountant(LedgerAccountant):
 
         Args:
             delta: Strictly between 0 and 1.
-            poisson: Whether batches held each row independently with the given rate. False takes no credit for
-                sampling: every step counts as one over all rows, which bounds shuffled batches and those of one size
-                where the contribution of one row is taken away and the number of rows is public.
-            kwargs: What other accountants take, which is ignored.
+            poisson: Whether batches included each example independently with the given rate. False assumes no
+                amplification by sampling: every step counts as one over all examples. This also bounds shuffled
+                batches and batches of one size, for zero-out neighbors and a public number of examples.
+            kwargs: Arguments of other accountants, which are ignored.
 
         Returns:
             Epsilon: 0.0 before the first step, infinity without noise.
@@ -37,8 +37,8 @@ class GaussianAccountant(LedgerAccountant):
         """  # noqa: DOC502 - the check raises on our behalf
         check_keywords("GaussianAccountant.get_epsilon", kwargs, KEYWORDS)
         charges = self.ledger.totals if poisson else tuple(map(_unsampled, self.ledger.totals))
-        plain = all(isinstance(charge.event, GaussianEvent) for charge in charges)
-        return self._epsilon(delta, "gdp" if plain else "pld", charges)
+        unsampled = all(isinstance(charge.event, GaussianEvent) for charge in charges)
+        return self._epsilon(delta, "gdp" if unsampled else "pld", charges)
 
     @classmethod
     def mechanism(cls) -> str:

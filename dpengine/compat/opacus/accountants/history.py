@@ -1,4 +1,4 @@
-"""The history as a list that writes through: what is added is charged, what is changed replaces."""
+"""History of an accountant as a list. Added entries are charged to the ledger; other changes replace it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
-class Keeper(Protocol):
-    """Holder of the charges behind a history."""
+class HistoryOwner(Protocol):
+    """Accountant whose charges a history lists."""
 
     def _entries(self) -> list[Any]: ...
 
@@ -17,27 +17,27 @@ class Keeper(Protocol):
 
 
 class History(list):
-    """Triples ``(noise_multiplier, sample_rate, steps)``, always those of the accountant's ledger.
+    """Triples ``(noise_multiplier, sample_rate, steps)`` of the accountant's current ledger.
 
-    ``append``, ``extend`` and ``+=`` charge the ledger. All else that changes a list gives the accountant a ledger of
-    its own with the changed content: a ledger never forgets.
+    ``append``, ``extend`` and ``+=`` charge the ledger. Other changes give the accountant a new ledger with the changed
+    content, because charges cannot be removed from a ledger.
 
     Args:
         keeper: The accountant.
     """
 
-    def __init__(self, keeper: Keeper):
+    def __init__(self, owner: HistoryOwner):
         super().__init__()
-        self._keeper = keeper
+        self._owner = owner
         self._refresh()
 
     def append(self, entry: Any, /) -> None:
-        """Charges one entry; ``ValueError`` if it is none."""
+        """Charges one entry. Raises ValueError if it is invalid."""
         self.extend([entry])
 
     def extend(self, entries: Iterable[Any], /) -> None:
-        """Charges entries; ``ValueError`` if one of them is none, and then none is charged."""
-        self._keeper._add(list(entries))
+        """Charges all entries; if one is invalid, raises ValueError and charges none."""
+        self._owner._add(list(entries))
         self._refresh()
 
     def __iadd__(self, entries: Iterable[Any]) -> History:  # type: ignore[override, misc]
@@ -51,26 +51,26 @@ class History(list):
         return [tuple(entry) for entry in self]
 
     def _refresh(self) -> None:
-        list.__setitem__(self, slice(None), self._keeper._entries())
+        list.__setitem__(self, slice(None), self._owner._entries())
 
 
 def _reading(name: str) -> Callable[..., Any]:
-    own = getattr(list, name)
+    list_method = getattr(list, name)
 
     def read(self: History, *args: Any) -> Any:
         self._refresh()
-        return own(self, *args)
+        return list_method(self, *args)
 
     return _named(read, name)
 
 
 def _changing(name: str) -> Callable[..., Any]:
-    own = getattr(list, name)
+    list_method = getattr(list, name)
 
     def change(self: History, *args: Any, **kwargs: Any) -> Any:
-        changed = self._keeper._entries()
-        result = own(changed, *args, **kwargs)
-        self._keeper._replace(changed)
+        changed = self._owner._entries()
+        result = list_method(changed, *args, **kwargs)
+        self._owner._replace(changed)
         self._refresh()
         return self if name == "__imul__" else result
 

@@ -17,14 +17,14 @@ class PRVAccountant(LedgerAccountant):
     ) -> float:
         """Returns an upper bound on the epsilon spent so far.
 
-        The losses are composed by the PLD accountant, which is faster than the engine's PRV and as near to the truth.
-        Where it has no sound answer, as for tiny noise, `RDPAccountant` or another accountant is used, with a warning.
+        The losses are composed by the PLD accountant, which is faster than the engine's PRV and as accurate.
+        If it has no valid bound, as for tiny noise, `RDPAccountant` or another accountant is used, with a warning.
 
         Args:
             delta: Strictly between 0 and 1.
-            eps_error: Positive. Kept for scripts: errors are in the bound, whatever this says.
-            delta_error: Positive, or None. As ``eps_error``.
-            kwargs: What other accountants take, which is ignored.
+            eps_error: Positive. Ignored, because the bound includes all errors; for compatibility.
+            delta_error: Positive, or None. Ignored, too.
+            kwargs: Arguments of other accountants, which are ignored.
 
         Returns:
             Epsilon: 0.0 before the first step, infinity without noise.

@@ -29,7 +29,7 @@ class DPMultiheadAttention(PrivateMultiheadAttention):
         attn_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Works as that of ``nn.MultiheadAttention``, with averaged weights; rejects input without a batch axis."""
+        """Works as ``nn.MultiheadAttention``, with averaged weights. Rejects input without a batch axis."""
         return super().forward(
             query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights=True, is_causal=is_causal
         )
@@ -40,7 +40,7 @@ class DPMultiheadAttention(PrivateMultiheadAttention):
 
 
 def _with_torch_names(state: Any, prefix: str, *, packed: bool) -> None:
-    """Puts what Opacus writes for three linear layers and two sequence biases under torch's names."""
+    """Renames Opacus's entries of three linear layers and two sequence biases to torch's names."""
     for kind in ("weight", "bias"):
         names = [f"{prefix}{letter}linear.{kind}" for letter in "qkv"]
         if not all(name in state for name in names):

@@ -1,4 +1,4 @@
-"""State dicts of a module under other names than those of its parameters."""
+"""Renaming of parameters in the state dict of a module."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import nn
 
 
 def filter_out_old_keys(self: Any, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any) -> dict[str, Any]:
-    """Returns a state dict without the names that the module ``self`` renames; a hook for ``state_dict``."""
+    """State-dict hook of ``self``: returns the state dict without the old names of renamed parameters."""
     return {name: value for name, value in state_dict.items() if name not in self.old_to_new}
 
 
 class RenameParamsMixin:
-    """Renames parameters in the state dict of a module, at any depth of a model. Precedes ``nn.Module`` in the bases.
+    """Renames parameters in the state dict of a module, at any depth of a model. List it before ``nn.Module``.
 
-    The new name is an attribute too; ``named_parameters`` has the old one.
+    The new name is also an attribute. ``named_parameters`` returns the old name.
     """
 
     old_to_new: Mapping[str, str] = MappingProxyType({})
     new_to_old: Mapping[str, str] = MappingProxyType({})
 
     def set_rename_map(self, rename_map: dict[str, str]) -> None:
-        """Sets the name in the state dict of each dotted parameter name; equal ones are a ``ValueError``."""
+        """Sets the state-dict name of each dotted parameter name. Raises ValueError if two are equal."""
         new_to_old = {new: old for old, new in rename_map.items()}
         if len(new_to_old) < len(rename_map):
-            twice = sorted({new for new in rename_map.values() if list(rename_map.values()).count(new) > 1})
-            raise ValueError(f"set_rename_map: {', '.join(map(repr, twice))} is the new name of several parameters.")
+            repeated = sorted({new for new in rename_map.values() if list(rename_map.values()).count(new) > 1})
+            raise ValueError(f"set_rename_map: {', '.join(map(repr, repeated))} is the new name of several parameters.")
         self.old_to_new, self.new_to_old = dict(rename_map), new_to_old
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns ``nn.Module.state_dict`` under the new names."""
         destination = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name in list(destination):  # each is put back, so that the order stays
+        for name in list(destination):  # removes and inserts each, which keeps the order
             value = destination.pop(name)
-            own = name.removeprefix(prefix) if name.startswith(prefix) else None
-            destination[name if own is None else prefix + self.old_to_new.get(own, own)] = value
+            local_name = name.removeprefix(prefix) if name.startswith(prefix) else None
+            destination[name if local_name is None else prefix + self.old_to_new.get(local_name, local_name)] = value
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Works as ``nn.Module.load_state_dict``, by the new names."""
+        """Works as ``nn.Module.load_state_dict``, with the new names."""
         return super().load_state_dict(state_dict, strict=strict, assign=assign)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
@@ -53,16 +53,16 @@ class RenameParamsMixin:
                 state_dict[prefix + old] = state_dict.pop(prefix + new)
             elif prefix + old not in state_dict:
                 missing.append(prefix + new)
-                # Its own value, or the old name would be reported as missing as well.
-                state_dict[prefix + old] = self._named(old)
+                # The current value. Otherwise, the old name would also be reported as missing.
+                state_dict[prefix + old] = self._by_name(old)
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
 
-    def _named(self, name: str) -> torch.Tensor:
+    def _by_name(self, name: str) -> torch.Tensor:
         owner, _, last = name.rpartition(".")
         found: torch.Tensor = getattr(nn.Module.get_submodule(self, owner), last)  # type: ignore[arg-type]
         return found
 
     def __getattr__(self, name: str) -> Any:
         if name in self.new_to_old:
-            return self._named(self.new_to_old[name])
+            return self._by_name(self.new_to_old[name])
         return super().__getattr__(name)  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Functions that subclasses of ``DPOptimizer`` with clipping or noise of their own import."""
+"""Functions for subclasses of ``DPOptimizer`` with custom clipping or noise."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .step_of import seed_of
 
 
 def _mark_as_processed(obj: Tensor | list[Tensor]) -> None:
-    """Notes that a gradient, or each of a list, went into a step."""
-    for one in obj if isinstance(obj, list) else [obj]:
-        one._processed = True  # type: ignore[attr-defined]
+    """Marks a gradient, or each gradient of a list, as used in a step."""
+    for grad in obj if isinstance(obj, list) else [obj]:
+        grad._processed = True  # type: ignore[attr-defined]
 
 
 def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
     """Raises StaleGradientError, a ValueError, for a gradient that was used in a step already."""
-    if any(hasattr(one, "_processed") for one in (obj if isinstance(obj, list) else [obj])):
+    if any(hasattr(grad, "_processed") for grad in (obj if isinstance(obj, list) else [obj])):
         raise StaleGradientError(
             "Gradients were not cleared since the last optimizer.step().",
             fix="Call optimizer.zero_grad() at the top of the loop.",
@@ -31,7 +31,7 @@ def _check_processed_flag(obj: Tensor | list[Tensor]) -> None:
 def _generate_noise(
     std: float, reference: Tensor, generator: torch.Generator | None = None, secure_mode: bool = False
 ) -> Tensor:
-    """Returns Gaussian noise from the engine's source: a key of its own for each call.
+    """Returns Gaussian noise from the engine's source, with a separate key for each call.
 
     Args:
         std: Standard deviation.

@@ -1,4 +1,4 @@
-"""Private step of an optimizer with the attributes of Opacus, in the phases that Opacus has."""
+"""Private step of an optimizer, in the phases and with the attributes of Opacus."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check_settings(optimizer: DPOptimizer) -> None:
 
 def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> PrivateStep:
     """Returns a step for external batches: each backward pass is one, and no epsilon is claimed."""
-    waiting = optimizer._waiting = _bound(optimizer)
+    waiting = optimizer._waiting = _passes(optimizer)
     topology = waiting.clipper.topology
     plan = _plan(optimizer, noise_multiplier, clipping, ranks=topology.ranks)
     clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
@@ -75,7 +75,7 @@ def engine_step(optimizer: DPOptimizer, sampling: Draws, ledger: Ledger, **parts
 
     ``parts`` are ``budget`` and ``dataset_check`` of the step.
     """
-    waiting = optimizer._waiting = _bound(optimizer)
+    waiting = optimizer._waiting = _passes(optimizer)
     topology, run = waiting.clipper.topology, name_for(waiting.clipper.topology)
     plan = _plan(optimizer, *optimizer._initial_settings, ranks=topology.ranks)
     plan.clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
@@ -88,7 +88,7 @@ def follow_hooks(optimizer: DPOptimizer, step: PrivateStep) -> None:
     held = params(optimizer)
     present = waiting_of(held[0]) if held else None
     if present is not None and present is not optimizer._waiting:
-        optimizer._waiting = _bound(optimizer)
+        optimizer._waiting = _passes(optimizer)
         if not step.passes.buffer.clean:
             step.discard()
         step.passes = optimizer._waiting.clipper
@@ -136,14 +136,14 @@ def _check_owner(optimizer: DPOptimizer) -> None:
 
 
 def _follow_groups(optimizer: DPOptimizer, waiting: WaitingPasses) -> None:
-    """Follows changes of the optimizer's parameters."""
+    """Restricts clipping to the optimizer's current parameters. Raises if one is not in the wrapped model."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
     every = set(waiting.parameters.values())
-    strangers = [p for p in held if p.requires_grad and p not in every]
-    if strangers:
-        shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:3])
+    unknown = [p for p in held if p.requires_grad and p not in every]
+    if unknown:
+        shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         raise ParameterMismatchError(
-            f"{len(strangers)} optimizer parameters are not in the wrapped model (shapes {shapes}): they are of "
+            f"{len(unknown)} optimizer parameters are not in the wrapped model (shapes {shapes}): they are of "
             "another model, or were added or replaced later. Their gradients would be neither clipped nor noised.",
             fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
@@ -163,15 +163,15 @@ def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
 
 
 def seed_of(generator: torch.Generator | None) -> int | None:
-    """Returns a seed drawn from a generator, another one at each call."""
+    """Draws a seed from a generator; None without a generator."""
     if generator is None:
         return None
     return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
 
-def _bound(optimizer: DPOptimizer) -> WaitingPasses:
-    """Returns the passes over the optimized model; of all processes if the optimizer reduces sums over them."""
-    waiting = _bound_here(optimizer)
+def _passes(optimizer: DPOptimizer) -> WaitingPasses:
+    """Returns the waiting passes of the model, which reduce sums over processes if the optimizer does."""
+    waiting = _local_passes(optimizer)
     clipper = waiting.clipper
     if optimizer._over_ranks and clipper.topology is SINGLE:
         topology = topology_of(clipper.model)
@@ -182,8 +182,8 @@ def _bound(optimizer: DPOptimizer) -> WaitingPasses:
     return waiting
 
 
-def _bound_here(optimizer: DPOptimizer) -> WaitingPasses:
-    """Returns the passes over the model that has the parameters; without hooks, those in ``p.grad_sample``."""
+def _local_passes(optimizer: DPOptimizer) -> WaitingPasses:
+    """Returns the waiting passes of the wrapped model; without one, passes that read ``p.grad_sample``."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     found = _distinct(map(waiting_of, held))
     if len(found) > 1:
@@ -192,7 +192,8 @@ def _bound_here(optimizer: DPOptimizer) -> WaitingPasses:
             fix="Put them in one nn.Module and wrap that, or use an optimizer for each.",
         )
     if not found:
-        written = [getattr(parameter, "grad_sample", None) for parameter in held]  # maybe before the step is built
+        # The user may write gradients before the step is built.
+        written = [getattr(parameter, "grad_sample", None) for parameter in held]
         waiting = WaitingPasses(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
         for parameter, grad_sample in zip(held, written, strict=True):
             parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
@@ -212,7 +213,7 @@ def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
     return f"'{names.get(parameter, f'{place} of the optimizer')}' {tuple(parameter.shape)}"
 
 
-# A step, in the parts that Opacus has
+# The phases of a step of Opacus
 
 
 def check_unscaled(optimizer: DPOptimizer) -> None:
@@ -271,7 +272,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Follows changes of ``p.summed_grad`` since it was written."""
+    """Rejects or accepts changes of ``p.summed_grad`` since it was written."""
     shown = optimizer._sums_shown
     changed = [] if shown is None else shown.changed(step)
     if changed:
@@ -282,7 +283,7 @@ def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
 def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Replaces the sums by ``p.summed_grad`` as the user's own ``clip_and_accumulate`` wrote it."""
     written = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
-    optimizer._waiting.deliver(step)  # unless that method has called the engine's
+    optimizer._waiting.deliver(step)  # does nothing if that method called the engine's
     step.gather()
     views = dict(step.passes.buffer)
     for parameter, total in written.items():
@@ -340,8 +341,8 @@ def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
 def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Divides ``p.grad`` by public constants."""
     if optimizer.loss_reduction == "mean":
-        own = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
-        count = max(1, len(own)) if step.batches.batches else step.batches.merged
+        included = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
+        count = max(1, len(included)) if step.batches.batches else step.batches.merged
         written = step.writer.released.keys()
         # If there are none, the user's own add_noise wrote the gradients.
         grads = {p: p.grad for p in written or optimizer.params if p.grad is not None}
