@@ -59,13 +59,13 @@ class LoopCheck:
         rows: Finds the samples in tensors.
         rerun: Runs the record again.
         tolerance: Relative tolerance between two runs.
-        others: True if the batch holds data other than tensors, such as texts.
+        other_data: True if the batch holds data other than tensors, such as texts.
     """
 
     def __init__(self, record: LoopRecord, rows: Rows, *, settled: bool):
         self.rows, self.rerun, self.tolerance = rows, Rerun(record, settled=settled), _tolerance(record)
         self._settled = settled
-        self.others = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
+        self.other_data = any(not isinstance(leaf, (Tensor, type(None))) for leaf in pytree.tree_leaves(record.batch))
         self._record = record
         self._rejected_kinds: set[str] = set()  # kinds of values for which the loop raises if they are shifted far
         self._sizes: dict[Place, float] = {}  # largest absolute entries
@@ -235,7 +235,7 @@ class LoopCheck:
         ):
             return True
         calls = [call for call in record.calls if isinstance(call, Call)]
-        return self.others and (
+        return self.other_data and (
             self._has_constants(calls) or any(reads_single_samples(c.function, c.args) for c in calls)
         )
 
@@ -313,7 +313,7 @@ class LoopCheck:
         Returns None if it cannot be decided, for example because a number in the loop may depend on the batch.
         """
         half = self.rows.samples // 2
-        if self._record.first_conversion or self.others or any(n >= half or n != int(n) for n in self.numbers()):
+        if self._record.first_conversion or self.other_data or any(n >= half or n != int(n) for n in self.numbers()):
             return None
         try:
             grads = self.rerun(lambda tensor, place: self.rows.rearranged(tensor, torch.arange(half))).grads

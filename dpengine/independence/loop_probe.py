@@ -223,7 +223,7 @@ class LoopProbe:
                 return None
             self.wants_other_size = None
         declared = "mean" if self._mean_loss else "sum"
-        if reduction not in (None, "neither", declared) and check.others and not self._undeclared_seen:
+        if reduction not in (None, "neither", declared) and check.other_data and not self._undeclared_seen:
             self._undeclared_seen, self.wants_other_size = True, record.samples  # counts in texts may agree by chance
             return None
         check_reduction(reduction, declared)

@@ -36,7 +36,7 @@ class StepTensors(NamedTuple):
     Attributes:
         inputs: Inputs of the model calls that the backward pass reached.
         outputs: Model outputs that require a gradient, after they were replaced.
-        own: Model outputs before they were replaced, with or without gradient. Empty if a model drew random numbers.
+        original: Model outputs before replacement, with or without gradient. Empty if a model drew random numbers.
         grads: Gradients with respect to `outputs`, and to `layers` if a model computes a loss.
         layers: Outputs of layers that require a gradient.
         drew: Whether random numbers were drawn outside the models.
@@ -45,7 +45,7 @@ class StepTensors(NamedTuple):
 
     inputs: Mapping[Place, Tensor]
     outputs: Mapping[Place, Tensor]
-    own: Mapping[Place, Tensor]
+    original: Mapping[Place, Tensor]
     grads: Mapping[Place, Tensor]
     layers: Mapping[Place, Tensor]
     drew: bool
@@ -71,7 +71,7 @@ class StepWatch:
         self._inputs: list[list[Tensor]] = []
         self._outputs: dict[Place, Tensor] = {}  # outputs of models and layers
         self._grads: dict[Place, Tensor] = {}
-        self._own: dict[Place, Tensor] = {}  # outputs of models before they are replaced
+        self._original: dict[Place, Tensor] = {}  # outputs of models before they are replaced
         self._half = self._drew = self._model_drew = False
         self._before: list[Tensor] = []  # random states before the running call of a model
         self._random: list[Tensor] = []  # states after the last call of a model
@@ -82,8 +82,12 @@ class StepWatch:
         inputs = {("input", i, k): tensor for i in reached for k, tensor in enumerate(self._inputs[i])}
         values = {place: tensor.detach() for place, tensor in self._outputs.items()}
         outputs, layers = ({p: t for p, t in values.items() if p[0] == kind} for kind in ("output", "layer"))
-        own = {} if self._model_drew else {place: tensor for place, tensor in self._own.items() if place[1] in reached}
-        return StepTensors(inputs, outputs, own, self._grads, layers, self._drew, self._half)
+        original = (
+            {}
+            if self._model_drew
+            else {place: tensor for place, tensor in self._original.items() if place[1] in reached}
+        )
+        return StepTensors(inputs, outputs, original, self._grads, layers, self._drew, self._half)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -167,7 +171,7 @@ class StepWatch:
         number = len(self._inputs)
         self._inputs.append([tensor.detach().clone() for tensor in tensors_in((args, kwargs))])
         self._record("layer", len(self._outputs), output if module._parameters else ())
-        self._own.update({("output", number, k): t.detach() for k, t in enumerate(tensors_in_outputs(output))})
+        self._original.update({("output", number, k): t.detach() for k, t in enumerate(tensors_in_outputs(output))})
         self._half |= any(t.dtype in _HALF for t in tensors_in_outputs(output))
         index = iter(range(len(tensors_in_outputs(output))))
         replaced = map_outputs(lambda tensor: self._replaced(("output", number, next(index)), tensor), output)

@@ -240,7 +240,7 @@ class _Probe:
         fewer = entries(self.smaller, self.smaller, Sizes(-1, -1, self.axis))
         for path, entry in batch.items():
             if path in fewer and entry.size != fewer[path].size:
-                raise self._other_number(path, entry.size, len(_BATCH))
+                raise self._row_count_error(path, entry.size, len(_BATCH))
         raise _Undecided("no entry of the batch has a row for each example")
 
     def _paths_with_rows(self, first: Entries, second: Entries) -> list[str]:
@@ -250,10 +250,10 @@ class _Probe:
         for path, entry in first.items():
             if (entry.rows is None) is not (second[path].rows is None):
                 wrong = entry if entry.rows is None else second[path]
-                raise self._other_number(path, wrong.size, len(_BATCH))
+                raise self._row_count_error(path, wrong.size, len(_BATCH))
         return [path for path, entry in first.items() if entry.rows is not None and path not in self.unstable]
 
-    def _other_number(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
+    def _row_count_error(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
         return BatchMismatchError(
             f"{self.name} returned {rows} rows in {path} for {examples} examples; per-example clipping requires "
             "exactly one row per example.",

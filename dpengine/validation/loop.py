@@ -179,8 +179,10 @@ class _BatchCheck:
             others = self._try(*self._arranged(baseline, source_B))
             if largest_change(self._rows, baseline.inputs, others.inputs, tolerance, kept):
                 return mixed_inputs()
-            batched = {place: output for place, output in baseline.own.items() if self._rows.of(output) is not None}
-            if largest_change(self._rows, batched, others.own, tolerance, kept):
+            batched = {
+                place: output for place, output in baseline.original.items() if self._rows.of(output) is not None
+            }
+            if largest_change(self._rows, batched, others.original, tolerance, kept):
                 return mixed_outputs()
             if share := largest_change(
                 self._rows, *self._comparable(baseline, others, kept, tolerance), tolerance, kept

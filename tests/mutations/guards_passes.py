@@ -419,7 +419,7 @@ GUARDS = [
     Guard(
         "loop-places",
         "weights of samples that follow from their place",
-        "        return self.others and (\n            self._has_constants(calls)",
+        "        return self.other_data and (\n            self._has_constants(calls)",
         "        return (\n            self._has_constants(calls)",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[weights_by_place-zero-out]",
@@ -435,7 +435,7 @@ GUARDS = [
     Guard(
         "loop-texts",
         "a count in texts that equals a number of samples, or a sum, by chance",
-        '        if reduction not in (None, "neither", declared) and check.others and not self._undeclared_seen:',
+        '        if reduction not in (None, "neither", declared) and check.other_data and not self._undeclared_seen:',
         "        if False:",
         "independence/test_bounds_and_numbers.py::test_a_count_that_is_equal_in_two_batches_by_chance_is_not_taken_for_a_sum",
     ),
@@ -566,7 +566,7 @@ GUARDS = [
     Guard(
         "check-loop-outputs",
         "an output of the model that changes with other samples",
-        "            if largest_change(self._rows, batched, others.own, tolerance, kept):",
+        "            if largest_change(self._rows, batched, others.original, tolerance, kept):",
         "            if False:",
         "independence/test_unseen_data.py::test_check_loop_rejects_them[gives_a_number-None]",
     ),

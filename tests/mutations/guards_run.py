@@ -104,14 +104,14 @@ GUARDS = [
     Guard(
         "collate-number",
         "another number of rows than examples",
-        "                raise self._other_number(path, entry.size, len(_BATCH))",
+        "                raise self._row_count_error(path, entry.size, len(_BATCH))",
         "                pass",
         "sampling/test_collate_probe.py::test_another_number_of_rows_is_rejected[two views]",
     ),
     Guard(
         "collate-some",
         "another number of rows than examples in some batches",
-        "                raise self._other_number(path, wrong.size, len(_BATCH))",
+        "                raise self._row_count_error(path, wrong.size, len(_BATCH))",
         "                pass",
         "sampling/test_collate_probe.py::test_another_number_of_rows_is_rejected[one left out]",
     ),
