@@ -96,7 +96,8 @@ class _Grams:
     def of(cls, factors_BTF: Sequence[Tensor]) -> _Grams:
         """Computes the Gram matrix of a shared tensor once."""
         rows, length, _ = factors_BTF[0].shape
-        entries_LBTT = torch.empty(len(factors_BTF), rows, length, length, device=factors_BTF[0].device)
+        size = (len(factors_BTF), rows, length, length)
+        entries_LBTT = torch.empty(size, dtype=torch.float32, device=factors_BTF[0].device)
         known: dict[object, Tensor] = {}
         for factor_BTF, out_BTT in zip(factors_BTF, entries_LBTT, strict=True):
             first_BTT = known.setdefault(elements_key(factor_BTF), out_BTT)
@@ -110,7 +111,7 @@ class _Grams:
     def of_stack(cls, factors_LBTF: Tensor) -> _Grams:
         """Computes the Gram matrices of all tensors in one product."""
         count, rows, length, features = factors_LBTF.shape
-        entries_LBTT = torch.empty(count, rows, length, length, device=factors_LBTF.device)
+        entries_LBTT = torch.empty(count, rows, length, length, dtype=torch.float32, device=factors_LBTF.device)
         _write_gram(factors_LBTF.flatten(0, 1), entries_LBTT.flatten(0, 1))
         return cls._of(entries_LBTT, features)
 

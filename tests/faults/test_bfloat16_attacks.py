@@ -190,3 +190,20 @@ def test_parameters_of_one_shape_have_the_norms_and_sums_that_they_have_alone(sh
         torch.testing.assert_close(norms.sq_norm_LB[i], alone.sq_norm_LB[0], rtol=1e-6, atol=0)
         ((first, second),) = alone.rounded([pair], factor_LB[i : i + 1])
         assert torch.equal(first, found[i][0]) and torch.equal(second, found[i][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("features", [1, 5])
+def test_norms_do_not_depend_on_the_default_dtype(features, dtype):
+    torch.manual_seed(0)
+    pair = torch.randn(ROWS, 4, features).bfloat16(), torch.randn(ROWS, 4, features).bfloat16()
+    expected = bfloat16.GramNorms.of([pair])
+    factor_LB = torch.rand(1, ROWS)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        found = bfloat16.GramNorms.of([pair])
+        torch.testing.assert_close(found.rounded([pair], factor_LB), expected.rounded([pair], factor_LB))
+    finally:
+        torch.set_default_dtype(before)
+    assert torch.equal(found.sq_norm_LB, expected.sq_norm_LB)
