@@ -151,11 +151,12 @@ class BookKeeping(AbstractGradients):
         self._entries = {parameter: entry for parameter, entry in self._entries.items() if parameter in parameters}
 
     def copied(self) -> BookKeeping:
-        """Returns a mode with a copy of the layer calls. Consuming one does not change the other."""
+        """Returns a mode with copied layer calls, for norms or exact sums. Consuming one does not change the other."""
         self._unstack()
         other = self.renewed()
         other.rows = dict(self.rows)
-        other._entries = {p: replace(entry, calls=list(entry.calls)) for p, entry in self._entries.items()}
+        entries = self._entries.items()
+        other._entries = {p: replace(e, calls=list(e.calls), rounds=False, grams=None) for p, e in entries}
         return other
 
     def _entry(self, use: Use) -> Entry:

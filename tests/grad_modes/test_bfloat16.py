@@ -11,6 +11,7 @@ from oracle import relative_error
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dpengine import GradSampleModule
 from dpengine.capture.record import LayerCall, Use
 from dpengine.clipping import Flat
 from dpengine.grad_modes import bookkeep, choose_method, entry, rows
@@ -87,6 +88,20 @@ def check_close(algorithm, found, sums, expected, truth):
     assert relative_error(sums, truth) < (0.01 if rounds else 2e-5)
     ratio = found.largest_norm / expected.largest_norm
     assert 1 <= ratio < 1.01 if rounds else ratio == pytest.approx(1, rel=1e-6)
+
+
+def test_weighted_sums_are_not_rounded_after_norms_were_read(narrow, monkeypatch):
+    monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: ALGORITHMS[2] if fits(ALGORITHMS[2]) else None)
+    wrapped, (inputs, targets) = GradSampleModule(Wide()), sentences()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = F.cross_entropy(wrapped(inputs).float(), targets)
+    loss.backward()
+    found, weights = wrapped.last_pass, torch.linspace(-3, 0.7, ROWS)
+    assert any(narrow)
+    found.norms()
+    for name, total in found.weighted_sum(weights).items():
+        expected = torch.einsum("b,b...->...", weights.double(), found.gradients(name).double())
+        assert relative_error({name: total.double()}, {name: expected}) < 1e-6
 
 
 CONVOLVED = [Algorithm(Method.KEEP, "unfold"), Algorithm(Method.DISCARD, "unfold"), Algorithm(Method.GHOST, "gram")]
