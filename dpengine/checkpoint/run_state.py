@@ -210,19 +210,21 @@ def fingerprint(run: Run) -> dict[str, Any]:
     return json.loads(json.dumps(parts))  # type: ignore[no-any-return]  # as read from a file
 
 
-_FORMER_NAMES = {  # names of sampling schemes in earlier checkpoints
-    "PoissonSampling": "PoissonDraws",
-    "CyclicPoissonStrategy": "CyclicDraws",
-    "TruncatedStrategy": "TruncatedDraws",
-    "FixedSizeStrategy": "FixedSizeDraws",
-    "ShuffleSampling": "ShuffleDraws",
+_FORMER_NAMES = {  # in the descriptions of sampling schemes in earlier checkpoints
+    "PoissonSampling(": "PoissonDraws(",
+    "CyclicPoissonStrategy(": "CyclicDraws(",
+    "TruncatedStrategy(": "TruncatedDraws(",
+    "FixedSizeStrategy(": "FixedSizeDraws(",
+    "ShuffleSampling(": "ShuffleDraws(",
+    "OwnDraws(": "CustomDraws(",
+    ", name=": ", class_name=",  # of `CustomDraws`
 }
 
 
 def _check_fingerprint(run: Run, state: Mapping[str, Any]) -> None:
     now, then = fingerprint(run), dict(state["fingerprint"])
     for former, name in _FORMER_NAMES.items():
-        then["sampling"] = str(then.get("sampling")).replace(f"{former}(", f"{name}(")
+        then["sampling"] = str(then.get("sampling")).replace(former, name)
     differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
     if differing:
         name = differing[0]

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from plans import CONFIGS, DRAWS, PLANS, STEPS, Still, agrees, covariance, expected_covariance
+from recipes import recipe
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -29,6 +30,7 @@ from dpengine.errors import (
 from dpengine.noise import BLT, BandedInverse, BandMF, NoiseSource
 from dpengine.noise import source as noise_source
 from dpengine.sampling import BMinSepSampling
+from dpengine.sampling.custom_scheme import CustomDraws
 from dpengine.sampling.cyclic import CyclicDraws
 from dpengine.sampling.poisson import PoissonDraws
 from dpengine.sampling.shuffle import ShuffleDraws
@@ -665,12 +667,17 @@ def test_files_of_two_checkpoints_do_not_mix(tmp_path):
         (PoissonDraws, "PoissonSampling", {}),
         (ShuffleDraws, "ShuffleSampling", {"sampling": "shuffle"}),
         (CyclicDraws, "CyclicPoissonStrategy", {"noise": BandMF(num_bands=2)}),
+        (CustomDraws, "OwnDraws", {"sampling": recipe("Bernoulli")(0.25)}),
     ],
 )
 def test_a_checkpoint_with_a_former_name_of_a_sampling_scheme_is_loaded(tmp_path, monkeypatch, kind, former, settings):
     as_now = kind.__repr__
+
+    def as_before(draws):
+        return as_now(draws).replace(kind.__name__, former).replace("class_name=", "name=")
+
     with monkeypatch.context() as earlier:
-        earlier.setattr(kind, "__repr__", lambda draws: as_now(draws).replace(kind.__name__, former))
+        earlier.setattr(kind, "__repr__", as_before)
         Run(**settings).train(2).saved(tmp_path)
     again = Run(**settings)
     checkpoint.load(tmp_path, again.engine)

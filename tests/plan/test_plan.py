@@ -123,7 +123,7 @@ def test_a_loop_without_the_engine_cannot_use_a_policy():
         (FixedBatchSampling(batch_size=15), "Create the loader with batch_size=15"),
         (BMinSepSampling(sampling_prob=0.5, min_separation=2), "Create the loader with batch_size=20"),
     ],
-    ids=lambda one: getattr(one, "law", ""),
+    ids=lambda one: getattr(one, "name", ""),
 )
 def test_a_loader_of_another_batch_size_is_refused_with_that_of_the_plan(sampling, says):
     plan = Plan(iterations=8, sampling=sampling, num_examples=60, normalize_by=12, noise_multiplier=1.0)
