@@ -96,6 +96,7 @@ class ForwardByRows:
     Attributes:
         vectorizes: False if vmap cannot run the module.
         layout: `Inputs.layout` of the last batch whose rows gave its outputs when they ran alone; None before that.
+        largest: Number of rows of the largest such batch. A model may mix the rows of larger batches only.
         stores: False if the model cannot store a pullback.
         compared: True if gradients of a pullback were equal to those of a replay.
     """
@@ -103,6 +104,7 @@ class ForwardByRows:
     def __init__(self) -> None:
         self.vectorizes = True
         self.layout: tuple[Any, list[int]] | None = None
+        self.largest = 0
         self.stores, self.compared = True, False
         self._attributes: Attributes = {}  # before the first call
         # Index of an input with a batch axis; None while the module runs on the batch.
@@ -134,7 +136,9 @@ class ForwardByRows:
         with attributes_kept(call.layer, self._attributes):
             if first:
                 self.vectorizes = _can_vectorize(call, inputs, state)
+            if first or count > self.largest:
                 _compare_with_batch(call, inputs, state)
+                self.largest = count
             if self.vectorizes:
                 state.restore_random()
                 try:
@@ -158,7 +162,9 @@ class ForwardByRows:
         except RuntimeError:  # the module stored a tensor of the last replay in a container
             self.stores = False
             return None
-        if not count or inputs.layout != self.layout or state.half or not _can_store(call, inputs, before):
+        if not 0 < count <= self.largest or inputs.layout != self.layout or state.half:
+            return None
+        if not _can_store(call, inputs, before):
             return None
         inputs = replace(inputs, leaves=[t.clone() if isinstance(t, Tensor) else t for t in inputs.leaves])
         try:

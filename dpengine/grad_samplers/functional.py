@@ -88,6 +88,8 @@ class _Fallback:
             vectorized = self.vectorizes and (rows.drawn is None or rows.drawn.chunk > 0)
             may_store = vectorized and not call.name and can_return(call.output)
             self.by_rows.layout = rows.inputs.layout if may_store else None
+            if rows.drawn is None:
+                self.by_rows.largest = max(self.by_rows.largest, rows.count)
         elif not self.by_rows.compared:
             ends = {0, rows.count - 1}  # of the first and the last vectorized run
             stored = [_flat(grads, row) for row in ends]

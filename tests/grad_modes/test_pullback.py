@@ -178,10 +178,34 @@ def test_batches_of_any_size_have_the_sums_of_a_loop(setting, monkeypatch, make,
     model = make()
     monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", chunk_rows * 8 * sum(p.numel() for p in model.parameters()))
     run = setting(model)
-    for rows in (5, 6, 1, 4, 5, 2):
+    for number, rows in enumerate((6, 5, 1, 4, 6, 2)):
         run.step(inputs_of(rows))
-        run.replays = 0 if rows == 6 else run.replays  # the second batch is compared with a replay
+        run.replays = 0 if number == 1 else run.replays  # the second batch is compared with a replay
     assert run.replays == 0
+
+
+class SubtractsTheMean(Plain):
+    def forward(self, inputs):
+        return super().forward(inputs - inputs.mean(dim=0))
+
+
+class SubtractsTheMeanOfMany(Plain):
+    def forward(self, inputs):
+        return super().forward(F.dropout(inputs - inputs.mean(dim=0) * (len(inputs) > 2), 0.5, self.training))
+
+
+@pytest.mark.parametrize(("make", "small"), [(SubtractsTheMean, 1), (SubtractsTheMeanOfMany, 2)])
+def test_a_model_that_mixes_samples_only_in_larger_batches_is_rejected_there(setting, make, small):
+    run = setting(make())
+
+    def backward(rows):
+        loss(run.model(features(rows)), weights(rows)).backward()
+        run.clipper.clip_and_accumulate()
+
+    for _ in range(3):
+        backward(small)
+    with pytest.raises(UnsupportedLayerError, match="alone"):
+        backward(4)
 
 
 def test_the_loss_that_a_model_returns_has_the_sum_of_a_loop(setting):
