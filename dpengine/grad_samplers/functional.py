@@ -87,9 +87,10 @@ class _Fallback:
             # A unit may call a layer outside of it, which records its own calls.
             vectorized = self.vectorizes and (rows.drawn is None or rows.drawn.chunk > 0)
             may_store = vectorized and not call.name and can_return(call.output)
-            self.by_rows.layout = rows.inputs.layout if may_store else None
             if rows.drawn is None:
-                self.by_rows.largest = max(self.by_rows.largest, rows.count)
+                before = self.by_rows.largest if self.by_rows.layout == rows.inputs.layout else 0
+                self.by_rows.largest = max(before, rows.count)
+            self.by_rows.layout = rows.inputs.layout if may_store else None
         elif not self.by_rows.compared:
             ends = {0, rows.count - 1}  # of the first and the last vectorized run
             stored = [_flat(grads, row) for row in ends]
