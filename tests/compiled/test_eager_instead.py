@@ -168,7 +168,7 @@ class Unusual(nn.Module):
 
 UNUSUAL = {
     "input in place": (lambda layer, x: layer(x.clamp_(-0.5, 0.5)), lambda found: found, "changes its input in place"),
-    "number of samples": (lambda layer, x: (layer(x), len(x)), lambda found: found[0], "depends on the number of samples"),
+    "number of samples": (lambda layer, x: (layer(x), len(x)), lambda found: found[0], "depends on the number"),
     "shared memory": (
         lambda layer, x: ((h := layer(x)), h[:, :2]),
         lambda found: found[0],
