@@ -60,6 +60,7 @@ class _Fallback:
 
     def __init__(self) -> None:
         self.vectorizes = True
+        self._replaces_all = False  # True if a replay of the model used none of its own parameters
         self.by_rows = ForwardByRows()
 
     def forward(self, call: ForwardCall) -> tuple[Any, Drawn | None]:
@@ -115,6 +116,16 @@ class _Fallback:
 
     def _replayed(self, rows: _Rows, call: LayerCall) -> dict[str, Tensor]:
         """Returns the gradients of a replay. Raises UnsupportedLayerError if its outputs are not the recorded ones."""
+        with attributes_kept(call.layer), rows.as_drawn(), without_checkpoints():
+            # A unit may call a layer outside of it, which uses its own parameters and records its own calls.
+            if not (call.name or self._replaces_all) and (name := rows.parameter_not_replaced()):
+                raise UnsupportedLayerError(
+                    f"{_subject(call)} uses its parameter '{name}' by another reference than the attribute of its "
+                    "module, such as a list or a variable of a closure. Its per-sample gradients cannot be computed.",
+                    fix="Read the parameter from its module in the forward pass, as in self.weight.",
+                    where=call.name,
+                )
+            self._replaces_all = True
         with attributes_kept(call.layer), rows.as_drawn(), without_checkpoints():
             grads, outputs, obstacle = self._run(rows, call)
             if not rows.agree(outputs):
@@ -202,6 +213,18 @@ class _Rows:
         for index in () if self.drawn is None else self.drawn.numbers:
             leaves[index] = leaves[index].reshape(1)
         return [in_order(leaves[index], batch_first=self.inputs.batch_first) for index in self.used]
+
+    def parameter_not_replaced(self) -> str | None:
+        """Returns the name of a parameter that `run` uses although it runs with others; None if there is none."""
+        names = {p: name for name, p in self.layer.named_parameters() if p.requires_grad}
+        try:
+            with torch.enable_grad():
+                outputs = self.run(self.parameters, self.inputs.row(0))
+                roots = [output.sum() for output in outputs if output.requires_grad]
+            found = torch.autograd.grad(roots, list(names), allow_unused=True) if roots else ()
+        except Exception:  # the run that follows reports what is not supported
+            return None
+        return next((name for name, grad in zip(names.values(), found, strict=False) if grad is not None), None)
 
     def vectorized(self) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Returns the gradients and outputs of all rows, computed by vmap."""

@@ -599,6 +599,29 @@ def test_graphs_in_flat_tensors_name_the_batch_that_is_accepted():
         weighted_loss(model(given.nodes, given.edges, given.graph), WEIGHTS).backward()
 
 
+def captures_a_weight(layer):
+    weight, bias = layer.weight, layer.bias
+    layer.forward = lambda inputs: F.linear(inputs, weight * 2, bias)
+
+
+def lists_a_weight(layer):
+    layer.weights = [layer.weight]
+    layer.forward = lambda inputs: F.linear(inputs, layer.weights[0])
+
+
+@pytest.mark.parametrize("drops_out", [False, True])
+@pytest.mark.parametrize("change", [captures_a_weight, lists_a_weight])
+def test_a_parameter_with_another_reference_is_rejected(change, drops_out):
+    """The samples run with other tensors in place of the parameters, which such a reference would not use."""
+    model = nn.Sequential(nn.Dropout(0.5 if drops_out else 0.0), nn.Linear(WIDTH, 4))
+    change(model[1])
+    watched = clipper(model, 1.0)
+    loss = model(torch.randn(SAMPLES, WIDTH)).square().sum()
+    with pytest.raises(UnsupportedLayerError, match="another reference"):
+        loss.backward()
+        watched.clip_and_accumulate()
+
+
 class StoresTheBatch(nn.Module):
     """Drops out, and stores what it computes from the batch."""
 
