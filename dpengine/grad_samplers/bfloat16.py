@@ -173,8 +173,10 @@ class GramNorms:
             torch.mul(_by_size(pair)[0], mantissa_B.view(-1, 1, 1), out=out)
         bound_LB = _norm_bounds(_Grams.of_stack(small_LBTF), self._large)
         allowed_LB = mantissa_LB * self.sq_norm_LB.sqrt()
-        exponent_LB += (torch.frexp(allowed_LB / bound_LB)[1] - 1).clamp_(max=0)
-        small_LBTF *= torch.ldexp(torch.ones_like(mantissa_LB), exponent_LB)[:, :, None, None]
+        ratio_LB = allowed_LB / bound_LB
+        exponent_LB += (torch.frexp(ratio_LB)[1] - 1).clamp_(max=0)
+        # A second bound that is not finite gives no power of two: the sample then contributes zero.
+        small_LBTF *= torch.ldexp((ratio_LB > 0).to(mantissa_LB.dtype), exponent_LB)[:, :, None, None]
         found: list[Pair] = []
         for pair, new in zip(pairs, small_LBTF, strict=True):
             found.append((new, pair[1]) if _by_size(pair)[0] is pair[0] else (pair[0], new))

@@ -157,12 +157,12 @@ class ForwardByRows:
         leaves = pytree.tree_leaves((args, kwargs))
         count = next((rows_in(leaves[i]) for i in self.layout[1] if i < len(leaves)), None) or 0
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
+        if not 0 < count <= self.largest or inputs.layout != self.layout or state.half:
+            return None
         try:
             before = ModelState.of(call.layer)
         except RuntimeError:  # the module stored a tensor of the last replay in a container
             self.stores = False
-            return None
-        if not 0 < count <= self.largest or inputs.layout != self.layout or state.half:
             return None
         if not _can_store(call, inputs, before):
             return None

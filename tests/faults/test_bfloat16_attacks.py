@@ -161,6 +161,17 @@ def test_a_sample_with_positions_that_are_too_large_is_dropped():
     assert not Flat(1.0).factors(norm_B.unsqueeze(1)).any()
 
 
+@pytest.mark.parametrize("bound", [torch.inf, torch.nan])
+def test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero(bound, monkeypatch):
+    acts, grads = made("random", "short")
+    norms = bfloat16.GramNorms.of([(grads, acts)])
+    bounds = torch.ones(1, ROWS)
+    bounds[0, 0] = bound
+    monkeypatch.setattr("dpengine.grad_samplers.bfloat16._norm_bounds", lambda *_: bounds)
+    ((weighted_grads, same_acts),) = norms.rounded([(grads, acts)], torch.full((1, ROWS), 0.5))
+    assert ((true_norms(same_acts, weighted_grads) > 0) == (torch.arange(ROWS) > 0)).all()
+
+
 def test_a_sample_that_was_dropped_leaves_the_others_as_they_are():
     acts, grads = made("random", "short")
     grads[2] = float("nan")

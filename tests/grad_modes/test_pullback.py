@@ -208,6 +208,24 @@ def test_a_model_that_mixes_samples_only_in_larger_batches_is_rejected_there(set
         backward(4)
 
 
+class SubtractsAMeanIfAsked(Plain):
+    def forward(self, inputs, other=None):
+        return super().forward(inputs if other is None else inputs - other.mean(dim=0))
+
+
+def test_a_large_batch_of_other_inputs_is_compared_too(setting):
+    run = setting(SubtractsAMeanIfAsked())
+
+    def backward(*inputs):
+        loss(run.model(*inputs), weights(len(inputs[0]))).backward()
+        run.clipper.clip_and_accumulate()
+
+    backward(features(4))
+    backward(features(1), features(1))
+    with pytest.raises(UnsupportedLayerError, match="alone"):
+        backward(features(4), features(4))
+
+
 def test_the_loss_that_a_model_returns_has_the_sum_of_a_loop(setting):
     run = setting(ReturnsItsLoss())
     for _ in range(5):

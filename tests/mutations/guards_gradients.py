@@ -291,9 +291,16 @@ GUARDS = [
         "faults/test_bfloat16_attacks.py::test_norms_are_not_low_if_each_product_has_the_largest_error[wide-range-long-1]",
     ),
     Guard(
+        "rounded-factors-finite",
+        "a sample whose norm after rounding is not finite contributes zero",
+        "(ratio_LB > 0).to(mantissa_LB.dtype)",
+        "torch.ones_like(mantissa_LB)",
+        "faults/test_bfloat16_attacks.py::test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero",
+    ),
+    Guard(
         "rounded-factors",
         "a sample whose rounded gradients exceed factor times norm is reduced",
-        "        exponent_LB += (torch.frexp(allowed_LB / bound_LB)[1] - 1).clamp_(max=0)\n",
+        "        exponent_LB += (torch.frexp(ratio_LB)[1] - 1).clamp_(max=0)\n",
         "",
         "faults/test_bfloat16_attacks.py::test_no_sample_exceeds_the_clipping_norm_if_rounding_undoes_a_cancellation",
     ),
