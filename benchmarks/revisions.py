@@ -2,7 +2,7 @@
 
     python -m benchmarks.revisions 170d470 --cells mlp cnn --pairs 200
 
-Each revision runs the same cell in a separate process, with its own ``benchmarks`` and this checkout's native library.
+Each revision runs the same cell in a separate process, with its own ``benchmarks`` and its own native library.
 The processes step alternately, in pairs of alternating order. The second of two adjacent steps can be 30% faster, so a
 ratio is the geometric mean of two pairs with opposite order. Prints the median of these ratios and its 95% bounds, from
 the ranks of the sorted ratios. Two processes with the same code can differ by several percent for as long as they run;
@@ -42,11 +42,13 @@ for _ in sys.stdin:
 
 
 def export(revision: str, folder: Path) -> None:
-    """Writes the files of a revision to a folder, with the native library of this checkout."""
+    """Writes the files of a revision to a folder, and builds its native library there."""
     archive = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
-    for library in (ROOT / "dpengine" / "kernels").glob("native*"):
-        (folder / "dpengine" / "kernels" / library.name).write_bytes(library.read_bytes())
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    if not list((folder / "dpengine").rglob("native*.so")):
+        raise RuntimeError(f"the native library of {revision} was not built: see the output of setup.py build_ext")
 
 
 def worker(folder: Path, cell: str, warm_up: int, threads: int) -> subprocess.Popen[str]:
