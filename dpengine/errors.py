@@ -238,38 +238,38 @@ def forget_notices() -> None:
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def suggests_names(target: C) -> C:
-    """Decorates a public function or class: TypeError for an unknown keyword suggests the most similar known one."""
+def keyword_hints(target: C) -> C:
+    """Decorates a public function or class: its TypeError for an unknown keyword suggests a similar keyword."""
     if isinstance(target, type):
         target.__init__ = _checked(target.__init__, target.__qualname__)  # type: ignore[misc]
         return target
     return _checked(target, target.__qualname__)
 
 
-def check_keywords(called: str, names: Iterable[str], known: Sequence[str]) -> None:
-    """Checks keywords against those that a callable accepts.
+def check_keywords(function_name: str, names: Iterable[str], accepted: Sequence[str]) -> None:
+    """Checks keywords against those that a function accepts.
 
     Args:
-        called: Name of the callable.
+        function_name: Name of the function.
         names: The keywords.
-        known: All keywords that it accepts.
+        accepted: All keywords that the function accepts.
 
     Raises:
         TypeError: If a keyword is unknown. The message suggests the most similar known one.
     """
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1) or [k for k in known if name in k or k in name]
-            hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(known) or 'none'}."
-            raise TypeError(f"{called}() has no argument {name!r}.{hint}")
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, n=1) or [k for k in accepted if name in k or k in name]
+            hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(accepted) or 'none'}."
+            raise TypeError(f"{function_name}() has no argument {name!r}.{hint}")
 
 
-def _checked(function: Any, called: str) -> Any:
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
+def _checked(function: Any, name: str) -> Any:
+    accepted = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        check_keywords(called, kwargs, known)
+        check_keywords(name, kwargs, accepted)
         return function(*args, **kwargs)
 
     return checked

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .batch_events import MixtureGaussianEvent as MixtureGaussianEvent
     from .batch_events import TruncatedGaussianEvent as TruncatedGaussianEvent
     from .constants import suggested_delta as suggested_delta
+    from .custom_accountant import Accountant as Accountant
     from .dp_sgd import calibrate as calibrate
     from .dp_sgd import delta as delta
     from .dp_sgd import epsilon as epsilon
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from .monte_carlo.estimate import verify as verify
     from .noise_calibration import Calibration as Calibration
     from .noise_calibration import calibration as calibration
-    from .own_accountant import Accountant as Accountant
     from .rounding import round_up as round_up
     from .run_events import EpochParticipation as EpochParticipation
     from .run_events import FixedSizeParticipation as FixedSizeParticipation
@@ -89,7 +89,7 @@ else:
             "library_events": ["to_dp_accounting"],
             "monte_carlo.estimate": ["MonteCarloClaim", "monte_carlo_epsilon", "verify"],
             "noise_calibration": ["Calibration", "calibration"],
-            "own_accountant": ["Accountant"],
+            "custom_accountant": ["Accountant"],
             "rounding": ["round_up"],
             "run_events": [
                 "EpochParticipation",

@@ -9,12 +9,12 @@ from statistics import NormalDist
 
 from dpengine.errors import AccountingRefusedError
 
-from . import arguments, gdp, library, own_accountant, rdp
+from . import arguments, custom_accountant, gdp, library, rdp
 from .composition import Bounds, Composition, compose
+from .custom_accountant import Accountant
 from .events import Relation
 from .ledger import Charge, checked_history, steps_of
 from .monte_carlo import estimate as monte_carlo
-from .own_accountant import Accountant
 from .prv import prv
 from .tilted_pld import pld
 
@@ -71,7 +71,7 @@ class PrivacySpent:
     accountant_used: str
 
 
-def accountant_used(accountant: str | Accountant = "pld") -> str:
+def accountant_name(accountant: str | Accountant = "pld") -> str:
     """Returns the name of an accountant. Raises if it is not built in and does not satisfy `Accountant`."""
     choices = ", ".join(repr(name) for name in ACCOUNTANTS)
     if isinstance(accountant, str) and accountant in ACCOUNTANTS:
@@ -80,8 +80,8 @@ def accountant_used(accountant: str | Accountant = "pld") -> str:
         raise ValueError(
             f"accountant={accountant!r} is not known. Choose one of {choices}, or pass an object: see Accountant."
         )
-    own_accountant.check_accountant(accountant)
-    name = own_accountant.name_of(accountant)
+    custom_accountant.check_accountant(accountant)
+    name = custom_accountant.name_of(accountant)
     if name in ACCOUNTANTS:
         raise ValueError(
             f"accountant is a {type(accountant).__name__} with the name {name!r} of a built-in accountant. Rename it."
@@ -117,10 +117,10 @@ def epsilon_of(
         AccountingRefusedError: If the history contains an unclaimed release, or the accountant does not support it.
         ValueError: If the accountant is unknown, or a custom accountant returns a value out of range.
     """  # noqa: DOC502 - the checks raise on our behalf
-    delta, name, relation = arguments.delta_in_range(delta), accountant_used(accountant), Relation(relation)
+    delta, name, relation = arguments.delta_in_range(delta), accountant_name(accountant), Relation(relation)
     history = checked_history(history)
     if not isinstance(accountant, str):
-        return own_accountant.epsilon_by(accountant, history, delta, relation)
+        return custom_accountant.epsilon_by(accountant, history, delta, relation)
     return ACCOUNTANTS[name].epsilon(compose(history), delta, relation)
 
 
@@ -144,10 +144,10 @@ def bounds_of(
     Raises:
         AccountingRefusedError: If the accountant has no lower bound, or does not support the history.
     """
-    name, history = accountant_used(accountant), checked_history(history)
+    name, history = accountant_name(accountant), checked_history(history)
     delta, relation = arguments.delta_in_range(delta), Relation(relation)
     if not isinstance(accountant, str):
-        custom_bounds = own_accountant.bounds_by(accountant, history, delta, relation)
+        custom_bounds = custom_accountant.bounds_by(accountant, history, delta, relation)
         if custom_bounds is not None:
             return custom_bounds
     elif (function := ACCOUNTANTS[name].bounds) is not None:
@@ -174,10 +174,10 @@ def delta_of(
     Returns:
         Between 0 and 1.
     """
-    epsilon, name, relation = arguments.epsilon_in_range(epsilon), accountant_used(accountant), Relation(relation)
+    epsilon, name, relation = arguments.epsilon_in_range(epsilon), accountant_name(accountant), Relation(relation)
     history = checked_history(history)
     if not isinstance(accountant, str):
-        return own_accountant.delta_by(accountant, history, epsilon, relation)
+        return custom_accountant.delta_by(accountant, history, epsilon, relation)
     return ACCOUNTANTS[name].delta(compose(history), epsilon, relation)
 
 
@@ -215,8 +215,8 @@ def mu_gdp(
     deltas = {10.0**-decade for decade in range(1, 10)} | {arguments.delta_in_range(delta)}
     points = privacy_profile(history, deltas, accountant, relation)
     advantage = advantage_of(history, accountant, relation)
-    at_zero = 2 * NormalDist().inv_cdf((1 + advantage) / 2) if advantage < 1 else 0.0
-    return max(at_zero, *(gdp.largest_mu(eps, delta) for delta, eps in points if eps > 0), 0.0)
+    mu_at_zero = 2 * NormalDist().inv_cdf((1 + advantage) / 2) if advantage < 1 else 0.0
+    return max(mu_at_zero, *(gdp.largest_mu(eps, delta) for delta, eps in points if eps > 0), 0.0)
 
 
 def privacy_profile(
@@ -259,7 +259,7 @@ def discretization_of(
     relation: Relation = Relation.ADD_OR_REMOVE_ONE,
 ) -> float | None:
     """Returns the grid spacing of the privacy loss behind `epsilon_of`, for reports; None without a grid."""
-    name = accountant_used(accountant)
+    name = accountant_name(accountant)
     function = ACCOUNTANTS[name].spacing if isinstance(accountant, str) else None
     return (
         None if function is None else function(_composed(history), arguments.delta_in_range(delta), Relation(relation))
@@ -287,7 +287,7 @@ def privacy_spent(
     epsilon = epsilon_of(history, delta, accountant, relation)
     mu = mu_gdp(history, delta, accountant, relation)
     advantage = advantage_of(history, accountant, relation)
-    return PrivacySpent(epsilon, float(delta), mu, advantage, steps_of(history), accountant_used(accountant))
+    return PrivacySpent(epsilon, float(delta), mu, advantage, steps_of(history), accountant_name(accountant))
 
 
 def _composed(history: Iterable[Charge]) -> Composition:

@@ -1,4 +1,4 @@
-"""Base class of privacy events, whose attributes have defaults. Accountants read them instead of testing classes."""
+"""Base class of privacy events. Accountants read its attributes instead of testing the class of an event."""
 
 from __future__ import annotations
 

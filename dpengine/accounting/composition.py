@@ -19,7 +19,7 @@ from dpengine.errors import AccountingRefusedError
 from .batch_events import FixedSizeGaussianEvent, MixtureGaussianEvent, TruncatedGaussianEvent
 from .events import CyclicGaussianEvent, GaussianEvent, MatrixGaussianEvent, PoissonGaussianEvent, Relation
 from .ledger import Charge
-from .merging import Kinds, cells, typical
+from .merging import ReleaseKinds, mean_release, split_into_cells
 from .sampled_matrix import SampledMatrixEvent
 from .tuning import RepeatAndSelectEvent
 
@@ -96,7 +96,7 @@ class Composition:
         """
         return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, above)
 
-    def typical(self) -> Composition:
+    def limited_estimate(self) -> Composition:
         """Returns the composition like `limited`, but with the mean cost of merged releases: an estimate, no bound."""
         return self if len(self.sampled) <= MAX_DISTINCT else _limited(self, MAX_DISTINCT, None)
 
@@ -157,10 +157,10 @@ def compose(history: Iterable[Charge]) -> Composition:
 @functools.lru_cache(maxsize=8)
 def _limited(composition: Composition, max_distinct: int, above: bool | None) -> Composition:
     """Merges releases to an upper or lower bound, or to an estimate if ``above`` is None."""
-    kinds = Kinds(*np.array([(g.sample_rate, g.noise_multiplier, g.count) for g in composition.sampled]).T)
+    kinds = ReleaseKinds(*np.array([(g.sample_rate, g.noise_multiplier, g.count) for g in composition.sampled]).T)
     counts: Counter[tuple[float, float]] = Counter()
-    for cell in cells(kinds, max_distinct, above=above is not False):
-        merged = typical(kinds, cell) if above is None else kinds.corner(cell, above=above)
+    for cell in split_into_cells(kinds, max_distinct, above=above is not False):
+        merged = mean_release(kinds, cell) if above is None else kinds.corner(cell, above=above)
         counts[merged] += sum(composition.sampled[index].count for index in cell.tolist())
     groups = tuple(SampledGaussian(rate, sigma, count) for (rate, sigma), count in sorted(counts.items()))
     return replace(composition, sampled=groups)

@@ -8,20 +8,20 @@ from __future__ import annotations
 import itertools
 import math
 
-from dpengine.errors import InvalidBudgetError, suggests_names
+from dpengine.errors import InvalidBudgetError, keyword_hints
 
 from . import arguments, noise_calibration
 from .accountant import bounds_of, delta_of, epsilon_of
+from .custom_accountant import Accountant
 from .events import Relation, release_event
 from .ledger import Charge
-from .own_accountant import Accountant
 
 _MAX_STEPS = 2**40
 _INITIAL_EXPONENT = 0.5
 _GUESSES = 16  # number of interpolated guesses before bisection
 
 
-@suggests_names
+@keyword_hints
 def epsilon(
     *,
     noise_multiplier: float,
@@ -51,7 +51,7 @@ def epsilon(
     return epsilon_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
 
 
-@suggests_names
+@keyword_hints
 def epsilon_bounds(
     *,
     noise_multiplier: float,
@@ -77,7 +77,7 @@ def epsilon_bounds(
     return bounds_of(_history(noise_multiplier, sample_rate, steps), delta, accountant, Relation(relation))
 
 
-@suggests_names
+@keyword_hints
 def delta(
     *,
     noise_multiplier: float,
@@ -103,7 +103,7 @@ def delta(
     return delta_of(_history(noise_multiplier, sample_rate, steps), epsilon, accountant, Relation(relation))
 
 
-@suggests_names
+@keyword_hints
 def calibrate(
     *,
     target_epsilon: float,
@@ -136,7 +136,7 @@ def calibrate(
     ).noise_multiplier
 
 
-@suggests_names
+@keyword_hints
 def steps_within(
     *,
     target_epsilon: float,

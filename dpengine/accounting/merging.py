@@ -26,7 +26,7 @@ _HALVINGS = 40
 
 
 @dataclass(frozen=True)
-class Kinds:
+class ReleaseKinds:
     """Distinct sampled Gaussians, in any order.
 
     Attributes:
@@ -40,12 +40,12 @@ class Kinds:
     counts: Floats
 
     def corner(self, cell: Integers, *, above: bool) -> tuple[float, float]:
-        """Returns rate and noise of a release that costs at least (or at most) as much as each release of a cell."""
+        """Returns rate and noise of a release that costs at least (or at most) as much as each in the cell."""
         rates, noise = self.rates[cell], self.noise[cell]
         return (float(rates.max()), float(noise.min())) if above else (float(rates.min()), float(noise.max()))
 
 
-def cells(kinds: Kinds, max_cells: int, *, above: bool) -> list[Integers]:
+def split_into_cells(kinds: ReleaseKinds, max_cells: int, *, above: bool) -> list[Integers]:
     """Splits kinds into cells, always at the best cut, and returns the indices of the kinds in each cell.
 
     With ``above`` a cell is replaced by its most expensive corner, otherwise by its cheapest.
@@ -59,7 +59,7 @@ def cells(kinds: Kinds, max_cells: int, *, above: bool) -> list[Integers]:
     return [cut.cell for _, _, cut in heap]
 
 
-def typical(kinds: Kinds, cell: Integers) -> tuple[float, float]:
+def mean_release(kinds: ReleaseKinds, cell: Integers) -> tuple[float, float]:
     """Returns rate and noise of a release with about the mean cost of a cell: an estimate, not a bound."""
     if len(cell) == 1:
         return kinds.corner(cell, above=True)
@@ -87,7 +87,7 @@ class _Cut:
 class _Cutter:
     """Cuts cells such that the error of replacing them by corners decreases most."""
 
-    def __init__(self, kinds: Kinds, above: bool):
+    def __init__(self, kinds: ReleaseKinds, above: bool):
         self._counts, self._order = kinds.counts, _order(kinds)
         self._costs = kinds.counts * _cost(kinds.rates, kinds.noise, self._order)
         self._sign = 1.0 if above else -1.0
@@ -127,7 +127,7 @@ class _Cutter:
         return _cost(self._sign * rates, -self._sign * noise, self._order)
 
 
-def _order(kinds: Kinds) -> int:
+def _order(kinds: ReleaseKinds) -> int:
     """Returns the order with the smallest bound on epsilon."""
     best, best_order = math.inf, _ORDERS[0]
     for order in _ORDERS:

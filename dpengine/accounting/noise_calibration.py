@@ -5,11 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpengine.errors import CalibrationError, InvalidBudgetError, suggests_names
+from dpengine.errors import CalibrationError, InvalidBudgetError, keyword_hints
 
 from . import arguments, gdp, rdp
-from .accountant import accountant_used, epsilon_of
+from .accountant import accountant_name, epsilon_of
 from .composition import compose
+from .custom_accountant import Accountant
 from .events import (
     CyclicGaussianEvent,
     Event,
@@ -21,7 +22,6 @@ from .events import (
 )
 from .ledger import Charge, checked_history
 from .monte_carlo import estimate as monte_carlo
-from .own_accountant import Accountant
 from .rounding import round_up
 from .tilted_pld import pld
 
@@ -49,7 +49,7 @@ class Calibration:
     accountant_used: str
 
 
-@suggests_names
+@keyword_hints
 def calibration(
     *,
     target_epsilon: float,
@@ -86,7 +86,7 @@ def calibration(
     rate = arguments.sample_rate(sample_rate)
     steps = arguments.count("steps", steps)
     tol = max(1e-12, arguments.epsilon_in_range(tol, "tol", zero=False))
-    name, relation, spent = accountant_used(accountant), Relation(relation), checked_history(spent)
+    name, relation, spent = accountant_name(accountant), Relation(relation), checked_history(spent)
 
     def history(sigma: float) -> tuple[Charge, ...]:
         return (*spent, Charge(release_event(noise_multiplier=sigma, sample_rate=rate), steps))

@@ -151,9 +151,9 @@ def divergences(rate: float, sigma: float, orders: tuple[float, ...] = ORDERS) -
         return _array(orders) / sigma / sigma / 2
     if orders == ORDERS:
         return _at_integer_orders(rate, sigma)
-    known = dict(zip(ORDERS, _at_integer_orders(rate, sigma).tolist(), strict=True))
+    by_order = dict(zip(ORDERS, _at_integer_orders(rate, sigma).tolist(), strict=True))
     return np.array(
-        [known[order] if order in known else log_moment(rate, sigma, order) / (order - 1) for order in orders]
+        [by_order[order] if order in by_order else log_moment(rate, sigma, order) / (order - 1) for order in orders]
     )
 
 

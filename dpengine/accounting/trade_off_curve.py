@@ -15,9 +15,9 @@ from dpengine.errors import InvalidBudgetError
 
 from . import arguments
 from .accountant import delta_of, epsilon_of
+from .custom_accountant import Accountant
 from .events import Relation
 from .ledger import Charge, checked_history
-from .own_accountant import Accountant
 from .tilted_pld.loss_pairs import Floats
 
 _POINTS = 24

@@ -20,7 +20,7 @@ from dpengine.accounting.gdp import epsilon_of_mu, largest_mu
 from dpengine.accounting.ledger import Charge
 from dpengine.capture.model_state import preserve_modes
 from dpengine.engine.privacy_engine import PrivacyEngine
-from dpengine.errors import AccountingRefusedError, suggests_names
+from dpengine.errors import AccountingRefusedError, keyword_hints
 
 from .bounds import GaussianShift, gaussian_shift
 from .canaries import Canaries, Directions, log_likelihood_ratios, means_of_participations
@@ -52,7 +52,7 @@ class Bounds:
         return max(bound for bound in dataclasses.astuple(self) if bound is not None)
 
 
-@suggests_names
+@keyword_hints
 def one_run(
     make: Callable[[Dataset[Any]], PrivateRun],
     train: Callable[[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]], object],

@@ -9,7 +9,7 @@ import textwrap
 from argparse import Namespace
 from typing import Any
 
-from dpengine.accounting.accountant import ACCOUNTANTS, accountant_used, bounds_of, epsilon_of
+from dpengine.accounting.accountant import ACCOUNTANTS, accountant_name, bounds_of, epsilon_of
 from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.accounting.constants import check_delta, sample_rate_of, steps_per_epoch, suggested_delta
 from dpengine.accounting.events import Relation, release_event
@@ -143,7 +143,7 @@ def _json(facts: RunFacts) -> str:
     report, terms = PrivacyReport(facts).to_dict(), facts.accounting
     numbers = report["guarantee"] | report["mechanism"] | {"accountant": report["accounting"]["accountant"]}
     bounds = None
-    if ACCOUNTANTS[accountant_used(terms.accountant)].bounds is not None:
+    if ACCOUNTANTS[accountant_name(terms.accountant)].bounds is not None:
         interval = bounds_of(terms.history, terms.delta, terms.accountant, terms.relation)
         bounds = json_values(dict(zip(("lower", "estimate", "upper"), interval, strict=True)))
     return json.dumps(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 import dpengine
-from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.accountant import accountant_name
 from dpengine.noise.keyed_streams import SECURE_KIND, native_normals
 from dpengine.noise.source import NoiseSource
 from dpengine.report.figures import version_of
@@ -70,7 +70,7 @@ _ROWS: dict[str, Callable[[], str]] = {
     "device": _device_text,
     "bfloat16": _bf16,
     "path optimization": lambda: "opt_einsum" if torch.backends.opt_einsum.is_available() else "none",
-    "accountant": lambda: accountant_used("pld"),
+    "accountant": lambda: accountant_name("pld"),
     "noise": _noise,
     "noise on the CPU": lambda: "native code" if native_normals() else "NumPy: no C compiler when it was installed",
     "packages": lambda: _versions(_PACKAGES),

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from dpengine.errors import InvalidBudgetError, suggests_names
+from dpengine.errors import InvalidBudgetError, keyword_hints
 
 from .policy import AbstractClip, NormalStream, Total, check_norms, factors_within, positive
 
@@ -19,7 +19,7 @@ _DOMAIN = "clip"
 
 
 @final
-@suggests_names
+@keyword_hints
 class Adaptive(AbstractClip):
     """Flat clipping with a clipping norm C that tracks a quantile of the per-sample gradient norms.
 

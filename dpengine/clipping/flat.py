@@ -9,13 +9,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .policy import SLACK, AbstractClip, check_norms, factors_within, positive, selected
 
 
 @final
-@suggests_names
+@keyword_hints
 @dataclass(frozen=True)
 class Flat(AbstractClip):
     """Scales each sample's gradient down to a norm of at most ``max_norm``.
@@ -54,7 +54,7 @@ _WHERE = "clipping.Automatic"
 
 
 @final
-@suggests_names
+@keyword_hints
 @dataclass(frozen=True)
 class Automatic(AbstractClip):
     """Multiplies each sample's gradient by ``max_norm / (norm + stability)``, so that its norm is below ``max_norm``.

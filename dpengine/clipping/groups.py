@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .policy import AbstractClip, check_norms, factors_within, positive
 
@@ -18,7 +18,7 @@ _OPTIMIZER_FIX = "If the optimizer has this attribute, assign new clipping norms
 
 
 @final
-@suggests_names
+@keyword_hints
 @dataclass(frozen=True)
 class Groups(AbstractClip):
     """Scales each sample's gradient separately in each group of parameters.

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .policy import AbstractClip, check_norms, factors_within, positive
 
@@ -17,7 +17,7 @@ _WHERE = "clipping.PerLayer"
 
 
 @final
-@suggests_names
+@keyword_hints
 @dataclass(frozen=True)
 class PerLayer(AbstractClip):
     """Scales each sample's gradient separately in each layer.

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dpengine.accounting.accountant import epsilon_of
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge, Ledger
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.rounding import round_up
 from dpengine.errors import notice
 from dpengine.ledger_file.run_ledger import RunLedger

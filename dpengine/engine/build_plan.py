@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import Event
 from dpengine.accounting.ledger import Charge
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.run_events import INDEPENDENT, StepParameters, event_of_step, relation_of
 from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology

@@ -10,13 +10,13 @@ from torch import nn
 from dpengine.clipping.custom_policy import is_policy
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
-from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, UnsupportedLayerError, keyword_hints
 
 from .add_clipped import ClipStatistics
 from .pass_clipper import PassClipper, RecordedPass
 
 
-@suggests_names
+@keyword_hints
 class PerSampleGradientClipper:
     """Clips the gradient of every sample of a module and accumulates the clipped gradients.
 

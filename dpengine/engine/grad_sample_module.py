@@ -10,7 +10,7 @@ from torch import nn
 from dpengine.capture.capture import CaptureState
 from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.topology import SINGLE, Topology
-from dpengine.errors import BatchStateError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, UnsupportedLayerError, keyword_hints
 from dpengine.grad_modes.choose_method import MethodTable
 from dpengine.grad_modes.grad_sample import add_grad_sample, forget_grad_samples
 from dpengine.grad_modes.modes import MODES, on_demand
@@ -20,7 +20,7 @@ from .pass_clipper import PassClipper, RecordedPass
 from .per_sample import PerSampleGradients
 
 
-@suggests_names
+@keyword_hints
 class GradSampleModule(nn.Module):
     """Wraps a module and records the per-sample gradients of each backward pass.
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.grad_samplers.rule_check import without_rule_checks
 
 from .grad_sample_module import GradSampleModule
@@ -66,7 +66,7 @@ class GradientReport:
         )
 
 
-@suggests_names
+@keyword_hints
 @without_rule_checks()
 def check_per_sample_gradients(
     model: nn.Module,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dpengine.errors import BatchStateError, ParameterMismatchError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchStateError, ParameterMismatchError, UnsupportedLayerError, keyword_hints
 from dpengine.sampling.scheme import checked_integer
 
 from .batch_state import Stage
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
 
 
-@suggests_names
+@keyword_hints
 def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
     """Declares that the trainer fetches batches from the private loader before it uses the first of them.
 
@@ -43,7 +43,7 @@ def fetch_ahead(engine: PrivacyEngine, batches: int) -> None:
     state.look_ahead = ahead
 
 
-@suggests_names
+@keyword_hints
 @contextlib.contextmanager
 def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
     """Declares that the backward passes in this context are over parts of one external batch.
@@ -73,7 +73,7 @@ def logical_batch(engine: PrivacyEngine) -> Iterator[None]:
         state.continues = False
 
 
-@suggests_names
+@keyword_hints
 def restrict_to_optimizer(engine: PrivacyEngine) -> None:
     """Restricts clipping and noise to the parameters that the optimizer holds.
 

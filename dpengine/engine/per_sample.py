@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from dpengine.errors import MissingGradientError, StaleGradientError, suggests_names
+from dpengine.errors import MissingGradientError, StaleGradientError, keyword_hints
 from dpengine.grad_modes.bookkeep import BookKeeping
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.grad_sample import OnDemand
@@ -66,7 +66,7 @@ class PerSampleGradients:
             self._versions = _versions(self._mode)  # calls of one layer may have been merged
         return self._norms_B.clone()
 
-    @suggests_names
+    @keyword_hints
     @torch.no_grad()
     def weighted_sum(self, weights: Tensor) -> dict[str, Tensor]:
         """Returns the sum over samples of weight times gradient for each parameter, by dotted name.
@@ -104,7 +104,7 @@ class PerSampleGradients:
         by_parameter = dict(sums)
         return {name: by_parameter[parameter].view(parameter.shape) for name, parameter in self._names.items()}
 
-    @suggests_names
+    @keyword_hints
     @torch.no_grad()
     def gradients(self, name: str) -> Tensor:
         """Returns the gradients ``(B, *param.shape)`` of one parameter, in float32 (float64 for float64 parameters).

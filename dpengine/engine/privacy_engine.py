@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from dpengine.accounting.accountant import PrivacySpent, accountant_used, epsilon_of, privacy_spent
+from dpengine.accounting.accountant import PrivacySpent, accountant_name, epsilon_of, privacy_spent
+from dpengine.accounting.custom_accountant import Accountant, name_of, observer_of
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.origin import origins_in, relation_of, states_of, unit_of
-from dpengine.accounting.own_accountant import Accountant, name_of, observer_of
 from dpengine.clipping.policy import AbstractClip
-from dpengine.errors import InvalidBudgetError, suggests_names
+from dpengine.errors import InvalidBudgetError, keyword_hints
 from dpengine.grad_modes.choose_method import MethodTable, method_table
 from dpengine.grad_modes.method import explain
 from dpengine.ledger_file.engine_ledger import EngineLedger, run_settings
@@ -68,7 +68,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         LedgerError: If the ledger file was edited, or is not a ledger.
     """
 
-    @suggests_names
+    @keyword_hints
     def __init__(
         self,
         accountant: str | Accountant = "pld",
@@ -79,7 +79,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         ledger: str | Path | None = None,
         reserve_steps: int = 1,
     ):
-        accountant_used(accountant)  # raises if it is not an accountant
+        accountant_name(accountant)  # raises if it is not an accountant
         if seed is not None:
             NoiseSource.seeded(seed)  # raises if it is not an integer
         self.accountant: Any = accountant
@@ -90,7 +90,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         self.runs: list[Run] = []
         self._delta: float | None = None
 
-    @suggests_names
+    @keyword_hints
     def make_private(
         self,
         module: M,
@@ -222,7 +222,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         self.runs.append(run)
         self._delta = run.budget.delta
 
-    @suggests_names
+    @keyword_hints
     def make_private_with_epsilon(
         self,
         module: M,
@@ -255,7 +255,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
             grad_sample_mode=grad_sample_mode,
         )
 
-    @suggests_names
+    @keyword_hints
     def backward(self, loss_per_example: Tensor) -> None:
         """Runs the backward pass of an unreduced loss, reduced over the batch by ``loss_reduction``.
 
@@ -265,7 +265,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         """
         self._last_run().backward(loss_per_example)
 
-    @suggests_names
+    @keyword_hints
     def get_epsilon(self, delta: float | None = None) -> float:
         """Returns an upper bound of epsilon; raises AccountingRefusedError if none exists.
 
@@ -299,19 +299,19 @@ class PrivacyEngine(argument_checks.NotCopyable):
         relation = relation_of(origins_of(self))
         return privacy_spent(self.ledger.history, self.delta, accountant=self.accountant, relation=relation)
 
-    @suggests_names
+    @keyword_hints
     def metrics(self, *, nonprivate: bool = False) -> dict[str, float]:
         """Returns metrics by name. ``nonprivate=True`` adds ``nonprivate/...``, which must not be published."""
         run = self._last_run()
         return run_report.metrics_of_run(run, self.ledger, self.delta, self.get_epsilon, nonprivate=nonprivate)
 
-    @suggests_names
+    @keyword_hints
     def progress(self, loader: Iterable[B], *, total: int | None = None) -> ProgressBar[B]:
         """Iterates over a loader, with a progress bar that shows epsilon; see `dpengine.engine.progress`."""
         target = self._last_run().budget.target_epsilon
         return progress(self, loader, target_epsilon=target, total=total)
 
-    @suggests_names
+    @keyword_hints
     def report(
         self,
         *,
@@ -334,24 +334,24 @@ class PrivacyEngine(argument_checks.NotCopyable):
         run_report.check_report_arguments(data, utility, excludes)
         return run_report.report_of_run(self._last_run(), self.ledger, origins_of(self), data, utility, excludes)
 
-    @suggests_names
+    @keyword_hints
     def describe(self) -> dict[str, Any]:
         """Describes the last run: sampling, clipping, standard deviations, relation, steps charged and planned."""
         return self._last_run().describe()
 
-    @suggests_names
+    @keyword_hints
     def explain(self) -> str:
         """Returns a table with the method of the norm and the sum of each parameter in the last pass, and its cost."""
         return explain(self._last_run().step.passes.mode.choices)
 
-    @suggests_names
+    @keyword_hints
     def state_dict(self) -> dict[str, Any]:
         """Returns all charges and facts about their runs as JSON values, and the length of a ledger file."""
         state: dict[str, Any] = {"accountant": name_of(self.accountant), "delta": self._delta}
         state |= {"ledger": self.ledger.state_dict(), "origins": states_of(origins_of(self))}
         return state | ({} if self._engine_ledger.anchor is None else {"anchor": self._engine_ledger.anchor})
 
-    @suggests_names
+    @keyword_hints
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Adds stored charges unless the ledger file contains them. Raises LedgerError if the state is damaged."""
         argument_checks.check_state(state)
@@ -360,7 +360,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
         self._engine_ledger.load(state["ledger"], state.get("anchor"), origins)
         self._delta = self._delta if self._delta is not None else state["delta"]
 
-    @suggests_names
+    @keyword_hints
     def detach(self, module: nn.Module) -> None:
         """Removes all hooks from a model that is private in this engine. The ledger keeps the privacy cost."""
         run_of(module, self.runs).detach()

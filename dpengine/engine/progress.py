@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dpengine.accounting.ledger import Ledger
 from dpengine.accounting.rounding import round_up
-from dpengine.errors import AccountingRefusedError, suggests_names
+from dpengine.errors import AccountingRefusedError, keyword_hints
 
 B = TypeVar("B")
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class ProgressBar(Iterator[B]):
         self._batches.close()
 
 
-@suggests_names
+@keyword_hints
 def progress(
     engine: EngineCost, loader: Iterable[B], *, target_epsilon: float | None = None, total: int | None = None
 ) -> ProgressBar[B]:

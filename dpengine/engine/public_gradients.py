@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from dpengine.errors import UnknownParameterError, suggests_names
+from dpengine.errors import UnknownParameterError, keyword_hints
 
 if TYPE_CHECKING:
     from .privacy_engine import PrivacyEngine
 
 
-@suggests_names
+@keyword_hints
 @contextlib.contextmanager
 def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[dict[str, Tensor]]:
     """Runs the passes in this context on public data, as if the model were not private.

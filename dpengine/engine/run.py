@@ -16,7 +16,7 @@ from dpengine.errors import (
     BatchMismatchError,
     UnknownParameterError,
     UnsupportedLayerError,
-    suggests_names,
+    keyword_hints,
 )
 from dpengine.kernels.memory import keep_freed_memory
 from dpengine.ledger_file.run_ledger import RunLedger
@@ -190,7 +190,7 @@ def run_of(model: nn.Module, runs: Iterable[Run]) -> Run:
     return attached
 
 
-@suggests_names
+@keyword_hints
 def detach(target: Any) -> None:
     """Ends the private run of a model or an optimizer, or all runs of an engine. Later training is not private.
 

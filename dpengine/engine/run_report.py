@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dpengine.accounting.custom_accountant import name_of
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Charge, Ledger
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.accounting.overviews import html_table, text_line
-from dpengine.accounting.own_accountant import name_of
 from dpengine.accounting.rounding import round_up, round_up_delta
 from dpengine.errors import AccountingRefusedError
 from dpengine.ledger_file.run_ledger import RunLedger

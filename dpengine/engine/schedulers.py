@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from dpengine.errors import InvalidBudgetError, suggests_names
+from dpengine.errors import InvalidBudgetError, keyword_hints
 
 # (current value, initial value, epoch) -> value of the epoch
 Rule = Callable[[float, float, int], float]
@@ -78,7 +78,7 @@ def by_factor(function: Callable[[int], float]) -> Rule:
 
 
 @final
-@suggests_names
+@keyword_hints
 class Schedule:
     """Schedules a privacy parameter of the optimizer per epoch, by a rule.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import LayerCall
-from dpengine.errors import MissingGradientError, UnsupportedLayerError, suggests_names
+from dpengine.errors import MissingGradientError, UnsupportedLayerError, keyword_hints
 
 from .rule_check import RuleCheck
 from .sampler import JointSampler, Rows
@@ -55,7 +55,7 @@ REGISTERED_NORMS: dict[type[nn.Module], RegisteredNorms | None] = {}
 """Rules of ``register_norm_sampler``. They replace the norm functions of the engine."""
 
 
-@suggests_names
+@keyword_hints
 def register_grad_sampler(
     layer_class: type[nn.Module] | Sequence[type[nn.Module]], *, own_loss: bool = False
 ) -> Callable[[GradFunction], GradFunction]:
@@ -90,7 +90,7 @@ def register_grad_sampler(
     return register
 
 
-@suggests_names
+@keyword_hints
 def register_norm_sampler(
     layer_class: type[nn.Module] | Sequence[type[nn.Module]], *, own_loss: bool = False
 ) -> Callable[[NormFunction], NormFunction]:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 
-from dpengine.accounting.accountant import ACCOUNTANTS, accountant_used, epsilon_of
+from dpengine.accounting.accountant import ACCOUNTANTS, accountant_name, epsilon_of
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.library import library_relation
 from dpengine.accounting.library_events import to_dp_accounting
 from dpengine.accounting.noise_calibration import least_noise
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.run_events import (
     INDEPENDENT,
     ONE_RUN,
@@ -30,7 +30,7 @@ from dpengine.accounting.run_events import (
     event_of_step,
     relation_of,
 )
-from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError, suggests_names
+from dpengine.errors import AccountingRefusedError, CalibrationError, InvalidBudgetError, keyword_hints
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.transform import NoiseTransform
 from dpengine.sampling.scheme import SamplingScheme
@@ -201,7 +201,7 @@ class AbstractPlanConfig(abc.ABC):
             sigma /= 2
         return to_dp_accounting(self.claim(sigma, ONE_RUN), self.iterations)
 
-    @suggests_names
+    @keyword_hints
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
         """Returns epsilon of the run, or of its first steps. See `DPExecutionPlan.epsilon`."""
         sigma, steps = self.required_noise_multiplier(), self._steps(step)
@@ -211,7 +211,7 @@ class AbstractPlanConfig(abc.ABC):
             self._warn(delta)
         return epsilon_of((Charge(self.claim(sigma, ONE_RUN), steps),), delta, used, self.relation) if steps else 0.0
 
-    @suggests_names
+    @keyword_hints
     def calibrate(
         self,
         *,
@@ -258,7 +258,7 @@ class AbstractPlanConfig(abc.ABC):
             )
         return dataclasses.replace(self, noise_multiplier=noise)
 
-    @suggests_names
+    @keyword_hints
     def make(self, performance_flags: PerformanceFlags | None = None) -> DPExecutionPlan:
         """Returns the plan.
 
@@ -301,7 +301,7 @@ class AbstractPlanConfig(abc.ABC):
         """Returns the given accountant or the default. Raises if a built-in one does not support these batches."""
         if accountant is None:
             return self.accountants[0]
-        name = accountant_used(accountant)
+        name = accountant_name(accountant)
         if isinstance(accountant, str) and name not in self.accountants:
             raise AccountingRefusedError(
                 f"accountant {name!r} does not support these batches.",

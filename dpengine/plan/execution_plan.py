@@ -11,7 +11,7 @@ from dpengine.noise.transform import NoiseTransform
 from dpengine.sampling.scheme import SamplingScheme
 
 if TYPE_CHECKING:
-    from dpengine.accounting.own_accountant import Accountant
+    from dpengine.accounting.custom_accountant import Accountant
     from dpengine.functional.bounded import BoundedSensitivityCallable
 
     from .config import AbstractPlanConfig

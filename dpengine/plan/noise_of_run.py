@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import Event, Relation
 from dpengine.accounting.ledger import Charge
 from dpengine.accounting.noise_calibration import least_noise
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.accounting.run_events import Participation
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise.correlated import Recurrence

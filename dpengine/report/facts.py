@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import UNKNOWN_SAMPLING, Charge, steps_of
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.sampling.custom_scheme import CUSTOM_PREFIX
 
 from .history_rows import public_text, public_values

@@ -13,15 +13,15 @@ import numpy as np
 
 from dpengine.accounting.accountant import (
     PrivacySpent,
-    accountant_used,
+    accountant_name,
     discretization_of,
     epsilon_of,
     privacy_profile,
     privacy_spent,
 )
+from dpengine.accounting.custom_accountant import Accountant
 from dpengine.accounting.events import NonPrivateEvent, Relation
 from dpengine.accounting.ledger import Charge
-from dpengine.accounting.own_accountant import Accountant
 from dpengine.errors import AccountingRefusedError
 
 from .facts import NO_RATE, UNDECLARED, RunFacts
@@ -77,7 +77,7 @@ class Figures:
 
 def figures_of(facts: RunFacts) -> Figures:
     """Computes the figures of a run."""
-    accountant = accountant_used(facts.accounting.accountant)
+    accountant = accountant_name(facts.accounting.accountant)
     library = LIBRARY if isinstance(facts.accounting.accountant, str) else OWN
     if facts.is_private and not facts.sampling_is_known:
         undeclared = facts.plan.get("sampling") == UNDECLARED

@@ -6,13 +6,13 @@ import dataclasses
 from typing import Any, NoReturn
 
 from dpengine.accounting.run_events import Participation, PoissonParticipation, UnknownParticipation
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .poisson import checked_batch_size, checked_sample_rate
 from .scheme import Draws, WordStream, checked_integer
 
 
-@suggests_names
+@keyword_hints
 @dataclasses.dataclass(frozen=True)
 class ExternalBatches(Draws):
     """Sampling scheme of a loop that draws its own batches: each backward pass is one logical batch.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dpengine.capture.watch import Kind, Watch, watch_list
-from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionError, UnsupportedLayerError, suggests_names
+from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionError, UnsupportedLayerError, keyword_hints
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import sampler_for
 from dpengine.independence.copy_probe import CopyIndependenceCheck
@@ -102,7 +102,7 @@ class CheckReport:
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *([""] if notes else []), *notes])
 
 
-@suggests_names
+@keyword_hints
 def check(
     model: nn.Module,
     loss_fn: LossFunction | None = None,

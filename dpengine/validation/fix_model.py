@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from dpengine.capture.batch_statistics import uses_fixed_statistics
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.layers.replacements import to_replacement
 
 from .check_model import check
@@ -77,7 +77,7 @@ class Change:
         return f"{self.name or '(model)'}: {self.before} -> {self.after or 'NOT FIXED'}: {self.why}"
 
 
-@suggests_names
+@keyword_hints
 def fix(
     model: nn.Module, *, batch_norm: str = "group", num_groups: int | None = None
 ) -> tuple[nn.Module, list[Change]]:

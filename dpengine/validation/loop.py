@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.record import swap_batch_axis
 from dpengine.capture.tensors import tensors_in_outputs
-from dpengine.errors import BatchDependentLossError, suggests_names
+from dpengine.errors import BatchDependentLossError, keyword_hints
 from dpengine.independence.compare_runs import (
     EXACT,
     HALF,
@@ -58,7 +58,7 @@ class LoopCheck:
         return self.batches > 0 and not self.undecided
 
 
-@suggests_names
+@keyword_hints
 def check_loop(
     step: Step, batches: Iterable[Any], *, loss_reduction: str = "mean", batch_first: bool = True
 ) -> LoopCheck:

@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 from torch.utils import _pytree as pytree
 
 from dpengine.capture.model_state import preserve_modes
-from dpengine.errors import BatchDependentLossError, ReductionError, suggests_names
+from dpengine.errors import BatchDependentLossError, ReductionError, keyword_hints
 from dpengine.independence.copy_probe import call, has_batch_axis, keep_masks, with_others_replaced
 
 from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
@@ -30,7 +30,7 @@ _MODEL_LOSS_FIX = (
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last check passed
 
 
-@suggests_names
+@keyword_hints
 def check_loss(
     model: nn.Module,
     loss_fn: LossFunction,

@@ -19,7 +19,7 @@ from dpengine.accounting import (
     epsilon_of,
     suggested_delta,
 )
-from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.accountant import accountant_name
 from dpengine.accounting.arguments import MAX_COUNT
 from dpengine.errors import InvalidBudgetError
 
@@ -97,7 +97,7 @@ def test_a_number_that_no_float_holds_is_refused_by_name(value):
 
 @pytest.mark.parametrize("accountant", [["pld"], {"pld": 1}, None, 3, "abacus"], ids=str)
 def test_an_accountant_that_is_none_is_answered_with_the_choices(accountant):
-    for call in (lambda: accountant_used(accountant), lambda: epsilon(**RUN, steps=3, accountant=accountant)):
+    for call in (lambda: accountant_name(accountant), lambda: epsilon(**RUN, steps=3, accountant=accountant)):
         with pytest.raises(ValueError, match=r"accountant=.* is not known. Choose one of 'pld', 'rdp'"):
             call()
 

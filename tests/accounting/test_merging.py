@@ -5,7 +5,7 @@ import pytest
 
 from dpengine.accounting import Charge, PoissonGaussianEvent, bounds_of, composition
 from dpengine.accounting.composition import MAX_DISTINCT, compose
-from dpengine.accounting.merging import Kinds, cells, typical
+from dpengine.accounting.merging import ReleaseKinds, mean_release, split_into_cells
 from dpengine.accounting.tilted_pld.loss_grid import sketch
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
 from dpengine.accounting.tilted_pld.tilt import sketches
@@ -68,30 +68,30 @@ def test_epsilon_grows_with_the_history_but_for_what_merging_costs(monkeypatch):
     assert np.all(found[1:, 2] > found[:-1, 0])
 
 
-EXTREME = Kinds(
+EXTREME = ReleaseKinds(
     10.0 ** RNG.uniform(-300, 0, 400), 10.0 ** RNG.uniform(-200, 160, 400), np.floor(10.0 ** RNG.uniform(0, 12, 400))
 )
-ORDINARY = Kinds(10.0 ** RNG.uniform(-5, 0, 400), 10.0 ** RNG.uniform(-1, 2, 400), np.ones(400))
+ORDINARY = ReleaseKinds(10.0 ** RNG.uniform(-5, 0, 400), 10.0 ** RNG.uniform(-1, 2, 400), np.ones(400))
 
 
 @pytest.mark.parametrize("above", [True, False])
 @pytest.mark.parametrize("kinds", [EXTREME, ORDINARY], ids=["extreme", "ordinary"])
 def test_each_kind_is_in_one_cell_and_on_the_right_side_of_its_corner(kinds, above):
-    found, sign = cells(kinds, 60, above=above), 1 if above else -1
+    found, sign = split_into_cells(kinds, 60, above=above), 1 if above else -1
     assert len(found) == 60
     assert sorted(np.concatenate(found)) == list(range(400))
     for cell in found:
         rate, sigma = kinds.corner(cell, above=above)
         assert np.all(sign * rate >= sign * kinds.rates[cell])
         assert np.all(sign * sigma <= sign * kinds.noise[cell])
-        rate, sigma = typical(kinds, cell)
+        rate, sigma = mean_release(kinds, cell)
         assert kinds.rates[cell].min() * (1 - 1e-12) <= rate <= kinds.rates[cell].max() * (1 + 1e-12)
         assert kinds.noise[cell].min() * (1 - 1e-12) <= sigma <= kinds.noise[cell].max() * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("count", [2, 399, 400])
 def test_there_are_as_many_cells_as_asked_for(count):
-    assert len(cells(ORDINARY, count, above=True)) == count
+    assert len(split_into_cells(ORDINARY, count, above=True)) == count
 
 
 def test_sketches_side_by_side_are_sketches_one_by_one():

@@ -24,7 +24,7 @@ from dpengine.accounting import (
 )
 from dpengine.accounting.composition import MAX_DISTINCT, compose
 from dpengine.accounting.tilted_pld.convolved import convolved
-from dpengine.accounting.tilted_pld.loss_grid import View, atoms_above, atoms_below, cell_ends
+from dpengine.accounting.tilted_pld.loss_grid import Span, atoms_above, atoms_below, cell_ends
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
 from dpengine.accounting.tilted_pld.tilt import Part
 from dpengine.errors import CalibrationError
@@ -310,8 +310,8 @@ def lattices(rate, sigma, direction, steps):
     low, high = (float(end) for end in pair.loss(np.array(pair.reach(1e-9))))
     step = (high - low) / steps
     every = np.arange(math.floor(low / step), math.ceil(high / step) + 1)
-    view = View(focus=2.0, tilt=1.0, tail=1e-9, share=1e-12)
-    return pair, step, [lambda _: every, lambda one: cell_ends(one, view, step, above=True)]
+    span = Span(focus=2.0, tilt=1.0, tail=1e-9, share=1e-12)
+    return pair, step, [lambda _: every, lambda one: cell_ends(one, span, step, above=True)]
 
 
 @holds(15, **PAIRS)

@@ -15,7 +15,7 @@ import torch
 
 import dpengine
 from dpengine.accounting import PrivacySpent
-from dpengine.accounting.accountant import accountant_used
+from dpengine.accounting.accountant import accountant_name
 from dpengine.accounting.rounding import percent_up, round_up, round_up_delta
 from dpengine.cli.screen import strong
 from dpengine.data import LabelledData
@@ -139,7 +139,7 @@ def _train_privately(task: Task, split: Split, target: float, setting: Setting) 
     began = time.monotonic()
     training = prepare(task, split, target, seed=setting.seed, device=setting.device)
     plan = training.engine.describe()
-    found = f"σ={plan['noise_multiplier']:.2f} ({accountant_used().upper()}, Poisson q={plan['sample_rate']:.4f})"
+    found = f"σ={plan['noise_multiplier']:.2f} ({accountant_name().upper()}, Poisson q={plan['sample_rate']:.4f})"
     asked = f"calibrating ε={round_up(target)} δ={DELTA:g} over {training.steps:,} steps"
     setting.say(line(f"{asked} … {found}", f"{time.monotonic() - began:.1f} s"))
     outcome = training.run(split)

@@ -118,7 +118,7 @@ def balls_in_bins(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> 
 def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
     """Returns a sampler of steps that are independent given the group, because their columns do not overlap."""
     groups, rate = event.cycle_length, event.sample_rate
-    log_rest = math.log1p(-rate) if rate < 1 else -math.inf
+    log_absent = math.log1p(-rate) if rate < 1 else -math.inf
 
     def add_participations(rng: Rng, y_TM: Floats) -> None:
         size = y_TM.shape[1]
@@ -129,7 +129,7 @@ def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) ->
         losses_TM = _step_losses(bands_KT, sigma, y_TM)
         for row in losses_TM:
             row += math.log(rate)
-            _log_add(row, log_rest, row)
+            _log_add(row, log_absent, row)
         runs_BM = np.array([losses_TM[group::groups].sum(axis=0) for group in range(groups)])
         return _log_sum(runs_BM) - math.log(groups)
 
@@ -139,25 +139,25 @@ def cyclic_poisson(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) ->
 def b_min_sep(event: SampledMatrixEvent, bands_KT: Floats, sigma: float) -> LossSampler:
     """Returns a sampler whose ratio is computed backwards: the future only depends on the remaining waiting time."""
     steps, separation, rate = event.steps, event.cycle_length, event.sample_rate
-    log_rest = math.log1p(-rate) if rate < 1 else -math.inf
+    log_absent = math.log1p(-rate) if rate < 1 else -math.inf
     # With a warm start, the waiting time is 0 with probability 1 / starts, and otherwise uniform.
     starts = 1 + (separation - 1) * rate
 
     def add_participations(rng: Rng, y_TM: Floats) -> None:
         size = y_TM.shape[1]
-        ready = np.zeros(size, dtype=np.int64)
+        waiting_time = np.zeros(size, dtype=np.int64)
         if event.warm_start and separation > 1:
             is_waiting = rng.random(size) >= 1 / starts
-            ready = np.where(is_waiting, rng.integers(1, separation, size=size), 0)
-        first = ready + rng.geometric(rate, size=size) - 1
+            waiting_time = np.where(is_waiting, rng.integers(1, separation, size=size), 0)
+        first = waiting_time + rng.geometric(rate, size=size) - 1
         _participate(y_TM, bands_KT, first, lambda count: separation - 1 + rng.geometric(rate, size=count))
 
     def log_ratio(y_TM: Floats) -> Floats:
         losses_TM = _step_losses(bands_KT, sigma, y_TM) + math.log(rate)
-        future_TM = np.zeros((steps + separation, y_TM.shape[1]))  # log ratio of the steps from t on, if ready at t
+        future_TM = np.zeros((steps + separation, y_TM.shape[1]))  # log ratio of the steps from t on, if not waiting
         for t in range(steps - 1, -1, -1):
             losses_TM[t] += future_TM[t + separation]
-            _log_add(losses_TM[t], future_TM[t + 1] + log_rest, future_TM[t])
+            _log_add(losses_TM[t], future_TM[t + 1] + log_absent, future_TM[t])
         if not event.warm_start:
             return future_TM[0]
         future_TM[1:separation] += math.log(rate)
@@ -190,10 +190,10 @@ def _step_losses(bands_KT: Floats, sigma: float, y_TM: Floats) -> Floats:
     return losses_TM
 
 
-def _log_add(one_M: Floats, other_M: Floats | float, out_M: Floats) -> None:
-    """Computes ``log(e^one + e^other)``, several times faster than ``np.logaddexp``."""
-    difference_M = one_M - other_M
-    np.maximum(one_M, other_M, out=out_M)
+def _log_add(first_M: Floats, second_M: Floats | float, out_M: Floats) -> None:
+    """Computes ``log(e^first + e^second)``, several times faster than ``np.logaddexp``."""
+    difference_M = first_M - second_M
+    np.maximum(first_M, second_M, out=out_M)
     np.abs(difference_M, out=difference_M)
     np.negative(difference_M, out=difference_M)
     np.exp(difference_M, out=difference_M)

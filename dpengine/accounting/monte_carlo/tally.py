@@ -95,12 +95,12 @@ _POINTS = 48  # number of points at which a privacy curve is evaluated
 @functools.lru_cache(maxsize=8)
 def curve_of(composition: Composition, relation: Relation, tail: float) -> tuple[Curve, float]:
     """Returns an upper bound on the privacy curve without simulated runs, and the epsilon at which it is ``tail``."""
-    rest = dataclasses.replace(composition, runs=())
-    if rest.empty:
+    other_releases = dataclasses.replace(composition, runs=())
+    if other_releases.empty:
         return no_release, 0.0
-    end = pld.epsilon(rest, tail, relation)
+    end = pld.epsilon(other_releases, tail, relation)
     points = np.linspace(0.0, max(end, 1e-9), _POINTS)
-    deltas = np.append([pld.delta(rest, float(point), relation) for point in points[:-1]], tail)
+    deltas = np.append([pld.delta(other_releases, float(point), relation) for point in points[:-1]], tail)
     deltas = np.minimum.accumulate(deltas)
 
     def chords_of_delta(epsilons: Floats) -> Floats:

@@ -120,8 +120,8 @@ def _delta(composition: Composition, epsilon: float, relation: Relation) -> floa
         for releases, _, slope in estimates:
             total = _composed(Sketch(releases, _ERROR / 10 * estimate), _DELTA_ACCURACY / slope)
             loss_sums.append(total)
-            upper = max(upper, (total.delta(epsilon - total.shift) + total.doubt) * (1 + total.relative))
-            lower = max(lower, total.delta(epsilon + total.shift) - total.doubt)
+            upper = max(upper, (total.delta(epsilon - total.shift) + total.absolute_error) * (1 + total.relative))
+            lower = max(lower, total.delta(epsilon + total.shift) - total.absolute_error)
     for total in loss_sums:
         _check_errors(total, upper)
     if upper > 2 * lower:

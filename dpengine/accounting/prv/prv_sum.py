@@ -110,7 +110,7 @@ class LossSum:
     relative: float
 
     @property
-    def doubt(self) -> float:
+    def absolute_error(self) -> float:
         """Bound on the absolute error of delta at an epsilon moved by ``shift``, without the relative error."""
         return self.lost + self.rounding
 
@@ -122,8 +122,8 @@ class LossSum:
 
     def bracket(self, delta: float) -> tuple[float, float, float]:
         """Returns a lower bound, an estimate and an upper bound of epsilon of the true loss. Negative values mean 0."""
-        lower = self._epsilon_rounded_down(min(1.0, (delta + self.doubt) * (1 + self.relative))) - self.shift
-        upper = self._epsilon_rounded_up((delta - self.doubt) * (1 - self.relative)) + self.shift
+        lower = self._epsilon_rounded_down(min(1.0, (delta + self.absolute_error) * (1 + self.relative))) - self.shift
+        upper = self._epsilon_rounded_up((delta - self.absolute_error) * (1 - self.relative)) + self.shift
         return lower, min(max(self._approximate_epsilon(delta), lower), upper), upper
 
     def _epsilon_rounded_up(self, delta: float) -> float:
@@ -272,9 +272,9 @@ def _composed(releases: list[tuple[_RoundedRelease, int]], first: int, size: int
     """Returns the masses of the sum on ``size`` mesh points, and a bound on their rounding error for any event."""
     transforms, transform = [], np.ones(size // 2 + 1, dtype=np.clongdouble)
     for release, count in releases:
-        of_release = np.fft.rfft(_folded(release, size))
-        transforms.append((np.abs(of_release).astype(np.float64), count))
-        transform = transform * _power(of_release, count)
+        component_values = np.fft.rfft(_folded(release, size))
+        transforms.append((np.abs(component_values).astype(np.float64), count))
+        transform = transform * _power(component_values, count)
     masses = np.roll(np.fft.irfft(transform, size), -(first % size))
     unit = float(np.finfo(masses.dtype).eps) / 2  # NumPy before version 2 has double precision only
     level = _ROUNDING_PER_LEVEL * unit * math.log2(size)

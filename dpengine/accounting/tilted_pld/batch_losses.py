@@ -180,18 +180,18 @@ class BatchEventPairs:
 
 def _truncated(event: TruncatedGaussianEvent, direction: Direction) -> Mixture:
     """Returns the pairs for an attacker who knows if other examples fill the batch, so that one may be displaced."""
-    has_room, full, rate = truncation_of(event)
+    not_full, full, rate = truncation_of(event)
     free = LossPair(event.sample_rate, event.noise_multiplier, direction)
     if full == 0 or rate == 0:
         return ((1.0, free),)
     displacing = LossPair(rate, event.noise_multiplier / 2, Direction.REPLACE)
-    return ((has_room, free), (full, displacing))  # upper bounds, whose sum may be slightly more than 1
+    return ((not_full, free), (full, displacing))  # upper bounds, whose sum may be slightly more than 1
 
 
 def truncation_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
     """Bounds the probabilities of the truncation.
 
-    Returns upper bounds on the probabilities that the other examples leave room in the batch, that they fill it, and
+    Returns upper bounds on the probabilities that the other examples do not fill the batch, that they fill it, and
     that the example is in the batch if they fill it.
     """
     from scipy import stats  # takes a second to import
@@ -201,8 +201,8 @@ def truncation_of(event: TruncatedGaussianEvent) -> tuple[float, float, float]:
     if full < _NEGLIGIBLE:
         return 1.0, 0.0, 0.0
     above = float(stats.binom.sf(largest, n, q)) * _ROUNDED_UP
-    has_room = float(stats.binom.cdf(largest - 1, n - 1, q)) * _ROUNDED_UP
-    return min(1.0, has_room), min(1.0, full), min(1.0, largest / n * above / full * _ROUNDED_UP**2)
+    not_full = float(stats.binom.cdf(largest - 1, n - 1, q)) * _ROUNDED_UP
+    return min(1.0, not_full), min(1.0, full), min(1.0, largest / n * above / full * _ROUNDED_UP**2)
 
 
 def _fixed_size(event: FixedSizeGaussianEvent, direction: Direction) -> Mixture:

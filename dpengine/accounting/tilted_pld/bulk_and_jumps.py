@@ -123,29 +123,29 @@ class _Atoms:
 
 
 def _bulk(mixture: Mixture, cutoff: int, step: float) -> _Atoms:
-    """Returns the losses of a release of at most the cutoff."""
+    """Returns the losses of one release up to the cutoff."""
     indices, masses = [], []
     for weight, pair in mixture:
         low, _ = _reach(pair, step)
-        at, mass, _ = split_to_ends(pair, np.arange(min(max(low, -cutoff), cutoff - 1), cutoff + 1), step)
-        end = len(at) - 1 if low < -cutoff else len(at)  # omits the mass below -cutoff, which is a jump
-        indices.append(at[:end])
+        points, mass, _ = split_to_ends(pair, np.arange(min(max(low, -cutoff), cutoff - 1), cutoff + 1), step)
+        end = len(points) - 1 if low < -cutoff else len(points)  # omits the mass below -cutoff, which is a jump
+        indices.append(points[:end])
         masses.append(weight * mass[:end])
     return _atoms(np.concatenate(indices), np.concatenate(masses), step)
 
 
 def _jumps(mixture: Mixture, cutoff: int, step: float, window: CoarseWindow) -> _Atoms:
-    """Returns the losses of a release beyond the cutoff."""
+    """Returns the losses of one release beyond the cutoff."""
     indices, masses, infinite = [np.zeros(0, dtype=np.int64)], [np.zeros(0)], 0.0
     for weight, pair in mixture:
         low, high = _reach(pair, step)
-        at, mass, over = split_to_ends(pair, np.arange(cutoff, max(min(high, window.high), cutoff + 1) + 1), step)
-        indices.append(at[:-1])
+        points, mass, over = split_to_ends(pair, np.arange(cutoff, max(min(high, window.high), cutoff + 1) + 1), step)
+        indices.append(points[:-1])
         masses.append(weight * mass[:-1])
         infinite += weight * over
         if low < -cutoff:
-            at, mass, _ = split_to_ends(pair, np.arange(min(max(low, window.low), -cutoff), -cutoff + 1), step)
-            indices.append(at)
+            points, mass, _ = split_to_ends(pair, np.arange(min(max(low, window.low), -cutoff), -cutoff + 1), step)
+            indices.append(points)
             masses.append(weight * mass)
     return _atoms(np.concatenate(indices), np.concatenate(masses), step, infinite)
 
@@ -193,11 +193,11 @@ def _sum_of_bulks(
     first = math.floor(low / fine) - 1
     losses_N: Floats = np.asarray((first + np.arange(size)) * fine, dtype=np.float64)
     length = faded_length(((fading(bulk.indices, tilted), count),), size)
-    of_bulk = transform(bulk.indices, tilted, size, length, count)
+    bulk_transform = transform(bulk.indices, tilted, size, length, count)
     values = np.zeros(size // 2 + 1, dtype=np.complex128)
-    values[: len(of_bulk.values)] = of_bulk.values**count
+    values[: len(bulk_transform.values)] = bulk_transform.values**count
     masses_N = np.roll(np.fft.irfft(values, size), -(first % size))
-    error = _error(of_bulk.values, count, size)
+    error = _error(bulk_transform.values, count, size)
     # Removes the tilt. Mass beyond the ends is folded into the window, and is counted again: at a low point and as
     # infinite loss.
     log_scale_N = count * log_moment - target.tilt * losses_N

@@ -117,10 +117,10 @@ class CoarseWindow:
         masses = np.bincount(atoms.indices - first, atoms.masses).astype(np.float64)
         return self.truncated(masses, first, atoms.infinite)
 
-    def sum(self, one: CoarseMasses, other: CoarseMasses) -> CoarseMasses:
+    def sum(self, a: CoarseMasses, b: CoarseMasses) -> CoarseMasses:
         """Returns the distribution of the sum of two independent losses."""
-        infinite = min(1.0, one.infinite + other.infinite)
-        return self.truncated(np.convolve(one.masses, other.masses), one.first + other.first, infinite)
+        infinite = min(1.0, a.infinite + b.infinite)
+        return self.truncated(np.convolve(a.masses, b.masses), a.first + b.first, infinite)
 
     def truncated(self, masses: Floats, first: int, infinite: float) -> CoarseMasses:
         """Returns the distribution with the mass outside of the window moved or omitted, as described above."""

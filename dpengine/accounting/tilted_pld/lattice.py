@@ -27,7 +27,7 @@ _MIN_BINS, _MAX_BINS = 2**12, 2**21
 _TAIL_SHARE = 1e-5  # fraction of delta that the tails of all releases may have together
 _RANGE_BITS = 6  # number of leading bits of a count that determine its range
 _SEARCH_TOLERANCE = 1e-9  # relative error of the search for epsilon
-_MAX_DOUBT = 12.0  # error over the accuracy above which convolution is tried
+_MAX_UNCERTAINTY = 12.0  # error over the accuracy above which convolution is tried
 _MAX_GAP = 1e-3  # relative gap between the bounds above which convolution is tried for the lower one
 _MAX_KINDS_CONVOLVED = 8  # maximum number of distinct releases whose lower bound is convolved
 _MIN_POINTS, _ENOUGH_POINTS, _MAX_POINTS = 2**10, 2**12, 2**13  # lattice points of a convolution
@@ -110,7 +110,7 @@ def upper_log_delta(parts: Parts, epsilon: float, ceiling: float, accuracy: floa
     bound = composed_sum.log_delta(epsilon)[0]
     if (pair := _single_pair(parts)) is not None:
         bound = min(bound, math.log(max(MIN_TAIL, one_release.delta_of(pair, epsilon))))
-    if epsilon > MIN_TAIL and composed_sum.doubt(epsilon) > _MAX_DOUBT * accuracy * epsilon:
+    if epsilon > MIN_TAIL and composed_sum.uncertainty(epsilon) > _MAX_UNCERTAINTY * accuracy * epsilon:
         highest, points = _HIGHEST * epsilon, _MIN_POINTS
         while points <= _MAX_POINTS:
             other = convolved(parts, _LOWEST * epsilon, highest, points, above=True)
@@ -151,8 +151,8 @@ def _plan_for(parts: Parts, delta: float, accuracy: float) -> _Plan:
     """Plans a composition by FFT, or by convolution if the FFT is inaccurate."""
     search, log_delta = _Search(parts, delta), math.log(delta)
     tilt = search.overview.tilt_for_delta(log_delta)
-    plan, doubt = _by_fft(parts, search, tilt, log_delta, accuracy)
-    if plan.epsilon == 0 or plan.excess + doubt <= _MAX_DOUBT * accuracy * plan.epsilon < math.inf:
+    plan, uncertainty = _by_fft(parts, search, tilt, log_delta, accuracy)
+    if plan.epsilon == 0 or plan.excess + uncertainty <= _MAX_UNCERTAINTY * accuracy * plan.epsilon < math.inf:
         return plan
     start = min(plan.epsilon, (search.overview.log_moment(tilt) - log_delta) / tilt, _largest_loss(parts))
     other = _by_convolution(parts, start, log_delta, accuracy)
@@ -161,7 +161,7 @@ def _plan_for(parts: Parts, delta: float, accuracy: float) -> _Plan:
 
 def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accuracy: float) -> tuple[_Plan, float]:
     """Refines the lattice until epsilon converges. Returns the plan, and the part of epsilon due to error bounds."""
-    plan, doubt, bins = _Plan(math.inf), math.inf, 0
+    plan, uncertainty, bins = _Plan(math.inf), math.inf, 0
     with contextlib.suppress(NoWindowError):
         while True:
             bins = 2 * bins or search.bins(tilt, accuracy) // 2
@@ -170,10 +170,10 @@ def _by_fft(parts: Parts, search: _Search, tilt: float, log_delta: float, accura
             value = _smallest_epsilon(composed_sum, log_delta, plan.epsilon)
             excess = _excess_after(plan.epsilon - value)
             plan = _Plan(value, max(0.0, excess), composed_sum.step, compose)
-            doubt = composed_sum.doubt(value) if value < math.inf else math.inf
+            uncertainty = composed_sum.uncertainty(value) if value < math.inf else math.inf
             if bins >= _MAX_BINS or value == 0 or excess <= accuracy * value:
                 break
-    return plan, doubt
+    return plan, uncertainty
 
 
 def _by_convolution(parts: Parts, start: float, log_delta: float, accuracy: float) -> _Plan:

@@ -102,8 +102,8 @@ def sketch(pair: Pair, tail: float, points: int = SKETCH_POINTS) -> Sketch:
 
 
 @dataclass(frozen=True)
-class View:
-    """Relevant range of a release's loss.
+class Span:
+    """Determines the relevant range of a release's loss.
 
     Attributes:
         focus: Tilt under which the mean of the sum of losses is near the resulting epsilon.
@@ -122,17 +122,17 @@ class View:
         return sketch(pair, self.tail).floor((self.focus, self.tilt), self.share)
 
 
-def cell_ends(pair: Pair, view: View, step: float, *, above: bool) -> Integers:
+def cell_ends(pair: Pair, span: Span, step: float, *, above: bool) -> Integers:
     """Returns the lattice indices of cell edges, which are denser where the tilted loss has more mass."""
-    relevant = sketch(pair, view.tail).raised(view.floor(pair))
-    low, high = float(relevant.losses[0]), float(pair.loss(np.array(pair.reach(view.tail)))[1])
+    relevant = sketch(pair, span.tail).raised(span.floor(pair))
+    low, high = float(relevant.losses[0]), float(pair.loss(np.array(pair.reach(span.tail)))[1])
     first = math.floor(low / step)
     last = max(math.ceil(high / step), first + 1)
-    weights = relevant.tilted(view.focus)
+    weights = relevant.tilted(span.focus)
     below = np.cumsum(weights)
     beyond = np.maximum(np.minimum(below, 1 - below + weights), 1e-30) / (_BULK_ABOVE if above else _BULK_BELOW)
     # Widths in steps: by the mass beyond the cell, and limited by how the tilt weights mass that moves within a cell.
-    widths = np.minimum(beyond**-_WIDENING, -_MAX_MOVED * np.log(np.minimum(beyond, 1.0)) / (1 + view.focus) / step)
+    widths = np.minimum(beyond**-_WIDENING, -_MAX_MOVED * np.log(np.minimum(beyond, 1.0)) / (1 + span.focus) / step)
     widths = np.maximum(widths, 1.0)
     knots = np.concatenate([[low], relevant.losses, [high]])
     density = 1 / np.concatenate([widths[:1], widths, widths[-1:]])

@@ -41,7 +41,7 @@ def rough_epsilon(composition: Composition, delta: float, relation: Relation, ac
     composition = _checked(composition, relation)
     if (delta := delta - _infinite(composition)) <= 0:
         return math.inf
-    ceiling = _other_epsilon(composition, delta, relation)
+    ceiling = _epsilon_by_other_accountants(composition, delta, relation)
     return min(ceiling, _on_lattices(composition, delta, relation, accuracy).epsilon) if ceiling > 0 else 0.0
 
 
@@ -63,7 +63,7 @@ def delta(composition: Composition, epsilon: float, relation: Relation) -> float
 
 
 def _finite_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
-    ceiling = _other_delta(composition, epsilon, relation)
+    ceiling = _delta_by_other_accountants(composition, epsilon, relation)
     if ceiling < MIN_TAIL:
         return ceiling
     if _out_of_range(composition):
@@ -95,7 +95,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
     above, below = _checked(composition, relation), composition.limited(above=False)
     if (finite := delta - _infinite(above)) <= 0:
         return Bounds(0.0, math.inf, math.inf)
-    if (ceiling := _other_epsilon(above, finite, relation)) == 0:
+    if (ceiling := _epsilon_by_other_accountants(above, finite, relation)) == 0:
         return Bounds(0.0, 0.0, 0.0)
     answer = _on_lattices(above, finite, relation, _ACCURACY)
     upper = min(answer.epsilon, ceiling)
@@ -107,7 +107,7 @@ def bounds(composition: Composition, delta: float, relation: Relation) -> Bounds
         with np.errstate(all="ignore"):
             lower = min(max(lower_epsilon(parts, delta, upper, _ACCURACY) for parts in directions), upper)
     if len(composition.sampled) > len(above.sampled):  # releases were merged, up for one bound and down for the other
-        answer = _on_lattices(composition.typical(), finite, relation, _ACCURACY)
+        answer = _on_lattices(composition.limited_estimate(), finite, relation, _ACCURACY)
     estimate = answer.epsilon - answer.excess if answer.excess < math.inf else answer.epsilon
     return Bounds(lower, min(max(estimate, lower), upper), upper)
 
@@ -173,7 +173,7 @@ def _participation_probability(composition: Composition) -> float:
     return math.fsum(group.count * group.sample_rate for group in composition.sampled) * (1 + 1e-12)
 
 
-def _other_epsilon(composition: Composition, delta: float, relation: Relation) -> float:
+def _epsilon_by_other_accountants(composition: Composition, delta: float, relation: Relation) -> float:
     if _participation_probability(composition) <= delta:
         return 0.0
     unsampled = gdp.epsilon(_without_sampling(composition, relation), delta, relation)
@@ -181,7 +181,7 @@ def _other_epsilon(composition: Composition, delta: float, relation: Relation) -
     return min(unsampled, rdp.epsilon(composition, delta, relation)) if has_rdp else unsampled
 
 
-def _other_delta(composition: Composition, epsilon: float, relation: Relation) -> float:
+def _delta_by_other_accountants(composition: Composition, epsilon: float, relation: Relation) -> float:
     unsampled = gdp.delta(_without_sampling(composition, relation), epsilon, relation)
     unsampled = min(unsampled, _participation_probability(composition))
     has_rdp = relation is not Relation.REPLACE_ONE and not composition.batches
@@ -193,5 +193,5 @@ def _without_sampling(composition: Composition, relation: Relation) -> Compositi
     extra = math.fsum(g.count / g.noise_multiplier / g.noise_multiplier for g in composition.sampled)
     distances = [(BATCH_EVENT_PAIRS[type(event)].distance(event), count) for event, count in composition.batches]
     squares = math.fsum(count * distance * distance for distance, count in distances)
-    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # it doubles the sensitivity of the others
+    extra += squares / (4 if relation is Relation.REPLACE_ONE else 1)  # replace-one doubles the sensitivity of sums
     return replace(composition, precision=composition.precision + extra, sampled=(), batches=())

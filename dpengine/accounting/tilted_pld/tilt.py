@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from .loss_grid import SKETCH_POINTS, Mixture, View, sketch
+from .loss_grid import SKETCH_POINTS, Mixture, Span, sketch
 
 if TYPE_CHECKING:
     from .loss_pairs import Floats
@@ -41,16 +41,16 @@ class Sketches:
 
     def log_moments(self, tilts: Floats) -> Floats:
         """Returns ``log E[e^(tilt * sum of losses)]`` for each tilt."""
-        of_pairs = self._pair_log_moments(tilts) + self.log_weights
-        return np.asarray(np.logaddexp.reduceat(of_pairs, self.starts, axis=1) @ self.counts)
+        pair_moments = self._pair_log_moments(tilts) + self.log_weights
+        return np.asarray(np.logaddexp.reduceat(pair_moments, self.starts, axis=1) @ self.counts)
 
     def moments(self, tilt: float) -> tuple[float, float]:
         """Returns the mean and the variance of the tilted sum of losses."""
         masses, counts = self._tilted(tilt)
         means = (masses * self.losses).sum(axis=1)
         pairs = np.diff(np.append(self.starts, len(means)))
-        of_kinds = np.repeat(np.add.reduceat(means * counts, self.starts) / self.counts, pairs)
-        squares = (masses * (self.losses - of_kinds[:, None]) ** 2).sum(axis=1)
+        kind_means = np.repeat(np.add.reduceat(means * counts, self.starts) / self.counts, pairs)
+        squares = (masses * (self.losses - kind_means[:, None]) ** 2).sum(axis=1)
         return float(means @ counts), float(squares @ counts)
 
     def squares(self) -> float:
@@ -78,8 +78,8 @@ class Sketches:
         sums = masses.sum(axis=1, keepdims=True)
         logs = (top + np.log(sums))[:, 0] + self.log_weights
         pairs = np.diff(np.append(self.starts, len(logs)))
-        of_kinds = np.logaddexp.reduceat(logs, self.starts)
-        return masses / sums, np.exp(logs - np.repeat(of_kinds, pairs)) * np.repeat(self.counts, pairs)
+        kind_logs = np.logaddexp.reduceat(logs, self.starts)
+        return masses / sums, np.exp(logs - np.repeat(kind_logs, pairs)) * np.repeat(self.counts, pairs)
 
     def _pair_log_moments(self, tilts: Floats) -> Floats:
         """Returns the log moments of one release of each pair, ``(T, R)``."""
@@ -95,11 +95,11 @@ class Sketches:
 def sketches(mixtures: Sequence[Mixture], counts: Sequence[int], tail: float, points: int) -> Sketches:
     """Returns sketches of the pairs of releases, each with ``points`` outputs and without a mass of ``tail``."""
     kinds = [[(weight, pair) for weight, pair in mixture if weight > 0] for mixture in mixtures]
-    each = [sketch(pair, tail, points) for kind in kinds for _, pair in kind]
-    longest = max(len(one.losses) for one in each)
+    pair_sketches = [sketch(pair, tail, points) for kind in kinds for _, pair in kind]
+    longest = max(len(s.losses) for s in pair_sketches)
     return Sketches(
-        np.array([np.pad(one.losses, (0, longest - len(one.losses)), "edge") for one in each]),
-        np.array([np.pad(one.log_masses, (0, longest - len(one.losses)), constant_values=-np.inf) for one in each]),
+        np.array([np.pad(s.losses, (0, longest - len(s.losses)), "edge") for s in pair_sketches]),
+        np.array([np.pad(s.log_masses, (0, longest - len(s.losses)), constant_values=-np.inf) for s in pair_sketches]),
         np.array([math.log(weight) for kind in kinds for weight, _ in kind]),
         np.cumsum([0, *(len(kind) for kind in kinds[:-1])]),
         np.array(counts, dtype=np.float64),
@@ -137,12 +137,12 @@ class Window:
     """Interval of losses that contains nearly all of the tilted sum.
 
     Attributes:
-        view: The tilt, and the relevant losses of each release.
+        span: The tilt, and the relevant losses of each release.
         low, high: Ends of the interval.
         low_move, high_move: Tilts relative to theta whose Chernoff bounds on the mass beyond the ends are negligible.
     """
 
-    view: View
+    span: Span
     low: float
     high: float
     low_move: float
@@ -184,7 +184,7 @@ class Overview:
     def excess(self, window: Window, bins: int) -> float:
         """Returns the approximate error of epsilon on a lattice with ``bins`` points."""
         step = (window.high - window.low) / bins
-        return _EXCESS * self._count * step * step * (1 + window.view.focus)
+        return _EXCESS * self._count * step * step * (1 + window.span.focus)
 
     def window_below(self, tilt: float) -> Window:
         """Returns the window for a lower bound."""
@@ -200,7 +200,7 @@ class Overview:
         if tilt not in self._candidates:
             self._candidates[tilt] = self._windows(tilt)
         for setback, deviation, window in self._candidates[tilt]:
-            lower, step = window.view.tilt, (window.high - window.low) / bins
+            lower, step = window.span.tilt, (window.high - window.low) / bins
             if not 0 < step * lower < math.inf or max(abs(window.low), abs(window.high)) > _MAX_INDEX * step:
                 continue
             rounding = _ROUNDING * self._count * math.exp(setback) * deviation * math.sqrt(1 + 1 / (lower * step))
@@ -221,22 +221,22 @@ class Overview:
         return windows
 
     def _window(self, focus: float, tilt: float, deviation: float, outside: float) -> Window:
-        view = View(focus, tilt, self._tail, self._share)
+        span = Span(focus, tilt, self._tail, self._share)
         # Under a smaller tilt, the bulk may be narrow and far from the result, so both deviations are used.
         widest, narrowest = max(deviation, self._deviation(focus)), min(deviation, self._deviation(focus))
         nearest, farthest = _NEAREST / widest, _FARTHEST / narrowest
         log_outside = outside - self.log_moment(tilt)
-        raised = self._sketches.raised((focus, tilt), view.share)
+        raised = self._sketches.raised((focus, tilt), span.share)
 
-        def end(of: Sketches, sign: int) -> tuple[float, float]:
-            def at(moves: Floats) -> Floats:
-                return (of.log_moments(tilt + sign * moves) + log_outside) / moves
+        def end(losses: Sketches, sign: int) -> tuple[float, float]:
+            def bound_at(moves: Floats) -> Floats:
+                return (losses.log_moments(tilt + sign * moves) + log_outside) / moves
 
-            return _minimum(at, nearest, farthest, _ROUNDS_FOR_ENDS)
+            return _minimum(bound_at, nearest, farthest, _ROUNDS_FOR_ENDS)
 
         (up, high), (down, below) = end(self._sketches, 1), end(raised, -1)
         margin = _MARGIN * (high + below)  # for the rounding errors of the losses
-        return Window(view, -below - margin, high + margin, -down, up)
+        return Window(span, -below - margin, high + margin, -down, up)
 
     def _set_back(self, tilt: float, log_moment: float, result: float, setback: float) -> float:
         """Returns the smaller tilt under which a mass of about ``e^-setback`` is above the result."""
@@ -251,10 +251,10 @@ class Overview:
         return math.sqrt(max(self._sketches.moments(tilt)[1], 1e-300))
 
     def _best_tilt(self, score: Callable[[Floats, Floats], Floats]) -> float:
-        def of(tilts: Floats) -> Floats:
+        def score_at(tilts: Floats) -> Floats:
             return score(self._sketches.log_moments(tilts), tilts)
 
-        return _minimum(of, 1e-5 / self._scale, 1e14 / self._scale, _ROUNDS)[0]
+        return _minimum(score_at, 1e-5 / self._scale, 1e14 / self._scale, _ROUNDS)[0]
 
 
 def _minimum(score: Callable[[Floats], Floats], low: float, high: float, rounds: int) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 
-from .loss_grid import Integers, Mixture, View, atoms_above, atoms_below, cell_ends
+from .loss_grid import Integers, Mixture, Span, atoms_above, atoms_below, cell_ends
 from .tail_sums import Tail, TailSums, tail_sums
 from .transform import FADED, Complex, Fading, Transform, faded_length, fading, transform
 
@@ -114,7 +114,7 @@ class TiltedSum:
         beyond = self.over * math.exp(-theta * reach) * min(1.0, reach + 1 / theta)
         return rounding + beyond + (self.under * largest if epsilon < self.first else 0.0)
 
-    def doubt(self, epsilon: float) -> float:
+    def uncertainty(self, epsilon: float) -> float:
         """Returns the approximate part of epsilon that is due to error bounds and to mass at infinity."""
         tail = self._tail(epsilon)
         infinite = self.infinite * math.exp(min(700.0, self.tilt * epsilon - self.log_moment))
@@ -138,13 +138,13 @@ class TiltedSum:
 
 def composed(parts: tuple[Part, ...], window: Window, *, bins: int, above: bool = True) -> TiltedSum:
     """Composes releases under the tilt of the window, for an upper bound with ``above``, else for a lower one."""
-    tilt = window.view.tilt
+    tilt = window.span.tilt
     step = 2.0 ** (
         math.ceil(math.log2((window.high - window.low) / bins) * _SPACINGS_PER_OCTAVE) / _SPACINGS_PER_OCTAVE
     )
     first = math.floor(window.low / step) - 1
     size = 1 << math.ceil(math.log2(math.ceil(window.high / step) - first + 2))
-    releases = [_release_masses(part.mixture, window.view, step, above) for part in parts]
+    releases = [_release_masses(part.mixture, window.span, step, above) for part in parts]
     transforms = _transforms_of(parts, releases, size)
     log_moment = infinite = errors = shift = relative = low_moment = high_moment = 0.0
     for part, release, release_transform in zip(parts, releases, transforms, strict=True):
@@ -239,17 +239,17 @@ class _ReleaseMasses:
         return transform(self.indices, np.exp(self.log_masses), size, length, count)
 
 
-def _release_masses(mixture: Mixture, view: View, step: float, above: bool) -> _ReleaseMasses:
-    key = (mixture, view, step, above)
+def _release_masses(mixture: Mixture, span: Span, step: float, above: bool) -> _ReleaseMasses:
+    key = (mixture, span, step, above)
     return _releases.get(key, lambda: _compute_release_masses(key, *key))
 
 
-def _compute_release_masses(key: Hashable, mixture: Mixture, view: View, step: float, above: bool) -> _ReleaseMasses:
+def _compute_release_masses(key: Hashable, mixture: Mixture, span: Span, step: float, above: bool) -> _ReleaseMasses:
     atoms = (atoms_above if above else atoms_below)(
-        mixture, lambda pair: cell_ends(pair, view, step, above=above), step
+        mixture, lambda pair: cell_ends(pair, span, step, above=above), step
     )
     losses: Floats = np.asarray(atoms.indices * step, dtype=np.float64)
-    exponents = np.log(atoms.masses) + view.tilt * losses
+    exponents = np.log(atoms.masses) + span.tilt * losses
     top = float(exponents.max())
     log_moment = top + math.log(math.fsum(np.exp(exponents - top)))
     masses = np.exp(exponents - log_moment)

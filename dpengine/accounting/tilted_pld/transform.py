@@ -74,8 +74,8 @@ def fading(indices: Integers, masses: Floats) -> Fading:
     order = np.argsort(indices, kind="stable")  # fast, because indices come in increasing runs
     ordered = indices[order]
     first = np.flatnonzero(np.diff(ordered, prepend=ordered[0] - 1))
-    where, p = ordered[first], np.add.reduceat(masses[order], first)
-    next_to = np.diff(where) == 1
+    points, p = ordered[first], np.add.reduceat(masses[order], first)
+    next_to = np.diff(points) == 1
     smooth = np.zeros(len(p))
     inner = next_to[1:] & next_to[:-1]
     smooth[1:-1] = np.where(inner, np.minimum(np.minimum(p[:-2], p[2:]), p[1:-1]), 0.0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import dpengine
-from dpengine.errors import notice, suggests_names
+from dpengine.errors import keyword_hints, notice
 
 MODULE, ACCOUNTANT = "module_state_dict", "privacy_accountant_state_dict"
 PARTS = ("optimizer", "noise_scheduler", "grad_clip_scheduler")
@@ -24,7 +24,7 @@ class Checkpoints:
     engine: dpengine.PrivacyEngine
     _steps_at_load = 0  # of the engine, when a checkpoint was loaded last
 
-    @suggests_names
+    @keyword_hints
     def save_checkpoint(
         self,
         *,
@@ -57,7 +57,7 @@ class Checkpoints:
                 content[f"{name}_state_dict"] = part.state_dict()
         torch.save(content, path, **(torch_save_kwargs or {}))
 
-    @suggests_names
+    @keyword_hints
     def load_checkpoint(
         self,
         *,

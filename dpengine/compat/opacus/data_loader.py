@@ -16,7 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data._utils.collate import default_collate
 
 from dpengine.distributed.topology import Topology
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.check import check_loader
 from dpengine.sampling.choose_scheme import strategy_for
@@ -164,7 +164,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         self.__dict__.update(private.__dict__)
 
     @classmethod
-    @suggests_names
+    @keyword_hints
     def from_data_loader(
         cls,
         data_loader: DataLoader[Any],
@@ -230,7 +230,7 @@ def _drawn_as(data_loader: DataLoader[Any], distributed: bool | Topology) -> tup
     return PoissonDraws(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows))), data_loader
 
 
-@suggests_names
+@keyword_hints
 def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
     """Returns a copy of a loader whose sampler and workers use another generator.
 

@@ -187,13 +187,13 @@ class Preparation(NotCopyable):
         """Connects the optimizer to the loader and to the engine's ledger."""
         strategy = loader._batches.strategy
         delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
-        own_accountant = _OwnAccountant(self, optimizer, strategy.sample_rate if poisson else None)
+        custom_accountant = _OwnAccountant(self, optimizer, strategy.sample_rate if poisson else None)
         step = optimizer._begin_run(
             strategy,
             self.engine.ledger,
-            own_accountant.count_step,
+            custom_accountant.count_step,
             budget=Budget(None, delta, None, "warn", self.engine.accountant),
-            dataset_check=SharedDatasetCheck(loader, own_accountant.charges),
+            dataset_check=SharedDatasetCheck(loader, custom_accountant.charges),
         )
         if poisson:
             hooks.forbid_grad_accumulation()
@@ -206,7 +206,7 @@ class Preparation(NotCopyable):
             keep_freed_memory()
         self.engine._enter(run, {}, (None, 1))
         follow(self.accountant, self.engine.ledger)
-        self.own_accountants.append(own_accountant)
+        self.own_accountants.append(custom_accountant)
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:

@@ -15,7 +15,7 @@ import dpengine
 from dpengine.accounting.accountant import epsilon_of
 from dpengine.accounting.origin import Origin, relation_of
 from dpengine.engine.run_report import check_report_arguments, origins_of, report_of_run
-from dpengine.errors import LedgerError, suggests_names
+from dpengine.errors import LedgerError, keyword_hints
 from dpengine.report.report import PrivacyReport
 
 from .accountants import create_accountant
@@ -44,7 +44,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, if "flat" means adaptive
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
         self.own_accountants = []
         self.secure_mode = secure_mode
@@ -63,7 +63,7 @@ class PrivacyEngine(Preparation, Checkpoints):
         follow(accountant, self.engine.ledger)
         self._accountant = accountant
 
-    @suggests_names
+    @keyword_hints
     def make_private(
         self,
         *,
@@ -142,7 +142,7 @@ class PrivacyEngine(Preparation, Checkpoints):
             of_optimizer=of_optimizer | shared,
         )
 
-    @suggests_names
+    @keyword_hints
     def make_private_with_epsilon(
         self,
         *,
@@ -222,14 +222,14 @@ class PrivacyEngine(Preparation, Checkpoints):
             **{name: value for name, value in given.items() if value is not None},
         )
 
-    @suggests_names
+    @keyword_hints
     def get_epsilon(self, delta: float) -> float:
         """Returns epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
-        for own_accountant in self.own_accountants:
-            own_accountant.count_discarded()
+        for custom_accountant in self.own_accountants:
+            custom_accountant.count_discarded()
         return float(self.accountant.get_epsilon(delta))
 
-    @suggests_names
+    @keyword_hints
     def report(
         self,
         *,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .accountant import IAccountant
 from .gdp import GaussianAccountant
@@ -16,7 +16,7 @@ _ACCOUNTANTS: dict[str, type[IAccountant]] = {
 }
 
 
-@suggests_names
+@keyword_hints
 def register_accountant(mechanism: str, accountant: type[IAccountant], force: bool = False) -> None:
     """Makes a class of accountants known by a name.
 
@@ -35,7 +35,7 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], force: bo
     _ACCOUNTANTS[mechanism] = accountant
 
 
-@suggests_names
+@keyword_hints
 def create_accountant(mechanism: str) -> IAccountant:
     """Returns a new accountant: ``"rdp"``, ``"gdp"``, ``"prv"`` or a registered one; else raises ``ValueError``."""
     if mechanism not in _ACCOUNTANTS:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from dpengine.capture.capture import CaptureState
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.grad_modes.grad_sample import add_grad_sample
 
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
@@ -57,7 +57,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     GRAD_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = GRAD_SAMPLERS
 
-    @suggests_names
+    @keyword_hints
     def __init__(
         self,
         m: nn.Module,
@@ -146,7 +146,7 @@ class GradSampleHooks(AbstractGradSampleHooks):
 class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
     """Wraps a model, with the arguments of ``GradSampleHooks``."""
 
-    @suggests_names
+    @keyword_hints
     def __init__(
         self,
         m: nn.Module,

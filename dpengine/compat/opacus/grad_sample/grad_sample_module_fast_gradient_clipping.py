@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .grad_sample_module import GradSampleHooks
 from .gsm_base import AbstractGradSampleModule
@@ -45,7 +45,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     shows: ClassVar[bool] = False
     NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
 
-    @suggests_names
+    @keyword_hints
     def __init__(
         self,
         m: nn.Module,
@@ -117,7 +117,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
 class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, AbstractGradSampleModule):
     """Wraps a model, with the arguments of ``GradSampleHooksFastGradientClipping``."""
 
-    @suggests_names
+    @keyword_hints
     def __init__(
         self,
         m: nn.Module,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .gsm_base import AbstractGradSampleModule
 
@@ -20,7 +20,7 @@ class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
         loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
     """
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._watch(self.mode)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule
 
@@ -22,7 +22,7 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
 
     mode: ClassVar[str] = "no_op"
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._watch(self.mode)
@@ -35,7 +35,7 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
     """``GradSampleHooksNoOp`` as a module around the model."""
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
         self._watch(self.mode)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dpengine import grad_samplers
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 from dpengine.layers.attention import SequenceBias
 from dpengine.layers.recurrent import RNNLinear
@@ -19,7 +19,7 @@ from .rules import Function
 Decorator = Callable[[Function], Function]
 
 
-@suggests_names
+@keyword_hints
 def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
     """Returns a decorator that registers a function as the rule for the per-sample gradients of layer classes.
 
@@ -34,7 +34,7 @@ def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[ty
     return grad_samplers.register_grad_sampler(target_class_or_classes, own_loss=True)
 
 
-@suggests_names
+@keyword_hints
 def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[type[nn.Module]]) -> Decorator:
     """Returns a decorator that registers a function as the rule for the per-sample gradient norms of layer classes.
 

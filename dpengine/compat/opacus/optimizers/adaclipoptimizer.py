@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from dpengine.clipping.adaptive import Adaptive
 from dpengine.clipping.policy import AbstractClip
-from dpengine.errors import InvalidBudgetError, suggests_names
+from dpengine.errors import InvalidBudgetError, keyword_hints
 
 from .ddpoptimizer import SharedAmongRanks
 from .optimizer import DPOptimizer
@@ -33,7 +33,7 @@ def _setting(name: str, documentation: str) -> property:
     )
 
 
-@suggests_names
+@keyword_hints
 class AdaClipDPOptimizer(DPOptimizer):
     """``DPOptimizer`` that updates ``max_grad_norm`` after each step from a noisy count, which is part of the cost.
 
@@ -138,7 +138,7 @@ class AdaClipDPOptimizer(DPOptimizer):
         """Does nothing: the step updates the clipping norm from the noisy count over the logical batch."""
 
 
-@suggests_names
+@keyword_hints
 class DistributedAdaClipDPOptimizer(SharedAmongRanks, AdaClipDPOptimizer):
     """``AdaClipDPOptimizer`` of a model wrapped for several processes, which Opacus lacks.
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .ddpoptimizer import SharedAmongRanks
 from .perlayeroptimizer import DPPerLayerOptimizer
 
 
-@suggests_names
+@keyword_hints
 class SimpleDistributedPerLayerOptimizer(SharedAmongRanks, DPPerLayerOptimizer):
     """``DPPerLayerOptimizer`` of a model in several processes; ``expected_batch_size`` is that of this process."""
 
 
-@suggests_names
+@keyword_hints
 class DistributedPerLayerOptimizer(SharedAmongRanks, DPPerLayerOptimizer):
     """Alias of ``SimpleDistributedPerLayerOptimizer``."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .optimizer import DPOptimizer
 
@@ -30,6 +30,6 @@ class SharedAmongRanks:
         """Does nothing: ``p.grad`` is the same on all processes as soon as it has its noise."""
 
 
-@suggests_names
+@keyword_hints
 class DistributedDPOptimizer(SharedAmongRanks, DPOptimizer):
     """``DPOptimizer`` of a model wrapped for several processes; ``expected_batch_size`` is that of this process."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .ddpoptimizer import SharedAmongRanks
 from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
-@suggests_names
+@keyword_hints
 class FSDPOptimizerFastGradientClipping(SharedAmongRanks, DPOptimizerFastGradientClipping):
     """``DPOptimizerFastGradientClipping`` of a sharded model; ``expected_batch_size`` is that of this process."""

@@ -14,7 +14,7 @@ from dpengine.clipping.flat import Flat
 from dpengine.clipping.policy import AbstractClip
 from dpengine.engine.batch_state import Stage
 from dpengine.engine.step import PrivateStep
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.noise.correlated import mechanism_for
 from dpengine.sampling.scheme import Draws
 
@@ -28,7 +28,7 @@ from .written_sums import SumsShown
 StepHook = Callable[["DPOptimizer"], None]
 
 
-@suggests_names
+@keyword_hints
 class DPOptimizer(Optimizer):
     """Clips and sums per-sample gradients, adds noise, and steps the wrapped optimizer with the result.
 

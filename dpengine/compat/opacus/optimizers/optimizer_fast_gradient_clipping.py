@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .optimizer import DPOptimizer
 
 
-@suggests_names
+@keyword_hints
 class DPOptimizerFastGradientClipping(DPOptimizer):
     """``DPOptimizer`` with the method names of the ghost modes."""
 

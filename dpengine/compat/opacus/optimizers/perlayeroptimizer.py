@@ -8,14 +8,14 @@ from typing import Any
 
 from dpengine.clipping.groups import Groups
 from dpengine.clipping.policy import AbstractClip
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from . import step_of
 from .optimizer import DPOptimizer
 from .utils import params
 
 
-@suggests_names
+@keyword_hints
 class DPPerLayerOptimizer(DPOptimizer):
     """``DPOptimizer`` with one clipping norm for each parameter. The sensitivity is their L2 norm.
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from dpengine.engine.schedulers import MAX_GRAD_NORM, by_factor, value_of
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .by_epoch import ByEpoch, Exponential, Step
 
 
-@suggests_names
+@keyword_hints
 class _GradClipScheduler(ByEpoch):
     """Base class of clipping norm schedulers. The constructor takes the first step, to ``last_epoch + 1``.
 
@@ -31,12 +31,12 @@ class _GradClipScheduler(ByEpoch):
         return self._next()
 
 
-@suggests_names
+@keyword_hints
 class ExponentialGradClip(Exponential, _GradClipScheduler):
     """Multiplies the clipping norm by ``gamma`` each epoch."""
 
 
-@suggests_names
+@keyword_hints
 class LambdaGradClip(_GradClipScheduler):
     """Multiplies the clipping norm at construction by a function of the epoch.
 
@@ -56,6 +56,6 @@ class LambdaGradClip(_GradClipScheduler):
         return by_factor(self.scheduler_function)(self.base_max_grad_norm, self.base_max_grad_norm, self.last_epoch)
 
 
-@suggests_names
+@keyword_hints
 class StepGradClip(Step, _GradClipScheduler):
     """Multiplies the clipping norm by ``gamma`` every ``step_size`` epochs."""

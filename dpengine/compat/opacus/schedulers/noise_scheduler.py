@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from dpengine.engine.schedulers import NOISE_MULTIPLIER, by_factor, value_of
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 from .by_epoch import ByEpoch, Exponential, Step
 
 
-@suggests_names
+@keyword_hints
 class _NoiseScheduler(ByEpoch):
     """Base class of noise multiplier schedulers. The constructor takes the first step, to ``last_epoch + 1``.
 
@@ -31,12 +31,12 @@ class _NoiseScheduler(ByEpoch):
         return self._next()
 
 
-@suggests_names
+@keyword_hints
 class ExponentialNoise(Exponential, _NoiseScheduler):
     """Multiplies the noise multiplier by ``gamma`` each epoch."""
 
 
-@suggests_names
+@keyword_hints
 class LambdaNoise(_NoiseScheduler):
     """Multiplies the noise multiplier at construction by a function of the epoch.
 
@@ -56,6 +56,6 @@ class LambdaNoise(_NoiseScheduler):
         return by_factor(self.noise_lambda)(self.base_noise_multiplier, self.base_noise_multiplier, self.last_epoch)
 
 
-@suggests_names
+@keyword_hints
 class StepNoise(Step, _NoiseScheduler):
     """Multiplies the noise multiplier by ``gamma`` every ``step_size`` epochs."""

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from dpengine.compat.opacus.engine_batches import report_to
 from dpengine.compat.opacus.optimizers import DPOptimizer
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.sampling.scheme import checked_integer
@@ -37,7 +37,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
         optimizer: The private optimizer.
     """
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer):
         if isinstance(sampler, PrivateBatchSampler):
             raise TypeError(
@@ -132,7 +132,7 @@ def _in_chunks(kind: type[Any]) -> type[Any]:
     return kind if issubclass(kind, _InChunks) else type(kind.__name__, (_InChunks, kind), names)
 
 
-@suggests_names
+@keyword_hints
 def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optimizer: DPOptimizer) -> DataLoader[Any]:
     """Returns a loader of parts of at most ``max_batch_size`` samples. The engine splits its own loaders."""
     if isinstance(data_loader, PrivateIteration):
@@ -172,7 +172,7 @@ class BatchMemoryManager:
         optimizer: The private optimizer.
     """
 
-    @suggests_names
+    @keyword_hints
     def __init__(self, *, data_loader: DataLoader[Any], max_physical_batch_size: int, optimizer: DPOptimizer):
         checked_integer("BatchMemoryManager", "max_physical_batch_size", max_physical_batch_size, at_least=1)
         self.data_loader = data_loader

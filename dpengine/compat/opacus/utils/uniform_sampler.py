@@ -8,14 +8,14 @@ import torch
 from torch.utils.data import Sampler
 
 from dpengine.distributed.ranks import Ranks
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 from dpengine.noise.source import NoiseSource
 from dpengine.sampling.choose_scheme import batches_per_epoch
 from dpengine.sampling.poisson import PoissonDraws
 from dpengine.sampling.scheme import checked_integer
 
 
-@suggests_names
+@keyword_hints
 class UniformWithReplacementSampler(Sampler[list[int]]):
     """Poisson batches of indices: each example is included independently. Batches may be empty.
 
@@ -48,7 +48,7 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
         yield from _batches(_draws(self.num_samples, self.sample_rate, self.steps), self.generator)
 
 
-@suggests_names
+@keyword_hints
 class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
     """Poisson batches of this process, from its share of the data. All processes have the same number of batches.
 

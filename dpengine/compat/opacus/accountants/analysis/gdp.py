@@ -8,34 +8,34 @@ is exact.
 from __future__ import annotations
 
 from dpengine.accounting.gdp import central_limit_mu, delta_of_mu, epsilon_of_mu
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 
-@suggests_names
+@keyword_hints
 def compute_mu_uniform(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
     """Returns about the mu of ``steps`` releases over batches of one size: approximate, no bound; see the module."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, fixed_size=True)
 
 
-@suggests_names
+@keyword_hints
 def compute_mu_poisson(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
     """Returns about the mu of ``steps`` releases over Poisson batches: approximate, no bound; see the module."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
 
 
-@suggests_names
+@keyword_hints
 def delta_eps_mu(*, eps: float, mu: float) -> float:
     """Returns the delta of mu-Gaussian differential privacy at an epsilon."""
     return delta_of_mu(mu, eps)
 
 
-@suggests_names
+@keyword_hints
 def eps_from_mu(*, mu: float, delta: float) -> float:
     """Returns the epsilon of mu-Gaussian differential privacy at a delta in (0, 1)."""
     return epsilon_of_mu(mu, delta) if mu > 0 else 0.0
 
 
-@suggests_names
+@keyword_hints
 def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
     """Returns about the epsilon of ``steps`` releases over batches of one size.
 
@@ -46,7 +46,7 @@ def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: flo
     return eps_from_mu(mu=mu, delta=delta)
 
 
-@suggests_names
+@keyword_hints
 def compute_eps_poisson(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
     """Returns about the epsilon of ``steps`` releases over Poisson batches.
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from dpengine.accounting.renyi_orders import epsilon_of_divergences, renyi_divergences
-from dpengine.errors import suggests_names
+from dpengine.errors import keyword_hints
 
 
-@suggests_names
+@keyword_hints
 def compute_rdp(*, q: float, noise_multiplier: float, steps: int, orders: Sequence[float] | float) -> Any:
     """Returns the Renyi divergence of a run: an upper bound on it.
 
@@ -37,7 +37,7 @@ def compute_rdp(*, q: float, noise_multiplier: float, steps: int, orders: Sequen
     return float(found[0]) if alone else found
 
 
-@suggests_names
+@keyword_hints
 def get_privacy_spent(
     *, orders: Sequence[float] | float, rdp: Sequence[float] | float, delta: float
 ) -> tuple[float, float]:
