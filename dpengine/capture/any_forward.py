@@ -43,7 +43,7 @@ class AnyForward:
         is_embedding = layer_type(watch.module) is nn.Embedding
         self.positions = SharedPositions(capture, watch) if is_embedding else None  # None for other layers
         modules = watch.module.modules() if watch.kind is Kind.UNIT else (watch.module,)
-        self._storing = [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
+        self._may_store = [module for module in modules if not type(module).__module__.startswith("torch.nn.")]
         self._part: LayerPart | None = capture.topology.parts.get(watch.module)  # None if the layer is not split
         self._dotted = {name: f"{watch.name}.{name}" if watch.name else name for _, _, name in self.slots}
 
@@ -62,13 +62,13 @@ class AnyForward:
             return forward(*args, **kwargs)
         if watch.kind is Kind.OPERATIONS:
             return self._run_operations(trained, forward, args, kwargs)
-        shares = self.positions is not None and self.positions.are_shared(args, kwargs)
-        if shares and part is not None:
+        shared = self.positions is not None and self.positions.are_shared(args, kwargs)
+        if shared and part is not None:
             raise UnsupportedLayerError(
                 f"Embedding '{part.name}' is split over processes, and all samples share its output.",
                 fix="Leave it out of the plan of parallelize_module, or pass it indices for each sample, (B, T).",
             )
-        before = [dict(vars(module)) for module in self._storing]
+        before = [dict(vars(module)) for module in self._may_store]
         with self._switched_off(trained.values()):
             output, drawn = self._output(trained, forward, args, kwargs)
         if not capture.recording:
@@ -76,12 +76,12 @@ class AnyForward:
         self._reject_stored_tensors(before, tensors_in((args, kwargs)))
         if output is None:
             return output
-        if shares:
+        if shared:
             return self._watched_entries(trained, args, kwargs, output)
         return self.tap(trained, args, kwargs, output, drawn)
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters that are trained, including those that an enclosing call switched off."""
+        """Returns the parameters that are trained, including those whose flag an enclosing call switched off."""
         capture, trained = self.capture, {}
         off = {p for running in capture.switched_off for p in running}
         sharded = bool(capture.topology.slots)
@@ -113,13 +113,13 @@ class AnyForward:
         watch, capture = self.watch, self.capture
         if watch.kind is not Kind.UNIT:
             return forward(*args, **kwargs), None
-        by_rows, batch_first = getattr(watch.rule, "forward", None), watch.batch_first or capture.batch_first
+        run_samples, batch_first = getattr(watch.rule, "forward", None), watch.batch_first or capture.batch_first
         capture.running_units.append((threading.get_ident(), watch.module))
         try:
             with without_checkpoints():
-                if by_rows is None:
+                if run_samples is None:
                     return forward(*args, **kwargs), None
-                return by_rows(ForwardCall(watch.module, forward, args, kwargs, trained, watch.name, batch_first))
+                return run_samples(ForwardCall(watch.module, forward, args, kwargs, trained, watch.name, batch_first))
         finally:
             capture.running_units.pop()
 
@@ -127,16 +127,16 @@ class AnyForward:
         """Adds hooks to tensors that the forward pass stored in attributes. They raise if the loss uses the tensors.
 
         The gradient of such a tensor does not reach the tap on the output. The hook is on a view, which replaces the
-        attribute, because the output may depend on the tensor itself. An input is no such tensor.
+        attribute, because the output may depend on the tensor itself. Stored inputs are not rejected.
 
         Args:
             before: The attributes of each module before the forward pass.
             inputs: The inputs of the forward pass.
         """
-        kept = {id(tensor) for tensor in inputs}
-        for module, attributes in zip(self._storing, before, strict=True):
+        input_ids = {id(tensor) for tensor in inputs}
+        for module, attributes in zip(self._may_store, before, strict=True):
             for name, value in list(vars(module).items()):
-                if value is attributes.get(name) or type(value) is not Tensor or id(value) in kept:
+                if value is attributes.get(name) or type(value) is not Tensor or id(value) in input_ids:
                     continue
                 if value.grad_fn is not None and value.layout is torch.strided and not value.is_nested:
                     vars(module)[name] = view = value.view_as(value)
@@ -146,7 +146,7 @@ class AnyForward:
         """Returns the output of a call with a tap on it."""
         capture, watch, part = self.capture, self.watch, self._part
         shapes = {} if part is None else part.shapes
-        uses = {name: self._use(p, self._dotted[name], part=shapes.get(name)) for name, p in trained.items()}
+        uses = {name: self._use(p, self._dotted[name], local_shape=shapes.get(name)) for name, p in trained.items()}
         if capture.topology.splits.size > 1 and part is None:
             args, kwargs = local_inputs(watch.name, (args, kwargs))
         call = part.local(args, kwargs, output) if part is not None and is_dtensor(output) else None
@@ -160,14 +160,14 @@ class AnyForward:
             return LayerPart.with_tap(tapped, call, full_output)
         return tapped if drawn is None else drawn.reduced(tapped, mean=capture.mean_loss)
 
-    def _use(self, parameter: nn.Parameter, name: str, place: slice | None = None, part: Any = None) -> Use:
+    def _use(self, parameter: nn.Parameter, name: str, axis_slice: slice | None = None, local_shape: Any = None) -> Use:
         """Creates the use of a parameter, and counts it."""
         registered = self.capture.registered(parameter) if self.capture.topology.slots else parameter
         self.capture.uses[registered] += 1
-        return Use(registered, name, place, part)
+        return Use(registered, name, axis_slice, local_shape)
 
     def _watched_entries(self, trained: Trained, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """Returns the output as a watched tensor, followed until it is combined with a tensor with a batch axis."""
+        """Returns the output as a `WatchedParameter`, to be followed until it is combined with a batched tensor."""
         capture, indices = self.capture, tensors_in((args, kwargs))[0]
         ((name, parameter),) = trained.items()
 
@@ -177,8 +177,8 @@ class AnyForward:
             inputs = (indices.expand(rows, *indices.shape),)
             return tap(capture, self.watch, uses, inputs, {}, entries, batch_first=True)
 
-        rows = lambda: capture.rows  # noqa: E731
-        origin = Origin(parameter, self._dotted[name], tapped_rows, _no_linear, rows, capture.sharded)
+        batch_size = lambda: capture.rows  # noqa: E731
+        origin = Origin(parameter, self._dotted[name], tapped_rows, _reject_linear, batch_size, capture.sharded)
         return WatchedParameter.of(output.detach(), origin)
 
     def _run_operations(self, trained: Trained, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -194,7 +194,7 @@ class AnyForward:
         finally:
             capture.unswap(mark)
 
-    def _note(self, rows: int) -> None:
+    def _note_rows(self, rows: int) -> None:
         if self.capture.rows_seen is not None:
             self.capture.rows_seen.append((self.watch, rows))
 
@@ -202,16 +202,16 @@ class AnyForward:
         capture, watch = self.capture, self.watch
 
         def tapped_rows(origin: Origin, rows: int) -> Tensor:
-            self._note(rows)
+            self._note_rows(rows)
             return tap_rows(capture, self._use(parameter, origin.name), parameter, rows)
 
         def tapped_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
-            self._note(len(inputs))
-            uses = {n: self._use(o.parameter, o.name, o.place) for n, o in origins.items()}
+            self._note_rows(len(inputs))
+            uses = {n: self._use(o.parameter, o.name, o.axis_slice) for n, o in origins.items()}
             return tap(capture, watch, uses, (inputs,), {}, output, rule=capture.linear_rule, batch_first=True)
 
-        rows = lambda: capture.rows if capture.batch_first else None  # noqa: E731
-        return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, rows, capture.sharded)
+        batch_size = lambda: capture.rows if capture.batch_first else None  # noqa: E731
+        return Origin(parameter, self._dotted[name], tapped_rows, tapped_linear, batch_size, capture.sharded)
 
 
 def _reject_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -> None:
@@ -225,7 +225,7 @@ def _reject_stored(capture: Capture, layer: str, attribute: str, grad: Tensor) -
     )
 
 
-def _no_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
+def _reject_linear(origins: Mapping[str, Origin], inputs: Tensor, output: Tensor) -> Tensor:
     raise unsupported(next(iter(origins.values())), F.linear)
 
 

@@ -14,7 +14,7 @@ from dpengine.errors import BufferUpdateError
 
 from .module_tables import ModuleTables
 
-_EVERY = 500  # passes between two comparisons of all values
+_COMPARE_EVERY = 500  # passes between two comparisons of all values
 _version = operator.attrgetter("_version")
 _LARGE = 2**16  # larger parameters are compared by a digest instead of a copy, to save memory
 
@@ -23,7 +23,7 @@ _LARGE = 2**16  # larger parameters are compared by a digest instead of a copy, 
 class _Snapshot:
     """State of one buffer or parameter before a forward pass."""
 
-    table: dict[str, Tensor]  # table of the module that holds it
+    table: dict[str, Tensor]  # ``_buffers`` or ``_parameters`` of its module
     name: str  # name in the table
     dotted: str  # name in the model
     buffer: Tensor
@@ -35,17 +35,17 @@ class _Snapshot:
 
     def written(self) -> bool:
         """Returns True if version, identity, value or digest show that the buffer changed."""
-        now, local = self.table.get(self.name), self.local
-        if now is None or now.shape != self.buffer.shape:
+        current, local = self.table.get(self.name), self.local
+        if current is None or current.shape != self.buffer.shape:
             return True
-        if now is not self.buffer:  # then the old tensor was not written
-            return not _equal(local(now), local(self.buffer)) and not _counts(self.buffer, now)
-        touched = now._version != self.version
-        if self.digest is not None and not torch.equal(self.digest, _digest(local(now))):
+        if current is not self.buffer:  # replaced, so the old tensor still has the old value
+            return not _equal(local(current), local(self.buffer)) and not _increased_by_one(self.buffer, current)
+        touched = current._version != self.version
+        if self.digest is not None and not torch.equal(self.digest, _digest(local(current))):
             return True
         if self.value is None or not (touched or self.always_compare):
             return touched
-        return not _equal(local(now), self.value) and not _counts(self.value, now)
+        return not _equal(local(current), self.value) and not _increased_by_one(self.value, current)
 
     def restore(self) -> None:
         """Restores the tensor of the module, and its value if that was recorded."""
@@ -67,7 +67,7 @@ class BufferWatch:
         self._tables = tables
         self._local = topology.layout.local  # returns the local part of a sharded tensor
         self._passes = 0
-        self._walk = 0  # version of the tables from which the next three attributes were read
+        self._tables_version = 0  # version of the tables from which the next three attributes were read
         self._slots: list[tuple[dict[str, Tensor], str, str]] = []  # table, name in the table, and dotted name
         self._tensors: list[Tensor] = []  # the tensors in these slots
         self._counters: set[int] = set()  # indices of integer scalars, which may count passes
@@ -78,13 +78,13 @@ class BufferWatch:
     def note(self) -> None:
         """Records the versions of all buffers, and some values, when a forward pass begins."""
         self._passes += 1
-        compare_all = self._passes & (self._passes - 1) == 0 or self._passes % _EVERY == 0
+        compare_all = self._passes & (self._passes - 1) == 0 or self._passes % _COMPARE_EVERY == 0
         self._tables.refresh()
-        if self._walk != self._tables.version:
-            self._walk = self._tables.version
+        if self._tables_version != self._tables.version:
+            self._tables_version = self._tables.version
             self._slots = [slot for slot in self._tables.tensors() if slot[0][slot[1]] is not None]
             self._tensors = [table[name] for table, name, _ in self._slots]
-            self._counters = {i for i, tensor in enumerate(self._tensors) if _may_count(tensor)}
+            self._counters = {i for i, tensor in enumerate(self._tensors) if _may_be_counter(tensor)}
         self._versions = list(map(_version, self._tensors))
         self._snapshots = {}
         if not (compare_all or self._rewritten or self._counters):
@@ -101,7 +101,7 @@ class BufferWatch:
             self._snapshots[i] = snapshot
 
     def put_back(self) -> list[str]:
-        """Restores buffers that a forward pass wrote, if their values were recorded. Returns the names of all written.
+        """Restores the recorded values of buffers that a forward pass wrote. Returns the names of all written buffers.
 
         Called at the end of the forward pass, even after an exception.
         """
@@ -154,15 +154,15 @@ def _digest(tensor: Tensor) -> Tensor:
     return numbers.view(bits.get(numbers.element_size(), torch.int64)).sum(dtype=torch.int64)
 
 
-def _may_count(buffer: Tensor) -> bool:
+def _may_be_counter(buffer: Tensor) -> bool:
     return buffer.numel() == 1 and not (buffer.is_floating_point() or buffer.is_complex())
 
 
-def _counts(before: Tensor, now: Tensor) -> bool:
-    return _may_count(before) and bool(now == before + 1)
+def _increased_by_one(before: Tensor, current: Tensor) -> bool:
+    return _may_be_counter(before) and bool(current == before + 1)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _equal(a: Tensor, b: Tensor) -> bool:
     """Returns True if two tensors have equal values, NaN included, on any device and in any dtype."""
-    other = other.to(device=one.device, dtype=one.dtype)
-    return bool(((one == other) | ((one != one) & (other != other))).all())
+    b = b.to(device=a.device, dtype=a.dtype)
+    return bool(((a == b) | ((a != a) & (b != b))).all())

@@ -58,7 +58,7 @@ class Capture:
     Attributes:
         model: The model whose forward passes are recorded in train mode.
         watches: The watched modules.
-        listener: Receives the events.
+        listener: Receives the layer calls and the events.
         linear_rule: The rule for ``F.linear`` called on parameters of a module that is followed operation by operation.
         batch_first: True if axis 0 is the batch; else axis 1 of integer tensors and of tensors with three or more axes.
         mean_loss: True if losses are declared to be means over the samples. Copied to each `LayerCall`.
@@ -83,7 +83,7 @@ class Capture:
     state: CaptureState = field(default=CaptureState.DETACHED, init=False)
     rows: int | None = field(default=None, init=False)  # batch size of the running forward pass
     inputs: tuple[Any, Any] | None = field(default=None, init=False)  # inputs of the running forward pass
-    # Number of uses of each parameter since the last backward pass. Outputs with a hook count if ``counts_uses``.
+    # Number of uses of each parameter since the last backward pass. `LayerForward` counts only if ``counts_uses``.
     uses: Counter[nn.Parameter] = field(default_factory=Counter, init=False)
     # Parameters whose gradient autograd filled outside a watched layer, with their names.
     leaks: dict[nn.Parameter, str] = field(default_factory=dict, init=False)
@@ -114,7 +114,7 @@ class Capture:
         self.recipient = self.listener
         self._handles: list[Any] = []
         self._forwards = Forwards(self)
-        self._copies: list[ReduceWithoutHooks] = []
+        self._reducers: list[ReduceWithoutHooks] = []
         self._replaced: list[nn.Module] = []  # layers that run as batch-first replacements while attached
         self._registered: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that a running module holds
         self._unwatched: dict[str, nn.Parameter] = {}  # parameters without a leak hook, because they are frozen
@@ -134,17 +134,17 @@ class Capture:
         _forget_compiled_code()
         self._replaced = [layer for layer in self.model.modules() if to_replacement(layer) is not None]
         self._forwards.attach()
-        self._handles += batch_norm_guards(self.model, self._acts)
+        self._handles += batch_norm_guards(self.model, self._is_active)
         self._handles += token_mean_guards(self.model, lambda: self.recording)
         root = RootHook(self)
         self._handles.append(self.model.register_forward_pre_hook(root.before, with_kwargs=True, prepend=True))
         self._handles.append(self.model.register_forward_hook(root.after, with_kwargs=True, always_call=True))
         for module in self.model.modules():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._copies.append(
+                self._reducers.append(
                     ReduceWithoutHooks(module, replaced=any(module is layer for layer in self._replaced))
                 )
-                self._copies[-1].attach()
+                self._reducers[-1].attach()
         self._unwatched = self.topology.parameters(self.model)
         self.watch_leaks()
         _watched.update(modules)
@@ -163,17 +163,17 @@ class Capture:
         self.choice = None
         self._forwards.settle()
 
-    def registered(self, present: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
-        """Returns the optimizer's parameter for the one that a module of a sharded model holds while it runs."""
+    def registered(self, current: nn.Parameter, owner: nn.Module | None = None, name: str = "") -> nn.Parameter:
+        """Returns the optimizer's parameter for ``current``, which a module of a sharded model holds while it runs."""
         if not self.topology.slots:
-            return present
-        if present not in self._registered and owner is not None:
-            registered = self.topology.registered(owner, name, present)
-            self._registered[present] = registered
-            if registered is not present and present.requires_grad:
+            return current
+        if current not in self._registered and owner is not None:
+            registered = self.topology.registered(owner, name, current)
+            self._registered[current] = registered
+            if registered is not current and current.requires_grad:
                 dotted = next(n for n, p in self.topology.parameters(self.model).items() if p is registered)
-                self._handles.append(present.register_post_accumulate_grad_hook(self._leak_hook(dotted)))
-        return self._registered.get(present, present)
+                self._handles.append(current.register_post_accumulate_grad_hook(self._leak_hook(dotted)))
+        return self._registered.get(current, current)
 
     def watch_leaks(self) -> None:
         """Adds hooks that detect gradients that autograd writes to parameters, including newly unfrozen ones."""
@@ -186,8 +186,8 @@ class Capture:
         if self.state is CaptureState.DETACHED or self.topology.slots:
             return
         for name, module in self.model.named_modules():
-            own = module not in _watched and [p for p in module._parameters.values() if p is not None]
-            if own and any(p.requires_grad for p in own):
+            parameters = [p for p in module._parameters.values() if p is not None]
+            if module not in _watched and any(p.requires_grad for p in parameters):
                 raise UnknownParameterError(
                     f"Layer '{name}' ({type(module).__name__}) was added or replaced after the hooks were attached, so "
                     "its gradients are not clipped.",
@@ -201,9 +201,9 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self._forwards.detach()
-        for copies in self._copies:
-            copies.detach()
-        self._copies.clear()
+        for reducer in self._reducers:
+            reducer.detach()
+        self._reducers.clear()
         self.restore()
         for layer in self._replaced:
             to_original(layer)
@@ -319,12 +319,12 @@ class Capture:
 
     def _leak_hook(self, name: str) -> Hook:
         """Returns the hook that records a gradient that autograd wrote to a parameter."""
-        capture = weakref.ref(self)  # Python cannot collect a cycle through the hooks of a parameter
+        reference = weakref.ref(self)  # Python cannot collect a cycle through the hooks of a parameter
 
         def leaked(parameter: nn.Parameter) -> None:
-            this = capture()
-            if this is not None:
-                this.leaks[parameter] = name
+            capture = reference()
+            if capture is not None:
+                capture.leaks[parameter] = name
 
         return Hook(leaked)
 
@@ -333,14 +333,14 @@ class Capture:
         """True if these hooks are removed and another capture is attached to the model."""
         return self.state is CaptureState.DETACHED and self.model in _watched
 
-    def _acts(self) -> bool:
+    def _is_active(self) -> bool:
         """Returns True if the hooks act on forward passes of this thread."""
         return self.state is CaptureState.ATTACHED and self._reporting != threading.get_ident()
 
     @property
     def recording(self) -> bool:
         """True if a forward pass of this thread would be recorded now."""
-        # `_acts`, inlined because this runs once per layer call.
+        # `_is_active`, inlined because this runs once per layer call.
         if self.state is not CaptureState.ATTACHED or not self.model.training or not torch.is_grad_enabled():
             return False
         return _peek_transform() is None and (self._reporting is None or self._reporting != threading.get_ident())
@@ -348,7 +348,7 @@ class Capture:
     @property
     def watching(self) -> bool:
         """True if the hooks act on forward passes of this thread, and the model is in train mode."""
-        return self._acts() and self.model.training
+        return self._is_active() and self.model.training
 
     @property
     def rerunning(self) -> bool:
@@ -381,7 +381,7 @@ class Capture:
         """Returns the tensor with its batch axis in front."""
         return tensor if self.batch_first else swap_batch_axis(tensor)
 
-    def rows_of(self, tensors: Sequence[Tensor]) -> int | None:
+    def batch_size_of(self, tensors: Sequence[Tensor]) -> int | None:
         """Returns the batch size of the first tensor with an axis."""
         for tensor in tensors:
             if tensor.dim():

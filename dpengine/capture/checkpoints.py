@@ -1,7 +1,7 @@
-"""Runs blocks without ``torch.utils.checkpoint``, in modules of which each sample runs alone.
+"""Runs checkpointed blocks without ``torch.utils.checkpoint``, inside units.
 
-In the backward pass, a checkpoint runs its block again with the parameters of the model as they are then. They require
-gradients, which they did not while the module ran forward. Checkpoints cannot run in ``torch.func`` either.
+In the backward pass, a checkpoint runs its block again with the parameters of the model. They require gradients by
+then, but not while the unit runs forward. Checkpoints cannot run in ``torch.func`` either.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _STAND_INS: dict[str, Any] = {
 }
 _originals: dict[str, Any] = {}  # while a context runs
 _lock = threading.Lock()
-_contexts = 0  # of all threads
+_contexts = 0  # number of open contexts in all threads
 
 
 @contextlib.contextmanager

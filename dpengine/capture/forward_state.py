@@ -39,7 +39,7 @@ class ForwardState:
         )
 
     @property
-    def half(self) -> bool:
+    def autocast_enabled(self) -> bool:
         """True if autocast is enabled."""
         return any(enabled for _, enabled, _ in self.autocast)
 

@@ -72,7 +72,7 @@ class RootHook:
             return
         if capture.choice is not None:
             capture.choice(capture, args, kwargs)
-        capture.begin(rows_of_pass(capture, args, kwargs))
+        capture.begin(batch_size_of_call(capture, args, kwargs))
         capture.inputs = args, kwargs
         if capture.replay is not None:
             capture.replay.begin(module, args, kwargs)
@@ -101,14 +101,14 @@ class RootHook:
         self.capture.expect_end()
 
 
-def rows_of_pass(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def batch_size_of_call(capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Returns the batch size of a call of the model."""
     first = next(iter((*args, *kwargs.values())), None)
-    if isinstance(first, PackedSequence):  # axis 0 of its data is time steps of all samples
+    if isinstance(first, PackedSequence):  # axis 0 of its data holds the time steps of all samples
         return int(first.batch_sizes[0])
     if isinstance(first, Tensor) and first.dim():
-        return capture.rows_of((first,))
-    return capture.rows_of(tensors_in((args, kwargs)))
+        return capture.batch_size_of((first,))
+    return capture.batch_size_of(tensors_in((args, kwargs)))
 
 
 class Anchor(torch.autograd.Function):
@@ -185,7 +185,7 @@ class LayerForward(ReplacedForward):
         self._trainable: list[nn.Parameter] = []  # the parameters among them that require gradients
         self._can_switch_off = True  # True if requires_grad of all of them can be set to False
         samplers = watch.rule.values() if self._may_hook else ()
-        self._settings = tuple({name: None for one in samplers for name in one.settings or ()})
+        self._settings = tuple({name: None for sampler in samplers for name in sampler.settings or ()})
         self._uses: dict[str, Use] = {}
         self._uses_by_shape: dict[tuple[object, ...], LayerUses] = {}
         self._last_call: tuple[Any, ...] = ()  # shapes, dtypes, device and settings of the last call
@@ -203,13 +203,13 @@ class LayerForward(ReplacedForward):
             return self.forward(*args, **kwargs)
         if not (self._may_hook and len(args) == 1 and (type(args[0]) is Tensor or traced(args[0]))) or kwargs:
             return self.any.run(self.forward, args, kwargs)
-        present = self.module._parameters
+        parameters = self.module._parameters
         for name, parameter, trained in self._slots:
-            now = present.get(name)
-            if now is not parameter or (now is not None and now.requires_grad is not trained):
+            current = parameters.get(name)
+            if current is not parameter or (current is not None and current.requires_grad is not trained):
                 self._read_slots()
                 break
-        if len(present) != len(self._slots):
+        if len(parameters) != len(self._slots):
             self._read_slots()
         if not self._trainable:
             return self.forward(args[0])
@@ -223,20 +223,20 @@ class LayerForward(ReplacedForward):
         slots = self.module._parameters.items()
         off = {p for running in self.capture.switched_off for p in running}  # switched off by enclosing calls
         self._slots = [(name, p, p is not None and p.requires_grad) for name, p in slots]
-        live = {name: p for name, p in slots if p is not None and (p.requires_grad or p in off)}
-        self._trainable = list(live.values())
+        trainable = {name: p for name, p in slots if p is not None and (p.requires_grad or p in off)}
+        self._trainable = list(trainable.values())
         self._can_switch_off = all(p.is_leaf and p.requires_grad for p in self._trainable)
         if off.intersection(self._trainable):
             self._slots = []  # the next call reads them again
         prefix = f"{self.watch.name}." if self.watch.name else ""
-        self._uses = {name: Use(p, prefix + name) for name, p in live.items()}
+        self._uses = {name: Use(p, prefix + name) for name, p in trainable.items()}
         self._uses_by_shape, self._last_call = {}, ()
 
     def _uses_in(self, call: tuple[Any, ...]) -> LayerUses:
         """Returns the uses of the parameters in a call: the same object if only the number of samples differs."""
         in_shape, out_shape, grad_shape = map(tuple, call[:3])  # slices of tuples take half the time of torch.Size
-        in_rows = in_shape[:1] == out_shape[:1]
-        key = (in_shape[1:], out_shape[1:], grad_shape[1:], in_rows, *call[3:])
+        same_batch_size = in_shape[:1] == out_shape[:1]
+        key = (in_shape[1:], out_shape[1:], grad_shape[1:], same_batch_size, *call[3:])
         uses = self._uses_by_shape.get(key)
         if uses is None:
             if len(self._uses_by_shape) >= _MAX_SHAPES:
@@ -250,20 +250,20 @@ class LayerForward(ReplacedForward):
 
     def _hooked(self, inputs: Tensor) -> Any:
         """Runs a layer with one input and one output tensor, and hooks its output."""
-        capture, live = self.capture, self._trainable
-        capture.switched_off.append(live)
+        capture, trainable = self.capture, self._trainable
+        capture.switched_off.append(trainable)
         try:
-            for parameter in live:
+            for parameter in trainable:
                 parameter.requires_grad = False
             output = self.forward(inputs)
         finally:
-            for parameter in live:
+            for parameter in trainable:
                 parameter.requires_grad = True
             capture.switched_off.pop()
         if type(output) is not Tensor and not traced(output):
-            return self.any.tap(dict(zip(self._uses, live, strict=True)), (inputs,), {}, output)
+            return self.any.tap(dict(zip(self._uses, trainable, strict=True)), (inputs,), {}, output)
         if capture.counts_uses:
-            capture.uses.update(live)
+            capture.uses.update(trainable)
         hooked: Tensor | None = output
         if output._is_view():
             base = output._base
@@ -286,7 +286,7 @@ class LayerForward(ReplacedForward):
 
 
 class Forwards:
-    """The replaced ``forward`` of the watched modules, and that of the model while the watches may change."""
+    """Replaces ``forward`` of the watched modules, and of the model while the watches may change."""
 
     def __init__(self, capture: Capture):
         self._capture = capture
@@ -322,7 +322,7 @@ class Forwards:
         self._layers.clear()
 
     def settle(self) -> None:
-        """Restores the outermost ``forward``, unless the capture has one, because the watches will not change."""
+        """Restores the outermost ``forward``, unless it is that of the capture, because the watches will not change."""
         if self._outermost is not None and self._outermost is not self._capture.outermost:
             self._outermost.detach()
             self._outermost = None

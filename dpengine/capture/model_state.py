@@ -17,7 +17,7 @@ _SIMPLE = frozenset({bool, int, float, str, type(None)})
 _NOT_SAVED = _SIMPLE | {tuple}
 _NOT_COMPARED = _NOT_SAVED | {_HOOKS}
 _CONTAINERS = frozenset({list, dict, set})
-_MOST_ELEMENTS = 2**20  # largest tensor attribute that is copied
+_MAX_ELEMENTS = 2**20  # largest tensor attribute that is copied
 
 Attributes = dict[nn.Module, dict[str, Any]]  # of each submodule, by name
 Slot = tuple[int, str]  # index of the module in ``model.modules()``, and name of its attribute
@@ -70,11 +70,11 @@ class ModelState:
                     buffer.data.copy_(value)
 
     def changed_since(self, before: ModelState) -> list[Slot]:
-        """Returns the attributes whose value or content may differ from that in an earlier snapshot."""
+        """Returns the attributes whose value or content may differ from an earlier snapshot."""
         changed = []
-        for i, ((_, now), (_, then)) in enumerate(zip(self.attributes, before.attributes, strict=True)):
-            for name, value in now.items():
-                old = then.get(name, _MISSING)
+        for i, ((_, current), (_, earlier)) in enumerate(zip(self.attributes, before.attributes, strict=True)):
+            for name, value in current.items():
+                old = earlier.get(name, _MISSING)
                 if value is not old:
                     if type(value) not in _SIMPLE or type(value) is not type(old) or value != old:
                         changed.append((i, name))
@@ -85,10 +85,10 @@ class ModelState:
     def _content_changed(self, before: ModelState, value: Any) -> bool:
         if id(value) not in self.contents or id(value) not in before.contents:
             return False
-        now, then = self.contents[id(value)][1], before.contents[id(value)][1]
+        content, old_content = self.contents[id(value)][1], before.contents[id(value)][1]
         if isinstance(value, (Tensor, torch.Generator)):
-            return not _equal(now, then)
-        parts, old_parts = _parts(now), _parts(then)
+            return not _equal(content, old_content)
+        parts, old_parts = _parts(content), _parts(old_content)
         same = len(parts) == len(old_parts) and all(map(_is_same, parts, old_parts))
         return not same or any(self._content_changed(before, part) for part in parts)
 
@@ -135,20 +135,20 @@ _MISSING = object()
 def attributes_kept(module: nn.Module, initial: Attributes | None = None) -> Iterator[None]:
     """Restores the attributes of all submodules on exit, because a replay stores tensors of a finished transform.
 
-    An attribute that changed gets its value in ``initial``, if given: the value on entry may be of an earlier batch.
+    A changed attribute gets its value in ``initial``, if given: the value on entry may belong to an earlier batch.
     """
     before = attributes_of(module)
     try:
         yield
     finally:
-        for part, then in before.items():
-            now, first = vars(part), (initial or before).get(part, then)
-            changed = [name for name in {**now, **then} if now.get(name, _MISSING) is not then.get(name, _MISSING)]
+        for part, old in before.items():
+            current, restored = vars(part), (initial or before).get(part, old)
+            changed = [n for n in {**current, **old} if current.get(n, _MISSING) is not old.get(n, _MISSING)]
             for name in changed:
-                if name in first:
-                    now[name] = first[name]
+                if name in restored:
+                    current[name] = restored[name]
                 else:
-                    now.pop(name, None)
+                    current.pop(name, None)
 
 
 def attributes_of(module: nn.Module) -> Attributes:
@@ -185,8 +185,8 @@ def _parts(content: Any) -> list[Any]:
     return []
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other or (type(one) in _SIMPLE and type(one) is type(other) and one == other)
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (type(a) in _SIMPLE and type(a) is type(b) and a == b)
 
 
 def _parts_detached(content: Any) -> Any:
@@ -205,7 +205,7 @@ def _content(value: Any) -> Any:
     """Returns a copy of the content of an object that may be modified in place; None for other objects."""
     if type(value) in _CONTAINERS or type(value) is _HOOKS:
         return value.copy()
-    if type(value) is Tensor and not value.requires_grad and value.numel() <= _MOST_ELEMENTS:
+    if type(value) is Tensor and not value.requires_grad and value.numel() <= _MAX_ELEMENTS:
         return value.clone()
     return value.get_state() if isinstance(value, torch.Generator) else None
 
@@ -222,5 +222,5 @@ def _set_content(value: Any, content: Any) -> None:
         value.update(content)
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and torch.equal(one, other)
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a, b)

@@ -15,7 +15,7 @@ from dpengine.distributed.topology import SINGLE, Topology
 class ModuleTables:
     """The tables ``_modules``, ``_parameters`` and ``_buffers`` of all modules of a model.
 
-    A step reads them several times, and traversing all modules takes longer than running one layer. The tables are
+    A step reads them several times, and a walk over all modules takes longer than running one layer. The tables are
     therefore compared with those of the last walk, entry by entry, without a loop in Python.
 
     Attributes:
@@ -55,8 +55,8 @@ class ModuleTables:
         if self._topology.slots:
             return False
         for tables, (names, values) in list(zip(self._tables, self._contents, strict=True))[: 2 if children else 1]:
-            now = _contents(tables)
-            if now[0] != names or not all(map(operator.is_, now[1], values)):
+            current_names, current_values = _contents(tables)
+            if current_names != names or not all(map(operator.is_, current_values, values)):
                 return False
         return True
 

@@ -69,13 +69,13 @@ class ReplacedForward:
 
     def detach(self) -> None:
         """Restores the module's ``forward``, unless other code replaced it since."""
-        own = vars(self.module)
-        if own.get("forward") is not self:
+        attributes = vars(self.module)
+        if attributes.get("forward") is not self:
             return
         if self.replaced is None:
-            del own["forward"]
+            del attributes["forward"]
         else:
-            own["forward"] = self.replaced
+            attributes["forward"] = self.replaced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         return _forward_of_class(memo.get(id(self.module), self.module))
@@ -90,10 +90,10 @@ class ReplacedForward:
 
 def has_own_forward(module: nn.Module) -> bool:
     """Returns True if the instance overrides the ``forward`` of its class, not counting the override by capture."""
-    own = vars(module).get("forward")
-    while isinstance(own, ReplacedForward):
-        own = own.replaced
-    return own is not None and getattr(own, "__func__", None) is not type(module).forward
+    forward = vars(module).get("forward")
+    while isinstance(forward, ReplacedForward):
+        forward = forward.replaced
+    return forward is not None and getattr(forward, "__func__", None) is not type(module).forward
 
 
 def _forward_of_class(module: nn.Module) -> Callable[..., Any]:
@@ -131,17 +131,18 @@ class ReduceWithoutHooks:
 
 def _without_hooks(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes that a module would have without hooks."""
-    own = {name: value for name, value in vars(module).items() if not isinstance(value, ReduceWithoutHooks)}
-    while isinstance(forward := own.pop("forward", None), ReplacedForward):
+    attributes = {name: value for name, value in vars(module).items() if not isinstance(value, ReduceWithoutHooks)}
+    while isinstance(forward := attributes.pop("forward", None), ReplacedForward):
         if forward.replaced is not None:
-            own["forward"] = forward.replaced
+            attributes["forward"] = forward.replaced
     if forward is not None:
-        own["forward"] = forward
+        attributes["forward"] = forward
     user_hooks: set[int] = set()  # ids
     for name in _HOOKS:
-        hooks = own[name]
-        own[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
-        user_hooks.update(own[name])
+        hooks = attributes[name]
+        attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if not isinstance(hook, Hook))
+        user_hooks.update(attributes[name])
     for name in _HOOK_FLAGS:
-        own[name] = type(own[name])((key, value) for key, value in own[name].items() if key in user_hooks)
-    return own
+        flags = attributes[name]
+        attributes[name] = type(flags)((key, value) for key, value in flags.items() if key in user_hooks)
+    return attributes

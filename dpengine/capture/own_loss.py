@@ -18,16 +18,14 @@ _FIX = (
     "Replace outputs.loss by dpengine.losses.per_token_mean(outputs.logits, labels{}), after import dpengine.losses. "
     "It is a mean over the tokens of each sample, and then over the samples."
 )
-
 _INSTALL = " Or let the model return it: model.loss_function = dpengine.losses.causal_lm_loss."
 
 
 def token_mean_guards(model: nn.Module, recording: Callable[[], bool]) -> list[Any]:
     """Attaches hooks that raise BatchDependentLossError in the backward pass of a loss that weights samples unequally.
 
-    This is the loss of a model of the library transformers, also as a part of another model, if the samples have
-    different numbers of labels, or if the model gets the number of labels of the batch. Nothing is raised if the loss
-    is not used.
+    Checks the losses of models of the library transformers, also inside another model. They weight samples unequally
+    if the samples have different numbers of labels, or if the model gets the number of labels of the batch.
     """
     handles = []
     for module in model.modules():
@@ -63,24 +61,25 @@ def _reject_if_used(module: nn.Module, arguments: Mapping[str, Any], output: Any
         return  # not a loss over tokens; for example CTC
     shifted = any("CausalLM" in type(part).__name__ or "LMHead" in type(part).__name__ for part in (module, output))
     if {**arguments, **arguments.get("kwargs", {})}.get("num_items_in_batch") is not None:
-        why = "num_items_in_batch= divides the loss of each sample by the number of labels of the whole batch"
+        reason = "num_items_in_batch= divides the loss of each sample by the number of labels of the whole batch"
     elif _have_equal_counts(labels, shifted):
         return
     else:
-        why = "the samples have different numbers of labels, and the loss is a mean over all labels of the batch"
+        reason = "the samples have different numbers of labels, and the loss is a mean over all labels of the batch"
 
     def raise_if_used(grads: tuple[Tensor | None, ...]) -> None:
         if all(grad is None for grad in grads):
             return
         raise BatchDependentLossError(
-            f"The model's own loss mixes samples: {why}. One sample would change the weight of all others.",
-            fix=_FIX.format(", shift=True" if shifted else "") + (_INSTALL if shifted and _has_slot(module) else ""),
+            f"The model's own loss mixes samples: {reason}. One sample would change the weight of all others.",
+            fix=_FIX.format(", shift=True" if shifted else "")
+            + (_INSTALL if shifted and _can_replace_loss(module) else ""),
         )
 
     loss.grad_fn.register_prehook(raise_if_used)
 
 
-def _has_slot(module: nn.Module) -> bool:
+def _can_replace_loss(module: nn.Module) -> bool:
     """Returns True if the loss of a model can be replaced."""
     return isinstance(getattr(type(module), "loss_function", None), property)
 

@@ -88,7 +88,7 @@ class ForwardCall:
 
     Attributes:
         layer: The module.
-        forward: Runs it.
+        forward: Runs the module.
         args: Positional inputs.
         kwargs: Keyword inputs.
         parameters: The trainable parameters, by name in the module.
@@ -165,19 +165,19 @@ class Use:
     Attributes:
         parameter: The parameter.
         name: Dotted name of the parameter in the model.
-        place: The slice of the leading axis that was used; None for the full parameter.
-        part: Shape of the part on this process, if the layer is split over processes; None if it is not split.
+        axis_slice: The slice of the leading axis that was used; None for the full parameter.
+        local_shape: Shape of the part on this process, if the layer is split over processes; None if it is not split.
     """
 
     parameter: nn.Parameter
     name: str
-    place: slice | None = None
-    part: tuple[int, ...] | None = None
+    axis_slice: slice | None = None
+    local_shape: tuple[int, ...] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of a per-sample gradient on this process, without the batch axis."""
-        return tuple(self.parameter.shape) if self.part is None else self.part
+        return tuple(self.parameter.shape) if self.local_shape is None else self.local_shape
 
     @property
     def numel(self) -> int:

@@ -25,7 +25,7 @@ class ForwardPass:
     """One forward pass: its inputs and state, to run it again, and the gradients of its outputs.
 
     Attributes:
-        replay: The replay that records it.
+        replay: The replay that records the pass.
         args: Copies of the positional inputs.
         kwargs: Copies of the keyword inputs.
         state: State of the model before the pass.

@@ -87,26 +87,26 @@ def tap(
     rule = watch.rule if rule is None else rule
     batch_first = batch_first or capture.batch_first
     needs_output = getattr(rule, "needs_output", False)
-    saved, put_inputs = _flattened((args, kwargs))
-    outputs, put_outputs = _flattened(output)
-    before, count = len(saved), len(outputs)
+    saved, rebuild_inputs = _flattened((args, kwargs))
+    outputs, rebuild_outputs = _flattened(output)
+    saved_count, count = len(saved), len(outputs)
     if not outputs:
         return output
 
     def report(kept: tuple[Tensor, ...], grads: tuple[Tensor | None, ...]) -> None:
-        front = [t if t is None or batch_first else swap_batch_axis(t) for t in (*kept, *grads)]
-        kept_outputs, fronts = front[before:-count], front[-count:]
-        inputs, kwargs = put_inputs(front)
+        tensors = [t if t is None or batch_first else swap_batch_axis(t) for t in (*kept, *grads)]
+        output_copies, output_grads = tensors[saved_count:-count], tensors[-count:]
+        inputs, kwargs = rebuild_inputs(tensors)
         # A container of outputs may omit outputs that are None.
-        grad = tuple(fronts) if needs_output and count > 1 else put_outputs(fronts)
-        output = put_outputs(kept_outputs) if needs_output else None
+        grad = tuple(output_grads) if needs_output and count > 1 else rebuild_outputs(output_grads)
+        output = rebuild_outputs(output_copies) if needs_output else None
         module, mean_loss = layer or watch.module, capture.mean_loss
         call = LayerCall(module, inputs, grad, kwargs, output, watch.name, batch_first, mean_loss, drawn)
         capture.report(call, uses, rule)
 
     copies = [t.detach().clone() for t in outputs] if needs_output else []
     tapped = Tap.apply(capture.anchor, watch.name, report, count, *outputs, *[t.detach() for t in saved], *copies)
-    return put_outputs(tapped)
+    return rebuild_outputs(tapped)
 
 
 def tap_rows(capture: Capture, use: Use, value: Tensor, rows: int) -> Tensor:
@@ -117,7 +117,7 @@ def tap_rows(capture: Capture, use: Use, value: Tensor, rows: int) -> Tensor:
 
 
 def _flattened(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]:
-    """Returns the tensors of a tree, and a function that returns the tree with other values in their places."""
+    """Returns the tensors of a tree, and a function that returns the tree with other values in place of them."""
     if isinstance(tree, Tensor):  # the common case, because pytree takes longer than a small layer
         return [tree], operator.itemgetter(0)
     if type(tree) is tuple and list(map(type, tree)) == [tuple, dict] and (len(tree[0]), len(tree[1])) == (1, 0):
@@ -125,14 +125,14 @@ def _flattened(tree: Any) -> tuple[list[Tensor], Callable[[Sequence[Any]], Any]]
         if isinstance(args[0], Tensor):  # the inputs of most layers
             return [args[0]], lambda values: ((values[0],), {})
     leaves, spec = pytree.tree_flatten(tree)
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
+    indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[index] for index in indices]
     others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-    def put(values: Sequence[Any]) -> Any:
+    def rebuild(values: Sequence[Any]) -> Any:
         filled = list(others)
-        for place, value in zip(places, values, strict=False):
-            filled[place] = value
+        for index, value in zip(indices, values, strict=False):
+            filled[index] = value
         return pytree.tree_unflatten(filled, spec)
 
-    return tensors, put
+    return tensors, rebuild

@@ -83,7 +83,7 @@ def watch_list(
 
     Includes frozen parameters: ``requires_grad`` is read in each call, so they may be unfrozen later.
     """
-    found: list[Watch] = []
+    watches: list[Watch] = []
     seen: set[nn.Module] = set()
 
     def visit(module: nn.Module, name: str, batch_first: bool) -> None:
@@ -95,7 +95,7 @@ def watch_list(
         else:
             watch = _watch(module, name, lookup, unit_rule, by_operations)
         if watch is not None:
-            found.append(replace(watch, batch_first=batch_first))
+            watches.append(replace(watch, batch_first=batch_first))
             if watch.kind is Kind.UNIT:  # a submodule that is also used outside the unit is visited on another path
                 return
         for child_name, child in module.named_children():
@@ -103,7 +103,7 @@ def watch_list(
             visit(child, dotted, type(module) in _REPLACED_TYPES or is_made_of_operations(module))
 
     visit(model, "", False)
-    return found
+    return watches
 
 
 def _watch(

@@ -48,7 +48,7 @@ class Origin:
         batch_size: Returns the batch size of the current forward pass; None if it is not known.
         sharded: True if the model is sharded.
         steps: Operations applied so far, each a function of one tensor.
-        place: Slice of the leading axis, if slicing is the only operation.
+        axis_slice: Slice of the leading axis, if slicing is the only operation.
         rows: Size of axis 0 after an expansion, if axis 0 may be the batch.
     """
 
@@ -59,7 +59,7 @@ class Origin:
     batch_size: Callable[[], int | None]
     sharded: bool
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
-    place: slice | None = None
+    axis_slice: slice | None = None
     rows: int | None = None
 
     def per_sample(self, rows: int) -> Tensor:
@@ -187,8 +187,8 @@ def _unary(func, args, kwargs):
             return WatchedParameter.of(result, replace(origin, rows=None)) if result.shape != value.shape else value
         raise unsupported(origin, func)
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
-    place = rest[0] if func is Tensor.__getitem__ and not origin.steps and _is_plain_slice(rest[0]) else None
-    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), place=place))
+    axis_slice = rest[0] if func is Tensor.__getitem__ and not origin.steps and _is_plain_slice(rest[0]) else None
+    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), axis_slice=axis_slice))
 
 
 def _is_plain_slice(index: Any) -> bool:
@@ -207,7 +207,7 @@ def _expand(func, args, kwargs):
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
     keeps_other_axes = func is Tensor.expand or all(size == 1 for size in sizes[1:])
     rows = result.shape[0] if expands_axis_0 and keeps_other_axes else None
-    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), place=None, rows=rows))
+    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), axis_slice=None, rows=rows))
 
 
 def _elementwise(func, args, kwargs):
@@ -224,7 +224,7 @@ def _elementwise(func, args, kwargs):
             result = func(*args, **kwargs)
         if value.origin.rows is not None:
             raise unsupported(value.origin, func)
-        return WatchedParameter.of(result, replace(value.origin, steps=(*value.origin.steps, step), place=None))
+        return WatchedParameter.of(result, replace(value.origin, steps=(*value.origin.steps, step), axis_slice=None))
     per_sample = _broadcastable(value, others[0], func)
     return func(*[per_sample if v is value else v for v in args], **kwargs)
 
@@ -294,11 +294,11 @@ def _linear(func, args, kwargs):
     weight, bias = arguments["weight"], arguments.get("bias")
     inputs = realize(arguments["input"])
     origins = {n: v.origin for n, v in (("weight", weight), ("bias", bias)) if isinstance(v, WatchedParameter)}
-    if origins.keys() == {"weight"} and weight.origin.steps and weight.origin.place is None:
+    if origins.keys() == {"weight"} and weight.origin.steps and weight.origin.axis_slice is None:
         product = _per_sample_product(inputs, weight, func, transposed=True)
         return product if bias is None else product + bias
     for origin in origins.values():
-        if origin.steps and origin.place is None:
+        if origin.steps and origin.axis_slice is None:
             raise unsupported(origin, func)
     output = func(inputs, unwatched(weight), unwatched(bias))
     return next(iter(origins.values())).tap_linear(origins, inputs, output)

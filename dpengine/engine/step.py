@@ -263,8 +263,8 @@ class PrivateStep:
         units = self.batches.batches[-1].units
         if not units or not self.batches.samples:
             return None
-        place_B = torch.from_numpy(units[self.batches.chunk])
-        return Units(place_B, int(place_B[-1]) + 1, mean=self.unit_reduction == "mean")
+        unit_B = torch.from_numpy(units[self.batches.chunk])
+        return Units(unit_B, int(unit_B[-1]) + 1, mean=self.unit_reduction == "mean")
 
     # Called by the optimizer
 

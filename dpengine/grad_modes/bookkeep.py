@@ -29,7 +29,7 @@ from .strategy import AbstractGradients, common_rows, joint_gradients, joint_par
 Pause = Callable[[], AbstractContextManager[None]]
 
 _MATRIX_SHARE = 4  # the matrix takes at most a quarter of the budget for kept gradients
-_MOST_PLANS = 500  # cached plans and layouts; sequences and batches of varying length need many
+_MAX_PLANS = 500  # cached plans and layouts; sequences and batches of varying length need many
 
 
 class BookKeeping(AbstractGradients):
@@ -54,7 +54,7 @@ class BookKeeping(AbstractGradients):
         stores: bool = False,
     ):
         self.planner = MethodTable() if planner is None else planner
-        # Most bytes of stacked gradients; 0 disables stacking.
+        # Maximum bytes of stacked gradients; 0 disables stacking.
         self._matrix_bytes = self.planner.keep_budget // _MATRIX_SHARE if matrix_bytes is None else matrix_bytes
         self._stores = stores  # stores kept gradients in ``p.grad_sample``
         self._pause = pause  # pauses hooks while a registered norm rule reruns a layer; None ignores the rule
@@ -80,15 +80,15 @@ class BookKeeping(AbstractGradients):
         if not self._matrix_bytes:
             super().receive_tensor_call(call)
             return
-        name, seen = call.uses.name, call.shape[0]
-        if self.rows.setdefault(name, seen) != seen:  # once per layer call, so `note_rows` is called for others only
-            note_rows(self.rows, name, seen)
+        name, size = call.uses.name, call.shape[0]
+        if self.rows.setdefault(name, size) != size:  # once per layer call, so `note_rows` is called for others only
+            note_rows(self.rows, name, size)
         self._waiting.append(call)
         self._layout = None
 
     def _receive(self, call: LayerCall, uses: Mapping[str, Use], rule: Any) -> None:
-        placed = not isinstance(rule, Mapping) or any(use.place is not None for use in uses.values())
-        if placed or not stays_narrow(call, [rule[name] for name in uses]):
+        is_slice = not isinstance(rule, Mapping) or any(use.axis_slice is not None for use in uses.values())
+        if is_slice or not stays_narrow(call, [rule[name] for name in uses]):
             call = widened(call)
         else:
             call = self._narrowed(call)
@@ -102,10 +102,10 @@ class BookKeeping(AbstractGradients):
                 self._entry(use).keep(grad)
             return
         for name, use in uses.items():
-            if use.place is None:
+            if use.axis_slice is None:
                 self._entry(use).calls.append((call, rule[name]))
             else:
-                self._entry(use).keep(_placed(rule[name].grad(call), use))
+                self._entry(use).keep(_zero_padded(rule[name].grad(call), use))
 
     def _narrowed(self, call: LayerCall) -> LayerCall:
         """Returns the call with inputs in bfloat16, in which the layer multiplied. Calls in a row may share inputs."""
@@ -120,8 +120,8 @@ class BookKeeping(AbstractGradients):
         return call.map(narrowed)
 
     def _receive_normed(self, call: LayerCall, uses: Mapping[str, Use], rule: NormedRule) -> None:
-        known = rule.gradients
-        samplers = joint_parts(call, uses, known) if isinstance(known, JointSampler) else known
+        gradients = rule.gradients
+        samplers = joint_parts(call, uses, gradients) if isinstance(gradients, JointSampler) else gradients
         for name, sampler in samplers.items():
             if name in uses:
                 self._entry(uses[name]).calls.append((call, rule.normed(name, sampler)))
@@ -172,7 +172,7 @@ class BookKeeping(AbstractGradients):
         self._last_input = None
         if self._matrix is not None:
             matrix, self._matrix = self._matrix, None
-            for parameter, columns in matrix.layout.columns.of.items():
+            for parameter, columns in matrix.layout.columns.slices.items():
                 grad = matrix.grads_BP[:, columns].reshape(-1, *parameter.shape)
                 self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)
 
@@ -182,7 +182,7 @@ class BookKeeping(AbstractGradients):
             rows, budget = bucket_of(common_rows(self.rows)), self._matrix_bytes
             key = (rows, budget, tuple(self._entries), *[call.uses for call in self._waiting])
             if key not in self._layouts:
-                if len(self._layouts) >= _MOST_PLANS:
+                if len(self._layouts) >= _MAX_PLANS:
                     self._layouts.clear()
                 self._layouts[key] = layout_of(self._waiting, self._entries, rows, budget)
             self._layout = self._layouts[key]
@@ -241,9 +241,9 @@ class BookKeeping(AbstractGradients):
 
     def _sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int) -> Tensor:
         rows = common_rows(self.rows)
-        found: list[list[Tensor]] = [[] for _ in range(num_groups)]
+        by_group: list[list[Tensor]] = [[] for _ in range(num_groups)]
         self._stack(rows)
-        self._matrix_sq_norms(groups, found)
+        self._matrix_sq_norms(groups, by_group)
         if not self._entries and self._matrix is None:
             return torch.zeros(rows, num_groups)
         for entry in self._entries.values():
@@ -251,11 +251,12 @@ class BookKeeping(AbstractGradients):
             entry.form_again, entry.rounds = None, False
         self._plan = self._planned(rows) if self._entries else {}
         for parameter, sq_norm_B in self._each_sq_norm(rows):
-            found[groups[parameter]].append(sq_norm_B.double())
+            by_group[groups[parameter]].append(sq_norm_B.double())
         if num_groups == 1:
-            return _sum_on(found[0][0].device, found[0]).unsqueeze(1)
-        like = next(one[0] for one in found if one)
-        return torch.stack([_sum_on(like.device, one) if one else torch.zeros_like(like) for one in found], dim=1)
+            return _sum_on(by_group[0][0].device, by_group[0]).unsqueeze(1)
+        like = next(group[0] for group in by_group if group)
+        sums = [_sum_on(like.device, group) if group else torch.zeros_like(like) for group in by_group]
+        return torch.stack(sums, dim=1)
 
     def _stack(self, rows: int) -> None:
         """Stacks the gradients of small layers."""
@@ -275,33 +276,33 @@ class BookKeeping(AbstractGradients):
         self._last_input = None
         _release(waiting)
 
-    def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], found: list[list[Tensor]]) -> None:
-        """Appends the squared norms ``(B,)`` of stacked gradients to ``found[group]``."""
+    def _matrix_sq_norms(self, groups: Mapping[nn.Parameter, int], by_group: list[list[Tensor]]) -> None:
+        """Appends the squared norms ``(B,)`` of stacked gradients to ``by_group[group]``."""
         if self._matrix is None:
             return
         grads_BP = self._matrix.grads_BP
-        if len(found) == 1:
-            known = self._matrix.sq_norm_B
-            found[0].append(sq_norms(grads_BP) if known is None else known)
+        if len(by_group) == 1:
+            sq_norm_B = self._matrix.sq_norm_B
+            by_group[0].append(sq_norms(grads_BP) if sq_norm_B is None else sq_norm_B)
             return
         for parameters, columns in self._matrix.layout.equal_columns():
             parts_BLP = grads_BP[:, columns].unflatten(1, (len(parameters), -1))
             sq_norms_BL = sq_norms(parts_BLP.flatten(0, 1)).view(parts_BLP.shape[:2])
             for parameter, sq_norm_B in zip(parameters, sq_norms_BL.unbind(1), strict=True):
-                found[groups[parameter]].append(sq_norm_B)
+                by_group[groups[parameter]].append(sq_norm_B)
 
     def _planned(self, rows: int) -> Plan:
         entries = list(self._entries.values())
         key = (self.planner.version, plan_key(entries, rows))
         if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
+            if len(self._plans) >= _MAX_PLANS:
                 self._plans.clear()
             self._plans[key] = self.planner.plan(entries, rows)
         return self._plans[key]
 
     def _each_sq_norm(self, rows: int) -> list[tuple[nn.Parameter, Tensor]]:
         """Returns squared norms by parameter. Parameters that share Gram matrices or kernels come last."""
-        found: list[tuple[nn.Parameter, Tensor]] = []
+        pairs: list[tuple[nn.Parameter, Tensor]] = []
         by_gram: list[Entry] = []
         groups: dict[Any, list[Entry]] = {}
         for parameter, entry in self._entries.items():
@@ -311,12 +312,12 @@ class BookKeeping(AbstractGradients):
             elif key := entry.group_key(algorithm, rows):
                 groups.setdefault((algorithm, key), []).append(entry)
             else:
-                found.append((parameter, entry.sq_norm(algorithm, rows, self._scratch)))
+                pairs.append((parameter, entry.sq_norm(algorithm, rows, self._scratch)))
         together = [(by_gram, gram_sq_norms(by_gram))] if by_gram else []
-        together += [(some, group_sq_norms(some, key[0], rows)) for key, some in groups.items()]
+        together += [(group, group_sq_norms(group, key[0], rows)) for key, group in groups.items()]
         for entries, sq_norms_KB in together:
-            found += [(entry.use.parameter, one) for entry, one in zip(entries, sq_norms_KB, strict=True)]
-        return found
+            pairs += [(entry.use.parameter, sq_norm_B) for entry, sq_norm_B in zip(entries, sq_norms_KB, strict=True)]
+        return pairs
 
     def sum_methods(self) -> dict[nn.Parameter, tuple[str | None, bool]]:
         """Returns ``form_again`` and ``rounds`` of each parameter, which depend on its norms, after `sq_norms`."""
@@ -352,7 +353,7 @@ class BookKeeping(AbstractGradients):
             if len(weight) == 1:
                 into.add_flat(layout.columns, torch.mv(grads_BP.t(), weight[0]), scale)
             else:
-                for parameter, columns in layout.columns.of.items():
+                for parameter, columns in layout.columns.slices.items():
                     total = torch.mv(grads_BP[:, columns].t(), weight[groups[parameter]])
                     into.add(parameter, total.view(parameter.shape), scale)
                     into.complete(parameter)
@@ -392,8 +393,8 @@ def _release(calls: Sequence[TensorCall]) -> None:
         call.inputs = call.grad = None
 
 
-def _placed(grad: Tensor, use: Use) -> Tensor:
+def _zero_padded(grad: Tensor, use: Use) -> Tensor:
     """Zero-pads the gradient of a slice of a parameter to the shape of the parameter."""
-    whole = grad.new_zeros(grad.shape[0], *use.shape)
-    whole[:, use.place] = grad
-    return whole
+    padded = grad.new_zeros(grad.shape[0], *use.shape)
+    padded[:, use.axis_slice] = grad
+    return padded

@@ -29,21 +29,21 @@ from dpengine.grad_samplers.tied import tied_cost
 from .entry import Entry, norms_and_sums
 from .flat_buffer import FlatBuffer
 from .method import KEEP, Algorithm, Choice, Method
-from .rows import in_rows, shapes_of, some_rows, wide
+from .rows import is_batched, shapes_of, slice_batch, wide
 from .scratch import Scratch
 from .stacks import bucket_of
 
 KEEP_BUDGET = 512 * 2**20  # maximum bytes of kept per-sample gradients, over all parameters
-_MOST_KEPT = 16 * 2**30  # the same on a GPU, whose default is 1/32 of its memory
-_MOST_RATIO = 4.0  # multiple of the best estimate above which a method is not timed
-_LEAST_TIMED = 1e-4  # seconds of the best estimate, below which estimates decide
+_MAX_KEPT = 16 * 2**30  # the same on a GPU, whose default is 1/32 of its memory
+_MAX_RATIO = 4.0  # multiple of the best estimate above which a method is not timed
+_MIN_TIMED = 1e-4  # seconds of the best estimate, below which estimates decide
 _TIMED_BYTES = 64 * 2**20  # gradients and inputs of the timed samples
 _REPEATS = 3
-_MOST_COPIES = 8  # parameters with equal calls that are timed together
-_MOST_SECONDS = 0.05  # total seconds of repeats after which timing stops
+_MAX_COPIES = 8  # parameters with equal calls that are timed together
+_MAX_SECONDS = 0.05  # total seconds of repeats after which timing stops
 _STOP_RATIO = 1.5  # multiple of the best time from which repeats stop
 _VERSION = 1  # of saved tables
-_MOST_SCALING = 4  # ratio of batch sizes within which time is taken as proportional to the batch size
+_MAX_SCALING = 4  # ratio of batch sizes within which time is taken as proportional to the batch size
 _CACHE_BYTES = 48 * 2**20  # more than the caches of most processors
 _OTHER_LAYERS = 4  # memory that other layers write in a pass, as a multiple of the layer's own
 
@@ -88,15 +88,15 @@ class MethodTable:
         """Chooses an algorithm for each parameter of a backward pass with batch size ``rows``."""
         self._alike = Counter(_signature(entry, rows) for entry in entries if _launches_kernels(entry))
         options = [self._options(entry, rows) for entry in entries]
-        left = self.keep_budget
+        remaining = self.keep_budget
         if self._given_budget is None and entries:
-            left = memory_for(entries[0].use.parameter.device, left, most=_MOST_KEPT)
+            remaining = memory_for(entries[0].use.parameter.device, remaining, most=_MAX_KEPT)
         keeping: set[int] = set()
         # The gradients that save most time per byte come first; without times, the smallest.
         for i in sorted(range(len(options)), key=lambda i: options[i].urgency, reverse=True):
-            if options[i].keep is not None and (options[i].other is None or options[i].kept_bytes <= left):
+            if options[i].keep is not None and (options[i].other is None or options[i].kept_bytes <= remaining):
                 keeping.add(i)
-                left -= options[i].kept_bytes
+                remaining -= options[i].kept_bytes
         return {
             entry.use.parameter: option.choice(entry, keeps=i in keeping)
             for i, (entry, option) in enumerate(zip(entries, options, strict=True))
@@ -176,18 +176,18 @@ class MethodTable:
         # Without weighted_sum, the norm must be that of the very gradients that are summed. Gradients formed for fewer
         # samples may differ by rounding, because torch may add in another order.
         sums = all(sampler.weighted_sum is not None for _, sampler in entry.calls)
-        cut = sums and rows > 0 and (rows == 1 or all(in_rows(call, rows) for call, _ in entry.calls))
+        can_slice = sums and rows > 0 and (rows == 1 or all(is_batched(call, rows) for call, _ in entry.calls))
         first, sampler = entry.calls[0]
         cost = tied_cost(entry.calls) if len(entry.calls) > 1 else sampler.cost and sampler.cost(first)
         if cost is None:
             if len(entry.calls) == 1 and sampler.sq_norm is not None:
                 return _Options(None, Algorithm(Method.GHOST, sampler.sq_norm_name), {}, 0, "has a shortcut")
-            several = "several uses" if len(entry.calls) > 1 else "no shortcut"
-            grad_name = sampler.grad_name
-            other = Algorithm(Method.DISCARD, grad_name) if cut else None
-            return _Options(Algorithm(Method.KEEP, grad_name), other, {}, kept_bytes, several)
+            why = "several uses" if len(entry.calls) > 1 else "no shortcut"
+            other = Algorithm(Method.DISCARD, sampler.grad_name) if can_slice else None
+            return _Options(Algorithm(Method.KEEP, sampler.grad_name), other, {}, kept_bytes, why)
         # Per-sample gradients of a tied weight are as large as the vocabulary and are not kept.
-        estimates = _estimates(cost, rows, numel, first.grad_output.device, cut=cut, keep=len(entry.calls) == 1)
+        one_use, device = len(entry.calls) == 1, first.grad_output.device
+        estimates = _estimates(cost, rows, numel, device, keep=one_use, discard=can_slice)
         seconds, why = self._times(entry, rows, estimates)
         keep = _fastest(seconds, lambda algorithm: algorithm.method is Method.KEEP)
         other = _fastest(seconds, lambda algorithm: algorithm.method is not Method.KEEP)
@@ -196,26 +196,26 @@ class MethodTable:
         return _Options(keep, other, seconds, kept_bytes, why)
 
     def _times(self, entry: Entry, rows: int, estimates: Mapping[str, float]) -> tuple[Mapping[str, float], str]:
-        """Returns seconds by algorithm, and their origin."""
+        """Returns the seconds of each algorithm, and a short text on how they were obtained."""
         signature = _signature(entry, rows)
         known = {name: s for name, s in self.seconds.get(signature, {}).items() if name in estimates}
-        if any(map(_frees, known)) or (known and not any(map(_frees, estimates))):
+        if any(map(_keeps_nothing, known)) or (known and not any(map(_keeps_nothing, estimates))):
             return known, "timed"
         per_row = _signature(entry, rows, per_row=True)
         if known := _scaled(self._per_row.get(per_row), rows, estimates):
             return known, "timed"
         best = min(estimates.values())
-        if not self.timed or best < _LEAST_TIMED:
-            return estimates, "estimated" if best >= _LEAST_TIMED else "too small to time"
-        candidates = [name for name, seconds in estimates.items() if seconds <= _MOST_RATIO * best]
+        if not self.timed or best < _MIN_TIMED:
+            return estimates, "estimated" if best >= _MIN_TIMED else "too small to time"
+        candidates = [name for name, seconds in estimates.items() if seconds <= _MAX_RATIO * best]
         # The budget may exclude KEEP, so at least one other algorithm is always timed.
-        if others := [name for name in estimates if _frees(name)]:
+        if others := [name for name in estimates if _keeps_nothing(name)]:
             candidates = list(dict.fromkeys([*candidates, min(others, key=estimates.__getitem__)]))
         candidates.sort(key=estimates.__getitem__)  # the best first, so that timing of slower ones stops early
         if len(candidates) == 1:
             return {candidates[0]: estimates[candidates[0]]}, "no competitive alternative"
         try:
-            copies = min(_MOST_COPIES, self._alike[signature] or 1)
+            copies = min(_MAX_COPIES, self._alike[signature] or 1)
             self.seconds[signature] = time_algorithms(entry, list(map(Algorithm.of, candidates)), rows, copies)
         except RuntimeError as error:  # on the CPU torch does not raise OutOfMemoryError
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -256,18 +256,20 @@ class _Options:
         algorithm = self.keep if keeps else self.other
         assert algorithm is not None
         layer = entry.calls[0][0].layer if entry.calls else None
-        shown = "" if layer is None else f"{type(layer).__name__}({layer.extra_repr()})"
+        description = "" if layer is None else f"{type(layer).__name__}({layer.extra_repr()})"
         kept_bytes = self.kept_bytes if keeps else 0
-        return Choice(entry.use.name, shown, algorithm, self.why, self.seconds.get(str(algorithm)), kept_bytes)
+        return Choice(entry.use.name, description, algorithm, self.why, self.seconds.get(str(algorithm)), kept_bytes)
 
 
-def _estimates(cost: Cost, rows: int, numel: int, device: torch.device, *, cut: bool, keep: bool) -> dict[str, float]:
+def _estimates(
+    cost: Cost, rows: int, numel: int, device: torch.device, *, keep: bool, discard: bool
+) -> dict[str, float]:
     read = 4.0 * numel * operations_per_byte(device)
     operations = {Algorithm(Method.GHOST, name): norm + cost.weighted_sum for name, norm in cost.sq_norms.items()}
     for name, grad in cost.grads.items():
         if keep:
             operations[Algorithm(Method.KEEP, name)] = grad + 3 * read
-        if cut:
+        if discard:
             operations[Algorithm(Method.DISCARD, name)] = grad + 2 * read + cost.weighted_sum
     return {str(algorithm): rows * count / operations_per_second(device) for algorithm, count in operations.items()}
 
@@ -285,30 +287,30 @@ def time_algorithms(entry: Entry, algorithms: Sequence[Algorithm], rows: int, co
     numbers = sum(tensor.numel() for call, _ in entry.calls for tensor in call.tensors())
     row_bytes = 4 * copies * (numbers // rows + entry.use.numel)
     device = entry.calls[0][0].grad_output.device
-    some = max(1, min(rows, memory_for(device, _TIMED_BYTES) // row_bytes))
+    timed_rows = max(1, min(rows, memory_for(device, _TIMED_BYTES) // row_bytes))
     size = entry.use.shape[0]
-    cut = [(some_rows(call, 0, some) if some < rows else call, sampler) for call, sampler in entry.calls]
-    calls = [[(_random(call, size), sampler) for call, sampler in cut] for _ in range(copies)]
-    weight_B, buffer, scratch = torch.ones(some, device=device), FlatBuffer([entry.use.parameter]), Scratch()
-    evictor = torch.empty(min(_CACHE_BYTES, _OTHER_LAYERS * some * row_bytes) // 4, device=device)
+    first_rows = lambda call: slice_batch(call, 0, timed_rows) if timed_rows < rows else call  # noqa: E731
+    calls = [[(_random(first_rows(call), size), s) for call, s in entry.calls] for _ in range(copies)]
+    weight_B, buffer, scratch = torch.ones(timed_rows, device=device), FlatBuffer([entry.use.parameter]), Scratch()
+    evictor = torch.empty(min(_CACHE_BYTES, _OTHER_LAYERS * timed_rows * row_bytes) // 4, device=device)
     seconds: dict[str, float] = {}
     for algorithm in algorithms:
         times: list[float] = []
         for repeat in range(1 + _REPEATS):  # the first one warms up
-            entries = [Entry(entry.use, list(some_calls)) for some_calls in calls]
+            entries = [Entry(entry.use, list(calls_of_copy)) for calls_of_copy in calls]
             if repeat:
                 evictor.fill_(repeat)  # evicts cached data, as other layers do in a pass
             _synchronize(device)
             start = time.perf_counter()
-            norms_and_sums(entries, algorithm, some, scratch, weight_B, buffer)
+            norms_and_sums(entries, algorithm, timed_rows, scratch, weight_B, buffer)
             _synchronize(device)
             times.append((time.perf_counter() - start) / copies)
-            if sum(times[1:]) > _MOST_SECONDS:  # long runs vary little
+            if sum(times[1:]) > _MAX_SECONDS:  # long runs vary little
                 break
             ratio = _STOP_RATIO if repeat else 2 * _STOP_RATIO
-            if seconds and min(times) > ratio * min(seconds.values()) * some / rows:
+            if seconds and min(times) > ratio * min(seconds.values()) * timed_rows / rows:
                 break
-        seconds[str(algorithm)] = min(times) * rows / some
+        seconds[str(algorithm)] = min(times) * rows / timed_rows
     return seconds
 
 
@@ -334,10 +336,10 @@ def _scaled(
     timed: tuple[int, Mapping[str, float]] | None, rows: int, estimates: Mapping[str, float]
 ) -> dict[str, float]:
     """Scales times of another batch size to ``rows``. Returns an empty dict if the sizes differ too much."""
-    if timed is None or not rows or max(rows, timed[0]) > _MOST_SCALING * min(rows, timed[0]):
+    if timed is None or not rows or max(rows, timed[0]) > _MAX_SCALING * min(rows, timed[0]):
         return {}
     known = {name: seconds * rows / timed[0] for name, seconds in timed[1].items() if name in estimates}
-    return known if any(map(_frees, known)) or not any(map(_frees, estimates)) else {}
+    return known if any(map(_keeps_nothing, known)) or not any(map(_keeps_nothing, estimates)) else {}
 
 
 def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
@@ -346,7 +348,7 @@ def _signature(entry: Entry, rows: int, *, per_row: bool = False) -> str:
     With ``per_row``, the string does not contain the batch size.
     """
     call = entry.calls[0][0]
-    described = [shape for one, _ in entry.calls for shape in shapes_of(one)]
+    described = [shape for each, _ in entry.calls for shape in shapes_of(each)]
     sizes = [[bucket_of(n) if n != rows or not per_row else "B" for n in shape] for shape, _ in described]
     shapes = ["x".join(map(str, size)) + f" {dtype}" for size, (_, dtype) in zip(sizes, described, strict=True)]
     device = call.grad_output.device
@@ -361,7 +363,7 @@ def _launches_kernels(entry: Entry) -> bool:
     return bool(entry.calls) and launches_kernels(entry.calls[0][0].grad_output.device)
 
 
-def _frees(name: str) -> bool:
+def _keeps_nothing(name: str) -> bool:
     """Returns True if an algorithm keeps no gradients."""
     return Algorithm.of(name).method is not Method.KEEP
 
@@ -374,17 +376,17 @@ def _largest_size(size: int) -> int:
 def plan_key(entries: Sequence[Entry], rows: int) -> object:
     """Returns a key that is equal for passes with the same plan.
 
-    It holds the parameters themselves, which hash and compare by identity: an address could be reused.
+    The key holds the parameters, which are compared by identity, and not their addresses, which could be reused.
     """
     shapes: dict[LayerCall, tuple[Any, ...]] = {}  # the parameters of a layer share its call
-    found: list[object] = [bucket_of(rows)]
+    key: list[object] = [bucket_of(rows)]
     for entry in entries:
-        found += (entry.use.parameter, entry.kept is None, len(entry.calls))
+        key += (entry.use.parameter, entry.kept is None, len(entry.calls))
         for call, _ in entry.calls:
             if call not in shapes:
                 shapes[call] = shapes_of(call)
-            found.append(shapes[call])
-    return tuple(found)
+            key.append(shapes[call])
+    return tuple(key)
 
 
 class KeepAll:

@@ -21,12 +21,12 @@ from dpengine.kernels.products import sq_norms
 
 from .flat_buffer import Sums
 from .method import Algorithm, Method
-from .rows import Units, in_rows, some_rows, stays_narrow, wide, widened, without_rows, zeroed
+from .rows import Units, is_batched, slice_batch, stays_narrow, wide, widened, without_rows, zeroed
 from .scratch import Scratch
 from .strategy import common_rows
 
 CHUNK_BYTES = 4 * 2**20  # bytes of per-sample gradients formed at a time if they are not kept; fits the cache
-_MOST_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
+_MAX_ROUNDING = 2.0**-11  # upper limit of one rounding error of a sample's sum, relative to the clipping norm
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Entry:
     use: Use
     calls: list[tuple[LayerCall, GradSampler]] = field(default_factory=list)
     kept: Tensor | None = None  # formed gradients (B, *param.shape), of calls that are not in ``calls``
-    form_again: str | None = None  # how `add_sum` forms the gradients a second time; None to use the weighted sum
+    form_again: str | None = None  # name in `GradSampler.grads` with which `add_sum` forms them again, if any
     rounds: bool = False  # True if the norm includes the rounding of `round_factors`, which must precede `add_sum`
     grams: tuple[bfloat16.GramNorms, int] | None = None  # norms of several parameters with this one, and its index
     is_weighted: bool = False  # True if the gradients of the call contain the weights of the clipped sum
@@ -60,16 +60,16 @@ class Entry:
         if len(self.calls) < 2 or self.kept is not None:
             return
         self.calls = [(c if stays_narrow(c, [s.plain or s]) else widened(c), s) for c, s in self.calls]
-        alike: dict[object, list[tuple[LayerCall, GradSampler]]] = {}
+        groups: dict[object, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
             plain = sampler.plain or sampler
             settings = plain.settings
-            own = call.layer if settings is None else tuple([getattr(call.layer, name) for name in settings])
-            alike.setdefault((id(plain), own), []).append((call, plain))
+            values = call.layer if settings is None else tuple([getattr(call.layer, name) for name in settings])
+            groups.setdefault((id(plain), values), []).append((call, plain))
         self.calls = []
-        for same in alike.values():
-            concat = same[0][1].concat
-            self.calls += [(concat([call for call, _ in same]), same[0][1])] if concat and len(same) > 1 else same
+        for group in groups.values():
+            concat = group[0][1].concat
+            self.calls += [(concat([call for call, _ in group]), group[0][1])] if concat and len(group) > 1 else group
 
     def combine(self, units: Units, rows: int) -> None:
         """Replaces the gradients of samples by those of privacy units, which are kept."""
@@ -77,8 +77,8 @@ class Entry:
         out = torch.zeros(units.count, *self.use.shape, dtype=wide(parameter.dtype), device=parameter.device)
         if self.kept is not None:
             units.add_rows(out, self.kept, 0, rows)
-        whole = not all(in_rows(call, rows) and not sampler.whole_calls for call, sampler in self.calls)
-        step = rows if whole else self._rows_at_a_time()
+        can_slice = all(is_batched(call, rows) and not sampler.whole_calls for call, sampler in self.calls)
+        step = self._rows_at_a_time() if can_slice else rows
         for start in range(0, rows if self.calls else 0, max(1, step)):
             stop = min(start + step, rows)
             units.add_rows(out, self._form("", start, stop, rows), start, stop)
@@ -95,15 +95,15 @@ class Entry:
                 return gram_sq_norms([self])[0]
             return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._spread())
         if algorithm.method is Method.KEEP:
-            found = None
+            sq_norm_B = None
             if self.calls:
-                grad, found = self._form_in(algorithm.name, rows, scratch)
+                grad, sq_norm_B = self._form_in(algorithm.name, rows, scratch)
                 self.keep(grad)
                 self.calls = []
             assert self.kept is not None
-            return sq_norms(self.kept) if found is None else found
+            return sq_norms(self.kept) if sq_norm_B is None else sq_norm_B
         parts = self._parts(algorithm.name, rows, scratch)
-        sq_norm_B = torch.cat([sq_norms(grad) if found is None else found for _, grad, found in parts])
+        sq_norm_B = torch.cat([sq_norms(grad) if known_B is None else known_B for _, grad, known_B in parts])
         if self._in_bfloat16:  # a weighted sum would be another product, which tensor cores round otherwise
             self.form_again = algorithm.name
             return sq_norm_B
@@ -164,7 +164,7 @@ class Entry:
         whole = start == 0 and stop == rows
         total: Tensor | None = None
         for call, sampler in self.calls:
-            grad = sampler.grads.get(name, sampler.grad)(call if whole else some_rows(call, start, stop))
+            grad = sampler.grads.get(name, sampler.grad)(call if whole else slice_batch(call, start, stop))
             total = grad if total is None else total + grad
         assert total is not None
         return total
@@ -184,8 +184,8 @@ class Entry:
             if write is None or out is None:
                 yield samples, self._form(name, samples.start, samples.stop, rows), None
             else:
-                some = out[: samples.stop - samples.start]
-                yield samples, some, write(some_rows(call, samples.start, samples.stop), some)
+                part = out[: samples.stop - samples.start]
+                yield samples, part, write(slice_batch(call, samples.start, samples.stop), part)
 
     def _rows_at_a_time(self) -> int:
         return max(1, memory_for(self.use.parameter.device, CHUNK_BYTES) // (4 * self.use.numel))
@@ -221,7 +221,7 @@ class Entry:
 
         The weighted sum adds the parts of a sample one by one. Its rounding error is about ``u * spread``, where
         ``spread`` is the sum of the norms of the parts, which may be far above the norm of the gradient. With a norm of
-        at least ``u / _MOST_ROUNDING * spread``, the error is at most 1/32 of the clipping norm, for any number of
+        at least ``u / _MAX_ROUNDING * spread``, the error is at most 1/32 of the clipping norm, for any number of
         parts. The largest error found by a search was 0.8 %. Most samples are unchanged: in float32 the lower limit
         applies only if the spread exceeds 8192 times the norm. Tensor cores lose more than float32, so the limit is
         twice as high.
@@ -229,7 +229,7 @@ class Entry:
         if spread_B is None:
             return sq_norm_B
         unit = torch.finfo(wide(self.use.parameter.dtype)).eps / (1 if self._in_bfloat16 else 2)
-        floor_B = spread_B.square() * (unit / _MOST_ROUNDING) ** 2
+        floor_B = spread_B.square() * (unit / _MAX_ROUNDING) ** 2
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     @property
@@ -265,31 +265,31 @@ class Entry:
 def group_sq_norms(entries: Sequence[Entry], algorithm: Algorithm, rows: int) -> list[Tensor]:
     """Computes squared norms of parameters that have the same `Entry.group_key` with few operations."""
     first = entries[0]
-    found: list[Tensor] = []
+    results: list[Tensor] = []
     grad = first.calls[0][0].grad_output
     count = max(1, memory_for(grad.device, CHUNK_BYTES) // (4 * rows * first.use.numel))
     for start in range(0, len(entries), count):
-        some = entries[start : start + count]
-        out = torch.empty((len(some), rows, *first.use.shape), dtype=wide(grad.dtype), device=grad.device)
-        for entry, grads in zip(some, out, strict=True):
+        group = entries[start : start + count]
+        out = torch.empty((len(group), rows, *first.use.shape), dtype=wide(grad.dtype), device=grad.device)
+        for entry, grads in zip(group, out, strict=True):
             entry.write(algorithm, grads)
-        found += sq_norms(out.flatten(0, 1)).view(len(some), rows).unbind()
-    return found
+        results += sq_norms(out.flatten(0, 1)).view(len(group), rows).unbind()
+    return results
 
 
 def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
     """Computes squared norms of parameters with one call and ``GradSampler.factors``. Shares Gram matrices."""
-    wide = [entry for entry in entries if not entry.may_round]
-    norms = gram_norms([entry.factors for entry in wide])
-    found = {entry: entry.from_gram(norm) for entry, norm in zip(wide, norms, strict=True)}
-    narrow = [entry for entry in entries if entry.may_round]
-    pairs = [entry.factors for entry in narrow]
+    exact = [entry for entry in entries if not entry.may_round]
+    norms = gram_norms([entry.factors for entry in exact])
+    by_entry = {entry: entry.from_gram(norm) for entry, norm in zip(exact, norms, strict=True)}
+    rounded = [entry for entry in entries if entry.may_round]
+    pairs = [entry.factors for entry in rounded]
     for indices in bfloat16.together(pairs):
         grams = bfloat16.GramNorms.of([pairs[i] for i in indices])
-        for place, i in enumerate(indices):
-            narrow[i].grams, narrow[i].rounds = (grams, place), True
-            found[narrow[i]] = grams.sq_norm_LB[place]
-    return [found[entry] for entry in entries]
+        for index, i in enumerate(indices):
+            rounded[i].grams, rounded[i].rounds = (grams, index), True
+            by_entry[rounded[i]] = grams.sq_norm_LB[index]
+    return [by_entry[entry] for entry in entries]
 
 
 def norms_and_sums(
@@ -310,13 +310,13 @@ def norms_and_sums(
 def round_factors(entries: Sequence[Entry], weights: Sequence[Tensor]) -> None:
     """Multiplies the gradients of bfloat16 calls by weights ``(B,)``; see note [rounded factors] of `bfloat16`."""
     gram_sq_norms([entry for entry in entries if entry.grams is None])
-    together: dict[bfloat16.GramNorms, list[tuple[int, Entry, Tensor]]] = {}
+    groups: dict[bfloat16.GramNorms, list[tuple[int, Entry, Tensor]]] = {}
     for entry, weight_B in zip(entries, weights, strict=True):
         assert entry.grams is not None
-        (grams, place), entry.grams = entry.grams, None
-        together.setdefault(grams, []).append((place, entry, weight_B))
-    while together:  # frees the matrices of each group before the next one
-        grams, members = together.popitem()
+        (grams, index), entry.grams = entry.grams, None
+        groups.setdefault(grams, []).append((index, entry, weight_B))
+    while groups:  # frees the matrices of each group before the next one
+        grams, members = groups.popitem()
         members.sort(key=operator.itemgetter(0))
         pairs = grams.rounded([entry.factors for _, entry, _ in members], torch.stack([w for *_, w in members]))
         for (_, entry, _), pair in zip(members, pairs, strict=True):

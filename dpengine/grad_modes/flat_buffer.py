@@ -18,8 +18,8 @@ from dpengine.distributed.topology import SINGLE, Topology
 from .reduce_scatter import BUCKET_BYTES, ReduceScatterBuckets
 from .rows import wide
 
-_MOST_INDICES = 2**25  # indices of all cached scatters; stacks of layers depend on the shapes of the batch
-_MOST_RUNS = 8  # contiguous runs that are copied one by one
+_MAX_INDICES = 2**25  # indices of all cached scatters; stacks of layers depend on the shapes of the batch
+_MAX_RUNS = 8  # contiguous runs that are copied one by one
 _device, _dtype = operator.attrgetter("device"), operator.attrgetter("dtype")
 
 Key = tuple[torch.device, torch.dtype]
@@ -30,20 +30,20 @@ class Columns:
     """Slices of several parameters in a vector, or in the columns of a matrix.
 
     Attributes:
-        of: Slice of each parameter, in order.
+        slices: Slice of each parameter, in order.
     """
 
-    of: Mapping[nn.Parameter, slice]
+    slices: Mapping[nn.Parameter, slice]
 
     @cached_property
     def parameters(self) -> frozenset[nn.Parameter]:
         """The parameters."""
-        return frozenset(self.of)
+        return frozenset(self.slices)
 
     @cached_property
     def count(self) -> int:
         """Number of elements."""
-        return max((part.stop for part in self.of.values()), default=0)
+        return max((part.stop for part in self.slices.values()), default=0)
 
 
 class Sums(Protocol):
@@ -57,7 +57,7 @@ class Sums(Protocol):
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters, stored in one vector, and completes them."""
-        for parameter, part in columns.of.items():
+        for parameter, part in columns.slices.items():
             self.add(parameter, total_P[part].view(parameter.shape), scale)
             self.complete(parameter)
 
@@ -123,8 +123,8 @@ class DrainedBuffer:
         """Adds the noise of a step to all sums and multiplies them by ``scale``. For topologies without replicas."""
         for span in self.spans:
             places = span.places
-            cut = {"start": places.start, "rows": places.rows, "stride": places.stride}
-            mechanism.add(self.sums(span), std=std, step=step, scale=scale, **cut)
+            positions = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            mechanism.add(self.sums(span), std=std, step=step, scale=scale, **positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,12 +144,12 @@ class _Scatter:
     @classmethod
     def of(cls, key: Key, index: Tensor) -> _Scatter:
         """Finds the contiguous runs of an index that is on the CPU."""
-        places, order = index.sort()
-        ends = [*(places.diff() != 1).nonzero().flatten().add(1).tolist(), len(places)]
-        runs = [] if len(ends) > _MOST_RUNS else list(zip([0, *ends], ends, strict=False))
-        starts = [int(places[begin]) for begin, _ in runs]
-        found = [(at, at + e - b, order[b:e].to(key[0])) for at, (b, e) in zip(starts, runs, strict=True)]
-        return cls(key, index.to(key[0]), found)
+        targets, order = index.sort()
+        ends = [*(targets.diff() != 1).nonzero().flatten().add(1).tolist(), len(targets)]
+        bounds = [] if len(ends) > _MAX_RUNS else list(zip([0, *ends], ends, strict=False))
+        starts = [int(targets[begin]) for begin, _ in bounds]
+        runs = [(start, start + e - b, order[b:e].to(key[0])) for start, (b, e) in zip(starts, bounds, strict=True)]
+        return cls(key, index.to(key[0]), runs)
 
     def copy(self, total_P: Tensor, memory: Tensor) -> None:
         """Writes the vector to the memory."""
@@ -171,38 +171,38 @@ class FlatBuffer(Sums):
         message_sizes: Number of elements of a memory that ranks sum in one message. There are at most as many messages
             as in PyTorch, where whole parameters fill buckets of ``BUCKET_BYTES``.
         total_numel: Length of the vector of all parameters if replicas divide the noise by positions in this vector.
-            With tensor parallelism they must, because some parameters are whole on every rank, and all copies must get
-            their noise from the same replica. 0 if replicas divide the local sums, which are the same on all of them.
+            Tensor parallelism requires this, because every rank holds some full parameters, whose copies must all get
+            their noise from the same replica. 0 if replicas divide the local sums, which are equal on all replicas.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], topology: Topology = SINGLE):
         self._sizes: dict[Key, int] = {}
-        self._places: dict[nn.Parameter, tuple[Key, int]] = {}
+        self._locations: dict[nn.Parameter, tuple[Key, int]] = {}  # memory, and offset in the memory
         self._shards: dict[nn.Parameter, LocalShard] = {}
         for parameter in parameters:  # their order addresses the noise
             key = (parameter.device, wide(parameter.dtype))
             shard = self._shards[parameter] = topology.layout.local_shard(parameter)
-            self._places[parameter] = (key, self._sizes.get(key, 0))
+            self._locations[parameter] = (key, self._sizes.get(key, 0))
             self._sizes[key] = self._sizes.get(key, 0) + shard.kept.numel
         self._shapes: dict[Key, dict[nn.Parameter, torch.Size]] = {key: {} for key in self._sizes}
-        for parameter, (key, _) in self._places.items():
+        for parameter, (key, _) in self._locations.items():
             self._shapes[key][parameter] = torch.Size(self._shards[parameter].kept.size)
         self._numels = {key: [s.numel() for s in shapes.values()] for key, shapes in self._shapes.items()}
-        self._devices_and_dtypes = list(map(_device, self._places)), list(map(_dtype, self._places))
-        self.spans = _spans(self._places, self._shards, list(self._sizes))
+        self._devices_and_dtypes = list(map(_device, self._locations)), list(map(_dtype, self._locations))
+        self.spans = _spans(self._locations, self._shards, list(self._sizes))
         self.total_numel = sum(shard.numel for shard in self._shards.values()) if topology.splits.size > 1 else 0
         largest = dict.fromkeys(self._sizes, 0)
-        for parameter, (key, _) in self._places.items():
+        for parameter, (key, _) in self._locations.items():
             largest[key] = max(largest[key], self._shards[parameter].kept.numel)
         self.message_sizes = {key: size + BUCKET_BYTES // key[1].itemsize for key, size in largest.items()}
         self._fingerprint_words = RankFingerprint.WORDS if topology.ranks > 1 else 0
         self._memory: dict[Key, Tensor] = {}
         self._views: dict[nn.Parameter, Tensor] = {}
-        self._unwritten = set(self._places)
+        self._unwritten = set(self._locations)
         self._scatters: dict[Columns, _Scatter | None] = {}
         self.buckets: ReduceScatterBuckets | None = None
         if topology.shards.size > 1:
-            dtypes = [(parameter, key[1]) for parameter, (key, _) in self._places.items()]
+            dtypes = [(parameter, key[1]) for parameter, (key, _) in self._locations.items()]
             self.buckets = ReduceScatterBuckets(dtypes, topology, self._shards)
 
     def __iter__(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -212,7 +212,7 @@ class FlatBuffer(Sums):
     @property
     def parameters(self) -> Mapping[nn.Parameter, object]:
         """Parameters of the buffer, in order."""
-        return self._places
+        return self._locations
 
     def add(self, parameter: nn.Parameter, total: Tensor, scale: float = 1.0) -> None:
         """Adds ``scale * total`` to the sum of one parameter."""
@@ -224,14 +224,14 @@ class FlatBuffer(Sums):
         For the first sum ``keep`` is 0 and ``view`` is uninitialized, possibly not finite; later ``keep`` is 1.
         """
         if self.buckets is not None:
-            self.buckets.fill(parameter, write, dtype=self._places[parameter][0][1])
+            self.buckets.fill(parameter, write, dtype=self._locations[parameter][0][1])
             return
         self._write(parameter, write)
 
     def add_flat(self, columns: Columns, total_P: Tensor, scale: float) -> None:
         """Adds ``scale`` times the sums of several parameters, stored in one vector."""
         if columns not in self._scatters:
-            if sum(len(kept.index) for kept in self._scatters.values() if kept) >= _MOST_INDICES:
+            if sum(len(cached.index) for cached in self._scatters.values() if cached) >= _MAX_INDICES:
                 self._scatters.clear()
             self._scatters[columns] = self._scatter_of(columns)
         scatter = self._scatters[columns]
@@ -242,27 +242,27 @@ class FlatBuffer(Sums):
             self._allocate()
         memory = self._memory[scatter.key]
         total_P = total_P if scale == 1.0 else total_P * scale
-        first = self._unwritten.intersection(columns.parameters)
-        if len(first) == len(columns.parameters):
+        unwritten = self._unwritten.intersection(columns.parameters)
+        if len(unwritten) == len(columns.parameters):
             scatter.copy(total_P, memory)
         else:
-            for parameter in first:
+            for parameter in unwritten:
                 self._views[parameter].zero_()
             memory.index_add_(0, scatter.index, total_P)
-        self._unwritten -= first
+        self._unwritten -= unwritten
 
     def add_all(self, totals: Sequence[Tensor], scale: float) -> None:
         """Adds ``scale`` times the sums of all parameters: one vector for each memory, in the order of the buffer."""
         if [len(total) for total in totals] != list(self._sizes.values()):
             raise ValueError("FlatBuffer.add_all: the sums are not those of the parameters of the buffer.")
-        first = self.clean
+        is_first = self.clean
         if not self._memory:
             self._allocate()
-        if not first:
+        if not is_first:
             self._finish()
         for (key, size), total in zip(self._sizes.items(), totals, strict=True):
             memory = self._memory[key][:size]
-            if first:
+            if is_first:
                 torch.mul(total, scale, out=memory)
             else:
                 memory.add_(total, alpha=scale)
@@ -270,11 +270,12 @@ class FlatBuffer(Sums):
 
     def _scatter_of(self, columns: Columns) -> _Scatter | None:
         """Returns the scatter of a vector; None if its elements go to several memories."""
-        places = [self._places[parameter] for parameter in columns.of]
-        if self.buckets is not None or len({key for key, _ in places}) > 1:
+        locations = [self._locations[parameter] for parameter in columns.slices]
+        if self.buckets is not None or len({key for key, _ in locations}) > 1:
             return None
-        indices = [torch.arange(at, at + p.numel()) for p, (_, at) in zip(columns.of, places, strict=True)]
-        return _Scatter.of(places[0][0], torch.cat(indices))
+        starts = zip(columns.slices, locations, strict=True)
+        indices = [torch.arange(start, start + p.numel()) for p, (_, start) in starts]
+        return _Scatter.of(locations[0][0], torch.cat(indices))
 
     def _write(self, parameter: nn.Parameter, write: Callable[[Tensor, float], None]) -> None:
         if not self._memory:
@@ -330,57 +331,57 @@ class FlatBuffer(Sums):
     @property
     def clean(self) -> bool:
         """True if nothing was added since the sums were zeroed or drained."""
-        return len(self._unwritten) == len(self._places) and (self.buckets is None or self.buckets.empty)
+        return len(self._unwritten) == len(self._locations) and (self.buckets is None or self.buckets.empty)
 
     def is_finite(self) -> bool:
         """Returns True if every sum is finite."""
-        return all(bool(self._views[p].isfinite().all()) for p in self._places.keys() - self._unwritten)
+        return all(bool(self._views[p].isfinite().all()) for p in self._locations.keys() - self._unwritten)
 
     def drain(self) -> DrainedBuffer:
         """Moves the sums out of the buffer. The next sums get new memory."""
         flats = self.flats  # allocates the memory if there was no sum
         drained = DrainedBuffer(self._memory, flats, self._views, self.spans, self.message_sizes, self.total_numel)
-        self._memory, self._views, self._unwritten = {}, {}, set(self._places)
+        self._memory, self._views, self._unwritten = {}, {}, set(self._locations)
         return drained
 
     def zero(self) -> None:
         """Zeroes the sums."""
-        for parameter in self._places.keys() - self._unwritten:
+        for parameter in self._locations.keys() - self._unwritten:
             self._views[parameter].zero_()
-        self._unwritten = set(self._places)
+        self._unwritten = set(self._locations)
         if self.buckets is not None:
             self.buckets.clear()
 
     def fits(self, parameters: Iterable[nn.Parameter]) -> bool:
         """Returns True if the buffer is for exactly these parameters, with their current devices and dtypes."""
         listed = list(parameters)
-        if len(listed) != len(self._places) or not all(map(operator.is_, listed, self._places)):
+        if len(listed) != len(self._locations) or not all(map(operator.is_, listed, self._locations)):
             return False
         devices, dtypes = self._devices_and_dtypes
         if list(map(_device, listed)) != devices:
             return False
-        now = list(map(_dtype, listed))
-        return now == dtypes or [wide(dtype) for dtype in now] == [wide(dtype) for dtype in dtypes]
+        current = list(map(_dtype, listed))
+        return current == dtypes or [wide(dtype) for dtype in current] == [wide(dtype) for dtype in dtypes]
 
 
 def _spans(
-    places: Mapping[nn.Parameter, tuple[Key, int]], shards: Mapping[nn.Parameter, LocalShard], keys: list[Key]
+    locations: Mapping[nn.Parameter, tuple[Key, int]], shards: Mapping[nn.Parameter, LocalShard], keys: list[Key]
 ) -> list[BufferSpan]:
     """Returns the spans of all sums. The vector of all parameters is ordered by device and dtype, then by parameter."""
-    found: list[BufferSpan] = []
+    spans: list[BufferSpan] = []
     base = 0
-    for parameter in sorted(places, key=lambda p: keys.index(places[p][0])):  # a stable sort
-        key, offset = places[parameter]
+    for parameter in sorted(locations, key=lambda p: keys.index(locations[p][0])):  # a stable sort
+        key, offset = locations[parameter]
         for shard_places in shards[parameter].places:
             span = BufferSpan(key, offset, shard_places.shifted(base))
             offset += span.count
-            if found and found[-1].followed_by(span):
-                merged = Places(found[-1].places.start, found[-1].count + span.count)
-                found[-1] = replace(found[-1], places=merged)
+            if spans and spans[-1].followed_by(span):
+                merged = Places(spans[-1].places.start, spans[-1].count + span.count)
+                spans[-1] = replace(spans[-1], places=merged)
             else:
-                found.append(span)
+                spans.append(span)
         base += shards[parameter].numel
-    return found
+    return spans
 
 
 def _add(view: Tensor, total: Tensor, scale: float, keep: float) -> None:

@@ -71,11 +71,11 @@ class OnDemand(Tensor):
 
 def add_grad_sample(parameter: nn.Parameter, grad: Tensor) -> None:
     """Adds the gradients of one backward pass to ``parameter.grad_sample``."""
-    shown = getattr(parameter, "grad_sample", None)
-    if shown is None:
+    existing = getattr(parameter, "grad_sample", None)
+    if existing is None:
         parameter.grad_sample = grad  # type: ignore[attr-defined]
     else:
-        earlier = shown if isinstance(shown, list) else [shown]
+        earlier = existing if isinstance(existing, list) else [existing]
         parameter.grad_sample = [*earlier, grad]  # type: ignore[attr-defined]
 
 

@@ -55,7 +55,7 @@ def _rule_without_vmap(module: nn.Module) -> Any:
     return sampler_for(module) if flat else None
 
 
-def _kept(*, stores: bool) -> Callable[[Capture, MethodTable], AbstractGradients]:
+def _keep_all(*, stores: bool) -> Callable[[Capture, MethodTable], AbstractGradients]:
     return lambda capture, methods: BookKeeping(KeepAll(), stores=stores)
 
 
@@ -66,10 +66,10 @@ MODES: dict[str, Mode] = {
         lookup=rule_for,
         smallest_units=True,
     ),
-    "hooks": Mode("hooks", _kept(stores=True)),
-    "functorch": Mode("functorch", _kept(stores=True), lookup=_rule_without_vmap, by_operations=False),
-    "ew": Mode("ew", _kept(stores=False), lookup=expanded_rule_for),
-    "whole_model": Mode("whole_model", _kept(stores=False), whole_model=True),
+    "hooks": Mode("hooks", _keep_all(stores=True)),
+    "functorch": Mode("functorch", _keep_all(stores=True), lookup=_rule_without_vmap, by_operations=False),
+    "ew": Mode("ew", _keep_all(stores=False), lookup=expanded_rule_for),
+    "whole_model": Mode("whole_model", _keep_all(stores=False), whole_model=True),
     "ghost": Mode("ghost", _reweight, lookup=rule_for),
 }
 

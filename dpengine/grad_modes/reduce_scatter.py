@@ -1,8 +1,8 @@
 """Reduce-scatter of full gradient sums to the ranks that keep shards of the parameters.
 
 The buckets and their order are the same on all ranks and do not depend on the parameters of a pass. Each bucket is sent
-as soon as it is complete and all buckets before it are sent. So few full sums are in memory, and communication overlaps
-with the remaining sums.
+as soon as it is complete and all buckets before it are sent. This keeps few full sums in memory, and overlaps
+communication with the computation of the remaining sums.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dpengine.distributed.ranks import RankFingerprint
 from dpengine.distributed.topology import Topology
 
 BUCKET_BYTES = 25 * 2**20
-_MOST_IN_FLIGHT = 2  # buckets in communication at the same time
+_MAX_IN_FLIGHT = 2  # buckets in communication at the same time
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ class ReduceScatterBuckets:
     """Sums full parameter sums over the ranks; each rank keeps its shard.
 
     Attributes:
-        deferred: Whether the exchange is postponed until ``deliver``.
+        deferred: True if the exchange is postponed until ``deliver``.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class ReduceScatterBuckets:
         self._next = 0  # index of the bucket to send next
         self.deferred = False
         self._fingerprint: Sequence[object] = ()
-        size, last = 0, None
+        size, last_group = 0, None
         for parameter, dtype in parameters:
             bucket, group = self._buckets[-1] if self._buckets else None, topology.group(parameter)
-            full = size >= BUCKET_BYTES and group != last  # parameters that are gathered together share a bucket
+            full = size >= BUCKET_BYTES and group != last_group  # parameters that are gathered together share a bucket
             if bucket is None or full or (bucket.device, bucket.dtype) != (parameter.device, dtype):
                 self._buckets.append(bucket := Bucket([], parameter.device, dtype))
                 size = 0
-            last = group
+            last_group = group
             bucket.parameters.append(parameter)
             self._bucket_of[parameter] = bucket
             size += shards[parameter].formed.numel * dtype.itemsize
@@ -130,8 +130,8 @@ class ReduceScatterBuckets:
 
     def _send(self) -> None:
         bucket, ranks = self._buckets[self._next], self._ranks.size
-        if self._next >= _MOST_IN_FLIGHT:
-            self._buckets[self._next - _MOST_IN_FLIGHT].finish()
+        if self._next >= _MAX_IN_FLIGHT:
+            self._buckets[self._next - _MAX_IN_FLIGHT].finish()
         shard_size = sum(_padded_numel(self._shards[p], ranks) for p in bucket.parameters) + RankFingerprint.WORDS
         message = torch.zeros(ranks, shard_size, device=bucket.device, dtype=bucket.dtype)
         offset = 0

@@ -23,11 +23,11 @@ from .stacks import SMALL_CALL_BYTES
 from .strategy import AbstractGradients, common_rows, note_rows
 
 Rerun = Callable[[Callable[[Tensor], Tensor]], None]
-Place = tuple[str, str, int]  # name of a layer, "input" or "gradients", number of rows
+TensorKey = tuple[str, str, int]  # name of a layer, "input" or "gradients", batch size
 
 WINDOW_BYTES = 4 * 2**20  # of the tensors of layer calls that are processed together on the CPU; fits the cache
-_MOST_WINDOW_BYTES = 2**26  # the same on accelerators
-_MOST_DEVIATION = 2e-3  # relative deviation of the squared norms of a layer's inputs and gradients in two passes
+_MAX_WINDOW_BYTES = 2**26  # the same on accelerators
+_MAX_DEVIATION = 2e-3  # relative deviation of the squared norms of a layer's inputs and gradients in two passes
 
 
 class Reweight(AbstractGradients):
@@ -56,12 +56,12 @@ class Reweight(AbstractGradients):
         self._window_bytes = 0
         # Calls that are not in the window yet, and the object that receives them. Threads of autograd append to it.
         self._arrived: deque[tuple[TensorCall, BookKeeping]] = deque()
-        self._tensors: list[tuple[Place, Tensor]] = []  # inputs and gradients of the calls in the window
-        self._several: set[nn.Parameter] = set()  # parameters of the calls in `_repeated`
-        self._met: dict[nn.Parameter, str] = {}  # parameters of the calls that are or were in the window
+        self._tensors: list[tuple[TensorKey, Tensor]] = []  # inputs and gradients of the calls in the window
+        self._reused: set[nn.Parameter] = set()  # parameters of the calls in `_repeated`
+        self._window_names: dict[nn.Parameter, str] = {}  # parameters of all calls that were put into the window
         self._sq_norms: list[tuple[list[nn.Parameter], Tensor]] = []  # parameters, (B, len(parameters))
         self._rows: dict[str, int] = {}
-        self._tensor_norms: tuple[dict[Place, list[Tensor]], dict[Place, list[Tensor]]] = ({}, {})  # in both passes
+        self._tensor_norms: tuple[dict[TensorKey, list[Tensor]], dict[TensorKey, list[Tensor]]] = {}, {}  # two passes
         self._sum_methods: dict[nn.Parameter, tuple[str | None, bool]] = {}  # for the second pass
         self._dropped: Tensor | None = None
         self._consume: Callable[[BookKeeping], None] | None = None  # applied to the windows of the second pass
@@ -70,39 +70,39 @@ class Reweight(AbstractGradients):
         held = [("gradients", grad) for grad in tensors_in(call.grad_output)]
         inputs = tensors_in((call.inputs, dict(call.kwargs)))
         held += [("input", tensor) for tensor in inputs if tensor.dim() and len(tensor) == call.batch_size]
-        receiver = self._note(call.name, call.batch_size, uses.values())
+        receiver = self._register(call.name, call.batch_size, uses.values())
         self._hold(call.name, held)
         receiver.receive(call, uses, rule)
         self._grow(held[0][1].device, sum(tensor.nbytes for _, tensor in held))
 
     def receive_tensor_call(self, call: TensorCall) -> None:
         assert call.inputs is not None and call.grad is not None
-        self._arrived.append((call, self._note(call.uses.name, call.shape[0], call.uses.values())))
+        self._arrived.append((call, self._register(call.uses.name, call.shape[0], call.uses.values())))
         self._grow(call.grad.device, call.inputs.nbytes + call.grad.nbytes)
 
     def receive_rows(self, use: Use, grad: Tensor) -> None:
-        receiver = self._note(use.name, grad.shape[0], [use])
+        receiver = self._register(use.name, grad.shape[0], [use])
         self._hold(use.name, [("gradients", grad)])
         receiver.receive_rows(use, grad)
         self._grow(grad.device, grad.nbytes)
 
-    def _note(self, name: str, rows: int, uses: Collection[Use]) -> BookKeeping:
-        """Notes the parameters of a call and its number of samples. Returns the object that receives the call."""
+    def _register(self, name: str, rows: int, uses: Collection[Use]) -> BookKeeping:
+        """Records the parameters of a call and its number of samples. Returns the object that receives the call."""
         if self._consume is not None:
-            return self._repeated if any(use.parameter in self._several for use in uses) else self._window
+            return self._repeated if any(use.parameter in self._reused for use in uses) else self._window
         note_rows(self._rows, name, rows)
         for use in uses:
             # Only the norm of the first use was stored, and the norm of a sum cannot be computed from norms.
-            if use.parameter in self._met:
+            if use.parameter in self._window_names:
                 raise UnsupportedLayerError(
                     f"Parameter '{use.name}' was reached a second time in one backward pass, over forward passes from "
                     "before the last one. grad_sample_mode='ghost' cannot combine their norms.",
                     fix="Run the forward passes again, or use grad_sample_mode='auto'.",
                 )
         if any(self._uses(use.parameter) > 1 for use in uses):
-            self._several.update(use.parameter for use in uses)
+            self._reused.update(use.parameter for use in uses)
             return self._repeated
-        self._met.update((use.parameter, use.name) for use in uses)
+        self._window_names.update((use.parameter, use.name) for use in uses)
         return self._window
 
     def _hold(self, name: str, held: Sequence[tuple[str, Tensor]]) -> None:
@@ -112,7 +112,7 @@ class Reweight(AbstractGradients):
     def _grow(self, device: torch.device, size: int) -> None:
         """Adds bytes to the window, and empties it if it is full."""
         self._window_bytes += size
-        if self._window_bytes >= memory_for(device, WINDOW_BYTES, most=_MOST_WINDOW_BYTES):
+        if self._window_bytes >= memory_for(device, WINDOW_BYTES, most=_MAX_WINDOW_BYTES):
             with self._reporting():
                 self._empty_window()
 
@@ -141,16 +141,16 @@ class Reweight(AbstractGradients):
             self._window.clear()
             self._tensors, self._window_bytes = [], 0
 
-    def _record_norms(self, tensors: Sequence[tuple[Place, Tensor]]) -> None:
+    def _record_norms(self, tensors: Sequence[tuple[TensorKey, Tensor]]) -> None:
         """Records the norms of the samples in each tensor, to compare the two passes."""
-        found = self._tensor_norms[self._consume is not None]
-        alike: dict[object, list[tuple[Place, Tensor]]] = {}
-        for i, (place, tensor) in enumerate(tensors):
+        recorded = self._tensor_norms[self._consume is not None]
+        groups: dict[object, list[tuple[TensorKey, Tensor]]] = {}
+        for i, (_, tensor) in enumerate(tensors):
             together = launches_kernels(tensor.device) or tensor.numel() * tensor.itemsize <= SMALL_CALL_BYTES
-            key = (tensor.shape, tensor.dtype, tensor.device) if together else i
-            alike.setdefault(key, []).append((place, tensor))
-        for some in alike.values():
-            stacked = torch.stack([tensor for _, tensor in some]) if len(some) > 1 else some[0][1].unsqueeze(0)
+            shape = (tensor.shape, tensor.dtype, tensor.device) if together else i
+            groups.setdefault(shape, []).append(tensors[i])
+        for group in groups.values():
+            stacked = torch.stack([tensor for _, tensor in group]) if len(group) > 1 else group[0][1].unsqueeze(0)
             flat_NBF = stacked.flatten(2) if stacked.dim() > 2 else stacked.unsqueeze(2)
             if not (flat_NBF.is_floating_point() or flat_NBF.is_complex()):  # indices
                 flat_NBF = flat_NBF.float()
@@ -159,33 +159,33 @@ class Reweight(AbstractGradients):
             else:  # one kernel
                 dtype = torch.promote_types(flat_NBF.dtype, torch.float32)
                 norms_NB = torch.linalg.vector_norm(flat_NBF, dim=2, dtype=dtype)
-            for (place, _), norm_B in zip(some, norms_NB, strict=True):
-                found.setdefault(place, []).append(norm_B)
+            for (key, _), norm_B in zip(group, norms_NB, strict=True):
+                recorded.setdefault(key, []).append(norm_B)
 
     def _check_equal_passes(self) -> None:
         """Raises if the two passes differ, because norms are from the first and sums from the second."""
         first, second = self._tensor_norms
-        by_length: dict[int, list[Place]] = {}
-        for place in {**first, **second}:
-            if len(first.get(place, [])) != len(second.get(place, [])):
-                self._raise_other_pass(place)
-            by_length.setdefault(place[2], []).append(place)
-        for places in by_length.values():  # together, because each read by the host waits for the device
-            device = first[places[0]][0].device
+        by_length: dict[int, list[TensorKey]] = {}
+        for key in {**first, **second}:
+            if len(first.get(key, [])) != len(second.get(key, [])):
+                self._raise_other_pass(key)
+            by_length.setdefault(key[2], []).append(key)
+        for keys in by_length.values():  # together, because each read by the host waits for the device
+            device = first[keys[0]][0].device
             first_KB, second_KB = (
-                _total_sq_norms([found[place] for place in places], device) for found in (first, second)
+                _total_sq_norms([norms_of[key] for key in keys], device) for norms_of in (first, second)
             )
             usable_KB = first_KB.isfinite()
             if self._dropped is not None:
                 usable_KB &= ~self._dropped.to(device)
             least_K1 = 1e-9 * first_KB.where(usable_KB, 0).sum(dim=1, keepdim=True)
-            close_KB = (second_KB - first_KB).abs() <= _MOST_DEVIATION * first_KB + least_K1
+            close_KB = (second_KB - first_KB).abs() <= _MAX_DEVIATION * first_KB + least_K1
             equal_K = (close_KB | ~usable_KB).all(dim=1)
             if not equal_K.all():
-                self._raise_other_pass(places[equal_K.tolist().index(False)])
+                self._raise_other_pass(keys[equal_K.tolist().index(False)])
 
-    def _raise_other_pass(self, place: Place) -> NoReturn:
-        name, kind, _ = place
+    def _raise_other_pass(self, key: TensorKey) -> NoReturn:
+        name, kind, _ = key
         raise UnsupportedLayerError(
             f"Layer '{name}' had {'another input' if kind == 'input' else 'other gradients'} when the batch was run "
             "again. grad_sample_mode='ghost' runs the forward twice, which must compute the same, and starts backward "
@@ -201,7 +201,7 @@ class Reweight(AbstractGradients):
     @property
     def parameters(self) -> Mapping[nn.Parameter, str]:
         repeated = {use.parameter: use.name for call, _ in self._arrived for use in call.uses.values()}
-        return {**self._met, **repeated, **self._repeated.parameters}
+        return {**self._window_names, **repeated, **self._repeated.parameters}
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         rows = common_rows(self._rows)
@@ -212,9 +212,9 @@ class Reweight(AbstractGradients):
             device = self._sq_norms[0][1].device if self._sq_norms else None
             sq_norms_BK = torch.zeros(rows, num_groups, dtype=torch.float64, device=device)
         if self._sq_norms:
-            found_BP = torch.cat([found.to(sq_norms_BK) for _, found in self._sq_norms], dim=1)
-            places = torch.tensor([groups[parameter] for parameters, _ in self._sq_norms for parameter in parameters])
-            sq_norms_BK.index_add_(1, places.to(sq_norms_BK.device), found_BP)
+            sq_norms_BP = torch.cat([sq_norms.to(sq_norms_BK) for _, sq_norms in self._sq_norms], dim=1)
+            columns = torch.tensor([groups[parameter] for parameters, _ in self._sq_norms for parameter in parameters])
+            sq_norms_BK.index_add_(1, columns.to(sq_norms_BK.device), sq_norms_BP)
         self._repeated.clear()
         return sq_norms_BK * scale**2
 
@@ -253,17 +253,17 @@ class Reweight(AbstractGradients):
         self._window.clear()
         self._arrived.clear()
         self._tensors, self._window_bytes = [], 0
-        self._met, self._sq_norms, self._sum_methods, self._several = {}, [], {}, set()
+        self._window_names, self._sq_norms, self._sum_methods, self._reused = {}, [], {}, set()
         self._rows = {}
         self._tensor_norms = ({}, {})
         self._dropped = None
 
 
-def _total_sq_norms(found: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
+def _total_sq_norms(norms_of: Sequence[Sequence[Tensor]], device: torch.device) -> Tensor:
     """Returns the squared norms ``(K, B)`` of K sequences of tensors, from the norms ``(B,)`` of each tensor."""
-    each_NB = torch.stack([norm_B.to(device) for one in found for norm_B in one]).double().square()
-    if len(each_NB) == len(found):
+    each_NB = torch.stack([norm_B.to(device) for sequence in norms_of for norm_B in sequence]).double().square()
+    if len(each_NB) == len(norms_of):
         return each_NB
-    places = [k for k, one in enumerate(found) for _ in one]
-    total_KB = each_NB.new_zeros(len(found), each_NB.shape[1])
-    return total_KB.index_add_(0, torch.tensor(places, device=device), each_NB)
+    indices = [k for k, sequence in enumerate(norms_of) for _ in sequence]
+    total_KB = each_NB.new_zeros(len(norms_of), each_NB.shape[1])
+    return total_KB.index_add_(0, torch.tensor(indices, device=device), each_NB)

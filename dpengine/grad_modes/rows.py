@@ -52,7 +52,7 @@ def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
     def dropped(leaf: Tensor) -> Tensor:
         return zeroed(leaf, rows_B) if leaf.is_floating_point() else leaf
 
-    if in_rows(call, rows_B.shape[0]):
+    if is_batched(call, rows_B.shape[0]):
         return call.map(dropped)
     return call.replace(grad_output=map_tensors(dropped, call.grad_output))
 
@@ -62,7 +62,7 @@ def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
     return tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
-def in_rows(call: LayerCall, rows: int) -> bool:
+def is_batched(call: LayerCall, rows: int) -> bool:
     """Returns True if axis 0 of every input is the batch.
 
     Returns False if there are index tensors besides other tensors: they may be flat bags whose length is the batch size
@@ -73,8 +73,8 @@ def in_rows(call: LayerCall, rows: int) -> bool:
     return sized and (len(tensors) == 1 or all(tensor.is_floating_point() for tensor in tensors))
 
 
-def some_rows(call: LayerCall, start: int, stop: int) -> LayerCall:
-    """Returns samples ``start`` to ``stop`` of a call for which ``in_rows`` is True."""
+def slice_batch(call: LayerCall, start: int, stop: int) -> LayerCall:
+    """Returns samples ``start`` to ``stop`` of a call for which ``is_batched`` is True."""
     return call.map(lambda tensor: tensor[start:stop])
 
 
@@ -88,23 +88,23 @@ class Units:
     """Privacy unit of each sample.
 
     Attributes:
-        place_B: Index of each sample's unit, from 0.
+        unit_B: Index of each sample's unit, from 0.
         count: Number of units.
-        mean: Whether the gradient of a unit is the mean over its samples; else it is their sum.
+        mean: True if the gradient of a unit is the mean over its samples; False if it is their sum.
     """
 
-    place_B: Tensor
+    unit_B: Tensor
     count: int
     mean: bool
 
     def weights(self) -> Tensor:
         """Returns the weight of each sample within its unit, ``(B,)``."""
         if not self.mean:
-            return torch.ones(len(self.place_B))
-        return 1 / torch.bincount(self.place_B, minlength=self.count)[self.place_B].double()
+            return torch.ones(len(self.unit_B))
+        return 1 / torch.bincount(self.unit_B, minlength=self.count)[self.unit_B].double()
 
     def add_rows(self, out: Tensor, grad: Tensor, start: int, stop: int) -> None:
         """Adds gradients of samples ``(stop - start, *param.shape)`` to those of units ``(U, *param.shape)``."""
         weight = self.weights()[start:stop].to(out)
         weighted = grad.to(out.dtype) * weight.view(-1, *[1] * (grad.dim() - 1))
-        out.index_add_(0, self.place_B[start:stop].to(out.device), weighted)
+        out.index_add_(0, self.unit_B[start:stop].to(out.device), weighted)

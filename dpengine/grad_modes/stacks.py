@@ -30,11 +30,11 @@ from .flat_buffer import Columns
 from .method import Algorithm, Choice, Method
 from .rows import stays_narrow, wide, widened
 
-SMALL_CALL_BYTES = 128 * 2**10  # of a layer's input and output gradient: stacked up to here
-SMALL_GRAD_BYTES = 2**20  # of the per-sample gradients of a parameter
-SMALL_SPARSE_BYTES = 2**16  # the same of an embedding, most of which are zeros
-MOST_COLUMNS = 2**20
-_MOST_REUSED = 16 * 2**20  # bytes of a matrix whose memory the next pass uses again
+SMALL_CALL_BYTES = 128 * 2**10  # largest size of the input and output gradient of a layer that is stacked
+SMALL_GRAD_BYTES = 2**20  # largest size of the per-sample gradients of a parameter
+SMALL_SPARSE_BYTES = 2**16  # the same for an embedding, whose gradients are mostly zeros
+MAX_COLUMNS = 2**20
+_MAX_REUSED = 16 * 2**20  # bytes of a matrix whose memory the next pass uses again
 _inputs, _grad = operator.attrgetter("inputs"), operator.attrgetter("grad")
 _is_contiguous, _address = operator.methodcaller("is_contiguous"), operator.methodcaller("data_ptr")
 
@@ -70,26 +70,26 @@ class Stack:
 
     Attributes:
         layer: One of the layers.
-        at: Indices of their calls in the pass.
+        indices: Indices of their calls in the pass.
         parts: The parameters, one part for each name in the layer.
         widens: True if half-precision tensors must become float32.
         compiled: True if compiled code forms the gradients, from the `Outers` of the layout.
     """
 
     layer: nn.Module
-    at: tuple[int, ...]
+    indices: tuple[int, ...]
     parts: tuple[Part, ...]
     widens: bool
     compiled: bool
 
     def grads(self, calls: Sequence[TensorCall], rows: int) -> list[Tensor]:
         """Returns the per-sample gradients, ``(B, L * numel)`` for each part."""
-        first, count = calls[self.at[0]], len(self.at)
+        first, count = calls[self.indices[0]], len(self.indices)
         inputs: Any = first.inputs
         grad: Any = first.grad
         if count > 1:
-            inputs = torch.stack([calls[i].inputs for i in self.at], 1).flatten(0, 1)  # type: ignore[misc]
-            grads: Any = [calls[i].grad for i in self.at]
+            inputs = torch.stack([calls[i].inputs for i in self.indices], 1).flatten(0, 1)  # type: ignore[misc]
+            grads: Any = [calls[i].grad for i in self.indices]
             if first.grad_shape == first.shape:
                 grad = torch.stack(grads, 1).flatten(0, 1)
             else:  # one copy more, but no view of each gradient
@@ -103,16 +103,16 @@ class Stack:
 
 @dataclass(frozen=True, eq=False)
 class UseColumns:
-    """Columns of all uses in the stacks. A parameter with several uses has its own columns, and others behind them.
+    """Columns of all uses in the stacks. Further uses of a parameter have columns of their own, behind all others.
 
     Attributes:
-        own: The columns of each parameter.
+        first: The columns of each parameter, for its first use.
         starts: The first column of each use, in the order of the stacks.
         added: The columns of further uses, which are added to those of the parameter.
         width: Number of all columns.
     """
 
-    own: Columns
+    first: Columns
     starts: Sequence[int]
     added: Mapping[nn.Parameter, Sequence[slice]]
     width: int
@@ -121,21 +121,21 @@ class UseColumns:
     def of(cls, stacks: Iterable[Stack]) -> UseColumns:
         """Returns the columns for the uses of these stacks."""
         uses = [use for stack in stacks for part in stack.parts for use in part.uses]
-        own: dict[nn.Parameter, slice] = {}
+        first: dict[nn.Parameter, slice] = {}
         starts: list[int] = []
         added: dict[nn.Parameter, list[slice]] = {}
         end = 0
         for parameter, numel in {use.parameter: use.numel for use in uses}.items():
-            own[parameter] = slice(end, end := end + numel)
-        found: set[nn.Parameter] = set()
+            first[parameter] = slice(end, end := end + numel)
+        seen: set[nn.Parameter] = set()
         for use in uses:
-            if use.parameter in found:
+            if use.parameter in seen:
                 starts.append(end)
                 added.setdefault(use.parameter, []).append(slice(end, end := end + use.numel))
             else:
-                starts.append(own[use.parameter].start)
-                found.add(use.parameter)
-        return cls(Columns(own), starts, added, end)
+                starts.append(first[use.parameter].start)
+                seen.add(use.parameter)
+        return cls(Columns(first), starts, added, end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +144,7 @@ class Outers:
 
     Attributes:
         jobs: `job_table` of the gradients. ``out`` and ``sq_norm`` hold offsets, those of norms for one row.
-        sources: Which tensors each takes, ``wide`` and ``narrow``, as indices in the list of all inputs and then all
-            output gradients.
+        sources: Index of each job's ``wide`` and ``narrow`` in the list of all inputs and then all output gradients.
         prepared: Gradients that take other tensors, such as padded ones: index of the job and of the call, and sampler.
         alone: Number of gradients that are the only one of their parameter. Their norms come first.
     """
@@ -161,13 +160,13 @@ class Outers:
         jobs: list[Job] = []
         sources: list[tuple[int, int]] = []
         prepared: list[tuple[int, int, GradSampler]] = []
-        parts = [(stack.at, part) for stack in stacks for part in stack.parts]
-        each = [(i, part.sampler, use) for at, part in parts for i, use in zip(at, part.uses, strict=True)]
-        added = [use.parameter in columns.added for _, _, use in each]
-        alone_first = sorted(range(len(each)), key=added.__getitem__)
-        for i, sampler, _ in each:
-            tensors: Any = calls[i].inputs, calls[i].grad  # of which both may be one in this pass
-            inputs, grad = (torch.zeros_like(one, memory_format=torch.contiguous_format) for one in tensors)
+        parts = [(stack.indices, part) for stack in stacks for part in stack.parts]
+        grads = [(i, part.sampler, use) for at, part in parts for i, use in zip(at, part.uses, strict=True)]
+        added = [use.parameter in columns.added for _, _, use in grads]
+        alone_first = sorted(range(len(grads)), key=added.__getitem__)
+        for i, sampler, _ in grads:
+            tensors: Any = calls[i].inputs, calls[i].grad  # the same tensor in some passes
+            inputs, grad = (torch.zeros_like(t, memory_format=torch.contiguous_format) for t in tensors)
             job = _job(sampler, calls[i], inputs, grad)
             known = {_memory(inputs): i, _memory(grad): len(calls) + i}
             narrow = known.get(_memory(job.narrow))
@@ -177,26 +176,26 @@ class Outers:
             sources.append((wide or 0, narrow or 0))
             jobs.append(job)
         table = job_table(jobs)
-        table["out"], table["out_row"] = 4 * np.array(columns.starts[: len(each)]), columns.width
-        table["sq_norm"][alone_first] = 8 * np.arange(len(each))
+        table["out"], table["out_row"] = 4 * np.array(columns.starts[: len(grads)]), columns.width
+        table["sq_norm"][alone_first] = 8 * np.arange(len(grads))
         return cls(table, np.array(sources).T, prepared, added.count(False))
 
     def form(self, calls: Sequence[TensorCall], grads_BP: Tensor) -> Tensor:
-        """Writes the gradients to the matrix, and returns the squared norms ``(B,)`` of those alone."""
-        held: list[Any] = [*map(_inputs, calls), *map(_grad, calls)]
-        if not all(map(_is_contiguous, held)) or any(map(Tensor.is_neg, held)):
-            held = [tensor.resolve_neg().contiguous() for tensor in held]
-        addresses = np.array(list(map(_address, held)), np.uint64)
+        """Writes the gradients to the matrix, and returns the squared norms ``(B,)`` of parameters with one use."""
+        tensors: list[Any] = [*map(_inputs, calls), *map(_grad, calls)]
+        if not all(map(_is_contiguous, tensors)) or any(map(Tensor.is_neg, tensors)):
+            tensors = [tensor.resolve_neg().contiguous() for tensor in tensors]
+        addresses = np.array(list(map(_address, tensors)), np.uint64)
         jobs, rows = self.jobs.copy(), len(grads_BP)
         sq_norms_JB = grads_BP.new_empty(len(jobs), rows, dtype=torch.float64)
         jobs["rows"] = rows
         jobs["out"] += np.uint64(grads_BP.data_ptr())
         jobs["sq_norm"] = jobs["sq_norm"] * np.uint64(rows) + np.uint64(sq_norms_JB.data_ptr())
         jobs["wide"], jobs["narrow"] = addresses[self.sources]
-        for at, i, sampler in self.prepared:
-            job = _job(sampler, calls[i], held[i], held[len(calls) + i])
-            jobs[at]["wide"], jobs[at]["narrow"] = job.wide.data_ptr(), job.narrow.data_ptr()
-            held += (job.wide, job.narrow)  # until they are read
+        for job_index, i, sampler in self.prepared:
+            job = _job(sampler, calls[i], tensors[i], tensors[len(calls) + i])
+            jobs[job_index]["wide"], jobs[job_index]["narrow"] = job.wide.data_ptr(), job.narrow.data_ptr()
+            tensors += (job.wide, job.narrow)  # so that they live until they are read
         outer_sums(jobs)
         return sq_norms_JB[: self.alone].sum(dim=0)
 
@@ -208,7 +207,7 @@ class Layout:
     Attributes:
         names: The dotted names of all parameters of the calls, also of those outside the matrix.
         stacks: The stacks, in the order of the columns.
-        uses: The columns of each use. Those of further uses are no longer needed once the matrix is formed.
+        uses: The columns of each use. Those of further uses are not needed after the matrix is formed.
         rest: Index of each call with gradients that do not go into the matrix, and the uses of their parameters.
         outers: The gradients in the first columns, which compiled code forms; None if it forms none.
     """
@@ -222,28 +221,28 @@ class Layout:
     @property
     def columns(self) -> Columns:
         """The columns of each parameter in the matrix."""
-        return self.uses.own
+        return self.uses.first
 
     def choices(self, rows: int) -> list[Choice]:
         """Returns the choice to report for each parameter in the matrix."""
-        found: dict[nn.Parameter, Choice] = {}
+        choices: dict[nn.Parameter, Choice] = {}
         for stack in self.stacks:
-            why = "formed with equal layers" if len(stack.at) > 1 else "formed at once"
-            shown = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
+            why = "formed with equal layers" if len(stack.indices) > 1 else "formed at once"
+            layer = f"{type(stack.layer).__name__}({stack.layer.extra_repr()})"
             for part in stack.parts:
                 for use in part.uses:
                     kept_bytes = use.parameter.itemsize * rows * use.numel
-                    found.setdefault(use.parameter, Choice(use.name, shown, part.algorithm, why, None, kept_bytes))
-        return list(found.values())
+                    choices.setdefault(use.parameter, Choice(use.name, layer, part.algorithm, why, None, kept_bytes))
+        return list(choices.values())
 
     def equal_columns(self) -> Iterator[tuple[list[nn.Parameter], slice]]:
         """Yields parameters of one shape that are adjacent, and their columns."""
-        columns, found = self.columns.of, set[nn.Parameter]()
+        columns, seen = self.columns.slices, set[nn.Parameter]()
         for part in (part for stack in self.stacks for part in stack.parts):
-            parameters = [p for p in dict.fromkeys(use.parameter for use in part.uses) if p not in found]
+            parameters = [p for p in dict.fromkeys(use.parameter for use in part.uses) if p not in seen]
             if parameters:
                 yield parameters, slice(columns[parameters[0]].start, columns[parameters[-1]].stop)
-            found.update(parameters)
+            seen.update(parameters)
 
     def matrix(self, calls: Sequence[TensorCall], rows: int, take: Take) -> Matrix:
         """Forms the gradients. Compiled code writes to memory that ``take`` returns."""
@@ -251,8 +250,8 @@ class Layout:
         if self.outers is None:
             return Matrix(self, torch.cat(parts, dim=1) if len(parts) > 1 else parts[0])
         shape, cpu = (rows, self.uses.width), torch.device("cpu")
-        few = 4 * math.prod(shape) <= _MOST_REUSED
-        grads_BP = take(shape, torch.float32, cpu) if few else torch.empty(shape, dtype=torch.float32, device=cpu)
+        is_small = 4 * math.prod(shape) <= _MAX_REUSED
+        grads_BP = take(shape, torch.float32, cpu) if is_small else torch.empty(shape, dtype=torch.float32, device=cpu)
         sq_norm_B = self.outers.form(calls, grads_BP)
         count = self.columns.count
         if parts:
@@ -260,10 +259,10 @@ class Layout:
             torch.cat(parts, dim=1, out=others_BP)
             sq_norm_B += sq_norms(others_BP)
         for parameter, added in self.uses.added.items():
-            own_BP = grads_BP[:, self.columns.of[parameter]]
+            total_BP = grads_BP[:, self.columns.slices[parameter]]
             for columns in added:
-                own_BP += grads_BP[:, columns]
-            sq_norm_B += sq_norms(own_BP)
+                total_BP += grads_BP[:, columns]
+            sq_norm_B += sq_norms(total_BP)
         return Matrix(self, grads_BP if self.uses.width == count else grads_BP[:, :count], sq_norm_B)
 
 
@@ -283,8 +282,8 @@ def bucket_of(size: int) -> int:
 def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows: int, budget: int) -> Layout:
     """Returns the layout of a pass of about ``rows`` samples.
 
-    All uses of a parameter are in the matrix, or none is: they add up before any norm. ``used`` are the parameters
-    with uses besides ``calls``. The matrix takes at most ``budget`` bytes.
+    All uses of a parameter are in the matrix, or none is, because norms are those of their sum. ``used`` has the
+    parameters with uses outside ``calls``. The matrix takes at most ``budget`` bytes.
     """
     by_key: dict[object, list[int]] = {}
     for i, call in enumerate(calls):
@@ -292,24 +291,24 @@ def layout_of(calls: Sequence[TensorCall], used: Collection[nn.Parameter], rows:
     stacks: list[Stack] = []
     like = calls[0].grad  # the matrix has one dtype and one device
     assert like is not None
-    end, most = 0, min(MOST_COLUMNS, budget // (wide(like.dtype).itemsize * max(rows, 1)))
-    for at in by_key.values():
-        first, taken = calls[at[0]], {}
+    end, max_columns = 0, min(MAX_COLUMNS, budget // (wide(like.dtype).itemsize * max(rows, 1)))
+    for indices in by_key.values():
+        first, parts = calls[indices[0]], {}
         for name in _fitting(first, like, rows):
-            uses = [calls[i].uses[name] for i in at]
+            uses = [calls[i].uses[name] for i in indices]
             width = sum(use.numel for use in uses)
-            if end + width > most or any(use.parameter in used for use in uses):
+            if end + width > max_columns or any(use.parameter in used for use in uses):
                 continue
-            taken[name] = Part.of(first.uses.rule[name], uses)
+            parts[name] = Part.of(first.uses.rule[name], uses)
             end += width
-        if taken:
-            stacks += _stacks_of(first, tuple(at), taken)
+        if parts:
+            stacks += _stacks_of(first, tuple(indices), parts)
     if partly := _partly_stacked(calls, stacks):
         return layout_of(calls, {*used, *partly}, rows, budget)
     stacks.sort(key=lambda stack: not stack.compiled)
     columns = UseColumns.of(stacks)
     names = {use.parameter: use.name for call in calls for use in call.uses.values()}
-    outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns.own.of} for call in calls]
+    outside = [{n: use for n, use in call.uses.items() if use.parameter not in columns.first.slices} for call in calls]
     rest = tuple([(i, uses) for i, uses in enumerate(outside) if uses])
     compiled = [stack for stack in stacks if stack.compiled]
     outers = Outers.of(calls, compiled, columns) if compiled else None
@@ -324,17 +323,18 @@ def _partly_stacked(calls: Sequence[TensorCall], stacks: Sequence[Stack]) -> set
     return {p for p, _ in uses if times[p] > 1 and compiled[p] < times[p]}
 
 
-def _stacks_of(first: TensorCall, at: tuple[int, ...], parts: Mapping[str, Part]) -> list[Stack]:
+def _stacks_of(first: TensorCall, indices: tuple[int, ...], parts: Mapping[str, Part]) -> list[Stack]:
     """Returns the stacks of equal layers: of the parameters whose gradients compiled code forms, and of the others."""
-    as_call, found = first.layer_call(), []
+    as_call, stacks = first.layer_call(), []
     compiled = {name for name, part in parts.items() if _is_compiled(as_call, part.sampler)}
-    for ours in (True, False):
-        some = [name for name in parts if (name in compiled) is ours]
-        if some:
-            narrow = stays_narrow(as_call, [parts[name].sampler for name in some])
+    for is_compiled in (True, False):
+        names = [name for name in parts if (name in compiled) is is_compiled]
+        if names:
+            narrow = stays_narrow(as_call, [parts[name].sampler for name in names])
             widens = widened(as_call) is not as_call and not narrow
-            found.append(Stack(as_call.layer, at, tuple(parts[name] for name in some), widens, ours))
-    return found
+            selected = tuple(parts[name] for name in names)
+            stacks.append(Stack(as_call.layer, indices, selected, widens, is_compiled))
+    return stacks
 
 
 def _is_compiled(call: LayerCall, sampler: GradSampler) -> bool:
@@ -362,7 +362,7 @@ def _call_bytes(call: TensorCall) -> int:
 
 def _fitting(call: TensorCall, like: Tensor, rows: int) -> list[str]:
     """Names of the parameters of a layer whose gradients may go into a matrix with the dtype and device of ``like``."""
-    inputs, grad, found = call.inputs, call.grad, []
+    inputs, grad, names = call.inputs, call.grad, []
     assert inputs is not None and grad is not None
     dtype = wide(grad.dtype)
     if inputs.shape[:1] != call.shape[:1] or grad.device != like.device or wide(like.dtype) is not dtype:
@@ -374,7 +374,7 @@ def _fitting(call: TensorCall, like: Tensor, rows: int) -> list[str]:
         sampler = call.uses.rule[name]
         has_shortcut = sampler.cost is not None or sampler.sq_norm is not None
         known = sampler.settings is not None and wide(use.parameter.dtype) is dtype
-        most = SMALL_GRAD_BYTES if inputs.is_floating_point() else SMALL_SPARSE_BYTES
-        if known and dtype.itemsize * rows * use.numel <= most and (small or not has_shortcut):
-            found.append(name)
-    return found
+        limit = SMALL_GRAD_BYTES if inputs.is_floating_point() else SMALL_SPARSE_BYTES
+        if known and dtype.itemsize * rows * use.numel <= limit and (small or not has_shortcut):
+            names.append(name)
+    return names

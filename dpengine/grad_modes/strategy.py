@@ -22,7 +22,7 @@ from .rows import Units
 KEEP_THE_BATCH_FIRST = (
     "For inputs (T, B, ...), pass batch_first=False to make_private. If the model moves samples to other axes inside, "
     "as in (B*T, features), and is not sharded, pass grad_sample_mode='auto' or 'whole_model', and keep the batch on "
-    "axis 0 of its outputs. Of graphs, give it the batch of torch_geometric itself, in mode 'whole_model'."
+    "axis 0 of its outputs. For graphs, pass the batch of torch_geometric to the model, in mode 'whole_model'."
 )
 
 
@@ -72,7 +72,7 @@ class AbstractGradients(ABC):
     def combine(self, units: Units) -> None:
         """Combines the gradients of the samples of each privacy unit. Afterwards axis 0 is the unit."""
         raise UnsupportedLayerError(
-            "Gradients of a unit of privacy are formed in the default mode alone.", fix="Pass grad_sample_mode='auto'."
+            "Gradients of privacy units are computed in the default mode only.", fix="Pass grad_sample_mode='auto'."
         )
 
     def keep(self, parameters: Collection[nn.Parameter]) -> None:
@@ -126,15 +126,15 @@ def _two_that_differ(rows: Mapping[str, int]) -> tuple[str, str]:
 def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> list[tuple[Use, Tensor]]:
     """Computes the per-sample gradients of all used parameters by a joint rule, and checks their shapes and types."""
     grads = rule.grads(call)
-    found = {uses[name].parameter: (uses[name], grad) for name, grad in grads.items() if name in uses}
+    computed = {uses[name].parameter: (uses[name], grad) for name, grad in grads.items() if name in uses}
     for use in uses.values():
-        if use.parameter not in found:
+        if use.parameter not in computed:
             raise MissingGradientError(
                 f"The grad sampler of '{call.name}' ({type(call.layer).__name__}) gave no gradient for parameter "
                 f"'{use.name}'.",
                 fix="Return {parameter: per-sample gradient} for every trainable parameter of the layer.",
             )
-        grad = found[use.parameter][1]
+        grad = computed[use.parameter][1]
         if not (isinstance(grad, Tensor) and grad.is_floating_point()):
             raise MissingGradientError(
                 f"The grad sampler of '{call.name}' ({type(call.layer).__name__}) gave {torch.typename(grad)} for "
@@ -148,7 +148,7 @@ def joint_gradients(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler
                 f"{tuple(grad.shape)} for parameter '{use.name}'; expected {expected}.",
                 fix="Return one gradient for each row, batch first.",
             )
-    return list(found.values())
+    return list(computed.values())
 
 
 def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) -> dict[str, GradSampler]:

@@ -157,7 +157,7 @@ class ForwardByRows:
         leaves = pytree.tree_leaves((args, kwargs))
         count = next((rows_in(leaves[i]) for i in self.layout[1] if i < len(leaves)), None) or 0
         inputs = Inputs.of(args, kwargs, count, batch_first=call.batch_first)
-        if not 0 < count <= self.largest or inputs.layout != self.layout or state.half:
+        if not 0 < count <= self.largest or inputs.layout != self.layout or state.autocast_enabled:
             return None
         try:
             before = ModelState.of(call.layer)
@@ -298,7 +298,7 @@ def _compare_with_batch(call: ForwardCall, inputs: Inputs, state: ForwardState, 
         return
     compared = 0
     for batch, rows in zip(of_batch, alone, strict=True):
-        tolerance = HALF_PRECISION if state.half or batch.dtype not in ROUNDING else ROUNDING[batch.dtype]
+        tolerance = HALF_PRECISION if state.autocast_enabled or batch.dtype not in ROUNDING else ROUNDING[batch.dtype]
         if batch.dim() and not strict and not rows.numel() and len(batch) != len(inputs.batched[0]):
             continue
         compared += 1

@@ -282,7 +282,7 @@ class _Rows:
     def agree(self, outputs: list[Tensor]) -> bool:
         """Returns True if the outputs of the replay are the recorded ones up to rounding."""
         if self.drawn is not None:
-            half = self.drawn.state.half or self.grads[0].dtype not in ROUNDING
+            half = self.drawn.state.autocast_enabled or self.grads[0].dtype not in ROUNDING
             return close(outputs, self.outputs, HALF_PRECISION if half else ROUNDING[self.grads[0].dtype])
         if close(outputs, self.outputs, ROUNDING[self.grads[0].dtype]):
             return True

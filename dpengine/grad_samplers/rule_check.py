@@ -25,9 +25,9 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-3}  # relative to the norm;
 _HALF_PRECISION = 0.05
 _AT_ANOTHER_SIZE = 8  # number of samples that are compared at another batch size
 _SIZES = 2  # number of batch sizes at which each layer is compared, besides 1
-_MOST_CALLS = 32  # calls that are compared while the gradients of a parameter are zero, as at the start of LoRA
-_LEAST_SAMPLES, _MOST_SAMPLES = 4, 64  # limits of the number of samples that are compared in a batch
-_MOST_ELEMENTS = 2**26  # largest number of elements of their gradients
+_MAX_CALLS = 32  # calls that are compared while the gradients of a parameter are zero, as at the start of LoRA
+_MIN_SAMPLES, _MAX_SAMPLES = 4, 64  # limits of the number of samples that are compared in a batch
+_MAX_ELEMENTS = 2**26  # largest number of elements of their gradients
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class _Progress:
     """Progress of the check of a layer."""
 
     names: set[str]  # parameters that had no gradient in any compared sample
-    calls: int = _MOST_CALLS  # remaining calls to compare
+    calls: int = _MAX_CALLS  # remaining calls to compare
     sizes: set[int] = field(default_factory=set)  # batch sizes that were compared
 
 
@@ -65,8 +65,8 @@ class RuleCheck:
             return
         numel = sum(parameter.numel() for parameter in own.values())
         is_first = progress is None or progress.names or progress.sizes == {1}
-        most = _MOST_SAMPLES if is_first else _AT_ANOTHER_SIZE
-        number = min(count, max(_LEAST_SAMPLES, min(most, _MOST_ELEMENTS // max(1, numel))))
+        most = _MAX_SAMPLES if is_first else _AT_ANOTHER_SIZE
+        number = min(count, max(_MIN_SAMPLES, min(most, _MAX_ELEMENTS // max(1, numel))))
         samples = torch.linspace(0, count - 1, number).round().long().tolist()
         compared: dict[str, list[tuple[float, ...]]] = {name: [] for name in own}
         try:

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from dpengine.capture.capture import Capture, CaptureState
 from dpengine.capture.checkpoints import without_checkpoints
 from dpengine.capture.forward_state import ForwardState
-from dpengine.capture.hooks import rows_of_pass
+from dpengine.capture.hooks import batch_size_of_call
 from dpengine.capture.model_state import ModelState
 from dpengine.capture.on_modules import has_own_forward
 from dpengine.capture.record import ForwardCall, LayerCall, TensorCall, Use, swap_batch_axis
@@ -71,7 +71,7 @@ class UnitChoice:
 
     def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Chooses the units if no choice was made yet. Leaves the model, the inputs and random generators unchanged."""
-        rows = None if self._has_chosen else rows_of_pass(capture, args, kwargs)
+        rows = None if self._has_chosen else batch_size_of_call(capture, args, kwargs)
         if rows is None or any(map(traced, tensors_in((args, kwargs)))):
             return
         self._replace_for_empty(capture, rows)

@@ -95,7 +95,7 @@ class IndependenceCheck:
         self._grads = [grad for one in replay.reached for grad in one.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
-        half = half or any(one.initial.half for one in replay.reached)
+        half = half or any(one.initial.autocast_enabled for one in replay.reached)
         self._tolerance = HALF if half else EXACT
 
     def run(self) -> None:

@@ -113,7 +113,7 @@ class MemoryCheck:
                 state.put(slots)
                 runs.append([output.detach() for output in forward_pass.forward(model)])
         then, now = ([t for t, g in zip(run, forward_pass.grads, strict=False) if g is not None] for run in runs)
-        half = forward_pass.initial.half or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
+        half = forward_pass.initial.autocast_enabled or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
         return not _agree(then, now, HALF if half else EXACT)
 
     def _warn_unknown(self, reason: str) -> None:

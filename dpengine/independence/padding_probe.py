@@ -195,7 +195,7 @@ class _Comparison:
             used = narrowed(used, axis, size, self._padding.at_end)
         if used.count_nonzero() != total:
             return True
-        half = full.dtype in (torch.float16, torch.bfloat16) or self._pass.initial.half
+        half = full.dtype in (torch.float16, torch.bfloat16) or self._pass.initial.autocast_enabled
         finite = full.isfinite()
         sizes = torch.where(finite, full.abs(), 0)
         far = (full - cut).abs() > (HALF if half else EXACT) * (sizes + (sizes.max() if sizes.numel() else 0.0))

@@ -52,7 +52,7 @@ def test_explain_needs_a_model():
 
 
 def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
-    monkeypatch.setattr(choose_method, "_LEAST_TIMED", 0.0)
+    monkeypatch.setattr(choose_method, "_MIN_TIMED", 0.0)
     monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     first = PrivacyEngine(seed=0)  # batches of one size
     torch.manual_seed(0)

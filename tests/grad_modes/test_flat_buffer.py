@@ -86,7 +86,7 @@ def test_a_vector_of_sums_goes_where_its_parameters_are(interleaved):
     buffer.add_flat(columns, totals[1], 0.5)  # adds
     for parameter, found in buffer:
         expected = torch.ones(parameter.shape) * (parameter is listed[1])
-        if parameter in columns.of:
-            part = columns.of[parameter]
+        if parameter in columns.slices:
+            part = columns.slices[parameter]
             expected = expected + (totals[0][part] + 0.5 * totals[1][part]).view(parameter.shape)
         torch.testing.assert_close(found, expected)

@@ -225,7 +225,7 @@ def test_a_layer_that_cannot_be_run_on_single_samples_is_warned_about(register):
 
 
 def test_of_a_large_layer_a_few_samples_are_compared(monkeypatch):
-    monkeypatch.setattr(rule_check, "_MOST_ELEMENTS", 30)
+    monkeypatch.setattr(rule_check, "_MAX_ELEMENTS", 30)
     compared = []
     truth = rule_check.samples_alone
     monkeypatch.setattr(rule_check, "samples_alone", lambda call, rows: compared.append(rows) or truth(call, rows))

@@ -89,7 +89,7 @@ def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
     algorithms = [Algorithm(Method.GHOST, "gram"), Algorithm(Method.DISCARD, "direct")]
     assert time_algorithms(entry, algorithms, ROWS).keys() == {"ghost: gram", "discard: direct"}
     timed = []
-    monkeypatch.setattr(choose_method, "_LEAST_TIMED", 0.0)
+    monkeypatch.setattr(choose_method, "_MIN_TIMED", 0.0)
     monkeypatch.setattr(
         choose_method,
         "time_algorithms",

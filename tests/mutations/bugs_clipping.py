@@ -27,7 +27,7 @@ from dpengine.independence.live_probe import IndependenceCheck
 from .planted import Patch, Planted, module_of
 
 _COPIES = 4
-_ALONE = Patch(module_of(Layout), "MOST_COLUMNS", lambda most: 0)  # no gradients are formed together
+_ALONE = Patch(module_of(Layout), "MAX_COLUMNS", lambda most: 0)  # no gradients are formed together
 
 
 def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:

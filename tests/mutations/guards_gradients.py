@@ -55,7 +55,7 @@ GUARDS = [
     Guard(
         "second-norm",
         "a second norm in ghost mode",
-        "            if use.parameter in self._met:",
+        "            if use.parameter in self._window_names:",
         "            if False:",
         "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_th"
         "e_last_backward",
@@ -235,7 +235,7 @@ GUARDS = [
     Guard(
         "ghost-counts",
         "the uses of hooked layers are counted",
-        "            capture.uses.update(live)",
+        "            capture.uses.update(trainable)",
         "            pass",
         "grad_modes/test_ghost_windows.py::test_the_clipped_sum_is_that_of_a_loop_over_samples_for_windows_of_"
         "every_size",
@@ -461,7 +461,7 @@ GUARDS = [
     Guard(
         "stack-several-calls",
         "all uses of a parameter are added up",
-        "                own_BP += grads_BP[:, columns]\n",
+        "                total_BP += grads_BP[:, columns]\n",
         "                pass\n",
         "grad_modes/test_stacks.py::test_uses_of_a_parameter_add_up_in_the_matrix[twice-torch.float32-flat]",
     ),
@@ -510,7 +510,7 @@ GUARDS = [
     Guard(
         "first-sum-later",
         "the first sum of a parameter starts from zero",
-        "            for parameter in first:\n",
+        "            for parameter in unwritten:\n",
         "            for parameter in ():\n",
         "grad_modes/test_stacks.py::test_a_parameter_whose_first_sum_comes_later_starts_from_zero",
     ),
@@ -581,7 +581,7 @@ GUARDS = [
     Guard(
         "joint-missing",
         "a rule that leaves out a parameter",
-        "        if use.parameter not in found:\n            raise",
+        "        if use.parameter not in computed:\n            raise",
         "        if False:\n            raise",
         "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
         "layer_and_what_it_gave",
