@@ -7,11 +7,18 @@ from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
+from dpengine.compat.opacus import GradSampleModule, GradSampleModuleFastGradientClipping, PrivacyEngine
 from dpengine.compat.opacus.accountants import IAccountant
+from dpengine.compat.opacus.grad_sample import GradSampleModuleExpandedWeights
 from dpengine.compat.opacus.optimizers import DPOptimizer
 
-MODES = ["hooks", "functorch", "ew", "ghost"]
+WRAPPERS = {
+    "hooks": GradSampleModule,
+    "functorch": lambda m, **options: GradSampleModule(m, force_functorch=True, **options),
+    "ew": GradSampleModuleExpandedWeights,
+    "ghost": GradSampleModuleFastGradientClipping,
+}
+MODES = list(WRAPPERS)
 
 
 class Parts(NamedTuple):
@@ -59,8 +66,8 @@ def loss(module, inputs, targets):
     return (module(inputs) - targets).square().sum(dim=1).mean() if len(inputs) else module(inputs).sum()
 
 
-def batch(count=4):
-    return [tensor[:count] for tensor in rows().tensors]
+def batch(count=4, start=0):
+    return [tensor[start : start + count] for tensor in rows().tensors]
 
 
 def backward(wrapped, count=4):
@@ -97,14 +104,32 @@ def by_hand(module=None, kind=DPOptimizer, wrapper=GradSampleModule, parameters=
     return wrapped, kind(inner, **settings)
 
 
+def arguments(module=None, **asked):
+    """Keyword arguments of ``make_private`` for a model, by default of `model`."""
+    module = module or model()
+    optimizer, data_loader = torch.optim.SGD(module.parameters(), lr=0.1), DataLoader(rows(), 4)
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0}
+    return {"module": module, "optimizer": optimizer, "data_loader": data_loader} | settings | asked
+
+
+def step(wrapped, optimizer, inputs, targets):
+    """One step of a training loop."""
+    optimizer.zero_grad()
+    loss(wrapped, inputs, targets).backward()
+    optimizer.step()
+
+
 def train(parts, steps=None):
     """A pass over the loader, or so many steps of it."""
     for number, (inputs, targets) in enumerate(parts.loader, 1):
-        parts.optimizer.zero_grad()
-        loss(parts.model, inputs, targets).backward()
-        parts.optimizer.step()
+        step(parts.model, parts.optimizer, inputs, targets)
         if number == steps:
             return
+
+
+def steps_in_history(parts):
+    """Number of steps in the history of the accountant."""
+    return sum(steps for *_, steps in parts.engine.accountant.history)
 
 
 def truth(module, inputs, targets, max_norm=1.0):
@@ -122,6 +147,14 @@ def assert_same(found, expected):
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+def assert_clipped_step(wrapped, optimizer, inputs, targets, *, size=4, max_norm=1.0):
+    """Takes a step on these rows, whose ``p.grad`` must be the clipped sum of a loop over them, divided by ``size``."""
+    module = getattr(wrapped, "_module", wrapped)
+    expected = truth(module, inputs, targets, max_norm)
+    step(wrapped, optimizer, inputs, targets)
+    assert_same(gradients(module, size), expected)
 
 
 def flat(tensors):

@@ -34,7 +34,7 @@ def message_of(call):
 
 
 @pytest.mark.parametrize("steps", TOO_MANY, ids=lambda steps: f"{steps.bit_length()}-bits")
-def test_a_count_beyond_the_largest_is_refused_by_name(steps):
+def test_a_count_beyond_the_largest_is_rejected_by_name(steps):
     for name, call in {
         "steps": lambda: epsilon(**RUN, steps=steps),
         "steps=": lambda: calibrate(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, steps=steps),
@@ -88,7 +88,7 @@ def test_the_cost_goes_on_rising_up_to_the_largest_count():
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**400), 10**5000, Fraction(10**400)], ids=lambda v: type(v).__name__)
-def test_a_number_that_no_float_holds_is_refused_by_name(value):
+def test_a_number_that_no_float_holds_is_rejected_by_name(value):
     text = message_of(lambda: epsilon(**RUN | {"noise_multiplier": value}, steps=3))
     assert "noise_multiplier=" in text and "float" in text and len(text) < 300
     assert "delta=" in message_of(lambda: epsilon(**RUN | {"delta": value}, steps=3))

@@ -52,7 +52,7 @@ def integrated(p, q, eps, x):
 @pytest.mark.slow
 @pytest.mark.parametrize(("event", "steps"), [(TRUNCATED, 50), (MIXTURE, 20)])
 @pytest.mark.hazard("S9")
-def test_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
+def test_the_library_agrees_on_truncated_batches_and_mixtures(event, steps):
     relation = library_relation(RELATION[event])
     accountant = dp_accounting.pld.PLDAccountant(relation, 1e-2 if event is MIXTURE else 1e-3)
     accountant.compose(to_dp_accounting(event, steps))
@@ -61,7 +61,7 @@ def test_the_library_agrees_on_cut_batches_and_mixtures(event, steps):
 
 
 @pytest.mark.hazard("S9")
-def test_the_law_of_a_cut_is_that_of_enumeration():
+def test_the_distribution_of_truncation_is_that_of_enumeration():
     """Seven rows, one of them ours; how often the others fill the batch, and how often we are in it then."""
     n, q, most = 7, 0.4, 2
     full = taken = 0.0
@@ -87,7 +87,7 @@ def test_room_that_hardly_ever_is_left_still_counts():
 
 @pytest.mark.slow
 @pytest.mark.hazard("S9")
-def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
+def test_truncation_that_never_happens_costs_nothing_and_one_that_does_costs():
     plain = epsilon_of((Charge(PoissonGaussianEvent(0.01, 1.2), 50),), 1e-5)
     costs = []
     for largest in (200, 140, 120, 100):
@@ -97,7 +97,7 @@ def test_a_cut_that_never_happens_costs_nothing_and_one_that_does_costs():
     assert costs == sorted(costs) and costs[-1] > 2 * plain
 
 
-def test_steps_of_a_cut_run_whose_groups_take_turns_are_counted_by_cycles():
+def test_steps_of_a_truncated_cyclic_run_are_counted_by_cycles():
     turns = TruncatedGaussianEvent(10_000, 0.01, 110, 1.2, cycle_length=4, run="a")
     cut = epsilon_of((Charge(turns, 9),), 1e-5, relation=Relation.ZERO_OUT)
     assert cut == epsilon_of((Charge(TRUNCATED, 3),), 1e-5, relation=Relation.ZERO_OUT)
@@ -272,14 +272,14 @@ def test_kinds_compose_and_neither_order_nor_splits_show(event):
         (MIXTURE, Relation.REPLACE_ONE),
     ],
 )
-def test_relations_without_a_bound_are_refused(event, relation):
+def test_relations_without_a_bound_are_rejected(event, relation):
     for question in (epsilon_of, delta_of, bounds_of):
         with pytest.raises(AccountingRefusedError, match="There is no bound for"):
             question((Charge(event, 3),), 0.01, relation=relation)
 
 
 @pytest.mark.parametrize("accountant", [name for name in ACCOUNTANTS if not name.startswith("dp_accounting")])
-def test_accountants_without_a_bound_refuse(accountant):
+def test_accountants_without_a_bound_reject(accountant):
     for event, relation in RELATION.items():
         if accountant != "pld":
             with pytest.raises(AccountingRefusedError):
@@ -292,7 +292,7 @@ def test_accountants_without_a_bound_refuse(accountant):
 
 @pytest.mark.parametrize("shape", [0.0, 1.0, 5.0, math.inf])
 @pytest.mark.parametrize("mean", [1.0, 1.001, 2.0, 50.0])
-def test_tuning_never_lowers_what_was_spent_before(mean, shape):
+def test_tuning_never_lowers_the_earlier_epsilon(mean, shape):
     spent = Charge(GaussianEvent(0.3))
     selected = Charge(RepeatAndSelectEvent(((GaussianEvent(1e4), 1),), mean, shape), 15)
     assert epsilon_of((spent, selected), 1e-5, "rdp") >= epsilon_of((spent,), 1e-5, "rdp")
@@ -326,7 +326,7 @@ def test_events_are_kept_in_ledgers(event):
         lambda: RepeatAndSelectEvent(((SELECTED, 1),), 3.0),
     ],
 )
-def test_bad_events_are_refused(make):
+def test_bad_events_are_rejected(make):
     with pytest.raises(InvalidBudgetError):
         make()
 

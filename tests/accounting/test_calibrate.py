@@ -26,7 +26,7 @@ def test_published_calibrations_are_met(target, rate, steps, golden, tolerance):
 
 
 @pytest.mark.slow
-def test_what_was_spent_before_is_composed():
+def test_earlier_charges_are_composed():
     spent = (Charge(GaussianEvent(2.0), 3), Charge(release_event(noise_multiplier=1.5, sample_rate=0.05), 40))
     found = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200, spent=spent)
     alone = calibration(target_epsilon=6.0, target_delta=1e-5, sample_rate=0.02, steps=200)
@@ -176,7 +176,7 @@ def test_illegal_arguments_are_named(name, value):
         calibration(**arguments)
 
 
-def test_what_the_accountant_refuses_cannot_be_calibrated():
+def test_what_the_accountant_rejects_cannot_be_calibrated():
     arguments = {"target_epsilon": 1.0, "sample_rate": 0.1, "steps": 10**6}
     with pytest.raises(AccountingRefusedError, match="pld"):
         calibration(**arguments, target_delta=1e-5, accountant="gdp")
@@ -225,6 +225,6 @@ def test_noise_by_a_function_that_never_exceeds_the_target_is_the_least():
     assert least_noise_for(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
 
 
-def test_noise_by_a_function_that_never_meets_the_target_is_refused():
+def test_noise_by_a_function_that_never_meets_the_target_is_rejected():
     with pytest.raises(CalibrationError, match="smallest reachable here: 4"):
         least_noise_for(lambda sigma: 4.0, target_epsilon=3.0, tolerance=0.01)

@@ -1,9 +1,15 @@
+"""Steps, rates and deltas of a run, and numbers that are printed rounded up."""
+
 import math
+from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from dpengine.accounting import suggested_delta
+from dpengine.accounting import round_up, suggested_delta
 from dpengine.accounting.constants import check_delta, sample_rate_of, steps_of_epochs, steps_per_epoch
+from dpengine.accounting.rounding import percent_up, round_up_delta
 from dpengine.errors import InvalidBudgetError
 
 
@@ -44,7 +50,7 @@ def test_the_suggested_delta_lies_below_one_over_n():
         suggested_delta(1)
 
 
-def test_a_large_delta_is_refused_with_a_suggestion():
+def test_a_large_delta_is_rejected_with_a_suggestion():
     with pytest.raises(InvalidBudgetError) as caught:
         check_delta(0.5, 32561)
     assert str(caught.value) == (
@@ -59,7 +65,7 @@ def test_a_large_delta_is_refused_with_a_suggestion():
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, 2, math.nan, math.inf, "1e-5"])
-def test_a_delta_outside_zero_one_is_refused_even_when_large_is_allowed(delta):
+def test_a_delta_outside_zero_one_is_rejected_even_when_large_is_allowed(delta):
     with pytest.raises(InvalidBudgetError, match="delta="):
         check_delta(delta, 100, allow_large=True)
 
@@ -72,3 +78,56 @@ def test_epochs_of_a_rate_lose_no_step():
     assert steps_of_epochs(1e-9, 1.0) == 1
     with pytest.raises(InvalidBudgetError, match="epochs"):
         steps_of_epochs(0, 0.1)
+
+
+@given(st.floats(min_value=1e-300, max_value=1e9))
+def test_a_bound_is_never_printed_below_itself_nor_a_whole_digit_above(value):
+    text = round_up(value)
+    last_digit = Fraction(1, 10 ** len(text.partition(".")[2]))
+    assert float(text) >= value
+    assert Fraction(text) - last_digit < Fraction(value)
+
+
+@given(st.floats(min_value=1e9, max_value=1e307))
+def test_an_enormous_bound_is_printed_short_and_never_below_itself(value):
+    assert value <= float(round_up(value)) <= value * (1 + 1e-5)
+    assert len(round_up(value)) <= 19
+
+
+@given(st.floats(min_value=1e-300, max_value=1, exclude_max=True))
+def test_a_delta_is_never_printed_below_itself(delta):
+    assert delta <= float(round_up_delta(delta)) <= 1.01 * delta
+
+
+@given(st.floats(min_value=0, max_value=1))
+def test_a_share_is_never_printed_below_itself(share):
+    assert float(percent_up(share).removesuffix(" %")) >= 100 * share * (1 - 1e-15)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0.00"),
+        (3.0, "3.00"),
+        (0.9999, "1.00"),
+        (1.0001, "1.01"),
+        (0.1, "0.10"),
+        (0.00123, "0.0013"),
+        (math.inf, "∞"),
+        (9866089203292.357, "9866089203292.36"),
+        (2.5620478194867347e17, "2.56205e+17"),
+        (1e300, "1e+300"),
+        (9.9999999e299, "1e+300"),
+    ],
+)
+def test_epsilon_keeps_two_digits_that_count(value, text):
+    assert round_up(value) == text
+
+
+def test_a_delta_that_is_short_stays_as_the_user_wrote_it():
+    assert [round_up_delta(d) for d in (1e-5, 1e-10, 0.25)] == ["1e-05", "1e-10", "0.25"]
+    assert round_up_delta(1.0684e-05) == "1.07e-05"
+
+
+def test_a_percentage_has_one_decimal():
+    assert [percent_up(s) for s in (0.0, 0.01, 0.10301, 1.0)] == ["0.0 %", "1.0 %", "10.4 %", "100.0 %"]

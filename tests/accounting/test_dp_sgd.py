@@ -49,7 +49,7 @@ def test_relations_have_short_names(short, relation):
 
 
 @pytest.mark.parametrize("relation", ["remove_add", 3, None])
-def test_an_unknown_relation_is_refused(relation):
+def test_an_unknown_relation_is_rejected(relation):
     with pytest.raises(ValueError, match="is not a valid Relation"):
         epsilon(**RUN, delta=1e-5, relation=relation)
 

@@ -105,7 +105,7 @@ def test_loading_never_forgets():
     ],
 )
 @pytest.mark.hazard("P1", "P5", "P7")
-def test_a_damaged_state_is_refused_and_changes_nothing(damage):
+def test_a_damaged_state_is_rejected_and_changes_nothing(damage):
     state = mixed_ledger().state_dict()
     damage(state)
     ledger = Ledger()
@@ -122,7 +122,7 @@ def test_a_count_must_be_a_positive_integer(count):
     assert ledger.history == ()
 
 
-def test_unknown_kinds_and_events_are_refused():
+def test_unknown_kinds_and_events_are_rejected():
     ledger = Ledger()
     with pytest.raises(InvalidBudgetError, match="release, void, clip"):
         ledger.charge(STEP, kind="gift")
@@ -175,13 +175,13 @@ def test_keys_that_are_not_known_or_lack_are_named(damage, named):
 
 
 @pytest.mark.parametrize("state", [None, [], "ledger", 3])
-def test_what_is_no_state_is_refused(state):
+def test_what_is_no_state_is_rejected(state):
     with pytest.raises(LedgerError, match=f"a {type(state).__name__}"):
         Ledger().load_state_dict(state)
 
 
 @pytest.mark.slow
-def test_charges_that_add_up_to_more_than_can_be_counted_are_refused_and_change_nothing():
+def test_charges_that_add_up_to_more_than_can_be_counted_are_rejected_and_change_nothing():
     ledger = Ledger()
     ledger.charge(STEP, count=MAX_COUNT - 1)
     ledger.charge(OTHER)
@@ -197,7 +197,7 @@ def test_charges_that_add_up_to_more_than_can_be_counted_are_refused_and_change_
     )
 
 
-def test_a_history_that_adds_up_to_more_than_can_be_counted_is_refused():
+def test_a_history_that_adds_up_to_more_than_can_be_counted_is_rejected():
     history = [Charge(PoissonGaussianEvent(0.1 + i / 1e4, 1.0), 2**61) for i in range(200)]
     with pytest.raises(InvalidBudgetError, match=r"2\*\*62"):
         epsilon_of(history, 1e-5)
@@ -274,7 +274,7 @@ def test_an_observer_that_raises_takes_no_charge_back_and_hides_it_from_no_other
     assert seen == [Charge(STEP)] * 2
 
 
-def test_a_refused_charge_and_a_loaded_one_are_not_observed():
+def test_a_charge_that_raises_and_a_loaded_one_are_not_observed():
     seen = []
     ledger = Ledger([seen.append])
     ledger.load_state_dict(mixed_ledger().state_dict())
@@ -314,7 +314,7 @@ def test_a_charge_that_merges_leaves_an_earlier_history_as_it_was():
     assert [charge.count for charge in ledger.history] == [5]
 
 
-def test_a_shallow_copy_is_charged_alone():
+def test_a_shallow_copy_is_charged_separately():
     ledger = Ledger()
     ledger.charge(STEP, count=3)
     other = copy.copy(ledger)

@@ -59,7 +59,7 @@ def test_without_sampling_replace_one_is_at_distance_two_for_both(relation):
     assert exact < epsilon_of(UNSAMPLED, 1e-6, "dp_accounting_rdp", relation) < 1.15 * exact
 
 
-def test_sampling_under_replace_one_is_refused_by_renyi():
+def test_sampling_under_replace_one_is_rejected_by_renyi():
     for question in (
         lambda: epsilon_of(MIXED, 1e-5, "dp_accounting_rdp", REPLACE),
         lambda: delta_of(MIXED, 1.0, "dp_accounting_rdp", REPLACE),
@@ -69,13 +69,13 @@ def test_sampling_under_replace_one_is_refused_by_renyi():
 
 
 @pytest.mark.parametrize(("steps", "delta"), [(100_000, 1e-10), (200, 1e-15), (1, 1e-13), (200, 1e-200)])
-def test_a_delta_that_its_rounding_hides_is_refused(steps, delta):
+def test_a_delta_that_its_rounding_hides_is_rejected(steps, delta):
     history = (Charge(PoissonGaussianEvent(0.01, 6.0), steps),)
     with pytest.raises(AccountingRefusedError, match=r"dp-accounting library.*rounding"):
         epsilon_of(history, delta, "dp_accounting")
 
 
-def test_an_answer_below_its_rounding_is_refused():
+def test_an_answer_below_its_rounding_is_rejected():
     with pytest.raises(AccountingRefusedError, match="may dominate delta"):
         delta_of(SAMPLED, 30.0, "dp_accounting")
 
@@ -87,7 +87,7 @@ def test_neither_bounds_from_below():
 
 
 @pytest.mark.parametrize("accountant", ["dp_accounting", "dp_accounting_rdp"])
-def test_failures_and_infinite_answers_are_refused(accountant, monkeypatch):
+def test_failures_and_infinite_answers_are_rejected(accountant, monkeypatch):
     class Failing:
         def get_epsilon(self, delta):
             return math.inf

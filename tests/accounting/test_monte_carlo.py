@@ -121,7 +121,7 @@ def test_likelihood_ratios_have_mean_one(scheme, dense):
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bins"])
-def test_participations_follow_their_law(scheme):
+def test_participations_follow_their_distribution(scheme):
     event = run(scheme, steps=6, coefficients=(1.0,))
     chances = {tuple(u): 0.0 for _, u in patterns(event)}
     for chance, u in patterns(event):
@@ -178,7 +178,7 @@ def test_the_threshold_is_the_largest_that_verifies_a_delta(delta, samples):
     assert verified_delta(found, samples) <= delta < verified_delta(found * 1.001, samples)
 
 
-def test_too_few_samples_verify_nothing_and_the_refusal_says_what_they_do():
+def test_too_few_samples_verify_nothing_and_the_error_states_what_they_do():
     with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):
         threshold_for(1e-5, 10_000)
     with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0026"):
@@ -187,7 +187,7 @@ def test_too_few_samples_verify_nothing_and_the_refusal_says_what_they_do():
 
 
 @pytest.mark.slow
-def test_a_wrong_claim_is_accepted_no_more_often_than_is_said():
+def test_a_wrong_claim_is_accepted_no_more_often_than_stated():
     event = run("cyclic", steps=4, apart=2, coefficients=(1.0, 0.5), sigma=1.0)
     truth = tally.simulation(event, 400_000, 1).estimate(1.0, tally.no_release)
     samples, threshold, times = 40, truth * 0.55, 600

@@ -88,7 +88,7 @@ def test_every_kind_of_release_next_to_a_run_counts(few):
         epsilon_of((Charge(run("cold")), Charge(selected)), 1e-2, "monte_carlo")
 
 
-def test_the_accountant_refuses_a_delta_that_its_samples_do_not_verify(few):
+def test_the_accountant_rejects_a_delta_that_its_samples_do_not_verify(few):
     with pytest.raises(AccountingRefusedError, match=r"smallest verifiable delta is about 0\.0013"):
         epsilon_of((Charge(run("cold")),), 1e-5, "monte_carlo")
     with pytest.raises(AccountingRefusedError, match="smallest verifiable delta"):
@@ -97,7 +97,7 @@ def test_the_accountant_refuses_a_delta_that_its_samples_do_not_verify(few):
 
 @pytest.mark.parametrize("rest", [(), (Charge(PoissonGaussianEvent(0.1, 1.0), 9),), (Charge(GaussianEvent(3.0)),)])
 @pytest.mark.parametrize("accountant", [name for name in ACCOUNTANTS if name != "monte_carlo"])
-def test_other_accountants_refuse_runs_that_need_simulation(accountant, rest):
+def test_other_accountants_reject_runs_that_need_simulation(accountant, rest):
     history = (Charge(run("warm")), *rest)
     questions = [
         lambda: epsilon_of(history, 1e-5, accountant),
@@ -115,7 +115,7 @@ def test_other_accountants_refuse_runs_that_need_simulation(accountant, rest):
             question()
 
 
-def test_the_accountant_refuses_what_it_does_not_judge():
+def test_the_accountant_rejects_what_it_does_not_judge():
     event = run("bins")
     refused = [
         ((Charge(GaussianEvent(1.0)),), Relation.ADD_OR_REMOVE_ONE, "accountant='pld'"),
@@ -166,7 +166,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "message"), BAD, ids=[message for _, message in BAD])
-def test_bad_runs_are_refused(change, message):
+def test_bad_runs_are_rejected(change, message):
     good = {"noise_multiplier": 1.0, "scheme": "b-min-sep", "cycle_length": 3, "steps": 5, "coefficients": BANDS}
     good["sample_rate"] = 0.5
     SampledMatrixEvent(**good)
@@ -174,7 +174,7 @@ def test_bad_runs_are_refused(change, message):
         SampledMatrixEvent(**{**good, **change})
 
 
-def test_bad_questions_are_refused():
+def test_bad_questions_are_rejected():
     event = run("cold")
     for bad in ({"seed": -1}, {"seed": 1.0}, {"seed": True}, {"seed": 0, "samples": 0}):
         with pytest.raises(InvalidBudgetError):
@@ -227,7 +227,7 @@ def test_calibration_next_to_a_simulated_run_needs_no_other_accountant(few, monk
     assert 4.0 < epsilon_of(sampled, 1e-2) < found.epsilon <= 5.0
 
 
-def test_calibration_by_simulation_refuses_what_it_cannot_reach(few, monkeypatch):
+def test_calibration_by_simulation_rejects_what_it_cannot_reach(few, monkeypatch):
     settings = {"target_epsilon": 1.0, "target_delta": 1e-2, "accountant": "monte_carlo"}
     with pytest.raises(InvalidBudgetError, match=r"Pass steps=1\."):
         least_noise(lambda sigma: run("cold", sigma=sigma), steps=2, **settings)

@@ -211,7 +211,7 @@ class Inherits(Accountant):
     ],
     ids=lambda value: "" if isinstance(value, str) else getattr(value, "__name__", type(value).__name__),
 )
-def test_an_object_that_lacks_something_is_refused_with_what_it_lacks(accountant, says):
+def test_an_object_that_lacks_something_is_rejected_with_what_it_lacks(accountant, says):
     for call in (lambda: PrivacyEngine(accountant=accountant), lambda: epsilon_of(SAMPLED, 1e-5, accountant)):
         with pytest.raises(TypeError, match=f"accountant is {says}"):
             call()
@@ -272,7 +272,7 @@ def test_a_target_that_the_accountant_never_grants_is_a_calibration_error():
         calibrate(target_epsilon=2.0, target_delta=1e-5, **RUN, accountant=Says(3.0))
 
 
-def test_what_was_spent_need_not_have_a_bound_by_another_accountant():
+def test_earlier_charges_need_no_bound_by_another_accountant():
     spent = (Charge(RepeatAndSelectEvent(((PoissonGaussianEvent(0.01, 4.0), 50),), 3.0)),)
     with pytest.raises(AccountingRefusedError):
         epsilon_of(spent, 1e-5, "pld")

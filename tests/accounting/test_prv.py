@@ -148,7 +148,7 @@ def test_without_sampling_all_is_the_closed_form():
 
 @pytest.mark.parametrize("delta", [0.5, 0.99, 1e-3])
 @pytest.mark.parametrize("relation", [ADD_REMOVE, REPLACE])
-def test_where_delta_alone_suffices_epsilon_is_zero(delta, relation):
+def test_where_delta_suffices_epsilon_is_zero(delta, relation):
     assert bounds_of(poisson(0.001, 100.0, 3), delta, "prv", relation) == (0.0, 0.0, 0.0)
 
 
@@ -181,18 +181,18 @@ def test_answers_are_never_negative_nor_undefined():
         (tuple(Charge(PoissonGaussianEvent(0.1, 2.0 + i / 100)) for i in range(65)), 1e-5, "65 distinct releases"),
     ],
 )
-def test_what_rounding_or_the_mesh_would_decide_is_refused(history, delta, reason):
+def test_what_rounding_or_the_mesh_would_decide_is_rejected(history, delta, reason):
     with pytest.raises(AccountingRefusedError, match=reason) as caught:
         epsilon_of(history, delta, "prv")
     assert caught.value.fix == "Use accountant='pld'."
 
 
-def test_a_delta_below_the_rounding_is_refused():
+def test_a_delta_below_the_rounding_is_rejected():
     with pytest.raises(AccountingRefusedError, match="rounding"):
         delta_of(MIXED, 40.0, "prv")
 
 
-def test_rounding_that_is_too_large_is_refused(monkeypatch):
+def test_rounding_that_is_too_large_is_rejected(monkeypatch):
     monkeypatch.setattr(prv_sum, "_ROUNDING_PER_LEVEL", 1e9)
     prv._bracket.cache_clear()
     with pytest.raises(AccountingRefusedError, match="rounding may change probabilities"):

@@ -1,6 +1,7 @@
-"""The privacy audit over our own engine: never above the claim, and a planted fault is seen."""
+"""The privacy audit over our own engine and its verdict: never above the claim, and a planted fault is detected."""
 
 import dataclasses
+import json
 import math
 
 import inside
@@ -12,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import epsilon_of_mu
-from dpengine.auditing import one_run
+from dpengine.auditing import AuditReport, one_run
+from dpengine.auditing.verdict import VERDICTS
 from dpengine.clipping import Flat
 from dpengine.engine import restrict_to_optimizer
 from dpengine.errors import UnknownParameterError
@@ -58,7 +60,7 @@ def test_pb_13_each_layer_clipped_at_the_threshold_of_all_is_a_violation(monkeyp
     assert report.verdict == "violation"
 
 
-def test_a_claim_that_is_too_low_is_refuted_by_guesses_alone(monkeypatch):
+def test_a_claim_that_is_too_low_is_refuted_by_guesses(monkeypatch):
     # The Gaussian form trusts the ledger's rate and steps; guesses do not.
     monkeypatch.setattr(PrivacyEngine, "get_epsilon", lambda self, delta: 0.5)
     report = audit(sample_rate=1.0, steps=4, noise_multiplier=0.5)
@@ -153,7 +155,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("arguments,message", WRONG.values(), ids=WRONG.keys())
-def test_arguments_that_cannot_be_are_refused(arguments, message):
+def test_arguments_that_cannot_be_are_rejected(arguments, message):
     settings = {"canaries": 40, "seed": 0, **arguments}
     with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
         one_run(made(noise_multiplier=1.0), trained(2), rows(), **settings)
@@ -191,7 +193,7 @@ UNWATCHED = {
 
 
 @pytest.mark.parametrize("make,message", UNWATCHED.values(), ids=UNWATCHED.keys())
-def test_runs_that_cannot_be_watched_are_refused(make, message):
+def test_runs_that_cannot_be_watched_are_rejected(make, message):
     with pytest.raises(UnknownParameterError, match=message):
         one_run(make, trained(2), rows(), canaries=40, seed=0)
 
@@ -201,3 +203,38 @@ def test_an_audited_run_is_not_compiled():
     report = one_run(made(noise_multiplier=1.0, compile="eager"), trained(2), rows(), canaries=40, seed=0)
     same = one_run(made(noise_multiplier=1.0), trained(2), rows(), canaries=40, seed=0)
     assert dataclasses.replace(report, cost=0.0) == dataclasses.replace(same, cost=0.0)
+
+
+def report(verdict, **more):
+    return AuditReport("DC", 0.75, 100, verdict, **more)
+
+
+def test_the_json_has_every_field_and_no_infinity():
+    found = json.loads(report("pass", bound=1.5, claimed=math.inf, seed=3, details={"a": [math.nan, 2]}).to_json())
+    assert found["claimed"] == "inf" and found["details"] == {"a": [None, 2]}
+    for name in ("detector", "statistic", "n", "p", "bound", "verdict", "seed", "cost"):
+        assert name in found
+    assert (found["detector"], found["statistic"], found["n"], found["bound"], found["seed"]) == (
+        "DC",
+        0.75,
+        100,
+        1.5,
+        3,
+    )
+
+
+def test_exit_codes_are_0_for_a_pass_1_for_a_violation_2_for_neither():
+    assert [report(verdict).exit_code for verdict in ("pass", "violation", "inconclusive")] == [0, 1, 2]
+
+
+def test_a_pass_says_that_nothing_was_found_and_never_that_a_run_is_private():
+    for verdict in VERDICTS:
+        text = str(report(verdict, bound=1.0, claimed=2.0, caveats=("Mind this.",)))
+        assert "private" not in text and "Mind this." in text and "epsilon >= 1" in text and "epsilon = 2" in text
+    assert "no violation found" in str(report("pass"))
+    assert "refuted" in str(report("violation", p=1e-9)) and "1e-09" in str(report("violation", p=1e-9))
+
+
+def test_a_verdict_that_has_no_meaning_is_rejected():
+    with pytest.raises(ValueError, match="'pass', 'violation', 'inconclusive'"):
+        report("private")

@@ -37,7 +37,7 @@ def test_every_script_is_measured_in_the_modes_that_it_knows():
         assert set(from_opacus.modes_of(name)) <= set(from_opacus.MODES)
 
 
-def test_copies_for_opacus_name_opacus_alone(tmp_path):
+def test_copies_for_opacus_name_only_opacus(tmp_path):
     from_opacus.copy_for_opacus(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.py")} > set(SCRIPTS)
     for name in SCRIPTS:

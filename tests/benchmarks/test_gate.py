@@ -1,4 +1,4 @@
-"""A contender that computes something else has no time."""
+"""The gate: a contender that computes something else has no time. Cells and processes of the timing benchmark."""
 
 import math
 from dataclasses import replace
@@ -8,9 +8,13 @@ import torch
 from torch import nn
 
 from benchmarks import contenders, gate, table, timing
-from benchmarks.cells import Cell, vectors
+from benchmarks.cells import CELLS, Cell, TokenLoss, vectors
 from benchmarks.contenders import CONTENDERS, Contender, ours, plain
-from benchmarks.runner import Setting
+from benchmarks.gate import judge
+from benchmarks.jax_process import jax_runner
+from benchmarks.memory import peak_memory
+from benchmarks.runner import Setting, trainable
+from benchmarks.step import contenders_for
 
 SETTING = Setting(threads=1)
 QUICK = timing.Protocol(steps=2, warm_up=0, memory="none")
@@ -126,3 +130,96 @@ def test_a_label_is_found_by_the_beginning_of_a_name():
     assert contenders.label("opacus hooks", "bert-per-layer")
     assert contenders.label("opacus hooks", "bert") is None
     assert contenders.label("opake", "bert-per-layer") is None
+
+
+LARGE = {"wrn", "vit", "bert", "gpt", "bert-per-layer"}
+ROWS = 2
+MARKED = [pytest.param(name, marks=pytest.mark.slow if name in LARGE else ()) for name in CELLS]
+
+
+@pytest.mark.slow
+@pytest.mark.one_in(5, "name")
+@pytest.mark.parametrize("name", MARKED)
+def test_default_mode_equals_the_loop_over_rows_and_keeps_to_its_threshold(name):
+    verdict = judge(CONTENDERS["dpengine auto"], CELLS[name], Setting(threads=1), rows=ROWS)
+    assert verdict.why_not is None
+    assert verdict.deviation is not None and verdict.overshoot is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_an_ordinary_step_moves_every_trained_parameter_and_no_other(name):
+    torch.manual_seed(0)
+    cell = CELLS[name]
+    model = cell.make()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    CONTENDERS["plain"].build(cell, model, cell.batch(ROWS), Setting(rate=1.0)).step()
+    moved = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == set(trainable(model))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_says_what_is_aimed_at(name):
+    assert all(goal.stretch is None or goal.stretch < goal.target for goal in CELLS[name].goals)
+    assert CELLS[name].goals
+
+
+def test_the_language_models_loss_is_the_mean_over_rows_of_the_mean_over_tokens():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(3, 5, 7), torch.randint(0, 7, (3, 5))
+    rows = []
+    for b in range(3):
+        tokens = [-torch.log_softmax(logits[b, t], 0)[targets[b, t]] for t in range(5)]
+        rows.append(sum(tokens) / 5)
+    torch.testing.assert_close(TokenLoss(reduction="none")(logits, targets), torch.stack(rows))
+    torch.testing.assert_close(TokenLoss()(logits, targets), sum(rows) / 3)
+
+
+def test_the_language_models_head_is_its_word_embedding():
+    model = CELLS["gpt"].make()
+    assert model.head.weight is model.words.weight
+
+
+def test_only_low_rank_updates_train_in_the_lora_cell():
+    names = list(trainable(CELLS["lora"].make()))
+    assert len(names) == 2 * (4 * 4 + 1)  # two matrices for each of four linear layers of four blocks, and for the head
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in names} == {"down", "up"}
+
+
+def test_only_biases_and_the_head_train_in_the_bitfit_cell():
+    names = list(trainable(CELLS["bitfit"].make()))
+    assert [name for name in names if not name.endswith("bias")] == ["head.weight"]
+
+
+def start_jax(cell, **setting):
+    jax_runner(private=True)(cell, cell.make(), cell.batch(2), replace(SETTING, **setting))
+
+
+def test_an_interpreter_that_dies_is_an_error_and_not_a_wait():
+    with pytest.raises(RuntimeError, match="no message"):
+        start_jax(CELLS["cnn"], jax_python="/bin/false")
+
+
+def test_a_model_that_is_not_written_in_jax_is_rejected():
+    with pytest.raises(NotImplementedError, match="not written in JAX"):
+        start_jax(CELLS["lstm"])
+
+
+@pytest.mark.slow
+def test_memory_of_two_steps_is_more_than_the_parameters_take():
+    held = peak_memory("cnn", "plain", SETTING)
+    assert held is not None
+    assert held["first"] > 1 and held["later"] > 1  # 256 images of 784 float32 alone take 0.77 MiB
+
+
+@pytest.mark.slow
+def test_memory_of_what_fails_is_not_known():
+    assert peak_memory("cnn", "jax plain", SETTING) is None
+    assert peak_memory("cnn", "nobody", SETTING) is None
+
+
+def test_contenders_are_chosen_by_mode_and_library():
+    assert contenders_for(["auto"], ["none"]) == ["plain", "dpengine auto"]
+    assert contenders_for(["ew"], ["jax-privacy"]) == ["plain", "dpengine ew", "jax plain", "jax-privacy"]
+    everything = contenders_for(["auto"], ["all"])
+    assert {"opacus ghost", "opake", "backpack norm", "jax plain", "jax-privacy"} <= set(everything)

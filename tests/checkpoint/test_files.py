@@ -41,7 +41,7 @@ def test_tensors_come_back(tmp_path):
             assert torch.equal(found.read(name), tensor)
 
 
-def test_a_part_of_a_larger_memory_is_stored_alone(tmp_path):
+def test_a_part_of_a_larger_memory_is_stored_without_the_rest(tmp_path):
     whole = torch.arange(1000.0)
     path = put(tmp_path / "x.safetensors", {"a": (whole[10:20],), "b": (whole[15:25],)})
     assert path.stat().st_size < 500
@@ -59,7 +59,7 @@ CUTS = {
 
 @pytest.mark.parametrize("then", CUTS)
 @pytest.mark.parametrize("now", CUTS)
-def test_parts_are_read_however_they_were_cut(tmp_path, then, now):
+def test_parts_are_read_whatever_their_size(tmp_path, then, now):
     whole = torch.randn(7, 5)
     paths = [
         put(
@@ -88,7 +88,7 @@ def test_a_part_that_is_missing_is_reported(tmp_path):
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 @pytest.mark.hazard("P5")
-def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
+def test_damaged_files_are_rejected_or_read(tmp_path_factory, data):
     path = put(
         tmp_path_factory.mktemp("x") / "x.safetensors", {"w": (torch.zeros(2, 2), (2, 0)), "b": (torch.ones(3),)}
     )
@@ -112,7 +112,7 @@ def test_damaged_files_are_refused_or_read(tmp_path_factory, data):
 
 
 @pytest.mark.hazard("P5")
-def test_a_pickle_is_refused(tmp_path):
+def test_a_pickle_is_rejected(tmp_path):
     import pickle
 
     class Harm:
@@ -150,7 +150,7 @@ def test_plain_values_come_back(state):
     assert same(join_tensors(json.loads(json.dumps(plain, allow_nan=False)), found), state)
 
 
-def test_what_is_not_plain_is_refused_with_its_place():
+def test_what_is_not_plain_is_rejected_with_its_place():
     with pytest.raises(TypeError, match=r"x\.a\.1 is a set"):
         split_tensors({"a": [1, {2}]}, "x")
 
@@ -159,7 +159,7 @@ def test_what_is_not_plain_is_refused_with_its_place():
     "plain", [{"tensor": "y"}, {"other": 1}, {}, {"a": 1, "b": 2}, {"pairs": [[1]]}, {"float": "x"}]
 )
 @pytest.mark.hazard("P5")
-def test_damaged_values_are_refused(plain):
+def test_damaged_values_are_rejected(plain):
     with pytest.raises(CorruptFileError):
         join_tensors(plain, {})
 
@@ -219,7 +219,7 @@ def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
     pytest.fail("write never came to its end")
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path):
+def test_a_folder_with_other_files_is_not_changed(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(FileExistsError, match="other files"):
         write(tmp_path, {"a": b""}, {})
@@ -241,7 +241,7 @@ def test_a_link_is_followed(tmp_path):
     assert (tmp_path / "link").is_symlink()
 
 
-def test_folders_of_the_user_are_left_alone(tmp_path):
+def test_folders_of_the_user_are_not_changed(tmp_path):
     for name in ("run.old", "run.new", "run.bak"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "thesis.txt").write_text("years of work")

@@ -273,7 +273,7 @@ def accelerator(monkeypatch):
 
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("first", ["CPU", "accelerator", "not recorded"])
-def test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone(
+def test_a_matrix_that_generates_rows_again_continues_only_with_their_generator(
     tmp_path, accelerator, monkeypatch, first, seed
 ):
     settings = {"noise": BandedInverse(num_bands=2), "steps": 8, "epochs": None, "seed": seed}
@@ -414,7 +414,7 @@ def test_tied_weights_are_stored_once(tmp_path):
 
 
 @pytest.mark.hazard("N11", "P6")
-def test_the_key_is_in_the_private_folder_alone(tmp_path):
+def test_the_key_is_only_in_the_private_folder(tmp_path):
     run = Run().train(2).saved(tmp_path / "run")
     key = inside.noise_source(run.engine).secret_state()["key"]
     holding = [p.name for p in (tmp_path / "run").rglob("*") if p.is_file() and key.encode() in p.read_bytes()]
@@ -458,7 +458,7 @@ def test_a_plain_model_loads_the_weights(tmp_path):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_another_run_is_refused(tmp_path, settings, says):
+def test_another_run_is_rejected(tmp_path, settings, says):
     Run().train(2).saved(tmp_path / "run")
     other = Run(**settings)
     before = other.weights
@@ -498,7 +498,7 @@ OTHER_ROWS = {
 
 @pytest.mark.parametrize("change", OTHER_ROWS)
 @pytest.mark.hazard("D6")
-def test_another_data_set_of_the_same_length_is_refused(tmp_path, change):
+def test_another_data_set_of_the_same_length_is_rejected(tmp_path, change):
     Run().train(2).saved(tmp_path / "run")
     other = Run(data=other_rows(OTHER_ROWS[change]))
     before = other.weights
@@ -535,7 +535,7 @@ def test_what_examples_are_is_compared_under_the_key_and_stays_in_the_private_fo
     assert first.engine.ledger.steps == second.engine.ledger.steps == 1
 
 
-def test_other_buffers_are_refused(tmp_path):
+def test_other_buffers_are_rejected(tmp_path):
     class Scaled(nn.Linear):
         def __init__(self, size):
             super().__init__(4, 3)
@@ -546,7 +546,7 @@ def test_other_buffers_are_refused(tmp_path):
         Run(model=Scaled(2)).resumed(tmp_path / "run")
 
 
-def test_other_units_and_steps_are_refused(tmp_path):
+def test_other_units_and_steps_are_rejected(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     Run(**settings, privacy_unit=torch.arange(ROWS) // 2).train(1).saved(tmp_path / "units")
     with pytest.raises(MechanismMismatchError, match="privacy unit"):
@@ -623,7 +623,7 @@ def test_an_engine_has_one_run(tmp_path):
     run.saved(tmp_path / "run")
 
 
-def test_nothing_is_found(tmp_path):
+def test_a_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         Run().resumed(tmp_path / "none")
 

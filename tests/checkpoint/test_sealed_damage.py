@@ -80,19 +80,19 @@ def attack(folder, count):
 
 @pytest.mark.slow
 @pytest.mark.hazard("P5")
-def test_what_was_changed_and_sealed_again_is_refused_or_read(tmp_path):
+def test_what_was_changed_and_sealed_again_is_rejected_or_read(tmp_path):
     assert attack(tmp_path / "run", 60) < 40
 
 
 @pytest.mark.slow
 @pytest.mark.hazard("P5")
-def test_a_thousand_files_that_were_changed_and_sealed_again_are_refused_or_read(tmp_path):
+def test_a_thousand_files_that_were_changed_and_sealed_again_are_rejected_or_read(tmp_path):
     assert attack(tmp_path / "run", 1000) < 600
 
 
 @pytest.mark.parametrize("version", ["1", "99", '"2"', "null", "true"])
 @pytest.mark.hazard("P7")
-def test_a_checkpoint_of_a_version_that_is_not_known_is_refused_by_its_number(tmp_path, version):
+def test_a_checkpoint_of_a_version_that_is_not_known_is_rejected_by_its_number(tmp_path, version):
     folder, name = tmp_path / "run", "private/run.safetensors"
     Run().train(1).saved(folder)
     sealed = Sealed(folder)

@@ -153,7 +153,7 @@ def test_noise_is_found_for_a_relation(capsys):
     assert sigma[1] == pytest.approx(2 * sigma[0], rel=1e-4)  # a row that is replaced moves a sum twice as far
 
 
-def test_add_remove_is_refused_where_something_follows_from_the_number_of_rows(capsys):
+def test_add_remove_is_rejected_where_something_follows_from_the_number_of_rows(capsys):
     assert main([*SHORT, "--relation", "add-remove"]) == 2
     assert "--sample-rate" in capsys.readouterr().err
 

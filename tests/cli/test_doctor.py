@@ -1,13 +1,15 @@
-"""``dpengine doctor`` fits one screen, and names nothing of the user's."""
+"""``dpengine doctor`` fits one screen, and names no file of the user."""
 
 import getpass
 import json
 import platform
 from pathlib import Path
 
+import pytest
 import torch
 
 from dpengine.cli.main import main
+from dpengine.cli.screen import columns, strong
 
 
 def test_it_names_the_versions_that_matter(capsys):
@@ -32,3 +34,26 @@ def test_it_has_no_folder_host_or_user_in_it(capsys):
     assert str(Path.home()) not in out
     assert platform.node() not in out
     assert f" {getpass.getuser()}" not in out
+
+
+def test_columns_line_up_and_leave_no_blanks_at_the_end():
+    assert columns([("a", "bb"), ("ccc", "d")]) == "a    bb\nccc  d"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "environment", "bold"),
+    [
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"NO_COLOR": "1"}, False),
+        (True, {"TERM": "dumb"}, False),
+        (True, {"NO_COLOR": ""}, True),  # an empty value does not count, says no-color.org
+    ],
+)
+def test_emphasis_is_for_terminals_that_want_it(monkeypatch, terminal, environment, bold):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal, raising=False)
+    assert strong("x") == ("\033[1mx\033[0m" if bold else "x")

@@ -146,7 +146,7 @@ def test_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
 
 @pytest.mark.parametrize("option", ["--steps", "--n", "--batch"])
 @pytest.mark.parametrize("digits", [31, 400, 5000])
-def test_a_number_of_many_digits_is_refused_in_one_line(capsys, option, digits):
+def test_a_number_of_many_digits_is_rejected_in_one_line(capsys, option, digits):
     code, out, err = exit_code(capsys, *EPSILON, option, "9" * digits)
     assert (code, out) == (2, "")
     last = err.strip().splitlines()[-1]
@@ -156,7 +156,7 @@ def test_a_number_of_many_digits_is_refused_in_one_line(capsys, option, digits):
 @pytest.mark.parametrize(
     "change", [("--accountant", "gdp"), ("--accountant", "rdp", "--relation", "replace-one")], ids=str
 )
-def test_a_refusal_names_the_option_and_not_the_argument_of_python(capsys, change):
+def test_an_error_names_the_option_and_not_the_argument_of_python(capsys, change):
     _, _, err = exit_code(capsys, *EPSILON, *change)
     assert "Use --accountant pld." in err and "accountant=" not in err
 

@@ -28,7 +28,7 @@ def weights(parts):
 @pytest.mark.one_in(2, "poisson", "mode", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_a_run_goes_on_with_weights_and_what_was_spent(mode, poisson):
+def test_a_run_continues_with_its_weights_and_its_privacy_cost(mode, poisson):
     asked = {"grad_sample_mode": mode, "poisson_sampling": poisson, "noise_multiplier": 1.0}
     parts = private(**asked)
     train(parts)
@@ -182,7 +182,7 @@ def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, 
 @pytest.mark.one_in(2, "poisson", "accountant", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("accountant", [PRVAccountant, Counting])
-def test_an_engine_that_loads_what_another_spent_of_the_data_knows_it(accountant, poisson):
+def test_an_engine_that_loads_the_account_of_another_over_the_same_data_does_not_warn(accountant, poisson):
     dataset = rows()
 
     def made():

@@ -111,14 +111,14 @@ def test_a_loss_that_the_criterion_reduced_is_clipped_all_the_same():
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-def test_numbers_that_fit_no_row_are_refused():
+def test_numbers_that_fit_no_row_are_rejected():
     wrapped, optimizer, inputs, targets = made()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, lambda out, y: out.flatten()[:7])
     with pytest.raises(BatchDependentLossError, match="reduction"):
         criterion(wrapped(inputs), targets)
 
 
-def test_sums_of_losses_of_other_rows_and_unknown_reductions_are_refused():
+def test_sums_of_losses_of_other_rows_and_unknown_reductions_are_rejected():
     wrapped, optimizer, inputs, targets = made()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
     one, other = criterion(wrapped(inputs), targets), criterion(wrapped(inputs[:3]), targets[:3])

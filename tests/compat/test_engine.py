@@ -1,15 +1,36 @@
-"""``PrivacyEngine`` of Opacus's names: what it returns, what it charges, and what subclasses may change."""
+"""``PrivacyEngine`` of Opacus's names: what it returns, what it charges, what subclasses may change, and copies."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import inside
 import pytest
 import torch
-from opacus_runs import MODES, Counting, assert_same, flat, gradients, loss, model, private, rows, train, truth
+from opacus_runs import (
+    MODES,
+    Counting,
+    arguments,
+    assert_clipped_step,
+    assert_same,
+    batch,
+    by_hand,
+    flat,
+    gradients,
+    loss,
+    model,
+    private,
+    rows,
+    step,
+    steps_in_history,
+    train,
+    truth,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
+import dpengine
 from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
 from dpengine.compat.opacus.accountants import register_accountant, registry
 from dpengine.compat.opacus.optimizers import DPOptimizer
@@ -26,14 +47,7 @@ def passes_booked(engine):
 @pytest.mark.parametrize("mode", [*MODES, "no_op"])
 def test_ghost_modes_give_four_values_and_others_three(mode):
     plain = model()
-    made = PrivacyEngine().make_private(
-        module=plain,
-        optimizer=torch.optim.SGD(plain.parameters(), lr=0.1),
-        data_loader=DataLoader(rows(), 4),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        grad_sample_mode=mode,
-    )
+    made = PrivacyEngine().make_private(**arguments(plain, grad_sample_mode=mode))
     assert len(made) == (4 if mode == "ghost" else 3)
     assert made[0]._module is plain
     assert isinstance(made[1], DPOptimizer)
@@ -59,26 +73,20 @@ def test_without_a_wrapper_the_model_itself_is_trained_and_hooks_are_returned(mo
     plain = model()
     parts = private(module=plain, wrap_model=False, grad_sample_mode=mode)
     assert not isinstance(parts.model, nn.Module)
-    inputs, targets = next(iter(parts.loader))
-    expected = truth(plain, inputs, targets)
-    loss(plain, inputs, targets).backward()
-    parts.optimizer.step()
-    assert_same(gradients(plain, 4), expected)
+    assert_clipped_step(plain, parts.optimizer, *next(iter(parts.loader)))
+
+
+def make_private_again(parts, **asked):
+    parts_as_arguments = {"optimizer": parts.optimizer, "data_loader": parts.loader}
+    return parts.engine.make_private(**arguments(parts.model, **parts_as_arguments, **asked))
 
 
 @pytest.mark.parametrize("poisson", [True, False])
-def test_a_second_call_with_the_private_parts_adds_to_what_was_spent(poisson):
+def test_a_second_call_with_the_private_parts_adds_to_epsilon(poisson):
     first = private(noise_multiplier=1.0, poisson_sampling=poisson)
     train(first)
     spent = first.engine.get_epsilon(1e-5)
-    made = first.engine.make_private(
-        module=first.model,
-        optimizer=first.optimizer,
-        data_loader=first.loader,
-        noise_multiplier=2.0,
-        max_grad_norm=1.0,
-        poisson_sampling=poisson,
-    )
+    made = make_private_again(first, noise_multiplier=2.0, poisson_sampling=poisson)
     second = first._replace(model=made[0], optimizer=made[1], loader=made[2])
     assert second.model is first.model
     assert second.optimizer.original_optimizer is first.optimizer.original_optimizer
@@ -88,16 +96,9 @@ def test_a_second_call_with_the_private_parts_adds_to_what_was_spent(poisson):
     assert first.engine.get_epsilon(1e-5) > spent
 
 
-def test_the_optimizer_of_an_earlier_call_is_refused():
+def test_the_optimizer_of_an_earlier_call_is_rejected():
     first = private(noise_multiplier=1.0)
-    first.engine.make_private(
-        module=first.model,
-        optimizer=first.optimizer,
-        data_loader=first.loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-    )
+    make_private_again(first, poisson_sampling=False)
     with pytest.raises((ParameterMismatchError, BatchStateError)):
         train(first)
 
@@ -162,7 +163,7 @@ PASSES = [
 @pytest.mark.one_in(2, "drop_last", "does", others="slow")
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("does, expected", PASSES, ids=[does.__name__ for does, _ in PASSES])
-def test_every_pass_in_which_a_row_may_have_been_is_booked(does, expected, drop_last):
+def test_every_pass_that_may_include_a_row_is_charged(does, expected, drop_last):
     rest = 3 if drop_last else 0
     parts = private(count=40 + rest, noise_multiplier=1.0, shuffle=True, drop_last=drop_last)
     assert len(parts.loader) == 10
@@ -218,7 +219,7 @@ def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
         private(engine=PrivacyEngine(secure_mode=True), noise_generator=torch.Generator())
 
 
-def test_what_is_refused_leaves_model_and_optimizer_as_they_were():
+def test_what_is_rejected_leaves_model_and_optimizer_as_they_were():
     plain = model()
     with pytest.raises(ValueError, match=r"max_grad_norm|max_norm"):
         private(module=plain, max_grad_norm=-1.0)
@@ -248,20 +249,12 @@ def test_a_subclass_may_give_an_optimizer_of_its_own():
                 parameter.grad /= 2
 
     class Engine(PrivacyEngine):
-        def _prepare_optimizer(self, *, optimizer, noise_multiplier, max_grad_norm, expected_batch_size, **kwargs):
-            return Halved(
-                optimizer,
-                noise_multiplier=noise_multiplier,
-                max_grad_norm=max_grad_norm,
-                expected_batch_size=expected_batch_size,
-            )
+        def _prepare_optimizer(self, *, optimizer, **settings):
+            names = ("noise_multiplier", "max_grad_norm", "expected_batch_size")
+            return Halved(optimizer, **{name: settings[name] for name in names})
 
     parts = private(engine=Engine())
-    inputs, targets = next(iter(parts.loader))
-    expected = truth(parts.model._module, inputs, targets)
-    loss(parts.model, inputs, targets).backward()
-    parts.optimizer.step()
-    assert_same(gradients(parts.model._module, 8), expected)
+    assert_clipped_step(parts.model, parts.optimizer, *next(iter(parts.loader)), size=8)
 
 
 def test_the_adaptive_engine_moves_the_threshold_within_its_bounds():
@@ -307,10 +300,10 @@ def test_gradients_may_be_cleared_in_any_order(order, mode, poisson):
         parts.optimizer.step()
         if order in {"end", "model"}:
             clear()
-    assert sum(steps for *_, steps in parts.engine.accountant.history) == 3
+    assert steps_in_history(parts) == 3
 
 
-def test_wrappers_of_other_settings_are_refused():
+def test_wrappers_of_other_settings_are_rejected():
     plain = model()
     with pytest.raises(ValueError, match="to_standard_module"):
         private(module=GradSampleModule(plain, loss_reduction="sum"))
@@ -354,3 +347,53 @@ def test_all_of_a_run_goes_without_references(mode):
     del parts
     gc.collect()
     assert [reference() for reference in left] == [None] * len(left)
+
+
+WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def engine_itself():
+    engine = dpengine.PrivacyEngine()
+    engine.make_private(**arguments())
+    return engine
+
+
+def engine_of_compat():
+    return private(noise_multiplier=1.0).engine
+
+
+@ways
+@pytest.mark.parametrize("made", [engine_itself, engine_of_compat])
+def test_an_engine_with_private_models_is_not_copied(way, made):
+    engine = made()
+    with pytest.raises(TypeError, match=r"PrivacyEngine cannot be copied.*account of private models.*checkpoint"):
+        WAYS[way](engine)
+
+
+@ways
+@pytest.mark.parametrize("kind", [dpengine.PrivacyEngine, PrivacyEngine])
+def test_a_copy_of_an_engine_without_private_models_counts_by_itself(way, kind):
+    engine = kind()
+    other = WAYS[way](engine)
+    wrapped, optimizer, loader = other.make_private(**arguments())
+    for inputs, targets in loader:
+        step(wrapped, optimizer, inputs, targets)
+    assert other.get_epsilon(1e-3) > 0
+    assert engine.get_epsilon(1e-3) == 0 or way == "copy"
+
+
+def test_a_copied_accountant_keeps_its_epsilon():
+    parts = private(noise_multiplier=1.0, poisson_sampling=True)
+    train(parts)
+    kept, before = copy.deepcopy(parts.engine.accountant), parts.engine.get_epsilon(1e-3)
+    train(parts)
+    assert kept.get_epsilon(1e-3) == before < parts.engine.get_epsilon(1e-3)
+
+
+@ways
+def test_a_private_optimizer_is_not_copied_and_goes_on(way):
+    wrapped, optimizer = by_hand()
+    with pytest.raises(TypeError, match=r"DPOptimizer cannot be copied.*state_dict\(\).*make_private"):
+        WAYS[way](optimizer)
+    step(wrapped, optimizer, *batch())

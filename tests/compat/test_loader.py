@@ -7,6 +7,7 @@ import torch
 from opacus_runs import loss, model, private, rows, train
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
+from dpengine.accounting import EpochParticipation
 from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.data_loader import (
     CollateFnWithEmpty,
@@ -16,6 +17,7 @@ from dpengine.compat.opacus.data_loader import (
     switch_generator,
     wrap_collate_with_empty,
 )
+from dpengine.compat.opacus.engine_batches import InOrder
 from dpengine.errors import SamplingError
 
 
@@ -101,7 +103,7 @@ def test_the_generator_of_a_loader_draws_no_batches_of_a_run_whose_epsilon_rests
     assert one != other
 
 
-def test_it_does_where_noise_repeats_too_as_in_tests():
+def test_the_generator_of_a_loader_draws_batches_where_noise_repeats_too():
     one, other = (batches_of_a_run(made_by_hand=False, noise_generator=seeded(2)) for _ in range(2))
     assert one == other
 
@@ -125,7 +127,7 @@ def test_rows_without_an_index_are_a_value_error():
         DPDataLoader.from_data_loader(DataLoader(Endless(), 2))
 
 
-def test_a_sampler_with_a_law_of_its_own_is_refused():
+def test_a_sampler_with_a_law_of_its_own_is_rejected():
     class Twice(torch.utils.data.Sampler):
         def __iter__(self):
             return iter([0, 0, 1, 1])
@@ -239,7 +241,7 @@ def test_empty_batches_are_steps_and_a_row_of_padding_counts_for_nothing(padded)
     assert sum(steps for *_, steps in parts.engine.accountant.history) == 120
 
 
-def test_rows_that_did_not_come_from_the_loader_are_refused():
+def test_rows_that_did_not_come_from_the_loader_are_rejected():
     parts = private(noise_multiplier=1.0)
     train(parts)
     parts.optimizer.zero_grad()
@@ -252,3 +254,23 @@ def test_a_pass_of_ones_own_over_the_indices_is_followed():
     loader = DPDataLoader(numbered(40), sample_rate=0.25)
     again = DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, collate_fn=loader.collate_fn)
     assert len(drawn(again)) == 4
+
+
+@pytest.mark.parametrize(
+    "rows, size, drop_last", [(10, 4, False), (10, 4, True), (8, 4, False), (3, 4, False), (3, 4, True)]
+)
+def test_batches_are_those_of_an_unshuffled_loader_in_every_pass(rows, size, drop_last):
+    strategy = InOrder(rows, size, drop_last)
+    plain = [batch.tolist() for batch in DataLoader(range(rows), size, drop_last=drop_last)]
+    assert strategy.steps_per_epoch == len(plain)
+    drawn = [strategy.draw(step, None).tolist() for step in range(2 * len(plain))]
+    assert drawn == 2 * plain
+    assert strategy.expected_batch_size == min(size, rows)
+    assert strategy.sample_rate == min(1, size / rows)
+    assert strategy.participation == EpochParticipation(len(plain), claimed=True)
+
+
+@pytest.mark.parametrize("wrong", [(0, 4), (4, 0), (4, -1)])
+def test_counts_below_1_are_rejected(wrong):
+    with pytest.raises(ValueError, match="InOrder"):
+        InOrder(*wrong)

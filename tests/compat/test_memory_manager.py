@@ -55,7 +55,7 @@ def test_chunks_are_one_logical_batch(through, mode):
 @pytest.mark.one_in(2, "workers", "through")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
-def test_a_batch_that_was_cut_off_never_enters_another(through, workers):
+def test_a_batch_that_was_interrupted_never_enters_another(through, workers):
     parts = private(batch_size=6, workers=workers)
     wrapped, optimizer, loader = parts.model, parts.optimizer, parts.loader
     if through == "by hand":
@@ -120,7 +120,7 @@ def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_bat
 
 
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
-def test_a_pass_that_is_left_late_does_not_cut_the_one_that_followed(in_parts):
+def test_a_pass_that_is_left_late_does_not_interrupt_the_one_that_followed(in_parts):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
     left = iter(chunks)
@@ -210,7 +210,7 @@ def test_a_pass_that_goes_on_after_another_one_leaves_nothing_when_it_is_left(in
     assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
-def test_a_batch_that_another_pass_cuts_off_does_not_join_it():
+def test_a_batch_that_another_pass_interrupts_does_not_join_it():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = wrap_data_loader(data_loader=DataLoader(rows(6), 6), max_batch_size=3, optimizer=optimizer)
     expected = truth(wrapped._module, *rows(6).tensors)
@@ -246,7 +246,7 @@ def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
     assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
-def test_parts_of_two_passes_alternately_are_refused():
+def test_parts_of_two_passes_alternately_are_rejected():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     pair = [wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in "ab"]
     with pytest.raises(BatchStateError, match="parts of several batches"):
@@ -267,7 +267,7 @@ def test_parts_that_are_fetched_at_once_are_a_step_each_and_so_is_what_follows_a
     assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
-def test_a_poisson_loader_of_ones_own_is_cut_for_an_optimizer_of_ones_own():
+def test_a_poisson_loader_built_by_hand_is_split_for_an_optimizer_built_by_hand():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     released, sizes = [], []
     optimizer.attach_step_hook(lambda one: released.append(len(sizes)))
@@ -315,7 +315,7 @@ def test_a_loader_does_not_keep_an_optimizer_alive():
     assert len(list(loader)) == len(loader)
 
 
-def test_a_loader_of_dpengine_is_not_cut_for_an_optimizer_of_ones_own():
+def test_a_loader_of_dpengine_is_not_split_for_an_optimizer_built_by_hand():
     module = model()
     plain = torch.optim.SGD(module.parameters(), 0.1)
     *_, loader = dpengine.PrivacyEngine().make_private(

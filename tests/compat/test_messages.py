@@ -182,7 +182,7 @@ def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
 @pytest.mark.one_in(4, "mode", "stepped", others="slow")
 @pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("stepped", [False, True])
-def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):
+def test_rows_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
     wrapped, optimizer, loader = of_compat(
         Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
     )
@@ -199,7 +199,7 @@ def test_its_rows_do_not_add_to_those_of_the_next_batch(mode, stepped):
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-def test_nor_by_hand(cleared):
+def test_rows_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
     wrapped, optimizer = by_hand(Encodes())
     wrapped.encode(batch()[0] + 1).square().mean().backward()
     if not cleared:
@@ -256,14 +256,14 @@ def test_thresholds_for_each_parameter_are_written_anew_where_one_was_frozen():
         {"target_unclipped_quantile": 1.0},
     ],
 )
-def test_settings_of_adaptive_clipping_are_refused_by_the_name_that_they_were_given(setting):
+def test_settings_of_adaptive_clipping_are_rejected_by_the_name_that_they_were_given(setting):
     with pytest.raises(
         ValueError, match=f"{next(iter(setting))}=.*must be a plain number, above 0 and (finite|below 1)"
     ):
         of_compat(clipping="adaptive", **setting)
 
 
-def test_a_setting_of_adaptive_clipping_that_is_refused_changes_nothing():
+def test_a_setting_of_adaptive_clipping_that_is_rejected_changes_nothing():
     _, optimizer, _ = of_compat(clipping="adaptive")
     with pytest.raises(ValueError, match="clipbound_learning_rate=-1"):
         optimizer.clipbound_learning_rate = -1

@@ -61,7 +61,7 @@ def test_only_imports_differ_from_the_script_for_opacus(name):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SCRIPTS]
 )
-def test_a_short_run_spends_what_opacus_says(name, capsys):
+def test_a_short_run_has_the_epsilon_of_opacus(name, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         result = script(name).main(["--quick"])
@@ -72,7 +72,7 @@ def test_a_short_run_spends_what_opacus_says(name, capsys):
 @pytest.mark.one_in(3, "name")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_whole_run_learns_and_spends_what_opacus_says(name, tmp_path):
+def test_a_whole_run_learns_and_has_the_epsilon_of_opacus(name, tmp_path):
     guessing = {"image_classifier": 0.1, "text_lstm": 1 / 3, "text_transformer": 1 / 3}.get(name, 0.765)
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error::Warning"}
     command = [sys.executable, "-W", "error", str(FOLDER / f"{name}.py")]

@@ -147,7 +147,7 @@ def test_parameters_added_to_the_optimizer_are_trained():
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-def test_two_optimizers_over_one_wrapper_are_refused_at_the_first_step():
+def test_two_optimizers_over_one_wrapper_are_rejected_at_the_first_step():
     wrapped, first = by_hand(parameters=lambda w: w._module[0].parameters())
     second = DPOptimizer(
         torch.optim.SGD(wrapped._module[2].parameters(), lr=0.1),
@@ -165,7 +165,7 @@ def test_two_optimizers_over_one_wrapper_are_refused_at_the_first_step():
     first.step()  # the other one is gone
 
 
-def test_parameters_of_two_wrappers_are_refused():
+def test_parameters_of_two_wrappers_are_rejected():
     one, other = GradSampleModule(model()), GradSampleModule(model(1))
     both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
     optimizer = DPOptimizer(both, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
@@ -200,7 +200,7 @@ changed = pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.one_in(2, "by_parts", others="slow")
 @changed
 @pytest.mark.parametrize("by_parts", [False, True])
-def test_sums_that_were_changed_after_clipping_are_refused_where_an_epsilon_is_stated(change, by_parts):
+def test_sums_that_were_changed_after_clipping_are_rejected_where_an_epsilon_is_stated(change, by_parts):
     parts = private(noise_multiplier=1.0, poisson_sampling=True)
     before = {name: tensor.clone() for name, tensor in parts.model.state_dict().items()}
     inputs, targets = next(iter(parts.loader))
@@ -217,7 +217,7 @@ def test_sums_that_were_changed_after_clipping_are_refused_where_an_epsilon_is_s
 
 @changed
 @pytest.mark.parametrize("by_parts", [False, True])
-def test_by_hand_they_are_taken_and_said_so(change, by_parts):
+def test_sums_that_were_changed_by_hand_are_used_with_a_warning(change, by_parts):
     wrapped, optimizer = by_hand()
     expected = truth(wrapped._module, *batch())
     expected = {name: total * {"dropped": 0.0}.get(change, 3.0) for name, total in expected.items()}
@@ -265,7 +265,7 @@ def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_rel
     assert_same(dict(made.model.named_parameters()), before)
 
 
-def test_a_parameter_of_a_part_that_is_frozen_before_the_backward_pass_is_refused():
+def test_a_parameter_of_a_part_that_is_frozen_before_the_backward_pass_is_rejected():
     wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
     found = loss(wrapped, *batch())
     wrapped._module[2].bias.requires_grad_(False)

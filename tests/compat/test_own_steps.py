@@ -65,7 +65,7 @@ def test_a_generator_makes_it_repeat(secure):
     assert not torch.equal(*one)
 
 
-def test_a_gradient_that_went_into_a_step_is_refused():
+def test_a_gradient_that_went_into_a_step_is_rejected():
     fresh, used = torch.zeros(2), torch.zeros(2)
     _mark_as_processed([used])
     _check_processed_flag([fresh])

@@ -91,7 +91,7 @@ def test_what_was_set_to_none_is_never_clipped():
     assert_sums(model, sums, clipped_sum(of_rows(model, *batch(3, seed=1)), 0.5))
 
 
-def test_where_passes_may_not_add_up_the_second_is_refused_by_name_and_nothing_counts_twice():
+def test_where_passes_may_not_add_up_the_second_is_rejected_by_name_and_nothing_counts_twice():
     model, sums = watched()
     sums.refuse_accumulation()
     backward(model, *batch())
@@ -123,7 +123,7 @@ def test_a_part_of_the_parameters_is_clipped_by_its_own_norm():
     assert_sums(model, sums, clipped_sum(truth, 0.5))
 
 
-def test_parameters_that_took_part_in_other_passes_are_refused():
+def test_parameters_that_took_part_in_other_passes_are_rejected():
     model, sums = watched()
     backward(model, *batch())
     model[0].weight.grad_sample = [torch.randn(4, 4, 3)] * 2
@@ -132,7 +132,7 @@ def test_parameters_that_took_part_in_other_passes_are_refused():
 
 
 @pytest.mark.parametrize("wrong", [torch.randn(4, 3, 4), "text", torch.randn(())], ids=["shape", "kind", "scalar"])
-def test_what_is_no_gradient_of_rows_is_refused_by_name(wrong):
+def test_what_is_no_gradient_of_rows_is_rejected_by_name(wrong):
     model, sums = watched(mode="no_op")
     for parameter in model.parameters():
         parameter.grad_sample = torch.randn(4, *parameter.shape)
@@ -162,7 +162,7 @@ def test_gradients_that_leak_in_eval_mode_after_the_pass_are_none_of_it():
     assert_sums(model, sums, clipped_sum(of_rows(model, *batch()), 0.5))
 
 
-def test_a_parameter_used_outside_its_layer_is_refused_at_the_end_of_its_pass():
+def test_a_parameter_used_outside_its_layer_is_rejected_at_the_end_of_its_pass():
     model, sums = watched()
     inputs, targets = batch()
     out = model(inputs) + model[2].weight.sum()

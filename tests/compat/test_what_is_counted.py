@@ -112,7 +112,7 @@ def _fail():
     raise RuntimeError("no scale")
 
 
-def test_a_jump_into_another_pass_is_booked_as_a_pass_of_its_own():
+def test_a_jump_into_another_pass_is_charged_as_a_pass_of_its_own():
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine, poisson_sampling=False)
     train(model, optimizer, loader)

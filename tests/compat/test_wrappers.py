@@ -104,7 +104,7 @@ def test_what_is_written_to_grad_sample_is_what_is_clipped(write, through):
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-def test_a_grad_sample_of_another_shape_is_refused_by_name():
+def test_a_grad_sample_of_another_shape_is_rejected_by_name():
     wrapped, optimizer = by_hand()
     loss(wrapped, *batch()).backward()
     wrapped._module[0].weight.grad_sample = torch.randn(4, 3, 3)
@@ -112,7 +112,7 @@ def test_a_grad_sample_of_another_shape_is_refused_by_name():
         optimizer.step()
 
 
-def test_rows_left_out_of_one_parameter_are_refused():
+def test_rows_left_out_of_one_parameter_are_rejected():
     wrapped, optimizer = by_hand()
     loss(wrapped, *batch()).backward()
     wrapped._module[0].weight.grad_sample = wrapped._module[0].weight.grad_sample[:2]
@@ -268,7 +268,7 @@ def test_hooks_put_on_again_in_the_middle_of_a_batch_destroy_its_sums():
 
 
 @pytest.mark.parametrize(("off", "says"), [("remove_hooks", "has no gradients"), ("disable_hooks", "hooks are off")])
-def test_without_hooks_a_private_step_is_refused(off, says):
+def test_without_hooks_a_private_step_is_rejected(off, says):
     parts = private(noise_multiplier=1.0)
     before = parts.model._module[0].weight.clone()
     getattr(parts.model, off)()
@@ -294,7 +294,7 @@ def test_only_train_mode_with_gradients_is_recorded(wrap):
     assert not any(hasattr(p, "grad_sample") for p in wrapped.parameters())
 
 
-def test_trainable_layers_with_buffers_are_refused_if_strict():
+def test_trainable_layers_with_buffers_are_rejected_if_strict():
     class Scaled(nn.Linear):
         def __init__(self):
             super().__init__(3, 2)

@@ -43,7 +43,7 @@ def test_a_raw_gradient_with_it_reaches_no_weight():
 
 
 @pytest.mark.parametrize("names", [(), ("0.weight", "0.bias")], ids=["none", "some"])
-def test_a_parameter_without_one_is_refused_and_no_weight_moves(names):
+def test_a_parameter_without_one_is_rejected_and_no_weight_moves(names):
     module = model()
     optimizer, before = optimizer_over(module), flat(model().state_dict())
     loss(module, *batch()).backward()  # a raw gradient, which must stay out of the weights

@@ -30,7 +30,7 @@ def counts(path):
 
 
 @pytest.mark.hazard("A11")
-def test_the_next_run_begins_with_what_the_last_one_spent(path):
+def test_the_next_run_begins_with_the_charges_of_the_last_one(path):
     first = Run(path).train(5).gone()
     second = Run(path)
     assert second.engine.ledger.steps == 5 and second.engine.epsilon == first.engine.epsilon
@@ -55,7 +55,7 @@ def test_a_run_that_outlives_its_engine_goes_on_charging(path):
     assert steps_of(read(path).history) == 3
 
 
-def test_epsilon_follows_from_the_file_alone(path):
+def test_epsilon_follows_from_the_file(path):
     run = Run(path, reserve=4, noise=BandMF(num_bands=2), steps=9).train(7).gone()
     assert epsilon_of(read(path).history, 1e-3) == run.engine.epsilon
 
@@ -169,7 +169,7 @@ def test_a_run_by_a_plan_that_broke_off_is_gone_on_with_to_its_end(path, tmp_pat
 
 
 @pytest.mark.hazard("P1")
-def test_a_file_that_ends_before_the_checkpoint_is_refused(path, tmp_path):
+def test_a_file_that_ends_before_the_checkpoint_is_rejected(path, tmp_path):
     first = Run(path).train(2)
     older = path.read_bytes()
     checkpoint.save(tmp_path / "saved", first.train(2).engine)
@@ -250,7 +250,7 @@ def test_two_deaths_leave_the_noise_of_the_first_time(path, tmp_path):
         Run(path, target_epsilon=4.0, steps=10).died()  # it made no step
 
 
-def test_a_run_of_another_unit_is_refused(path):
+def test_a_run_of_another_unit_is_rejected(path):
     Run(path).train(1).gone()
     model = nn.Linear(4, 3)
     engine = PrivacyEngine(ledger=path)
@@ -280,7 +280,7 @@ def test_the_report_says_whether_the_ledger_is_on_disk(path):
     assert line not in str(Run(None).train(1).engine.report())
 
 
-def test_the_file_tells_nothing_that_is_private(path):
+def test_the_file_holds_nothing_that_is_private(path):
     Run(path, sample_rate=0.3, expected_batch_size=20).train(4).gone()
     text = path.read_text()
     for word in (os.uname().nodename, os.path.expanduser("~"), str(path.parent), "num_examples", '"rows"'):
@@ -289,13 +289,13 @@ def test_the_file_tells_nothing_that_is_private(path):
 
 
 @pytest.mark.parametrize("reserve", [0, -1, 1001, 1.0, True, "1"])
-def test_a_reservation_that_is_no_number_of_steps_is_refused(path, reserve):
+def test_a_reservation_that_is_no_number_of_steps_is_rejected(path, reserve):
     with pytest.raises(ValueError, match="reserve_steps"):
         PrivacyEngine(ledger=path, reserve_steps=reserve)
     assert not path.exists()
 
 
-def test_what_does_not_fit_together_is_refused(tmp_path):
+def test_what_does_not_fit_together_is_rejected(tmp_path):
     with pytest.raises(ValueError, match="needs a ledger file"):
         PrivacyEngine(reserve_steps=10)
     with pytest.raises(TypeError, match="path"):

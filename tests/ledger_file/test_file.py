@@ -95,7 +95,7 @@ def test_a_last_line_up_to_its_seal_counts(path):
 
 
 @pytest.mark.parametrize("cut", [2, 30])
-def test_a_last_line_that_a_process_died_over_is_cut_off(path, cut):
+def test_a_last_line_that_a_process_died_over_is_dropped(path, cut):
     Run(path).train(3).gone()
     whole = path.read_bytes()
     path.write_bytes(whole[:-cut])
@@ -110,7 +110,7 @@ def test_a_file_that_was_begun_and_not_written_is_a_new_one(path):
 
 
 @pytest.mark.parametrize("failing", ["pwrite", "sync"])
-def test_a_step_that_cannot_be_written_is_refused_and_the_file_is_as_it_was(path, monkeypatch, failing):
+def test_a_step_that_cannot_be_written_is_rejected_and_the_file_is_as_it_was(path, monkeypatch, failing):
     run = Run(path).train(2)
     weights, content = run.model.weight.detach().clone(), path.read_bytes()
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -259,7 +259,7 @@ def test_a_model_is_taken_off_though_the_file_cannot_be_written(path):
     assert not inside.is_attached(run.engine) and run.model.weight.grad is not None
 
 
-def test_a_file_that_was_changed_moved_or_deleted_meanwhile_refuses_the_step(path):
+def test_a_file_that_was_changed_moved_or_deleted_meanwhile_rejects_the_step(path):
     run = Run(path).train(1)
     content = path.read_bytes()
     for change in (
@@ -311,7 +311,7 @@ def edited(path, change):
     ids=["taken out", "edited", "another file", "an empty line"],
 )
 @pytest.mark.hazard("P1")
-def test_an_edited_file_is_refused_before_anything_is_changed(path, change):
+def test_an_edited_file_is_rejected_before_anything_is_changed(path, change):
     Run(path).train(3).gone()
     edited(path, change)
     content = path.read_bytes()
@@ -382,7 +382,7 @@ def forged(path, told, *, schema=1):
 
 
 @pytest.mark.parametrize("told", IMPOSSIBLE.values(), ids=IMPOSSIBLE)
-def test_what_cannot_have_been_is_refused(path, told):
+def test_what_cannot_have_been_is_rejected(path, told):
     forged(path, told)
     with pytest.raises(LedgerError, match=r"line \d+ .*|event"):
         read(path)
@@ -399,7 +399,7 @@ def test_what_can_have_been_is_read(path):
 
 @pytest.mark.parametrize("schema", [0, 2])
 @pytest.mark.hazard("P7")
-def test_another_schema_is_refused_by_its_number(path, schema):
+def test_another_schema_is_rejected_by_its_number(path, schema):
     forged(path, [], schema=schema)
     with pytest.raises(LedgerError, match=rf"schema {schema}; this version reads 1"):
         PrivacyEngine(ledger=path)

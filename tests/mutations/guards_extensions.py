@@ -5,7 +5,7 @@ from .guard import Guard
 CONTRACTS = "extending/test_contracts.py::"
 DRAWN = CONTRACTS + "test_a_scheme_that_draws_otherwise_than_stated_is_refused"
 NOISE = CONTRACTS + "test_noise_without_an_analysis_is_refused"
-EVENTS = "accounting/test_run_events.py::"
+EVENTS = "accounting/test_events.py::"
 
 GUARDS = [
     Guard("scheme-trial", "batches of a scheme from outside are tried", "    if fault:\n", "    if False:\n", DRAWN),
@@ -84,7 +84,7 @@ GUARDS = [
         "noise that continues with another generator",
         "    if len({*then, *now}) > 1 and noise.regenerates:",
         "    if False:",
-        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_only_with_their_generator",
     ),
     Guard(
         "generator-kept",

@@ -115,7 +115,7 @@ GUARDS = [
         "a second pass of Poisson batches before the step",
         "self.allows_accumulation or not (self._waiting or unused)",
         "True",
-        "compat/test_waiting_passes.py::test_where_passes_may_not_add_up_the_second_is_refused_by_name_and"
+        "compat/test_waiting_passes.py::test_where_passes_may_not_add_up_the_second_is_rejected_by_name_and"
         "_nothing_counts_twice",
     ),
     Guard(
@@ -144,7 +144,7 @@ GUARDS = [
         "parameters of unequally many passes",
         "len({len(shown) for shown in parts.values()}) > 1",
         "False",
-        "compat/test_waiting_passes.py::test_parameters_that_took_part_in_other_passes_are_refused",
+        "compat/test_waiting_passes.py::test_parameters_that_took_part_in_other_passes_are_rejected",
     ),
     Guard(
         "waiting-interrupted",

@@ -8,7 +8,7 @@ GUARDS = [
         "noise that is drawn again continues with its own generator alone",
         '        _check_generators(run, plan.noise, source, state["noise"])',
         "        pass",
-        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_with_their_generator_alone[CPU-1]",
+        "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_only_with_their_generator[CPU-1]",
     ),
     Guard(
         "device-of-objects",
@@ -22,7 +22,7 @@ GUARDS = [
         "sums narrower than float32",
         "sums.dtype not in (torch.float32, torch.float64)",
         "False",
-        "noise/test_gaussian.py::test_sums_narrower_than_float32_are_refused",
+        "noise/test_gaussian.py::test_sums_narrower_than_float32_are_rejected",
     ),
     Guard(
         "repeated-examples",
@@ -134,7 +134,7 @@ GUARDS = [
         "a standard deviation that is negative or not finite",
         "not (std >= 0 and math.isfinite(std))",
         "False",
-        "noise/test_gaussian.py::test_a_standard_deviation_out_of_range_is_refused",
+        "noise/test_gaussian.py::test_a_standard_deviation_out_of_range_is_rejected",
     ),
     Guard(
         "noise-mine",
@@ -190,7 +190,7 @@ GUARDS = [
         "a data set that has grown",
         "    if size != strategy.num_examples:",
         "    if False:",
-        "sampling/test_loader.py::test_a_strategy_for_other_data_is_refused",
+        "sampling/test_loader.py::test_a_strategy_for_other_data_is_rejected",
     ),
     Guard(
         "ledger-owed",
@@ -318,28 +318,28 @@ GUARDS = [
         "noise that was used",
         "            return\n        if (step, start) < self._next:",
         "            return\n        if False:",
-        "noise/test_gaussian.py::test_an_address_that_was_used_is_refused_and_the_sums_are_untouched",
+        "noise/test_gaussian.py::test_an_address_that_was_used_is_rejected_and_the_sums_are_untouched",
     ),
     Guard(
         "noise-reuse-correlated",
         "correlated noise that was used",
         "str, std: float, step: int, start: int) -> None:\n        if (step, start) < self._next:",
         "str, std: float, step: int, start: int) -> None:\n        if False:",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_refused",
+        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
     ),
     Guard(
         "noise-std-changes",
         "correlated noise of another standard deviation",
         "self._std is not None and std != self._std",
         "False",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_refused",
+        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
     ),
     Guard(
         "noise-planned-steps",
         "more steps of correlated noise than planned",
         "size is not None and step - self._first_step >= size",
         "False",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_refused",
+        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
     ),
     Guard(
         "units-mode",
@@ -362,7 +362,7 @@ GUARDS = [
         "a charge counts in memory",
         "            self.ledger.charge(event, count=count, kind=kind)",
         "            pass",
-        "ledger_file/test_engine_ledger.py::test_epsilon_follows_from_the_file_alone",
+        "ledger_file/test_engine_ledger.py::test_epsilon_follows_from_the_file",
     ),
     Guard(
         "total-adds",

@@ -11,7 +11,8 @@ from dpengine.noise import BandMF, CorrelatedNoise, NoiseSource, banded_inverse,
 from dpengine.noise.toeplitz import matrix
 
 SIZE, STEPS = 50, 9
-BANDS = [0.8, 0.5, 0.2]
+BANDS, FIVE_BANDS = [0.8, 0.5, 0.2], [1.0, 0.5, -0.3, 0.2, 0.1]
+INVERSE = [1.0, -0.5, -0.125]
 DECAYS, SCALES = [0.9, 0.3], [0.2, 0.1]
 
 
@@ -34,10 +35,7 @@ np.fill_diagonal(LOWER, 1.5)
 KINDS = {
     "one-band": (lambda: banded_toeplitz([2.0]), lambda n: 2 * np.eye(n)),
     "banded": (lambda: banded_toeplitz(BANDS), lambda n: matrix(np.array(BANDS), n)),
-    "five-bands": (
-        lambda: banded_toeplitz([1.0, 0.5, -0.3, 0.2, 0.1]),
-        lambda n: matrix(np.array([1.0, 0.5, -0.3, 0.2, 0.1]), n),
-    ),
+    "five-bands": (lambda: banded_toeplitz(FIVE_BANDS), lambda n: matrix(np.array(FIVE_BANDS), n)),
     "two-bands": (lambda: banded_toeplitz([1.0, -0.5]), lambda n: matrix(np.array([1.0, -0.5]), n)),
     "column-normalised": (
         lambda: banded_toeplitz(BANDS, column_normalized_steps=STEPS),
@@ -47,10 +45,7 @@ KINDS = {
         lambda: banded_toeplitz([0.5, 0.1], column_normalized_steps=STEPS),
         lambda n: normalised([0.5, 0.1], STEPS)[:n, :n],
     ),
-    "banded-inverse": (
-        lambda: banded_inverse([1.0, -0.5, -0.125]),
-        lambda n: np.linalg.inv(matrix(np.array([1.0, -0.5, -0.125]), n)),
-    ),
+    "banded-inverse": (lambda: banded_inverse(INVERSE), lambda n: np.linalg.inv(matrix(np.array(INVERSE), n))),
     "lambda-cgd": (lambda: lambda_cgd(0.7), lambda n: matrix(0.7 ** np.arange(n), n)),
     "blt": (lambda: blt(DECAYS, SCALES), buffered),
     "blt-without-buffers": (lambda: blt([], []), lambda n: np.eye(n)),
@@ -158,9 +153,8 @@ def test_noise_is_added_and_scaled():
     np.testing.assert_allclose(sums, (np.arange(6) + 1.5 * fresh(1, 6)[0] / 0.8) / 4, rtol=1e-12)
 
 
-def test_no_noise_is_none():
-    mechanism = mechanism_of("banded")
-    assert not run(mechanism, range(3), std=0.0).any()
+def test_a_standard_deviation_of_zero_adds_nothing():
+    assert not run(mechanism_of("banded"), range(3), std=0.0).any()
 
 
 def test_float32_sums_stay_float32():
@@ -180,7 +174,7 @@ def test_float32_sums_stay_float32():
         ({"step": STEPS}, "planned for 9 steps"),
     ],
 )
-def test_what_the_guarantee_does_not_cover_is_refused(then, says):
+def test_what_the_guarantee_does_not_cover_is_rejected(then, says):
     mechanism = mechanism_of("column-normalised")
     run(mechanism, [0, 3])
     size, settings = then.pop("size", SIZE), {"std": 1.5, **then}
@@ -189,14 +183,14 @@ def test_what_the_guarantee_does_not_cover_is_refused(then, says):
     run(mechanism, [4])  # and the run goes on
 
 
-def test_a_slice_that_appears_later_is_refused():
+def test_a_slice_that_appears_later_raises():
     mechanism = mechanism_of("banded")
     run(mechanism, [0], cuts=(0, 20))
     with pytest.raises(PrivacyError, match="differ from those of earlier steps"):
         run(mechanism, [1], cuts=(0, 30))
 
 
-def test_the_state_of_another_mechanism_is_refused():
+def test_the_state_of_another_mechanism_raises():
     with pytest.raises(ValueError, match="belongs to 'banded-inverse"):
         mechanism_of("banded").load_state_dict(mechanism_of("lambda-cgd").state_dict())
 
@@ -222,7 +216,7 @@ def test_the_state_of_another_mechanism_is_refused():
         (lambda: BandMF(num_bands=4).recurrence(3), "4 bands for 3 steps"),
     ],
 )
-def test_matrices_that_are_none_are_refused(make, says):
+def test_matrices_that_are_none_are_rejected(make, says):
     with pytest.raises(ValueError, match=says):
         make()
 

@@ -1,10 +1,15 @@
+"""Gaussian and discrete Gaussian mechanisms: their distribution, addresses, and arguments that raise."""
+
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 from dpengine.errors import InvalidBudgetError, PrivacyError
 from dpengine.noise import GaussianNoise, NoiseSource
+from dpengine.noise.discrete import add_discrete_normal_
 
 
 def test_noise_has_the_asked_standard_deviation_and_leaves_the_mean():
@@ -42,7 +47,7 @@ def test_two_domains_of_one_source_are_two_mechanisms():
 
 @pytest.mark.parametrize(("step", "start"), [(5, 0), (5, 99), (4, 0), (4, 10_000), (0, 0)])
 @pytest.mark.hazard("N2", "N3")
-def test_an_address_that_was_used_is_refused_and_the_sums_are_untouched(step, start):
+def test_an_address_that_was_used_is_rejected_and_the_sums_are_untouched(step, start):
     """Two vectors of one step, or a step that lies behind."""
     mechanism, sums = GaussianNoise(NoiseSource.seeded(1)), torch.zeros(100)
     mechanism.add(torch.zeros(100), std=1.0, step=5)
@@ -60,7 +65,7 @@ def test_an_address_whose_draw_failed_counts_as_used():
         mechanism.add(torch.zeros(4), std=1.0, step=5)
 
 
-def test_a_restored_mechanism_remembers_what_was_used():
+def test_a_restored_mechanism_rejects_addresses_that_were_used():
     mechanism, other = GaussianNoise(NoiseSource.seeded(1)), GaussianNoise(NoiseSource.seeded(1))
     mechanism.add(torch.zeros(10), std=1.0, step=5)
     other.load_state_dict(mechanism.state_dict())
@@ -78,7 +83,7 @@ def test_a_standard_deviation_of_zero_adds_nothing():
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
 @pytest.mark.hazard("B1")
-def test_a_standard_deviation_out_of_range_is_refused(std):
+def test_a_standard_deviation_out_of_range_is_rejected(std):
     sums = torch.zeros(3)
     with pytest.raises(InvalidBudgetError, match="std must be finite and nonnegative"):
         GaussianNoise(NoiseSource.seeded(1)).add(sums, std=std, step=0)
@@ -88,7 +93,76 @@ def test_a_standard_deviation_out_of_range_is_refused(std):
 @pytest.mark.parametrize("std", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.hazard("N12")
-def test_sums_narrower_than_float32_are_refused(dtype, std):
+def test_sums_narrower_than_float32_are_rejected(dtype, std):
     """Bfloat16 sums absorb noise."""
     with pytest.raises(TypeError, match="absorbs noise"):
         GaussianNoise(NoiseSource.seeded(1)).add(torch.zeros(3, dtype=dtype), std=std, step=0)
+
+
+BAD_SIGMAS = [-1.0, math.nan, math.inf, 2.0**49]
+
+
+def drawn(size, sigma, step=0, seed=0, **settings):
+    sums = torch.zeros(size, dtype=torch.int64)
+    return add_discrete_normal_(sums, sigma, source=NoiseSource.seeded(seed), step=step, **settings).numpy()
+
+
+@pytest.mark.parametrize("sigma", [0.3, 1.0, 2.7, 40.0])
+@pytest.mark.hazard("N9")
+def test_the_distribution_is_that_of_the_formula(sigma):
+    """200,000 draws: chi-square at 1e-4, places of less than 10 expected draws together."""
+    found = drawn(200_000, sigma, seed=1)
+    reach = math.ceil(6 * sigma)
+    places = np.arange(-reach, reach + 1)
+    law = np.exp(-np.square(places) / (2 * sigma**2))
+    law /= np.exp(-np.square(np.arange(-60 * reach - 60, 60 * reach + 61)) / (2 * sigma**2)).sum()
+    counts = np.array([(found == place).sum() for place in places])
+    often = law * len(found) >= 10
+    observed = np.append(counts[often], len(found) - counts[often].sum())
+    expected = np.append(law[often], 1 - law[often].sum()) * len(found)
+    if expected[-1] < 10:
+        observed, expected = observed[:-1], expected[:-1] * (observed[:-1].sum() / expected[:-1].sum())
+    assert stats.chisquare(observed, expected).pvalue > 1e-4
+
+
+def variance_of(sigma):
+    """Returns the variance of the law, below ``sigma ** 2``."""
+    reach = np.arange(1, math.ceil(40 * sigma) + 2, dtype=np.float64)
+    weights = np.exp(-np.square(reach) / (2 * sigma * sigma))
+    return float(2 * (weights @ np.square(reach)) / (1 + 2 * weights.sum()))
+
+
+@pytest.mark.parametrize("sigma", [0.3, 3.0, 1e6])
+def test_mean_and_variance(sigma):
+    """100,000 draws, within 5 of their standard deviations."""
+    found = drawn(100_000, sigma, seed=2).astype(np.float64)
+    variance = variance_of(sigma) if sigma < 1e4 else sigma**2
+    assert abs(found.mean()) < 5 * math.sqrt(variance / 1e5)
+    assert abs(found.var() - variance) < 5 * math.sqrt((3 * sigma**4 + variance) / 1e5)
+
+
+def test_draws_follow_from_their_address():
+    assert np.array_equal(drawn(1000, 5.0), drawn(1000, 5.0))
+    for other in ({"step": 1}, {"seed": 1}, {"domain": "other"}, {"start": 1000}):
+        assert not np.array_equal(drawn(1000, 5.0), drawn(1000, 5.0, **other))
+
+
+def test_noise_is_added_in_place_and_none_is_none():
+    sums = torch.arange(6).view(2, 3)
+    assert add_discrete_normal_(sums, 0.0, source=NoiseSource.seeded(0), step=0) is sums
+    assert torch.equal(sums, torch.arange(6).view(2, 3))
+    add_discrete_normal_(sums, 50.0, source=NoiseSource.seeded(0), step=0)
+    assert np.array_equal(sums.flatten().numpy() - np.arange(6), drawn(6, 50.0))
+    assert drawn(0, 1.0).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("sums", "sigma", "error", "message"),
+    [
+        *((torch.zeros(3, dtype=torch.int64), bad, InvalidBudgetError, "sigma must be") for bad in BAD_SIGMAS),
+        (torch.zeros(3), 1.0, TypeError, "int64"),
+    ],
+)
+def test_discrete_noise_raises_for_sigma_out_of_range_and_for_real_sums(sums, sigma, error, message):
+    with pytest.raises(error, match=message):
+        add_discrete_normal_(sums, sigma, source=NoiseSource.seeded(0), step=0)

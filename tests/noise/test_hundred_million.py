@@ -49,7 +49,7 @@ def assert_by_chance(found):
 
 @pytest.mark.slow
 @every_kind
-def test_normals_are_those_of_the_law(kind):
+def test_normals_have_the_stated_distribution(kind):
     assert_by_chance(p_values_of_normals(normals_of(NoiseSource.seeded(21, kind))))
 
 
@@ -60,7 +60,7 @@ def test_words_are_uniform_in_every_part_byte_and_bit(kind):
 
 
 @pytest.mark.slow
-def test_discrete_normals_are_those_of_the_law():
+def test_discrete_normals_have_the_stated_distribution():
     source, reach = NoiseSource.seeded(23), 100
     counts = np.zeros(2 * reach + 1)
     for step, (_, count) in enumerate(chunks(HUNDRED_MILLION)):
@@ -152,7 +152,7 @@ def test_a_stream_that_comes_again_is_found(source, name):
     assert min(correlations(lambda step: right, steps=3, places=2**14).values()) > LEAST
 
 
-def test_normals_of_another_law_are_found():
+def test_normals_of_another_distribution_are_found():
     """Finds normals of the same mean and variance in steps of 1/64: the cells between are empty."""
     source = NoiseSource.seeded(27)
     rounded = lambda start, count: (normals_of(source)(start, count) * 64).round() / 64  # noqa: E731

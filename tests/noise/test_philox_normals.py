@@ -17,6 +17,7 @@ from dpengine.noise.box_muller import GROUP, LARGEST_NORMAL, PAIRS, normals_of_k
 from dpengine.noise.philox_normals import add_with_torch, philox
 
 FULL = 2**32 - 1
+DIGITS_OF_PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0)
 KEY = (1, FULL, 2**31, 3)
 SIZE = 5 * GROUP + 77
 
@@ -26,11 +27,7 @@ SIZE = 5 * GROUP + 77
     [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((FULL, FULL, FULL, FULL), (FULL, FULL), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
-        (
-            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-            (0xA4093822, 0x299F31D0),
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-        ),
+        (DIGITS_OF_PI[:4], DIGITS_OF_PI[4:], (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
 )
 def test_the_words_are_those_that_the_authors_of_philox_published(counter, key, words):

@@ -17,6 +17,8 @@ from dpengine.noise import NoiseSource
 from dpengine.noise import source as noise_source
 from dpengine.noise.keyed_streams import STREAM_KINDS
 
+NARROW_DTYPES = [torch.bfloat16, torch.float16, torch.int64, torch.complex64]
+NOT_FLAT = [torch.zeros(2, 2), torch.zeros(()), torch.zeros(6)[::2]]
 SIZE = 200_000  # many groups, the last one not whole, for several threads
 every_kind = pytest.mark.parametrize("kind", STREAM_KINDS)
 
@@ -89,7 +91,7 @@ def test_values_do_not_depend_on_the_number_of_threads(kind, threads):
 
 @given(cuts=st.lists(st.integers(0, SIZE), max_size=4))
 @settings(max_examples=10, deadline=None)
-def test_slices_drawn_alone_are_slices_of_the_whole(cuts):
+def test_slices_drawn_separately_are_slices_of_the_whole(cuts):
     source = NoiseSource.seeded(1)
     ends = [0, *sorted(cuts), SIZE]
     parts = [normals(source, high - low, start=low) for low, high in itertools.pairwise(ends)]
@@ -103,7 +105,7 @@ def test_a_shorter_tensor_gets_the_beginning_of_a_longer_one():
         assert normals(source, size).equal(whole[:size])
 
 
-def test_elements_far_out_are_addressed_without_overflow():
+def test_elements_at_large_addresses_do_not_overflow():
     source = NoiseSource.seeded(1)
     near, far = normals(source, 100), normals(source, 100, start=2**63)
     assert far.isfinite().all() and not torch.isin(far, near).any()
@@ -222,7 +224,7 @@ def test_a_source_cannot_be_copied_or_pickled(copier):
 
 
 @every_kind
-def test_the_secret_state_restores_the_source_in_the_same_or_a_new_incarnation(kind):
+def test_the_secret_state_restores_the_source_with_the_same_or_a_new_nonce(kind):
     source = NoiseSource.seeded(5, kind, nonce=4)
     state = source.secret_state()
     same, other = NoiseSource.from_secret_state(state), NoiseSource.from_secret_state(state, nonce=5)
@@ -283,25 +285,26 @@ def test_an_error_in_a_thread_reaches_the_caller(threads):
 # Arguments
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.complex64], ids=str)
-@pytest.mark.hazard("N12")
-def test_a_tensor_that_is_narrower_than_float32_is_refused(dtype):
-    with pytest.raises(TypeError, match="float32 or float64"):
-        NoiseSource.seeded(1).add_normal_(torch.zeros(3, dtype=dtype), 1.0, domain="a", step=0)
-
-
 @pytest.mark.parametrize(
-    "tensor", [torch.zeros(2, 2), torch.zeros(()), torch.zeros(6)[::2]], ids=["2-D", "0-D", "strided"]
+    ("tensor", "error", "message"),
+    [
+        *((torch.zeros(3, dtype=dtype), TypeError, "float32 or float64") for dtype in NARROW_DTYPES),
+        *((tensor, ValueError, "contiguous 1-D") for tensor in NOT_FLAT),
+    ],
+    ids=[*map(str, NARROW_DTYPES), "2-D", "0-D", "strided"],
 )
-def test_a_tensor_that_is_not_flat_and_contiguous_is_refused(tensor):
-    with pytest.raises(ValueError, match="contiguous 1-D"):
+@pytest.mark.hazard("N12")
+def test_a_tensor_raises_unless_it_is_flat_contiguous_and_at_least_float32(tensor, error, message):
+    with pytest.raises(error, match=message):
+        NoiseSource.seeded(1).add_normal_(tensor, 1.0, domain="a", step=0)
+    with pytest.raises(error, match=message):
         NoiseSource.seeded(1).normal_(tensor, domain="a", step=0)
 
 
 @pytest.mark.parametrize("bad", [-1, 2**64])
 @pytest.mark.parametrize("name", ["step", "block", "count", "nonce", "start"])
 @pytest.mark.hazard("U4")
-def test_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, bad):
+def test_a_number_outside_64_bits_is_rejected_and_nothing_is_changed(name, bad):
     """Counters never wrap."""
     source, out = NoiseSource.seeded(1), torch.ones(3)
     with pytest.raises(ValueError, match=name):
@@ -315,7 +318,7 @@ def test_a_number_outside_64_bits_is_refused_and_nothing_is_changed(name, bad):
 
 
 @pytest.mark.hazard("U4")
-def test_an_address_that_would_pass_the_end_is_refused():
+def test_an_address_that_would_pass_the_end_is_rejected():
     source = NoiseSource.seeded(1)
     assert source.words(8, domain="a", step=0, block=2**64 - 1).shape == (8,)
     with pytest.raises(ValueError, match="exceed the last block"):
@@ -325,7 +328,7 @@ def test_an_address_that_would_pass_the_end_is_refused():
 
 
 @pytest.mark.parametrize("bad", [1.0, True, None, "1"])
-def test_a_step_or_seed_that_is_no_integer_is_refused(bad):
+def test_a_step_or_seed_that_is_no_integer_raises(bad):
     with pytest.raises(TypeError):
         NoiseSource.seeded(1).words(1, domain="a", step=bad)
     with pytest.raises(TypeError, match="seed must be an int"):
@@ -337,7 +340,7 @@ def test_a_step_may_be_an_integer_of_numpy():
     assert np.array_equal(source.words(9, domain="a", step=np.int64(5)), source.words(9, domain="a", step=5))
 
 
-def test_a_key_of_another_length_or_an_unknown_kind_is_refused():
+def test_a_key_of_another_length_or_an_unknown_kind_raises():
     with pytest.raises(ValueError, match="32 bytes"):
         NoiseSource(b"short")
     with pytest.raises(ValueError, match="chacha20"):

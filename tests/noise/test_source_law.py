@@ -10,7 +10,7 @@ from scipy import stats
 
 from dpengine.noise import NoiseSource
 from dpengine.noise.box_muller import GROUP, PAIRS
-from dpengine.noise.keyed_streams import STREAM_KINDS
+from dpengine.noise.keyed_streams import DEFAULT_KIND, STREAM_KINDS, stream_kind
 
 MILLION = 1_000_000
 SIGMAS = 5
@@ -73,7 +73,7 @@ def test_steps_are_uncorrelated(kind):
 
 
 @every_kind
-def test_domains_incarnations_and_keys_are_uncorrelated(kind):
+def test_domains_nonces_and_keys_are_uncorrelated(kind):
     base = normals(NoiseSource.seeded(15, kind))
     others = [
         normals(NoiseSource.seeded(15, kind), domain="clip"),
@@ -99,3 +99,81 @@ def test_the_sum_over_a_vector_has_the_variance_of_its_length():
     source = NoiseSource.seeded(18)
     sums = np.array([normals(source, 1000, step=step).sum().item() for step in range(400)])
     assert abs(sums.var() / 1000 - 1) < SIGMAS * (2 / 400) ** 0.5
+
+
+# The first place, rows, their length, and places between two rows.
+CUTS = [(0, 1, 1, 0), (3, 5, 7, 11), (1000, 400, 300, 2), (7, 300, 600, 5000), (511, 2, 9, 4096)]
+
+
+@pytest.mark.one_in(3, "kind", "dtype", "cut", others="slow")
+@pytest.mark.parametrize("kind", STREAM_KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("cut", CUTS)
+def test_rows_have_the_normals_of_their_places(kind, dtype, cut):
+    start, rows, length, gap = cut
+    stride, source = length + gap, NoiseSource.seeded(3, kind)
+    span = (rows - 1) * stride + length
+    whole = source.normal_(torch.empty(span, dtype=dtype), domain="noise", step=4, start=start)
+    expected = whole.as_strided((rows, length), (stride, 1)).flatten()
+    found = torch.zeros(rows * length, dtype=dtype)
+    source.add_normal_(found, 1.0, domain="noise", step=4, start=start, rows=rows, stride=stride)
+    assert torch.equal(found, expected)
+    source.add_normal_(found, 2.0, domain="noise", step=4, start=start, rows=rows, stride=stride, scale=0.5)
+    torch.testing.assert_close(found, 1.5 * expected)
+
+
+@pytest.mark.parametrize(("rows", "stride"), [(3, 4), (7, 1), (0, 5), (-1, 5)])
+def test_rows_that_do_not_fit_are_rejected(rows, stride):
+    with pytest.raises(ValueError, match=r"do not form .* rows"):
+        NoiseSource.seeded(3).add_normal_(torch.zeros(14), 1.0, domain="noise", step=0, rows=rows, stride=stride)
+
+
+KEY = bytes(range(7, 39))
+
+
+def words(kind, count, *, key=KEY, block=0):
+    out = np.empty(count, np.uint64)
+    STREAM_KINDS[kind].fill(key, block, out)
+    return out
+
+
+@every_kind
+def test_a_stream_that_starts_later_is_the_rest_of_the_stream(kind):
+    assert np.array_equal(words(kind, 1003)[8 * 57 :], words(kind, 1003 - 8 * 57, block=57))
+
+
+@every_kind
+def test_blocks_near_the_end_of_the_address_space_differ_from_those_at_its_start(kind):
+    assert not np.isin(words(kind, 8, block=2**64 - 1), words(kind, 800)).any()
+
+
+@every_kind
+def test_every_bit_of_the_key_that_is_used_matters(kind):
+    used = 32 if kind == "chacha20" else 16  # Philox4x64 takes 128 bits
+    seen = {words(kind, 1).item()}
+    for bit in range(8 * used):
+        seen.add(words(kind, 1, key=(int.from_bytes(KEY, "little") ^ 1 << bit).to_bytes(32, "little")).item())
+    assert len(seen) == 8 * used + 1
+
+
+@every_kind
+def test_all_64_bits_are_fair_and_bytes_are_uniform(kind):
+    """2**18 words: a share has standard deviation 0.001, tested at 5; chi-square over 256 byte values at p > 1e-6."""
+    drawn = words(kind, 2**18)
+    shares = np.array([((drawn >> np.uint64(bit)) & np.uint64(1)).mean() for bit in range(64)])
+    assert np.abs(shares - 0.5).max() < 5 * 0.5 / 2**9
+    assert stats.chisquare(np.bincount(drawn.view(np.uint8), minlength=256)).pvalue > 1e-6
+
+
+def test_philox_is_numpys():
+    key = np.frombuffer(KEY, np.uint64, 2)
+    assert np.array_equal(words("philox", 99), np.random.Philox(key=key).random_raw(99))
+
+
+def test_the_default_is_cryptographic_and_philox_is_not():
+    assert stream_kind(DEFAULT_KIND).cryptographic and not stream_kind("philox").cryptographic
+
+
+def test_an_unknown_kind_is_rejected_with_the_choices():
+    with pytest.raises(ValueError, match=r"'mt19937'.*\['chacha20', 'philox'\]"):
+        stream_kind("mt19937")

@@ -94,7 +94,7 @@ def charges_of(api, private):
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @through(ALL_APIS)
 @pytest.mark.hazard("O15")
-def test_a_batch_that_was_cut_leaves_nothing_to_the_next(api, workers, end):
+def test_a_batch_that_was_interrupted_leaves_nothing_to_the_next(api, workers, end):
     inputs, targets = batch()
     model = mlp()
     private = open_in_chunks(api, model, 2, loader=fixed_loader(ROWS, num_workers=workers), noise_multiplier=1e-6)
@@ -120,7 +120,7 @@ def test_a_batch_that_was_cut_leaves_nothing_to_the_next(api, workers, end):
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.hazard("O15")
-def test_a_batch_that_was_cut_leaves_nothing_if_wrapper_and_optimizer_were_built_by_hand(workers):
+def test_a_batch_that_was_interrupted_leaves_nothing_if_wrapper_and_optimizer_were_built_by_hand(workers):
     inputs, targets = batch()
     model = opacus().GradSampleModule(mlp())
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -255,7 +255,7 @@ def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(api, ch
 
 
 @pytest.mark.hazard("O23")
-def test_the_count_has_its_noise_and_its_part_of_what_is_booked():
+def test_the_count_has_its_noise_and_its_part_of_the_charge():
     found = set()
     for seed in (0, 1):
         policy = Adaptive(2.0, count_noise_multiplier=1.5)

@@ -142,7 +142,7 @@ def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(api
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
-def test_a_noise_scheduler_moves_the_noise_and_what_is_booked(api):
+def test_a_noise_scheduler_changes_the_noise_and_the_charge(api):
     model, nothings = silent()
     options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
     private = api.open(model, fixed_loader(COUNT), **options)

@@ -201,7 +201,7 @@ class Borrowed(nn.Module):
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("O11")
-def test_a_weight_used_outside_its_module_is_exact_or_refused_by_name(api):
+def test_a_weight_used_outside_its_module_is_exact_or_rejected_by_name(api):
     tokens = indices(CLASSES, 5)
     try:
         assert_right(api, seeded(Borrowed), tokens)
@@ -274,7 +274,7 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 @through(ALL_APIS)
 @pytest.mark.hazard("O13")
-def test_a_batch_norm_without_trainable_parameters_is_refused_by_name(api, name):
+def test_a_batch_norm_without_trainable_parameters_is_rejected_by_name(api, name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"(?s)1.*BatchNorm1d.*mixes the samples.*dpengine\.fix\(model\)"):
         api.open(model, fixed_loader(ROWS))
@@ -322,6 +322,6 @@ def test_the_padding_entry_has_no_gradient(api):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O30")
-def test_gradients_divided_by_counts_over_the_batch_are_refused(api):
+def test_gradients_divided_by_counts_over_the_batch_are_rejected(api):
     with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
         api.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))

@@ -39,7 +39,7 @@ def a_step(private):
 @pytest.mark.parametrize("count", [104, 103])
 @through(ALL_APIS)
 @pytest.mark.hazard("O17")
-def test_the_divisor_does_not_tell_whether_one_row_is_there(api, count):
+def test_the_divisor_does_not_depend_on_one_row(api, count):
     # floor(N * q) with q = 1 / 13: 8 of 104 rows, 7 of 103
     inputs, targets = rows(FEATURES, count=count), classes(count)
     private = api.open(mlp(), fixed_loader(count, batch_size=8), poisson=True)
@@ -89,7 +89,7 @@ class SubclassedBatchSampler(BatchSampler):
 @pytest.mark.parametrize("name", SAMPLERS)
 @through(ALL_APIS)
 @pytest.mark.hazard("O18")
-def test_a_sampler_that_is_not_known_is_refused_by_name(api, name):
+def test_a_sampler_that_is_not_known_is_rejected_by_name(api, name):
     data = TensorDataset(torch.arange(48))
     with pytest.raises(SamplingError, match=rf"(?s){name}.*(shuffle|sampler)"):
         api.open(mlp(), DataLoader(data, **SAMPLERS[name](data)), poisson=True)
@@ -169,7 +169,7 @@ def test_a_hook_of_the_users_own_does_not_remove_the_accounting(api):
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O21")
-def test_torchs_own_step_hooks_leave_the_ledger_alone(api):
+def test_torchs_own_step_hooks_do_not_change_the_ledger(api):
     private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     private.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -183,7 +183,7 @@ def test_torchs_own_step_hooks_leave_the_ledger_alone(api):
 
 
 @pytest.mark.hazard("O22")
-def test_a_refused_charge_leaves_the_history_as_it_was():
+def test_a_charge_that_raises_leaves_the_history_as_it_was():
     ledger = Ledger()
     ledger.charge(GaussianEvent(1.0), count=3)
     before = ledger.history
@@ -196,7 +196,7 @@ def test_a_refused_charge_leaves_the_history_as_it_was():
 @pytest.mark.parametrize("change", [{"noise_multiplier": 2.0}, {"sample_rate": 0.2}, {"noise_multiplier": -1.0}])
 @pytest.mark.parametrize("mechanism", ["gdp", "rdp", "prv"])
 @pytest.mark.hazard("O22")
-def test_a_compat_accountant_that_refuses_a_step_keeps_its_history(mechanism, change):
+def test_a_compat_accountant_that_rejects_a_step_keeps_its_history(mechanism, change):
     accountant = opacus("accountants").create_accountant(mechanism)
     step = {"noise_multiplier": 1.0, "sample_rate": 0.1}
     accountant.step(**step)
@@ -308,7 +308,7 @@ GRID = list(itertools.product((0.3, 1.0, 50.0, 1e4), (1e-4, 0.5, 1.0), (1, 1000)
 
 @pytest.mark.parametrize("accountant", [pytest.param("pld", marks=pytest.mark.slow), "rdp", "gdp"])
 @pytest.mark.hazard("O25")
-def test_epsilon_is_a_number_of_at_least_zero_or_refused_by_name(accountant):
+def test_epsilon_is_a_number_of_at_least_zero_or_rejected_by_name(accountant):
     for sigma, rate, steps, delta in GRID:
         if accountant == "gdp" and rate < 1:
             continue

@@ -81,7 +81,7 @@ def test_losses_with_a_column_per_row_are_not_spread_over_the_batch(api, criteri
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwise(api):
+def test_losses_of_rows_are_taken_as_a_vector_and_rejected_with_the_shape_otherwise(api):
     model, (inputs, targets) = one_output()
     truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
     private = api.open(model, fixed_loader(16), max_grad_norm=0.3)
@@ -97,7 +97,7 @@ def test_losses_of_rows_are_taken_as_a_vector_and_refused_with_the_shape_otherwi
 @pytest.mark.parametrize("shape", ["vector", "column", "number"])
 @through(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O3")
-def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_refused_with_its_shape(api, shape):
+def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_shape(api, shape):
     model, rows16 = one_output()
 
     def criterion(outputs, targets):

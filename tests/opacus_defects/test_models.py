@@ -342,7 +342,7 @@ def test_compat_is_as_strict_as_it_says_and_its_remedy_works(api, make):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O58")
-def test_a_layer_whose_forward_writes_a_buffer_is_refused_by_name(api):
+def test_a_layer_whose_forward_writes_a_buffer_is_rejected_by_name(api):
     class Counts(nn.Linear):
         def __init__(self):
             super().__init__(FEATURES, CLASSES)

@@ -31,7 +31,7 @@ def one_step(private):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O26")
-def test_an_optimizer_over_other_tensors_is_refused_before_training(api):
+def test_an_optimizer_over_other_tensors_is_rejected_before_training(api):
     held = list(mlp().parameters())
     with pytest.raises(ValueError, match=r"(?i)optimizer.*after|Module parameters are different"):
         api.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda _: torch.optim.SGD(held, lr=1.0))
@@ -140,7 +140,7 @@ def test_the_rate_of_the_update_follows_a_loaded_state(api):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O27")
-def test_lbfgs_is_refused_with_the_reason(api):
+def test_lbfgs_is_rejected_with_the_reason(api):
     with pytest.raises(PrivacyError, match="reads the data several times in one step"):
         api.open(mlp(), fixed_loader(ROWS), make_optimizer=lambda parameters: torch.optim.LBFGS(list(parameters)))
 

@@ -129,7 +129,7 @@ def test_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
 
 
 @pytest.mark.hazard("O44")
-def test_a_generator_next_to_secure_mode_is_refused_in_compat():
+def test_a_generator_next_to_secure_mode_is_rejected_in_compat():
     model = mlp()
     with pytest.raises(ValueError, match="noise_generator"):
         opacus().PrivacyEngine(secure_mode=True).make_private(
@@ -218,7 +218,7 @@ def test_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
-def test_a_scaler_that_is_unknown_is_refused_with_the_remedy(api):
+def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
     private, (x, y) = api.open(mlp(), fixed_loader(ROWS), criterion=CRITERION), batch()
     scaler = torch.amp.GradScaler("cpu")
     for _ in private.loader:
@@ -247,7 +247,7 @@ def test_adaptive_clipping_needs_no_more_than_its_name(api, multiplier):
 
 
 @pytest.mark.hazard("O50")
-def test_a_multiplier_beyond_the_count_is_refused_and_the_remedy_works():
+def test_a_multiplier_beyond_the_count_is_rejected_and_the_remedy_works():
     with pytest.raises(InvalidBudgetError, match=r"Try count_noise_multiplier=125") as seen:
         DEFAULT_APIS[0].open(mlp(), fixed_loader(ROWS), clipping="adaptive", noise_multiplier=25.0)
     assert "count_noise_multiplier above 12.5" in str(seen.value)

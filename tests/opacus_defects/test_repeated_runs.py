@@ -60,7 +60,7 @@ def test_attach_and_detach_ten_times_leaves_nothing_and_the_budget_adds_up():
 
 
 @pytest.mark.hazard("O47")
-def test_a_second_engine_composes_what_the_first_spent():
+def test_a_second_engine_composes_the_charges_of_the_first():
     first = PrivacyEngine(seed=0)
     second = PrivacyEngine(seed=1)
     for engine in (first, second):

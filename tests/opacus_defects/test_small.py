@@ -156,7 +156,7 @@ def from_the_left(x, weight):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O72")
-def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with_a_remedy(api):
+def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_rejected_with_a_remedy(api):
     x = torch.randn(ROWS, FEATURES)
     for apply in (F.linear, torch.matmul, from_the_left):
         torch.manual_seed(1)
@@ -185,7 +185,7 @@ def test_a_layer_without_a_rule_that_has_dropout_inside_is_right_or_refused_with
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O73")
-def test_a_plain_rnn_trains_or_is_refused_before_it_does(api):
+def test_a_plain_rnn_trains_or_is_rejected_before_it_does(api):
     torch.manual_seed(1)
     model, x = Last(nn.RNN(FEATURES, 6, batch_first=True), 6), torch.randn(ROWS, 5, FEATURES)
     if api.compat:

@@ -147,7 +147,7 @@ def test_json_gives_an_equal_config(name):
         ('{"config": "DPSGDConfig", "version": 1, "iterations": 5, "sampling_prob": NaN}', "sampling_prob=nan"),
     ],
 )
-def test_other_json_is_refused(text, message):
+def test_other_json_is_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         DPSGDConfig.from_json(text)
 
@@ -296,7 +296,7 @@ def test_long_noise_costs_what_the_matrix_says(name, strategy):
             assert sq_sensitivity(s[:steps, :steps], 3) >= worst * (1 - 1e-9)
 
 
-def test_cutting_batches_costs():
+def test_truncating_batches_costs():
     def epsilon(cut):
         config = DPSGDConfig(
             iterations=20, sampling_prob=0.1, truncated_batch_size=cut, num_examples=1000, noise_multiplier=1.0
@@ -363,7 +363,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("kind, fields, message", BAD, ids=lambda value: str(value)[:60])
-def test_bad_fields_are_refused_by_name_and_value(kind, fields, message):
+def test_bad_fields_are_rejected_by_name_and_value(kind, fields, message):
     with pytest.raises(ValueError, match=message):
         kind(**fields)
 
@@ -401,7 +401,7 @@ def test_deltas_are_in_range(name, delta):
 @pytest.mark.parametrize(
     "name, accountant", [("fixed", "rdp"), ("fixed", "gdp"), ("truncated", "rdp"), ("truncated", "gdp")]
 )
-def test_an_accountant_that_cannot_judge_is_refused(name, accountant):
+def test_an_accountant_that_cannot_judge_is_rejected(name, accountant):
     for ask in (
         lambda: noisy(CONFIGS[name]).epsilon(1e-5, accountant=accountant),
         lambda: CONFIGS[name].calibrate(epsilon=1.0, delta=1e-5, accountant=accountant),
@@ -411,7 +411,7 @@ def test_an_accountant_that_cannot_judge_is_refused(name, accountant):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_unknown_accountants_are_refused(name):
+def test_unknown_accountants_are_rejected(name):
     with pytest.raises(ValueError, match="accountant"):
         noisy(CONFIGS[name]).epsilon(1e-5, accountant="typo")
 
@@ -443,7 +443,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=["steps", "noise", "version", "nobody", "nested"])
-def test_hostile_json_is_refused(text):
+def test_hostile_json_is_rejected(text):
     with pytest.raises(ValueError, match="DPSGDConfig"):
         DPSGDConfig.from_json(text)
 
@@ -459,7 +459,7 @@ def test_strategies_may_come_as_any_list(strategy):
     assert BandMFConfig(iterations=5, strategy=strategy).strategy == (2.0, 1.0)
 
 
-def test_a_ledger_that_was_loaded_twice_still_tells():
+def test_a_ledger_that_was_loaded_twice_still_warns():
     claim = dataclasses.replace(CONFIGS["blt"], noise_multiplier=1.0).claim(1.0, "run")
     assert claim.precision(120) == pytest.approx(2 * claim.precision(60))
     assert claim.precision(61) > claim.precision(60)

@@ -99,7 +99,7 @@ def test_batches_of_a_size_are_drawn_charged_and_stated(name):
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_batches_are_those_of_the_law(name):
+def test_batches_have_the_stated_distribution(name):
     config = PLANS[name]
     engine, _, _, batches = private(config)
     cycle = config.selection.cycle_length
@@ -154,7 +154,7 @@ def test_gradients_are_those_of_the_functional_path(rescale, reduction):
             torch.testing.assert_close(p.grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
-def test_a_step_past_the_run_is_refused():
+def test_a_step_past_the_run_is_rejected():
     engine, *_ = private(PLANS["dp-sgd"])
     with pytest.raises(BudgetExceeded, match="planned for 8 steps"):
         inside.return_batch(engine, 8, 3)
@@ -193,12 +193,12 @@ MISFITS = [
 
 
 @pytest.mark.parametrize("settings, message", MISFITS, ids=[message[:30] for _, message in MISFITS])
-def test_a_plan_that_does_not_fit_is_refused_with_the_numbers(settings, message):
+def test_a_plan_that_does_not_fit_is_rejected_with_the_numbers(settings, message):
     with pytest.raises(InvalidBudgetError, match=message):
         private(**settings)
 
 
-def test_a_plan_without_noise_multiplier_is_refused():
+def test_a_plan_without_noise_multiplier_is_rejected():
     with pytest.raises(ValueError, match="Call calibrate"):
         private(DPSGDConfig(iterations=8, sampling_prob=0.25))
     with pytest.raises(TypeError, match="plan is a float"):

@@ -59,7 +59,7 @@ def test_the_profile_holds_the_asked_delta_and_rises_as_delta_falls(make_facts):
     assert list(epsilons) == sorted(epsilons)
 
 
-def test_nothing_spent_is_zero(make_facts):
+def test_no_charges_cost_zero(make_facts):
     spent = figures_of(make_facts("not-started")).spent
     assert (spent.epsilon, spent.mu, spent.advantage, spent.steps) == (0.0, 0.0, 0.0, 0)
 
@@ -70,7 +70,7 @@ def test_no_noise_is_infinite_also_before_the_first_step(make_facts):
         assert (spent.epsilon, spent.advantage, spent.steps) == (math.inf, 1.0, facts.steps)
 
 
-def test_what_the_accountant_refuses_gives_no_number(make_facts):
+def test_what_the_accountant_rejects_gives_no_number(make_facts):
     figures = figures_of(make_facts("refused"))
     assert figures.spent is None
     assert "exact only without sampling" in figures.refusal

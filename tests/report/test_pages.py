@@ -172,7 +172,7 @@ def test_the_plain_words_give_the_odds_of_the_advantage(make_facts):
     assert 5.76 <= found <= 6.8
 
 
-def test_a_long_history_is_cut_in_the_page_and_whole_in_the_json(make_facts):
+def test_a_long_history_is_shortened_in_the_page_and_whole_in_the_json(make_facts):
     from dpengine.accounting import Charge, GaussianEvent
 
     report = PrivacyReport(make_facts(history=tuple(Charge(GaussianEvent(2.0 + k)) for k in range(40))))

@@ -137,7 +137,7 @@ SPOILT_TEXTS = {
 
 @pytest.mark.parametrize(("spoil", "message"), SPOILT_TEXTS.values(), ids=SPOILT_TEXTS)
 @pytest.mark.hazard("P1", "P7")
-def test_a_text_that_is_not_as_it_was_written_is_refused(report, spoil, message):
+def test_a_text_that_is_not_as_it_was_written_is_rejected(report, spoil, message):
     text = report.to_json()
     assert spoil(text) != text
     with pytest.raises(CorruptFileError, match=rf"DPE024. report\.from_json: .*{message}"):
@@ -170,7 +170,7 @@ WRONG_FORMS = {
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG_FORMS.items(), ids=str)
-def test_what_is_against_the_schema_is_refused_with_its_place(report, path, value):
+def test_what_is_against_the_schema_is_rejected_with_its_place(report, path, value):
     place = ".".join(str(key) for key in path).replace(".0", "[0]")
     with pytest.raises(CorruptFileError, match=f"schema 2: {re.escape(place)}"):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
@@ -189,7 +189,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize(("path", "value"), EDITS.items(), ids=str)
-def test_an_edit_with_a_new_digest_is_refused_if_it_does_not_follow_from_the_history(report, path, value):
+def test_an_edit_with_a_new_digest_is_rejected_if_it_does_not_follow_from_the_history(report, path, value):
     with pytest.raises(CorruptFileError, match=f"{path[0]}.*the rest of the report implies"):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
 
@@ -197,14 +197,14 @@ def test_an_edit_with_a_new_digest_is_refused_if_it_does_not_follow_from_the_his
 @pytest.mark.parametrize(
     ("path", "value"), [(("accounting", "accountant"), "abacus"), (("history", 0, "noise_multiplier"), None)], ids=str
 )
-def test_what_cannot_be_is_refused(report, path, value):
+def test_what_cannot_be_is_rejected(report, path, value):
     with pytest.raises(CorruptFileError, match="not possible"):
         PrivacyReport.from_json(json.dumps(resealed(changed(report.to_dict(), path, value))))
 
 
 @pytest.mark.parametrize("share", [1 - 9e-7, 1 - 1e-7, 1 + 1e-7])
 @pytest.mark.parametrize("path", [("guarantee", "epsilon"), ("guarantee", "mu_gdp"), ("profile", 3, 1)], ids=str)
-def test_a_number_of_this_version_that_is_another_is_refused(report, path, share):
+def test_a_number_of_this_version_that_is_another_is_rejected(report, path, share):
     value = report.to_dict()
     for key in path:
         value = value[key]
@@ -228,14 +228,14 @@ def by_version(document, version="7.1", **changes):
 
 
 @pytest.mark.parametrize("path", [("accounting", "version"), ("run", "dpengine")], ids=str)
-def test_versions_that_contradict_each_other_are_refused(report, path):
+def test_versions_that_contradict_each_other_are_rejected(report, path):
     document = changed(changed(report.to_dict(), path, "99.0"), ("guarantee", "epsilon"), 0.1)
     with pytest.raises(CorruptFileError, match=r"run.dpengine is .*, but accounting.version is .*99.0|99.0.*, but"):
         PrivacyReport.from_json(json.dumps(resealed(document)))
 
 
 @pytest.mark.parametrize("version", ["", "0.1.0\n\n# Checked", " 0.1.0 "], ids=repr)
-def test_a_version_that_is_more_than_a_name_is_refused(report, version):
+def test_a_version_that_is_more_than_a_name_is_rejected(report, version):
     with pytest.raises(CorruptFileError, match="is not a version"):
         PrivacyReport.from_json(json.dumps(by_version(report.to_dict(), version)))
 
@@ -278,7 +278,7 @@ FORGED = {
 @pytest.mark.one_in(4, "variant", "forge")
 @pytest.mark.parametrize("variant", ["full-batch", "ordinary", "voids-and-clips", "correlated"])
 @pytest.mark.parametrize("forge", FORGED.values(), ids=FORGED)
-def test_a_number_of_another_version_below_the_lower_bound_is_refused(make_facts, variant, forge):
+def test_a_number_of_another_version_below_the_lower_bound_is_rejected(make_facts, variant, forge):
     document = by_version(PrivacyReport(make_facts(variant)).to_dict())
     PrivacyReport.from_json(json.dumps(document))
     forge(document)
@@ -318,7 +318,7 @@ def test_numbers_that_nothing_here_can_check_are_said_to_be_unchecked(make_facts
         assert "has no lower bound for such a run and could not check them" in " ".join(text.split())
 
 
-def test_steps_that_are_not_those_of_the_history_are_refused_in_every_version(report):
+def test_steps_that_are_not_those_of_the_history_are_rejected_in_every_version(report):
     document = changed(by_version(report.to_dict()), ("mechanism", "steps"), 2)
     with pytest.raises(CorruptFileError, match=r"mechanism\.steps is 2"):
         PrivacyReport.from_json(json.dumps(resealed(document)))
@@ -335,7 +335,7 @@ def test_steps_that_are_not_those_of_the_history_are_refused_in_every_version(re
     ids=str,
 )
 @pytest.mark.parametrize("version", [None, "7.1"])
-def test_what_a_row_says_beyond_its_law_is_refused_by_name(report, path, value, version):
+def test_what_a_row_says_beyond_its_law_is_rejected_by_name(report, path, value, version):
     document = report.to_dict() if version is None else by_version(report.to_dict(), version)
     named = "weight" if isinstance(value, dict) else path[-1]
     with pytest.raises(CorruptFileError, match=named):

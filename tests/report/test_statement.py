@@ -133,7 +133,7 @@ def test_a_failed_assumption_is_shown_with_the_epsilon(make_facts):
     assert "[ASSUMPTION NOT MET]" in statement(make_facts(loss_checked=False)).splitlines()[0]
 
 
-def test_nothing_spent_is_zero(make_facts):
+def test_no_charges_cost_zero(make_facts):
     assert "(ε = 0.00, δ = 1e-05)" in statement(make_facts("not-started"))
 
 

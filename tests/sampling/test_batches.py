@@ -1,16 +1,20 @@
-"""Batches and counts of a private loader, with and without workers."""
+"""Batches and counts of a private loader, with and without workers, and over several ranks."""
 
 import copy
 import itertools
 import math
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from sampling.doubles import Fixed, Recorder, Rows, private, rows_of
 from torch.utils.data import DataLoader
 
 from dpengine.errors import SamplingError
+from dpengine.noise import NoiseSource
+from dpengine.sampling.batches import LogicalBatch
+from dpengine.sampling.loader import private_loader
 from dpengine.sampling.poisson import PoissonDraws
 
 WORKERS = [0, 2]
@@ -200,7 +204,7 @@ def test_loading_a_state_ends_the_open_pass():
 
 
 @pytest.mark.parametrize("state", [{}, {"position": -1}, {"position": 1, "more": 2}])
-def test_a_bad_state_is_refused(state):
+def test_a_bad_state_is_rejected(state):
     with pytest.raises(ValueError, match="position"):
         private(Fixed([1])).load_state_dict(state)
 
@@ -249,3 +253,64 @@ def test_an_error_in_the_data_set_ends_the_pass_and_uses_no_step():
     with pytest.raises(OSError, match="disk"):
         list(loader)
     assert loader.position == 1
+
+
+def test_a_logical_batch_knows_its_step_and_rows():
+    batch = LogicalBatch(4, (3, 0, 2))
+    assert (batch.step, batch.rows, batch.size) == (4, (3, 0, 2), 5)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda function: function.__name__)
+def test_a_logical_batch_cannot_be_copied_or_pickled(duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate(LogicalBatch(0, (1,)))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps], ids=lambda function: function.__name__)
+def test_what_holds_a_logical_batch_cannot_be_copied_or_pickled(duplicate):
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        duplicate({"tickets": [LogicalBatch(0, (1,))]})
+
+
+def test_two_logical_batches_with_equal_contents_are_different():
+    first, second = LogicalBatch(0, (1,)), LogicalBatch(0, (1,))
+    assert first != second
+    assert len({first, second}) == 2
+
+
+def test_a_logical_batch_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        LogicalBatch(0, (1,)).step = 1
+
+
+def test_the_size_that_was_drawn_does_not_show_in_messages():
+    assert "37" not in repr(LogicalBatch(0, (37,)))
+
+
+ROWS, STEPS = 48, 50
+
+
+def batches_of(rank, ranks):
+    """Returns the examples that a rank loads, by step; each call has its own source of words."""
+    source = NoiseSource.seeded(4)
+    loader = private_loader(
+        DataLoader(range(ROWS), batch_size=6),
+        strategy=PoissonDraws(ROWS, 0.2, STEPS, 9.6),
+        words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
+        on_return=lambda batch, chunk, data: None,
+        may_draw=lambda step: True,
+        share=(rank, ranks),
+    )
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.hazard("S7", "S8")
+def test_ranks_load_each_row_of_one_mask_once(ranks):
+    whole = batches_of(0, 1)
+    shares = [batches_of(rank, ranks) for rank in range(ranks)]
+    for step, rows in enumerate(whole):
+        assert sorted(row for share in shares for row in share[step]) == sorted(rows)
+    sizes = np.array([[len(batch) for batch in share] for share in shares])
+    assert sizes.sum() > 5 * STEPS  # of 9.6 expected in each
+    assert (sizes.max(0) - sizes.min(0)).max() <= 1

@@ -139,7 +139,7 @@ def test_loaders_with_equal_chances_are_accepted(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.hazard("S8", "D1", "B15")
-def test_other_loaders_are_refused_by_name(name):
+def test_other_loaders_are_rejected_by_name(name):
     make, class_name, says = REFUSED[name]
     with pytest.raises(SamplingError, match=says) as raised:
         check_loader(make())
@@ -148,7 +148,7 @@ def test_other_loaders_are_refused_by_name(name):
     assert raised.value.fix
 
 
-def test_a_private_loader_is_refused_by_name(seeded_words):
+def test_a_private_loader_is_rejected_by_name(seeded_words):
     private = private_loader(
         DataLoader(DATA, batch_size=4),
         strategy=PoissonDraws(10, 0.4, 3, 4.0),

@@ -162,7 +162,7 @@ def test_it_can_be_sent_to_a_worker():
     assert empty(pickle.loads(pickle.dumps(wrapped))([])) == [(F, 0, 2, 3), (I, 0)]
 
 
-def test_an_unknown_type_is_refused_with_its_place():
+def test_an_unknown_type_is_rejected_with_its_place():
     with pytest.raises(SamplingError, match=r"Opaque cannot be created for batch\['a'\]\[1\]"):
         empty_template(lambda rows: {"a": [torch.stack(rows), Opaque(rows)]}, IMAGE)
 

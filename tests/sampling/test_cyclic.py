@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from dpengine.sampling.cyclic import CyclicDraws, Partition
+from dpengine.sampling.cyclic import KEY_WORDS, CyclicDraws, KeyedPermutation, Partition
 from dpengine.sampling.poisson import PoissonDraws
 
 ROWS, RATE, CYCLE = 205, 0.3, 4
@@ -129,7 +129,7 @@ def test_a_draw_is_a_function_of_its_step(seeded_words, partition):
 
 
 @both
-def test_a_billion_examples_need_memory_for_the_batch_alone(seeded_words, partition):
+def test_a_billion_examples_need_memory_only_for_the_batch(seeded_words, partition):
     strategy, words = sampling(10**9, 1e-5, 16, partition), seeded_words()
     tracemalloc.start()
     drawn = strategy.draw(5, words)
@@ -156,6 +156,39 @@ def test_more_groups_than_examples_are_no_error(seeded_words, partition):
         ((10, 0.5, 1, 1, 5.0, "equal"), TypeError, r"Partition\.EQUAL_SPLIT"),
     ],
 )
-def test_arguments_out_of_range_are_refused(arguments, error, says):
+def test_arguments_out_of_range_are_rejected(arguments, error, says):
     with pytest.raises(error, match=says):
         CyclicDraws(*arguments)
+
+
+def keyed(size, seed):
+    return KeyedPermutation(size, [int(w) for w in np.random.PCG64(seed).random_raw(KEY_WORDS)])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
+def test_every_number_has_a_place_of_its_own(size):
+    for seed in range(3):
+        assert np.array_equal(np.sort(keyed(size, seed)(np.arange(size))), np.arange(size))
+
+
+def test_no_numbers_are_no_places_and_large_ones_stay_in_range():
+    assert len(keyed(0, 0)(np.arange(0))) == 0
+    numbers = np.arange(10**9 - 1000, 10**9)
+    places = keyed(10**9, 0)(numbers)
+    assert len(set(places)) == 1000 and places.min() >= 0 and places.max() < 10**9
+
+
+@pytest.mark.slow
+def test_a_number_falls_on_every_place_alike_over_keys():
+    """4,000 keys, 11 places: chi-square at 1e-4."""
+    places = np.array([keyed(11, seed)(np.array([3]))[0] for seed in range(4000)])
+    assert stats.chisquare(np.bincount(places, minlength=11)).pvalue > 1e-4
+
+
+@pytest.mark.slow
+def test_two_numbers_fall_on_every_pair_of_places_alike_over_keys():
+    """6,000 keys, 30 ordered pairs of 6 places: chi-square at 1e-4."""
+    places = np.array([keyed(6, seed)(np.array([0, 1])) for seed in range(6000)])
+    counts = np.bincount(places[:, 0] * 6 + places[:, 1], minlength=36).reshape(6, 6)
+    assert np.trace(counts) == 0
+    assert stats.chisquare(counts[~np.eye(6, dtype=bool)]).pvalue > 1e-4

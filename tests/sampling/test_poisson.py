@@ -90,7 +90,7 @@ def test_each_conditional_probability_is_within_2_to_the_minus_61(rate, replayed
 
 
 @pytest.mark.hazard("S3")
-def test_an_example_after_a_cut_gap_has_the_same_threshold(replayed_words):
+def test_an_example_after_a_shortened_gap_has_the_same_threshold(replayed_words):
     rate, longest = 0.5, 3
     limit = words_that_skip(1, rate)
     assert sampling(1000, rate).draw(0, replayed_words(0, limit))[0] == longest

@@ -196,7 +196,7 @@ def test_with_certainty_rest_is_balls_in_bins():
 
 @pytest.mark.slow
 @pytest.mark.hazard("S9")
-def test_what_is_cut_is_a_uniform_subset(runs):
+def test_a_truncated_batch_is_a_uniform_subset(runs):
     made, whole = runs("truncated"), runs("poisson")
     assert made.sum(axis=2).max() == 46
     assert (made <= whole).all()  # the same words drew both
@@ -284,7 +284,7 @@ def test_probability_zero_draws_no_example():
         (lambda: SCHEMES["poisson"].batch_iterator(8).load_state_dict({"step": 21}), "step=21"),
     ],
 )  # fmt: skip
-def test_bad_numbers_are_refused_by_name(make, message):
+def test_bad_numbers_are_rejected_by_name(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 

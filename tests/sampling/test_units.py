@@ -68,7 +68,7 @@ def test_no_users():
     assert [batch.shape for batch in UserSelectionStrategy(base=ALL).batch_iterator([])] == [(0, 1)] * 4
 
 
-def test_bad_users_are_refused():
+def test_bad_users_are_rejected():
     with pytest.raises(TypeError, match="base is a int"):
         UserSelectionStrategy(base=3)
     with pytest.raises(ValueError, match="examples_per_user must be at least 1"):
@@ -126,12 +126,12 @@ def test_no_user_is_in_two_examples_of_a_run():
         ([0.0, 1.0], [0.0, 0.0], "whole numbers"),
     ],
 )
-def test_bad_graphs_are_refused(examples, users, message):
+def test_bad_graphs_are_rejected(examples, users, message):
     with pytest.raises(ValueError, match=message):
         MultiOwnerGraph(np.array(examples), np.array(users))
 
 
-def test_bad_bounds_are_refused():
+def test_bad_bounds_are_rejected():
     graph = MultiOwnerGraph(np.array([0]), np.array([0]))
     with pytest.raises(ValueError, match="max_degree must be at least 1"):
         greedy_contribution_bound(graph, 0)
@@ -163,7 +163,7 @@ def test_users_are_padded_by_rows():
 
 
 @pytest.mark.parametrize("multiple, microbatch", [(0, None), (8, 0), (8, 3)])
-def test_bad_multiples_are_refused(multiple, microbatch):
+def test_bad_multiples_are_rejected(multiple, microbatch):
     with pytest.raises(ValueError, match=r"multiple|microbatch_size"):
         pad_to_multiple_of(np.arange(5), multiple, microbatch_size=microbatch)
 
@@ -219,7 +219,7 @@ def test_users_with_several_examples_bring_new_ones_first():
     assert (plan.user_participations, plan.example_participations) == (2, 1)
 
 
-def test_limits_grow_only_where_they_alone_stand_in_the_way():
+def test_limits_grow_only_where_nothing_else_prevents_a_larger_one():
     graph = graph_of([[0], [1], [0, 1]])
     plan = MultiOwnerMinSepSampling(batch_size=3, iterations=2, min_separation=5).schedule(graph)
     assert [batch.tolist() for batch in plan.batches] == [[0, 1], []]  # nobody else is there who has rested
@@ -234,7 +234,7 @@ def test_examples_of_many_owners_stay_out():
 
 
 @pytest.mark.parametrize("name", ["batch_size", "iterations", "min_separation", "max_degree"])
-def test_bad_numbers_of_a_schedule_are_refused(name):
+def test_bad_numbers_of_a_schedule_are_rejected(name):
     good = {"batch_size": 2, "iterations": 3, "min_separation": 1}
     with pytest.raises(ValueError, match=f"{name} must be at least"):
         MultiOwnerMinSepSampling(**{**good, name: -1})

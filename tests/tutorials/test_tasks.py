@@ -1,4 +1,4 @@
-"""The table of the demonstration: what is trained, on what, and that nothing private leaks into its inputs."""
+"""The table of the demonstration, its devices and its lines on the screen."""
 
 import dataclasses
 
@@ -7,6 +7,8 @@ import torch
 
 from dpengine.data import LabelledData
 from tutorials.demo import tasks, training
+from tutorials.demo.devices import best_device, device_text
+from tutorials.demo.screen import WIDTH, line, table
 from tutorials.demo.tasks import ADULT, CNN, FILTERS, small_cnn, tasks_for
 from tutorials.demo.training import Split, accuracy, prepare, train_plainly
 
@@ -102,3 +104,43 @@ def test_training_without_privacy_learns():
 
 def test_delta_lies_below_one_over_the_rows_of_every_set():
     assert tasks.DELTA < 1 / 60_000
+
+
+@pytest.mark.parametrize(
+    ("cuda", "mps", "expected"),
+    [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_the_order_is_cuda_mps_cpu(monkeypatch, cuda, mps, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    assert best_device().type == expected
+
+
+def test_a_device_is_shown_with_its_name_and_memory(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+    assert device_text(torch.device("cpu")) == f"cpu ({torch.get_num_threads()} threads)"
+    assert device_text(torch.device("cuda")) == "cuda (Some GPU)"
+    assert device_text(torch.device("mps")) == "mps"
+
+
+def test_a_table_is_framed_and_aligned():
+    assert table(("run", "ε"), [("private", "0.50"), ("x", "∞")], "<^").splitlines() == [
+        "┌─────────┬──────┐",
+        "│   run   │  ε   │",
+        "├─────────┼──────┤",
+        "│ private │ 0.50 │",
+        "│ x       │  ∞   │",
+        "└─────────┴──────┘",
+    ]
+
+
+def test_a_line_has_its_figure_at_the_right_edge():
+    text = line("training", "6.1 s")
+    assert len(text) == WIDTH
+    assert text.startswith("training ")
+    assert text.endswith(" 6.1 s")
+
+
+def test_a_long_line_keeps_its_figure():
+    assert line("x" * WIDTH, "6.1 s") == "x" * WIDTH + "  6.1 s"
+    assert line("alone") == "alone"

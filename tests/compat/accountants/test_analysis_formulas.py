@@ -93,7 +93,7 @@ def test_epsilon_of_mu_is_the_dual_of_its_curve():
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.02, 1.0), (0.4, 0.7), (1.0, 2.0)])
-def test_a_loss_has_its_law(rate, sigma):
+def test_a_loss_has_its_distribution(rate, sigma):
     prv = PoissonSubsampledGaussianPRV(rate, sigma)
     x = np.random.default_rng(0).normal(size=400_000) * sigma
     x[: round(rate * len(x))] += 1  # under the mixture
@@ -107,7 +107,7 @@ def test_a_loss_has_its_law(rate, sigma):
     )
 
 
-def test_a_loss_that_is_cut_is_a_law_of_its_own():
+def test_a_truncated_loss_is_a_distribution_of_its_own():
     prv = PoissonSubsampledGaussianPRV(0.3, 0.8)
     cut = TruncatedPrivacyRandomVariable(prv, -0.2, 1.0)
     assert cut.cdf([-0.3, -0.2, 1.0, 2.0]).tolist() == [0.0, 0.0, 1.0, 1.0]
@@ -182,7 +182,7 @@ def test_no_delta_has_no_epsilon(composed):
     assert composed.compute_epsilon(0.0, 0.0, 0.01) == (math.inf, math.inf, math.inf)
 
 
-def test_losses_that_do_not_fit_together_are_refused(composed):
+def test_losses_that_do_not_fit_together_are_rejected(composed):
     other = DiscretePRV(np.full(4, 0.25), Domain(0.0, 3.0, 4))
     with pytest.raises(ValueError, match="same points"):
         compose_heterogeneous([composed, other], [1, 1])
@@ -199,7 +199,7 @@ def test_tiny_noise_and_large_losses_are_discretized_too():
     assert composed.compute_epsilon(DELTA, 0.0, 0.1)[2] > 600
 
 
-def test_a_misspelt_argument_is_refused():
+def test_a_misspelt_argument_is_rejected():
     with pytest.raises(TypeError, match="noise_multiplier"):
         rdp.compute_rdp(q=0.1, noise_multiplyer=1.0, steps=1, orders=2.0)
 

@@ -87,7 +87,7 @@ def sharded(run, shuffle, batch):
 @pytest.mark.one_in(2, "poisson", "wrapper", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("wrapper", ["dpddp", "fsdp"])
-def test_a_distributed_sampler_says_the_batch_size_of_each_process(poisson, wrapper):
+def test_a_distributed_sampler_has_the_batch_size_of_each_process(poisson, wrapper):
     run = Run(wrapper, steps=7, more=(("poisson_sampling", poisson),))
     found = launched(2, sharded, run, False, 8)
     alone, batches, size = sharded(run, False, 8)
@@ -136,12 +136,12 @@ def refused():
     return str(caught.value), made.train()["sizes"]
 
 
-def test_a_distributed_sampler_of_another_number_of_processes_is_refused():
+def test_a_distributed_sampler_of_another_number_of_processes_is_rejected():
     for said, sizes in launched(2, refused):
         assert "DataLoader(dataset, batch_size=..., shuffle=True)" in said and len(sizes) == 4
 
 
-def test_a_distributed_sampler_is_refused_for_a_model_that_is_not_marked():
+def test_a_distributed_sampler_is_rejected_for_a_model_that_is_not_marked():
     rows, model = data(), network()
     loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
     with pytest.raises(SamplingError, match="DistributedSampler"):

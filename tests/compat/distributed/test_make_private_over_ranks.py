@@ -262,7 +262,7 @@ def other_threshold():
     )
 
 
-def test_processes_that_ask_for_other_clipping_are_refused_in_make_private():
+def test_processes_that_ask_for_other_clipping_are_rejected_in_make_private():
     for one in launched(2, other_threshold, seconds=10.0):
         assert isinstance(one, MechanismMismatchError) and "1.0" in str(one) and "2.0" in str(one)
 

@@ -236,7 +236,7 @@ def one_begins_elsewhere(case):
         optimizer.step()
 
 
-def test_processes_that_begin_with_other_weights_are_refused_at_the_first_step():
+def test_processes_that_begin_with_other_weights_are_rejected_at_the_first_step():
     for one in launched(2, one_begins_elsewhere, "weights", seconds=10.0):
         assert isinstance(one, MechanismMismatchError) and "'weight' differs between rank" in str(one)
 

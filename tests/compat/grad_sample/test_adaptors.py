@@ -92,7 +92,7 @@ def test_half_precision_is_squared_and_added_up_in_float32():
         assert found.dtype is torch.float16 and found.item() == norm  # whose square is no float16
 
 
-def test_an_embedding_that_mixes_rows_is_refused():
+def test_an_embedding_that_mixes_rows_is_rejected():
     layer = nn.Embedding(5, 3, scale_grad_by_freq=True)
     with pytest.raises(UnsupportedLayerError, match="scale_grad_by_freq"):
         embedding.compute_embedding_grad_sample(layer, [torch.zeros(2, 3).long()], torch.ones(2, 3, 3))
@@ -156,7 +156,7 @@ def test_a_prepared_layer_takes_other_values():
     torch.testing.assert_close(dict(zip(rows, found, strict=True)), rows)
 
 
-def test_a_layer_with_dropout_that_is_on_is_refused_with_what_to_do_and_off_it_is_run():
+def test_a_layer_with_dropout_that_is_on_is_rejected_with_what_to_do_and_off_it_is_run():
     layer = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).double()
     x, backprops = torch.randn(2, 4, 3, dtype=F64)
     with pytest.raises(UnsupportedLayerError, match=r"random numbers.*put dropout into eval mode"):

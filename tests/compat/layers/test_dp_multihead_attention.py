@@ -129,7 +129,7 @@ def test_attention_drops_weights_in_train_mode_only():
 @pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_per_sample_gradients_are_those_of_each_row_alone(settings, batch_first, functorch):
+def test_per_sample_gradients_are_those_of_each_row_by_itself(settings, batch_first, functorch):
     theirs, ours = pair(SETTINGS[settings], batch_first)
     given = inputs(SETTINGS[settings])
     padding = masks("padding-bool")["key_padding_mask"]
@@ -191,7 +191,7 @@ def test_a_missing_part_is_named():
         ours.load_state_dict(state, strict=True)
 
 
-def test_input_without_a_batch_axis_is_refused():
+def test_input_without_a_batch_axis_is_rejected():
     with pytest.raises(ValueError, match="unsqueeze"):
         DPMultiheadAttention(4, 2)(*torch.randn(3, 5, 4))
 
@@ -236,7 +236,7 @@ def test_sequence_bias_has_exact_per_sample_gradients(batch_first, functorch):
             torch.testing.assert_close(parameter.grad_sample[row], grad, rtol=1e-9, atol=1e-11)
 
 
-def test_sequence_bias_with_the_batch_on_the_other_axis_is_refused():
+def test_sequence_bias_with_the_batch_on_the_other_axis_is_rejected():
     wrapped = GradSampleModule(Biased(SequenceBias(SIZE, batch_first=False)), batch_first=True)
     with pytest.raises(UnsupportedLayerError, match="axis 0 is not the batch"):
         wrapped(torch.randn(ROWS, QUERIES, SIZE))

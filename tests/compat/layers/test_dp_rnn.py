@@ -142,7 +142,7 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
     ("lengths", "functorch"), [("whole", False), ("sorted", False), ("unsorted", False), ("unsorted", True)]
 )
 @pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm"])
-def test_per_sample_gradients_are_those_of_each_row_alone(kind, lengths, functorch):
+def test_per_sample_gradients_are_those_of_each_row_by_itself(kind, lengths, functorch):
     cells = kind.startswith("cells-")
     for flags in (FLAGS[0], {"num_layers": 2, "batch_first": False, "bidirectional": True}):
         theirs, ours = twins(kind.removeprefix("cells-"), flags, cells=cells)
@@ -312,7 +312,7 @@ def test_steps_with_fewer_rows_give_each_row_its_own_gradient(functorch):
             torch.testing.assert_close(parameter.grad_sample[row], grad, rtol=1e-9, atol=1e-11)
 
 
-def test_more_rows_than_the_batch_has_are_refused():
+def test_more_rows_than_the_batch_has_are_rejected():
     layer = RNNLinear(2, 3)
     layer.max_batch_len = 2
     with pytest.raises(ValueError, match=r"3 rows, which exceeds max_batch_len=2"):
@@ -334,7 +334,7 @@ def test_more_rows_than_the_batch_has_are_refused():
         (lambda: DPLSTM(2, 3)(torch.randn(4, 2)), ValueError, "unsqueeze"),
     ],
 )
-def test_bad_settings_are_refused_with_what_to_choose(make, error, message):
+def test_bad_settings_are_rejected_with_what_to_choose(make, error, message):
     with pytest.raises(error, match=message):
         make()
 

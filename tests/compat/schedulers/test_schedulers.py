@@ -158,7 +158,7 @@ def test_a_subclass_that_says_nothing_gets_a_message_that_lists_what_to_define(b
 @pytest.mark.parametrize(
     "make, name, attribute", [(LambdaNoise, "noise_lambda", NOISE), (LambdaGradClip, "scheduler_function", CLIP)]
 )
-def test_a_value_out_of_range_is_refused_and_the_epoch_stays(make, name, attribute, factor):
+def test_a_value_out_of_range_is_rejected_and_the_epoch_stays(make, name, attribute, factor):
     one = optimizer()
     scheduler = make(one, **{name: lambda epoch: factor if epoch else 1.0})
     with pytest.raises(ValueError, match=attribute):
@@ -168,13 +168,13 @@ def test_a_value_out_of_range_is_refused_and_the_epoch_stays(make, name, attribu
 
 @pytest.mark.parametrize("make", [ExponentialNoise, ExponentialGradClip])
 @pytest.mark.parametrize("gamma", [-1.0, math.nan], ids=str)
-def test_a_bad_gamma_is_refused_at_construction(make, gamma):
+def test_a_bad_gamma_is_rejected_at_construction(make, gamma):
     with pytest.raises(ValueError, match="gamma"):
         make(optimizer(), gamma=gamma)
 
 
 @each_case
-def test_an_optimizer_without_the_attribute_is_refused(make, options, attribute, expected):
+def test_an_optimizer_without_the_attribute_is_rejected(make, options, attribute, expected):
     with pytest.raises(ValueError, match=f"has no {attribute}"):
         make(torch.optim.SGD([torch.zeros(1)], lr=0.1), **options)
 
@@ -184,7 +184,7 @@ def test_a_misspelt_keyword_suggests_the_nearest():
         ExponentialNoise(optimizer(), gama=0.5)
 
 
-def test_a_state_without_an_epoch_is_refused():
+def test_a_state_without_an_epoch_is_rejected():
     with pytest.raises(ValueError, match="last_epoch"):
         ExponentialNoise(optimizer(), gamma=0.5).load_state_dict({"gamma": 0.1})
 

@@ -116,7 +116,7 @@ def test_samples_may_come_from_a_method_of_the_script():
     ]
 
 
-def test_sequences_alone_are_those_of_the_packed_one():
+def test_single_sequences_have_the_gradients_of_the_packed_one():
     torch.manual_seed(0)
     model, x = Outputs(True), packed()
     by_rows = compute_microbatch_grad_sample_tensor_or_seq(x, model)
@@ -152,7 +152,7 @@ def test_frozen_parameters_are_left_out():
     assert list(alone) == list(together) == ["weight"]
 
 
-def test_an_empty_batch_is_refused_and_recognised():
+def test_an_empty_batch_is_rejected_and_recognised():
     assert is_batch_empty(torch.zeros(0, 3)) and is_batch_empty([torch.zeros(0), torch.zeros(2)])
     assert not is_batch_empty(torch.zeros(1, 3)) and not is_batch_empty((torch.zeros(2), torch.zeros(0)))
     with pytest.raises(RuntimeError, match="empty"):
@@ -175,7 +175,7 @@ def test_a_model_with_loss_gives_each_sample_its_own(reduction):
     assert reduction in ModelWithLoss.supported_reductions
 
 
-def test_an_unknown_reduction_is_refused():
+def test_an_unknown_reduction_is_rejected():
     with pytest.raises(ValueError, match="'none' is not known"):
         ModelWithLoss(nn.Linear(3, 2), "none")
 

@@ -83,7 +83,7 @@ def test_a_loader_takes_it_as_its_batch_sampler():
 @pytest.mark.parametrize(
     "change", [{"num_samples": 0}, {"sample_rate": 0.0}, {"sample_rate": 1.5}, {"sample_rate": math.nan}, {"steps": -1}]
 )
-def test_numbers_out_of_range_are_refused(change):
+def test_numbers_out_of_range_are_rejected(change):
     with pytest.raises(ValueError):
         UniformWithReplacementSampler(**{"num_samples": 10, "sample_rate": 0.1, **change})
 
@@ -144,12 +144,12 @@ def test_processes_with_equal_generators_draw_independently(ranks):
     assert abs(len(first & second) - 250) < 68
 
 
-def test_without_a_process_group_it_says_so():
+def test_a_distributed_sampler_without_a_process_group_raises():
     with pytest.raises((ValueError, RuntimeError), match="process group"):
         DistributedUniformWithReplacementSampler(total_size=10, sample_rate=0.1)
 
 
-def test_it_draws_by_the_engine(monkeypatch):
+def test_the_sampler_draws_through_the_engine(monkeypatch):
     asked = []
 
     class Watched(uniform_sampler.PoissonDraws):

@@ -87,7 +87,7 @@ class ResNet(nn.Sequential):
 
 
 @pytest.mark.parametrize(("make", "kind"), INVALID)
-def test_what_opacus_refuses_is_refused_with_the_class_and_the_layer(make, kind):
+def test_what_opacus_rejects_is_rejected_with_the_class_and_the_layer(make, kind):
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(make()))
     (error,) = ModuleValidator.validate(model)
     assert type(error) is kind
@@ -120,7 +120,7 @@ def test_a_model_in_eval_mode_is_one_error():
         ModuleValidator.fix_and_validate(model)
 
 
-def test_what_the_engine_refuses_is_caught_as_a_script_catches_it():
+def test_what_the_engine_rejects_is_caught_as_a_script_catches_it():
     with pytest.raises(UnsupportedModuleError) as refusal:
         GradSampleModule(nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True)))
     assert type(refusal.value) is UnsupportedLayerError
@@ -158,7 +158,7 @@ def test_no_group_has_one_value_and_variance_stays_of_order_one(layer):
 
 
 @pytest.mark.hazard("O33")
-def test_one_channel_refuses_vectors_rather_than_give_zero():
+def test_one_channel_rejects_vectors_rather_than_returning_zero():
     fixed = ModuleValidator.fix(nn.Sequential(nn.BatchNorm1d(1)))
     series = 3 + 5 * torch.randn(8, 1, 50)
     assert fixed(series).var().item() == pytest.approx(1, abs=0.05)
@@ -201,7 +201,7 @@ def test_small_batch_norm_becomes_instance_norm_next_to_an_lstm():
         ({"xyz": 2}, TypeError, "It takes: num_groups, replace_bn_with_in"),
     ],
 )
-def test_bad_keywords_of_fix_are_refused(kwargs, error, message):
+def test_bad_keywords_of_fix_are_rejected(kwargs, error, message):
     with pytest.raises(error, match=message):
         ModuleValidator.fix(nn.Sequential(nn.SyncBatchNorm(4)), **kwargs)
 

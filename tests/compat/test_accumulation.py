@@ -1,4 +1,4 @@
-"""Backward passes over several batches of the loader before one step: added up, or refused under Poisson sampling."""
+"""Several batches of the loader before one step: accumulated, or in skipped steps; an error under Poisson sampling."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def poisson():
     return private(count=40, batch_size=20, poisson_sampling=True, noise_multiplier=1.0)
 
 
-def test_under_poisson_sampling_a_second_batch_before_the_step_is_refused():
+def test_under_poisson_sampling_a_second_batch_before_the_step_is_rejected():
     parts = poisson()
     before = flat(dict(parts.model.named_parameters())).clone()
     batches = iter(parts.loader)
@@ -69,3 +69,61 @@ def test_after_a_step_what_was_not_cleared_is_named_as_that():
         for batch in parts.loader:
             backward(parts, batch)
             parts.optimizer.step()
+
+
+MODES = ["hooks", "functorch", "ew"]
+SIZE = 4
+
+
+def run(parts, skips, *, clears=True):
+    """The gradients of each step that was made, and what they should be but for the divisor."""
+    waiting, found = [], []
+    for skip, batch in zip(skips, parts.loader, strict=True):
+        waiting.append(batch)
+        if skip is not None:
+            parts.optimizer.signal_skip_step(do_skip=skip)
+        loss(parts.model, *batch).backward()
+        if skip is None:
+            continue
+        expected = truth(parts.model._module, *map(torch.cat, zip(*waiting, strict=True)))
+        parts.optimizer.step()
+        if not skip:
+            found.append((gradients(parts.model._module), expected))
+            waiting = []
+        if clears:
+            parts.optimizer.zero_grad()
+    return found
+
+
+def times(grads, factor):
+    return {name: grad * factor for name, grad in grads.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_batches_of_one_step_are_divided_as_one(mode):
+    parts = private(count=16, grad_sample_mode=mode)
+    found = run(parts, [True, False, True, False])
+    assert len(found) == 2
+    for grads, expected in found:
+        assert_same(times(grads, SIZE), expected)
+    assert sum(steps for *_, steps in parts.engine.accountant.history) == 4  # each batch is charged
+
+
+def test_a_step_without_skips_before_it_divides_by_its_own_batches_only():
+    parts = private(count=20)
+    found = run(parts, [True, False, False, True, False])
+    for grads, expected in found:
+        assert_same(times(grads, SIZE), expected)
+
+
+def test_passes_that_accumulate_are_divided_by_their_number():
+    parts = private(count=16)
+    found = run(parts, [None, False, None, False])
+    for grads, expected in found:
+        assert_same(times(grads, 2 * SIZE), expected)
+
+
+def test_accumulated_passes_after_a_skipped_step_are_counted_separately():
+    parts = private(count=12)
+    ((grads, expected),) = run(parts, [True, None, False])
+    assert_same(times(grads, 2 * SIZE), expected)
