@@ -43,6 +43,19 @@ class Apply(nn.Module):
         return self.function(x)
 
 
+class Parts(nn.Module):
+    """A module of named layers, parameters and settings. Its forward pass is ``run(module, *inputs)``."""
+
+    def __init__(self, run, /, **parts):
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+        self.run = run
+
+    def forward(self, *inputs, **named):
+        return self.run(self, *inputs, **named)
+
+
 class Twice(nn.Module):
     """One layer used twice: the squared norm of a sum is not the sum of squared norms."""
 

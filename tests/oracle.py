@@ -5,8 +5,11 @@ from __future__ import annotations
 import copy
 
 import torch
+import torch.nn.functional as F
 from inside_parts import ClippedPasses
-from reference import per_sample_gradients
+from reference import clipped_sum, flat_norms, per_sample_gradients
+
+from dpengine import Flat, PerSampleGradientClipper
 
 SLACK = 2.0**-20  # thresholds are met with this much to spare
 
@@ -39,4 +42,47 @@ def relative_error(found, truth):
     """Largest deviation of any parameter's sum, relative to the whole truth."""
     scale = torch.cat([t.flatten() for t in truth.values()]).norm().clamp(min=1e-30)
     assert found.keys() == truth.keys()
-    return max(float((found[name] - truth[name]).norm() / scale) for name in truth)
+    return max(float((found[name].double() - truth[name]).norm() / scale) for name in truth)
+
+
+def assert_sums_of_loop(passes, plain, inputs, targets, *, loss=F.cross_entropy, bound=1e-9, prefix="", **options):
+    """Clips a backward pass, and compares the sums with those of a loop over the rows of a plain model.
+
+    ``prefix`` begins the names of the parameters in the plain model alone. Returns the statistics of the clipped pass.
+    """
+    seen = passes.clip(rows=len(targets))
+    loss_of_row = lambda output, i: loss(output, targets[i])  # noqa: E731
+    truth, _ = clip_by_loop(plain, inputs, loss_of_row, len(targets), **options)
+    assert relative_error(passes.totals(), {name.removeprefix(prefix): total for name, total in truth.items()}) < bound
+    return seen
+
+
+def assert_engine_gives_sums_of_loop(
+    model, inputs, targets, *, loss=F.cross_entropy, bound=1e-9, reduction="mean", row=None, **options
+):
+    """Compares the clipped sums of one pass of the engine with those of a loop over rows."""
+    found, _ = clip_by_engine(model, inputs, lambda output: loss(output, targets), reduction=reduction, **options)
+    loss_of_row = lambda output, i: loss(output, targets[i])  # noqa: E731
+    truth, _ = clip_by_loop(model, inputs, loss_of_row, len(targets), row=row)
+    assert relative_error(found, truth) < bound
+
+
+def clipper_at_median(model, gradients, **options):
+    """A clipper with the median of the norms that a loop over samples found as its clipping norm."""
+    max_norm = flat_norms(gradients).median().item()
+    return PerSampleGradientClipper(model, Flat(max_norm), **{"loss_reduction": "sum", **options})
+
+
+def assert_clips_as_loop(clipper, gradients, *, bound=1e-5, divisor=1):
+    """Clips what was recorded, and compares ``.grad`` with the clipped sum of the gradients of a loop over samples."""
+    clipper.clip_and_accumulate()
+    assert_sum_is_that_of_loop(clipper, gradients, bound=bound, divisor=divisor)
+
+
+def assert_sum_is_that_of_loop(clipper, gradients, *, bound=1e-5, divisor=1):
+    """Compares ``.grad`` with the clipped sum of the gradients of a loop over samples."""
+    clipper.pre_step()
+    truth = clipped_sum(gradients, clipper.norm_clipper.max_norm)
+    found = torch.cat([clipper.module.get_parameter(name).grad.flatten() for name in truth])
+    expected = torch.cat([total.flatten() for total in truth.values()]) / divisor
+    assert (found - expected).norm() < bound * expected.norm()

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from case_models import Parts
 from inside_parts import rows_of_forward
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from torch import nn
@@ -17,41 +18,29 @@ ROWS = STEPS = 4  # equal, so that a wrong axis has the right size
 SIZE = 6
 
 
-class Attend(nn.Module):
+def attention():
     """Time-first attention, and a layer behind it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.MultiheadAttention(SIZE, 2), nn.Linear(SIZE, 3)
-
-    def forward(self, x_TBF):
-        return self.head(self.layer(x_TBF, x_TBF, x_TBF)[0]).sin()
+    run = lambda m, x_TBF: m.head(m.layer(x_TBF, x_TBF, x_TBF)[0]).sin()  # noqa: E731
+    return Parts(run, layer=nn.MultiheadAttention(SIZE, 2), head=nn.Linear(SIZE, 3))
 
 
-class Curved(nn.Module):
-    """A layer that no rule follows, with one tensor out."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(SIZE))
-
-    def forward(self, x_TBF):
-        return (x_TBF * self.weight).sin()
+def curved():
+    """A layer that no rule follows, with one tensor out, and a linear layer."""
+    layer = Parts(lambda m, x_TBF: (x_TBF * m.weight).sin(), weight=nn.Parameter(torch.randn(SIZE)))
+    return nn.Sequential(layer, nn.Linear(SIZE, 3))
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("make", [Attend, lambda: nn.Sequential(Curved(), nn.Linear(SIZE, 3))], ids=["twin", "unit"])
+@pytest.mark.parametrize("make", [attention, curved], ids=["twin", "unit"])
 def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):
     torch.manual_seed(0)
     model = make().double()
     x_TBF, weights_TO = torch.randn(STEPS, ROWS, SIZE).double(), torch.randn(STEPS, 1, 3).double()
-    found, _ = clip_by_engine(
-        copy.deepcopy(model), (x_TBF,), lambda out: (out * weights_TO).sum(), mode=mode, batch_first=False
-    )
-    truth, _ = clip_by_loop(
-        model, (x_TBF,), lambda out, _: (out * weights_TO).sum(), ROWS, row=lambda tree, i: (tree[0][:, i : i + 1],)
-    )
+    loss = lambda out: (out * weights_TO).sum()  # noqa: E731
+    found, _ = clip_by_engine(copy.deepcopy(model), (x_TBF,), loss, mode=mode, batch_first=False)
+    row = lambda tree, i: (tree[0][:, i : i + 1],)  # noqa: E731
+    truth, _ = clip_by_loop(model, (x_TBF,), lambda out, _: loss(out), ROWS, row=row)
     assert relative_error(found, truth) < 1e-6
 
 

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 from torch import nn
@@ -313,19 +314,13 @@ def test_a_weight_used_outside_its_layer_is_refused_by_name():
     assert_nothing_is_left(sums, model)
 
 
-class TwoInputs(nn.Module):
+def two_inputs():
     """A layer with two inputs, which gets a tap."""
-
-    def __init__(self):
-        super().__init__()
-        self.pair = nn.Bilinear(4, 4, 3)
-
-    def forward(self, inputs):
-        return self.pair(inputs, inputs.tanh())
+    return Parts(lambda m, inputs: m.pair(inputs, inputs.tanh()), pair=nn.Bilinear(4, 4, 3))
 
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-@pytest.mark.parametrize("net", [Net, TwoInputs])
+@pytest.mark.parametrize("net", [Net, two_inputs])
 @pytest.mark.hazard("C6")
 def test_a_second_backward_over_one_forward_is_refused(mode, net):
     model = net().double()

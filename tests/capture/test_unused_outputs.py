@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_models import Parts
 from inside_parts import ClippedPasses
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -11,15 +12,9 @@ from dpengine.clipping import Flat
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 
 
-class Scale(nn.Module):
+def scaled():
     """A layer that no table knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        return self.scale * x
+    return Parts(lambda m, x: m.scale * x, scale=nn.Parameter(torch.ones(4)))
 
 
 class Looked(nn.Module):
@@ -27,7 +22,7 @@ class Looked(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.scale, self.table = Scale(), nn.Embedding(2, 3)
+        self.scale, self.table = scaled(), nn.Embedding(2, 3)
 
     def forward(self, x):
         read = lambda y: self.table((y.detach()[:, 0] > 0).long())  # noqa: E731

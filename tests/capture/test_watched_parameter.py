@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import ClippedPasses
-from oracle import clip_by_engine, clip_by_loop, relative_error
+from oracle import assert_engine_gives_sums_of_loop
 from torch import nn
 
 from dpengine import PrivacyEngine
@@ -60,17 +61,10 @@ def _as_wide(x):
     return torch.cat([x, x], dim=1)[:, :ROWS]
 
 
-class Holder(nn.Module):
+def holder(shape, use):
     """Holds a parameter beside a child."""
-
-    def __init__(self, shape, use):
-        super().__init__()
-        self.own = nn.Parameter(torch.randn(shape))
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.use = use
-
-    def forward(self, x):
-        return torch.tanh(self.inner(self.use(self.own, x))).mean(dim=1)
+    run = lambda m, x: torch.tanh(m.inner(use(m.own, x))).mean(dim=1)  # noqa: E731
+    return Parts(run, own=nn.Parameter(torch.randn(shape)), inner=nn.Linear(WIDTH, WIDTH))
 
 
 @pytest.mark.one_in(6, "mode", "use", others="slow")
@@ -79,24 +73,25 @@ class Holder(nn.Module):
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_understood_uses_give_the_sums_of_a_loop(use, mode):
     torch.manual_seed(0)
-    model = Holder(*use).double()
-    inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
-    # A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row.
-    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
-    assert relative_error(found, truth) < 1e-9
+    assert_sums_of_loop(holder(*use), mode)
+
+
+def assert_sums_of_loop(model, mode, time=TIME):
+    """A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row."""
+    inputs, targets = (torch.randn(ROWS, time, WIDTH).double(),), torch.arange(ROWS) % 3
+    assert_engine_gives_sums_of_loop(model.double(), inputs, targets, mode=mode)
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
 def test_understood_uses_add_nothing_for_an_empty_batch(use):
-    model = Holder(*use).double()
+    model = holder(*use).double()
     passes = ClippedPasses(model, mode="hooks")
     F.cross_entropy(model(torch.randn(0, TIME, WIDTH).double()), torch.arange(0), reduction="sum").backward()
     passes.clip(rows=0)
     assert all(not total.any() for total in passes.totals().values())
 
 
-REFUSED = {
+REJECTED = {
     "product-from-the-left": ((TIME, TIME), lambda p, x: p @ x),
     "product-with-a-vector": ((WIDTH,), lambda p, x: (x @ p).unsqueeze(2) * x),
     "product-time-first": ((WIDTH, WIDTH), lambda p, x: (x.transpose(0, 1) @ p).transpose(0, 1)),
@@ -118,9 +113,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("use", REFUSED.values(), ids=REFUSED)
-def test_other_uses_are_refused_by_name_before_any_gradient(use):
-    model = Holder(*use).double()
+@pytest.mark.parametrize("use", REJECTED.values(), ids=REJECTED)
+def test_other_uses_raise_an_error_with_the_name_before_any_gradient(use):
+    model = holder(*use).double()
     ClippedPasses(model, mode="hooks")
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'own'.*='auto' or, if that is in use, 'whole_model'"):
         model(torch.randn(ROWS, TIME, WIDTH).double())
@@ -130,13 +125,9 @@ def test_other_uses_are_refused_by_name_before_any_gradient(use):
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("mode", ["auto", "whole_model", "functorch"])
 @pytest.mark.parametrize("use", ["product-from-the-left", "norm", "softmax-then-scale"])
-def test_what_is_refused_works_through_the_fallback(use, mode):
+def test_rejected_uses_work_in_modes_that_run_samples_one_by_one(use, mode):
     torch.manual_seed(0)
-    model = Holder(*REFUSED[use]).double()
-    inputs, targets = (torch.randn(ROWS, TIME, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
-    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
-    assert relative_error(found, truth) < 1e-9
+    assert_sums_of_loop(holder(*REJECTED[use]), mode)
 
 
 class Distances(nn.Module):
@@ -161,11 +152,7 @@ class Distances(nn.Module):
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 def test_a_table_of_distances_is_followed_until_it_meets_the_samples(mode, time):
     torch.manual_seed(0)
-    model = Distances().double()
-    inputs, targets = (torch.randn(ROWS, time, WIDTH).double(),), torch.arange(ROWS) % 3
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
-    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), ROWS)
-    assert relative_error(found, truth) < 1e-9
+    assert_sums_of_loop(Distances(), mode, time)
 
 
 def test_as_many_distances_as_samples_are_rejected_in_a_sharded_model(monkeypatch):
@@ -191,24 +178,14 @@ class Times(torch.autograd.Function):
         return grad * weight, (grad * x).sum(0)
 
 
-class TimesModule(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 2, WIDTH))
-
-    def forward(self, x):
-        return Times.apply(x, self.weight)
+def times_module():
+    return Parts(lambda m, x: Times.apply(x, m.weight), weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)))
 
 
-class InRoot(TimesModule):
+def in_root(change=lambda weight: weight):
     """Uses its parameter in an autograd.Function, beside a child; ``change`` derives a tensor from it first."""
-
-    def __init__(self, change=lambda weight: weight):
-        super().__init__()
-        self.head, self.change = nn.Linear(WIDTH, 2), change
-
-    def forward(self, x):
-        return self.head(Times.apply(x, self.change(self.weight)))
+    run = lambda m, x: m.head(Times.apply(x, change(m.weight)))  # noqa: E731
+    return Parts(run, weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)), head=nn.Linear(WIDTH, 2))
 
 
 @pytest.mark.parametrize("unused", ["error", "zero"])
@@ -216,17 +193,10 @@ class InRoot(TimesModule):
 def test_a_parameter_in_a_function_next_to_layers_is_rejected_by_name(change, unused):
     inputs, targets = torch.randn(6, WIDTH), torch.zeros(6, dtype=torch.long)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=6)
-    model = InRoot(change)
+    model = in_root(change)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    _, _, loader = PrivacyEngine().make_private(
-        model,
-        optimizer,
-        data,
-        noise_multiplier=1.0,
-        sample_rate=1.0,
-        unused_parameters=unused,
-        grad_sample_mode="hooks",
-    )
+    settings = {"noise_multiplier": 1.0, "sample_rate": 1.0, "unused_parameters": unused, "grad_sample_mode": "hooks"}
+    _, _, loader = PrivacyEngine().make_private(model, optimizer, data, **settings)
     ((x, y),) = loader
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*'weight' is used in a torch.autograd.Function"):
         F.cross_entropy(model(x), y).backward()
@@ -234,12 +204,9 @@ def test_a_parameter_in_a_function_next_to_layers_is_rejected_by_name(change, un
 
 @pytest.mark.parametrize(
     ("model", "mode"),
-    [(nn.Sequential(TimesModule(), nn.Linear(WIDTH, 2)), "hooks"), (InRoot(), "functorch"), (InRoot(), "auto")],
+    [(nn.Sequential(times_module(), nn.Linear(WIDTH, 2)), "hooks"), (in_root(), "functorch"), (in_root(), "auto")],
     ids=["separate module", "functorch", "auto"],
 )
 def test_the_remedies_for_a_parameter_in_a_function_are_exact(model, mode):
     inputs, targets = (torch.randn(6, WIDTH).double(),), torch.tensor([0, 1, 0, 1, 1, 0])
-    model = model.double()
-    found, _ = clip_by_engine(model, inputs, lambda o: F.cross_entropy(o, targets), mode=mode, reduction="mean")
-    truth, _ = clip_by_loop(model, inputs, lambda o, i: F.cross_entropy(o, targets[i]), 6)
-    assert relative_error(found, truth) < 1e-5
+    assert_engine_gives_sums_of_loop(model.double(), inputs, targets, mode=mode, bound=1e-5)

@@ -38,7 +38,7 @@ def released_count(policy, stream=None, size=10.0):
 
 
 @given(sigma=st.floats(1e-3, 1e3), ratio=st.floats(0.5001, 1e4))
-def test_gradient_and_count_together_cost_what_is_booked(sigma, ratio):
+def test_gradient_and_count_together_cost_the_noise_multiplier_that_is_charged(sigma, ratio):
     """Oracle: the squared sensitivity-to-noise ratios of independent Gaussians add up."""
     policy = Adaptive(1.0, count_noise_multiplier=sigma * ratio)
     sigma_g = policy.gradient_noise_multiplier(sigma)
@@ -47,7 +47,7 @@ def test_gradient_and_count_together_cost_what_is_booked(sigma, ratio):
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.3, 2.0, 2.0001, 50.0, math.nan, math.inf])
-def test_one_sample_moves_the_joint_vector_by_at_most_what_is_booked(norm):
+def test_one_sample_moves_the_joint_vector_by_at_most_the_charged_sensitivity(norm):
     sigma, policy = 1.3, Adaptive(2.0, count_noise_multiplier=4.0)
     sigma_g, norms = policy.gradient_noise_multiplier(sigma), column(norm)
     added = policy.factors(norms).item() * (norm if math.isfinite(norm) else 0.0)
@@ -57,26 +57,34 @@ def test_one_sample_moves_the_joint_vector_by_at_most_what_is_booked(norm):
     assert moved <= 1 / sigma * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("sigma", [8.0, 8.1, 100.0])
-def test_a_count_that_costs_the_whole_step_is_refused(sigma):
-    with pytest.raises(InvalidBudgetError, match="count_noise_multiplier"):
-        Adaptive(1.0, count_noise_multiplier=4.0).gradient_noise_multiplier(sigma)
-
-
-@pytest.mark.parametrize("sigma", [-1.0, math.nan, math.inf])
-def test_a_noise_multiplier_out_of_range_is_refused(sigma):
-    with pytest.raises(InvalidBudgetError, match="noise_multiplier"):
-        Adaptive(1.0).gradient_noise_multiplier(sigma)
+@pytest.mark.parametrize(
+    ("count", "sigma", "words"),
+    [
+        *((4.0, sigma, "count_noise_multiplier") for sigma in (8.0, 8.1, 100.0)),  # the count costs the whole step
+        *((None, sigma, "noise_multiplier") for sigma in (-1.0, math.nan, math.inf)),
+    ],
+)
+def test_a_noise_multiplier_out_of_range_is_rejected(count, sigma, words):
+    with pytest.raises(InvalidBudgetError, match=words):
+        Adaptive(1.0, **({"count_noise_multiplier": count} if count else {})).gradient_noise_multiplier(sigma)
 
 
 def test_without_noise_the_gradient_gets_none():
     assert Adaptive(1.0).gradient_noise_multiplier(0.0) == 0.0
 
 
-def test_the_count_is_centred_so_that_each_sample_counts_one_half():
+@pytest.mark.parametrize(
+    ("norms", "count"),
+    [
+        ((0.1, 1.0, 1.5, 7.0, 0.2), 0.5),  # three at most C, two above
+        ((), 0.0),
+        ((0.5, math.nan, math.inf), 0.5),  # two are dropped
+    ],
+)
+def test_each_sample_counts_one_half_up_or_down_and_a_dropped_one_nothing(norms, count):
     policy = Adaptive(1.0)
-    policy.observe(column(0.1, 1.0, 1.5, 7.0, 0.2))  # three at most C, two above
-    assert released_count(policy) == pytest.approx(0.5)
+    policy.observe(column(*norms))
+    assert released_count(policy) == pytest.approx(count)
 
 
 def test_the_threshold_moves_by_the_geometric_rule():
@@ -84,12 +92,6 @@ def test_the_threshold_moves_by_the_geometric_rule():
     policy.observe(column(*[1.0] * 6, *[9.0] * 4))  # a share of 0.6 of the ten that are expected
     policy.finish_step(Stream(), 1, 10)
     assert policy.max_grad_norm == pytest.approx(4.0 * math.exp(-RATE * (0.6 - 0.8)))
-
-
-def test_an_empty_batch_moves_the_threshold_by_noise_alone():
-    policy = Adaptive(1.0)
-    policy.observe(torch.zeros(0, 1))
-    assert released_count(policy) == 0.0
 
 
 def test_the_divisor_is_the_expected_batch_size_and_not_the_size_that_was_drawn():
@@ -100,12 +102,6 @@ def test_the_divisor_is_the_expected_batch_size_and_not_the_size_that_was_drawn(
         policy.finish_step(Stream(0.7), 1, 10)
         moves.append(policy.max_grad_norm)
     assert moves[0] == moves[1] == moves[2]
-
-
-def test_a_dropped_sample_counts_nothing():
-    policy = Adaptive(1.0)
-    policy.observe(column(0.5, math.nan, math.inf))
-    assert released_count(policy) == pytest.approx(0.5)
 
 
 def test_physical_batches_add_up_to_their_logical_batch():

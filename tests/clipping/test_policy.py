@@ -70,10 +70,7 @@ def test_factor_times_norm_never_passes_the_threshold(case, dtype, threshold):
 
 
 @every_policy
-@given(
-    entries=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=6, max_size=24),
-    threshold=THRESHOLDS,
-)
+@given(entries=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=6, max_size=24), threshold=THRESHOLDS)
 @settings(max_examples=60, deadline=None)
 def test_a_clipped_float32_gradient_has_at_most_the_promised_norm(case, entries, threshold):
     make, bounds_of = CASES[case]

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import limit_compiled_graphs
 from torch import nn
 
@@ -58,16 +59,10 @@ def test_without_a_compiler_the_step_is_eager(passes):
     assert not passes
 
 
-class Special(nn.Module):
+def special(between):
     """Two layers, with something between them that cannot be compiled, or would be compiled wrongly."""
-
-    def __init__(self, between):
-        super().__init__()
-        self.layer, self.head, self.between = nn.Linear(6, 6), nn.Linear(6, CLASSES), between
-        self.calls, self.seen, self.kept = 0, [], None
-
-    def forward(self, x):
-        return self.head(self.between(self, self.layer(x)))
+    run = lambda m, x: m.head(m.between(m, m.layer(x)))  # noqa: E731
+    return Parts(run, layer=nn.Linear(6, 6), head=nn.Linear(6, CLASSES), between=between, calls=0, seen=[], kept=None)
 
 
 def counted(model, h):
@@ -92,7 +87,7 @@ SPECIAL = {
 @pytest.mark.parametrize("name", SPECIAL)
 def test_a_model_that_cannot_be_compiled_trains_eagerly(name, passes):
     between, why = SPECIAL[name]
-    trains_eagerly(lambda: Special(between), why)
+    trains_eagerly(lambda: special(between), why)
     assert not passes
 
 
@@ -155,15 +150,9 @@ def test_other_outputs_train_eagerly(output, passes):
     assert not passes
 
 
-class Unusual(nn.Module):
+def unusual(forward):
     """A layer with ways to take inputs or give outputs that a graph would not repeat."""
-
-    def __init__(self, forward):
-        super().__init__()
-        self.layer, self.own = nn.Linear(6, CLASSES), forward
-
-    def forward(self, x):
-        return self.own(self.layer, x)
+    return Parts(lambda m, x: m.own(m.layer, x), layer=nn.Linear(6, CLASSES), own=forward)
 
 
 UNUSUAL = {
@@ -182,7 +171,7 @@ UNUSUAL = {
 def test_models_with_unusual_inputs_or_outputs_train_eagerly(name, passes):
     forward, output_of, why = UNUSUAL[name]
     loss = lambda found, y, reduction: F.cross_entropy(output_of(found), y)  # noqa: E731
-    trains_eagerly(lambda: Unusual(forward), why, loss=loss)
+    trains_eagerly(lambda: unusual(forward), why, loss=loss)
     assert not passes
 
 
@@ -319,15 +308,9 @@ def test_what_escapes_clipping_is_rejected(what, error, passes):
     assert len(passes) == (3 if what == "unused" else 2)  # a parameter without a gradient is missed by the step
 
 
-class Given(nn.Module):
+def given():
     """Ignores its second argument."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, CLASSES)
-
-    def forward(self, x, more=None):
-        return self.layer(x)
+    return Parts(lambda m, x, more=None: m.layer(x), layer=nn.Linear(6, CLASSES))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +323,7 @@ class Given(nn.Module):
     ids=["object", "set", "sparse"],
 )
 def test_arguments_are_dense_tensors_or_plain(argument, why, passes):
-    training = Training(Given, data((6,)), compile="eager")
+    training = Training(given, data((6,)), compile="eager")
     batches = batches_after_checks(training)
     with pytest.warns(errors.PrivacyWarning, match=why):
         for x, y in itertools.islice(batches, 2):
@@ -402,7 +385,7 @@ def test_larger_batches_are_eager(passes):
 def test_what_trains_outside_the_model_is_not_compiled(passes):
     temperature = nn.Parameter(torch.ones(()))
     with pytest.warns(errors.PrivacyWarning, match="not one of its parameters"):
-        Training(lambda: Special(lambda model, h: h * temperature), data((6,)), compile="eager").run(4)
+        Training(lambda: special(lambda model, h: h * temperature), data((6,)), compile="eager").run(4)
     assert not passes
 
 
@@ -410,7 +393,7 @@ def test_what_trains_outside_the_model_is_not_compiled(passes):
 def test_a_tensor_of_one_batch_is_not_kept(passes):
     outside = torch.randn(24, 6)
     trains_eagerly(
-        lambda: Special(lambda model, h: h + outside[: len(h)] if len(h) != 24 else h + outside), "as many rows"
+        lambda: special(lambda model, h: h + outside[: len(h)] if len(h) != 24 else h + outside), "as many rows"
     )
     assert not passes
 

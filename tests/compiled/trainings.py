@@ -5,6 +5,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -13,40 +14,27 @@ from dpengine import PrivacyEngine
 CLASSES = 4
 
 
-class Attention(nn.Module):
+def attention_model():
     """Packed projections, which are followed operation by operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.block(x).mean(dim=1))
+    run = lambda m, x: m.head(m.block(x).mean(dim=1))  # noqa: E731
+    return Parts(
+        run, block=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), head=nn.Linear(8, CLASSES)
+    )
 
 
-class Scaled(nn.Module):
+def scaled():
     """A layer that nobody knows, and a parameter of its own beside a child."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 6))
-        self.child = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return torch.tanh(self.child(x) * self.scale)
+    run = lambda m, x: torch.tanh(m.child(x) * m.scale)  # noqa: E731
+    return Parts(run, scale=nn.Parameter(torch.linspace(0.5, 1.5, 6)), child=nn.Linear(6, 6))
 
 
-class Tied(nn.Module):
+def tied():
     """A table that is read twice, and padding."""
 
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(12, 5, padding_idx=0)
-        self.head = nn.Linear(5, CLASSES)
+    def run(m, ids):
+        return m.head(torch.tanh(m.table(ids[:, :3]).sum(dim=1) * m.table(ids[:, 3:]).mean(dim=1)))
 
-    def forward(self, ids):
-        return self.head(torch.tanh(self.table(ids[:, :3]).sum(dim=1) * self.table(ids[:, 3:]).mean(dim=1)))
+    return Parts(run, table=nn.Embedding(12, 5, padding_idx=0), head=nn.Linear(5, CLASSES))
 
 
 MODELS = {
@@ -55,14 +43,11 @@ MODELS = {
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(36, CLASSES)),
         (2, 5, 5),
     ),
-    "sequence": (
-        lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(45, CLASSES)),
-        (9, 6),
-    ),
-    "attention": (Attention, (5, 8)),
-    "parameter": (lambda: nn.Sequential(Scaled(), nn.Linear(6, CLASSES)), (6,)),
+    "sequence": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Flatten(), nn.Linear(45, CLASSES)), (9, 6)),
+    "attention": (attention_model, (5, 8)),
+    "parameter": (lambda: nn.Sequential(scaled(), nn.Linear(6, CLASSES)), (6,)),
     "unknown layer": (lambda: nn.Sequential(nn.Linear(6, 6), nn.PReLU(6), nn.Linear(6, CLASSES)), (6,)),
-    "embedding": (Tied, "ids"),
+    "embedding": (tied, "ids"),
 }
 
 

@@ -120,10 +120,7 @@ def ending(case, others_ended):
     }
     engine.detach(model)
     state = inside.state(engine)
-    return found | {
-        "charged in the end": engine.ledger.steps,
-        "clean in the end": state.clean and not state.pending,
-    }
+    return found | {"charged in the end": engine.ledger.steps, "clean in the end": state.clean and not state.pending}
 
 
 def endings(cases, folder):

@@ -182,11 +182,7 @@ def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(of_ranks,
 
 @pytest.mark.parametrize(
     "launches",
-    [
-        "of_two",
-        pytest.param("of_two_times_two", marks=pytest.mark.slow),
-        pytest.param("of_four", marks=BY_NIGHT),
-    ],
+    ["of_two", pytest.param("of_two_times_two", marks=pytest.mark.slow), pytest.param("of_four", marks=BY_NIGHT)],
 )
 @pytest.mark.hazard("N5")
 def test_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launches, of_one, request):

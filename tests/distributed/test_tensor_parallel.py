@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from case_models import Parts
 from launch import launched
 from spread_runs import Case, all_trained, plain, trained, wrapped
 from spread_runs import data as sentences
@@ -129,26 +130,22 @@ def exchanges(private):
     return seen.calls, seen.numbers, len(words)
 
 
-class Layers(nn.Module):
+def split_layers(*, between=False, dropout=0.0):
     """Two linear layers, a norm between or after them, and dropout."""
+    run = lambda m, x: m.norm(m.dropout(m.outer(m.scale(m.inner(x)))))  # noqa: E731
+    return Parts(
+        run,
+        inner=nn.Linear(INPUTS, HIDDEN),
+        outer=nn.Linear(HIDDEN, INPUTS),
+        scale=nn.PReLU(1) if between else nn.Identity(),
+        dropout=nn.Dropout(dropout),
+        norm=nn.LayerNorm(INPUTS),
+    )
 
-    def __init__(self, *, between=False, dropout=0.0):
-        super().__init__()
-        self.inner, self.outer = nn.Linear(INPUTS, HIDDEN), nn.Linear(HIDDEN, INPUTS)
-        self.scale = nn.PReLU(1) if between else nn.Identity()
-        self.dropout, self.norm = nn.Dropout(dropout), nn.LayerNorm(INPUTS)
 
-    def forward(self, x):
-        return self.norm(self.dropout(self.outer(self.scale(self.inner(x)))))
-
-
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.entries, self.outer = nn.Embedding(4, INPUTS), nn.Linear(INPUTS, INPUTS)
-
-    def forward(self, x):
-        return self.outer(x + self.entries(torch.arange(4)))
+def with_positions():
+    run = lambda m, x: m.outer(x + m.entries(torch.arange(4)))  # noqa: E731
+    return Parts(run, entries=nn.Embedding(4, INPUTS), outer=nn.Linear(INPUTS, INPUTS))
 
 
 STYLES = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
@@ -204,13 +201,13 @@ def all_checks():
         "one is not finite": norms(rank, [own[0], own[0]], [same[0], [[5.0], [5.0], [nan]]]),
         "one differs": norms(rank, own, [same[0], [[5.0], [5.0], [5.2]]]),
         "other step": norms(rank, own, same, ("step", 3 + rank)),
-        "a row is dropped": run(Layers, STYLES),
-        "dropout differs": run(lambda: Layers(dropout=0.5), STYLES, seed=1),
-        "between": run(lambda: Layers(between=True), STYLES),
-        "mode": run(Layers, STYLES, grad_sample_mode="ghost"),
-        "sequences": run(Layers, {"norm": SEQUENCES["norm"]}, shape=(4, INPUTS)),
-        "positions": run(Positions, {"entries": whole}, shape=(4, INPUTS)),
-        "other weights": run(lambda: (torch.manual_seed(rank), Layers())[1], {"inner": whole}),
+        "a row is dropped": run(split_layers, STYLES),
+        "dropout differs": run(lambda: split_layers(dropout=0.5), STYLES, seed=1),
+        "between": run(lambda: split_layers(between=True), STYLES),
+        "mode": run(split_layers, STYLES, grad_sample_mode="ghost"),
+        "sequences": run(split_layers, {"norm": SEQUENCES["norm"]}, shape=(4, INPUTS)),
+        "positions": run(with_positions, {"entries": whole}, shape=(4, INPUTS)),
+        "other weights": run(lambda: (torch.manual_seed(rank), split_layers())[1], {"inner": whole}),
     }
 
 
@@ -240,7 +237,7 @@ def test_ranks_that_differ_are_refused_on_all_of_them(checks, case):
 
 
 def test_a_row_is_dropped_on_all_ranks(checks):
-    dropped, weights = run(Layers, None)
+    dropped, weights = run(split_layers, None)
     for one in checks:
         assert one["a row is dropped"][0] == dropped == 1
         for found, expected, first in zip(

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from reference import flat_norms, per_sample_gradients, stacked
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,38 +25,23 @@ SAMPLES = 5
 WEIGHTS = torch.tensor([-2.0, 0.0, 0.3, 1e4, 7.0])  # negative, zero, fractional, and above 1
 
 
-class Last(nn.Module):
+def last_step(sequence, features, *, axis=1):
     """The last step of a sequence model, and a head."""
-
-    def __init__(self, sequence, features, *, axis=1):
-        super().__init__()
-        self.sequence, self.head, self.axis = sequence, nn.Linear(features, 3), axis
-
-    def forward(self, inputs):
-        return self.head(self.sequence(inputs)[0].select(self.axis, -1))
+    run = lambda m, inputs: m.head(m.sequence(inputs)[0].select(m.axis, -1))  # noqa: E731
+    return Parts(run, sequence=sequence, head=nn.Linear(features, 3), axis=axis)
 
 
-class Tied(nn.Module):
+def tied_words():
     """An embedding whose weight is that of the last layer, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.last = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-        self.last.weight = self.embed.weight
-
-    def forward(self, tokens):
-        return self.last(torch.tanh(self.embed(tokens)).mean(dim=1))
+    run = lambda m, tokens: m.last(torch.tanh(m.embed(tokens)).mean(dim=1))  # noqa: E731
+    m = Parts(run, embed=nn.Embedding(7, 4), last=nn.Linear(4, 7, bias=False))
+    m.last.weight = m.embed.weight
+    return m
 
 
-class Scaled(nn.Module):
+def scaled():
     """A layer without a built-in grad sampler."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(4) + 0.5)
-
-    def forward(self, inputs):
-        return torch.tanh(inputs * self.scale)
+    return Parts(lambda m, inputs: torch.tanh(inputs * m.scale), scale=nn.Parameter(torch.rand(4) + 0.5))
 
 
 def mlp():
@@ -75,9 +61,9 @@ MODELS = {
     "conv": (lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)), floats(3, 6, 6)),
     "embedding": (lambda: nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(24, 3)), tokens),
     "norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)), floats(4)),
-    "lstm": (lambda: Last(nn.LSTM(4, 6, batch_first=True), 6), floats(5, 4)),
-    "tied": (Tied, tokens),
-    "fallback": (lambda: nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 3)), floats(4)),
+    "lstm": (lambda: last_step(nn.LSTM(4, 6, batch_first=True), 6), floats(5, 4)),
+    "tied": (tied_words, tokens),
+    "fallback": (lambda: nn.Sequential(nn.Linear(4, 4), scaled(), nn.Linear(4, 3)), floats(4)),
 }
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
@@ -135,7 +121,7 @@ def test_all_results_are_those_of_a_loop_over_samples(name, reduction, force_fun
 @pytest.mark.parametrize("samples", [2, 5])  # 5: as many as steps
 def test_the_batch_may_be_on_axis_1(reduction, samples):
     torch.manual_seed(3)
-    model = Last(nn.LSTM(4, 6), 6, axis=0).double()
+    model = last_step(nn.LSTM(4, 6), 6, axis=0).double()
     inputs, targets = torch.randn(5, samples, 4).double(), torch.randint(3, (samples,))
     found = one_pass(model, inputs, targets, reduction=reduction, batch_first=False).last_pass
     rows = per_sample_gradients(model, F.cross_entropy, (inputs,), targets, row=lambda one, i: (one[0][:, i : i + 1],))
@@ -168,7 +154,9 @@ def test_an_empty_batch_gives_no_norm_and_zero_sums():
 
 def test_a_tied_parameter_has_the_name_under_which_the_model_lists_it():
     found = one_pass(*data_of("tied")).last_pass
-    assert list(found.weighted_sum(WEIGHTS)) == ["embed.weight"] == [name for name, _ in Tied().named_parameters()]
+    assert (
+        list(found.weighted_sum(WEIGHTS)) == ["embed.weight"] == [name for name, _ in tied_words().named_parameters()]
+    )
 
 
 def test_a_frozen_parameter_has_no_result():
@@ -426,19 +414,13 @@ def test_a_pass_with_an_error_leaves_neither_its_results_nor_earlier_ones():
     assert not any(hasattr(parameter, "grad_sample") for parameter in model.parameters())
 
 
-class Mixed(nn.Module):
+def mixed():
     """Shares each sample with the others."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, inputs):
-        return self.layer(inputs - inputs.mean(dim=0))
+    return Parts(lambda m, inputs: m.layer(inputs - inputs.mean(dim=0)), layer=nn.Linear(4, 3))
 
 
 def test_a_pass_that_mixes_samples_leaves_no_result():
-    wrapped = GradSampleModule(Mixed().double())
+    wrapped = GradSampleModule(mixed().double())
     _, inputs, targets = data_of("linear")
     with pytest.raises(UnsupportedLayerError):
         F.cross_entropy(wrapped(inputs), targets).backward()

@@ -8,6 +8,7 @@ import pytest
 import spread_runs
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from launch import launched
 from loops import BATCH, CLASSES, MAX_NORM, SLACK, assert_same_gradients, examples, gradients_of, make_loop
 from reference import clipped_sum, flat_norms, per_sample_gradients
@@ -33,16 +34,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE003", "ignore:.*DPE012")
 FIRST, LAST = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 
 
-class Branches(nn.Module):
+def branches():
     """A body and two heads, of which the forward pass uses one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.body, self.used, self.idle = nn.Linear(4, 5), nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
-
-    def forward(self, inputs):
-        return self.used(torch.tanh(self.body(inputs)))
+    torch.manual_seed(1)
+    run = lambda m, inputs: m.used(torch.tanh(m.body(inputs)))  # noqa: E731
+    return Parts(run, body=nn.Linear(4, 5), used=nn.Linear(5, CLASSES), idle=nn.Linear(5, CLASSES))
 
 
 def holding(*names):
@@ -174,16 +170,11 @@ def test_each_layer_of_the_subset_has_its_own_threshold():
 
 
 def test_a_subset_that_the_pass_leaves_out_counts_as_gradients_of_zero():
-    model, policy = Branches(), Adaptive(1.0)
+    model, policy = branches(), Adaptive(1.0)
     engine = PrivacyEngine(seed=0)
     optimizer = torch.optim.SGD(model.idle.parameters(), lr=0.5)
     _, _, loader = engine.make_private(
-        model,
-        optimizer,
-        DataLoader(examples(), BATCH),
-        noise_multiplier=1.0,
-        clipping=policy,
-        unused_parameters="zero",
+        model, optimizer, DataLoader(examples(), BATCH), noise_multiplier=1.0, clipping=policy, unused_parameters="zero"
     )
     restrict_to_optimizer(engine)
     inputs, targets = next(batch for batch in loader if len(batch[1]) > 1)

@@ -70,10 +70,7 @@ ROWS = torch.stack([X, 2 * X])
 LOW, HIGH = torch.tensor([-1.0, -4.0]), torch.tensor([2.0, 0.5])
 TRANSFORMS = {
     "grad": lambda: (torch.func.grad(through)(X), EXPECTED),
-    "jacrev": lambda: (
-        torch.func.jacrev(lambda x: clip_gradient(x, -0.5, 0.5))(X),
-        torch.eye(3) / 2,
-    ),
+    "jacrev": lambda: (torch.func.jacrev(lambda x: clip_gradient(x, -0.5, 0.5))(X), torch.eye(3) / 2),
     "jvp": lambda: (torch.func.jvp(lambda x: clip_gradient(x, -0.1, 0.1), (X,), (G,))[1], G),
     "jacfwd": lambda: (torch.func.jacfwd(lambda x: clip_gradient(x, -0.1, 0.1))(X), torch.eye(3)),
     "vmap-x": lambda: (torch.func.vmap(torch.func.grad(through))(ROWS), EXPECTED.expand(2, 3)),

@@ -6,6 +6,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import ClippedPasses
 from oracle import relative_error
 from torch import nn
@@ -28,17 +29,11 @@ PRODUCT_ERROR = 3 * 2.0**-19  # of note [bfloat16 products]
 ALGORITHMS = [Algorithm(Method.KEEP, "direct"), Algorithm(Method.DISCARD, "direct"), Algorithm(Method.GHOST, "gram")]
 
 
-class Wide(nn.Module):
+def wide():
     """Linear layers whose gradients are too large to be formed with others."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(300, 200), nn.Linear(200, 300)
-        self.again = nn.Linear(300, 200)
-
-    def forward(self, inputs):
-        return self.again(self.down(self.up(inputs).tanh())).mean(1)
+    torch.manual_seed(0)
+    run = lambda m, inputs: m.again(m.down(m.up(inputs).tanh())).mean(1)  # noqa: E731
+    return Parts(run, up=nn.Linear(300, 200), down=nn.Linear(200, 300), again=nn.Linear(300, 200))
 
 
 @pytest.fixture
@@ -74,7 +69,7 @@ def clipped(model, bound=0.05, batch=None, mode="auto"):
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 def test_sums_and_norms_are_those_of_widened_tensors(algorithm, mode, narrow, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
-    model = Wide()
+    model = wide()
     found, sums = clipped(copy.deepcopy(model), mode=mode)
     assert any(narrow)
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
@@ -92,7 +87,7 @@ def check_close(algorithm, found, sums, expected, truth):
 
 def test_weighted_sums_are_not_rounded_after_norms_were_read(narrow, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: ALGORITHMS[2] if fits(ALGORITHMS[2]) else None)
-    wrapped, (inputs, targets) = GradSampleModule(Wide()), sentences()
+    wrapped, (inputs, targets) = GradSampleModule(wide()), sentences()
     with torch.autocast("cpu", torch.bfloat16):
         loss = F.cross_entropy(wrapped(inputs).float(), targets)
     loss.backward()
@@ -127,7 +122,7 @@ def test_convolutions_have_the_sums_of_rounded_inputs(algorithm, narrow, monkeyp
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:2], ids=str)
 def test_an_accelerator_forms_gradients_of_one_shape_together(algorithm, bfloat16, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
-    model = Wide()
+    model = wide()
     expected, truth = clipped(copy.deepcopy(model))
     groups = []
 
@@ -160,25 +155,21 @@ def test_groups_that_do_not_fit_are_divided(fitting, monkeypatch):
     torch.testing.assert_close(found, alone)
 
 
-class Tied(nn.Module):
+def tied():
     """A table of words that is also the last layer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.words, self.head = nn.Embedding(40, 300), nn.Linear(300, 40, bias=False)
-        self.head.weight = self.words.weight
-
-    def forward(self, indices):
-        return self.head(self.words(indices)).mean(1)
+    torch.manual_seed(0)
+    run = lambda m, indices: m.head(m.words(indices)).mean(1)  # noqa: E731
+    m = Parts(run, words=nn.Embedding(40, 300), head=nn.Linear(300, 40, bias=False))
+    m.head.weight = m.words.weight
+    return m
 
 
 def test_a_tied_parameter_has_the_sums_of_widened_tensors(narrow, monkeypatch):
     words, targets = torch.randint(0, 40, (ROWS, POSITIONS)), torch.randint(0, 40, (ROWS,))
-    _, sums = clipped(Tied(), batch=(words, targets))
+    _, sums = clipped(tied(), batch=(words, targets))
     assert any(narrow)
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: False)
-    _, truth = clipped(Tied(), batch=(words, targets))
+    _, truth = clipped(tied(), batch=(words, targets))
     assert relative_error(sums, truth) < 2e-3  # the input of the last layer is rounded to bfloat16, or not
 
 
@@ -186,7 +177,7 @@ def test_a_tied_parameter_has_the_sums_of_widened_tensors(narrow, monkeypatch):
 def test_the_sum_of_a_tied_parameter_is_that_of_its_norms(algorithm, monkeypatch):
     """The bfloat16 call stays narrow if the gradients are formed, and is widened for the Gram matrix and its sum."""
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: True)
-    model = Tied()
+    model = tied()
     words, by_words = torch.randint(0, 40, (ROWS, POSITIONS)), torch.randn(ROWS, POSITIONS, 300)
     inputs, by_head = torch.randn(ROWS, POSITIONS, 300).bfloat16(), torch.randn(ROWS, POSITIONS, 40).bfloat16()
     by_words[0] = -inputs[0].float() * by_head[0, :, :1].float()  # the uses cancel in part
@@ -222,7 +213,7 @@ def test_the_sum_of_discarded_gradients_adds_the_products_of_the_norms(rows_at_a
         plain(call, out)
         out /= 2
 
-    model = Wide()
+    model = wide()
     _, expected = clipped(copy.deepcopy(model), bound=1e6, mode=mode)
     monkeypatch.setitem(SAMPLERS["weight"].write_grads, "direct", half)
     _, sums = clipped(model, bound=1e6, mode=mode)

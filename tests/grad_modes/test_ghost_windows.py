@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import ClippedPasses
 from oracle import SLACK, relative_error
 from reference import per_sample_gradients
@@ -85,16 +86,10 @@ def test_layers_in_one_window_are_formed_together_and_no_window_holds_more_than_
 CANCELLING = 64  # positions whose gradients cancel, so that rounding decides what their sum is
 
 
-class TwoLayers(nn.Module):
+def two_layers(reuse):
     """Layers of one shape, of which the second may be used twice."""
-
-    def __init__(self, reuse):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-        self.reuse = reuse
-
-    def forward(self, inputs, others):
-        return self.a(inputs), self.b(others) + (self.b(others) if self.reuse else 0)
+    run = lambda m, inputs, others: (m.a(inputs), m.b(others) + (m.b(others) if m.reuse else 0))  # noqa: E731
+    return Parts(run, a=nn.Linear(3, 3, bias=False), b=nn.Linear(3, 3, bias=False), reuse=reuse)
 
 
 def cancelling(seed, rows):
@@ -113,7 +108,7 @@ def test_both_passes_form_gradients_by_the_same_products(reuse, not_finite):
         inputs, grads = cancelling(seed, 3)
         if not_finite:
             grads[2] = torch.nan
-        model = TwoLayers(reuse)
+        model = two_layers(reuse)
         sums = ClippedPasses(model, Flat(1.0), mode="ghost", probes=False)
         first, second = model(inputs, torch.zeros(3, CANCELLING, 3))
         ((first * grads).sum() / 3 + (second * 0).sum()).backward()

@@ -6,10 +6,12 @@ import weakref
 
 import pytest
 import torch
+from case_models import Parts
 from reference import clipped_sum, per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from dpengine import Flat, PerSampleGradientClipper
 from dpengine.errors import RepeatedBackwardError, UnsupportedLayerError
@@ -194,36 +196,30 @@ class SubtractsTheMeanOfMany(Plain):
         return super().forward(F.dropout(inputs - inputs.mean(dim=0) * (len(inputs) > 2), 0.5, self.training))
 
 
-@pytest.mark.parametrize(("make", "small"), [(SubtractsTheMean, 1), (SubtractsTheMeanOfMany, 2)])
-def test_a_model_that_mixes_samples_only_in_larger_batches_is_rejected_there(setting, make, small):
-    run = setting(make())
-
-    def backward(rows):
-        loss(run.model(features(rows)), weights(rows)).backward()
-        run.clipper.clip_and_accumulate()
-
-    for _ in range(3):
-        backward(small)
-    with pytest.raises(UnsupportedLayerError, match="alone"):
-        backward(4)
-
-
 class SubtractsAMeanIfAsked(Plain):
     def forward(self, inputs, other=None):
         return super().forward(inputs if other is None else inputs - other.mean(dim=0))
 
 
-def test_a_large_batch_of_other_inputs_is_compared_too(setting):
-    run = setting(SubtractsAMeanIfAsked())
+@pytest.mark.parametrize(
+    ("make", "accepted", "rejected"),
+    [
+        (SubtractsTheMean, [(1,), (1,), (1,)], (4,)),
+        (SubtractsTheMeanOfMany, [(2,), (2,), (2,)], (4,)),
+        (SubtractsAMeanIfAsked, [(4,), (1, 1)], (4, 4)),  # a large batch of other inputs is compared, too
+    ],
+)
+def test_a_model_that_mixes_samples_only_in_larger_batches_is_rejected_there(setting, make, accepted, rejected):
+    run = setting(make())
 
-    def backward(*inputs):
-        loss(run.model(*inputs), weights(len(inputs[0]))).backward()
+    def backward(sizes):
+        loss(run.model(*(features(rows) for rows in sizes)), weights(sizes[0])).backward()
         run.clipper.clip_and_accumulate()
 
-    backward(features(4))
-    backward(features(1), features(1))
+    for sizes in accepted:
+        backward(sizes)
     with pytest.raises(UnsupportedLayerError, match="alone"):
-        backward(features(4), features(4))
+        backward(rejected)
 
 
 def test_the_loss_that_a_model_returns_has_the_sum_of_a_loop(setting):
@@ -255,23 +251,16 @@ def changed_parameter(run, inputs):
         run.model.two.weight.mul_(-3)
 
 
-def changed_data(run, inputs):
-    run.model.two.weight.data.mul_(-3)
+CHANGES = {
+    "changed_parameter": changed_parameter,
+    "changed_data": lambda run, inputs: run.model.two.weight.data.mul_(-3),
+    "replaced_data": lambda run, inputs: setattr(run.model.one.weight, "data", torch.randn(WIDTH, WIDTH, dtype=F64)),
+    "changed_buffer": lambda run, inputs: run.model.scale.mul_(-3),
+    "changed_input_data": lambda run, inputs: inputs.data.mul_(-3),
+}
 
 
-def replaced_data(run, inputs):
-    run.model.one.weight.data = torch.randn(WIDTH, WIDTH, dtype=F64)
-
-
-def changed_buffer(run, inputs):
-    run.model.scale.mul_(-3)
-
-
-def changed_input_data(run, inputs):
-    inputs.data.mul_(-3)
-
-
-@pytest.mark.parametrize("change", [changed_parameter, changed_data, replaced_data, changed_buffer, changed_input_data])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_between_the_passes_does_not_change_the_sum(stored, change):
     run, inputs = stored(Plain()), features(5)
     expected = expected_sum(run.model, (inputs,), run.max_norm)
@@ -286,13 +275,10 @@ def test_a_change_between_the_passes_does_not_change_the_sum(stored, change):
 def test_an_output_may_be_changed_in_place(stored):
     run, inputs = stored(Plain()), features(5)
     logits = run.model(inputs)["logits"]
-    loss({"logits": logits.mul_(2)}, weights(5)).backward()
-    run.clipper.clip_and_accumulate()
-    run.clipper.pre_step()
     doubled = lambda output, weights: loss({"logits": output["logits"] * 2}, weights)  # noqa: E731
     gradients = per_sample_gradients(unhooked(run.model), doubled, (inputs,), weights(5))
-    for name, total in clipped_sum(gradients, run.max_norm).items():
-        torch.testing.assert_close(run.model.get_parameter(name).grad, total, rtol=1e-6, atol=1e-6)
+    loss({"logits": logits.mul_(2)}, weights(5)).backward()
+    run.finish(clipped_sum(gradients, run.max_norm))
 
 
 def test_an_input_that_changed_in_place_raises(stored):
@@ -451,24 +437,19 @@ def test_a_model_that_begins_to_change_its_attributes_runs_on_the_batch(stored):
     assert run.model.calls == 1 and not run.stored[-1]
 
 
-def with_hook(run):
-    run.model.one.register_forward_hook(lambda *_: None)
+ADDED = {
+    "with_hook": lambda layer: layer.register_forward_hook(lambda *_: None),
+    "with_global_hook": lambda layer: torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+    "with_frozen_parameter": lambda layer: layer.bias.requires_grad_(False),
+}
 
 
-def with_global_hook(run):
-    return torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-
-
-def with_frozen_parameter(run):
-    run.model.one.bias.requires_grad_(False)
-
-
-@pytest.mark.parametrize("change", [with_hook, with_global_hook, with_frozen_parameter])
+@pytest.mark.parametrize("change", ADDED.values(), ids=ADDED)
 def test_activations_are_not_stored_once_hooks_or_frozen_parameters_are_there(stored, change):
     run = stored(Plain())
-    handle = change(run)
+    handle = change(run.model.one)
     run.step(features(5))
-    if handle is not None:
+    if isinstance(handle, RemovableHandle):
         handle.remove()
     assert not run.stored[-1]
 
@@ -499,17 +480,13 @@ def test_activations_are_not_stored_in_half_precision(setting):
     assert not any(run.stored)
 
 
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(9, WIDTH)
-
-    def forward(self, words, places):
-        return {"logits": (self.words(words) + self.places(places)).sin()}
+def positions():
+    run = lambda m, words, places: {"logits": (m.words(words) + m.places(places)).sin()}  # noqa: E731
+    return Parts(run, words=nn.Embedding(WORDS, WIDTH), places=nn.Embedding(9, WIDTH))
 
 
 def test_as_many_shared_positions_as_samples_are_rejected_in_a_later_batch(setting):
-    run = setting(Positions())
+    run = setting(positions())
     for _ in range(3):
         loss(run.model(words(5), torch.arange(4)), weights(5)).backward()
         run.clipper.clip_and_accumulate()

@@ -8,8 +8,10 @@ import warnings
 
 import pytest
 import torch
+from case_models import Parts
 from inside_parts import share_units
-from reference import clipped_sum, flat_norms, per_sample_gradients
+from oracle import assert_clips_as_loop, assert_sum_is_that_of_loop, clipper_at_median
+from reference import per_sample_gradients
 from torch import nn
 from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoints
@@ -38,18 +40,14 @@ class Attention(nn.Module):
         return hidden + weights @ hidden, bias
 
 
-class Stack(nn.Module):
+def blocks():
     """Blocks that share the bias of the first."""
 
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Attention(True), Attention(False)])
+    def run(m, hidden):
+        hidden, bias = m.one(hidden)
+        return m.two(hidden, bias)[0]
 
-    def forward(self, hidden):
-        bias = None
-        for block in self.blocks:
-            hidden, bias = block(hidden, bias)
-        return hidden
+    return Parts(run, one=Attention(True), two=Attention(False))
 
 
 class ClassToken(nn.Module):
@@ -84,27 +82,17 @@ class Experts(nn.Module):
         return mixed.view(hidden.shape)
 
 
-class Windows(nn.Module):
+def windows():
     """Folds windows of each sample into the batch axis."""
-
-    def __init__(self):
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH))
-
-    def forward(self, hidden):
-        return self.inside(hidden.reshape(-1, 2, WIDTH)).cumsum(1).view(hidden.shape)
+    run = lambda m, hidden: m.inside(hidden.reshape(-1, 2, WIDTH)).cumsum(1).view(hidden.shape)  # noqa: E731
+    return Parts(run, inside=nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)))
 
 
-class SharedFeatures(nn.Module):
+def shared_features():
     """Gives a layer features that all samples share."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(3, WIDTH)
-        self.register_buffer("places", torch.randn(1, LENGTH, 3))
-
-    def forward(self, hidden):
-        return hidden * self.layer(self.places)
+    m = Parts(lambda m, hidden: hidden * m.layer(m.places), layer=nn.Linear(3, WIDTH))
+    m.register_buffer("places", torch.randn(1, LENGTH, 3))
+    return m
 
 
 class Flattens(nn.Module):
@@ -118,75 +106,55 @@ class Flattens(nn.Module):
         return self.layer(hidden.flatten(0, 1)).view(hidden.shape).sin()
 
 
-class AsManyPlaces(nn.Module):
+def as_many_places():
     """Takes weighted means of each sequence, by a table with as many rows of places as the batch has samples."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(9, 1)
-        self.register_buffer("places", torch.randint(9, (SAMPLES, LENGTH)))
-
-    def forward(self, hidden):
-        return (self.table(self.places).squeeze(-1).softmax(-1) @ hidden).sum(1)
+    run = lambda m, hidden: (m.table(m.places).squeeze(-1).softmax(-1) @ hidden).sum(1)  # noqa: E731
+    m = Parts(run, table=nn.Embedding(9, 1))
+    m.register_buffer("places", torch.randint(9, (SAMPLES, LENGTH)))
+    return m
 
 
-class OwnParameter(nn.Module):
+def own_parameter():
     """Uses a parameter in a way that is not followed, in a module that has other layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.mix, self.layer = nn.Parameter(torch.randn(LENGTH, LENGTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden):
-        return self.mix.softmax(-1) @ self.layer(hidden)
+    run = lambda m, hidden: m.mix.softmax(-1) @ m.layer(hidden)  # noqa: E731
+    return Parts(run, mix=nn.Parameter(torch.randn(LENGTH, LENGTH)), layer=nn.Linear(WIDTH, WIDTH))
 
 
-class TokenAndPositions(nn.Module):
+def token_and_positions():
     """Puts a learned vector before each sequence and adds a table, as vision transformers do."""
 
-    def __init__(self):
-        super().__init__()
-        self.token, self.positions = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 5, WIDTH))
-        self.features = nn.Linear(WIDTH, WIDTH)
+    def run(m, hidden):
+        hidden = torch.cat([m.token.expand(len(hidden), -1, -1), m.features(hidden)], dim=1)
+        return hidden + m.positions[:, : hidden.shape[1]]
 
-    def forward(self, hidden):
-        hidden = torch.cat([self.token.expand(len(hidden), -1, -1), self.features(hidden)], dim=1)
-        return hidden + self.positions[:, : hidden.shape[1]]
+    tables = {"token": nn.Parameter(torch.randn(1, 1, WIDTH)), "positions": nn.Parameter(torch.randn(1, 5, WIDTH))}
+    return Parts(run, **tables, features=nn.Linear(WIDTH, WIDTH))
 
 
-class LearnedTemperature(nn.Module):
+def learned_temperature():
     """Multiplies scores by the exponential of a parameter, as CLIP does."""
-
-    def __init__(self):
-        super().__init__()
-        self.log_scale, self.query = nn.Parameter(torch.tensor(0.5)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden):
-        return (self.log_scale.exp() * self.query(hidden) @ hidden.mT).softmax(-1) @ hidden
+    run = lambda m, hidden: (m.log_scale.exp() * m.query(hidden) @ hidden.mT).softmax(-1) @ hidden  # noqa: E731
+    return Parts(run, log_scale=nn.Parameter(torch.tensor(0.5)), query=nn.Linear(WIDTH, WIDTH))
 
 
-class ScalesInDict(nn.Module):
+def scales_in_dict():
     """Scales the output of a frozen layer by a parameter in a ParameterDict, as IA3 does."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.scales = nn.ParameterDict({"default": nn.Parameter(torch.rand(WIDTH))})
-
-    def forward(self, hidden):
-        return self.layer(hidden) * self.scales["default"]
+    run = lambda m, hidden: m.layer(hidden) * m.scales["default"]  # noqa: E731
+    return Parts(
+        run,
+        layer=nn.Linear(WIDTH, WIDTH).requires_grad_(False),
+        scales=nn.ParameterDict({"default": nn.Parameter(torch.rand(WIDTH))}),
+    )
 
 
-class SequenceFirst(nn.Module):
+def sequence_first(layer):
     """Calls a layer with the sequence on axis 0."""
 
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, hidden):
-        output = self.layer(hidden.transpose(0, 1))
+    def run(m, hidden):
+        output = m.layer(hidden.transpose(0, 1))
         return (output[0] if isinstance(output, tuple) else output).transpose(0, 1)
+
+    return Parts(run, layer=layer)
 
 
 class ShiftedWindows(nn.Module):
@@ -215,49 +183,31 @@ class Recomputed(nn.Module):
         return checkpoints.checkpoint(self.inner, hidden, use_reentrant=self.use_reentrant)
 
 
-class FlattensAround(nn.Module):
+def flattens_around(use_reentrant):
     """Gives a recomputed part all tokens of the batch, with gradients of the tokens also."""
-
-    def __init__(self, use_reentrant):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.recomputed = Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), use_reentrant)
-
-    def forward(self, hidden):
-        return self.recomputed(self.layer(hidden.flatten(0, 1))).view(hidden.shape)
+    run = lambda m, hidden: m.recomputed(m.layer(hidden.flatten(0, 1))).view(hidden.shape)  # noqa: E731
+    return Parts(
+        run,
+        layer=nn.Linear(WIDTH, WIDTH),
+        recomputed=Recomputed(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), use_reentrant),
+    )
 
 
-class Inside(nn.Module):
+def in_list(part):
     """Holds a part in a list, so that the name of the part has three parts."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.parts = nn.ModuleList([part])
-
-    def forward(self, hidden):
-        return self.parts[0](hidden).tanh()
+    return Parts(lambda m, hidden: m.parts[0](hidden).tanh(), parts=nn.ModuleList([part]))
 
 
-class Model(nn.Module):
+def between_layers(part):
     """A part between layers that have rules."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.words, self.part, self.head = nn.Embedding(11, WIDTH), part, nn.Linear(WIDTH, 3)
-
-    def forward(self, words):
-        return self.head(self.part(self.words(words)))
+    run = lambda m, words: m.head(m.part(m.words(words)))  # noqa: E731
+    return Parts(run, words=nn.Embedding(11, WIDTH), part=part, head=nn.Linear(WIDTH, 3))
 
 
-class TiedHead(nn.Module):
+def tied_head():
     """The last layer is a function of the parameter of the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.words, self.hidden = nn.Embedding(11, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, words):
-        return F.linear(self.hidden(self.words(words)).sin(), self.words.weight)
+    run = lambda m, words: F.linear(m.hidden(m.words(words)).sin(), m.words.weight)  # noqa: E731
+    return Parts(run, words=nn.Embedding(11, WIDTH), hidden=nn.Linear(WIDTH, WIDTH))
 
 
 class Shares(nn.Module):
@@ -275,29 +225,29 @@ class Shares(nn.Module):
 
 
 CASES = {
-    "relative positions": (lambda: Model(Stack()), ["part"]),
-    "class token": (lambda: Model(ClassToken()), ["part"]),
-    "experts": (lambda: Model(Experts()), ["part"]),
-    "windows": (lambda: Model(Windows()), ["part"]),
-    "shifted windows": (lambda: Model(ShiftedWindows()), ["part"]),
-    "token and positions": (lambda: Model(TokenAndPositions()), []),
-    "learned temperature": (lambda: Model(LearnedTemperature()), []),
-    "scales in a dict": (lambda: Model(ScalesInDict()), ["part"]),
-    "sequence-first recurrent": (lambda: Model(SequenceFirst(nn.GRU(WIDTH, WIDTH))), []),
+    "relative positions": (lambda: between_layers(blocks()), ["part"]),
+    "class token": (lambda: between_layers(ClassToken()), ["part"]),
+    "experts": (lambda: between_layers(Experts()), ["part"]),
+    "windows": (lambda: between_layers(windows()), ["part"]),
+    "shifted windows": (lambda: between_layers(ShiftedWindows()), ["part"]),
+    "token and positions": (lambda: between_layers(token_and_positions()), []),
+    "learned temperature": (lambda: between_layers(learned_temperature()), []),
+    "scales in a dict": (lambda: between_layers(scales_in_dict()), ["part"]),
+    "sequence-first recurrent": (lambda: between_layers(sequence_first(nn.GRU(WIDTH, WIDTH))), []),
     "sequence-first attention": (
-        lambda: Model(SequenceFirst(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0))),
+        lambda: between_layers(sequence_first(nn.TransformerEncoderLayer(WIDTH, 2, 8, dropout=0.0))),
         ["part"],
     ),
-    "flattened": (lambda: Model(Inside(Flattens())), ["part.parts.0"]),
-    "shared features": (lambda: Model(SharedFeatures()), ["part"]),
-    "as many places as samples": (lambda: Model(AsManyPlaces()), ["part"]),
-    "own parameter": (lambda: Model(Inside(OwnParameter())), ["part.parts.0"]),
-    "tied head": (TiedHead, [""]),
+    "flattened": (lambda: between_layers(in_list(Flattens())), ["part.parts.0"]),
+    "shared features": (lambda: between_layers(shared_features()), ["part"]),
+    "as many places as samples": (lambda: between_layers(as_many_places()), ["part"]),
+    "own parameter": (lambda: between_layers(in_list(own_parameter())), ["part.parts.0"]),
+    "tied head": (tied_head, [""]),
     "a layer of two units": (Shares, ["one", "two"]),
-    "inside a checkpoint": (lambda: Model(Recomputed(OwnParameter(), False)), ["part.inner"]),
-    "inside a reentrant checkpoint": (lambda: Model(Recomputed(OwnParameter(), True)), ["part.inner"]),
-    "around a checkpoint": (lambda: Model(FlattensAround(False)), ["part"]),
-    "around a reentrant checkpoint": (lambda: Model(FlattensAround(True)), ["part"]),
+    "inside a checkpoint": (lambda: between_layers(Recomputed(own_parameter(), False)), ["part.inner"]),
+    "inside a reentrant checkpoint": (lambda: between_layers(Recomputed(own_parameter(), True)), ["part.inner"]),
+    "around a checkpoint": (lambda: between_layers(flattens_around(False)), ["part"]),
+    "around a reentrant checkpoint": (lambda: between_layers(flattens_around(True)), ["part"]),
 }
 
 
@@ -329,18 +279,23 @@ def assert_clipped(model, found_by, inputs, weights=WEIGHTS):
     gradients = per_sample_gradients(for_loop(model), weighted_loss, inputs, weights)
     model.zero_grad()
     weighted_loss(model(**inputs), weights).backward()
-    found_by.clip_and_accumulate()
-    found_by.pre_step()
-    truth = clipped_sum(gradients, found_by.norm_clipper.max_norm)
-    found = torch.cat([model.get_parameter(name).grad.flatten() for name in truth])
-    expected = torch.cat([one.flatten() for one in truth.values()])
-    assert (found - expected).norm() < 1e-5 * expected.norm()
+    assert_clips_as_loop(found_by, gradients)
 
 
 def clipper(model, inputs):
-    """A clipper with a clipping norm between those of the samples."""
-    gradients = per_sample_gradients(for_loop(model), weighted_loss, inputs, WEIGHTS)
-    return PerSampleGradientClipper(model, Flat(flat_norms(gradients).median().item()), loss_reduction="sum")
+    return clipper_at_median(model, per_sample_gradients(for_loop(model), weighted_loss, inputs, WEIGHTS))
+
+
+def unit_clipper(model, max_norm=1.0):
+    return PerSampleGradientClipper(model, Flat(max_norm), loss_reduction="sum")
+
+
+def units_of_first_pass(model, clipped):
+    """Names of the units that a notice states at the first pass over samples."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        assert_clipped(model, clipped, words())
+    return units_in(seen)
 
 
 @pytest.mark.one_in(2, "name", others="slow")
@@ -349,10 +304,7 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
     make, expected = CASES[name]
     model = make().double()
     clipped = clipper(model, words())
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert_clipped(model, clipped, words())
-    assert units_in(seen) == expected
+    assert units_of_first_pass(model, clipped) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_clipped(model, clipped, words())
@@ -365,18 +317,13 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
 def test_the_sum_over_two_backward_passes_is_that_of_a_loop_over_samples(name, autocast):
     model, inputs, weights = CASES[name][0](), words(), WEIGHTS.float()
     gradients = per_sample_gradients(for_loop(model).double(), weighted_loss, inputs, WEIGHTS)
-    max_norm = flat_norms(gradients).median().item()
-    clipped = PerSampleGradientClipper(model, Flat(max_norm), loss_reduction="sum")
+    clipped = clipper_at_median(model, gradients)
     for part in (slice(0, 2), slice(2, SAMPLES)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = model(inputs["words"][part])
         weighted_loss(output.float(), weights[part]).backward()
         clipped.clip_and_accumulate()
-    clipped.pre_step()
-    truth = clipped_sum(gradients, max_norm)
-    found = torch.cat([model.get_parameter(name).grad.flatten() for name in truth])
-    expected = torch.cat([one.flatten() for one in truth.values()])
-    assert (found - expected).norm() < (0.05 if autocast else 1e-5) * expected.norm()
+    assert_sum_is_that_of_loop(clipped, gradients, bound=0.05 if autocast else 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
@@ -400,15 +347,12 @@ def test_a_first_batch_without_samples_adds_nothing_and_leaves_the_choice_open(n
         clipped.clip_and_accumulate()
         clipped.pre_step()
         assert not any(p.grad.any() for p in model.parameters() if p.requires_grad)
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        assert_clipped(model, clipped, words())
-    assert units_in(seen) == expected
+    assert units_of_first_pass(model, clipped) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_a_first_batch_of_one_sample_leaves_the_choice_open():
-    model = Model(SharedFeatures()).double()
+    model = between_layers(shared_features()).double()
     clipped = clipper(model, words())
     assert_clipped(model, clipped, words(samples=1), WEIGHTS[:1])
     assert_clipped(model, clipped, words())
@@ -421,7 +365,7 @@ def test_a_weight_that_a_hook_computes_has_the_gradient_of_one_that_is_parametri
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 3))
         weight_norm(model[1])
-        clipped = PerSampleGradientClipper(model, Flat(0.5), loss_reduction="sum")
+        clipped = unit_clipper(model, 0.5)
         weighted_loss(model(words()["words"]), WEIGHTS.float()).backward()
         clipped.clip_and_accumulate()
         clipped.pre_step()
@@ -455,7 +399,7 @@ class WithDropout(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_a_unit_is_clipped_with_the_random_numbers_that_the_loss_saw():
     model = WithDropout().double()
-    clipped = PerSampleGradientClipper(model, Flat(1.0), loss_reduction="sum")
+    clipped = unit_clipper(model)
     for _ in range(2):
         inputs = words()
         model.zero_grad()
@@ -463,42 +407,28 @@ def test_a_unit_is_clipped_with_the_random_numbers_that_the_loss_saw():
         given = {**inputs, "masks": masks.detach()}
         gradients = per_sample_gradients(copy.deepcopy(model), lambda o, w: weighted_loss(o[0], w), given, WEIGHTS)
         weighted_loss(output, WEIGHTS).backward()
-        clipped.clip_and_accumulate()
-        clipped.pre_step()
-        truth = clipped_sum(gradients, 1.0)
-        found = torch.cat([model.get_parameter(name).grad.flatten() for name in truth])
-        expected = torch.cat([one.flatten() for one in truth.values()])
-        assert (found - expected).norm() < 1e-5 * expected.norm()
+        assert_clips_as_loop(clipped, gradients)
 
 
-class Centres(nn.Module):
+def centres():
     """Mixes the samples of a batch, in a module that no rule covers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, hidden):
-        return self.layer((hidden - hidden.mean(0)).flatten(0, 1)).view(hidden.shape)
+    run = lambda m, hidden: m.layer((hidden - hidden.mean(0)).flatten(0, 1)).view(hidden.shape)  # noqa: E731
+    return Parts(run, layer=nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize(
-    ("part", "code"),
-    [(lambda: Centres(), "DPE018"), (lambda: nn.Sequential(Centres(), Flattens()), "DPE018")],
-    ids=["alone", "beside one that a unit accepts"],
-)
-def test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer(part, code):
-    model = Model(part()).double()
-    clipped = PerSampleGradientClipper(model, Flat(1.0), loss_reduction="sum")
-    with warnings.catch_warnings(record=True) as seen, pytest.raises(PrivacyError, match=code):
+@pytest.mark.parametrize("others", [(), (Flattens,)], ids=["single", "beside one that a unit accepts"])
+def test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer(others):
+    model = between_layers(nn.Sequential(centres(), *(make() for make in others))).double()
+    clipped = unit_clipper(model)
+    with warnings.catch_warnings(record=True) as seen, pytest.raises(PrivacyError, match="DPE018"):
         weighted_loss(model(**words()), WEIGHTS).backward()
         clipped.clip_and_accumulate()
     assert units_in(seen) == []
 
 
 def test_the_notice_says_which_part_why_and_what_it_costs():
-    model = Model(Inside(Flattens()))
-    PerSampleGradientClipper(model, Flat(1.0), loss_reduction="sum")
+    model = between_layers(in_list(Flattens()))
+    unit_clipper(model)
     with pytest.warns(PrivacyWarning, match="DPE028") as seen:
         model(**words())
     (text,) = [str(one.message) for one in seen]
@@ -513,7 +443,7 @@ def test_the_notice_says_which_part_why_and_what_it_costs():
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_the_choice_changes_no_state_and_the_hooks_leave_the_model_as_it_was():
     model = WithDropout()
-    clipped = PerSampleGradientClipper(model, Flat(1.0), loss_reduction="sum")
+    clipped = unit_clipper(model)
     assert list(inspect.signature(model.forward).parameters) == ["words", "masks"]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert "forward" not in vars(other)
@@ -530,7 +460,7 @@ def test_the_choice_changes_no_state_and_the_hooks_leave_the_model_as_it_was():
 def test_a_model_of_plain_layers_runs_once():
     model, calls = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)), []
     model[1].register_forward_hook(lambda *_: calls.append(1))
-    PerSampleGradientClipper(model, Flat(1.0), loss_reduction="sum")
+    unit_clipper(model)
     model(torch.randn(SAMPLES, WIDTH))
     assert len(calls) == 1
 
@@ -553,14 +483,14 @@ def fails(*_):
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
-@pytest.mark.parametrize("make", [Flattens, lambda: Recomputed(OwnParameter(), True)], ids=["flattened", "recomputed"])
+@pytest.mark.parametrize("make", [Flattens, lambda: Recomputed(own_parameter(), True)], ids=["flattened", "recomputed"])
 def test_a_resumed_run_has_the_units_of_the_saved_one(tmp_path, monkeypatch, make):
-    engine, model, optimizer, loader = private_run(Model(make()))
+    engine, model, optimizer, loader = private_run(between_layers(make()))
     step(model, optimizer, next(iter(loader)))
     checkpoint.save(tmp_path / "run", engine)
     step(model, optimizer, next(iter(loader)))
 
-    again, other, its_optimizer, its_loader = private_run(Model(make()))
+    again, other, its_optimizer, its_loader = private_run(between_layers(make()))
     checkpoint.load(tmp_path / "run", again)
     monkeypatch.setattr("dpengine.independence.choose_units._Trial.obstacles", fails)
     step(other, its_optimizer, next(iter(its_loader)))
@@ -570,7 +500,7 @@ def test_a_resumed_run_has_the_units_of_the_saved_one(tmp_path, monkeypatch, mak
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_processes_get_the_units_of_all():
-    model = Model(nn.Sequential(Flattens(), Inside(OwnParameter())))
+    model = between_layers(nn.Sequential(Flattens(), in_list(own_parameter())))
     units = share_units(model, words(), others=[("part.1",), None])
     assert units == ("part.0", "part.1.parts.0")  # a process has not chosen yet
     assert share_units(model, words(), others=[("part.1",), ()]) == ("part.0", "part.1")

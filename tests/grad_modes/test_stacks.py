@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from inside_parts import ClippedPasses
 from oracle import clip_by_loop, relative_error
 from torch import nn
@@ -94,15 +95,9 @@ def test_a_setting_that_changes_between_passes_is_followed():
     assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
 
 
-class Product(nn.Module):
+def product(weight):
     """A layer without a grad sampler."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, inputs):
-        return inputs @ self.weight.T
+    return Parts(lambda m, inputs: inputs @ m.weight.T, weight=weight)
 
 
 class Tied(nn.Module):
@@ -118,7 +113,7 @@ class Tied(nn.Module):
         if how == "embedding":
             self.second.weight = self.table.weight
         if how == "fallback":
-            self.product = Product(self.second.weight)
+            self.product = product(self.second.weight)
 
     def forward(self, inputs):
         hidden = torch.tanh(self.first(inputs))
@@ -282,23 +277,17 @@ def test_a_matrix_keeps_to_its_share_of_the_budget():
     assert 0 < held <= numbers // 2
 
 
-class Tables(nn.Module):
+def two_tables():
     """Two small embeddings of different sizes, the sum of which the head reads."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.short, self.long = nn.Embedding(3, 4, padding_idx=0), nn.Embedding(6, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, entries):
-        return self.head(torch.tanh(self.short(entries % 3) + self.long(entries)).mean(1))
+    torch.manual_seed(0)
+    run = lambda m, entries: m.head(torch.tanh(m.short(entries % 3) + m.long(entries)).mean(1))  # noqa: E731
+    return Parts(run, short=nn.Embedding(3, 4, padding_idx=0), long=nn.Embedding(6, 4), head=nn.Linear(4, 3))
 
 
 @pytest.mark.parametrize("most", [0, stacks.SMALL_SPARSE_BYTES], ids=["alone", "in the matrix"])
 def test_small_embeddings_are_formed_in_the_matrix(most, monkeypatch):
     monkeypatch.setattr(stacks, "SMALL_SPARSE_BYTES", most)
-    model = Tables().double()
+    model = two_tables().double()
     plain = copy.deepcopy(model)
     sums = ClippedPasses(model)
     entries, targets = torch.randint(6, (ROWS, 7)), torch.arange(ROWS) % 3
@@ -414,24 +403,20 @@ def test_inputs_whose_memory_holds_the_opposite_numbers():
     assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
 
 
-class Translation(nn.Module):
+def translation(entries):
     """Two embeddings with one weight, of which one has a padding index."""
-
-    def __init__(self, entries):
-        super().__init__()
-        torch.manual_seed(0)
-        self.source, self.target = nn.Embedding(entries, 4, padding_idx=0), nn.Embedding(entries, 4)
-        self.target.weight = self.source.weight
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, indices):
-        return self.head((self.source(indices) * self.target(indices.flip(1))).mean(1))
+    torch.manual_seed(0)
+    run = lambda m, indices: m.head((m.source(indices) * m.target(indices.flip(1))).mean(1))  # noqa: E731
+    m = Parts(run, source=nn.Embedding(entries, 4, padding_idx=0), target=nn.Embedding(entries, 4))
+    m.target.weight = m.source.weight
+    m.head = nn.Linear(4, 3)
+    return m
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @pytest.mark.parametrize("entries", [11, 3000], ids=["in the matrix", "alone"])
 def test_layers_of_one_weight_may_have_different_settings(entries, mode):
-    model = Translation(entries)
+    model = translation(entries)
     plain = copy.deepcopy(model).double()
     indices, targets = torch.randint(1, entries, (ROWS, 6)), torch.arange(ROWS) % 3
     indices[:, 3:] = 0

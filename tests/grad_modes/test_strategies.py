@@ -6,6 +6,7 @@ import inside_parts
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from cases import CASES, MODELS
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
@@ -251,11 +252,11 @@ def test_rows_of_a_flat_bag_are_not_taken_for_rows_of_the_batch():
     entries, offsets, weights = torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), torch.randn(3).double()
     cotangent = torch.randn(3, 3).double()
     cotangent[0] = float("nan")
-    found, seen = clip_by_engine(_Bag(bag), (entries, offsets, weights), weighted(cotangent))
+    found, seen = clip_by_engine(flat_bag(bag), (entries, offsets, weights), weighted(cotangent))
     assert seen.dropped == 1
     clean = cotangent.clone()
     clean[0] = 0
-    expected, _ = clip_by_engine(_Bag(bag), (entries, offsets, weights), weighted(clean))
+    expected, _ = clip_by_engine(flat_bag(bag), (entries, offsets, weights), weighted(clean))
     assert relative_error(found, expected) < 1e-12
 
 
@@ -263,16 +264,11 @@ def test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused():
     bag = nn.EmbeddingBag(4, 3, mode="sum")
     weights = torch.tensor([1.0, float("nan"), 1.0])  # in a flat bag it is not known whose this one is
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*not finite could not be kept out of the sum"):
-        clip_by_engine(_Bag(bag), (torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), weights), lambda o: o.sum())
+        clip_by_engine(flat_bag(bag), (torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), weights), lambda o: o.sum())
 
 
-class _Bag(nn.Module):
-    def __init__(self, bag):
-        super().__init__()
-        self.bag = bag
-
-    def forward(self, entries, offsets, weights):
-        return self.bag(entries, offsets, weights)
+def flat_bag(bag):
+    return Parts(lambda m, entries, offsets, weights: m.bag(entries, offsets, weights), bag=bag)
 
 
 class Products(TorchDispatchMode):

@@ -2,6 +2,7 @@ import pytest
 import torch
 from case_calls import Doubled, layer_of, make_call, normal
 from case_inputs import channels_last
+from case_models import Parts
 from cases import CASES, MODELS
 from oracle import clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients, stacked
@@ -314,21 +315,15 @@ def test_a_row_that_is_not_finite_does_not_disturb_the_others():
     assert found.flatten(1).isfinite().all(dim=1).tolist() == [True, True, False, True, True]
 
 
-class Trailing(nn.Module):
+def trailing(axis):
     """A layer that mixes positions, along whichever axis has them: no rule but a run of each row knows it."""
-
-    def __init__(self, axis):
-        super().__init__()
-        self.factor = nn.Parameter(torch.randn(3))
-        self.axis = axis
-
-    def forward(self, x, start):
-        return torch.cumsum(torch.tanh(x @ torch.diag(self.factor)), dim=self.axis) * start
+    run = lambda m, x, start: torch.cumsum(torch.tanh(x @ torch.diag(m.factor)), dim=m.axis) * start  # noqa: E731
+    return Parts(run, factor=nn.Parameter(torch.randn(3)), axis=axis)
 
 
 @pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
 def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
-    model, rowwise = Trailing(0).double(), Trailing(1).double()
+    model, rowwise = trailing(0).double(), trailing(1).double()
     rowwise.load_state_dict(model.state_dict())
     x, start, cotangent = torch.randn(3, 5, 4, 3, dtype=F64)
     loss_of = lambda output: (output * cotangent).sum()  # noqa: E731
@@ -338,21 +333,14 @@ def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
     assert relative_error(found, truth) <= 1e-9
 
 
-class Gated(nn.Module):
+def gated():
     """A parameter of its own, and dropout inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.factor = nn.Parameter(torch.randn(3))
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x):
-        return self.drop(x * self.factor)
+    return Parts(lambda m, x: m.drop(x * m.factor), factor=nn.Parameter(torch.randn(3)), drop=nn.Dropout(0.5))
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost", "functorch"])
 def test_a_module_that_drops_out_is_followed_by_its_operations_or_draws_again(mode):
-    model, (x, cotangent) = Gated().double(), torch.randn(2, 4, 3, dtype=F64)
+    model, (x, cotangent) = gated().double(), torch.randn(2, 4, 3, dtype=F64)
     torch.manual_seed(3)
     mask = model.drop(torch.ones_like(x))
     torch.manual_seed(3)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from case_calls import Doubled
+from case_models import Parts
 from inside_parts import ClippedPasses, GradientsOfRows
 from oracle import SLACK, clip_by_engine, clip_by_loop, relative_error
 from reference import per_sample_gradients
@@ -141,15 +142,9 @@ def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduc
     torch.testing.assert_close(whole[0], expected)
 
 
-class Twice(nn.Module):
+def twice_model(layer):
     """One layer used twice in a pass."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(self.layer(x))
+    return Parts(lambda m, x: m.layer(m.layer(x)), layer=layer)
 
 
 class Tied(nn.Module):
@@ -168,7 +163,7 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", ["own-grad-sampler", "functional-fallback", "built-in-replaced"])
-@pytest.mark.parametrize("wrapped", [Twice, Tied])
+@pytest.mark.parametrize("wrapped", [twice_model, Tied])
 def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, source, mode):
     times = 1.0 if wrapped is Tied else 7.0  # what is not tied keeps the norms from outside, so these are true
     model, (inputs, cotangent) = registered(source, times), batch()
@@ -181,7 +176,7 @@ def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, so
 @pytest.mark.usefixtures("unchecked")
 def test_several_calls_of_a_built_in_layer_are_joined_as_without_norms_from_outside():
     def ways():
-        model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), Twice(nn.Linear(2, 2))).double(), batch()
+        model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), twice_model(nn.Linear(2, 2))).double(), batch()
         sums = ClippedPasses(model, loss_reduction="sum")
         loss_of_rows(cotangent)(model(*inputs)).backward()
         sums.clip()
@@ -313,7 +308,7 @@ class WrittenForAutograd(Mix):
 
 
 @pytest.mark.parametrize("mode", BY_NORMS)
-@pytest.mark.parametrize("wrapped", [lambda layer: layer, Twice], ids=["once", "twice"])
+@pytest.mark.parametrize("wrapped", [lambda layer: layer, twice_model], ids=["once", "twice"])
 def test_hooks_are_still_while_a_layer_runs_again_for_its_gradients(wrapped, mode):
     layer = WrittenForAutograd()
     register_norm_sampler(WrittenForAutograd)(norms_of(mix_grads))

@@ -88,10 +88,7 @@ OF_SAMPLES = {
     "hinge": (lambda o, y: F.relu(each(o, y) - 1).mean(), nn.Identity),
     "probabilities": (lambda o, y: F.binary_cross_entropy(o, F.one_hot(y, CLASSES).float()), nn.Sigmoid),
     "exponential": (lambda o, y: F.poisson_nll_loss(o[:, 0], y.float()), nn.Identity),
-    "validated": (
-        lambda o, y: -torch.distributions.Bernoulli(o[:, 0]).log_prob((y > 0).float()).mean(),
-        nn.Sigmoid,
-    ),
+    "validated": (lambda o, y: -torch.distributions.Bernoulli(o[:, 0]).log_prob((y > 0).float()).mean(), nn.Sigmoid),
 }
 
 

@@ -6,6 +6,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -15,14 +16,9 @@ from dpengine.errors import BatchDependentLossError, PrivacyWarning, forget_noti
 ENTRIES, WIDTH, EXAMPLES = 8, 3, 60
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, ENTRIES * WIDTH)
-
-    def forward(self, x):
-        return self.linear(x).view(len(x), ENTRIES, WIDTH)
+def net():
+    torch.manual_seed(0)
+    return Parts(lambda m, x: m.linear(x).view(len(x), ENTRIES, WIDTH), linear=nn.Linear(4, ENTRIES * WIDTH))
 
 
 def examples(lengths):
@@ -52,7 +48,7 @@ def of_all(model, x, ys):
 def trained(loss_of, data, *, batch_size=6, **options):
     """Trains an epoch; returns the engine and the warnings that name the loss."""
     forget_notices()
-    model, engine = Net(), PrivacyEngine(seed=3)
+    model, engine = net(), PrivacyEngine(seed=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(list(data), batch_size=batch_size, collate_fn=collate)
     model, optimizer, loader = engine.make_private(
@@ -78,7 +74,7 @@ def test_a_sum_over_the_samples_of_a_list_is_accepted(data):
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.parametrize("size", [2, 3, 6])
 def test_check_loop_exchanges_the_elements_of_lists(data, size):
-    model = Net()
+    model = net()
     batch = collate(data[:size])
     assert check_loop(lambda batch: of_each(model, *batch), [batch]).ok
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
@@ -94,7 +90,7 @@ def test_a_mean_over_all_elements_of_a_list_is_rejected():
 def test_a_list_that_may_hold_columns_is_decided_by_another_size():
     """Four samples with four entries each."""
     data = DATA["boxes"]
-    model, batch = Net(), collate(data[:4])
+    model, batch = net(), collate(data[:4])
     found = check_loop(lambda batch: of_each(model, *batch), [batch, collate(data[:5])])
     assert found.batches == 1 and found.undecided == (
         "a list of the batch may hold samples or columns: pass a batch of another size",

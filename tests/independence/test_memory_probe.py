@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from faults.neighbours import CLASSES, FEATURES, tensors
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -375,16 +376,13 @@ def test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again():
 # Buffers that the loop writes
 
 
-class Centered(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        self.register_buffer("center", torch.zeros(CLASSES))
-        self.net[0].register_buffer("scale", torch.ones(()))
-
-    def forward(self, inputs):
-        return self.net(inputs * self.net[0].scale) - self.center
+def centered():
+    torch.manual_seed(0)
+    run = lambda m, inputs: m.net(inputs * m.net[0].scale) - m.center  # noqa: E731
+    m = Parts(run, net=nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)))
+    m.register_buffer("center", torch.zeros(CLASSES))
+    m.net[0].register_buffer("scale", torch.ones(()))
+    return m
 
 
 def in_place(model, inputs, outputs):
@@ -439,7 +437,7 @@ LOOP_WRITES = {
 @pytest.mark.parametrize("write", LOOP_WRITES, ids=lambda write: write.__name__)
 def test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named(write):
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*{LOOP_WRITES[write]} was written by the loop"):
-        trained(Centered(), after_model(write))
+        trained(centered(), after_model(write))
 
 
 def a_constant(model, inputs, outputs):
@@ -464,7 +462,7 @@ def a_copy_of_its_own(model, inputs, outputs):
 
 @pytest.mark.parametrize("write", [a_constant, a_schedule, noise, weights, a_copy_of_its_own], ids=lambda w: w.__name__)
 def test_a_buffer_that_the_loop_writes_from_anything_else_is_accepted(write):
-    trained(Centered(), after_model(write))
+    trained(centered(), after_model(write))
 
 
 class HooksItself(nn.Module):

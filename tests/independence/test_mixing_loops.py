@@ -41,11 +41,7 @@ def maps():
 
 CASES = {
     name: (kind, loss)
-    for kind, table in (
-        (rows, mixing_loops.ROWS),
-        (tokens, mixing_loops.TOKENS),
-        (maps, mixing_loops.MAPS),
-    )
+    for kind, table in ((rows, mixing_loops.ROWS), (tokens, mixing_loops.TOKENS), (maps, mixing_loops.MAPS))
     for name, loss in table.items()
 }
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.distributions import Normal
 from torch.utils.data import DataLoader, TensorDataset
@@ -182,33 +183,24 @@ MAPS = {
 }
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        return self.last(x + self.norm(self.first(x)).relu())
+def residual_model():
+    run = lambda m, x: m.last(x + m.norm(m.first(x)).relu())  # noqa: E731
+    return Parts(run, first=nn.Linear(4, 4), norm=nn.LayerNorm(4), last=nn.Linear(4, CLASSES))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.gru = nn.Embedding(WORDS, 6), nn.GRU(6, 6, batch_first=True)
-        self.head = nn.Linear(6, WORDS)
-
-    def forward(self, x):
-        return self.head(self.gru(self.words(x))[0])
+def recurrent_model():
+    run = lambda m, x: m.head(m.gru(m.words(x))[0])  # noqa: E731
+    return Parts(run, words=nn.Embedding(WORDS, 6), gru=nn.GRU(6, 6, batch_first=True), head=nn.Linear(6, WORDS))
 
 
-class Attending(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
-
-    def forward(self, x):
-        return self.head(self.block(self.words(x)))
+def attending():
+    run = lambda m, x: m.head(m.block(m.words(x)))  # noqa: E731
+    return Parts(
+        run,
+        words=nn.Embedding(WORDS, 8),
+        head=nn.Linear(8, WORDS),
+        block=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True),
+    )
 
 
 def conv(*last):
@@ -222,7 +214,7 @@ KINDS = {
         {
             "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
             "dropout": lambda: nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.GELU(), nn.Linear(8, CLASSES)),
-            "residual": Residual,
+            "residual": residual_model,
         },
     ),
     "tokens": (
@@ -230,8 +222,8 @@ KINDS = {
         lambda n: (torch.randint(WORDS, (n, LENGTH)), torch.randint(WORDS, (n, LENGTH))),
         {
             "embedding": lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)),
-            "recurrent": Recurrent,
-            "attention": Attending,
+            "recurrent": recurrent_model,
+            "attention": attending,
         },
     ),
     "maps": (

@@ -55,11 +55,7 @@ def trained(model, loss_of=classify, *, collate=None, mode="auto", passes=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(texts(), batch_size=8, collate_fn=collate or padded())
     model, optimizer, loader = PrivacyEngine(seed=0).make_private(
-        *(model, optimizer, loader),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        sampling="shuffle",
-        grad_sample_mode=mode,
+        *(model, optimizer, loader), noise_multiplier=1.0, max_grad_norm=1.0, sampling="shuffle", grad_sample_mode=mode
     )
     lengths = set()
     for _ in range(passes):

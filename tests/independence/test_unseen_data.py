@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,17 +20,16 @@ Y = torch.arange(EXAMPLES) % CLASSES
 WEIGHTS = (torch.rand(EXAMPLES, generator=torch.Generator().manual_seed(1)) + 0.2).tolist()
 
 
-class Net(nn.Module):
+def net():
     """Reads an attribute and a number besides its input."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES))
-        self.center, self.box = torch.zeros(FEATURES), {}
-
-    def forward(self, x, divisor=1.0):
-        return self.layers((x - self.center - self.box.get("center", 0.0)) / divisor)
+    torch.manual_seed(0)
+    run = lambda m, x, divisor=1.0: m.layers((x - m.center - m.box.get("center", 0.0)) / divisor)  # noqa: E731
+    return Parts(
+        run,
+        layers=nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
+        center=torch.zeros(FEATURES),
+        box={},
+    )
 
 
 def stacked(examples):
@@ -43,7 +43,7 @@ def listed(examples):
 def trained(loss_of, collate=None):
     """Trains a few steps; returns the warnings that name the loss."""
     forget_notices()
-    model = Net()
+    model = net()
     optimizer, dataset = torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(X, Y, torch.arange(EXAMPLES))
     model, optimizer, loader = PrivacyEngine(seed=1).make_private(
         *(model, optimizer, DataLoader(dataset, batch_size=12, collate_fn=collate)),
@@ -159,7 +159,7 @@ def test_data_that_reach_the_model_unseen_are_named(loss_of, collate, says):
 
 
 def on_two_batches(loss_of, collate):
-    model = Net()
+    model = net()
     examples = [(X[i], Y[i]) for i in range(29)]
     made = collate or (lambda some: (torch.stack([x for x, _ in some]), torch.stack([y for _, y in some])))
     return check_loop(functools.partial(loss_of, model), [made(examples[:12]), made(examples[12:])])

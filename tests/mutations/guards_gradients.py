@@ -57,8 +57,8 @@ GUARDS = [
         "a second norm in ghost mode",
         "            if use.parameter in self._window_names:",
         "            if False:",
-        "clipping/test_clipper.py::test_ghost_mode_refuses_to_join_the_norms_of_forward_passes_from_before_th"
-        "e_last_backward",
+        "clipping/test_clipper.py::test_ghost_mode_rejects_joining_the_norms_of_forward_passes_from_befor"
+        "e_the_last_backward",
     ),
     Guard(
         "rules-compared",
@@ -87,14 +87,14 @@ GUARDS = [
         "a policy from outside cannot change the norms by which its factors are checked",
         "policy.factors(norms_BK.clone())",
         "policy.factors(norms_BK)",
-        "clipping/test_policies_from_outside.py::test_a_policy_that_writes_to_the_norms_is_checked_by_the_true_ones",
+        "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_rejected",
     ),
     Guard(
         "factors-of-own-policy",
         "factors of policies from outside are within the bounds",
         "(excess_BK <= 1 + SLACK) | dropped_B1",
         "(excess_BK <= 1e9) | dropped_B1",
-        "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_refused",
+        "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_rejected",
     ),
     Guard(
         "factor-slack",
@@ -143,7 +143,7 @@ GUARDS = [
         "a count that costs the whole step",
         "noise_multiplier >= count",
         "False",
-        "clipping/test_adaptive.py::test_a_count_that_costs_the_whole_step_is_refused",
+        "clipping/test_adaptive.py::test_a_noise_multiplier_out_of_range_is_rejected",
     ),
     Guard(
         "adaptive-noise",
@@ -164,21 +164,23 @@ GUARDS = [
         "a parameter outside all groups",
         "        if unmatched:",
         "        if False:",
-        "clipping/test_groups.py::test_a_prefix_covers_whole_parts_of_a_name_only",
+        "clipping/test_groups_and_per_layer.py::test_parameters_without_a_prefix_and_prefixes_without_par"
+        "ameters_are_rejected",
     ),
     Guard(
         "groups-idle",
         "a group without parameters",
         "        if unused:",
         "        if False:",
-        "clipping/test_groups.py::test_a_prefix_without_parameters_is_refused",
+        "clipping/test_groups_and_per_layer.py::test_parameters_without_a_prefix_and_prefixes_without_par"
+        "ameters_are_rejected",
     ),
     Guard(
         "per-layer-count",
         "thresholds for another number of layers",
         "isinstance(self.max_norms, tuple) and len(self.max_norms) != len(layers)",
         "False",
-        "clipping/test_per_layer.py::test_a_list_for_another_number_of_layers_is_refused_with_their_names",
+        "clipping/test_groups_and_per_layer.py::test_a_list_for_another_number_of_layers_is_rejected_with_their_names",
     ),
     Guard(
         "attached-twice",
@@ -199,14 +201,14 @@ GUARDS = [
         "an unknown operation on a watched parameter",
         "        raise unsupported(_first(args, kwargs).origin, func)\n\n\nclass",
         "        return result\n\n\nclass",
-        "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
+        "capture/test_watched_parameter.py::test_other_uses_raise_an_error_with_the_name_before_any_gradient",
     ),
     Guard(
         "watched-rows",
         "a tensor whose first axis is not the batch",
         "batch_size is not None and other.shape[0] != batch_size",
         "False",
-        "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
+        "capture/test_watched_parameter.py::test_other_uses_raise_an_error_with_the_name_before_any_gradient",
     ),
     Guard(
         "joint-float",
@@ -372,7 +374,7 @@ GUARDS = [
         "a join along the batch axis",
         "dim in {0, -with_batch[0].dim()}",
         "False",
-        "capture/test_watched_parameter.py::test_other_uses_are_refused_by_name_before_any_gradient",
+        "capture/test_watched_parameter.py::test_other_uses_raise_an_error_with_the_name_before_any_gradient",
     ),
     Guard(
         "drop-selects",
@@ -569,7 +571,7 @@ GUARDS = [
         "the largest factor of automatic clipping",
         "max=largest\n",
         "max=torch.inf\n",
-        "clipping/test_automatic.py::test_a_gradient_of_zeros_stays_zero_whatever_the_settings",
+        "clipping/test_flat.py::test_a_gradient_of_zeros_stays_zero_whatever_the_settings",
     ),
     Guard(
         "positive",
@@ -606,6 +608,6 @@ GUARDS = [
         "layers that disagree on the batch size",
         "    sizes = set(rows.values())\n    if len(sizes) > 1:",
         "    sizes = set(rows.values())\n    if False:",
-        "clipping/test_clipper.py::test_layers_that_see_other_numbers_of_rows_are_refused_by_name",
+        "clipping/test_clipper.py::test_layers_with_different_numbers_of_rows_raise_an_error_with_their_names",
     ),
 ]

@@ -15,7 +15,9 @@ TESTS = {
     "PB-10": "test_noise_of_run.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-11": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-12": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
-    "PB-13": "clipping/test_per_layer.py::test_one_threshold_is_shared_out_so_that_the_whole_keeps_it",
+    "PB-13": (
+        "clipping/test_groups_and_per_layer.py::test_one_threshold_is_shared_out_and_listed_ones_belong_to_their_layers"
+    ),
     "PB-14": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-15": "test_engine.py::test_layers_have_thresholds_of_their_own",
     "PB-16": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",

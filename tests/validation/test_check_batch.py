@@ -6,7 +6,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from case_models import MODELS
+from case_models import MODELS, Parts
 from torch import nn
 
 from dpengine import PrivacyEngine, check
@@ -229,15 +229,9 @@ class Sorted(nn.Module):
         return self.linear(x[order])[order.argsort()]
 
 
-class WithMask(nn.Module):
+def with_mask():
     """An input of its own that all rows share, as long as the batch by chance."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x, shared):
-        return self.linear(x) * shared.sum()
+    return Parts(lambda m, x, shared: m.linear(x) * shared.sum(), linear=nn.Linear(WIDTH, CLASSES))
 
 
 APART = {
@@ -246,7 +240,7 @@ APART = {
     "counts": (Counts, (inputs(5, WIDTH),)),
     "trimmed": (Trimmed, (inputs(5, WIDTH),)),
     "sorted": (Sorted, (inputs(),)),
-    "mask-as-long-as-the-batch": (WithMask, (inputs(), torch.arange(float(ROWS)))),
+    "mask-as-long-as-the-batch": (with_mask, (inputs(), torch.arange(float(ROWS)))),
     "half": (lambda: between(Layer()).bfloat16(), (inputs().bfloat16(),)),
 }
 OF_TABLE = {case.id: (case.make, case.inputs(ROWS, torch.float32)) for case in MODELS}

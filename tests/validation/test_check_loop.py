@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -115,13 +116,9 @@ def test_a_sum_and_a_mean_are_distinguished():
     assert check_loop(summed, [batch()], loss_reduction="sum").reduction == "sum"
 
 
-class OwnLoss(nn.Module):
-    def __init__(self, loss):
-        super().__init__()
-        self.words, self.head, self.loss = nn.Embedding(9, 8), nn.Linear(8, 9), loss
-
-    def forward(self, words, labels):
-        return {"loss": self.loss(self.head(self.words(words)), labels)}
+def own_loss(loss):
+    run = lambda m, words, labels: {"loss": m.loss(m.head(m.words(words)), labels)}  # noqa: E731
+    return Parts(run, words=nn.Embedding(9, 8), head=nn.Linear(8, 9), loss=loss)
 
 
 @pytest.mark.slow
@@ -130,10 +127,10 @@ def test_a_loss_inside_the_model_is_checked_at_its_layers():
     words, labels = torch.randint(9, (8, 5)), torch.randint(9, (8, 5))
     labels[::2, 2:] = -100
     data = [UserDict(words=words, labels=labels)]  # like a BatchEncoding
-    mixing = OwnLoss(lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels))
+    mixing = own_loss(lambda logits, labels: F.cross_entropy(logits.transpose(1, 2), labels))
     with pytest.raises(BatchDependentLossError, match=r"per_token_mean\(logits, labels\)"):
         check_loop(lambda one: mixing(one["words"], one["labels"])["loss"], data)
-    apart = OwnLoss(per_token_mean)
+    apart = own_loss(per_token_mean)
     assert check_loop(lambda one: apart(one["words"], one["labels"])["loss"].backward(), data).ok
 
 

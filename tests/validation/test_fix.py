@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from case_models import Parts
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -29,17 +30,15 @@ class Block(nn.Module):
         return self.relu(out)
 
 
-class Tagger(nn.Module):
+def tagger():
     """Text to one class: a table, a recurrent layer, a head."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(10, 4, scale_grad_by_freq=True)
-        self.lstm = nn.LSTM(4, 4, batch_first=True, bidirectional=True)
-        self.head = nn.Linear(8, 2)
-
-    def forward(self, x):
-        return self.head(self.lstm(self.table(x))[0].mean(dim=1))
+    run = lambda m, x: m.head(m.lstm(m.table(x))[0].mean(dim=1))  # noqa: E731
+    return Parts(
+        run,
+        table=nn.Embedding(10, 4, scale_grad_by_freq=True),
+        lstm=nn.LSTM(4, 4, batch_first=True, bidirectional=True),
+        head=nn.Linear(8, 2),
+    )
 
 
 class Mixed(nn.Module):
@@ -65,7 +64,7 @@ MODELS = {
         nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), Block(16), Block(16), nn.Flatten(), nn.LazyLinear(3)),
         torch.randn(4, 3, 6, 6),
     ),
-    "lstm": lambda: (Tagger(), torch.randint(10, (4, 5))),
+    "lstm": lambda: (tagger(), torch.randint(10, (4, 5))),
     "mixed": lambda: (Mixed(), torch.randn(4, 4, 6)),
 }
 

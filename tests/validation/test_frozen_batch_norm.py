@@ -42,12 +42,7 @@ def through_default(model, mode):
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
     engine = dpengine.PrivacyEngine(seed=0)
     return engine.make_private(
-        model,
-        optimizer,
-        DataLoader(rows(), BATCH),
-        noise_multiplier=0.0,
-        max_grad_norm=NORM,
-        grad_sample_mode=mode,
+        model, optimizer, DataLoader(rows(), BATCH), noise_multiplier=0.0, max_grad_norm=NORM, grad_sample_mode=mode
     )
 
 
