@@ -96,6 +96,7 @@ def test_every_charge_of_a_mixed_history_counts(accountant):
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.hazard("O76")
 def test_a_release_without_noise_makes_everything_infinite(accountant):
     for event in (NonPrivateEvent(), GaussianEvent(0.0), PoissonGaussianEvent(0.5, 0.0)):
         history = (Charge(GaussianEvent(1.0), 3), Charge(event))

@@ -7,7 +7,20 @@ import weakref
 
 import pytest
 import torch
-from opacus_runs import assert_same, batch, by_hand, gradients, loss, model, private, rows, train, truth
+from opacus_runs import (
+    arguments,
+    assert_clipped_step,
+    assert_same,
+    batch,
+    by_hand,
+    gradients,
+    loss,
+    private,
+    rows,
+    step,
+    train,
+    truth,
+)
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 
 import dpengine
@@ -67,11 +80,7 @@ def test_a_batch_that_was_interrupted_never_enters_another(through, workers):
             optimizer.step()
             break
     for inputs, targets in loader:
-        optimizer.zero_grad()
-        expected = truth(wrapped._module, inputs, targets)
-        loss(wrapped, inputs, targets).backward()
-        optimizer.step()
-        assert_same(gradients(wrapped._module, 6), expected)
+        assert_clipped_step(wrapped, optimizer, inputs, targets, size=6)
         assert not optimizer.step_was_skipped
 
 
@@ -111,11 +120,7 @@ def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_bat
             break
     assert skipped == [number % 5 != 0 for number in range(1, left_at + 1)]
     for inputs, targets in itertools.islice(loader, 2):
-        optimizer.zero_grad()
-        expected = truth(wrapped._module, inputs, targets)
-        loss(wrapped, inputs, targets).backward()
-        optimizer.step()
-        assert_same(gradients(wrapped._module, 20), expected)
+        assert_clipped_step(wrapped, optimizer, inputs, targets, size=20)
         assert not optimizer.step_was_skipped
 
 
@@ -166,18 +171,12 @@ class Torn(Dataset):
 
 
 def assert_a_plain_batch_is_alone(wrapped, optimizer):
-    inputs, targets = batch(6)
-    optimizer.zero_grad()
-    expected = truth(wrapped._module, inputs, targets)
-    backward_and_step(wrapped, optimizer, inputs, targets)
-    assert_same(gradients(wrapped._module, 6), expected)
+    assert_clipped_step(wrapped, optimizer, *batch(6), size=6)
     assert not optimizer.step_was_skipped
 
 
 def backward_and_step(wrapped, optimizer, inputs, targets):
-    optimizer.zero_grad()
-    loss(wrapped, inputs, targets).backward()
-    optimizer.step()
+    step(wrapped, optimizer, inputs, targets)
     return optimizer.step_was_skipped
 
 
@@ -274,9 +273,7 @@ def test_a_poisson_loader_built_by_hand_is_split_for_an_optimizer_built_by_hand(
     loader = DPDataLoader(rows(40), sample_rate=0.25, generator=torch.Generator().manual_seed(0))
     with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as chunks:
         for inputs, targets in chunks:
-            optimizer.zero_grad()
-            loss(wrapped, inputs, targets).backward()
-            optimizer.step()
+            step(wrapped, optimizer, inputs, targets)
             sizes.append(len(inputs))
     assert max(sizes) <= 3
     assert len(released) == len(loader) == 4
@@ -316,11 +313,7 @@ def test_a_loader_does_not_keep_an_optimizer_alive():
 
 
 def test_a_loader_of_dpengine_is_not_split_for_an_optimizer_built_by_hand():
-    module = model()
-    plain = torch.optim.SGD(module.parameters(), 0.1)
-    *_, loader = dpengine.PrivacyEngine().make_private(
-        module, plain, DataLoader(rows(), 4), noise_multiplier=1.0, max_grad_norm=1.0
-    )
+    *_, loader = dpengine.PrivacyEngine().make_private(**arguments())
     _, optimizer = by_hand()
     with pytest.raises(TypeError, match=r"dpengine\.PrivacyEngine"):
         wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
@@ -334,9 +327,7 @@ def test_an_empty_logical_batch_comes_once_and_is_a_step():
         for _ in range(20):
             for inputs, targets in chunks:
                 sizes.append(len(inputs))
-                parts.optimizer.zero_grad()
-                loss(parts.model, inputs, targets).backward()
-                parts.optimizer.step()
+                step(parts.model, parts.optimizer, inputs, targets)
     assert 0 in sizes
     assert [steps for *_, steps in parts.engine.accountant.history] == [120]
 

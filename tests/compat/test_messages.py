@@ -10,9 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import dpengine
-from dpengine.compat.opacus import PrivacyEngine
+from dpengine.compat.opacus import GradSampleModule, PrivacyEngine
+from dpengine.compat.opacus.accountants.analysis.rdp import compute_rdp
 from dpengine.compat.opacus.accountants.utils import get_noise_multiplier
 from dpengine.compat.opacus.data_loader import DPDataLoader
+from dpengine.compat.opacus.schedulers import ExponentialNoise
+from dpengine.compat.opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from dpengine.errors import (
     AccountingRefusedError,
     BatchMismatchError,
@@ -135,19 +138,25 @@ def test_data_parallel_is_pointed_to_one_process_for_each_device(door):
         door(nn.DataParallel(model()))
 
 
-MISSPELT = {
-    "get_epsilon": (lambda: PrivacyEngine().get_epsilon(dleta=1e-5), "delta"),
-    "from_data_loader": (lambda: DPDataLoader.from_data_loader(DataLoader(rows(), 4), distribted=True), "distributed"),
-    "get_noise_multiplier": (
-        lambda: get_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, epoch=3),
-        "epochs",
-    ),
-}
+NOISE_FOR = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.1}
+MISSPELT = [
+    ("get_epsilon", lambda: PrivacyEngine().get_epsilon(dleta=1e-5), "delta"),
+    ("from_data_loader", lambda: DPDataLoader.from_data_loader(DataLoader(rows(), 4), distribted=True), "distributed"),
+    ("get_noise_multiplier", lambda: get_noise_multiplier(**NOISE_FOR, epoch=3), "epochs"),
+    ("get_noise_multiplier", lambda: get_noise_multiplier(**NOISE_FOR, epsilon_tolerence=0.1), "epsilon_tolerance"),
+    ("PrivacyEngine.__init__", lambda: PrivacyEngine(acountant="rdp"), "accountant"),
+    ("DPDataLoader", lambda: DPDataLoader(range(4), sample_rate=0.5, batch_frist=True), "batch_first"),
+    ("GradSampleModule.__init__", lambda: GradSampleModule(model(), batch_frist=True), "batch_first"),
+    ("DPOptimizer", lambda: by_hand(noise_multipler=1.0), "noise_multiplier"),
+    ("ExponentialNoise.__init__", lambda: ExponentialNoise(by_hand()[1], gama=0.5), "gamma"),
+    ("__init__", lambda: UniformWithReplacementSampler(num_samples=10, samplerate=0.1), "sample_rate"),
+    ("compute_rdp", lambda: compute_rdp(q=0.1, noise_multiplyer=1.0, steps=1, orders=2.0), "noise_multiplier"),
+]
 
 
-@pytest.mark.parametrize("called", MISSPELT)
-def test_a_misspelt_keyword_is_answered_with_the_nearest(called):
-    call, meant = MISSPELT[called]
+@pytest.mark.parametrize(("called", "call", "meant"), MISSPELT)
+@pytest.mark.hazard("O34")
+def test_a_misspelt_keyword_is_answered_with_the_nearest(called, call, meant):
     with pytest.raises(TypeError, match=rf"{called}\(\) has no argument .* Did you mean '{meant}'"):
         call()
 

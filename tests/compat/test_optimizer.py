@@ -274,19 +274,18 @@ def test_the_ghost_optimizer_has_its_other_name_for_clipping():
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "message"),
+    "settings",
     [
-        ({"expected_batch_size": None}, ValueError, ".+"),
-        ({"loss_reduction": "median"}, ValueError, ".+"),
-        ({"max_grad_norm": -1.0}, ValueError, ".+"),
-        ({"noise_multiplier": -1.0}, ValueError, ".+"),
-        ({"secure_mode": True, "generator": torch.Generator()}, ValueError, ".+"),
-        ({"noise_multipler": 1.0}, TypeError, "noise_multiplier"),
+        {"expected_batch_size": None},
+        {"loss_reduction": "median"},
+        {"max_grad_norm": -1.0},
+        {"noise_multiplier": -1.0},
+        {"secure_mode": True, "generator": torch.Generator()},
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+    ids=lambda settings: next(iter(settings)),
 )
-def test_settings_out_of_range_or_misspelt_raise(settings, error, message):
-    with pytest.raises(error, match=message):
+def test_settings_out_of_range_raise(settings):
+    with pytest.raises(ValueError, match=r".+"):
         by_hand(**settings)
 
 

@@ -4,13 +4,25 @@ import warnings
 
 import pytest
 import torch
-from opacus_runs import assert_same, backward, batch, by_hand, flat, gradients, loss, model, private, train, truth
+from opacus_runs import (
+    assert_clipped_step,
+    assert_same,
+    backward,
+    batch,
+    by_hand,
+    flat,
+    gradients,
+    loss,
+    model,
+    private,
+    step,
+    train,
+    truth,
+)
 
 from dpengine.compat.opacus import GradSampleModule
 from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
-from dpengine.compat.opacus.optimizers import (
-    DPOptimizer,
-)
+from dpengine.compat.opacus.optimizers import DPOptimizer
 from dpengine.errors import (
     ParameterMismatchError,
     PrivacyError,
@@ -29,11 +41,7 @@ def test_an_own_add_noise_is_used_and_charged():
 
     wrapped, optimizer = by_hand(kind=Silent, noise_multiplier=5.0)
     for _ in range(2):
-        optimizer.zero_grad()
-        expected = truth(wrapped._module, *batch())
-        backward(wrapped)
-        optimizer.step()
-        assert_same(gradients(wrapped._module, 4), expected)
+        assert_clipped_step(wrapped, optimizer, *batch())
 
 
 def test_what_an_own_add_noise_makes_of_the_gradient_is_divided_as_well():
@@ -115,6 +123,11 @@ def test_a_skip_is_asked_of_one_step_only():
 # Parts of models
 
 
+def optimizer_of(parameters, noise_multiplier=0.0):
+    settings = {"noise_multiplier": noise_multiplier, "max_grad_norm": 1.0, "expected_batch_size": 4}
+    return DPOptimizer(torch.optim.SGD(parameters, lr=0.1), **settings)
+
+
 def test_an_optimizer_over_a_part_of_the_model_clips_that_part():
     wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
     hidden = wrapped._module[:2](batch()[0]).detach()
@@ -137,24 +150,15 @@ def test_a_pass_of_which_a_part_is_clipped_is_probed_as_a_whole():
 
 def test_parameters_added_to_the_optimizer_are_trained():
     wrapped, optimizer = by_hand(parameters=lambda w: w._module[2].parameters())
-    backward(wrapped)
-    optimizer.step()
+    step(wrapped, optimizer, *batch())
     optimizer.zero_grad()
     optimizer.add_param_group({"params": list(wrapped._module[0].parameters())})
-    expected = truth(wrapped._module, *batch())
-    backward(wrapped)
-    optimizer.step()
-    assert_same(gradients(wrapped._module, 4), expected)
+    assert_clipped_step(wrapped, optimizer, *batch())
 
 
 def test_two_optimizers_over_one_wrapper_are_rejected_at_the_first_step():
     wrapped, first = by_hand(parameters=lambda w: w._module[0].parameters())
-    second = DPOptimizer(
-        torch.optim.SGD(wrapped._module[2].parameters(), lr=0.1),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=4,
-    )
+    second = optimizer_of(wrapped._module[2].parameters())
     backward(wrapped)
     with pytest.raises(ParameterMismatchError, match="Another private optimizer"):
         first.step()
@@ -167,8 +171,7 @@ def test_two_optimizers_over_one_wrapper_are_rejected_at_the_first_step():
 
 def test_parameters_of_two_wrappers_are_rejected():
     one, other = GradSampleModule(model()), GradSampleModule(model(1))
-    both = torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1)
-    optimizer = DPOptimizer(both, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=4)
+    optimizer = optimizer_of([*one.parameters(), *other.parameters()])
     backward(one)
     with pytest.raises(ParameterMismatchError, match="2 models"):
         optimizer.step()
@@ -250,18 +253,11 @@ def test_what_is_added_by_more_backward_passes_is_no_change(mode):
 def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_releases_nothing():
     made = private()
     before = {name: p.clone() for name, p in made.model.named_parameters()}
-    by_hand_too = DPOptimizer(
-        torch.optim.SGD(made.model.parameters(), lr=0.1),
-        noise_multiplier=0.1,
-        max_grad_norm=1.0,
-        expected_batch_size=4,
-    )
+    by_hand_too = optimizer_of(made.model.parameters(), noise_multiplier=0.1)
     inputs, targets = next(iter(made.loader))
     loss(made.model, inputs, targets).backward()
-
     with pytest.raises(ParameterMismatchError, match="without the steps of this optimizer"):
         by_hand_too.step()
-
     assert_same(dict(made.model.named_parameters()), before)
 
 

@@ -1,35 +1,26 @@
 """Parameters that come later, accountants that are shared or replaced, and jumps across passes: nothing is missed."""
 
+import contextlib
+
 import pytest
 import torch
-import torch.nn.functional as F
+from opacus_runs import arguments, loss, rows, step
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from dpengine.compat.opacus import PrivacyEngine
 from dpengine.compat.opacus.accountants import RDPAccountant, create_accountant
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpengine.errors import ParameterMismatchError
 
-ROWS, BATCH = 20, 4
-
 
 def private(engine, **options):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    data = TensorDataset(torch.randn(ROWS, 3), torch.randint(0, 2, (ROWS,)))
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1e-3, **options}
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return engine.make_private(
-        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=BATCH), **settings
-    )
+    return engine.make_private(**arguments(data_loader=DataLoader(rows(20), 4), max_grad_norm=1e-3, **options))
 
 
 def train(model, optimizer, loader):
-    for inputs, targets in loader:
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+    for batch in loader:
+        step(model, optimizer, *batch)
 
 
 def add_a_group(optimizer, parameter):
@@ -51,7 +42,7 @@ def test_a_parameter_that_is_added_later_never_moves_by_its_raw_gradient(add):
     with pytest.raises((ParameterMismatchError, AttributeError)):
         add(optimizer, scale)
         for inputs, targets in loader:
-            F.cross_entropy(model(inputs) * scale, targets).backward()
+            (loss(model, inputs, targets) * scale).backward()
             optimizer.step()
     assert scale.item() == 1.0
 
@@ -98,13 +89,9 @@ def test_an_accountant_of_the_users_own_counts_a_step_that_fails_after_its_charg
     model, optimizer, loader = private(engine)
     scale_grad = optimizer.scale_grad
     for number, (inputs, targets) in enumerate(loader):
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
         optimizer.scale_grad = scale_grad if number != 2 else _fail
-        try:
-            optimizer.step()
-        except RuntimeError:
-            assert number == 2
+        with contextlib.nullcontext() if number != 2 else pytest.raises(RuntimeError):
+            step(model, optimizer, inputs, targets)
     assert sum(steps for _, _, steps in engine.accountant.history) == engine.engine.ledger.steps == 5
 
 
@@ -118,20 +105,11 @@ def test_a_jump_into_another_pass_is_charged_as_a_pass_of_its_own():
     train(model, optimizer, loader)
     batches = iter(loader)
     for _ in range(4):
-        inputs, targets = next(batches)
-        optimizer.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+        step(model, optimizer, *next(batches))
     optimizer.noise_multiplier = 0.9
-    inputs, targets = next(batches)
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs), targets).backward()
-    optimizer.step()
+    step(model, optimizer, *next(batches))
     loader.load_state_dict({"position": 13})
-    inputs, targets = next(iter(loader))
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs), targets).backward()
-    optimizer.step()
+    step(model, optimizer, *next(iter(loader)))
     passes = sum(c.event.cycles(c.count) for c in engine.engine.ledger.totals if c.event.noise_multiplier == 0.9)
     assert passes == 2
 
@@ -148,8 +126,7 @@ def test_a_pass_for_the_sake_of_a_generator_is_dropped_and_costs_nothing():
     model, optimizer, loader = private(engine)
     made = nn.Linear(2, 3)
     for inputs, targets in loader:
-        F.cross_entropy(model(inputs), targets).backward()
-        optimizer.step()
+        step(model, optimizer, inputs, targets)
         optimizer.zero_grad()
         model(made(torch.randn(6, 2))).sum().backward()
         assert made.weight.grad is not None

@@ -78,6 +78,12 @@ class Private:
         self.backward(inputs, targets)
         self.optimizer.step()
 
+    def run(self, inputs: Any, targets: Tensor) -> dict[str, Tensor]:
+        """Takes a step on these rows for each batch of the loader, and returns the last clipped sum."""
+        for _ in self.loader:
+            self.step(inputs, targets)
+        return self.sum()
+
     def sum(self) -> dict[str, Tensor]:
         """The clipped sum, by name in the user's model, that the last step left in ``p.grad``, in float64."""
         return {name: p.grad.detach().double() * self.size for name, p in trainable(self.bare).items()}
@@ -218,6 +224,11 @@ def through(apis: list[Api], *, quick: tuple[str, ...] = QUICK) -> Any:
     return pytest.mark.parametrize("api", cases)
 
 
+def through_some(apis: list[Api], always: Iterable[str] = ("default-auto", "compat-hooks", "compat-ghost")) -> Any:
+    """Parametrizes a test with ``api``; those not named in ``always`` are for the slow suite, or the night."""
+    return through(apis, quick=tuple(always))
+
+
 def opacus(path: str = "") -> Any:
     """The module at this path below Opacus's root, as the compat apis see it."""
     return importlib.import_module(f"{OPACUS}.{path}" if path else OPACUS)
@@ -286,6 +297,22 @@ def assert_equal(found: dict[str, Tensor], truth: dict[str, Tensor], *, rtol: fl
     assert scale > 0
     worst = {name: float((found[name] - truth[name]).norm()) / scale for name in truth}
     assert max(worst.values()) < rtol, worst
+
+
+def assert_run_is_right(
+    private: Private, batch: tuple[Any, Tensor], max_grad_norm: float = 1.0, *, rtol: float = 1e-5
+) -> None:
+    """Steps on these rows give the clipped sum of a loop over them, at the weights before."""
+    truth = true_sum(private.bare, nn.CrossEntropyLoss(), batch, max_grad_norm)
+    assert_equal(private.run(*batch), truth, rtol=rtol)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def assert_unmoved(model: nn.Module, before: dict[str, Tensor]) -> None:
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 def without(tree: Any, row: int, rows: int) -> Any:

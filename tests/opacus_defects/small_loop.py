@@ -8,9 +8,10 @@ FEATURES, CLASSES, ROWS = 4, 3, 6
 CRITERION = nn.CrossEntropyLoss()
 
 
-def batch(rows=ROWS, seed=2):
+def batch(rows=ROWS, seed=2, *, scale=1.0):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, FEATURES, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
+    inputs = scale * torch.randn(rows, FEATURES, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (rows,), generator=generator)
 
 
 def mlp():

@@ -14,10 +14,13 @@ from opacus_defects.apis import (
     DEFAULT_APIS,
     LAYER_APIS,
     assert_equal,
+    assert_run_is_right,
+    assert_unmoved,
     fixed_loader,
     opacus,
     through,
     true_sum,
+    weights_of,
 )
 from opacus_defects.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
 from reference import flat_norms, per_sample_gradients
@@ -34,14 +37,6 @@ LOSS = nn.CrossEntropyLoss()
 NORM = 1.5  # about the median: where all rows are clipped, a row that counts twice might not show
 
 
-def weights_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def assert_unmoved(model, before):
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 # One sample that is not finite makes the step NaN
 
 
@@ -55,9 +50,7 @@ def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(api, value):
     truth = true_sum(mlp(), LOSS, (inputs[others], targets[others]), NORM)
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     before = weights_of(private.bare)
-    next(iter(private.loader))
-    private.step(inputs, targets)
-    assert_equal(private.sum(), truth)
+    assert_equal(private.run(inputs, targets), truth)
     moved = {name: private.size * (before[name] - p.detach()).double() for name, p in private.bare.named_parameters()}
     assert_equal(moved, truth, rtol=1e-4)  # the weights are rounded, once more
     if not api.compat:
@@ -118,28 +111,6 @@ def test_a_batch_that_was_interrupted_leaves_nothing_to_the_next(api, workers, e
         assert charges_of(api, private) == 2
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.hazard("O15")
-def test_a_batch_that_was_interrupted_leaves_nothing_if_wrapper_and_optimizer_were_built_by_hand(workers):
-    inputs, targets = batch()
-    model = opacus().GradSampleModule(mlp())
-    inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    settings = {"noise_multiplier": 0.0, "max_grad_norm": NORM, "expected_batch_size": ROWS}
-    optimizer = opacus("optimizers").DPOptimizer(inner, **settings)
-    manager = opacus("utils.batch_memory_manager").BatchMemoryManager
-    plain = fixed_loader(ROWS, num_workers=workers)
-    for whole in (False, True):
-        with manager(data_loader=plain, max_physical_batch_size=2, optimizer=optimizer) as loader:
-            for (chunk,) in loader:
-                optimizer.zero_grad()
-                LOSS(model(inputs[chunk]), targets[chunk]).backward()
-                optimizer.step()
-                if not whole:
-                    break
-    found = {name: ROWS * p.grad.double() for name, p in model._module.named_parameters()}
-    assert_equal(found, true_sum(mlp(), LOSS, (inputs, targets), NORM))
-
-
 # A training step bypasses the wrapper and is not private
 
 
@@ -197,9 +168,7 @@ def test_the_optimizer_from_before_has_nothing_to_apply(api):
 def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(api):
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     private.model = private.bare  # as a LightningModule that made itself private calls itself
-    next(iter(private.loader))
-    private.step(*batch())
-    assert_equal(private.sum(), true_sum(mlp(), LOSS, batch(), NORM))
+    assert_run_is_right(private, batch(), NORM)
 
 
 # Ranks make different numbers of steps
@@ -214,19 +183,6 @@ def test_two_processes_make_40_steps_each_and_have_equal_weights_though_many_bat
     assert first["empty"] and second["empty"]
     assert first["epsilon"] == second["epsilon"] > 0
     assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.hazard("O20")
-def test_the_compat_sampler_of_each_rank_gives_as_many_batches_as_it_says(monkeypatch, rank):
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda group=None: rank)
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
-    sampler = opacus("utils.uniform_sampler").DistributedUniformWithReplacementSampler(
-        total_size=40, sample_rate=1 / 40, generator=torch.Generator().manual_seed(0)
-    )
-    sizes = [len(drawn) for drawn in sampler]
-    assert len(sizes) == len(sampler) == 40
-    assert 0 in sizes
 
 
 # Adaptive clipping uses the last physical batch only
@@ -259,12 +215,10 @@ def test_the_count_has_its_noise_and_its_part_of_the_charge():
     found = set()
     for seed in (0, 1):
         policy = Adaptive(2.0, count_noise_multiplier=1.5)
-        private = DEFAULT_APIS[0].open(
-            mlp(), fixed_loader(ROWS), max_grad_norm=None, clipping=policy, noise_multiplier=2.0
-        )
+        options = {"max_grad_norm": None, "clipping": policy, "noise_multiplier": 2.0}
+        private = DEFAULT_APIS[0].open(mlp(), fixed_loader(ROWS), **options)
         inside.draw_from(private.engine, NoiseSource.seeded(seed))
-        next(iter(private.loader))
-        private.step(*batch())
+        private.run(*batch())
         found.add(private.optimizer.max_grad_norm)
         std = private.engine.describe()["noise_std_of_sum"] / private.engine.describe()["sensitivity"]
         assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)

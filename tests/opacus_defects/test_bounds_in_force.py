@@ -9,12 +9,11 @@ from opacus_defects.apis import (
     COMPAT_APIS,
     DEFAULT_APIS,
     GHOST_APIS,
-    Private,
     assert_equal,
+    assert_run_is_right,
     fixed_loader,
     opacus,
     through,
-    true_sum,
     true_sum_by_group,
 )
 from opacus_defects.small import FEATURES, classes, mlp, rows
@@ -33,19 +32,12 @@ def batch():
     return rows(FEATURES, count=COUNT), classes(COUNT)
 
 
-def one_step(private: Private, batch):
-    next(iter(private.loader))
-    private.step(*batch)
-    return private.sum()
-
-
-def silent():
-    """A model of which a step leaves noise alone: its inputs are zeros, and its loss is nothing."""
-    return nn.Linear(60, 50), (torch.zeros(COUNT, 60), torch.zeros(COUNT, dtype=torch.long))
-
-
-def nothing(outputs, targets):
-    return 0 * outputs.sum(dim=1).mean()
+def open_silent(api, **options):
+    """A run whose steps leave only noise in ``p.grad``, since its loss is zero; and its batch."""
+    nothing = lambda outputs, targets: 0 * outputs.sum(dim=1).mean()  # noqa: E731
+    options |= {"criterion": nothing, "noise_multiplier": SIGMA}
+    private = api.open(nn.Linear(60, 50), fixed_loader(COUNT), **options)
+    return private, (torch.zeros(COUNT, 60), torch.zeros(COUNT, dtype=torch.long))
 
 
 def std_of(total):
@@ -58,44 +50,35 @@ def std_of(total):
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O4")
 def test_adaptive_clipping_obeys_the_threshold_of_the_same_step(api):
-    model, policy = mlp(), Adaptive(0.5, count_noise_multiplier=1.0)
-    private = api.open(model, fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
+    policy = Adaptive(0.5, count_noise_multiplier=1.0)
+    private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
     seen = set()
     for _ in range(2):
         threshold = inside.state(private.engine).clipping_norm
         seen.add(threshold)
-        truth = true_sum(model, private.criterion, batch(), threshold)
-        assert_equal(one_step(private, batch()), truth)
+        assert_run_is_right(private, batch(), threshold)
     assert len(seen) == 2
 
 
-ADAPTIVE = {
-    "target_unclipped_quantile": 0.5,
-    "clipbound_learning_rate": 0.2,
-    "max_clipbound": 1e8,
-    "min_clipbound": 1e-3,
-}
+ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2}
+LIMITS = {"max_clipbound": 1e8, "min_clipbound": 1e-3}
 
 
 def open_adaptive(api, model, **options):
+    kind = {"clipping": "adaptive", "unclipped_num_std": 2.0}
     if api.mode == "ghost":
-        engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
-        return api.open(model, fixed_loader(COUNT), make_engine=engine, **ADAPTIVE, **options)
-    return api.open(model, fixed_loader(COUNT), clipping="adaptive", unclipped_num_std=2.0, **ADAPTIVE, **options)
+        kind = {"make_engine": opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping}
+    return api.open(model, fixed_loader(COUNT), **kind, **ADAPTIVE, **LIMITS, **options)
 
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O4")
 def test_adaptive_clipping_of_every_compat_mode_too(api):
-    model = mlp()
-    private = open_adaptive(api, model, max_grad_norm=0.5)
+    private = open_adaptive(api, mlp(), max_grad_norm=0.5)
     seen = []
     for _ in range(2):
-        before = float(private.optimizer.max_grad_norm)
-        plain = mlp()
-        plain.load_state_dict(model.state_dict())
-        assert_equal(one_step(private, batch()), true_sum(plain, nn.CrossEntropyLoss(), batch(), before))
-        seen.append(before)
+        seen.append(float(private.optimizer.max_grad_norm))
+        assert_run_is_right(private, batch(), seen[-1])
     assert len(set(seen)) == 2
 
 
@@ -111,9 +94,7 @@ def test_a_grad_clip_scheduler_moves_the_clip(api):
         assert private.optimizer.max_grad_norm == pytest.approx(threshold)
         if api.mode == "ghost":
             assert private.module.max_grad_norm == pytest.approx(threshold)
-        plain = mlp()
-        plain.load_state_dict(private.bare.state_dict())
-        assert_equal(one_step(private, batch()), true_sum(plain, nn.CrossEntropyLoss(), batch(), threshold))
+        assert_run_is_right(private, batch(), threshold)
         scheduler.step()
 
 
@@ -124,18 +105,16 @@ def test_a_threshold_written_on_the_module_is_said_to_change_nothing(api):
     with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
         private.module.max_grad_norm = 0.1
     assert private.module.max_grad_norm == private.optimizer.max_grad_norm == 1.5
-    assert_equal(one_step(private, batch()), true_sum(mlp(), nn.CrossEntropyLoss(), batch(), 1.5))
+    assert_run_is_right(private, batch(), 1.5)
 
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
 def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(api):
-    model, nothings = silent()
-    options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
-    private = api.open(model, fixed_loader(COUNT), **options)
+    private, nothings = open_silent(api, max_grad_norm=1.0, poisson=True)
     clips = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
-        assert std_of(one_step(private, nothings)) == pytest.approx(SIGMA * threshold, rel=WITHIN)
+        assert std_of(private.run(*nothings)) == pytest.approx(SIGMA * threshold, rel=WITHIN)
         clips.step()
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 2)]
 
@@ -143,31 +122,27 @@ def test_a_schedule_of_the_clipping_norm_scales_the_noise_and_not_the_charge(api
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
 def test_a_noise_scheduler_changes_the_noise_and_the_charge(api):
-    model, nothings = silent()
-    options = {"criterion": nothing, "max_grad_norm": 1.0, "noise_multiplier": SIGMA, "poisson": True}
-    private = api.open(model, fixed_loader(COUNT), **options)
+    private, nothings = open_silent(api, max_grad_norm=1.0, poisson=True)
     noises = opacus("schedulers").ExponentialNoise(private.optimizer, gamma=2.0)
-    one_step(private, nothings)
+    private.run(*nothings)
     noises.step()
     assert private.optimizer.noise_multiplier == 2 * SIGMA
-    assert std_of(one_step(private, nothings)) == pytest.approx(2 * SIGMA, rel=WITHIN)
+    assert std_of(private.run(*nothings)) == pytest.approx(2 * SIGMA, rel=WITHIN)
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(SIGMA, 1), (2 * SIGMA, 1)]
 
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O5")
 def test_noise_and_ledger_follow_a_threshold_that_moves(api):
-    model, nothings = silent()
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
-    options = {"criterion": nothing, "max_grad_norm": None, "clipping": policy, "noise_multiplier": SIGMA}
-    private = api.open(model, fixed_loader(COUNT), **options)
+    private, nothings = open_silent(api, max_grad_norm=None, clipping=policy)
     for threshold in (0.5, None):
         threshold = threshold or inside.state(private.engine).clipping_norm
         said = private.engine.describe()
         std = threshold * (SIGMA**-2 - 3.0**-2) ** -0.5
         assert (said["clipping"]["norm"], said["sensitivity"]) == (threshold, threshold)
         assert said["noise_std_of_sum"] == pytest.approx(std)
-        assert std_of(one_step(private, nothings)) == pytest.approx(std, rel=WITHIN)
+        assert std_of(private.run(*nothings)) == pytest.approx(std, rel=WITHIN)
     assert inside.state(private.engine).clipping_norm != 0.5
     ((event, count),) = [(charge.event, charge.count) for charge in private.engine.ledger.history]
     assert (event.noise_multiplier, count) == (SIGMA, 2)
@@ -203,22 +178,17 @@ def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(api):
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for factor in (1.0, 0.1):
         assert private.optimizer.max_grad_norm == pytest.approx(factor * math.hypot(*BOUNDS))
-        plain = mlp()
-        plain.load_state_dict(private.bare.state_dict())
-        names = [name for name, _ in plain.named_parameters()]
-        bounds = {name: factor * bound for name, bound in zip(names, BOUNDS, strict=True)}
-        truth = true_sum_by_group(plain, nn.CrossEntropyLoss(), batch(), bounds)
-        assert_equal(one_step(private, batch()), truth)
+        bounds = {name: factor * bound for name, bound in zip(private.bare.state_dict(), BOUNDS, strict=True)}
+        truth = true_sum_by_group(private.bare, nn.CrossEntropyLoss(), batch(), bounds)
+        assert_equal(private.run(*batch()), truth)
         scheduler.step()
 
 
 @through(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
 def test_the_noise_follows_the_norm_of_the_thresholds_in_force(api):
-    model, nothings = silent()
-    options = {"criterion": nothing, "max_grad_norm": [0.6, 0.8], "clipping": "per_layer", "noise_multiplier": SIGMA}
-    private = api.open(model, fixed_loader(COUNT), **options)
+    private, nothings = open_silent(api, max_grad_norm=[0.6, 0.8], clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     scheduler.step()
     assert math.hypot(*private.optimizer.max_grad_norms) == pytest.approx(0.1)
-    assert std_of(one_step(private, nothings)) == pytest.approx(0.1 * SIGMA, rel=WITHIN)
+    assert std_of(private.run(*nothings)) == pytest.approx(0.1 * SIGMA, rel=WITHIN)

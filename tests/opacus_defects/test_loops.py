@@ -15,10 +15,10 @@ from opacus_defects.apis import (
     SLACK,
     assert_equal,
     opacus,
+    through_some,
     true_sum,
 )
 from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp, opened
-from opacus_defects.wide import through_some
 from reference import clipped_sum
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset

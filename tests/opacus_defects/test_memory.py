@@ -4,9 +4,8 @@ import copy
 
 import pytest
 import torch
-from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, true_sum
+from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, through_some, true_sum
 from opacus_defects.peak import peak_of
-from opacus_defects.wide import through_some
 from torch import nn
 
 from dpengine import PrivacyEngine

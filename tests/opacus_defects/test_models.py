@@ -5,28 +5,34 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from opacus_defects.apis import ALL_APIS, COMPAT_APIS, LAYER_APIS, assert_equal, fixed_loader, opacus, through, true_sum
+from opacus_defects import small_loop
+from opacus_defects.apis import (
+    ALL_APIS,
+    COMPAT_APIS,
+    LAYER_APIS,
+    assert_equal,
+    assert_run_is_right,
+    fixed_loader,
+    opacus,
+    through,
+    through_some,
+    true_sum,
+    weights_of,
+)
 from opacus_defects.networks import BLOCKS, images, network
-from opacus_defects.wide import through_some
+from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, mlp
 from torch import nn
 
 import dpengine
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE:dpengine.PrivacyWarning")
 
-FEATURES, CLASSES, ROWS = 4, 3, 5
-CRITERION = nn.CrossEntropyLoss()
+ROWS = 5
 REFUSALS = (ValueError, RuntimeError, NotImplementedError)
 
 
 def batch(rows=ROWS, seed=2):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, FEATURES, generator=generator), torch.randint(0, CLASSES, (rows,), generator=generator)
-
-
-def mlp():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
+    return small_loop.batch(rows, seed)
 
 
 def fixed(api, model):
@@ -111,12 +117,7 @@ def test_a_part_in_eval_mode_is_included(api):
     model = nn.Sequential(mlp(), nn.Dropout(0.9), nn.Linear(CLASSES, CLASSES))
     for part in (model[0], model[1]):
         part.eval()
-    rows = batch()
-    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
-    truth = true_sum(model, CRITERION, rows)
-    for _ in private.loader:
-        private.step(*rows)
-    assert_equal(private.sum(), truth)
+    assert_run_is_right(api.open(model, fixed_loader(ROWS), criterion=CRITERION), batch())
 
 
 @through_some(LAYER_APIS)
@@ -267,11 +268,8 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(api):
     private = api.open(model, fixed_loader(ROWS), criterion=CRITERION, **options)
     for change in (lambda: None, lambda: model[2].requires_grad_(False), lambda: model.requires_grad_(True)):
         change()
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        truth = true_sum(model, CRITERION, rows)
-        for _ in private.loader:
-            private.step(*rows)
-        assert_equal(private.sum(), truth)
+        before = weights_of(model)
+        assert_run_is_right(private, rows)
         for name, p in model.named_parameters():
             assert torch.equal(before[name], p) != p.requires_grad, name
 
@@ -335,9 +333,7 @@ def test_compat_is_as_strict_as_it_says_and_its_remedy_works(api, make):
     wrapper = getattr(opacus(), kind)(model, strict=False, **settings)
     private = api.open(wrapper, fixed_loader(ROWS), criterion=CRITERION)
     assert private.module is wrapper
-    for _ in private.loader:
-        private.step(*rows)
-    assert_equal(private.sum(), {f"_module.{name}": value for name, value in truth.items()})
+    assert_equal(private.run(*rows), {f"_module.{name}": value for name, value in truth.items()})
 
 
 @through_some(LAYER_APIS)
@@ -361,19 +357,15 @@ def test_a_layer_whose_forward_writes_a_buffer_is_rejected_by_name(api):
 @through_some([api for api in LAYER_APIS if api.mode != "ew"], always=set())
 @pytest.mark.hazard("O59")
 def test_a_compiled_model_gives_the_eager_sums(api):
-    model, rows = mlp(), batch()
-    truth = true_sum(model, CRITERION, rows)
-    private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(mlp(), fixed_loader(ROWS), criterion=CRITERION)
     private.model = torch.compile(private.model, backend="eager")
-    for _ in private.loader:
-        private.step(*rows)
-    assert_equal(private.sum(), truth)
+    assert_run_is_right(private, batch())
 
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O60")
 def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(api):
-    model, rows = mlp(), batch()
+    model = mlp()
     private = api.open(model.eval(), fixed_loader(ROWS), criterion=CRITERION)
     other = batch(7, seed=9)[0].requires_grad_()
     private.model.eval()
@@ -382,7 +374,4 @@ def test_a_model_in_eval_mode_is_accepted_and_saliency_records_nothing(api):
     assert all(getattr(p, "grad_sample", None) is None for p in model.parameters())
     private.model.train()
     private.bare.zero_grad()
-    truth = true_sum(model, CRITERION, rows)
-    for _ in private.loader:
-        private.step(*rows)
-    assert_equal(private.sum(), truth)
+    assert_run_is_right(private, batch())

@@ -21,9 +21,11 @@ from opacus_defects.apis import (
     most_added,
     opacus,
     through,
+    through_some,
     true_sum,
 )
-from opacus_defects.wide import through_some
+from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp
+from opacus_runs import arguments
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -35,21 +37,6 @@ from dpengine.clipping.policy import SLACK
 from dpengine.errors import AccountingRefusedError, InvalidBudgetError, ScaledGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
-
-FEATURES, CLASSES, ROWS = 4, 3, 6
-CRITERION = nn.CrossEntropyLoss()
-
-
-def batch(rows=ROWS, seed=2, *, scale=1.0):
-    generator = torch.Generator().manual_seed(seed)
-    return scale * torch.randn(rows, FEATURES, generator=generator), torch.randint(
-        0, CLASSES, (rows,), generator=generator
-    )
-
-
-def mlp():
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES))
 
 
 RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, long runs, epsilon far above a hundred
@@ -130,16 +117,9 @@ def test_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
 
 @pytest.mark.hazard("O44")
 def test_a_generator_next_to_secure_mode_is_rejected_in_compat():
-    model = mlp()
+    generator, engine = torch.Generator().manual_seed(0), opacus().PrivacyEngine(secure_mode=True)
     with pytest.raises(ValueError, match="noise_generator"):
-        opacus().PrivacyEngine(secure_mode=True).make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=fixed_loader(4),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            noise_generator=torch.Generator().manual_seed(0),
-        )
+        engine.make_private(**arguments(mlp(), data_loader=fixed_loader(4), noise_generator=generator))
 
 
 @pytest.mark.gpu
@@ -234,8 +214,9 @@ def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
 def test_adaptive_clipping_needs_no_more_than_its_name(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
-    loader = DataLoader(TensorDataset(torch.arange(8)), batch_size=1)
-    private = api.open(model, loader, criterion=CRITERION, clipping="adaptive", noise_multiplier=multiplier)
+    private = api.open(
+        model, fixed_loader(8, batch_size=1), criterion=CRITERION, clipping="adaptive", noise_multiplier=multiplier
+    )
     for (rows,) in private.loader:
         sizes.append(inside.samples_now(private.engine))
         private.step(x[rows], y[rows])
@@ -259,19 +240,10 @@ def test_a_multiplier_beyond_the_count_is_rejected_and_the_remedy_works():
 def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
-    private = api.open(
-        model,
-        DataLoader(TensorDataset(torch.arange(8)), batch_size=1),
-        criterion=CRITERION,
-        clipping="adaptive",
-        noise_multiplier=multiplier,
-        poisson=api.mode != "ew",
-        target_unclipped_quantile=0.5,
-        clipbound_learning_rate=0.2,
-        max_clipbound=1e8,
-        min_clipbound=1e-3,
-        unclipped_num_std=5.0,
-    )
+    settings = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": 5.0}
+    settings |= {"max_clipbound": 1e8, "min_clipbound": 1e-3, "noise_multiplier": multiplier, "clipping": "adaptive"}
+    loader = fixed_loader(8, batch_size=1)
+    private = api.open(model, loader, criterion=CRITERION, poisson=api.mode != "ew", **settings)
     while 0 not in sizes and len(sizes) < 400:
         for (rows,) in private.loader:
             sizes.append(len(rows))
@@ -330,11 +302,9 @@ class Half(AbstractClip):
 @pytest.mark.hazard("O65")
 def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(api):
     model, rows, bound = mlp(), batch(), 0.3
-    private = api.open(
-        copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, clipping=Half(bound), max_grad_norm=None
-    )
-    for _ in private.loader:
-        private.step(*rows)
+    options = {"clipping": Half(bound), "max_grad_norm": None}
+    private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, **options)
+    found = private.run(*rows)
     truth = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in model.named_parameters()}
     for i in range(ROWS):
         one = copy.deepcopy(model).double()
@@ -342,10 +312,8 @@ def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(api):
         norm = torch.cat([p.grad.flatten() for p in one.parameters()]).norm()
         for name, p in one.named_parameters():
             truth[name] += p.grad * bound * (1 - SLACK) / (norm + bound)
-    assert_equal(private.sum(), truth)
-    noisy = api.open(
-        mlp(), fixed_loader(ROWS), clipping=Half(bound), max_grad_norm=None, noise_multiplier=2.0
-    ).engine.describe()
+    assert_equal(found, truth)
+    noisy = api.open(mlp(), fixed_loader(ROWS), noise_multiplier=2.0, **options).engine.describe()
     assert noisy["sensitivity"] == bound and noisy["noise_std_of_sum"] == 2.0 * bound
     assert noisy["clipping"] == {"policy": "half", "bound": bound}
 

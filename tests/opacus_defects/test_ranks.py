@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 from launch import launched
-from opacus_defects.apis import LAYER_APIS, OPACUS, assert_equal, fixed_loader, opacus, true_sum
+from opacus_defects.apis import LAYER_APIS, OPACUS, assert_equal, fixed_loader, opacus, through_some, true_sum
 from opacus_defects.two_ranks import CRITERION, ROWS, batch, compat_step, default_step, mlp
-from opacus_defects.wide import through_some
 from reference import per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -15,10 +15,10 @@ from opacus_defects.apis import (
     assert_equal,
     fixed_loader,
     opacus,
+    through_some,
     true_sum,
 )
 from opacus_defects.small_loop import CLASSES, CRITERION, ROWS, batch, mlp, opened
-from opacus_defects.wide import through_some
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -114,6 +114,7 @@ def test_rdp_looks_at_the_orders_that_are_asked_for():
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.hazard("O75", "O76")
 def test_nothing_costs_nothing_and_no_noise_costs_everything(mechanism):
     accountant = create_accountant(mechanism)
     assert accountant.get_epsilon(DELTA) == 0.0
@@ -123,6 +124,7 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything(mechanism):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.hazard("O22")
 def test_a_changed_multiplier_is_composed(mechanism):
     accountant = create_accountant(mechanism)
     accountant.step(noise_multiplier=1.0, sample_rate=0.01)
@@ -142,6 +144,7 @@ def test_a_changed_multiplier_is_composed(mechanism):
         {"noise_multiplier": 0.0, "sample_rate": -0.5},
     ],
 )
+@pytest.mark.hazard("O22")
 def test_a_step_that_raises_leaves_the_history_as_it_was(mechanism, step):
     accountant = with_history(mechanism, [(1.0, 0.01, 7)])
     with pytest.raises(ValueError, match=r"noise_multiplier|sample_rate"):
@@ -154,7 +157,7 @@ GRID = [
     for sigma in (0.0, 1e-3, 0.05, 1.0, 1e4)
     for rate in (1e-6, 0.1, 0.5, 1.0)
     for steps in (1, 100_000)
-    for delta in (1e-12, 0.1)
+    for delta in (1e-12, 0.1, 0.99)
 ]
 
 
@@ -169,11 +172,13 @@ def assert_sound_over(grid, mechanisms):
                 assert found <= 2.1 * ceiling + 5e-2, (mechanism, sigma, rate, steps, delta)
 
 
+@pytest.mark.hazard("O25")
 def test_rdp_never_fails_over_a_grid_and_stays_below_what_no_sampling_costs():
     assert_sound_over(GRID, ["rdp"])
 
 
 @pytest.mark.slow
+@pytest.mark.hazard("O25")
 def test_no_accountant_fails_over_a_grid():
     assert_sound_over(GRID, ["prv", "gdp"])
 
@@ -280,34 +285,9 @@ def epsilon_after(mechanism, sigma, rate, steps, **keywords):
 @pytest.mark.parametrize("mechanism", ["rdp", "gdp", "prv"])
 @pytest.mark.parametrize(("target", "tolerance"), [(0.3, 0.01), (3.0, 0.05), (30.0, 0.01)])
 def test_epsilon_is_within_the_tolerance_below_the_target(mechanism, target, tolerance):
-    found = get_noise_multiplier(
-        target_epsilon=target,
-        target_delta=DELTA,
-        sample_rate=0.02,
-        epochs=4,
-        accountant=mechanism,
-        epsilon_tolerance=tolerance,
-    )
+    settings = {"sample_rate": 0.02, "epochs": 4, "accountant": mechanism, "epsilon_tolerance": tolerance}
+    found = get_noise_multiplier(target_epsilon=target, target_delta=DELTA, **settings)
     assert target - tolerance <= epsilon_after(mechanism, found, 0.02, 200) <= target
-
-
-# Where 1 / (1 / n) is below n in floating point, cutting off loses a step; and a spread of others.
-LOSING = [n for n in range(1, 2001) if int(1 / (1 / n)) != n]
-SPREAD = [1, 2, 3, 10, *range(11, 2001, 181), *LOSING[::20]]
-
-
-def test_some_numbers_of_steps_would_lose_one():
-    assert len(LOSING) > 100
-
-
-@pytest.mark.one_in(6, "n", others="slow")
-@pytest.mark.one_in(3, "n")
-@pytest.mark.parametrize("n", SPREAD)
-def test_no_step_of_an_epoch_is_lost(n):
-    found = get_noise_multiplier(
-        target_epsilon=2.0, target_delta=DELTA, sample_rate=1 / n, epochs=1, epsilon_tolerance=1e-4
-    )
-    assert 2.0 - 1e-4 <= epsilon_after("rdp", found, 1 / n, n) <= 2.0
 
 
 @pytest.mark.nightly
@@ -321,11 +301,6 @@ def test_keywords_reach_the_accountant():
     found = get_noise_multiplier(target_epsilon=8.0, target_delta=DELTA, sample_rate=0.02, steps=200, alphas=[2, 3])
     assert 8.0 - 0.01 <= epsilon_after("rdp", found, 0.02, 200, alphas=[2, 3]) <= 8.0
     assert found > 1.01 * get_noise_multiplier(target_epsilon=8.0, target_delta=DELTA, sample_rate=0.02, steps=200)
-
-
-def test_a_misspelt_keyword_is_rejected():
-    with pytest.raises(TypeError, match="'epsilon_tolerance'"):
-        get_noise_multiplier(target_epsilon=3, target_delta=DELTA, sample_rate=0.1, steps=1, epsilon_tolerence=0.1)
 
 
 @pytest.mark.parametrize("given", [{}, {"epochs": 1, "steps": 10}])

@@ -199,11 +199,6 @@ def test_tiny_noise_and_large_losses_are_discretized_too():
     assert composed.compute_epsilon(DELTA, 0.0, 0.1)[2] > 600
 
 
-def test_a_misspelt_argument_is_rejected():
-    with pytest.raises(TypeError, match="noise_multiplier"):
-        rdp.compute_rdp(q=0.1, noise_multiplyer=1.0, steps=1, orders=2.0)
-
-
 def test_sums_of_losses_lie_where_they_should():
     domain = Domain(-1.0, 4.0, 6)
     first, second = (DiscretePRV(np.eye(6)[place], domain) for place in (2, 3))  # losses 1 and 2

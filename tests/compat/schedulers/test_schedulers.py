@@ -179,11 +179,6 @@ def test_an_optimizer_without_the_attribute_is_rejected(make, options, attribute
         make(torch.optim.SGD([torch.zeros(1)], lr=0.1), **options)
 
 
-def test_a_misspelt_keyword_suggests_the_nearest():
-    with pytest.raises(TypeError, match=r"gama.*Did you mean 'gamma'"):
-        ExponentialNoise(optimizer(), gama=0.5)
-
-
 def test_a_state_without_an_epoch_is_rejected():
     with pytest.raises(ValueError, match="last_epoch"):
         ExponentialNoise(optimizer(), gamma=0.5).load_state_dict({"gamma": 0.1})
