@@ -89,10 +89,7 @@ def test_a_lower_bound_counts_no_loss_above_its_window_as_infinite(reach):
 
 
 @pytest.mark.parametrize(
-    ("rate", "sigma", "steps", "delta"),
-    [
-        (0.00013590688369, 1.78881528046, 20, 3.68571933905e-05),
-    ],
+    ("rate", "sigma", "steps", "delta"), [(0.00013590688369, 1.78881528046, 20, 3.68571933905e-05)]
 )
 def test_the_lower_bound_of_a_large_delta_is_one(rate, sigma, steps, delta):
     lower, _, upper = bounds_of((Charge(PoissonGaussianEvent(rate, sigma), steps),), delta)

@@ -26,8 +26,7 @@ BOTH = charges(np.geomspace(1e-4, 0.05, 80), RNG.uniform(0.6, 4, 80))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("history", "most", "loss"),
-    [pytest.param(NOISES, MAX_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)],
+    ("history", "most", "loss"), [pytest.param(NOISES, MAX_DISTINCT, 1e-4, marks=pytest.mark.nightly), (BOTH, 15, 4e-3)]
 )
 def test_merging_costs_little_and_the_estimate_less(history, most, loss, monkeypatch):
     monkeypatch.setattr(composition, "MAX_DISTINCT", most)

@@ -43,8 +43,7 @@ def check_bracket(history, delta, truth, relation=ADD_REMOVE, width=WIDTH):
 @pytest.mark.slow
 @pytest.mark.one_in(2, "sigma", "relation")
 @pytest.mark.parametrize(
-    ("sigma", "steps", "delta"),
-    [(10.0, 100, 1e-5), (2.0, 3, 1e-9), (2.0, 1, 1e-9), (60.0, 2000, 1e-6), (0.9, 20, 0.1)],
+    ("sigma", "steps", "delta"), [(10.0, 100, 1e-5), (2.0, 3, 1e-9), (2.0, 1, 1e-9), (60.0, 2000, 1e-6), (0.9, 20, 0.1)]
 )
 @pytest.mark.parametrize("relation", [ADD_REMOVE, REPLACE])
 def test_the_bracket_holds_the_closed_form_as_the_rate_tends_to_one(sigma, steps, delta, relation):
@@ -92,10 +91,7 @@ def test_many_steps_take_a_coarser_mesh_and_stay_bounds():
 
 @pytest.mark.slow
 @pytest.mark.one_in(2, "relation")
-@pytest.mark.parametrize(
-    ("relation", "directions"),
-    [(ADD_REMOVE, ("remove", "add")), (REPLACE, ("replace",))],
-)
+@pytest.mark.parametrize(("relation", "directions"), [(ADD_REMOVE, ("remove", "add")), (REPLACE, ("replace",))])
 def test_sampled_and_unsampled_groups_compose(relation, directions):
     truth = max(Contour(KINDS, direction).epsilon(1e-6) for direction in directions)
     check_bracket(MIXED, 1e-6, truth, relation)

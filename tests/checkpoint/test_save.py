@@ -436,6 +436,14 @@ def test_a_plain_model_loads_the_weights(tmp_path):
 # What is refused
 
 
+def assert_load_raises(run, folder, error, message):
+    """The run is as it was before."""
+    before = run.weights
+    with pytest.raises(error, match=message):
+        run.resumed(folder)
+    assert torch.equal(run.weights, before) and run.engine.ledger.steps == 0
+
+
 @pytest.mark.one_in(3, "settings", others="slow")
 @pytest.mark.parametrize(
     ("settings", "says"),
@@ -461,11 +469,7 @@ def test_a_plain_model_loads_the_weights(tmp_path):
 def test_another_run_is_rejected(tmp_path, settings, says):
     Run().train(2).saved(tmp_path / "run")
     other = Run(**settings)
-    before = other.weights
-    with pytest.raises(MechanismMismatchError, match=rf"DPE023.*{says}"):
-        other.resumed(tmp_path / "run")
-    assert torch.equal(other.weights, before)
-    assert other.engine.ledger.steps == 0
+    assert_load_raises(other, tmp_path / "run", MechanismMismatchError, rf"DPE023.*{says}")
     other.train(1)
 
 
@@ -501,10 +505,8 @@ OTHER_ROWS = {
 def test_another_data_set_of_the_same_length_is_rejected(tmp_path, change):
     Run().train(2).saved(tmp_path / "run")
     other = Run(data=other_rows(OTHER_ROWS[change]))
-    before = other.weights
-    with pytest.raises(MechanismMismatchError, match=r"DPE023.*data set differs from that of the checkpoint"):
-        other.resumed(tmp_path / "run")
-    assert torch.equal(other.weights, before) and other.engine.ledger.steps == 0
+    says = r"DPE023.*data set differs from that of the checkpoint"
+    assert_load_raises(other, tmp_path / "run", MechanismMismatchError, says)
     assert Run(data=other_rows(lambda x, y: (x, y))).resumed(tmp_path / "run").train(1).loader.position == 3
 
 
@@ -643,11 +645,7 @@ def test_damage_is_seen_before_anything_changes(tmp_path, name, damage):
     changed = {"missing": None, "cut": data[:-7], "flipped": flipped, "empty": b""}[damage]
     path.unlink() if changed is None else path.write_bytes(changed)
     other = Run()
-    before = other.weights
-    with pytest.raises(CorruptFileError, match="DPE024"):
-        other.resumed(tmp_path / "run")
-    assert torch.equal(other.weights, before)
-    assert other.engine.ledger.steps == 0
+    assert_load_raises(other, tmp_path / "run", CorruptFileError, "DPE024")
     assert other.optimizer.state_dict()["state"] == {}
 
 

@@ -38,13 +38,7 @@ def test_the_help_of_a_command_has_an_example_that_its_parser_takes(capsys, comm
 
 
 @pytest.mark.parametrize(
-    "command, action",
-    [
-        ("ledger", "show"),
-        ("ledger", "total"),
-        ("audit", "one-run"),
-        ("audit", "quick"),
-    ],
+    "command, action", [("ledger", "show"), ("ledger", "total"), ("audit", "one-run"), ("audit", "quick")]
 )
 def test_actions_have_an_example_too(capsys, command, action):
     code, out, _ = exit_code(capsys, command, action, "--help")
@@ -132,7 +126,7 @@ def test_a_number_out_of_range_is_said_of_its_option(capsys, option, value):
 
 
 FAILING = {
-    "out-of-reach": [*"calibrate --epsilon 1e-4 --n 100 --batch 50 --epochs 90 --delta 1e-9 --accountant rdp".split()],
+    "out-of-reach": [*"calibrate --epsilon 1e-4 --n 100 --batch 50 --epochs 90 --delta 1e-9 --accountant rdp".split()]
 }
 
 

@@ -148,8 +148,8 @@ MISSPELT = [
     ("DPDataLoader", lambda: DPDataLoader(range(4), sample_rate=0.5, batch_frist=True), "batch_first"),
     ("GradSampleModule.__init__", lambda: GradSampleModule(model(), batch_frist=True), "batch_first"),
     ("DPOptimizer", lambda: by_hand(noise_multipler=1.0), "noise_multiplier"),
-    ("ExponentialNoise.__init__", lambda: ExponentialNoise(by_hand()[1], gama=0.5), "gamma"),
-    ("__init__", lambda: UniformWithReplacementSampler(num_samples=10, samplerate=0.1), "sample_rate"),
+    ("ExponentialNoise", lambda: ExponentialNoise(by_hand()[1], gama=0.5), "gamma"),
+    ("UniformWithReplacementSampler", lambda: UniformWithReplacementSampler(samplerate=0.1), "sample_rate"),
     ("compute_rdp", lambda: compute_rdp(q=0.1, noise_multiplyer=1.0, steps=1, orders=2.0), "noise_multiplier"),
 ]
 

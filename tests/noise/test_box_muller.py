@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from dpengine.kernels.library import native_library
 from dpengine.noise import keyed_streams
-from dpengine.noise.box_muller import (
-    GROUP,
-    LARGEST_NORMAL,
-    PAIRS,
-    WORDS_PER_GROUP,
-    add_normals,
-    normals_of_keystream,
-)
+from dpengine.noise.box_muller import GROUP, LARGEST_NORMAL, PAIRS, WORDS_PER_GROUP, add_normals, normals_of_keystream
 from dpengine.noise.chacha20 import fill_keystream
 from dpengine.noise.keyed_streams import add_native_normals
 

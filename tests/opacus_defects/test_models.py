@@ -301,10 +301,7 @@ class Masked(nn.Linear):
         return F.linear(x, self.weight * self.mask, self.bias)
 
 
-BUFFERED = {
-    "model": WithBuffers,
-    "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES)),
-}
+BUFFERED = {"model": WithBuffers, "layer": lambda: nn.Sequential(Masked(FEATURES, 6), nn.Tanh(), nn.Linear(6, CLASSES))}
 buffered = pytest.mark.parametrize("make", BUFFERED.values(), ids=BUFFERED)
 STRICT = [api for api in COMPAT_APIS if api.mode in ("hooks", "functorch", "ghost")]
 

@@ -25,13 +25,19 @@ def loader(rows=ROWS, batch_size=30, width=4):
     return DataLoader(TensorDataset(x, torch.randint(0, 3, (rows,), generator=generator)), batch_size=batch_size)
 
 
-def private(plan, model=None, data=None, *, seed=7, delta=1e-5, **settings):
+def private(plan, model=None, data=None, *, engine=None, delta=1e-5, **settings):
     torch.manual_seed(0)
     model = nn.Linear(4, 3) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    engine = PrivacyEngine(seed=seed)
+    engine = engine or PrivacyEngine(seed=7)
     data = loader() if data is None else data
     return engine, *engine.make_private(model, optimizer, data, plan=plan, target_delta=delta, **settings)
+
+
+def step(model, optimizer, x, y):
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
 
 
 SIZED = {  # with the size of the largest batch
@@ -61,9 +67,7 @@ def test_the_run_is_the_plan(name, made):
     while steps < config.iterations:
         assert epochs < 5
         for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step(model, optimizer, x, y)
             steps += 1
             assert engine.epsilon == pytest.approx(config.epsilon(1e-5, steps), rel=1e-9)
         epochs += 1
@@ -83,9 +87,7 @@ def test_batches_of_a_size_are_drawn_charged_and_stated(name):
     sizes = []
     while len(sizes) < config.iterations:
         for x, y in batches:
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
+            step(model, optimizer, x, y)
             sizes.append(len(x))
             if len(sizes) % 20 == 1 or len(sizes) == config.iterations:
                 assert engine.epsilon == config.epsilon(1e-5, len(sizes)) > 0
@@ -169,10 +171,7 @@ def test_two_batches_are_not_one_step_of_the_plan():
 
 
 MISFITS = [
-    (
-        {"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)},
-        r"batch size of 60.*size=30.*0\.25",
-    ),
+    ({"plan": DPSGDConfig(iterations=8, sampling_prob=0.5, noise_multiplier=1.0)}, r"batch size of 60.*size=30.*0\.25"),
     (
         {"plan": DPSGDConfig(iterations=8, sampling_prob=0.25, noise_multiplier=1.0, num_examples=100)},
         "num_examples=100, and the data set has 120",
@@ -222,9 +221,7 @@ def test_calibrated_plans_keep_their_target_in_training():
     config = BandMFConfig.default(num_bands=4, iterations=12, sampling_prob=1.0).calibrate(epsilon=2.0, delta=1e-5)
     engine, model, optimizer, batches = private(config)
     for x, y in batches:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, x, y)
     assert 1.99 < engine.epsilon <= 2.0
     assert math.isfinite(engine.epsilon)
 
@@ -240,10 +237,7 @@ def test_steps_that_are_jumped_over_count(name):
     cycle = config.selection.cycle_length
     for position in range(0, 8, cycle):
         batches.load_state_dict({"position": position})
-        x, y = next(iter(batches))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, *next(iter(batches)))
     assert engine.epsilon >= config.epsilon(1e-5, 8 - cycle + 1) * (1 - 1e-9)
 
 
@@ -251,10 +245,7 @@ def test_steps_that_are_jumped_over_are_free_where_chance_decides():
     engine, model, optimizer, batches = private(PLANS["dp-sgd"])
     for position in (0, 4):
         batches.load_state_dict({"position": position})
-        x, y = next(iter(batches))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, *next(iter(batches)))
     assert engine.ledger.steps == 2
 
 
@@ -262,27 +253,16 @@ def test_a_resumed_run_has_the_steps_that_are_left():
     config = PLANS["dp-sgd"]
     engine, model, optimizer, batches = private(config)
     for (x, y), _ in zip(batches, range(5), strict=False):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
+        step(model, optimizer, x, y)
 
     def resumed(state):
         later = PrivacyEngine(seed=8)
         later.load_state_dict(state)
-        other = nn.Linear(4, 3)
-        made = later.make_private(
-            other, torch.optim.SGD(other.parameters(), lr=0.0), loader(), plan=config, target_delta=1e-5
-        )
-        return later, *made
+        return private(config, engine=later)
 
     later, model, optimizer, batches = resumed(engine.state_dict())
-    taken = 0
-    for x, y in itertools.chain(batches, batches):
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        taken += 1
-    assert taken == 3
+    taken = [step(model, optimizer, x, y) for x, y in itertools.chain(batches, batches)]
+    assert len(taken) == 3
     assert later.epsilon == pytest.approx(config.epsilon(1e-5), rel=1e-6)
     with pytest.raises(InvalidBudgetError, match="has 8 steps already"):
         resumed(later.state_dict())

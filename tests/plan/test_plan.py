@@ -39,6 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 RUN = {"iterations": 48, "num_examples": 800}
 POISSON = CyclicPoissonSampling(sampling_prob=0.1)
 CYCLIC = CyclicPoissonSampling(sampling_prob=0.4, cycle_length=4)
+FIXED, HALVES = FixedBatchSampling(batch_size=5), CyclicPoissonSampling(sampling_prob=0.5, cycle_length=2)
 PAIRS = [
     (Plan(sampling=POISSON, **RUN), DPSGDConfig(sampling_prob=0.1, **RUN)),
     (Plan(sampling=FixedBatchSampling(batch_size=80), **RUN), DPSGDConfig(fixed_batch_size=80, **RUN)),
@@ -100,11 +101,7 @@ def test_json_does_not_hold_parts_from_outside():
 @pytest.mark.parametrize(
     ("fields", "error", "says"),
     [
-        (
-            {"sampling": FixedBatchSampling(batch_size=5), "num_examples": None},
-            AccountingRefusedError,
-            "pass num_examples=",
-        ),
+        ({"sampling": FIXED, "num_examples": None}, AccountingRefusedError, "pass num_examples="),
         ({"sampling": ShuffleSampling(batch_size=5)}, AccountingRefusedError, "Epsilon cannot be computed.*shuffle"),
         ({"sampling": CYCLIC, "noise": BandMF(num_bands=5)}, AccountingRefusedError, "No privacy analysis"),
         ({"sampling": CyclicPoissonSampling(sampling_prob=0.1, iterations=4)}, ValueError, "has iterations=4"),
@@ -130,10 +127,7 @@ def test_a_loop_without_the_engine_cannot_use_a_policy():
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        (
-            CyclicPoissonSampling(sampling_prob=0.5, cycle_length=2),
-            "sampling_prob=0.4.*, or the loader with batch_size=15",
-        ),
+        (HALVES, "sampling_prob=0.4.*, or the loader with batch_size=15"),
         (FixedBatchSampling(batch_size=15), "Create the loader with batch_size=15"),
         (BMinSepSampling(sampling_prob=0.5, min_separation=2), "Create the loader with batch_size=20"),
     ],
@@ -219,14 +213,9 @@ def test_bad_fields_are_rejected(fields):
 
 def test_the_engine_has_no_run_for_it():
     model = nn.Linear(3, 1)
+    optimizer, loader = optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(randn(20, 3)), batch_size=5)
     with pytest.raises(InvalidBudgetError):
-        PrivacyEngine().make_private(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            DataLoader(TensorDataset(torch.randn(20, 3)), batch_size=5),
-            plan=CONFIG,
-            target_delta=1e-3,
-        )
+        PrivacyEngine().make_private(model, optimizer, loader, plan=CONFIG, target_delta=1e-3)
 
 
 @pytest.mark.slow

@@ -8,13 +8,7 @@ from scipy.stats import norm
 
 from dpengine.accounting import Charge, GaussianEvent, PoissonGaussianEvent, Relation
 from dpengine.report.facts import delta_floor
-from dpengine.report.figures import (
-    attack_bound,
-    epsilon_by_step,
-    figures_of,
-    true_positive_bound,
-    true_positives_at,
-)
+from dpengine.report.figures import attack_bound, epsilon_by_step, figures_of, true_positive_bound, true_positives_at
 
 
 def gaussian_epsilon(mu, delta):

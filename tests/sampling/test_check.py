@@ -68,30 +68,28 @@ ACCEPTED = {
     "batch-sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True)),
 }
 
-REFUSED = {  # the name that the message must hold, and what it must say
+
+def sampled_by(sampler):
+    return lambda: DataLoader(DATA, batch_size=4, sampler=sampler)
+
+
+WEIGHTED = WeightedRandomSampler([1.0] * 10, 10)
+REJECTED = {  # the name that the message must hold, and what it must say
     "list": (lambda: [1, 2], "list", "not a torch DataLoader"),
     "iterable": (lambda: DataLoader(Stream(), batch_size=4), "Stream", r"DataLoader\(list\(dataset\)"),
     "weighted": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        sampled_by(WEIGHTED),
         "WeightedRandomSampler",
         "unequal probabilities; accounting needs equal sampling rates. Weight the loss",
     ),
-    "subset": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=SubsetRandomSampler([1, 2])),
-        "SubsetRandomSampler",
-        r"Subset\(dataset, indices\)",
-    ),
+    "subset": (sampled_by(SubsetRandomSampler([1, 2])), "SubsetRandomSampler", r"Subset\(dataset, indices\)"),
     "distributed": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=DistributedSampler(DATA, num_replicas=3, rank=0)),
+        sampled_by(DistributedSampler(DATA, num_replicas=3, rank=0)),
         "DistributedSampler",
         "repeats examples",
     ),
-    "own-sampler": (lambda: DataLoader(DATA, batch_size=4, sampler=Reversed()), "Reversed", "may sample unequally"),
-    "sampler-subclass": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=ShuffledTwice(DATA)),
-        "ShuffledTwice",
-        "may sample unequally",
-    ),
+    "own-sampler": (sampled_by(Reversed()), "Reversed", "may sample unequally"),
+    "sampler-subclass": (sampled_by(ShuffledTwice(DATA)), "ShuffledTwice", "may sample unequally"),
     "own-batch-sampler": (
         lambda: DataLoader(DATA, batch_sampler=OddBatches(SequentialSampler(DATA), 4, False)),
         "OddBatches",
@@ -99,30 +97,14 @@ REFUSED = {  # the name that the message must hold, and what it must say
     ),
     "list-of-batches": (lambda: DataLoader(DATA, batch_sampler=[[0, 1], [2]]), "list", "may sample unequally"),
     "sampler-in-batch-sampler": (
-        lambda: DataLoader(DATA, batch_sampler=BatchSampler(WeightedRandomSampler([1.0] * 10, 10), 4, False)),
+        lambda: DataLoader(DATA, batch_sampler=BatchSampler(WEIGHTED, 4, False)),
         "WeightedRandomSampler",
         "unequal probabilities",
     ),
-    "with-replacement": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, replacement=True)),
-        "RandomSampler",
-        "replacement=True",
-    ),
-    "fewer-rows": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, num_samples=5)),
-        "RandomSampler",
-        "5 examples from a data set of 10",
-    ),
-    "other-rows": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=SequentialSampler(range(3))),
-        "SequentialSampler",
-        "3 examples from a data set of 10",
-    ),
-    "other-source": (
-        lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(range(3), num_samples=10)),
-        "RandomSampler",
-        "the sampling rate is not",
-    ),
+    "with-replacement": (sampled_by(RandomSampler(DATA, replacement=True)), "RandomSampler", "replacement=True"),
+    "fewer-rows": (sampled_by(RandomSampler(DATA, num_samples=5)), "RandomSampler", "5 examples from a data set of 10"),
+    "other-rows": (sampled_by(SequentialSampler(range(3))), "SequentialSampler", "3 examples from a data set of 10"),
+    "other-source": (sampled_by(RandomSampler(range(3), num_samples=10)), "RandomSampler", "the sampling rate is not"),
     "no-length": (
         lambda: DataLoader(Endless(), batch_size=4, sampler=SequentialSampler(range(3))),
         "Endless",
@@ -137,10 +119,10 @@ def test_loaders_with_equal_chances_are_accepted(name):
     check_loader(ACCEPTED[name]())
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REJECTED)
 @pytest.mark.hazard("S8", "D1", "B15")
 def test_other_loaders_are_rejected_by_name(name):
-    make, class_name, says = REFUSED[name]
+    make, class_name, says = REJECTED[name]
     with pytest.raises(SamplingError, match=says) as raised:
         check_loader(make())
     assert raised.value.code == "DPE004"

@@ -322,11 +322,7 @@ ORDINARY = {
     "new names and noise": (VECTORS, lambda b: {"x": noisy(b)[0], "id": tuple(uuid.uuid4() for _ in b)}),
     "masked, longest first": (TOKENS, lambda batch: masked_one_by_one(longest_first(batch))),
 }
-TIME_FIRST = {
-    "padded": (SERIES, time_first),
-    "with a mask": (TOKENS, time_first_with_mask),
-    "packed": (SERIES, packed),
-}
+TIME_FIRST = {"padded": (SERIES, time_first), "with a mask": (TOKENS, time_first_with_mask), "packed": (SERIES, packed)}
 
 
 def stacked_labels(batch):

@@ -5,14 +5,13 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from compat_spread_runs import Run, Started, data, network, refuse_differences, seeded
+from compat_spread_runs import Run, Started, data, made_private, network, refuse_differences, seeded
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from dpengine.compat.opacus.privacy_engine import PrivacyEngine
 from dpengine.compat.opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from dpengine.errors import SamplingError
 
@@ -100,14 +99,8 @@ def test_a_distributed_sampler_has_the_batch_size_of_each_process(poisson, wrapp
 def in_passes():
     """Returns the rows that each process has in two shuffled passes."""
     model, rows = DPDDP(nn.Embedding(ROWS, 2)), numbers()
-    made, optimizer, loader = PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows)),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-    )
+    plain = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows))
+    made, optimizer, loader = made_private(model, plain, poisson_sampling=False)
     found = []
     for _ in range(2):
         found.append([])
@@ -145,11 +138,5 @@ def test_a_distributed_sampler_is_rejected_for_a_model_that_is_not_marked():
     rows, model = data(), network()
     loader = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows, num_replicas=2, rank=0))
     with pytest.raises(SamplingError, match="DistributedSampler"):
-        PrivacyEngine().make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=loader,
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-        )
+        made_private(model, loader)
     assert type(loader.sampler) is DistributedSampler

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from compat_spread_runs import Run, Started, all_trained, network, refuse_differences
+from compat_spread_runs import Run, Started, all_trained, made_private, network, refuse_differences
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -93,13 +93,7 @@ def counted():
     rows = TensorDataset(torch.arange(40.0).view(-1, 1), torch.arange(40))
     model = nn.parallel.DistributedDataParallel(nn.Linear(1, 2))
     engine = opacus.PrivacyEngine(accountant="rdp")
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(rows, batch_size=1),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-    )
+    model, optimizer, loader = made_private(model, DataLoader(rows, batch_size=1), engine=engine)
     steps, seen = 0, []
     for x, y in loader:
         optimizer.zero_grad()
@@ -159,14 +153,8 @@ def dtypes_within():
     outputs = []
     for layer in model:
         layer.register_forward_hook(lambda layer, inputs, output: outputs.append(output.dtype))
-    made, optimizer, criterion, loader = opacus.PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.int64)), batch_size=8),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-        grad_sample_mode="ghost_fsdp",
-    )
+    plain = DataLoader(TensorDataset(torch.ones(24, 4), torch.zeros(24, dtype=torch.int64)), batch_size=8)
+    made, optimizer, criterion, loader = made_private(model, plain, grad_sample_mode="ghost_fsdp")
     before = [p.full_tensor().clone() for p in model.parameters()]
     x, y = next(iter(loader))
     optimizer.zero_grad()
@@ -185,13 +173,8 @@ def test_layers_of_high_precision_stay_so_among_layers_of_a_narrow_dtype():
 def noise_of_a_sum(wrapper):
     torch.manual_seed(0)
     model = wrapper(nn.Linear(200, 100))
-    made, optimizer, loader = opacus.PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(torch.ones(20, 200)), batch_size=10),
-        noise_multiplier=2.0,
-        max_grad_norm=3.0,
-    )
+    plain = DataLoader(TensorDataset(torch.ones(20, 200)), batch_size=10)
+    made, optimizer, loader = made_private(model, plain, noise_multiplier=2.0, max_grad_norm=3.0)
     (x,) = next(iter(loader))
     (0 * made(x)).sum(dim=1).mean().backward()
     optimizer.step()
@@ -213,17 +196,15 @@ WRAPPER = {
 }
 
 
+def ones():
+    return DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8)
+
+
 def apart():
     """Processes whose models are not marked train models of their own, each for itself."""
     torch.manual_seed(dist.get_rank())
     engine, model = opacus.PrivacyEngine(accountant="rdp"), nn.Linear(4, 3)
-    made, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-    )
+    made, optimizer, loader = made_private(model, ones(), engine=engine)
     for (x,) in loader if dist.get_rank() == 0 else ():
         optimizer.zero_grad()
         made(x).square().sum(dim=1).mean().backward()
@@ -252,14 +233,7 @@ def test_a_batch_that_one_process_leaves_out_ends_all_with_an_error_and_blocks_n
 
 
 def other_threshold():
-    model = WRAPPER["ddp"](network())
-    opacus.PrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
-        data_loader=DataLoader(TensorDataset(torch.ones(24, 4)), batch_size=8),
-        noise_multiplier=0.8,
-        max_grad_norm=1.0 + dist.get_rank(),
-    )
+    made_private(WRAPPER["ddp"](network()), ones(), max_grad_norm=1.0 + dist.get_rank())
 
 
 def test_processes_that_ask_for_other_clipping_are_rejected_in_make_private():

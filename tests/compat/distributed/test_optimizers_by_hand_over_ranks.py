@@ -105,6 +105,13 @@ CASES = {
 }
 
 
+def private_sgd(kind: type[DPOptimizer], model: nn.Module, *, momentum: float = 0.0, **settings: Any) -> DPOptimizer:
+    """A private optimizer for batches of 8 rows of all processes."""
+    size = 8 / dist.get_world_size() if dist.is_initialized() else 8.0
+    defaults = {"noise_multiplier": 0.8, "max_grad_norm": 0.5, "expected_batch_size": size, "generator": seeded(1)}
+    return kind(torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum), **defaults | settings)
+
+
 def trained(case: Case) -> dict[str, Any]:
     """Three steps over parts of each batch; all of it in one process."""
     model = network()
@@ -113,13 +120,8 @@ def trained(case: Case) -> dict[str, Any]:
     per_layer = issubclass(case.kind, DPPerLayerOptimizer)
     alone: type[DPOptimizer] = DPPerLayerOptimizer if per_layer else DPOptimizer
     kind, accountant = case.kind if ranks > 1 else alone, RDPAccountant()
-    optimizer = kind(
-        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
-        noise_multiplier=0.8,
-        max_grad_norm=BOUNDS if per_layer else 0.5,
-        expected_batch_size=8 / ranks,
-        generator=seeded(1 + case.seeds * rank),
-    )
+    bounds, generator = BOUNDS if per_layer else 0.5, seeded(1 + case.seeds * rank)
+    optimizer = private_sgd(kind, model, momentum=0.9, max_grad_norm=bounds, generator=generator)
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=1 / 6))
     points, classes = data().tensors
     for at in range(3):
@@ -152,13 +154,7 @@ def with_a_manager(seed):
     spread = dist.is_initialized()
     model = network()
     wrapper = GradSampleModule(DPDDP(model) if spread else model)
-    optimizer = (DistributedDPOptimizer if spread else DPOptimizer)(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-        expected_batch_size=4.0 if spread else 8.0,
-        generator=seeded(1),
-    )
+    optimizer = private_sgd(DistributedDPOptimizer if spread else DPOptimizer, model)
     released = []
     optimizer.attach_step_hook(released.append)
     loader = DPDataLoader(data(), sample_rate=1 / 6, distributed=spread, generator=seeded(2))
@@ -188,13 +184,7 @@ def written():
     model = network()
     wrapper = GradSampleModuleNoOp(DPDDP(model) if dist.is_initialized() else model)
     kind, ranks = (DistributedDPOptimizer, 2) if dist.is_initialized() else (DPOptimizer, 1)
-    optimizer = kind(
-        torch.optim.SGD(wrapper.parameters(), lr=0.5),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-        expected_batch_size=8 / ranks,
-        generator=seeded(1),
-    )
+    optimizer = private_sgd(kind, wrapper)
     rank = dist.get_rank() if dist.is_initialized() else 0
     for parameter in model.parameters():
         parameter.grad_sample = torch.randn(8, *parameter.shape, generator=seeded(7))[rank::ranks]
@@ -264,18 +254,8 @@ def adaptive():
     model = network()
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     wrapper = GradSampleModule(DPDDP(model) if ranks > 1 else model)
-    optimizer = AdaClipDPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=0.5),
-        noise_multiplier=0.8,
-        max_grad_norm=0.5,
-        expected_batch_size=8 / ranks,
-        target_unclipped_quantile=0.5,
-        clipbound_learning_rate=0.2,
-        max_clipbound=10.0,
-        min_clipbound=0.01,
-        unclipped_num_std=1.0,
-        generator=seeded(1),
-    )
+    settings = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.2, "unclipped_num_std": 1.0}
+    optimizer = private_sgd(AdaClipDPOptimizer, model, **settings, max_clipbound=10.0, min_clipbound=0.01)
     points, classes = data().tensors
     norms = []
     for at in range(4):

@@ -212,10 +212,7 @@ def test_only_the_ghost_wrapper_clips_by_registered_norms(wrapper, times, has_gr
     cotangent = torch.randn(ROWS, T, 3, dtype=F64)
     wrapped = wrapper(model, loss_reduction="mean")
     optimizer = DPOptimizer(
-        torch.optim.SGD(model.parameters(), lr=1.0),
-        noise_multiplier=0.0,
-        max_grad_norm=1.0,
-        expected_batch_size=ROWS,
+        torch.optim.SGD(model.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=ROWS
     )
     ((wrapped(x) * cotangent).sum() / ROWS).backward()
     optimizer.clip_and_accumulate()
