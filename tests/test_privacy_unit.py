@@ -115,6 +115,7 @@ def of_user(model, rows, members, how):
 @pytest.mark.parametrize("settings", [{}, {"physical_batch_size": 4}, {"accumulation_steps": 3}], ids=str)
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.hazard("O61")
 def test_a_user_is_clipped_as_one(name, how, settings):
     make, shape = MODELS[name]
     torch.manual_seed(0)

@@ -210,6 +210,7 @@ def test_noise_repeats_with_a_generator_and_never_without():
     assert not torch.equal(weights(None), weights(None))
 
 
+@pytest.mark.hazard("O44")
 def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
     parts = private(engine=PrivacyEngine(secure_mode=True), noise_multiplier=1.0)
     train(parts)

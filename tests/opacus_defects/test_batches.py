@@ -7,7 +7,6 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from launch import launched
 from opacus_defects.apis import (
     ALL_APIS,
     COMPAT_APIS,
@@ -24,7 +23,6 @@ from opacus_defects.apis import (
 )
 from opacus_defects.small import CLASSES, ROWS, batch, classes, indices, mlp, seeded
 from reference import flat_norms, per_sample_gradients
-from spread_runs import Case, all_trained
 from torch import nn
 
 from dpengine.clipping import Adaptive
@@ -172,17 +170,6 @@ def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(api
 
 
 # Ranks make different numbers of steps
-
-
-@pytest.mark.slow
-@pytest.mark.hazard("O20")
-def test_two_processes_make_40_steps_each_and_have_equal_weights_though_many_batches_are_empty():
-    found = launched(2, all_trained, [Case(batch=2)], "ddp", 40)
-    assert all(isinstance(one, list) for one in found), found
-    (first,), (second,) = found
-    assert first["empty"] and second["empty"]
-    assert first["epsilon"] == second["epsilon"] > 0
-    assert all(torch.equal(value, second["weights"][name]) for name, value in first["weights"].items())
 
 
 # Adaptive clipping uses the last physical batch only

@@ -310,3 +310,35 @@ def test_the_padding_entry_has_no_gradient(api):
 def test_gradients_divided_by_counts_over_the_batch_are_rejected(api):
     with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
         api.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))
+
+
+# Batch-first attention mixes heads and time
+
+
+class Attending(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attention, self.head = attention(4, 2, batch_first=True), nn.Linear(4, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(dim=1))
+
+
+@through(LAYER_APIS)
+@pytest.mark.hazard("O31")
+def test_a_model_with_heads_and_the_batch_first_is_clipped_as_torchs_is(api):
+    torchs = seeded(lambda: Attending(nn.MultiheadAttention))
+    model = torchs
+    if api.compat:
+        model = Attending(opacus("layers").DPMultiheadAttention)
+        model.load_state_dict(torchs.state_dict())
+    tokens = (rows(5, 4), classes())
+    truth = true_sum(torchs, LOSS, tokens, 0.6)
+    found = api.clipped_sum(model, LOSS, tokens, 0.6)
+    if set(found) == set(truth):
+        assert_equal(found, truth)
+    else:  # Opacus's layer has its projections in three parts
+        assert_equal(found, true_sum(model, LOSS, tokens, 0.6))
+        assert float(sum(t.square().sum() for t in found.values())) == pytest.approx(
+            float(sum(t.square().sum() for t in truth.values())), rel=1e-4
+        )

@@ -255,17 +255,11 @@ def test_noise_is_found_for_every_step_of_the_planned_passes():
 def test_a_compat_run_to_a_target_ends_on_it(api):
     model = mlp()
     engine = opacus().PrivacyEngine(accountant="rdp")
+    parts = {"module": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    target = {"target_epsilon": TARGET, "target_delta": DELTA, "epochs": 2, "epsilon_tolerance": 0.001}
+    options = {"max_grad_norm": 1.0, "grad_sample_mode": api.mode, "wrap_model": "unwrapped" not in api.id}
     _, optimizer, *_, loader = engine.make_private_with_epsilon(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=fixed_loader(14, batch_size=2),
-        target_epsilon=TARGET,
-        target_delta=DELTA,
-        epochs=2,
-        max_grad_norm=1.0,
-        grad_sample_mode=api.mode,
-        wrap_model="unwrapped" not in api.id,
-        epsilon_tolerance=0.001,
+        **parts, data_loader=fixed_loader(14, batch_size=2), **target, **options
     )
     assert len(loader) == 7
     for _ in range(2 * len(loader)):

@@ -25,7 +25,6 @@ from opacus_defects.apis import (
     true_sum,
 )
 from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp
-from opacus_runs import arguments
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -65,19 +64,6 @@ def test_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
     assert math.isfinite(found) and found >= lower - 1e-9
 
 
-@pytest.mark.one_in(6, "run", others="slow")
-@pytest.mark.filterwarnings("ignore::UserWarning")  # that RDP answers instead, where it does
-@pytest.mark.parametrize("run", RUNS, ids=str)
-@pytest.mark.hazard("O43")
-def test_the_prv_accountant_of_compat_always_gives_an_upper_bound(run):
-    sigma, rate, steps, delta = run
-    lower = epsilon_bounds(noise_multiplier=sigma, sample_rate=rate, steps=steps, delta=delta)[0]
-    accountant = opacus("accountants").PRVAccountant()
-    accountant.history = [(sigma, rate, steps)]
-    found = accountant.get_epsilon(delta=delta)
-    assert math.isfinite(found) and found >= lower - 1e-9
-
-
 def noise_of(api_options, *, compat):
     """Returns ``p.grad`` after a step with noise and no gradient, in units of its standard deviation."""
     model = nn.Linear(100, 200, bias=False)
@@ -113,13 +99,6 @@ def test_secure_noise_is_one_flag_and_cannot_be_seeded(compat, monkeypatch):
     for noise in found:
         assert stats.kstest(noise.double().numpy(), "norm").pvalue > 1e-6
     assert abs(stats.pearsonr(*[noise.numpy() for noise in found]).statistic) < 6 / math.sqrt(len(found[0]))
-
-
-@pytest.mark.hazard("O44")
-def test_a_generator_next_to_secure_mode_is_rejected_in_compat():
-    generator, engine = torch.Generator().manual_seed(0), opacus().PrivacyEngine(secure_mode=True)
-    with pytest.raises(ValueError, match="noise_generator"):
-        engine.make_private(**arguments(mlp(), data_loader=fixed_loader(4), noise_generator=generator))
 
 
 @pytest.mark.gpu

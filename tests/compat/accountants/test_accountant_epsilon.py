@@ -192,8 +192,15 @@ def test_no_accountant_fails_over_a_grid():
         ([(1.0, 0.5, 20)], 1e-2),
         ([(0.005, 0.01, 10)], 1e-5),  # losses too large for a mesh
         ([(1.0, 0.01, 10_000)], 1e-13),  # less than rounding
+        ([(1.0, 0.1, 20)], 0.05),
+        ([(0.6, 1.0, 5)], 0.05),
+        ([(0.4, 0.5, 100)], 1e-3),
+        ([(0.05, 0.01, 10)], 1e-5),
+        ([(20.0, 1e-4, 10**5)], 1e-9),
+        ([(0.3, 0.9, 200)], 1e-5),
     ],
 )
+@pytest.mark.hazard("O43")
 def test_prv_always_returns_an_upper_bound(history, delta):
     forget_notices()
     accountant, rdp = with_history("prv", history), with_history("rdp", history)

@@ -74,11 +74,13 @@ def compare(runs, ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.hazard("O54")
 def test_pain_54_two_processes_give_the_weights_and_epsilon_of_one():
     compare(RUNS, 2)
 
 
 @pytest.mark.slow
+@pytest.mark.hazard("O54")
 def test_pain_54_every_mode_with_every_clipping_gives_the_weights_and_epsilon_of_one_process():
     compare(MORE_RUNS, 2)
 
@@ -104,6 +106,7 @@ def counted():
     return steps, seen, [p.detach().clone() for p in model.parameters()], engine.accountant.history[0][2]
 
 
+@pytest.mark.hazard("O20")
 def test_pain_20_each_process_makes_all_steps_empty_ones_included_and_no_row_is_in_two_of_them():
     (steps, seen, weights, charged), (steps2, seen2, weights2, charged2) = launched(2, counted)
     assert steps == steps2 == charged == charged2 == 40
@@ -183,6 +186,7 @@ def noise_of_a_sum(wrapper):
 
 @pytest.mark.one_in(2, "name", others="slow")
 @pytest.mark.parametrize("name", ["dpddp", "ddp"])
+@pytest.mark.hazard("O54")
 def test_the_noise_of_a_sum_over_processes_is_that_of_one_and_the_same_on_all(name):
     one, other = launched(2, noise_of_a_sum, WRAPPER[name])
     assert torch.equal(one, other)

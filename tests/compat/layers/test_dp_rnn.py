@@ -107,7 +107,7 @@ def test_cells_over_time_compute_what_torch_computes(kind, lengths):
 
 
 @pytest.mark.parametrize("cells", [False, True], ids=["layer", "cells"])
-@pytest.mark.parametrize("kind", ["gru", "lstm"])
+@pytest.mark.parametrize("kind", ["rnn", "gru", "lstm"])
 @pytest.mark.hazard("O32")
 def test_dropout_acts_between_layers_only(kind, cells):
     with warnings.catch_warnings():
