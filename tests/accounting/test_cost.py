@@ -53,10 +53,3 @@ def test_the_hardest_settings_cost_seconds_and_little_memory():
     worst = max(range(len(rows)), key=seconds.__getitem__)
     assert seconds[worst] <= MOST_SECONDS, (seconds[worst], rows[worst])
     assert most <= MOST_BYTES
-
-
-@pytest.mark.slow
-@pytest.mark.hazard("A8")
-def test_one_of_the_hardest_settings_does_not_take_more_memory_than_it_may():
-    (row,) = sorted(ROWS, key=lambda row: sum(steps for _, _, steps in row["kinds"]))[-1:]
-    assert cost([row])[1] <= MOST_BYTES

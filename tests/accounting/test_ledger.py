@@ -85,31 +85,37 @@ def test_loading_never_forgets():
 
 
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "named"),
     [
-        lambda state: state.update(schema=99),
-        lambda state: state.pop("charges"),
-        lambda state: state["charges"][2].pop("count"),
-        lambda state: state["charges"][2].update(count=0),
-        lambda state: state["charges"][2].update(count=1.5),
-        lambda state: state["charges"][2].update(kind="gift"),
-        lambda state: state["charges"][2]["event"].update(type="laplace"),
-        lambda state: state["charges"][2]["event"].update(noise_multiplier=-1.0),
-        lambda state: state["charges"][2].update(count=10**400),
-        lambda state: state["charges"][2]["event"].update(noise_multiplier=10**400),
-        lambda state: state["charges"][2]["event"].update(type=["gaussian"]),
-        lambda state: state["charges"][2].update(event=None),
-        lambda state: state["charges"].append("gaussian"),
-        lambda state: state.update(charges=3),
-        lambda state: state.update(charges={"event": 1}),
+        (lambda state: state.update(schema=99), ""),
+        (lambda state: state.pop("charges"), ""),
+        (lambda state: state["charges"][2].pop("count"), ""),
+        (lambda state: state["charges"][2].update(count=0), ""),
+        (lambda state: state["charges"][2].update(count=1.5), ""),
+        (lambda state: state["charges"][2].update(kind="gift"), ""),
+        (lambda state: state["charges"][2]["event"].update(type="laplace"), ""),
+        (lambda state: state["charges"][2]["event"].update(noise_multiplier=-1.0), ""),
+        (lambda state: state["charges"][2].update(count=10**400), ""),
+        (lambda state: state["charges"][2]["event"].update(noise_multiplier=10**400), ""),
+        (lambda state: state["charges"][2]["event"].update(type=["gaussian"]), ""),
+        (lambda state: state["charges"][2].update(event=None), ""),
+        (lambda state: state["charges"].append("gaussian"), ""),
+        (lambda state: state.update(charges=3), ""),
+        (lambda state: state.update(charges={"event": 1}), ""),
+        (lambda state: state["charges"][2].update(weight=0.5), r"charges\[2\] has 'weight'"),
+        (lambda state: state["charges"][2].update({1: 2}), r"charges\[2\] has 1"),
+        (lambda state: state.update(epsilon=0.1), "state has 'epsilon'"),
+        (lambda state: state["charges"][2].pop("count"), r"charges\[2\] lacks 'count'"),
+        (lambda state: state.pop("charges"), "state lacks 'charges'"),
+        (lambda state: state["charges"][2]["event"].update(sigma=2.0), "sigma"),
     ],
 )
 @pytest.mark.hazard("P1", "P5", "P7")
-def test_a_damaged_state_is_rejected_and_changes_nothing(damage):
+def test_a_damaged_state_is_rejected_and_changes_nothing(damage, named):
     state = mixed_ledger().state_dict()
     damage(state)
     ledger = Ledger()
-    with pytest.raises(LedgerError):
+    with pytest.raises(LedgerError, match=named):
         ledger.load_state_dict(state)
     assert ledger.history == ()
 
@@ -154,26 +160,6 @@ def test_totals_have_each_event_once_and_cost_the_same():
     restored = Ledger()
     restored.load_state_dict(ledger.state_dict())
     assert restored.totals == ledger.totals
-
-
-@pytest.mark.parametrize(
-    ("damage", "named"),
-    [
-        (lambda state: state["charges"][2].update(weight=0.5), r"charges\[2\] has 'weight'"),
-        (lambda state: state["charges"][2].update({1: 2}), r"charges\[2\] has 1"),
-        (lambda state: state.update(epsilon=0.1), "state has 'epsilon'"),
-        (lambda state: state["charges"][2].pop("count"), r"charges\[2\] lacks 'count'"),
-        (lambda state: state.pop("charges"), "state lacks 'charges'"),
-        (lambda state: state["charges"][2]["event"].update(sigma=2.0), "sigma"),
-    ],
-)
-def test_keys_that_are_not_known_or_lack_are_named(damage, named):
-    state = mixed_ledger().state_dict()
-    damage(state)
-    ledger = Ledger()
-    with pytest.raises(LedgerError, match=named):
-        ledger.load_state_dict(state)
-    assert ledger.history == ()
 
 
 @pytest.mark.parametrize("state", [None, [], "ledger", 3])

@@ -15,7 +15,6 @@ from dpengine.accounting import (
     Charge,
     Relation,
     bounds_of,
-    calibrate,
     delta_of,
     epsilon,
     epsilon_of,
@@ -27,7 +26,6 @@ from dpengine.accounting.tilted_pld.convolved import convolved
 from dpengine.accounting.tilted_pld.loss_grid import Span, atoms_above, atoms_below, cell_ends
 from dpengine.accounting.tilted_pld.loss_pairs import Direction, LossPair
 from dpengine.accounting.tilted_pld.tilt import Part
-from dpengine.errors import CalibrationError
 
 from .truth import Contour
 
@@ -197,32 +195,6 @@ TARGETS = {
     "delta": power_of_ten(-12, -3),
     "rate": power_of_ten(-4, 0) | st.just(1.0),
 }
-
-
-def check_calibration(target, delta, rate, steps, accountant):
-    run = {"sample_rate": rate, "steps": steps, "accountant": accountant}
-    try:
-        sigma = calibrate(target_epsilon=target, target_delta=delta, **run)
-    except CalibrationError:
-        assert accountant == "rdp"  # whose orders end
-        return
-    spent = epsilon(noise_multiplier=sigma, delta=delta, **run)
-    assert spent <= target
-    assert (
-        spent >= 0.999 * target
-        or sigma <= 0.01
-        or epsilon(noise_multiplier=sigma * 0.9999, delta=delta, **run) > target
-    )
-
-
-@holds(2, **TARGETS, steps=power_of_ten(0, 5).map(int))
-def test_calibration_keeps_to_the_target_and_uses_it(target, delta, rate, steps):
-    check_calibration(target, delta, rate, steps, "pld")
-
-
-@holds(10, **TARGETS, steps=power_of_ten(0, 5).map(int))
-def test_calibration_by_rdp_keeps_to_the_target_and_uses_it(target, delta, rate, steps):
-    check_calibration(target, delta, rate, steps, "rdp")
 
 
 def check_steps(target, delta, rate, sigma, accountant):

@@ -37,11 +37,10 @@ def test_a_model_on_two_devices_gives_the_sums_of_one(api):
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O55")
 def test_a_trainer_that_steps_by_closure_gives_the_sums(api):
-    """As in Lightning's automatic optimization: forward, zero_grad and backward are in the closure."""
     model, (x, y), losses = mlp(), batch(), []
     private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, max_grad_norm=0.5)
 
-    def closure():
+    def closure():  # forward, zero_grad and backward, as in Lightning's automatic optimization
         loss = private.criterion(private.model(x), y)
         private.optimizer.zero_grad()
         loss.backward()

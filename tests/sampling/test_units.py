@@ -212,18 +212,18 @@ def test_every_example_comes_before_any_comes_again():
     assert (plan.user_participations, plan.example_participations) == (2, 2)
 
 
-def test_users_with_several_examples_bring_new_ones_first():
-    graph = graph_of([[0], [0], [1], [1]])
-    plan = MultiOwnerMinSepSampling(batch_size=2, iterations=4, min_separation=2).schedule(graph)
-    assert [batch.tolist() for batch in plan.batches] == [[0, 2], [], [1, 3], []]
-    assert (plan.user_participations, plan.example_participations) == (2, 1)
-
-
-def test_limits_grow_only_where_nothing_else_prevents_a_larger_one():
-    graph = graph_of([[0], [1], [0, 1]])
-    plan = MultiOwnerMinSepSampling(batch_size=3, iterations=2, min_separation=5).schedule(graph)
-    assert [batch.tolist() for batch in plan.batches] == [[0, 1], []]  # nobody else is there who has rested
-    assert (plan.user_participations, plan.example_participations) == (1, 1)
+@pytest.mark.parametrize(
+    ("owners", "settings", "batches", "participations"),
+    [  # users with several examples bring new ones first; limits grow only where nothing else prevents a larger one
+        ([[0], [0], [1], [1]], (2, 4, 2), [[0, 2], [], [1, 3], []], (2, 1)),
+        ([[0], [1], [0, 1]], (3, 2, 5), [[0, 1], []], (1, 1)),
+    ],
+)
+def test_a_schedule_is_the_expected_one(owners, settings, batches, participations):
+    names = ("batch_size", "iterations", "min_separation")
+    plan = MultiOwnerMinSepSampling(**dict(zip(names, settings, strict=True))).schedule(graph_of(owners))
+    assert [batch.tolist() for batch in plan.batches] == batches
+    assert (plan.user_participations, plan.example_participations) == participations
 
 
 def test_examples_of_many_owners_stay_out():
