@@ -59,29 +59,6 @@ def test_a_pass_has_as_many_batches_as_the_loader_it_was_made_of(count, size):
     assert len(list(loader)) == len(plain)
 
 
-def test_each_row_is_drawn_by_its_own_chance():
-    loader = DPDataLoader(numbered(200), sample_rate=0.1, generator=seeded())
-    counts, sizes = collections.Counter(), []
-    for _ in range(40):  # 400 batches: each row 40 times, with a deviation of 6
-        for batch in drawn(loader):
-            assert len(set(batch)) == len(batch)
-            counts.update(batch)
-            sizes.append(len(batch))
-    assert len(sizes) == 400
-    assert all(4 <= counts[row] <= 76 for row in range(200))
-    variance = torch.tensor(sizes, dtype=torch.double).var()
-    assert 12 < variance < 26  # of a binomial: 18
-
-
-def test_a_generator_makes_batches_repeat():
-    def batches(seed):
-        return drawn(DPDataLoader(numbered(40), sample_rate=0.25, generator=None if seed is None else seeded(seed)))
-
-    assert batches(1) == batches(1)
-    assert batches(1) != batches(2)
-    assert batches(None) != batches(None)
-
-
 def batches_of_a_run(*, made_by_hand, **asked):
     plain = DataLoader(rows(60), 6, shuffle=True, generator=seeded(1))
     module = model()

@@ -319,19 +319,6 @@ def test_a_loader_of_dpengine_is_not_split_for_an_optimizer_built_by_hand():
         wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
 
 
-@pytest.mark.slow
-def test_an_empty_logical_batch_comes_once_and_is_a_step():
-    parts = private(poisson_sampling=True, batch_size=1, count=6, noise_multiplier=1.0)
-    with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=2, optimizer=parts.optimizer) as chunks:
-        sizes = []
-        for _ in range(20):
-            for inputs, targets in chunks:
-                sizes.append(len(inputs))
-                step(parts.model, parts.optimizer, inputs, targets)
-    assert 0 in sizes
-    assert [steps for *_, steps in parts.engine.accountant.history] == [120]
-
-
 def test_parts_of_batches_are_nearly_equal_and_say_which_is_the_last():
     _, optimizer = by_hand()
     asked = []

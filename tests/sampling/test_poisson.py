@@ -40,28 +40,19 @@ def words_that_skip(count: int, rate: float) -> int:
         return int(mpmath.floor((1 - mpmath.mpf(rate)) ** count * mpmath.mpf(2) ** 64 + mpmath.mpf(0.5)))
 
 
-THRESHOLDS = [
-    (1e-12, 1),
-    (1e-12, 2),
-    (1e-12, 40),
-    (1e-12, 10**6),
-    (1e-12, 999_999_999),
-    (1e-8, 1),
-    (1e-8, 12345),
-    (1e-8, 10**8),
-    (2.0**-24, 7),
-    (1e-5, 3),
-    (1e-5, 190_000),
-    (256 / 60000, 1),
-    (256 / 60000, 400),
-    (1 / 3, 1),
-    (1 / 3, 5),
-    (0.5, 1),
-    (0.5, 3),
-    (0.7, 1),
-    (0.999, 1),
-    (1 - 2.0**-53, 1),
-]
+COUNTS = {
+    1e-12: [1, 2, 40, 10**6, 999_999_999],
+    1e-8: [1, 12345, 10**8],
+    2.0**-24: [7],
+    1e-5: [3, 190_000],
+    256 / 60000: [1, 400],
+    1 / 3: [1, 5],
+    0.5: [1, 3],
+    0.7: [1],
+    0.999: [1],
+    1 - 2.0**-53: [1],
+}
+THRESHOLDS = [(rate, count) for rate, counts in COUNTS.items() for count in counts]
 
 
 @pytest.mark.parametrize(("rate", "count"), THRESHOLDS)
@@ -237,26 +228,22 @@ def test_no_global_generator_is_read_or_advanced(seeded_words):
 GOOD = {"num_examples": 10, "sample_rate": 0.1, "steps_per_epoch": 10, "expected_batch_size": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("num_examples", -1, ValueError),
-        ("num_examples", 2**53 + 1, ValueError),
-        ("num_examples", 1.5, TypeError),
-        ("num_examples", True, TypeError),
-        ("sample_rate", 0.0, ValueError),
-        ("sample_rate", -0.1, ValueError),
-        ("sample_rate", 1.0000001, ValueError),
-        ("sample_rate", math.nan, ValueError),
-        ("sample_rate", "0.1", TypeError),
-        ("sample_rate", None, TypeError),
-        ("steps_per_epoch", -1, ValueError),
-        ("steps_per_epoch", 2.0, TypeError),
-        ("expected_batch_size", 0, ValueError),
-        ("expected_batch_size", math.inf, ValueError),
-        ("expected_batch_size", math.nan, ValueError),
-    ],
-)
+OUT_OF_RANGE = {
+    "num_examples": [-1, 2**53 + 1],
+    "sample_rate": [0.0, -0.1, 1.0000001, math.nan],
+    "steps_per_epoch": [-1],
+    "expected_batch_size": [0, math.inf, math.nan],
+}
+NOT_NUMBERS = {"num_examples": [1.5, True], "sample_rate": ["0.1", None], "steps_per_epoch": [2.0]}
+BAD = [
+    (name, value, error)
+    for error, table in ((ValueError, OUT_OF_RANGE), (TypeError, NOT_NUMBERS))
+    for name, values in table.items()
+    for value in values
+]
+
+
+@pytest.mark.parametrize(("name", "value", "error"), BAD)
 @pytest.mark.hazard("B3")
 def test_a_bad_argument_is_named(name, value, error):
     with pytest.raises(error, match=name) as raised:

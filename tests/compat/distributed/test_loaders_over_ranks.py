@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from dpengine.compat.opacus.data_loader import DPDataLoader
 from dpengine.compat.opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from dpengine.compat.opacus.utils.uniform_sampler import DistributedUniformWithReplacementSampler
 from dpengine.errors import SamplingError
 
 ROWS = 40
@@ -45,28 +44,6 @@ def test_loaders_by_hand_share_each_batch_out(seeds):
 def test_a_loader_for_several_processes_asks_for_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         DPDataLoader(numbers(), sample_rate=0.5, distributed=True)
-
-
-def sampled(epochs):
-    sampler = DistributedUniformWithReplacementSampler(total_size=ROWS, sample_rate=1 / ROWS, shuffle_seed=2)
-    found = []
-    for epoch in range(epochs):
-        sampler.set_epoch(epoch)
-        found.append(list(sampler))
-    return len(sampler), found
-
-
-def test_pain_20_the_sampler_of_each_process_gives_all_batches_empty_ones_included():
-    (length, mine), (length2, others) = launched(2, sampled, 8)
-    assert length == length2 == ROWS
-    for one, other in zip(mine, others, strict=True):
-        assert len(one) == len(other) == ROWS
-        assert [] in one and [] in other
-        assert not set(chain(*one)) & set(chain(*other))  # each has a share of its own in an epoch
-    drawn, drawn2 = set(chain(*chain(*mine))), set(chain(*chain(*others)))
-    assert drawn & drawn2  # and another in the next
-    # A row misses all of the 8 epochs of 40 steps with odds exp(-8): more than three such rows, with odds 1e-9.
-    assert len(drawn | drawn2) >= ROWS - 3
 
 
 def sharded(run, shuffle, batch):
