@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from opacus_runs import assert_same, flat, gradients, loss, private, truth
+from opacus_runs import assert_same, flat, gradients, loss, private, steps_in_history, truth
 
 from dpengine.errors import RepeatedBackwardError, StaleGradientError
 
@@ -60,7 +60,7 @@ def test_a_batch_whose_gradients_were_cleared_does_not_stand_in_the_way(clears):
             p.grad_sample = None
     backward(parts, second)
     parts.optimizer.step()
-    assert sum(steps for *_, steps in parts.engine.accountant.history) == 2  # the one that was given up counts, too
+    assert steps_in_history(parts) == 2  # the one that was given up counts, too
 
 
 def test_after_a_step_what_was_not_cleared_is_named_as_that():
@@ -71,7 +71,6 @@ def test_after_a_step_what_was_not_cleared_is_named_as_that():
             parts.optimizer.step()
 
 
-MODES = ["hooks", "functorch", "ew"]
 SIZE = 4
 
 
@@ -99,31 +98,21 @@ def times(grads, factor):
     return {name: grad * factor for name, grad in grads.items()}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_two_batches_of_one_step_are_divided_as_one(mode):
-    parts = private(count=16, grad_sample_mode=mode)
-    found = run(parts, [True, False, True, False])
-    assert len(found) == 2
+STEPS = {  # whether each step is skipped, None for no step; and the divisor in units of a batch
+    "two batches of a step": ([True, False, True, False], 1),
+    "a step without skips before it": ([True, False, False, True, False], 1),
+    "accumulated passes": ([None, False, None, False], 2),
+    "accumulated passes after a skipped step": ([True, None, False], 2),
+}
+CASES = [("two batches of a step", "functorch"), ("two batches of a step", "ew"), *((name, "hooks") for name in STEPS)]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+def test_skipped_steps_are_divided_as_one_batch_and_accumulated_passes_by_their_number(name, mode):
+    skips, factor = STEPS[name]
+    parts = private(count=SIZE * len(skips), grad_sample_mode=mode)
+    found = run(parts, skips)
+    assert len(found) == skips.count(False)
     for grads, expected in found:
-        assert_same(times(grads, SIZE), expected)
-    assert sum(steps for *_, steps in parts.engine.accountant.history) == 4  # each batch is charged
-
-
-def test_a_step_without_skips_before_it_divides_by_its_own_batches_only():
-    parts = private(count=20)
-    found = run(parts, [True, False, False, True, False])
-    for grads, expected in found:
-        assert_same(times(grads, SIZE), expected)
-
-
-def test_passes_that_accumulate_are_divided_by_their_number():
-    parts = private(count=16)
-    found = run(parts, [None, False, None, False])
-    for grads, expected in found:
-        assert_same(times(grads, 2 * SIZE), expected)
-
-
-def test_accumulated_passes_after_a_skipped_step_are_counted_separately():
-    parts = private(count=12)
-    ((grads, expected),) = run(parts, [True, None, False])
-    assert_same(times(grads, 2 * SIZE), expected)
+        assert_same(times(grads, factor * SIZE), expected)
+    assert steps_in_history(parts) == len(skips)  # each batch is charged

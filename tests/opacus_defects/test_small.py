@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus_defects.apis import (
-    COMPAT_APIS,
     LAYER_APIS,
     assert_equal,
     fixed_loader,
@@ -52,33 +51,6 @@ class Last(nn.Module):
 
     def forward(self, x):
         return self.head(self.layer(x)[0][:, -1])
-
-
-@pytest.mark.hazard("O66")
-def test_a_star_import_of_the_optimizers_works():
-    found = {}
-    exec(f"from {opacus('optimizers').__name__} import *", found)
-    module = opacus("optimizers")
-    assert set(module.__all__) <= found.keys()
-    assert {"DPOptimizer", "DPPerLayerOptimizer", "AdaClipDPOptimizer", "get_optimizer_class"} <= set(module.__all__)
-
-
-@pytest.mark.hazard("O67")
-def test_fix_to_instance_norm_next_to_an_lstm():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv1d(FEATURES, 6, 3, padding=1), nn.BatchNorm1d(6)
-            self.lstm, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, CLASSES)
-
-        def forward(self, x):
-            x = self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
-            return self.head(self.lstm(x)[0][:, -1])
-
-    torch.manual_seed(1)
-    mended = opacus("validators").ModuleValidator.fix(Both(), replace_bn_with_in=True)
-    assert isinstance(mended.norm, nn.InstanceNorm1d)
-    assert_sum_is_right(COMPAT_APIS[0], mended, torch.randn(ROWS, 5, FEATURES), rtol=2e-5)
 
 
 @pytest.mark.parametrize("mend", REPAIRS)
@@ -233,9 +205,6 @@ def test_epsilon_of_compat_is_zero_before_the_first_step(mechanism):
 
 @pytest.mark.hazard("O77")
 def test_a_checkpoint_of_compat_loads_with_weights_only_or_without(tmp_path):
-    class Note:
-        """Object that a checkpoint of weights alone must not hold."""
-
     engine = opacus().PrivacyEngine(accountant="rdp")
     model = nn.Linear(FEATURES, CLASSES)
     module, optimizer, _ = engine.make_private(**arguments(model, data_loader=fixed_loader(20, batch_size=5)))

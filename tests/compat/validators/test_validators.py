@@ -1,18 +1,15 @@
 """Valid models, fixed models, and the errors that name them."""
 
 import copy
-import inspect
 import math
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_padded_sequence
 
 import dpengine
 from dpengine import GradSampleModule
-from dpengine.compat.opacus import validators
 from dpengine.compat.opacus.layers import DPGRU, DPLSTM, DPMultiheadAttention
 from dpengine.compat.opacus.validators import (
     ModuleValidator,
@@ -182,6 +179,7 @@ def test_scale_shift_type_and_mode_of_a_batch_norm_stay():
     assert (fixed.eps, fixed.num_groups, fixed.weight.dtype) == (1e-5, 8, torch.float64)
 
 
+@pytest.mark.hazard("O67")
 def test_small_batch_norm_becomes_instance_norm_next_to_an_lstm():
     model = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm2d(4), nn.BatchNorm3d(4), nn.LSTM(4, 3, proj_size=2)])
     fixed = ModuleValidator.fix_and_validate(model, replace_bn_with_in=True)
@@ -373,42 +371,3 @@ def test_a_validator_class_of_ones_own_has_tables_of_its_own(own_layer):
     assert ModuleValidator.is_valid(own_layer(2, 2))
     with pytest.raises(TypeError, match=r"subclass of torch.nn.Module"):
         register_module_fixer("LSTM")
-
-
-def test_signatures_are_those_of_opacus():
-    shown = {
-        name: [(p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()]
-        for name, function in {
-            "validate": ModuleValidator.validate,
-            "fix": ModuleValidator.fix,
-            "register": register_module_fixer,
-            "lstm": lstm.fix,
-            "batch_norm": batch_norm.fix,
-        }.items()
-    }
-    module = ("module", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty)
-    keywords = ("kwargs", "VAR_KEYWORD", inspect.Parameter.empty)
-    assert shown == {
-        "validate": [module, ("strict", "KEYWORD_ONLY", False)],
-        "fix": [module, keywords],
-        "register": [
-            ("target_class_or_classes", "POSITIONAL_OR_KEYWORD", inspect.Parameter.empty),
-            ("validator_class", "POSITIONAL_OR_KEYWORD", ModuleValidator),
-        ],
-        "lstm": [module],
-        "batch_norm": [module, keywords],
-    }
-    assert validators.__all__ == ["ModuleValidator", "register_module_fixer", "register_module_validator"]
-
-
-def test_a_fixed_recurrent_net_has_exact_gradients_of_packed_rows():
-    torch.manual_seed(0)
-    fixed = ModuleValidator.fix(nn.LSTM(2, 3, batch_first=True)).double()
-    x, lengths = torch.randn(3, 4, 2).double(), torch.tensor([2, 4, 1])
-    plain = copy.deepcopy(fixed)
-    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-    GradSampleModule(fixed, loss_reduction="sum")(packed)[0].data.sin().sum().backward()
-    for row in range(3):
-        grads = torch.autograd.grad(plain(x[row : row + 1, : lengths[row]])[0].sin().sum(), plain.parameters())
-        for parameter, grad in zip(fixed.parameters(), grads, strict=True):
-            torch.testing.assert_close(parameter.grad_sample[row], grad)
