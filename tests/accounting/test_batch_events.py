@@ -76,7 +76,7 @@ def test_the_distribution_of_truncation_is_that_of_enumeration():
     assert found[1] >= full * (1 - 1e-12) and found[2] >= taken / full * (1 - 1e-12)
 
 
-def test_room_that_hardly_ever_is_left_still_counts():
+def test_batches_that_are_hardly_ever_not_full_still_count():
     """At a tiny delta one batch in 10**9 that is not full decides: its example is alone with the noise."""
     n, q, most, sigma, delta = 30, 0.52, 1, 10.0, 1e-15
     room = (1 - q) ** (n - 1)

@@ -203,7 +203,7 @@ def test_a_wrong_claim_is_accepted_no_more_often_than_stated():
 
 
 @pytest.mark.slow
-def test_the_sweep_ends_above_the_truth_as_often_as_is_said():
+def test_the_sweep_ends_above_the_truth_as_often_as_stated():
     event = run("cold", apart=1, steps=5, coefficients=(1.0,), sigma=1.5)
     truth = epsilon_of((Charge(PoissonGaussianEvent(0.4, 1.5), 5),), 0.05)
     found = [monte_carlo_epsilon(event, 0.05, samples=2000, seed=seed).epsilon for seed in range(100)]

@@ -339,6 +339,6 @@ def test_delta_is_close_where_one_direction_has_no_window():
 
 
 @pytest.mark.slow
-def test_who_hardly_ever_is_included_loses_nothing():
+def test_an_example_that_is_hardly_ever_included_has_epsilon_zero():
     assert bounds_of(poisson(5e-324, 0.5, 1000), 1e-5) == (0.0, 0.0, 0.0)
     assert delta_of(poisson(1e-12, 0.1, 1000), 1.0) <= 1.001e-9

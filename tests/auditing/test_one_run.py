@@ -68,13 +68,13 @@ def test_a_claim_that_is_too_low_is_refuted_by_guesses(monkeypatch):
     assert report.p < 0.01 and report.verdict == "violation"
 
 
-def test_a_run_without_noise_claims_nothing_so_nothing_is_said():
+def test_an_audit_of_a_run_without_noise_is_inconclusive():
     report = audit(noise_multiplier=0.0, steps=5)
     assert report.verdict == "inconclusive" and report.claimed == math.inf and report.p is None
     assert report.exit_code == 2
 
 
-def test_shuffled_batches_claim_nothing_so_nothing_is_said():
+def test_an_audit_of_shuffled_batches_is_inconclusive():
     report = audit(noise_multiplier=1.0, sampling="shuffle", steps=5)
     assert report.verdict == "inconclusive" and report.claimed is None
 

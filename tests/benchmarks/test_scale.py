@@ -65,7 +65,7 @@ def test_split_layers_may_be_nearer_than_others():
     assert exchange_seconds(replace(message, near=True), MACHINE) == pytest.approx(1.0)
 
 
-def test_the_large_run_has_the_parameters_and_rows_that_it_is_said_to_have():
+def test_the_large_run_has_the_stated_parameters_and_rows():
     for way in WAYS:
         assert way.run.parameters == pytest.approx(1e11, rel=0.01)
         assert way.run.ranks == 1000 and way.run.logical in (128_000, 1_024_000)

@@ -84,7 +84,7 @@ class Run:
         return torch.cat([p.detach().flatten() for p in self.model.parameters()])
 
 
-def test_everything_goes_on_where_it_was(tmp_path):
+def test_a_resumed_run_has_its_weights_optimizer_and_position(tmp_path):
     first = Run().train(5).saved(tmp_path / "run")
     second = Run().resumed(tmp_path / "run")
     assert torch.equal(first.weights, second.weights)
@@ -98,7 +98,7 @@ def test_everything_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.hazard("P2")
-def test_what_comes_after_is_drawn_afresh(tmp_path):
+def test_batches_and_noise_after_a_resume_are_drawn_anew(tmp_path):
     first = Run().train(3).saved(tmp_path / "run").train(2)
     others = [Run().resumed(tmp_path / "run").train(2) for _ in range(2)]
     runs = [first.batches[3:], *(run.batches for run in others)]
@@ -176,7 +176,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P2", "P3")
-def test_noise_begins_anew_unless_that_is_said(tmp_path, name, at, monkeypatch):
+def test_noise_starts_anew_without_nothing_left_since(tmp_path, name, at, monkeypatch):
     monkeypatch.setattr(NoiseSource, "fresh", lambda kind: NoiseSource(bytes(range(32)), kind=kind))  # no seed
     monkeypatch.setattr("dpengine.checkpoint.run_state.secrets.randbits", lambda bits: 12345)
     first, second = still(name, PrivacyEngine()), still(name, PrivacyEngine())
@@ -215,7 +215,7 @@ def test_each_end_of_a_run_that_was_rolled_back_counts(tmp_path, noise):
 
 
 @pytest.mark.hazard("P3")
-def test_later_steps_that_are_known_of_stand_against_one_matrix(tmp_path):
+def test_known_later_steps_prevent_continuing_as_one_matrix(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(**settings).train(2).saved(tmp_path / "run").train(1)
     second = Run(**settings)
@@ -254,7 +254,7 @@ def test_samples_stay_apart_over_two_interruptions_where_nothing_left_since(tmp_
 
 
 @pytest.mark.hazard("P3")
-def test_a_matrix_that_is_another_does_not_go_on(tmp_path):
+def test_another_matrix_is_not_continued(tmp_path):
     settings = {"steps": 8, "epochs": None}
     Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
     other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
@@ -362,7 +362,7 @@ def test_a_target_is_kept_by_a_run_that_is_planned_for_longer_than_the_one_it_go
     assert 2.9 < again.engine.epsilon <= 3.0
 
 
-def test_a_scheduler_goes_on(tmp_path):
+def test_a_scheduler_is_resumed(tmp_path):
     def scheduled():
         model = nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -383,13 +383,13 @@ def test_a_scheduler_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_report_says_that_a_run_went_on(tmp_path):
+def test_the_report_states_that_a_run_was_resumed(tmp_path):
     Run().train(1).saved(tmp_path / "run")
     assert "checkpoint" not in str(Run().train(1).engine.report())
     assert "after it and are not in this ledger" in str(Run().resumed(tmp_path / "run").engine.report())
 
 
-def test_the_threshold_of_adaptive_clipping_goes_on(tmp_path):
+def test_the_threshold_of_adaptive_clipping_is_resumed(tmp_path):
     first = Run(clipping=Adaptive()).train(5).saved(tmp_path / "run")
     second = Run(clipping=Adaptive()).resumed(tmp_path / "run")
     moved = first.engine.describe()["clipping"]["norm"]

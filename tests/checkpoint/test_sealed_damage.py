@@ -113,7 +113,7 @@ def stored_run():
 @pytest.mark.parametrize("folder", STORED, ids=lambda folder: folder.name)
 @pytest.mark.parametrize("nothing_left_since", [True, False])
 @pytest.mark.hazard("P7")
-def test_stored_checkpoints_of_each_version_go_on(tmp_path, folder, nothing_left_since):
+def test_stored_checkpoints_of_each_version_are_resumed(tmp_path, folder, nothing_left_since):
     shutil.copytree(folder, tmp_path / "run")
     first = stored_run().train(3)
     run = stored_run().resumed(tmp_path / "run", nothing_left_since=nothing_left_since)

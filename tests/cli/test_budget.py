@@ -76,7 +76,7 @@ def test_delta_follows_from_the_rows_where_it_is_not_given(capsys):
     assert found["delta"] == pytest.approx(60000**-1.1)
 
 
-def test_no_noise_is_said_to_be_not_private(capsys):
+def test_no_noise_is_stated_to_be_not_private(capsys):
     out = printed(capsys, "epsilon", "--sigma", "0", *ADULT)
     assert "ε = ∞" in out
     assert "NOT PRIVATE" in out
@@ -170,7 +170,7 @@ def test_json_has_bounds_from_both_sides_where_the_accountant_has_them(capsys):
 
 
 @pytest.mark.parametrize("sigma", ["1e-200", "1e-320"])
-def test_noise_that_is_almost_none_is_said_to_be_not_private(capsys, sigma):
+def test_noise_that_is_almost_none_is_stated_to_be_not_private(capsys, sigma):
     first = printed(capsys, *SHORT, "--sigma", sigma, "--full").split("\n\n")[1].splitlines()[0]
     for line in (first, printed(capsys, *SHORT, "--sigma", sigma)):
         assert "ε = ∞" in line and "[NOT PRIVATE]" in line

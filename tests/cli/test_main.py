@@ -119,7 +119,7 @@ def test_a_wrong_call_gives_2_and_a_message_without_a_traceback(capsys, argv):
 @pytest.mark.parametrize(
     ("option", "value"), [("--sigma", "-1"), ("--batch", "0"), ("--steps", "-2"), ("--delta", "0")], ids=str
 )
-def test_a_number_out_of_range_is_said_of_its_option(capsys, option, value):
+def test_a_number_out_of_range_names_its_option(capsys, option, value):
     code, _, err = exit_code(capsys, *EPSILON, option, value)
     assert code == 2
     assert f"{option}: '{value}' is not" in err

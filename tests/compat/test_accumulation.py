@@ -46,7 +46,7 @@ def test_under_poisson_sampling_a_second_batch_before_the_step_is_rejected():
 
 
 @pytest.mark.parametrize("clears", ["optimizer", "model", "by hand"])
-def test_a_batch_whose_gradients_were_cleared_does_not_stand_in_the_way(clears):
+def test_a_batch_whose_gradients_were_cleared_does_not_block_the_next(clears):
     parts = poisson()
     batches = iter(parts.loader)
     backward(parts, next(batches))

@@ -284,7 +284,7 @@ def test_a_setting_of_adaptive_clipping_that_is_rejected_changes_nothing():
     optimizer.max_clipbound = 5.0
 
 
-def test_batches_of_a_pass_that_are_joined_cost_no_more_and_are_not_said_to():
+def test_batches_of_a_pass_that_are_merged_cost_no_more_and_give_no_warning():
     forget_notices()
     wrapped, optimizer, loader = of_compat(poisson_sampling=False)
     batches = iter(loader)
@@ -304,7 +304,7 @@ def test_a_step_without_hooks_and_without_gradients_says_what_to_write():
         step(wrapped, optimizer, *next(iter(loader)))
 
 
-def test_no_epsilon_for_batches_without_poisson_sampling_is_said_in_whole_sentences():
+def test_the_error_without_poisson_sampling_has_whole_sentences():
     module, engine = model(), dpengine.PrivacyEngine(seed=1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     parts = engine.make_private(module, optimizer, DataLoader(rows(24), 8), noise_multiplier=1.0, sampling="shuffle")

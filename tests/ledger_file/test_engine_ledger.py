@@ -142,7 +142,7 @@ def test_a_new_run_gets_what_the_runs_of_the_file_left_of_the_budget(path):
         Run(path, target_epsilon=3.0, steps=10)
 
 
-def test_a_run_that_broke_off_goes_on_under_its_budget(path, tmp_path):
+def test_an_interrupted_run_continues_under_its_budget(path, tmp_path):
     first = Run(path, target_epsilon=3.0, steps=10, reserve=3).train(4)
     checkpoint.save(tmp_path / "saved", first.engine)
     first.train(3).died()
@@ -156,7 +156,7 @@ def test_a_run_that_broke_off_goes_on_under_its_budget(path, tmp_path):
     assert steps_of(read(path).history) == 10
 
 
-def test_a_run_by_a_plan_that_broke_off_is_gone_on_with_to_its_end(path, tmp_path):
+def test_an_interrupted_run_by_a_plan_is_continued_to_its_end(path, tmp_path):
     config = DPSGDConfig(iterations=10, sampling_prob=1 / 3, noise_multiplier=1.0, num_examples=60)
     settings = {"noise_multiplier": None, "plan": config}
     first = Run(path, **settings).train(4)

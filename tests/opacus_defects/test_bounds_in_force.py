@@ -100,7 +100,7 @@ def test_a_grad_clip_scheduler_moves_the_clip(api):
 
 @through(GHOST_APIS)
 @pytest.mark.hazard("O5")
-def test_a_threshold_written_on_the_module_is_said_to_change_nothing(api):
+def test_a_threshold_written_on_the_module_warns_that_it_changes_nothing(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
     with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
         private.module.max_grad_norm = 0.1

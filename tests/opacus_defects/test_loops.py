@@ -135,7 +135,7 @@ def has_a_second_loss(private, rows):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O40")
-def test_what_looks_like_accumulation_has_a_message_for_each_cause(api):
+def test_each_cause_of_apparent_accumulation_has_its_own_message(api):
     said = []
     for cause, expected in ((forgets_zero_grad, "zero_grad"), (has_a_second_loss, "backward")):
         private = opened(api, poisson=True)

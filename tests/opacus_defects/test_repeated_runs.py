@@ -168,7 +168,7 @@ def test_a_copy_of_a_private_model_runs_forward_and_backward(api, copied):
 
 @through_some(COMPAT_APIS, always={"compat-hooks"})
 @pytest.mark.hazard("O48")
-def test_a_checkpoint_of_compat_is_gone_on_with(api, tmp_path):
+def test_a_checkpoint_of_compat_is_resumed(api, tmp_path):
     first, second = opened(api, noise_multiplier=1.0), opened(api, noise_multiplier=1.0)
     rows = batch()
     for _ in first.loader:

@@ -204,7 +204,7 @@ def test_a_plan_without_noise_multiplier_is_rejected():
         private(1.0)
 
 
-def test_epochs_that_agree_may_be_said():
+def test_epochs_that_agree_with_the_plan_may_be_passed():
     engine, *_ = private(PLANS["dp-sgd"], epochs=2)
     assert inside.state(engine).iterations == 8
 

@@ -177,7 +177,7 @@ def test_the_engine_runs_a_plan_of_parts_from_outside(noise):
 CONFIG = NonPrivateConfig(iterations=6, batch_size=5, normalize_by=5.0)
 
 
-def test_it_runs_as_any_plan_and_protects_nothing():
+def test_a_non_private_plan_runs_as_any_plan_and_has_infinite_epsilon():
     plan = CONFIG.make()
     data = torch.randn(20, 3)
     gradient = plan.clipped_grad(lambda w, row: ((row * w).sum() - 3) ** 2)
@@ -192,12 +192,12 @@ def test_it_runs_as_any_plan_and_protects_nothing():
     assert "NonPrivate" in type(plan.dp_event).__name__
 
 
-def test_it_comes_back_from_json_and_says_what_it_is():
+def test_a_non_private_plan_survives_json_and_describes_itself():
     assert NonPrivateConfig.from_json(CONFIG.to_json()) == CONFIG
     assert CONFIG.describe()["sensitivity"] == math.inf
 
 
-def test_there_is_nothing_to_calibrate():
+def test_a_non_private_plan_cannot_be_calibrated():
     with pytest.raises(InvalidBudgetError, match=r"cannot meet epsilon=1.*Use DPSGDConfig"):
         CONFIG.calibrate(epsilon=1.0, delta=1e-5)
     assert CONFIG.calibrate(epsilon=math.inf, delta=1e-5) == CONFIG
@@ -211,7 +211,7 @@ def test_bad_fields_are_rejected(fields):
         dataclasses.replace(CONFIG, **fields)
 
 
-def test_the_engine_has_no_run_for_it():
+def test_the_engine_rejects_a_non_private_plan():
     model = nn.Linear(3, 1)
     optimizer, loader = optim.SGD(model.parameters(), lr=0.1), DataLoader(TensorDataset(randn(20, 3)), batch_size=5)
     with pytest.raises(InvalidBudgetError):

@@ -57,7 +57,7 @@ def test_every_assumption_has_evidence_of_one_line(any_facts):
         assert not item.evidence.endswith(".")
 
 
-def test_a_loss_that_was_not_checked_is_said_to_be_so(make_facts):
+def test_a_loss_that_was_not_checked_is_reported_as_unchecked(make_facts):
     (item,) = [item for item in assumptions(make_facts(loss_checked=None)) if "loss" in item.name]
     assert item.evidence.startswith("the loss was not checked; only")
     named = make_facts(loss_checked=None, loss_evidence="no step was probed")

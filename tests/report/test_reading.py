@@ -304,7 +304,7 @@ def test_a_bound_without_amplification_is_held_against_its_own_charges(make_fact
 
 
 @pytest.mark.slow
-def test_numbers_that_nothing_here_can_check_are_said_to_be_unchecked(make_facts):
+def test_numbers_without_a_lower_bound_are_reported_as_unchecked(make_facts):
     cut = TruncatedGaussianEvent(503, 0.02, 15, 1.5)
     plan = make_facts().plan | {"sampling": "truncated"}
     first = PrivacyReport(make_facts(plan=plan, history=(Charge(cut, 3),))).to_dict()

@@ -76,7 +76,7 @@ def test_a_draw_needs_no_time_or_memory_for_each_group(seeded_words, partition):
 
 @pytest.mark.slow
 @both
-def test_groups_do_not_hang_together(seeded_words, partition):
+def test_groups_are_independent(seeded_words, partition):
     """1,000 partitions: whether examples 0 and 1 share a group, chi-square at 1e-4."""
     rows = 40
     shared = sum(

@@ -47,7 +47,7 @@ def test_a_draw_is_sorted_distinct_in_range_and_repeatable(strategy, seeded_word
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_the_facts_for_accounting_are_plain_numbers(strategy):
+def test_the_numbers_for_accounting_are_plain_numbers(strategy):
     assert type(strategy.num_examples) is int
     assert type(strategy.steps_per_epoch) is int
     assert type(strategy.sample_rate) is float
@@ -56,7 +56,7 @@ def test_the_facts_for_accounting_are_plain_numbers(strategy):
     assert isinstance(strategy.participation, get_args(Participation))
 
 
-def test_every_law_is_in_the_table():
+def test_every_sampling_scheme_is_in_the_table():
     kinds = Draws.__subclasses__()
     ours = {kind.__name__ for kind in kinds if kind.__module__.startswith("dpengine.sampling.")}
     assert {type(strategy).__name__ for strategy in STRATEGIES} == ours - ELSEWHERE.keys()

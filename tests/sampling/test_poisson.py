@@ -192,7 +192,7 @@ def test_a_billion_examples_cost_memory_for_the_batch_only(seeded_words):
     assert abs(sum(sizes) - 1000) < 4 * math.sqrt(1000)  # 100 draws; 4 standard deviations
 
 
-def test_a_draw_of_several_requests_is_one_law(seeded_words):
+def test_a_draw_of_several_requests_has_one_distribution(seeded_words):
     words = seeded_words(10)
     strategy = sampling(4_000_000, 0.2)
     indices = strategy.draw(5, words)

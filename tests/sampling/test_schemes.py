@@ -152,14 +152,14 @@ def test_examples_do_not_depend_on_each_other(name, p, runs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, cycle", [("cyclic", 4), ("independent", 4), ("balls", 5)])
-def test_no_user_is_outside_their_group(name, cycle, runs):
+def test_no_example_is_drawn_outside_its_group(name, cycle, runs):
     made = runs(name)[:50]
     for one in made:
         steps = [np.flatnonzero(one[:, i]) % cycle for i in range(EXAMPLES)]
         assert all(len(set(phases)) <= 1 for phases in steps)
 
 
-def test_the_union_over_a_cycle_is_everybody():
+def test_the_union_over_a_cycle_is_the_whole_data_set():
     everything = CyclicPoissonSampling(sampling_prob=1.0, iterations=4, cycle_length=4)
     assert (run(everything, 0).sum(axis=0) == 1).all()
     assert (run(everything, 0).sum(axis=1) == EXAMPLES // 4).all()
@@ -172,7 +172,7 @@ def test_the_union_over_a_cycle_is_everybody():
 @pytest.mark.slow
 @pytest.mark.parametrize("name, gap", [("rest", 4), ("cold", 4), ("rest, cut", 3)])
 @pytest.mark.hazard("S11")
-def test_who_took_part_rests(name, gap, runs):
+def test_examples_rest_after_a_participation(name, gap, runs):
     made = runs(name)[:200]
     for lag in range(1, gap):
         assert not (made[:, lag:] & made[:, :-lag]).any()

@@ -122,7 +122,7 @@ CHANGES = (of_class, rows_of_class, of_object, of_another_object, of_tensors, of
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrap", [lambda kept: kept, lambda kept: Subset(kept, range(20))], ids=["tensors", "subset"])
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_what_the_user_changes_of_torch_is_heeded(change, wrap, workers, monkeypatch):
+def test_changes_of_torch_by_the_user_are_respected(change, wrap, workers, monkeypatch):
     rows = [torch.arange(1.0, 21.0).unsqueeze(1), torch.arange(20)]
     monkeypatch.setattr(sys.modules[__name__], "tensors", lambda: rows)
     kept = TensorDataset(*rows)
@@ -219,7 +219,7 @@ def uneven():
     ],
     ids="collate_fn subclass subset sparse tensor-subclass list nested grad uneven indices".split(),
 )
-def test_what_might_be_read_otherwise_is_left_to_torch(dataset, collate_fn):
+def test_data_that_torch_may_read_differently_is_left_to_torch(dataset, collate_fn):
     default = DataLoader([0]).collate_fn
     assert whole_tensors(TensorDataset(*tensors()), default) is not None
     assert whole_tensors(dataset, collate_fn or default) is None

@@ -151,14 +151,14 @@ def test_the_same_seed_gives_the_same_model(demo, on_terminal):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_seed_is_said_to_be_insecure_on_the_screen_and_in_the_report(demo):
+def test_a_seed_is_labeled_insecure_on_the_screen_and_in_the_report(demo):
     assert "INSECURE_SEED" in demo.out
     report = json.loads((demo.folder / "privacy_report.json").read_text(encoding="utf-8"))
     assert report["run"]["seed_policy"] == "INSECURE_SEED"
     assert "INSECURE_SEED" in (demo.folder / "privacy_report.md").read_text(encoding="utf-8")
 
 
-def test_a_quick_run_is_said_to_be_one_on_the_screen_in_the_report_and_in_the_plot(demo):
+def test_a_quick_run_is_labeled_on_the_screen_in_the_report_and_in_the_plot(demo):
     assert "QUICK RUN" in demo.out
     for name in ("privacy_report.json", "privacy_report.md", "privacy_report.html", "tradeoff.svg"):
         assert "quick run" in (demo.folder / name).read_text(encoding="utf-8"), name
@@ -186,7 +186,7 @@ def test_json_replaces_the_screen(tmp_path):
     assert run.err == ""
 
 
-def test_it_runs_on_a_bare_machine_and_says_what_it_left_out(tmp_path):
+def test_the_demonstration_runs_on_a_bare_machine_and_names_what_it_left_out(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, blocked=OPTIONAL)
     assert run.code == 0, run.err
     assert "left out: [DPE020] matplotlib is needed" in run.out

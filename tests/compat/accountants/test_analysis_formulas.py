@@ -48,7 +48,7 @@ def test_epsilon_follows_from_divergences():
     assert best == orders[int(np.argmin(by_hand))]
 
 
-def test_a_best_order_at_the_end_is_said():
+def test_a_best_order_at_the_end_gives_a_warning():
     with pytest.warns(UserWarning, match="smallest"):
         rdp.get_privacy_spent(orders=[20, 30], rdp=[100.0, 200.0], delta=DELTA)
     with pytest.warns(UserWarning, match="largest"):

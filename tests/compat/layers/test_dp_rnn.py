@@ -339,6 +339,6 @@ def test_bad_settings_are_rejected_with_what_to_choose(make, error, message):
         make()
 
 
-def test_dropout_in_one_layer_is_said_to_do_nothing():
+def test_dropout_in_one_layer_warns_that_it_does_nothing():
     with pytest.warns(UserWarning, match="between layers"):
         DPRNNBase("GRU", 2, 3, dropout=0.5)
