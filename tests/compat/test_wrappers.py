@@ -1,4 +1,4 @@
-"""``GradSampleModule`` and its kin: what they show of each row, and that they leave no trace."""
+"""``GradSampleModule`` and its kin: what they show of each row, and gradients that a loop writes itself."""
 
 import copy
 import io
@@ -12,6 +12,7 @@ from opacus_runs import (
     assert_same,
     batch,
     by_hand,
+    flat,
     gradients,
     loss,
     model,
@@ -314,3 +315,47 @@ def test_frozen_parameters_show_nothing():
     loss(wrapped, *batch()).backward()
     assert plain[0].weight.grad_sample is None
     assert plain[2].weight.grad_sample.shape == (4, 2, 4)
+
+
+def optimizer_over(module):
+    return by_hand(module, wrapper=lambda module: module)[1]
+
+
+def write(module, inputs, targets, names=None):
+    rows = stacked(per_sample_gradients(module, lambda out, y: (out - y).square().sum(), (inputs,), targets))
+    for name, parameter in module.named_parameters():
+        if names is None or name in names:
+            parameter.grad_sample = rows[name].float()
+
+
+def test_what_was_written_is_clipped_and_summed_from_the_first_step_on():
+    module = model()
+    optimizer = optimizer_over(module)
+    for _ in range(3):
+        expected = truth(module, *batch())
+        optimizer.zero_grad()
+        write(module, *batch())
+        optimizer.step()
+        assert_same(gradients(module, 4), expected)
+
+
+def test_a_raw_gradient_with_it_reaches_no_weight():
+    module = model()
+    expected = truth(module, *batch())
+    optimizer = optimizer_over(module)
+    loss(module, *batch()).backward()
+    write(module, *batch())
+    with pytest.warns(match="DPE015"):
+        optimizer.step()
+    assert_same(gradients(module, 4), expected)
+
+
+@pytest.mark.parametrize("names", [(), ("0.weight", "0.bias")], ids=["none", "some"])
+def test_a_parameter_without_one_is_rejected_and_no_weight_moves(names):
+    module = model()
+    optimizer, before = optimizer_over(module), flat(model().state_dict())
+    loss(module, *batch()).backward()  # a raw gradient, which must stay out of the weights
+    write(module, *batch(), names)
+    with pytest.raises(ValueError, match="Parameter"):
+        optimizer.step()
+    assert torch.equal(flat(module.state_dict()), before)

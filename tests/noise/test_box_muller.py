@@ -117,8 +117,6 @@ def test_native_code_gives_the_bits_of_plain_code(vectors, dtype, first, count):
 
 @native
 def test_native_code_that_gives_other_bits_is_not_used(monkeypatch):
-    """Native code with other bits is not used, as on a machine whose compiler fuses products with sums."""
-
     def off_by_one_bit(library, key, first, std, scale, to):
         add_native_normals(library, key, first, std, scale, to)
         to[7] = np.nextafter(to[7], 9)

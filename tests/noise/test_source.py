@@ -161,8 +161,6 @@ def test_global_generators_are_neither_read_nor_advanced():
 
 @pytest.mark.hazard("N1")
 def test_no_private_draw_comes_from_the_generators_of_torch_numpy_or_python(monkeypatch):
-    """For the default kind."""
-
     def forbidden(*args, **kwargs):
         raise AssertionError("a stock generator was used")
 
@@ -305,7 +303,6 @@ def test_a_tensor_raises_unless_it_is_flat_contiguous_and_at_least_float32(tenso
 @pytest.mark.parametrize("name", ["step", "block", "count", "nonce", "start"])
 @pytest.mark.hazard("U4")
 def test_a_number_outside_64_bits_is_rejected_and_nothing_is_changed(name, bad):
-    """Counters never wrap."""
     source, out = NoiseSource.seeded(1), torch.ones(3)
     with pytest.raises(ValueError, match=name):
         if name == "nonce":
