@@ -535,8 +535,8 @@ GUARDS = [
         "batch norm that looks at the batch",
         "not (_uses_batch_statistics(module) and is_on())",
         "True",
-        "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_t"
-        "he_forward_pass",
+        "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_use_the_batch_is_rejected_in_"
+        "the_forward_pass",
     ),
     Guard(
         "ghost-take",

@@ -524,7 +524,7 @@ GUARDS = [
         "no step of a private optimizer inside check_loop",
         '            raise step_inside_check("The private optimizer")',
         "            pass",
-        "validation/test_check_loop.py::test_a_step_of_the_optimizer_is_refused[True]",
+        "validation/test_check_loop.py::test_a_step_of_the_optimizer_is_rejected[True]",
     ),
     Guard(
         "check-loop-paused",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from case_models import Parts
 from cases import CASES
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -9,7 +10,6 @@ from torch.nn.utils import parametrizations
 import dpengine
 from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
-from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import BUILTIN
 from dpengine.layers.replacements import REPLACEMENTS
 from dpengine.validation import CheckReport, Finding, check
@@ -27,21 +27,18 @@ class Own(nn.Module):
         return x * self.scale
 
 
-class Container(nn.Module):
+def container():
     """A parameter of its own beside a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.token = nn.Parameter(torch.zeros(1, 1, 3))
-        self.inner = nn.Linear(3, 3)
+    return Parts(None, token=nn.Parameter(torch.zeros(1, 1, 3)), inner=nn.Linear(3, 3))
 
 
 class NewBatchNorm(nn.BatchNorm2d):
     """A subclass, which may do anything."""
 
 
-def half(layer):
-    return layer.half()
+def test_a_registered_rule_is_named(registries):
+    register_grad_sampler(Own)(lambda layer, activations, backprops: {})
+    assert finding_for(Own()).how == "registered rule"
 
 
 FIX = r"Run before creating the optimizer: model, changes = dpengine.fix\(model\)"
@@ -75,7 +72,7 @@ BLOCKED = {
     "lazy": (lambda: nn.LazyLinear(3), "shape is not known", r"model\(example_input\)"),
     "spectral-norm-old": (lambda: nn.utils.spectral_norm(nn.Linear(3, 3)), "power iteration", "remove_spectral_norm"),
     "spectral-norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), "power iteration", "remove_parametriz"),
-    "half": (lambda: half(nn.Linear(2, 2)), "float16", r"model.bfloat16\(\)"),
+    "half": (lambda: nn.Linear(2, 2).half(), "float16", r"model.bfloat16\(\)"),
     "complex": (lambda: nn.Linear(2, 2, dtype=torch.complex64), "complex", "view_as_real"),
 }
 NOT_BLOCKED = {
@@ -89,7 +86,7 @@ NOT_BLOCKED = {
     "local-response-norm": (lambda: nn.CrossMapLRN2d(2), "no trainable parameters"),
     "bfloat16": (lambda: nn.Linear(2, 2).bfloat16(), "supported"),
     "frozen": (lambda: nn.Linear(2, 2).requires_grad_(False), "no trainable parameters"),
-    "frozen-half": (lambda: half(nn.Linear(2, 2)).requires_grad_(False), "no trainable parameters"),
+    "frozen-half": (lambda: nn.Linear(2, 2).half().requires_grad_(False), "no trainable parameters"),
     "frozen-spectral-norm": (
         lambda: parametrizations.spectral_norm(nn.Linear(3, 3)).requires_grad_(False),
         "no trainable parameters",
@@ -98,7 +95,7 @@ NOT_BLOCKED = {
     "unknown": (Own, "fallback"),
     "subclass": (lambda: type("NewLinear", (nn.Linear,), {})(2, 2), "fallback"),
     "forward-of-its-own": (lambda: with_other_forward(nn.Linear(2, 2)), "fallback"),
-    "container": (Container, "supported"),
+    "container": (container, "supported"),
 }
 
 
@@ -107,10 +104,13 @@ def with_other_forward(layer):
     return layer
 
 
+def around(layer):
+    """A model in which the layer is deep."""
+    return nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
+
+
 def finding_for(layer) -> Finding:
-    """Returns the finding for a layer that is deep in a model."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
-    found = {finding.name: finding for finding in check(model).findings}
+    found = {finding.name: finding for finding in check(around(layer)).findings}
     assert found["0"].verdict == "supported"
     return found["1.block.0"]
 
@@ -119,8 +119,7 @@ def finding_for(layer) -> Finding:
 def test_what_breaks_the_guarantee_is_blocked_and_says_why_and_what_to_do(case):
     make, why, remedy = BLOCKED[case]
     layer = make()
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
-    report = check(model)
+    report = check(around(layer))
     assert not report.ok
     assert [(f.name, f.type, f.verdict) for f in report.blocked] == [("1.block.0", type(layer).__name__, "blocked")]
     with pytest.raises(UnsupportedLayerError, match=f"{why}.*{remedy}") as refusal:
@@ -156,7 +155,7 @@ def test_every_obstacle_is_met_by_a_case():
 
 
 @pytest.mark.parametrize("case", NOT_BLOCKED)
-def test_what_keeps_rows_apart_is_let_through(case):
+def test_layers_that_keep_rows_apart_are_accepted(case):
     make, verdict = NOT_BLOCKED[case]
     assert finding_for(make()).verdict == verdict
 
@@ -175,29 +174,6 @@ def test_every_layer_with_a_built_in_rule_is_supported():
     assert {finding.verdict for kind, finding in findings if kind in BUILTIN} <= {"supported", "blocked"}
 
 
-def test_a_registered_rule_is_named():
-    register_grad_sampler(Own)(lambda layer, activations, backprops: {})
-    try:
-        assert finding_for(Own()).how == "registered rule"
-    finally:
-        del REGISTERED[Own]
-
-
-def test_a_container_is_listed_for_its_own_parameter_and_its_layers_for_theirs():
-    findings = check(nn.Sequential(Container(), nn.ReLU())).findings
-    assert [(f.name, f.verdict) for f in findings] == [
-        ("0", "supported"),
-        ("0.inner", "supported"),
-        ("1", "no trainable parameters"),
-    ]
-    assert findings[0].how == "bare parameter, operation by operation"
-
-
-def test_parts_of_a_parametrized_layer_are_not_listed():
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2)))
-    assert [(f.name, f.verdict) for f in check(model).findings] == [("0", "fallback")]
-
-
 def test_all_blocked_layers_are_named_in_one_error():
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4)))
     with pytest.raises(UnsupportedLayerError) as refusal:
@@ -210,7 +186,7 @@ def test_all_blocked_layers_are_named_in_one_error():
 
 
 @pytest.mark.parametrize("model", [nn.Sequential(nn.Linear(2, 2).requires_grad_(False)), nn.Sequential(nn.ReLU())])
-def test_a_model_without_trainable_parameters_is_refused(model):
+def test_a_model_without_trainable_parameters_is_rejected(model):
     report = check(model)
     assert [f.name for f in report.blocked] == [""]
     with pytest.raises(UnsupportedLayerError, match=r"The model \(Sequential\) has no trainable parameter"):
@@ -223,11 +199,30 @@ def test_a_model_that_is_one_layer_is_checked_itself():
         check(nn.BatchNorm1d(3)).raise_if_blocked()
 
 
-def test_a_sound_model_passes():
+def test_a_model_without_obstacles_passes():
     report = check(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
-    assert report.ok
-    assert report.blocked == ()
-    assert report.raise_if_blocked() is None
+    assert report.ok and report.blocked == () and report.raise_if_blocked() is None
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (
+            nn.Sequential(container(), nn.ReLU()),
+            [
+                ("0", "supported", "bare parameter, operation by operation"),
+                ("0.inner", "supported", "built-in rule"),
+                ("1", "no trainable parameters", ""),
+            ],
+        ),
+        (nn.Sequential(parametrizations.weight_norm(nn.Linear(2, 2))), [("0", "fallback", None)]),
+    ],
+    ids=["container", "parametrized"],
+)
+def test_a_container_is_listed_for_its_own_parameter_and_parts_of_a_parametrized_layer_are_not(model, expected):
+    found = [(f.name, f.verdict, f.how) for f in check(model).findings]
+    assert [one[:2] for one in found] == [one[:2] for one in expected]
+    assert all(how is None or how == found[i][2] for i, (_, _, how) in enumerate(expected))
 
 
 def test_checking_changes_nothing():
@@ -249,3 +244,34 @@ def test_the_table_shows_a_row_for_each_layer_then_the_reasons():
         "",
         "b.c (X) w. r",
     ]
+
+
+# Modules that torch.jit compiled take no hooks, and hide their parts
+
+without_jit_warning = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+@without_jit_warning
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.jit.script(nn.Linear(2, 2)),
+        lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)),
+        lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2))),
+        lambda: torch.jit.script(nn.BatchNorm1d(2)),  # mixes rows, and does not look like it
+    ],
+    ids=["script", "trace", "nested", "batch-norm"],
+)
+@pytest.mark.parametrize("within", [False, True])
+def test_a_compiled_module_is_blocked_by_name(make, within):
+    layer = make()
+    model, name = (nn.Sequential(nn.Linear(2, 2), layer), "1") if within else (layer, "The model")
+    with pytest.raises(UnsupportedLayerError, match="DPE001") as refusal:
+        check(model).raise_if_blocked()
+    assert f"{name} ({type(layer).__name__}) is compiled by torch.jit" in str(refusal.value)
+
+
+@without_jit_warning
+def test_a_compiled_part_that_is_frozen_is_blocked_too():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.BatchNorm1d(2).requires_grad_(False)))
+    assert [finding.name for finding in check(model).blocked] == ["1"]

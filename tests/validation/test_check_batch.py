@@ -54,16 +54,14 @@ class Remembers(nn.Module):
         return self.linear(x) + now
 
 
-class CentresAndCalls(nn.Module):
+def centres_and_calls():
     """Rows meet in its own forward, between two layers."""
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    def run(m, x):
+        hidden = m.first(x)
+        return m.second(hidden - hidden.mean(dim=0).detach())
 
-    def forward(self, x):
-        hidden = self.first(x)
-        return self.second(hidden - hidden.mean(dim=0).detach())
+    return Parts(run, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH))
 
 
 class MixesOnTheWayBack(torch.autograd.Function):
@@ -87,23 +85,23 @@ def cross_sample_attention(hidden):
     return (hidden @ hidden.T).softmax(dim=1) @ hidden
 
 
-def normalised_over_rows(hidden):
-    return F.batch_norm(hidden, None, None, training=True)
-
-
 def third_sees_first(hidden):
     return torch.cat([hidden[:2], hidden[2:3] + hidden[:1], hidden[3:]])
 
 
+def normalized_over_rows(hidden):
+    return F.batch_norm(hidden, None, None, training=True)
+
+
 MIXING = {
     "batch-norm": (lambda: between(nn.BatchNorm1d(WIDTH)), "1", "BatchNorm1d"),
-    "functional-batch-norm": (lambda: between(Layer(normalised_over_rows)), "1", "Layer"),
+    "functional-batch-norm": (lambda: between(Layer(normalized_over_rows)), "1", "Layer"),
     "cross-sample-attention": (lambda: between(Layer(cross_sample_attention)), "1", "Layer"),
     "softmax-over-rows": (lambda: between(Layer(lambda h: h + h.softmax(dim=0))), "1", "Layer"),
     "largest-of-the-batch": (lambda: between(Layer(lambda h: h / h.norm(dim=1).amax())), "1", "Layer"),
     "partner": (lambda: between(Layer(lambda h: h * h.flip(0))), "1", "Layer"),
     "one-row-sees-one-other": (lambda: between(Layer(third_sees_first)), "1", "Layer"),
-    "between-two-calls": (lambda: between(CentresAndCalls()), "1", "CentresAndCalls"),
+    "between-two-calls": (lambda: between(centres_and_calls()), "1", "Parts"),
     "way-back": (lambda: between(Layer(MixesOnTheWayBack.apply)), "", "Sequential"),
     "a-buffer-that-remembers": (lambda: between(Remembers(buffer=True)), "1", "Remembers"),
     "an-attribute-that-remembers": (lambda: between(Remembers(buffer=False)), "1", "Remembers"),
@@ -217,16 +215,14 @@ class Trimmed(nn.Module):
         return self.head((hidden * real.unsqueeze(2)).sum(dim=1))
 
 
-class Sorted(nn.Module):
+def sorted_rows():
     """Rows take another order inside."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x):
+    def run(m, x):
         order = x[:, 0].argsort()
-        return self.linear(x[order])[order.argsort()]
+        return m.linear(x[order])[order.argsort()]
+
+    return Parts(run, linear=nn.Linear(WIDTH, CLASSES))
 
 
 def with_mask():
@@ -239,7 +235,7 @@ APART = {
     "layer-norm": (lambda: between(nn.LayerNorm(WIDTH)), (inputs(),)),
     "counts": (Counts, (inputs(5, WIDTH),)),
     "trimmed": (Trimmed, (inputs(5, WIDTH),)),
-    "sorted": (Sorted, (inputs(),)),
+    "sorted": (sorted_rows, (inputs(),)),
     "mask-as-long-as-the-batch": (with_mask, (inputs(), torch.arange(float(ROWS)))),
     "half": (lambda: between(Layer()).bfloat16(), (inputs().bfloat16(),)),
 }
@@ -272,17 +268,10 @@ def test_a_model_that_does_not_repeat_itself_is_noticed_and_not_blocked():
 
 
 def test_inputs_that_may_be_bags_are_left_alone_and_that_is_noticed():
-    class Bags(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(9, CLASSES, mode="sum")
-
-        def forward(self, indices, offsets):
-            return self.bag(indices, offsets)
-
+    bags = Parts(lambda m, indices, offsets: m.bag(indices, offsets), bag=nn.EmbeddingBag(9, CLASSES, mode="sum"))
     offsets = torch.tensor([0, 2, 2, 5, 6, 9])
     with pytest.warns(PrivacyWarning, match=r"DPE012.*indices of bags"):
-        assert check(Bags(), F.cross_entropy, ((torch.arange(9) % 5, offsets), targets())).ok
+        assert check(bags, F.cross_entropy, ((torch.arange(9) % 5, offsets), targets())).ok
 
 
 def test_the_model_and_the_generators_stay_as_they_are():
@@ -322,7 +311,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_batch_with_a_loss_is_refused(name):
+def test_arguments_that_are_no_batch_with_a_loss_are_rejected(name):
     kind, says, given = WRONG[name]
     with pytest.raises(kind, match=says):
         check(between(nn.Tanh()), **given)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 
 from dpengine import check, check_loss
@@ -119,13 +120,7 @@ def test_without_batch_first_the_report_names_the_argument():
 
 
 def test_a_layer_that_mixes_samples_on_axis_1_is_named():
-    class Mixes(TimeFirst):
-        def forward(self, ids, hidden=None):
-            logits = super().forward(ids, hidden)
-            return self.norm(logits)
-
-    model = Mixes()
-    model.norm = nn.LayerNorm([ROWS, WORDS])
+    model = Parts(lambda m, ids: m.norm(m.inner(ids)), inner=TimeFirst(), norm=nn.LayerNorm([ROWS, WORDS]))
     ids = tokens()["input_ids"].t()
     report = check(model, cross_entropy, (ids, ids), batch_first=False)
     assert [finding.name for finding in report.blocked] == ["norm"]

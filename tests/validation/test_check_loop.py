@@ -222,7 +222,7 @@ def test_lists_alone_may_hold_samples_or_columns():
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_a_step_of_the_optimizer_is_refused(private):
+def test_a_step_of_the_optimizer_is_rejected(private):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = DataLoader(TensorDataset(*batch(60)), batch_size=12)
@@ -269,7 +269,7 @@ def test_wrong_arguments_are_named(arguments, error, text):
         check_loop(*arguments)
 
 
-def test_a_private_loader_and_an_unknown_reduction_are_refused():
+def test_a_private_loader_and_an_unknown_reduction_are_rejected():
     model = mlp()
     data = DataLoader(TensorDataset(*batch(60)), batch_size=12)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -85,12 +85,10 @@ def test_nothing_is_blocked_afterwards_and_rows_stay_apart(name):
     assert check(mended).ok
     assert changes
     assert all(change.after is not None for change in changes)
-    # Dropout would draw other masks.
-    for module in mended.modules():
-        module.dropout = (
-            0.0 if isinstance(getattr(module, "dropout", None), float) else getattr(module, "dropout", None)
-        )
-        module.p = 0.0 if isinstance(module, nn.Dropout) else getattr(module, "p", None)
+    for module in mended.modules():  # dropout would draw other masks
+        for name in ("dropout", "p"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
     together = mended(inputs)
     alone = torch.cat([mended(row[None]) for row in inputs])
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
@@ -128,14 +126,15 @@ def test_the_output_of_what_replaces_a_batch_norm_has_variance_of_order_one(laye
         assert output.var() == pytest.approx(1, abs=0.1), channels
 
 
-def test_vectors_are_normalised_in_groups_of_about_sixteen():
-    sizes = {channels: channels // fix(nn.BatchNorm1d(channels))[0].num_groups for channels in CHANNELS}
-    assert [sizes[c] for c in (2, 16, 32, 64, 100, 127, 512)] == [2, 16, 16, 16, 20, 127, 16]
-
-
-def test_images_are_normalised_in_about_thirty_two_groups():
-    groups = {channels: fix(nn.BatchNorm2d(channels))[0].num_groups for channels in CHANNELS}
-    assert [groups[c] for c in (2, 3, 16, 32, 64, 96, 512)] == [1, 1, 8, 16, 32, 32, 32]
+@pytest.mark.parametrize(
+    ("layer", "channels", "groups"),
+    [
+        (nn.BatchNorm1d, (2, 16, 32, 64, 100, 127, 512), [1, 1, 2, 4, 5, 1, 32]),  # groups of about sixteen
+        (nn.BatchNorm2d, (2, 3, 16, 32, 64, 96, 512), [1, 1, 8, 16, 32, 32, 32]),  # about thirty-two groups
+    ],
+)
+def test_vectors_have_groups_of_about_sixteen_and_images_about_thirty_two_groups(layer, channels, groups):
+    assert [fix(layer(number))[0].num_groups for number in channels] == groups
 
 
 @pytest.mark.parametrize("layer", SPACE, ids=lambda layer: layer.__name__)
@@ -155,32 +154,24 @@ def test_scale_shift_and_settings_are_kept(layer):
     assert change.name == "0"
 
 
-def test_a_norm_without_scale_stays_without():
-    norm, _ = fix(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)))
-    assert list(norm[1].parameters()) == []
-    assert not norm[1].affine
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_the_device_is_kept_and_a_norm_without_scale_stays_without(device):
+    norm, _ = fix(nn.BatchNorm2d(4, device=device))
+    assert norm.weight.device.type == device
+    norm, _ = fix(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, device=device)))
+    assert list(norm[1].parameters()) == [] and not norm[1].affine
 
 
-def test_the_device_is_kept():
-    norm, _ = fix(nn.BatchNorm2d(4, device="meta"))
-    assert norm.weight.device.type == "meta"
-    plain, _ = fix(nn.BatchNorm2d(4))
-    assert plain.weight.device.type == "cpu"
-
-
-def test_a_shared_layer_stays_shared():
-    norm = nn.BatchNorm1d(4)
-    mended, changes = fix(nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(4, 4), norm)}))
-    assert isinstance(mended["a"], nn.GroupNorm)
-    assert mended["a"] is mended["b"][1]
-    assert [change.name for change in changes] == ["a"]
-
-
-def test_a_shared_parameter_stays_shared():
-    first, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    second.weight = first.weight
-    mended, _ = fix(nn.Sequential(first, second))
-    assert mended[0].weight is mended[1].weight
+@pytest.mark.parametrize("shared", ["layer", "parameter"])
+def test_shared_layers_and_parameters_stay_shared(shared):
+    norm, second = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    second.weight = norm.weight
+    mended, changes = fix(
+        nn.ModuleDict({"a": norm, "b": nn.Sequential(nn.Linear(4, 4), norm if shared == "layer" else second)})
+    )
+    assert isinstance(mended["a"], nn.GroupNorm) and mended["a"].weight is mended["b"][1].weight
+    assert (mended["a"] is mended["b"][1]) is (shared == "layer")
+    assert [change.name for change in changes] == (["a"] if shared == "layer" else ["a", "b.1"])
 
 
 @pytest.mark.parametrize(
@@ -293,12 +284,13 @@ def test_embeddings_lose_what_mixes_rows_and_nothing_else(layer):
         (lambda: type("Special", (nn.BatchNorm2d,), {})(4), "Replace it manually"),
         (lambda: nn.LazyLinear(2), "shape is not known yet"),
         (lambda: nn.Linear(2, 2).half(), "float16"),
+        (lambda: nn.SyncBatchNorm(4), "does not store its number of dimensions"),  # for an instance norm
     ],
-    ids=["spectral-norm-old", "spectral-norm", "one-channel", "subclass", "lazy", "half"],
+    ids=["spectral-norm-old", "spectral-norm", "one-channel", "subclass", "lazy", "half", "unknown-dimensions"],
 )
-def test_what_cannot_be_fixed_is_left_and_listed(layer, reason):
+def test_layers_that_cannot_be_fixed_are_left_and_listed(layer, reason):
     model = nn.Sequential(nn.Linear(2, 2), layer())
-    mended, (change,) = fix(model)
+    mended, (change,) = fix(model, batch_norm="instance" if type(model[1]) is nn.SyncBatchNorm else "group")
     assert type(mended[1]) is type(model[1])
     assert (change.name, change.after) == ("1", None)
     assert reason in change.why
@@ -343,12 +335,6 @@ def test_the_number_of_groups_may_be_asked_for():
     assert "3 channels cannot be divided into 3 groups" in changes[2].why
 
 
-def test_a_batch_norm_of_unknown_dimensions_cannot_become_instance_norm():
-    _, (change,) = fix(nn.Sequential(nn.SyncBatchNorm(4)), batch_norm="instance")
-    assert change.after is None
-    assert "does not store its number of dimensions" in change.why
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -357,22 +343,17 @@ def test_a_batch_norm_of_unknown_dimensions_cannot_become_instance_norm():
         ({"num_groups": 2, "batch_norm": "instance"}, "batch_norm='group' only"),
     ],
 )
-def test_other_ways_to_fix_are_refused(kwargs, message):
+def test_other_ways_to_fix_are_rejected(kwargs, message):
     with pytest.raises(ValueError, match=message):
         fix(nn.BatchNorm1d(4), **kwargs)
 
 
 def test_a_model_whose_last_forward_left_tensors_on_it_is_copied():
-    class Keeps(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
+    def run(m, x):
+        m.last = m.norm(x)
+        return m.last
 
-        def forward(self, x):
-            self.last = self.norm(x)
-            return self.last
-
-    model = Keeps()
+    model = Parts(run, norm=nn.BatchNorm1d(4))
     model(torch.randn(3, 4))
     mended, _ = fix(model)
     assert torch.equal(mended.last, model.last)

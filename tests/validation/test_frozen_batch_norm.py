@@ -77,29 +77,27 @@ def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tenso
     return total
 
 
+def assert_clipped_sum(api, mode, *, frozen):
+    model, optimizer, loader = api(pretrained(frozen=frozen), mode)
+    inputs, targets = next(iter(loader))
+    assert len(inputs) > 2
+    expected = clipped_sum(pretrained(frozen=frozen), inputs, targets)
+    optimizer.zero_grad()
+    F.cross_entropy(model(inputs), targets).backward()
+    optimizer.step()
+    torch.testing.assert_close([p.grad * BATCH for p in trained(model)], expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.one_in(4, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @apis
 def test_a_batch_norm_that_was_frozen_in_eval_mode_trains_the_rest(api, mode):
-    model, optimizer, loader = api(pretrained(), mode)
-    inputs, targets = next(iter(loader))
-    expected = clipped_sum(pretrained(), inputs, targets)
-    optimizer.zero_grad()
-    F.cross_entropy(model(inputs), targets).backward()
-    optimizer.step()
-    found = [p.grad * BATCH for p in trained(model)]
-    assert len(inputs) > 2
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert_clipped_sum(api, mode, frozen=True)
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 def test_a_batch_norm_in_eval_mode_may_train_its_scale_and_shift(mode):
-    model, optimizer, loader = through_default(pretrained(frozen=False), mode)
-    inputs, targets = next(iter(loader))
-    expected = clipped_sum(pretrained(frozen=False), inputs, targets)
-    F.cross_entropy(model(inputs), targets).backward()
-    optimizer.step()
-    torch.testing.assert_close([p.grad * BATCH for p in trained(model)], expected, rtol=1e-4, atol=1e-6)
+    assert_clipped_sum(through_default, mode, frozen=False)
 
 
 def into_train_mode(model):
@@ -118,7 +116,7 @@ def without_statistics(model):
 @pytest.mark.one_in(3, "change", "api")
 @pytest.mark.parametrize("change", [into_train_mode, without_momentum, without_statistics])
 @apis
-def test_a_batch_norm_that_would_look_at_the_batch_is_refused_in_the_forward_pass(api, mode, change):
+def test_a_batch_norm_that_would_use_the_batch_is_rejected_in_the_forward_pass(api, mode, change):
     model, optimizer, loader = api(pretrained(), mode)
     bare = getattr(model, "_module", model)
     change(bare)
@@ -165,7 +163,7 @@ def test_it_goes_on_after_it_was_put_back_into_eval_mode(api):
 
 
 @both
-def test_in_a_model_that_is_in_eval_mode_as_a_whole_it_is_refused(api):
+def test_a_batch_norm_is_rejected_in_a_model_that_is_in_eval_mode_as_a_whole(api):
     with pytest.raises(
         UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the samples.*after each model\.train\(\)"
     ):

@@ -1,10 +1,11 @@
-"""``check_loss`` says what it needs where it got something else."""
+"""``check_loss``, ``check`` and ``fix`` name what they got if it is not what they need."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import dpengine
 from dpengine import check_loss
 
 MODEL = nn.Linear(3, 2)
@@ -28,11 +29,26 @@ def test_a_wrong_argument_is_named_with_what_is_needed(given, said):
         check_loss(*given)
 
 
-def test_an_unknown_reduction_is_refused():
+def test_an_unknown_reduction_is_rejected():
     with pytest.raises(ValueError, match="loss_reduction='avg'"):
         check_loss(MODEL, F.cross_entropy, BATCH, loss_reduction="avg")
 
 
 @pytest.mark.parametrize("batch", [BATCH, list(BATCH)], ids=["tuple", "list"])
-def test_what_a_loader_gives_will_do(batch):
+def test_a_tuple_or_list_from_a_loader_is_accepted(batch):
     check_loss(MODEL, nn.CrossEntropyLoss(), batch)
+
+
+NO_MODULES = {
+    "NoneType": None,
+    "Linear": nn.Linear,
+    "SGD": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
+    "list": [nn.Linear(2, 2)],
+}
+
+
+@pytest.mark.parametrize("call", [dpengine.check, dpengine.fix])
+@pytest.mark.parametrize("got", NO_MODULES)
+def test_an_argument_that_is_no_module_is_named(call, got):
+    with pytest.raises(TypeError, match=rf"model is .*{got}; pass an instance of torch\.nn\.Module"):
+        call(NO_MODULES[got])
