@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from case_models import Parts
 from inside_parts import ClippedPasses
-from oracle import clip_by_loop, relative_error
+from oracle import assert_sums_of_loop, clip_by_loop, relative_error
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,6 +41,12 @@ def batch(dtype=torch.float64, rows=ROWS, time=None):
     return torch.randn(shape, dtype=dtype), torch.arange(rows) % 3
 
 
+def begun(reentrant=None, **options):
+    """A model, its clipped sums, and a batch."""
+    model = Net(reentrant).double()
+    return model, attached(model, **options), *batch()
+
+
 def attached(model, mode="auto", **options):
     return ClippedPasses(model, mode=mode, **options)
 
@@ -63,12 +69,9 @@ def assert_nothing_is_left(sums, model):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "checkpoint", "reentrant-checkpoint"])
 def test_in_place_activations_and_checkpoints_give_the_sums_of_a_loop(mode, reentrant):
-    model = Net(reentrant).double()
-    inputs, targets = batch()
-    sums = attached(model, mode)
+    model, sums, inputs, targets = begun(reentrant, mode=mode)
     F.cross_entropy(model(inputs), targets).backward()
-    sums.clip(rows=ROWS)
-    assert relative_error(totals(sums), truth_of(_plain(model), inputs, targets)) < 1e-9
+    assert_sums_of_loop(sums, _plain(model), (inputs,), targets)
     assert_nothing_is_left(sums, model)
 
 
@@ -80,8 +83,7 @@ def test_the_output_of_a_linear_layer_over_positions_may_be_changed_in_place():
     inputs, targets = torch.randn(6, 3, 4).double(), torch.arange(6) % 3
     sums = attached(model, "auto")
     F.cross_entropy(model(inputs), targets).backward()
-    sums.clip(rows=6)
-    assert relative_error(totals(sums), truth_of(copy.deepcopy(model), inputs, targets)) < 1e-9
+    assert_sums_of_loop(sums, copy.deepcopy(model), (inputs,), targets)
 
 
 def _plain(model):
@@ -103,9 +105,7 @@ def test_the_end_of_backward_is_reported_once_and_after_every_layer(reentrant):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_several_backward_passes_add_up(mode):
-    model = Net().double()
-    inputs, targets = batch()
-    sums = attached(model, mode)
+    model, sums, inputs, targets = begun(mode=mode)
     for part in (slice(0, 2), slice(2, 2), slice(2, 5)):
         F.cross_entropy(model(inputs[part]), targets[part]).backward()
         sums.clip()
@@ -121,17 +121,14 @@ def test_frozen_parameters_stay_out_and_unfrozen_ones_come_in(mode):
     sums = attached(model, mode)
     for _ in range(2):
         F.cross_entropy(model(inputs), targets).backward()
-        sums.clip(rows=ROWS)
-        assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+        assert_sums_of_loop(sums, model, (inputs,), targets)
         sums.discard()
         model.requires_grad_(True)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_eval_mode_and_no_grad_record_nothing(mode):
-    model = Net().double()
-    inputs, targets = batch()
-    sums = attached(model, mode)
+    model, sums, inputs, targets = begun(mode=mode)
     with torch.no_grad():
         model(inputs)
     model.eval()
@@ -143,8 +140,7 @@ def test_eval_mode_and_no_grad_record_nothing(mode):
     model.train()
     model(inputs)  # a forward pass for a log, without backward
     F.cross_entropy(model(inputs), targets).backward()
-    sums.clip(rows=ROWS)
-    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+    assert_sums_of_loop(sums, model, (inputs,), targets)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -251,8 +247,7 @@ def test_an_exception_leaves_a_clean_state(mode, where):
     model.fail = None
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
     F.cross_entropy(model(inputs), targets).backward()
-    sums.clip(rows=ROWS)
-    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+    assert_sums_of_loop(sums, model, (inputs,), targets)
 
 
 def test_an_interrupt_inside_forward_is_mended_by_the_next_pass():
@@ -355,9 +350,7 @@ def test_a_layer_that_does_not_see_the_rows_is_refused_by_name(fold):
 
 
 def test_a_model_called_twice_in_one_loss_is_clipped_as_one_sample():
-    model = Net().double()
-    inputs, targets = batch()
-    sums = attached(model)
+    model, sums, inputs, targets = begun()
     (F.cross_entropy(model(inputs), targets) + model(2 * inputs).square().sum(dim=1).mean()).backward()
     sums.clip(rows=ROWS)
 
@@ -391,9 +384,7 @@ def test_users_hooks_and_in_place_changes_of_the_output_do_no_harm():
 
 @pytest.mark.hazard("M5")
 def test_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
-    model = Net().double()
-    sums = attached(model)
-    inputs, targets = batch()
+    model, sums, inputs, targets = begun()
     loss = F.cross_entropy(model(inputs), targets) + model.head.weight.square().sum()
     model.eval()
     loss.backward()
@@ -402,13 +393,10 @@ def test_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
 
 
 def test_a_backward_pass_in_eval_mode_does_not_stand_in_the_way_of_the_next():
-    model = Net().double()
-    sums = attached(model)
-    inputs, targets = batch()
+    model, sums, inputs, targets = begun()
     model.eval()
     model(inputs).sum().backward()
     model.train()
     model.zero_grad()
     F.cross_entropy(model(inputs), targets).backward()
-    sums.clip(rows=ROWS)
-    assert relative_error(totals(sums), truth_of(model, inputs, targets)) < 1e-9
+    assert_sums_of_loop(sums, model, (inputs,), targets)

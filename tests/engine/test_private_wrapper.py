@@ -52,6 +52,14 @@ def batch_of(loop, *, least=2):
     return next(batch for batch in loop.loader if len(batch[1]) >= least)
 
 
+def assert_step(loop):
+    """A step has the gradients of a loop over the samples of its batch."""
+    batch = batch_of(loop)
+    expected = expected_gradients(loop.model.module, [batch])
+    loop.step(*batch)
+    assert_same_gradients(gradients_of(loop.model.module), expected)
+
+
 class Failing:
     """An accountant whose storage fails when a batch is discarded."""
 
@@ -91,10 +99,7 @@ def test_gradients_are_those_of_a_loop_over_samples(mode):
     model = wrapped(force_functorch=True)  # another mode than that of the run
     warm_up(model)
     loop = make_loop(model, grad_sample_mode=mode)
-    batch = batch_of(loop)
-    expected = expected_gradients(model.module, [batch])
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(model.module), expected)
+    assert_step(loop)
 
 
 def test_settings_of_the_wrapper_hold_for_the_run():
@@ -120,10 +125,7 @@ def test_the_wrapper_cannot_be_removed_while_private():
     loop = make_loop(wrapped())
     with pytest.raises(BatchStateError, match=r"Call engine\.detach\(model\) first"):
         loop.model.to_standard_module()
-    batch = batch_of(loop)
-    expected = expected_gradients(loop.model.module, [batch])
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(loop.model.module), expected)
+    assert_step(loop)
 
 
 def test_backward_over_a_forward_pass_from_before_shows_nothing():
@@ -134,10 +136,7 @@ def test_backward_over_a_forward_pass_from_before_shows_nothing():
     with pytest.raises(BatchStateError, match="private in an engine"):
         loss.backward()
     assert_off(model)
-    batch = batch_of(loop)
-    expected = expected_gradients(model.module, [batch])
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(model.module), expected)
+    assert_step(loop)
 
 
 def test_other_watchers_of_the_module_are_rejected():
@@ -210,10 +209,7 @@ def test_a_second_run_follows():
     for _ in range(2):
         assert_records(model)
         loop = make_loop(model)
-        batch = batch_of(loop)
-        expected = expected_gradients(model.module, [batch])
-        loop.step(*batch)
-        assert_same_gradients(gradients_of(model.module), expected)
+        assert_step(loop)
         loop.engine.detach(model)
         loop.optimizer.zero_grad()
     assert_records(model)
@@ -229,10 +225,7 @@ def test_a_wrapper_without_hooks_stays_without_them():
     model = wrapped()
     model.to_standard_module()
     loop = make_loop(model)
-    batch = batch_of(loop)
-    expected = expected_gradients(model.module, [batch])
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(model.module), expected)
+    assert_step(loop)
     loop.engine.detach(model)
     loop.optimizer.zero_grad()
     warm_up(model)

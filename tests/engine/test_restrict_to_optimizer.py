@@ -65,6 +65,14 @@ def batch_of(loop, *, least=2):
     return next(batch for batch in loop.loader if len(batch[1]) >= least)
 
 
+def assert_step(loop, names, **options):
+    """A step has the clipped gradients of a loop over samples, of these parameters alone."""
+    batch = batch_of(loop)
+    expected = truth(loop.model, [batch], names, **options)
+    loop.step(*batch)
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
 # Values
 
 
@@ -152,10 +160,7 @@ def test_an_optimizer_that_holds_all_parameters_is_not_restricted():
 
 def test_a_threshold_that_is_shared_out_is_shared_over_the_layers_of_the_subset():
     loop = restricted(clipping=PerLayer(0.5))
-    batch = batch_of(loop)
-    expected = truth(loop.model, [batch], LAST, max_norm=0.5)  # one layer, so all of it
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(loop.model), expected)
+    assert_step(loop, LAST, max_norm=0.5)  # one layer, so all of it
 
 
 def test_each_layer_of_the_subset_has_its_own_threshold():
@@ -228,16 +233,10 @@ def test_parameters_unfrozen_later_are_clipped_only_if_the_optimizer_holds_them(
     loop = restricted(("0.bias", *LAST))
     for frozen in (loop.model[0].weight, loop.model[2].weight):
         frozen.requires_grad_(False)
-    batch = batch_of(loop)
-    expected = truth(loop.model, [batch], ("0.bias", "2.bias"))
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(loop.model), expected)
+    assert_step(loop, ("0.bias", "2.bias"))
     loop.optimizer.zero_grad()
     loop.model.requires_grad_(True)
-    batch = batch_of(loop)
-    expected = truth(loop.model, [batch], ("0.bias", *LAST))
-    loop.step(*batch)
-    assert_same_gradients(gradients_of(loop.model), expected)
+    assert_step(loop, ("0.bias", *LAST))
 
 
 def test_a_parameter_frozen_between_forward_and_backward_is_rejected():
@@ -365,10 +364,7 @@ def test_the_restriction_ends_with_the_run():
     loop.engine.detach(loop.model)
     loop.optimizer.zero_grad()
     again = make_loop(loop.model)
-    batch = batch_of(again)
-    expected = truth(again.model, [batch], (*FIRST, *LAST))
-    again.step(*batch)
-    assert_same_gradients(gradients_of(again.model), expected)
+    assert_step(again, (*FIRST, *LAST))
 
 
 def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):

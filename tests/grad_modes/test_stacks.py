@@ -50,8 +50,8 @@ def truth(model, inputs, targets, **options):
     )
 
 
-def sums_of(sums):
-    return {name: total.double() for name, total in sums.totals().items()}
+def reasons_of(sums):
+    return {name: reason for name, (_, reason) in sums.choices().items()}
 
 
 def step(sums, model, inputs, targets):
@@ -59,27 +59,32 @@ def step(sums, model, inputs, targets):
     return sums.clip(rows=len(targets))
 
 
+def begun(model, *policy, **options):
+    """A model, a copy of it for the loop over samples, and its clipped sums."""
+    plain = copy.deepcopy(model).double()
+    return model, plain, ClippedPasses(model, *policy, **options)
+
+
+def assert_step(sums, model, plain, inputs, targets, bound=1e-9):
+    step(sums, model, inputs, targets)
+    assert relative_error(sums.totals(), truth(plain, inputs, targets)[0]) < bound
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, ROWS, 33])
 def test_equal_layers_are_formed_together_and_exact(rows, dtype):
-    model = Blocks().to(dtype)
-    plain = copy.deepcopy(model)
-    sums = ClippedPasses(model)
+    model, plain, sums = begun(Blocks().to(dtype))
     inputs, targets = batch(rows, dtype)
-    step(sums, model, inputs, targets)
-    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < (1e-9 if dtype is torch.float64 else 1e-5)
-    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert_step(sums, model, plain, inputs, targets, (1e-9 if dtype is torch.float64 else 1e-5))
+    why = reasons_of(sums)
     assert why["layers.0.weight"] == why["norms.1.bias"] == JOINED and why["head.weight"] == "formed at once"
 
 
 def test_layers_with_other_settings_are_not_joined():
-    model = Blocks(eps=(1e-5, 1.0)).double()
-    plain = copy.deepcopy(model)
-    sums = ClippedPasses(model)
+    model, plain, sums = begun(Blocks(eps=(1e-5, 1.0)).double())
     inputs, targets = batch()
-    step(sums, model, inputs, targets)
-    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
-    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert_step(sums, model, plain, inputs, targets)
+    why = reasons_of(sums)
     assert why["norms.0.weight"] != JOINED and why["layers.0.weight"] == JOINED
 
 
@@ -92,7 +97,7 @@ def test_a_setting_that_changes_between_passes_is_followed():
     model.norms[1].eps = 1.0
     step(sums, model, inputs, targets)
     plain = Blocks(eps=(1e-5, 1.0)).double()
-    assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+    assert relative_error(sums.totals(), truth(plain, inputs, targets)[0]) < 1e-9
 
 
 def product(weight):
@@ -158,8 +163,8 @@ def test_uses_of_a_parameter_add_up_in_the_matrix(how, dtype, clipping, monkeypa
             for name, parameter in plain.named_parameters():
                 parameter.requires_grad_(name.startswith(child))
             expected |= truth(plain, inputs.double(), targets, max_norm=bound)[0]
-    assert relative_error(sums_of(sums), expected) < (1e-9 if dtype is torch.float64 else 1e-5)
-    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert relative_error(sums.totals(), expected) < (1e-9 if dtype is torch.float64 else 1e-5)
+    why = reasons_of(sums)
     assert why["third.weight"] == "formed at once"
     compiled = dtype is torch.float32 and native_library() is not None and how != "fallback"
     names, further = TIED[how]
@@ -186,7 +191,7 @@ def test_groups_that_are_clipped_apart_have_norms_of_their_own():
         for name, parameter in alone.named_parameters():
             parameter.requires_grad_(name.startswith(layer))
         for name, expected in truth(alone, inputs, targets, max_norm=bound)[0].items():
-            torch.testing.assert_close(sums_of(sums)[name], expected, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(sums.totals()[name], expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix():
@@ -198,7 +203,7 @@ def test_a_sample_without_a_finite_gradient_is_dropped_from_the_matrix():
     seen = step(sums, model, inputs, targets)
     assert seen.dropped == 1
     rest = [0, 1, 3, 4]
-    assert relative_error(sums_of(sums), truth(plain, inputs[rest], targets[rest])[0]) < 1e-9
+    assert relative_error(sums.totals(), truth(plain, inputs[rest], targets[rest])[0]) < 1e-9
 
 
 def test_norms_that_are_read_after_a_sample_was_dropped_are_without_it():
@@ -217,9 +222,7 @@ def test_norms_that_are_read_after_a_sample_was_dropped_are_without_it():
 
 
 def test_batches_with_other_layouts_add_up_in_the_same_sums(monkeypatch):
-    model = Blocks().double()
-    plain = copy.deepcopy(model)
-    sums = ClippedPasses(model, probes=False)
+    model, plain, sums = begun(Blocks().double(), probes=False)
     expected = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
     for small in (stacks.SMALL_CALL_BYTES, 0, stacks.SMALL_CALL_BYTES):
         monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", small)
@@ -228,7 +231,7 @@ def test_batches_with_other_layouts_add_up_in_the_same_sums(monkeypatch):
             step(sums, model, inputs, targets)
             found = truth(plain, inputs, targets)[0]
             expected = {name: total + found[name] for name, total in expected.items()}
-    assert relative_error(sums_of(sums), expected) < 1e-9
+    assert relative_error(sums.totals(), expected) < 1e-9
 
 
 class TwoHeads(nn.Module):
@@ -260,8 +263,8 @@ def test_a_parameter_whose_first_sum_comes_later_starts_from_zero():
     plain.heads = 1
     for name, total in truth(plain, inputs, targets)[0].items():
         expected[name] = expected[name] + total
-    assert all(total.isfinite().all() for total in sums_of(sums).values())
-    assert relative_error(sums_of(sums), expected) < 1e-9
+    assert all(total.isfinite().all() for total in sums.totals().values())
+    assert relative_error(sums.totals(), expected) < 1e-9
 
 
 def test_a_matrix_keeps_to_its_share_of_the_budget():
@@ -287,25 +290,19 @@ def two_tables():
 @pytest.mark.parametrize("most", [0, stacks.SMALL_SPARSE_BYTES], ids=["alone", "in the matrix"])
 def test_small_embeddings_are_formed_in_the_matrix(most, monkeypatch):
     monkeypatch.setattr(stacks, "SMALL_SPARSE_BYTES", most)
-    model = two_tables().double()
-    plain = copy.deepcopy(model)
-    sums = ClippedPasses(model)
+    model, plain, sums = begun(two_tables().double())
     entries, targets = torch.randint(6, (ROWS, 7)), torch.arange(ROWS) % 3
-    step(sums, model, entries, targets)
-    assert relative_error(sums_of(sums), truth(plain, entries, targets)[0]) < 1e-9
-    why = {name: reason for name, (_, reason) in sums.choices().items()}
+    assert_step(sums, model, plain, entries, targets)
+    why = reasons_of(sums)
     assert (why["short.weight"] == why["long.weight"] == "formed at once") is bool(most)
 
 
 def test_lengths_that_change_from_pass_to_pass_are_exact(monkeypatch):
     monkeypatch.setattr(hooks, "_MAX_SHAPES", 1)
-    model = Blocks().double()
-    plain = copy.deepcopy(model)
-    sums = ClippedPasses(model, probes=False)
+    model, plain, sums = begun(Blocks().double(), probes=False)
     for length in (3, 5, 3, 1):
         inputs, targets = torch.randn(ROWS, length, 4, dtype=torch.float64), torch.arange(ROWS) % 3
-        step(sums, model, inputs, targets)
-        assert relative_error(sums_of(sums), truth(plain, inputs, targets)[0]) < 1e-9
+        assert_step(sums, model, plain, inputs, targets)
         sums.discard()
 
 
@@ -371,9 +368,9 @@ def test_compiled_code_forms_gradients_of_layers_as_they_are(case, loss, monkeyp
         expected = clip_by_loop(plain, (inputs[:rows].double(),), lambda output, i: loss_of(output).sum(), rows)[0]
         calls.clear()
         loss_of(model(inputs[:rows])).mean().backward()
-        before = sums_of(sums) if rows != ROWS else {}
+        before = sums.totals() if rows != ROWS else {}
         sums.clip(rows=rows)
-        found = {name: total - before.get(name, 0) for name, total in sums_of(sums).items()}
+        found = {name: total.double() - before.get(name, 0) for name, total in sums.totals().items()}
         assert relative_error(found, expected) < 1e-5
         assert calls == [len(list(model.parameters()))]
 
@@ -388,7 +385,7 @@ def test_the_first_pass_may_start_from_the_inputs_as_gradient():
     model(inputs).backward(grads)
     sums.clip(rows=5)
     expected = inputs.T @ inputs + grads.T @ inputs
-    assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
+    assert relative_error(sums.totals(), {"weight": expected.double()}) < 1e-5
 
 
 def test_inputs_whose_memory_holds_the_opposite_numbers():
@@ -400,7 +397,7 @@ def test_inputs_whose_memory_holds_the_opposite_numbers():
         sums.clip(rows=5)
         grads = grads + 1
     expected = (grads - 2).T @ inputs - (grads - 1).T @ inputs
-    assert relative_error(sums_of(sums), {"weight": expected.double()}) < 1e-5
+    assert relative_error(sums.totals(), {"weight": expected.double()}) < 1e-5
 
 
 def translation(entries):
@@ -421,5 +418,4 @@ def test_layers_of_one_weight_may_have_different_settings(entries, mode):
     indices, targets = torch.randint(1, entries, (ROWS, 6)), torch.arange(ROWS) % 3
     indices[:, 3:] = 0
     sums = ClippedPasses(model, mode=mode)
-    step(sums, model, indices, targets)
-    assert relative_error(sums_of(sums), truth(plain, indices, targets)[0]) < 1e-5
+    assert_step(sums, model, plain, indices, targets, 1e-5)

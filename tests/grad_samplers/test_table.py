@@ -4,10 +4,12 @@ from reference import per_sample_gradients, stacked
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
+from dpengine import Flat, PerSampleGradientClipper
 from dpengine.capture import LayerCall
-from dpengine.errors import UnsupportedLayerError
+from dpengine.errors import MissingGradientError, UnsupportedLayerError
 from dpengine.grad_samplers import register_grad_sampler
 from dpengine.grad_samplers.embedding import check_embedding
+from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.sampler import JointSampler
 from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
@@ -29,21 +31,32 @@ def scale_rule(layer, activations, backprops):
     return {layer.factor: x * backprops * (1 if weight is None else weight)}
 
 
-def test_a_builtin_layer_has_its_row():
-    assert sampler_for(nn.Linear(2, 3)) is BUILTIN[nn.Linear]
-    assert sampler_for(nn.ConvTranspose3d(1, 1, 2)) is BUILTIN[nn.ConvTranspose3d]
-
-
-def test_an_unknown_layer_and_a_subclass_have_none():
-    assert sampler_for(Scale()) is None
-    assert sampler_for(type("Other", (nn.Linear,), {})(2, 3)) is None
-    assert sampler_for(nn.Sequential()) is None
-
-
-def test_an_instance_with_its_own_forward_has_none():
+def with_own_forward():
     layer = nn.Linear(2, 3)
     layer.forward = lambda x: nn.functional.linear(x, layer.weight) * 2
-    assert sampler_for(layer) is None
+    return layer
+
+
+def with_frozen_weight():
+    layer = nn.Linear(2, 3)
+    layer.weight.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: nn.Linear(2, 3), nn.Linear),
+        (lambda: nn.ConvTranspose3d(1, 1, 2), nn.ConvTranspose3d),
+        (with_frozen_weight, nn.Linear),
+        (lambda: Scale(), None),
+        (lambda: type("Other", (nn.Linear,), {})(2, 3), None),
+        (nn.Sequential, None),
+        (with_own_forward, None),
+    ],
+)
+def test_exactly_the_built_in_layers_have_a_rule(make, kind):
+    assert sampler_for(make()) is (kind and BUILTIN[kind])
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -65,15 +78,9 @@ def test_a_layer_that_computes_its_weight_has_none(change):
     assert sampler_for(layer) is None
 
 
-def test_frozen_parameters_do_not_matter():
-    layer = nn.Linear(2, 3)
-    layer.weight.requires_grad_(False)
-    assert sampler_for(layer) is BUILTIN[nn.Linear]
-
-
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
-def test_embeddings_that_mix_rows_are_refused_by_name(cls, setting):
+def test_embeddings_that_mix_rows_are_rejected_by_name(cls, setting):
     with pytest.raises(UnsupportedLayerError, match=rf"encoder\.tokens.*{cls.__name__}.*{next(iter(setting))}"):
         check_embedding(cls(5, 3, **setting), "encoder.tokens")
     with pytest.raises(UnsupportedLayerError, match=rf"{cls.__name__}.*{next(iter(setting))}"):
@@ -112,14 +119,10 @@ def test_a_registered_rule_gives_gradients_by_name(kwargs):
 
 
 def test_a_registered_rule_reaches_parameters_of_children():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Scale()
-
-    register_grad_sampler(Outer)(lambda layer, activations, backprops: {layer.inner.factor: backprops})
-    call = LayerCall(Outer(), (torch.ones(2, 3),), torch.ones(2, 3))
-    assert set(sampler_for(call.layer).grads(call)) == {"inner.factor"}
+    outer = type("Outer", (nn.Sequential,), {})
+    register_grad_sampler(outer)(lambda layer, activations, backprops: {layer[0].factor: backprops})
+    call = LayerCall(outer(Scale()), (torch.ones(2, 3),), torch.ones(2, 3))
+    assert set(sampler_for(call.layer).grads(call)) == {"0.factor"}
 
 
 def test_a_registered_rule_is_not_asked_for_an_empty_batch():
@@ -131,14 +134,42 @@ def test_a_registered_rule_is_not_asked_for_an_empty_batch():
     assert sampler_for(call.layer).grads(call)["factor"].shape == (0, 3)
 
 
-def test_a_rule_that_returns_foreign_keys_is_refused_by_name():
+def test_a_rule_that_returns_foreign_keys_is_rejected_by_name():
     register_grad_sampler(Scale)(lambda layer, activations, backprops: {"factor": backprops})
     call = LayerCall(Scale(), (torch.ones(2, 3),), torch.ones(2, 3), name="body.scale")
     with pytest.raises(UnsupportedLayerError, match=r"body\.scale"):
         sampler_for(call.layer).grads(call)
 
 
-@pytest.mark.parametrize("wrong", [Scale(), int, "Scale", [nn.Linear, 3]], ids=str)
+@pytest.mark.parametrize("wrong", [Scale(), int, "Scale", [nn.Linear, 3], []], ids=str)
 def test_only_module_classes_can_be_registered(wrong):
-    with pytest.raises(TypeError, match=r"subclass of torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=rf"subclass of torch\.nn\.Module.*{'got ..' if wrong == [] else ''}"):
         register_grad_sampler(wrong)
+
+
+@pytest.mark.parametrize("rule", [None, {"factor": 1}], ids=repr)
+def test_a_rule_that_cannot_be_called_is_rejected_at_registration(rule):
+    with pytest.raises(TypeError, match=r"for Scale is .*cannot be called"):
+        register_grad_sampler(Scale)(rule)
+    assert Scale not in REGISTERED
+
+
+WRONG = {
+    "NoneType": lambda layer, acts, grads: None,
+    "Tensor": lambda layer, acts, grads: acts[0] * grads,
+    "list": lambda layer, acts, grads: {layer.factor: (acts[0] * grads).tolist()},
+    "no gradient for parameter '1.factor'": lambda layer, acts, grads: {},
+    r"shape \(4, 1\) for parameter '1.factor'": lambda layer, acts, grads: {layer.factor: grads[:, :1]},
+    "LongTensor": lambda layer, acts, grads: {layer.factor: torch.ones(len(grads), 3, dtype=torch.long)},
+}
+
+
+@pytest.mark.parametrize("got", WRONG)
+def test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result(got):
+    register_grad_sampler(Scale)(WRONG[got])
+    model = nn.Sequential(nn.Linear(2, 3), Scale())
+    clipper = PerSampleGradientClipper(model, Flat(1.0))
+    with pytest.raises(MissingGradientError, match=rf"DPE002.*Scale.*{got}") as refusal:
+        model(torch.ones(4, 2)).sum().backward()
+        clipper.clip_and_accumulate()
+    assert "'1'" in str(refusal.value)

@@ -107,13 +107,6 @@ def trainer_of(callbacks, max_epochs):
     return trainer(*callbacks, epochs=max_epochs)
 
 
-def test_the_target_is_kept_over_max_steps():
-    callback = DPCallback(target_epsilon=3.0, target_delta=1e-3)
-    made = fit(Plain(), callback, epochs=-1, max_steps=11)
-    assert made.global_step == callback.engine.ledger.steps == 11
-    assert 2.9 < callback.engine.epsilon <= 3.0
-
-
 @pytest.mark.one_in(4, "settings", others="slow")
 @pytest.mark.one_in(2, "settings")
 @pytest.mark.parametrize(
@@ -123,12 +116,13 @@ def test_the_target_is_kept_over_max_steps():
         ({"limit_train_batches": 1}, 3),
         ({"limit_train_batches": 0.5}, 9),
         ({"max_steps": 40}, 18),
+        ({"max_steps": 11, "epochs": -1}, 11),
         ({"max_steps": 5}, 5),
         ({"max_steps": 5, "limit_train_batches": 1}, 3),
         ({"limit_train_batches": 50}, 18),
     ],
 )
-def test_the_target_is_kept_and_used_up_where_the_trainer_ends_sooner(settings, steps):
+def test_the_target_is_kept_and_used_up_at_the_last_step_of_the_trainer(settings, steps):
     callback = DPCallback(target_epsilon=3.0, target_delta=1e-3)
     made = fit(Plain(), callback, **settings)
     assert made.global_step == callback.engine.ledger.steps == steps
@@ -171,7 +165,7 @@ def test_training_that_breaks_off_leaves_a_plain_module():
     assert callback.engine.ledger.steps == 3  # the batch that was handed out counts
 
 
-def test_a_run_that_is_resumed_counts_what_was_spent_before(tmp_path):
+def test_a_resumed_run_counts_the_steps_before_the_checkpoint(tmp_path):
     first = DPCallback(**WANTED)
     fit(Plain(), first, epochs=2).save_checkpoint(tmp_path / "run.ckpt")
     second = DPCallback(**WANTED)
@@ -181,7 +175,7 @@ def test_a_run_that_is_resumed_counts_what_was_spent_before(tmp_path):
     assert second.engine.epsilon == pytest.approx(engine.epsilon)
 
 
-def test_an_engine_that_trained_before_adds_what_a_checkpoint_of_another_process_spent(tmp_path):
+def test_an_engine_that_trained_before_adds_the_steps_of_a_checkpoint_of_another_process(tmp_path):
     fit(Plain(), DPCallback(**WANTED), epochs=2).save_checkpoint(tmp_path / "run.ckpt")
     callback = DPCallback(**WANTED)
     fit(Plain(), callback, epochs=1)
@@ -198,12 +192,6 @@ def test_a_checkpoint_is_counted_each_time_that_training_goes_on_from_it(tmp_pat
     assert callback.engine.ledger.steps == 12 + 12 + 6
 
 
-def test_another_process_on_one_device_is_refused():
-    made = trainer(DPCallback(**WANTED), strategy="ddp_spawn")
-    with pytest.raises(SamplingError, match="another process"):
-        made.callbacks[0].setup(made, Plain(), "fit")
-
-
 def test_correlated_noise_takes_its_length_from_the_trainer():
     callback = DPCallback(noise=BandMF(num_bands=3), noise_multiplier=1.0)
     fit(Plain(), callback)
@@ -211,10 +199,25 @@ def test_correlated_noise_takes_its_length_from_the_trainer():
     assert 0 < callback.engine.epsilon < 100
 
 
-def test_a_checkpoint_that_says_nothing_of_privacy_is_refused(tmp_path):
+def test_a_checkpoint_without_a_record_of_privacy_is_rejected(tmp_path):
     fit(Plain(), lightning.Callback(), epochs=1).save_checkpoint(tmp_path / "run.ckpt")
     with pytest.raises(SamplingError, match="has no record of the privacy cost"):
         fit(Plain(), DPCallback(**WANTED), epochs=2, ckpt_path=tmp_path / "run.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("module", "callback", "settings", "error", "says"),
+    [
+        (Two, {}, {}, ParameterMismatchError, "2 optimizers"),
+        (Plain, {}, {"loaders": lambda: [loader(), loader()]}, SamplingError, "several training loaders"),
+        (Plain, {}, {"loaders": Batches}, SamplingError, "is a Batches"),
+        (Asking, {"physical_batch_size": 4}, {}, SamplingError, r"max_epochs \* len\(loader\)"),
+    ],
+    ids=["two optimizers", "several loaders", "no loader", "chunks before there is an optimizer"],
+)
+def test_modules_and_loaders_that_do_not_fit_are_rejected(module, callback, settings, error, says):
+    with pytest.raises(error, match=says):
+        fit(module(), DPCallback(**WANTED, **callback), **{name: make() for name, make in settings.items()})
 
 
 @pytest.mark.parametrize(
@@ -224,27 +227,14 @@ def test_a_checkpoint_that_says_nothing_of_privacy_is_refused(tmp_path):
         ({"gradient_clip_val": 1.0}, ValueError, "max_grad_norm"),
         ({"reload_dataloaders_every_n_epochs": 1}, SamplingError, "once for each loader"),
         ({"devices": 2, "strategy": "ddp_spawn"}, SamplingError, "2 processes"),
+        ({"strategy": "ddp_spawn"}, SamplingError, "another process"),
     ],
-    ids=["accumulation", "clipping", "reloading", "processes"],
+    ids=["accumulation", "clipping", "reloading", "processes", "another process on one device"],
 )
-def test_settings_that_would_break_the_guarantee_are_refused(settings, error, says, monkeypatch):
+def test_settings_that_would_break_the_guarantee_are_rejected(settings, error, says):
     made = trainer(DPCallback(**WANTED), **settings)
     with pytest.raises(error, match=says):
         made.callbacks[0].setup(made, Plain(), "fit")
-
-
-def test_chunks_cannot_be_counted_before_there_is_an_optimizer():
-    with pytest.raises(SamplingError, match=r"max_epochs \* len\(loader\)"):
-        fit(Asking(), DPCallback(physical_batch_size=4, **WANTED))
-
-
-def test_two_optimizers_and_other_loaders_are_refused():
-    with pytest.raises(ParameterMismatchError, match="2 optimizers"):
-        fit(Two(), DPCallback(**WANTED))
-    with pytest.raises(SamplingError, match="several training loaders"):
-        fit(Plain(), DPCallback(**WANTED), loaders=[loader(), loader()])
-    with pytest.raises(SamplingError, match="is a Batches"):
-        fit(Plain(), DPCallback(**WANTED), loaders=Batches())
 
 
 def test_a_loader_that_went_by_unseen_is_noticed():

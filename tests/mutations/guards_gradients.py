@@ -215,8 +215,7 @@ GUARDS = [
         "a rule that gives no floats",
         "not (isinstance(grad, Tensor) and grad.is_floating_point())",
         "False",
-        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
-        "layer_and_what_it_gave",
+        "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",
     ),
     Guard(
         "ghost-last-sums",
@@ -585,16 +584,14 @@ GUARDS = [
         "a rule that leaves out a parameter",
         "        if use.parameter not in computed:\n            raise",
         "        if False:\n            raise",
-        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
-        "layer_and_what_it_gave",
+        "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",
     ),
     Guard(
         "joint-shape",
         "a rule that gives another shape",
         "tuple(grad.shape) != expected",
         "False",
-        "grad_samplers/test_registered_rules.py::test_a_rule_that_returns_something_else_is_refused_with_its_"
-        "layer_and_what_it_gave",
+        "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",
     ),
     Guard(
         "replay-output",
