@@ -39,41 +39,14 @@ def one_step(model, optimizer, batch):
     optimizer.step()
 
 
-def other_noise():
-    private(noise_multiplier=1.0 + rank())
-
-
-def other_key():
-    private(seed=rank())
-
-
-def other_weights():
-    private(weights=rank())
-
-
-def other_chunks():
-    private(physical_batch_size=2 + rank())
-
-
 def other_data():
-    torch.manual_seed(0)
-    model = plain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    rows = list(data())[: 90 + rank()]
-    loader = DataLoader(rows, batch_size=12)
-    PrivacyEngine(seed=1).make_private(
-        model, optimizer, loader, noise_multiplier=1.0, sample_rate=0.1, expected_batch_size=10.0, target_delta=1e-5
-    )
+    settings = {"sample_rate": 0.1, "expected_batch_size": 10.0, "target_delta": 1e-5}
+    private(rows=list(data())[: 90 + rank()], **settings)
 
 
 def other_order():
     rows = list(data())
-    shifted = rows[rank() :] + rows[: rank()]
-    private(rows=shifted)
-
-
-def other_users():
-    private(privacy_unit=(torch.arange(96) // 2).roll(rank()))
+    private(rows=rows[rank() :] + rows[: rank()])
 
 
 class Shifted:
@@ -87,14 +60,6 @@ class Shifted:
     def over(self, num_examples):
         draws = self.scheme.over(num_examples)
         return SimpleNamespace(draw=lambda step, words: (draws.draw(step, words) + self.shift) % num_examples)
-
-
-def other_batches():
-    private(sampling=Shifted(rank()))
-
-
-def other_learning_rate():
-    private(lr=0.1 + rank())
 
 
 class Changed(torch.utils.data.Dataset):
@@ -116,18 +81,18 @@ def changed_at_random():
 
 DISAGREEMENTS = {
     "order": (other_order, "examples"),
-    "users": (other_users, "units"),
-    "learning rate": (other_learning_rate, "optimizer"),
-    "batches": (other_batches, "batches"),
-    "noise": (other_noise, "plan"),
-    "key": (other_key, "key"),
-    "weights": (other_weights, "'embedding.weight' differs"),
-    "chunks": (other_chunks, "chunks"),
+    "users": (lambda: private(privacy_unit=(torch.arange(96) // 2).roll(rank())), "units"),
+    "learning rate": (lambda: private(lr=0.1 + rank()), "optimizer"),
+    "batches": (lambda: private(sampling=Shifted(rank())), "batches"),
+    "noise": (lambda: private(noise_multiplier=1.0 + rank()), "plan"),
+    "key": (lambda: private(seed=rank()), "key"),
+    "weights": (lambda: private(weights=rank()), "'embedding.weight' differs"),
+    "chunks": (lambda: private(physical_batch_size=2 + rank()), "chunks"),
     "data": (other_data, "data|plan"),
 }
 
 
-def refusals():
+def errors_of_rank():
     """Returns the errors on one rank of two, one after the other."""
     settings = {name: setting for name, (setting, _) in DISAGREEMENTS.items()}
     settings |= {"changed": changed_at_random, "skips": skips_a_batch, "partly sharded": only_a_part_is_sharded}
@@ -141,19 +106,19 @@ def refusals():
 
 
 @pytest.fixture(scope="module")
-def refused():
-    return launched(2, refusals)
+def found_by_ranks():
+    return launched(2, errors_of_rank)
 
 
 @pytest.mark.hazard("X5")
-def test_ranks_that_do_not_agree_at_the_start_are_refused(refused):
-    for found in refused:
+def test_ranks_that_do_not_agree_at_the_start_are_rejected(found_by_ranks):
+    for found in found_by_ranks:
         for name, (_, what) in DISAGREEMENTS.items():
             assert isinstance(found[name], MechanismMismatchError) and re.search(what, str(found[name]))
 
 
-def test_examples_that_change_as_they_are_read_are_no_disagreement(refused):
-    assert all("changed" not in found for found in refused)
+def test_examples_that_change_as_they_are_read_are_no_disagreement(found_by_ranks):
+    assert all("changed" not in found for found in found_by_ranks)
 
 
 def skips_a_batch():
@@ -165,8 +130,8 @@ def skips_a_batch():
 
 
 @pytest.mark.hazard("X5")
-def test_a_rank_at_another_step_is_found_in_the_sum(refused):
-    for found in refused:
+def test_a_rank_at_another_step_is_found_in_the_sum(found_by_ranks):
+    for found in found_by_ranks:
         assert isinstance(found["skips"], MechanismMismatchError) and "at different steps" in str(found["skips"])
 
 
@@ -210,7 +175,7 @@ def odd_wrappers():
     return found
 
 
-def test_wrappers_that_cannot_be_made_private_are_refused_by_name():
+def test_wrappers_that_cannot_be_made_private_are_rejected_by_name():
     dataparallel, older = odd_wrappers()
     assert "DataParallel" in dataparallel and "fully_shard" in dataparallel
     assert "FullyShardedDataParallel" in older
@@ -226,14 +191,14 @@ def only_a_part_is_sharded():
     )
 
 
-def test_a_model_that_is_sharded_in_part_is_refused(refused):
-    for found in refused:
+def test_a_model_that_is_sharded_in_part_is_rejected(found_by_ranks):
+    for found in found_by_ranks:
         assert isinstance(found["partly sharded"], UnsupportedLayerError)
         assert "embedding.weight" in str(found["partly sharded"])
 
 
 @pytest.mark.hazard("S8")
-def test_a_sampler_that_repeats_rows_is_refused():
+def test_a_sampler_that_repeats_rows_is_rejected():
     model = plain()
     sampler = DistributedSampler(data(), num_replicas=2, rank=0)
     with pytest.raises(SamplingError, match="repeats examples"):

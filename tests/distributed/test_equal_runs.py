@@ -29,7 +29,7 @@ A_FEW = [
 ]
 
 
-def refuse_differences(case, of_ranks, expected):
+def assert_same_runs(case, of_ranks, expected):
     for one in of_ranks:
         assert one["weights"].keys() == expected["weights"].keys()
         assert difference(one["weights"], expected["weights"]) < 1e-6, case
@@ -41,7 +41,7 @@ def compare(cases, topology, ranks, steps):
     found = launched(ranks, all_trained, cases, topology, steps)
     assert all(isinstance(one, list) for one in found), found
     for i, case in enumerate(cases):
-        refuse_differences(case, [one[i] for one in found], trained(case, steps=steps))
+        assert_same_runs(case, [one[i] for one in found], trained(case, steps=steps))
     rare = cases.index(Case(batch=2))
     assert any(one[rare]["empty"] for one in found)  # a process without samples participates
 
@@ -59,7 +59,7 @@ def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the
     found = launched(2, all_trained, cases, "data", 8)
     for i, case in enumerate(cases):
         assert sum(one[i]["empty"] for one in found) > 1
-        refuse_differences(case, [one[i] for one in found], trained(case, steps=8))
+        assert_same_runs(case, [one[i] for one in found], trained(case, steps=8))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_processes_choose_the_parts_that_run_each_sample_alone_when_they_have_sa
     ]
     found = launched(2, all_trained, cases, topology, 8)
     for i, case in enumerate(cases):
-        refuse_differences(case, [one[i] for one in found], trained(case, steps=8))
+        assert_same_runs(case, [one[i] for one in found], trained(case, steps=8))
     assert sum(one[0]["empty"] for one in found) > 1
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from case_models import Parts
 from launch import launched
 from spread_runs import VOCABULARY, WIDTH, Block, Words, data, difference, plain, whole_weights, wrapped
 from torch import nn
@@ -81,15 +82,9 @@ def padded():
     return model
 
 
-class Softmax(nn.Module):
+def softmax_scaled(x, weight):
     """Multiplies samples by the result of an operation that no rule covers."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(WIDTH) / WIDTH)
-
-    def forward(self, x):
-        return x * self.weight.softmax(0)
+    return x * weight.softmax(0)
 
 
 class HoldsSoftmax(Words):
@@ -97,7 +92,8 @@ class HoldsSoftmax(Words):
 
     def __init__(self):
         super().__init__()
-        self.softmax = Softmax()
+        weight = nn.Parameter(torch.arange(WIDTH) / WIDTH)
+        self.softmax = Parts(lambda m, x: softmax_scaled(x, m.weight), weight=weight)
 
     def forward(self, words):
         return super().forward(words) + self.head(self.softmax(self.embedding(words)))
@@ -111,7 +107,7 @@ class IsSoftmax(Words):
         self.weight = nn.Parameter(torch.arange(WIDTH) / WIDTH)
 
     def forward(self, words):
-        return super().forward(words) + self.head(Softmax.forward(self, self.embedding(words)))
+        return super().forward(words) + self.head(softmax_scaled(self.embedding(words), self.weight))
 
 
 def split(model):
@@ -190,7 +186,7 @@ CASES = {
     "split-sequences": Case(sequences, says=r"UnsupportedLayerError.*'blocks.0.norm' \(LayerNorm\)"),
 }
 EXACT = [name for name, case in CASES.items() if case.says is None]
-REFUSED = [name for name, case in CASES.items() if case.says is not None]
+REJECTED = [name for name, case in CASES.items() if case.says is not None]
 
 
 def run(case, steps=6):
@@ -236,7 +232,7 @@ def results(names):
     return all_runs(names) | {"mixed": mixed_runs()}
 
 
-def refuse_differences(of_ranks):
+def assert_no_differences(of_ranks):
     first, *others = of_ranks
     assert all(torch.equal(w, first[name]) for other in others for name, w in other.items())
 
@@ -253,7 +249,7 @@ def of_one():
 def test_an_option_leaves_the_run_of_one_process(of_ranks, of_one, name):
     case, found = CASES[name], [one[name] for one in of_ranks]
     assert all(isinstance(one, dict) for one in found), found
-    refuse_differences(found)
+    assert_no_differences(found)
     expected = of_one[(case.make, *(case.more.keys() & THREE_CHUNKS.keys()))]
     assert found[0].keys() == expected.keys()
     assert difference(found[0], expected) < 1e-6
@@ -272,8 +268,8 @@ def test_a_layer_that_is_sharded_by_itself_keeps_its_rule():
     assert launched(1, rules_of_sharded_layers) == [[True, True, True]]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_option_that_does_not_go_is_refused_by_name(of_ranks, name):
+@pytest.mark.parametrize("name", REJECTED)
+def test_an_option_that_is_not_supported_is_rejected_by_name(of_ranks, name):
     for one in of_ranks:
         assert re.search(CASES[name].says, str(one[name])), one[name]
 
@@ -282,8 +278,8 @@ def test_an_option_that_does_not_go_is_refused_by_name(of_ranks, name):
 def test_mixed_precision_is_that_of_one_process_and_sums_are_exchanged_in_float32(of_ranks):
     """bfloat16 has 8 bits: sums of a rank's rows are rounded to 0.4 % each, other rows in another order."""
     of_two = [one["mixed"] for one in of_ranks]
-    refuse_differences([weights for weights, _ in of_two])
-    refuse_differences(of_two[0])
+    assert_no_differences([weights for weights, _ in of_two])
+    assert_no_differences(of_two[0])
     ((alone, _),) = launched(1, mixed_runs)
     assert difference(of_two[0][0], alone) < 1e-3
     assert 1e-5 < difference(of_two[0][0], run(Case(itself))) < 1e-2  # rounded to bfloat16, and not much else

@@ -46,17 +46,11 @@ def trained(model, step=plain, *, mode="auto", steps=STEPS, samples=6):
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(samples * steps, FEATURES), torch.arange(samples * steps) % CLASSES)
-    engine = PrivacyEngine(seed=0)
-    model, optimizer, loader = engine.make_private(
-        *(model, optimizer, DataLoader(data, batch_size=samples)),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        sampling="shuffle",
-        grad_sample_mode=mode,
-    )
+    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "sampling": "shuffle", "grad_sample_mode": mode}
+    loader = DataLoader(data, batch_size=samples)
+    model, optimizer, loader = PrivacyEngine(seed=0).make_private(model, optimizer, loader, **settings)
     for inputs, targets in loader:
         step(model, optimizer, inputs, targets)
-    return engine
 
 
 # Memory that is read
@@ -165,21 +159,13 @@ def test_memory_that_begins_late_is_found_at_a_later_check():
 
 
 def test_memory_of_two_attributes_that_hold_one_object_is_rejected():
-    class Reads(nn.Module):
-        def __init__(self, rows):
-            super().__init__()
-            self.rows = rows
-
-        def forward(self, hidden):
-            return hidden + sum(self.rows[:-1])
-
     def shared(model, inputs):
         hidden = torch.tanh(model.body(inputs))
         model.rows.append(hidden.detach().mean(dim=0))
         return model.head(model.reads(hidden))
 
     model = Made(shared)
-    model.reads = Reads(model.rows)
+    model.reads = Parts(lambda m, hidden: hidden + sum(m.rows[:-1]), rows=model.rows)
     with pytest.raises(BufferUpdateError, match="'rows'"):
         trained(model)
 
@@ -357,18 +343,13 @@ def test_what_a_check_runs_leaves_no_trace():
 
 
 def test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again():
-    class Fails(nn.Module):
-        def __init__(self, first):
-            super().__init__()
-            self.body, self.kept, self.first = nn.Linear(FEATURES, CLASSES), None, first
+    def run(m, inputs):
+        m.kept = inputs.mean()
+        if not torch.equal(inputs, m.first):
+            raise RuntimeError("other data")
+        return m.body(inputs)
 
-        def forward(self, inputs):
-            self.kept = inputs.mean()
-            if not torch.equal(inputs, self.first):
-                raise RuntimeError("other data")
-            return self.body(inputs)
-
-    model = Fails(tensors()[0])
+    model = Parts(run, body=nn.Linear(FEATURES, CLASSES), kept=None, first=tensors()[0])
     with pytest.warns(PrivacyWarning, match=r"DPE012.*attribute of the model changed.*could not run with other data"):
         GradSampleModule(model, loss_reduction="sum")(model.first.clone()).square().sum().backward()
 
@@ -385,33 +366,8 @@ def centered():
     return m
 
 
-def in_place(model, inputs, outputs):
-    model.center.mul_(0.9).add_(outputs.detach().mean(dim=0), alpha=0.1)
-
-
-def replaced(model, inputs, outputs):
-    model.center = 0.9 * model.center + 0.1 * outputs.detach().mean(dim=0)
-
-
-def part_of_it(model, inputs, outputs):
-    model.center[1] = outputs[0, 1].detach()
-
-
-def past_the_version(model, inputs, outputs):
-    model.center.data.copy_(outputs.mean(dim=0))
-
-
-def by_the_input(model, inputs, outputs):
-    model.net[0].scale.copy_(1 / inputs.abs().max())
-
-
-def into_out(model, inputs, outputs):
-    torch.mean(outputs.detach(), dim=0, out=model.center)
-
-
-def a_frozen_parameter(model, inputs, outputs):
-    with torch.no_grad():
-        model.net[0].bias.copy_(-inputs.mean().expand(8))
+def set_center(model, value):
+    model.center = value
 
 
 def after_model(write):
@@ -420,7 +376,7 @@ def after_model(write):
         outputs = model(inputs)
         loss = F.cross_entropy(outputs, targets)
         with torch.no_grad():
-            write(model, inputs, outputs)
+            write(model, inputs, outputs.detach())
         loss.backward()
         optimizer.step()
 
@@ -428,70 +384,50 @@ def after_model(write):
 
 
 LOOP_WRITES = {
-    in_place: "Buffer 'center'", replaced: "Buffer 'center'", part_of_it: "Buffer 'center'",
-    past_the_version: "Buffer 'center'", by_the_input: "Buffer 'net.0.scale'", into_out: "Buffer 'center'",
-    a_frozen_parameter: "Parameter 'net.0.bias'",
-}  # fmt: skip
+    "in_place": ("Buffer 'center'", lambda m, x, o: m.center.mul_(0.9).add_(o.mean(dim=0), alpha=0.1)),
+    "replaced": ("Buffer 'center'", lambda m, x, o: set_center(m, 0.9 * m.center + 0.1 * o.mean(dim=0))),
+    "part_of_it": ("Buffer 'center'", lambda m, x, o: m.center[1].copy_(o[0, 1])),
+    "past_the_version": ("Buffer 'center'", lambda m, x, o: m.center.data.copy_(o.mean(dim=0))),
+    "by_the_input": ("Buffer 'net.0.scale'", lambda m, x, o: m.net[0].scale.copy_(1 / x.abs().max())),
+    "into_out": ("Buffer 'center'", lambda m, x, o: torch.mean(o, dim=0, out=m.center)),
+    "a_frozen_parameter": ("Parameter 'net.0.bias'", lambda m, x, o: m.net[0].bias.copy_(-x.mean().expand(8))),
+}
 
 
-@pytest.mark.parametrize("write", LOOP_WRITES, ids=lambda write: write.__name__)
-def test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named(write):
-    with pytest.raises(BufferUpdateError, match=rf"DPE026.*{LOOP_WRITES[write]} was written by the loop"):
+@pytest.mark.parametrize(("name", "write"), LOOP_WRITES.values(), ids=LOOP_WRITES)
+def test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named(name, write):
+    with pytest.raises(BufferUpdateError, match=rf"DPE026.*{name} was written by the loop"):
         trained(centered(), after_model(write))
 
 
-def a_constant(model, inputs, outputs):
-    model.center.add_(0.1)
+OTHER_WRITES = {
+    "a_constant": lambda m, x, o: m.center.add_(0.1),
+    "a_schedule": lambda m, x, o: m.center.fill_(float(np.cos(len(x)))),
+    "noise": lambda m, x, o: m.center.normal_(),
+    "weights": lambda m, x, o: m.center.mul_(0.9).add_(m.net[2].bias, alpha=0.1),
+    "a_copy_of_its_own": lambda m, x, o: m.center.clone().add_(o.mean(dim=0)),
+}
 
 
-def a_schedule(model, inputs, outputs):
-    model.center.fill_(float(np.cos(len(inputs))))
-
-
-def noise(model, inputs, outputs):
-    model.center.normal_()
-
-
-def weights(model, inputs, outputs):
-    model.center.mul_(0.9).add_(model.net[2].bias, alpha=0.1)
-
-
-def a_copy_of_its_own(model, inputs, outputs):
-    model.center.clone().add_(outputs.mean(dim=0))
-
-
-@pytest.mark.parametrize("write", [a_constant, a_schedule, noise, weights, a_copy_of_its_own], ids=lambda w: w.__name__)
+@pytest.mark.parametrize("write", OTHER_WRITES.values(), ids=OTHER_WRITES)
 def test_a_buffer_that_the_loop_writes_from_anything_else_is_accepted(write):
     trained(centered(), after_model(write))
 
 
-class HooksItself(nn.Module):
+def hooks_itself(model, inputs):
     """Registers a hook when it first runs, as libraries do that return hidden states on demand."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
-        self.hidden = []
-
-    def forward(self, inputs):
-        if not hasattr(self, "is_hooked"):
-            self.body.register_forward_hook(lambda module, args, output: self.hidden.append(output))
-            self.is_hooked = True
-        self.hidden = []
-        self.body(inputs)
-        (hidden,) = self.hidden
-        self.hidden = []
-        return self.head(hidden.tanh())
+    if model.calls == 0:
+        model.body.register_forward_hook(lambda module, args, output: model.rows.append(output))
+    model.calls = 1
+    model.rows = []
+    model.body(inputs)
+    (hidden,) = model.rows
+    model.rows = []
+    return model.head(hidden.tanh())
 
 
 @pytest.mark.parametrize("mode", [*MODES, "whole_model"])
 def test_a_hook_that_a_forward_pass_registers_is_there_once(mode):
-    model = HooksItself()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(*tensors()), batch_size=8)
-    model, optimizer, loader = PrivacyEngine(seed=1).make_private(
-        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, grad_sample_mode=mode
-    )
-    for inputs, targets in loader:
-        plain(model, optimizer, inputs, targets)
+    model = Made(hooks_itself)
+    trained(model, mode=mode, samples=8)
     assert len(model.body._forward_hooks) == 1
