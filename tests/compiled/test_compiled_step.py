@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -32,6 +33,27 @@ def assert_trains_alike(make, rows, compile="eager", count=7, **settings):
     assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
     assert compiled.engine.epsilon == eager.engine.epsilon
     return compiled
+
+
+def assert_loops_alike(step, make=MODELS["linear"][0], tolerance=(1e-5, 1e-6), **settings):
+    """Compares the weights after a loop with a compiled and an eager step: ``step(training, x, y, i)`` is its body."""
+
+    def trained(compile):
+        training = Training(make, data((6,)), compile=compile, **settings)
+        for i, (x, y) in enumerate(itertools.islice(training.loader, 7)):
+            training.optimizer.zero_grad()
+            step(training, x, y, i)
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=tolerance[0], atol=tolerance[1])
+
+
+def before_compiled_batch(make=MODELS["linear"][0], **settings):
+    """A training, and a batch of which the compiled step is due."""
+    training = Training(make, data((6,)), compile="eager", **settings)
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    return training, x, y
 
 
 @pytest.mark.parametrize(
@@ -132,27 +154,19 @@ def test_under_autocast_no_sample_exceeds_the_clipping_norm(name, passes):
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["around", "in the model"])
 def test_autocast_is_that_of_the_loop(where, passes):
-    class Casting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, CLASSES)
+    def cast(m, x):
+        with torch.autocast("cpu", torch.bfloat16, enabled=where != "around" or torch.is_autocast_enabled("cpu")):
+            return m.last(torch.tanh(m.first(x)))
 
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16, enabled=where != "around" or torch.is_autocast_enabled("cpu")):
-                return self.last(torch.tanh(self.first(x)))
+    def step(training, x, y, i):
+        with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
+            output = training.model(x)
+        assert output.dtype is torch.bfloat16
+        F.cross_entropy(output.float(), y).backward()
+        training.optimizer.step()
 
-    def trained(compile):
-        training = Training(Casting, data((6,)), compile=compile)
-        for x, y in itertools.islice(training.loader, 7):
-            training.optimizer.zero_grad()
-            with torch.autocast("cpu", torch.bfloat16, enabled=where == "around"):
-                output = training.model(x)
-            assert output.dtype is torch.bfloat16
-            F.cross_entropy(output.float(), y).backward()
-            training.optimizer.step()
-        return weights_of(training.model)
-
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-4, atol=1e-4)
+    make = lambda: Parts(cast, first=nn.Linear(6, 9), last=nn.Linear(9, CLASSES))  # noqa: E731
+    assert_loops_alike(step, make, (1e-4, 1e-4))
     assert passes
 
 
@@ -225,17 +239,12 @@ def test_dropout_draws_anew_in_every_step():
 
 
 @pytest.mark.slow
-def test_what_is_unfrozen_later_trains(passes):
-    make, shape = MODELS["linear"]
+def test_parameters_that_are_unfrozen_later_train(passes):
+    def step(training, x, y, i):
+        training.step((x, y))
+        training.model[0].requires_grad_(i not in {1, 2})
 
-    def trained(compile):
-        training = Training(make, data(shape), compile=compile, unused_parameters="error")
-        for i, batch in enumerate(itertools.islice(training.loader, 7)):
-            training.step(batch)
-            training.model[0].requires_grad_(i not in {1, 2})
-        return weights_of(training.model)
-
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert_loops_alike(step, unused_parameters="error")
     assert passes
 
 
@@ -354,31 +363,23 @@ class Named(nn.Module):
 
 @pytest.mark.slow
 def test_keywords_shared_tensors_and_nested_outputs(passes):
-    def trained(compile):
-        training = Training(Named, data((6,)), compile=compile)
-        for i, (x, y) in enumerate(itertools.islice(training.loader, 7)):
-            training.optimizer.zero_grad()
-            found = training.model(x, table=torch.linspace(0, i, 8)[None], by=2.0)
-            assert found["by"] == 2.0 and found["more"][1].dtype is torch.int64 and len(found["more"][1]) == len(x)
-            (F.cross_entropy(found["logits"], y) + found["more"][0].square().sum(dim=1).mean()).backward()
-            training.optimizer.step()
-        return weights_of(training.model)
+    def step(training, x, y, i):
+        found = training.model(x, table=torch.linspace(0, i, 8)[None], by=2.0)
+        assert found["by"] == 2.0 and found["more"][1].dtype is torch.int64 and len(found["more"][1]) == len(x)
+        (F.cross_entropy(found["logits"], y) + found["more"][0].square().sum(dim=1).mean()).backward()
+        training.optimizer.step()
 
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert_loops_alike(step, Named)
     assert len(passes) == 5
 
 
 @pytest.mark.slow
 def test_an_output_that_the_loss_does_not_use_has_a_gradient_of_zero(passes):
-    def trained(compile):
-        training = Training(Named, data((6,)), compile=compile, unused_parameters="zero")
-        for x, y in itertools.islice(training.loader, 7):
-            training.optimizer.zero_grad()
-            F.cross_entropy(training.model(x, table=torch.zeros(1, 8))["logits"], y).backward()
-            training.optimizer.step()
-        return weights_of(training.model)
+    def step(training, x, y, i):
+        F.cross_entropy(training.model(x, table=torch.zeros(1, 8))["logits"], y).backward()
+        training.optimizer.step()
 
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert_loops_alike(step, Named, unused_parameters="zero")
     assert passes
 
 
@@ -401,9 +402,7 @@ def test_outputs_may_be_changed_in_place(size, passes):
 @pytest.mark.slow
 def test_an_output_that_the_backward_pass_reads_may_not_be_changed_in_place():
     make = lambda: nn.Sequential(nn.Linear(6, CLASSES), nn.Sigmoid())  # noqa: E731
-    training = Training(make, data((6,)), compile="eager", sampling="shuffle", target_delta=1e-3)
-    x, y = next(batches_after_checks(training))
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch(make, sampling="shuffle", target_delta=1e-3)
     output = training.model(x)
     assert output.grad_fn.name() == "CompiledPassFunctionBackward"
     output.mul_(2.0)
@@ -413,9 +412,7 @@ def test_an_output_that_the_backward_pass_reads_may_not_be_changed_in_place():
 
 @pytest.mark.slow
 def test_a_parameter_that_is_changed_before_backward_raises():
-    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
-    x, y = next(batches_after_checks(training))
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch()
     loss = F.cross_entropy(training.model(x), y)
     with torch.no_grad():
         training.model[2].weight.mul_(2.0)
@@ -425,17 +422,14 @@ def test_a_parameter_that_is_changed_before_backward_raises():
 
 @pytest.mark.slow
 def test_gradients_of_the_loss_may_be_scaled_by_a_grad_scaler(passes):
-    def trained(compile):
-        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-        training = Training(MODELS["linear"][0], data((6,)), compile=compile, grad_scaler=scaler)
-        for x, y in itertools.islice(training.loader, 7):
-            training.optimizer.zero_grad()
-            scaler.scale(F.cross_entropy(training.model(x), y)).backward()
-            scaler.step(training.optimizer)
-            scaler.update()
-        return weights_of(training.model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
 
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    def step(training, x, y, i):
+        scaler.scale(F.cross_entropy(training.model(x), y)).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+
+    assert_loops_alike(step, grad_scaler=scaler)
     assert passes
 
 
@@ -464,31 +458,22 @@ def test_an_attack_in_eval_mode_between_steps_is_not_recorded(passes):
 
 @pytest.mark.slow
 def test_a_forward_pass_without_gradients_or_backward_is_not_recorded(passes):
-    def trained(compile):
-        training = Training(MODELS["linear"][0], data((6,)), compile=compile)
-        for batch in itertools.islice(training.loader, 7):
-            with torch.no_grad():
-                training.model(batch[0])
-            training.model(batch[0])
-            training.step(batch)
-        return weights_of(training.model)
+    def step(training, x, y, i):
+        with torch.no_grad():
+            training.model(x)
+        training.model(x)
+        training.step((x, y))
 
-    torch.testing.assert_close(trained("eager"), trained(False), rtol=1e-5, atol=1e-6)
+    assert_loops_alike(step)
     assert len(passes) == 5
 
 
 @pytest.mark.slow
 def test_checkpointing_in_the_model(passes):
-    class Saving(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = nn.Linear(6, 9), nn.Linear(9, CLASSES)
+    def saving(m, x):
+        return m.last(torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(m.first(x)), x, use_reentrant=False))
 
-        def forward(self, x):
-            h = torch.utils.checkpoint.checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=False)
-            return self.last(h)
-
-    assert_trains_alike(Saving, data((6,)))
+    assert_trains_alike(lambda: Parts(saving, first=nn.Linear(6, 9), last=nn.Linear(9, CLASSES)), data((6,)))
     assert passes
 
 
@@ -585,9 +570,7 @@ def test_the_key_of_a_graph_keeps_nothing_alive_and_never_equals_that_of_a_later
 
 @pytest.mark.slow
 def test_a_batch_counts_once():
-    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
-    x, y = next(batches_after_checks(training))
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch()
     loss = F.cross_entropy(training.model(x), y)
     loss.backward(retain_graph=True)
     with pytest.raises(errors.RepeatedBackwardError):
@@ -595,9 +578,7 @@ def test_a_batch_counts_once():
 
 
 def test_other_samples_than_were_drawn_are_rejected():
-    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
-    x, y = next(batches_after_checks(training))
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch()
     with pytest.raises(errors.BatchMismatchError):
         F.cross_entropy(training.model(torch.cat([x, x])), torch.cat([y, y])).backward()
 
@@ -612,9 +593,7 @@ def test_a_model_in_eval_mode_is_rejected_as_ever():
 
 @pytest.mark.slow
 def test_a_parameter_used_by_the_loss_is_rejected():
-    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
-    x, y = next(batches_after_checks(training))
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch()
     loss = F.cross_entropy(training.model(x), y) + training.model[0].weight.square().sum()
     with pytest.raises(errors.MissingGradientError, match="used outside the forward"):
         loss.backward()
@@ -635,9 +614,7 @@ def test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly(passes
     torch.testing.assert_close(compiled, trained(False), rtol=1e-5, atol=1e-6)
     assert not passes
 
-    training = Training(MODELS["linear"][0], data((6,)), compile="eager")
-    x, y = next(batches_after_checks(training))  # called once there
-    training.optimizer.zero_grad()
+    training, x, y = before_compiled_batch()  # the model was called once there
     loss = F.cross_entropy(training.model(x), y) + F.cross_entropy(training.model(-x), y)
     with pytest.raises(errors.UnsupportedLayerError, match="more than once before one backward pass"):
         loss.backward()

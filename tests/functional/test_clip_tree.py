@@ -38,14 +38,14 @@ def test_one_norm_is_taken_over_all_leaves(c, rescale, factor):
 
 @pytest.mark.parametrize("c", [0.0, 1.0, INF])
 @pytest.mark.parametrize("rescale", [False, True])
-def test_nothing_stays_nothing(c, rescale):
+def test_a_gradient_of_zeros_stays_zero(c, rescale):
     clipped, norm = clip_tree(torch.zeros(3), c, rescale)
     assert not clipped.any() and norm == 0
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
 @pytest.mark.parametrize(("c", "rescale"), [(1.0, False), (INF, False), (0.0, False), (1.0, True)])
-def test_what_is_not_finite_becomes_zero(bad, c, rescale):
+def test_gradients_that_are_not_finite_become_zero(bad, c, rescale):
     clipped, norm = clip_tree([torch.tensor([bad, 1.0]), torch.tensor(2.0)], c, rescale)
     assert not math.isfinite(norm)
     assert clipped[0].tolist() == [0.0, 0.0] and clipped[1] == 0
@@ -97,7 +97,7 @@ def test_huge_gradients_are_clipped_and_keep_their_direction(dtype):
         ([1.0, 1.0], "are 2"),
     ],
 )
-def test_thresholds_that_are_none_are_refused(c, says):
+def test_thresholds_out_of_range_or_of_another_structure_are_rejected(c, says):
     with pytest.raises(ValueError, match=says):
         clip_tree(tree(), c)
 

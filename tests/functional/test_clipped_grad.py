@@ -49,7 +49,7 @@ def test_parameters_may_be_python_floats(keep_batch_dim):
 
 
 @pytest.mark.parametrize("number", [3, True, "3", torch.tensor(3)])
-def test_parameters_without_a_gradient_are_refused(number):
+def test_parameters_without_a_gradient_are_rejected(number):
     with pytest.raises(TypeError, match=r"argument 0 contains .*Pass floats"):
         clipped_grad(half_square, l2_clip_norm=1.0)(number, torch.tensor([0.0, 7.0]))
 
@@ -207,7 +207,7 @@ def test_a_transformation_comes_before_the_norm_and_after_the_raw_one():
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_what_a_function_returns_with_its_loss_is_per_example(keep):
+def test_auxiliary_outputs_are_per_example(keep):
     def with_aux(p, x):
         return (p * x).sum(), {"row": x, "one": x.sum().reshape(1), "total": x.sum()}
 
@@ -256,7 +256,7 @@ ANY = st.one_of(FINITE, st.sampled_from([math.nan, INF, -INF, 3e38, 1e-45]))
     dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     grid=st.sampled_from([None, 10.0, 1000.0]),
 )
-def test_no_example_moves_the_sum_further_than_is_said(rows, other, bound, rescale, dtype, grid):
+def test_no_example_moves_the_sum_further_than_the_sensitivity(rows, other, bound, rescale, dtype, grid):
     if grid is not None and (rescale or bound == 0):
         return
     settings_ = {"l2_clip_norm": bound, "rescale_to_unit_norm": rescale, "grid_scale": grid, "dtype": torch.float64}
@@ -317,7 +317,7 @@ def test_sums_of_other_outputs_are_clipped_likewise():
 
 
 @pytest.mark.slow
-def test_what_is_compiled_gives_the_same():
+def test_a_compiled_function_gives_the_same():
     params, x, y = problem(dtype=torch.float32)
     grad = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
     compiled = torch.compile(grad, backend="aot_eager")
@@ -346,7 +346,7 @@ P, X = torch.tensor(1.0), torch.ones(4)
         ({"dtype": torch.int64}, "dtype=torch.int64 rounds"),
     ],
 )
-def test_options_out_of_range_are_refused_before_any_call(options, says):
+def test_options_out_of_range_are_rejected_before_any_call(options, says):
     with pytest.raises(ValueError, match=says):
         clipped_grad(half_square, **{"l2_clip_norm": 1.0, **options})
 
@@ -366,18 +366,18 @@ def test_options_out_of_range_are_refused_before_any_call(options, says):
         ({"grid_scale": 2.0**61}, (P, X), {}, ValueError, "overflow"),
     ],
 )
-def test_calls_that_do_not_fit_are_refused(options, args, kwargs, error, says):
+def test_calls_that_do_not_fit_are_rejected(options, args, kwargs, error, says):
     grad = clipped_grad(lambda p, x, *rest: (p * x).sum(), **{"l2_clip_norm": 1.0, **options})
     with pytest.raises(error, match=says):
         grad(*args, **kwargs)
 
 
-def test_a_loss_that_is_no_scalar_is_refused():
+def test_a_loss_that_is_no_scalar_is_rejected():
     with pytest.raises(ValueError, match="must return a scalar loss"):
         clipped_grad(lambda p, x: p * x, l2_clip_norm=1.0)(torch.ones(2), torch.ones(3, 2))
 
 
-def test_an_unknown_relation_is_refused():
+def test_an_unknown_relation_is_rejected():
     with pytest.raises(ValueError, match="'ADD_OR_REMOVE_TWO' is not known"):
         clipped_grad(half_square, l2_clip_norm=1.0).sensitivity("ADD_OR_REMOVE_TWO")
 

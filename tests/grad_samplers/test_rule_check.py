@@ -76,21 +76,22 @@ def passes(model, count=1, mode="auto", scale=1.0, rows=ROWS):
     clipper.detach()
 
 
-@pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ew"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        *(("grad sampler", mode) for mode in ("auto", "hooks", "ghost", "ew")),
+        ("norm sampler", "auto"),
+        ("norm sampler", "ghost"),
+    ],
+)
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_grad_sampler_is_refused_by_name_with_what_differs(name, mode):
+def test_a_wrong_rule_is_rejected_by_name_with_its_differences(name, kind, mode):
     rule, differs = WRONG[name]
-    register_grad_sampler(Affine)(rule)
-    with pytest.raises(ExtensionError, match=rf"DPE027.*grad sampler registered for Affine.*{differs}"):
-        passes(model_of(), mode=mode)
-
-
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs(name, mode):
-    rule, differs = WRONG[name]
-    register_norm_sampler(Affine)(norms_of(rule))
-    with pytest.raises(ExtensionError, match=rf"DPE027.*norm sampler registered for Affine.*{differs}"):
+    if kind == "grad sampler":
+        register_grad_sampler(Affine)(rule)
+    else:
+        register_norm_sampler(Affine)(norms_of(rule))
+    with pytest.raises(ExtensionError, match=rf"DPE027.*{kind} registered for Affine.*{differs}"):
         passes(model_of(), mode=mode)
 
 
@@ -159,7 +160,7 @@ def test_rounding_of_gradients_that_cancel_is_no_error():
 
 
 @pytest.mark.parametrize("register", [register_grad_sampler, register_norm_sampler])
-def test_a_rule_that_is_right_for_the_first_batch_size_only_is_refused_at_the_second(register):
+def test_a_rule_that_is_right_for_the_first_batch_size_only_is_rejected_at_the_second(register):
     def rule(layer, activations, backprops):
         return (right if len(backprops) == ROWS else WRONG["half"][0])(layer, activations, backprops)
 
@@ -196,19 +197,19 @@ def test_each_layer_of_a_class_is_compared():
         passes(model)
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_batches_of_one_sample_or_none_settle_nothing(first):
-    register_grad_sampler(Affine)(WRONG["mean"][0])
+@pytest.mark.parametrize(
+    ("rule", "sizes"),
+    [("mean", (0, ROWS)), ("mean", (1, ROWS)), ("half", (1,))],
+    ids=["none", "one", "one is compared"],
+)
+def test_a_batch_of_one_sample_is_compared_and_larger_ones_after_it(rule, sizes):
+    rule, differs = WRONG[rule]
+    register_grad_sampler(Affine)(rule)
     model = model_of()
-    passes(model, rows=first)
-    with pytest.raises(ExtensionError, match="differ by"):
-        passes(model)
-
-
-def test_a_rule_is_compared_in_batches_of_one_sample():
-    register_grad_sampler(Affine)(WRONG["half"][0])
-    with pytest.raises(ExtensionError, match=r"0\.5 times"):
-        passes(model_of(), rows=1)
+    for rows in sizes[:-1]:
+        passes(model, rows=rows)
+    with pytest.raises(ExtensionError, match=differs):
+        passes(model, rows=sizes[-1])
 
 
 class Dropping(Affine):

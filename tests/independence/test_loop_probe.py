@@ -26,18 +26,19 @@ CLASSES, STEPS = 3, 4
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
+def begun(model, data, batch_size=16, *, seed=None, **options):
+    """A private run."""
+    loader = data if isinstance(data, DataLoader) else DataLoader(data, batch_size=batch_size)
+    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=seed)
+    return engine, engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, **options)
+
+
 def trained(loss_of, *, reduction="mean", steps=STEPS, model=None, data=None, batch_size=16):
     """Trains a few private steps, and returns the engine. ``loss_of`` is called with model, inputs and targets."""
     torch.manual_seed(0)
     model = model or nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     data = data or TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
-    model, optimizer, loader = engine.make_private(
-        *(model, optimizer, DataLoader(data, batch_size=batch_size)),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        loss_reduction=reduction,
-    )
+    engine, (model, optimizer, loader) = begun(model, data, batch_size, seed=3, loss_reduction=reduction)
     left = steps
     while left:
         for inputs, targets in loader:
@@ -255,10 +256,7 @@ def trained_in_bfloat16(loss, seed, size=64):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     data = TensorDataset(torch.randn(4 * size, 4), torch.arange(4 * size) % CLASSES)
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=seed)
-    model, optimizer, loader = engine.make_private(
-        *(model, optimizer, DataLoader(data, batch_size=size)), noise_multiplier=1.0, max_grad_norm=1.0
-    )
+    _, (model, optimizer, loader) = begun(model, data, size, seed=seed)
     for _ in range(3):
         for inputs, targets in loader:
             optimizer.zero_grad()
@@ -315,11 +313,7 @@ def test_a_batch_in_an_object_is_checked():
 
     model = nn.Linear(4, CLASSES)
     data = TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
-    loader, optimizer = (
-        DataLoader(data, batch_size=16, collate_fn=collated),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    loader = dpengine.PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)[2]
+    _, (_, _, loader) = begun(model, DataLoader(data, batch_size=16, collate_fn=collated))
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
         for batch in loader:
             each(model(batch["x"]), batch["y"]).mul(WEIGHTS[batch["y"]]).sum().div(WEIGHTS[batch["y"]].sum()).backward()
@@ -328,9 +322,8 @@ def test_a_batch_in_an_object_is_checked():
 def test_data_that_do_not_move_with_the_samples_are_accepted():
     ids = torch.randint(9, (80, 7))
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
-    data, optimizer = DataLoader(TensorDataset(ids), batch_size=16), torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_first": False}
-    for (batch,) in dpengine.PrivacyEngine().make_private(model, optimizer, data, **settings)[2]:
+    _, (model, optimizer, loader) = begun(model, TensorDataset(ids), batch_first=False)
+    for (batch,) in loader:
         optimizer.zero_grad()
         F.cross_entropy(model(batch.T).flatten(0, 1), batch.T.flatten()).backward()
         optimizer.step()
@@ -356,10 +349,9 @@ def test_a_batch_with_as_many_samples_as_positions_is_no_reason_to_reject():
     def sizes(length, step=lambda logits, ids: F.cross_entropy(logits.flatten(0, 1), ids.flatten())):
         ids = torch.randint(9, (80, length))
         model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
-        data, optimizer = DataLoader(TensorDataset(ids), batch_size=8), torch.optim.SGD(model.parameters(), lr=0.1)
-        settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_first": False}
-        engine, found = dpengine.PrivacyEngine(seed=1), []
-        for (batch,) in engine.make_private(model, optimizer, data, **settings)[2]:
+        engine, (model, optimizer, loader) = begun(model, TensorDataset(ids), 8, seed=1, batch_first=False)
+        found = []
+        for (batch,) in loader:
             found.append(len(batch))
             optimizer.zero_grad()
             step(model(batch.T), batch.T).backward()
@@ -408,10 +400,7 @@ def test_nothing_is_left_behind():
 
 
 def test_a_loop_that_is_left_closes_its_record():
-    model = nn.Linear(4, CLASSES)
-    data = DataLoader(TensorDataset(torch.randn(80, 4)), batch_size=16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = dpengine.PrivacyEngine().make_private(model, optimizer, data, noise_multiplier=1.0, max_grad_norm=1.0)[2]
+    _, (_, _, loader) = begun(nn.Linear(4, CLASSES), TensorDataset(torch.randn(80, 4)))
     for _ in loader:
         assert len(loop_record._open) == 1
         break
@@ -444,10 +433,8 @@ def test_random_numbers_are_those_of_a_loop_that_is_not_checked(monkeypatch):
 
 def test_a_rejected_batch_is_charged_and_not_released():
     torch.manual_seed(0)
-    model = nn.Linear(4, CLASSES)
-    data = DataLoader(TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES), batch_size=16)
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine()
-    model, optimizer, loader = engine.make_private(model, optimizer, data, noise_multiplier=1.0, max_grad_norm=1.0)
+    data = TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
+    engine, (model, optimizer, loader) = begun(nn.Linear(4, CLASSES), data)
     before = model.weight.detach().clone()
     with pytest.raises(BatchDependentLossError):
         for inputs, targets in loader:

@@ -65,22 +65,22 @@ GUARDS = [
         "registered grad samplers are compared with a loop over samples",
         "            check.compare(call, results)\n",
         "            pass\n",
-        "grad_samplers/test_rule_check.py::test_a_wrong_grad_sampler_is_refused_by_name_with_what_differs",
+        "grad_samplers/test_rule_check.py::test_a_wrong_rule_is_rejected_by_name_with_its_differences",
     ),
     Guard(
         "norm-rules-compared",
         "registered norm samplers are compared with a loop over samples",
         "check.compare(call, results[call])",
         "pass",
-        "grad_samplers/test_rule_check.py::test_a_wrong_norm_sampler_is_refused_by_name_with_what_differs",
+        "grad_samplers/test_rule_check.py::test_a_wrong_rule_is_rejected_by_name_with_its_differences",
     ),
     Guard(
         "rules-at-two-sizes",
         "registered rules are compared at two batch sizes",
         "_SIZES = 2",
         "_SIZES = 1",
-        "grad_samplers/test_rule_check.py::test_a_rule_that_is_right_for_the_first_batch_size_only_is_refused_at_the_"
-        "second",
+        "grad_samplers/test_rule_check.py::test_a_rule_that_is_right_for_the_first_batch_size_only_is_rej"
+        "ected_at_the_second",
     ),
     Guard(
         "norms-for-own-policy",
