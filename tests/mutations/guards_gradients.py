@@ -387,21 +387,21 @@ GUARDS = [
         "a second backward pass over one forward pass",
         'getattr(ctx, "reported", False)',
         "False",
-        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[TwoInputs-ghost]",
+        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[two_inputs-ghost]",
     ),
     Guard(
         "inside-unit",
         "a module that runs inside a unit is part of its call",
         "return any(thread == here and module in set(unit.modules()) for thread, unit in self.running_units)",
         "return False",
-        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[CalledOutsideToo-functorch]",
+        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[called_outside_too-functorch]",
     ),
     Guard(
         "switched-off-around",
         "a parameter that a call around a layer switched off is trained",
         "p is not None and (p.requires_grad or p in off)",
         "p is not None and p.requires_grad",
-        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[CallsAnother-auto]",
+        "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[calls_another-auto]",
         (
             (
                 "p is not None and (p in off or (",
