@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,20 @@ class Parts(nn.Module):
 
     def forward(self, *inputs, **named):
         return self.run(self, *inputs, **named)
+
+
+def model_of(parts):
+    """Replaces a forward function by one that makes a model with these parts, always with the same weights."""
+
+    def with_parts(run):
+        @functools.wraps(run)
+        def make():
+            torch.manual_seed(0)
+            return Parts(run, **parts())
+
+        return make
+
+    return with_parts
 
 
 class Twice(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass
 
@@ -47,6 +48,10 @@ class Loop:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loader: DataLoader
+
+    @property
+    def charges(self):
+        return [(charge.kind, charge.count) for charge in self.engine.ledger.history]
 
     def backward(self, inputs, targets):
         loss = F.cross_entropy(self.model(inputs), targets)
@@ -115,6 +120,27 @@ def assert_same_gradients(found, expected, *, rtol=1e-5):
         torch.testing.assert_close(found[name].double(), gradient, rtol=rtol, atol=rtol * float(scale), msg=name)
 
 
+@contextlib.contextmanager
+def exact_gradients(loop, *batches, **options):
+    """Checks that ``p.grad`` after the block is that of a loop over the rows of the batches."""
+    expected = expected_gradients(loop.model, batches, **options)
+    yield
+    assert_same_gradients(gradients_of(loop.model), expected)
+
+
 def state_of(module):
     """The parameters, as they are now."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def same_state(one, other):
+    """Compares two states tensor by tensor."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@contextlib.contextmanager
+def unchanged(module):
+    """Checks that the block leaves the parameters of a module as they are."""
+    before = state_of(module)
+    yield
+    assert same_state(before, state_of(module))

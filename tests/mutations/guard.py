@@ -10,15 +10,13 @@ class Guard(NamedTuple):
     """A guard of the training step.
 
     Attributes:
-        id: A short name.
-        what: Effect of the guard, or the code that it rejects.
+        what: Effect of the guard, or the code that it rejects. No two rows have the same.
         old: The text of the guard.
         new: The text that removes or weakens it.
         test: Node id of the test that fails then, from the folder of the tests.
         also: Further pairs of old and new text, where the guard is in several places.
     """
 
-    id: str
     what: str
     old: str
     new: str

@@ -84,17 +84,17 @@ def copy(tmp_path_factory):
 
 def test_every_guard_is_in_the_package_exactly_once():
     sources = texts()
-    assert len({guard.id for guard in GUARDS}) == len(GUARDS)
+    assert len({guard.what for guard in GUARDS}) == len(GUARDS)
     for guard in GUARDS:
         for old, new in guard.pairs:
             assert old != new
-            compile(sources[place_of(old, sources)].replace(old, new), guard.id, "exec")
+            compile(sources[place_of(old, sources)].replace(old, new), guard.what, "exec")
 
 
 def test_every_named_test_exists():
     for guard in GUARDS:
         file, _, test = guard.test.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text(encoding="utf-8"), guard.id
+        assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text(encoding="utf-8"), guard.what
 
 
 @pytest.mark.nightly
@@ -104,7 +104,7 @@ def test_the_named_tests_pass_while_every_guard_is_there(copy):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.id)
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.what)
 def test_a_test_fails_without_the_guard(guard, copy):
     sources, changed = texts(), {}
     for old, new in guard.pairs:

@@ -1,6 +1,7 @@
 """Schedulers, and several batches or parts of one in a step."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -13,11 +14,13 @@ from loops import (
     ROWS,
     assert_same_gradients,
     every_mode,
+    exact_gradients,
     expected_gradients,
     first_batch,
     gradients_of,
     make_loop,
     mlp,
+    same_state,
     state_of,
 )
 from torch.nn import functional as F
@@ -26,73 +29,73 @@ from torch.optim import lr_scheduler
 from dpengine import PrivacyEngine
 from dpengine.accounting import Charge, epsilon_of, release_event
 from dpengine.engine import fetch_ahead
-from dpengine.errors import (
-    BatchMismatchError,
-    BatchStateError,
-    InvalidBudgetError,
-    MissingGradientError,
-    PrivacyError,
-    PrivacyWarning,
-)
+from dpengine.errors import BatchMismatchError, BatchStateError, InvalidBudgetError, PrivacyError, PrivacyWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-def released(loop, batches):
+def released(loop, batches=None):
     """Returns the gradient of each logical step over all batches of the loop."""
     found = []
-    for inputs, targets in batches:
-        loop.optimizer.zero_grad()
-        loop.backward(inputs, targets)
-        loop.optimizer.step()
+    for inputs, targets in loop.loader if batches is None else batches:
+        loop.step(inputs, targets)
         if not loop.optimizer.step_was_skipped:
             found.append(gradients_of(loop.model))
     return found
 
 
+def assert_same_steps(loop, batches, expected):
+    """Checks that the steps over batches release what the steps of another loop release, and cost the same."""
+    truth, found = released(expected), released(loop, batches)
+    assert len(found) == len(truth) > 1
+    assert all(same_state(one, other) for one, other in zip(found, truth, strict=True))
+    assert loop.engine.ledger.history == expected.engine.ledger.history
+
+
 # Schedulers
 
 
-def test_step_was_skipped_says_that_a_step_only_accumulated():
+def test_step_was_skipped_is_true_for_a_step_that_only_accumulated():
     loop = make_loop(accumulation_steps=3)
     skipped = []
-    before = state_of(loop.model)
     for inputs, targets in loop.loader:
+        before = state_of(loop.model)
         loop.step(inputs, targets)
         skipped.append(loop.optimizer.step_was_skipped)
-        same = all(torch.equal(before[name], value) for name, value in state_of(loop.model).items())
-        assert same is skipped[-1]
-        before = state_of(loop.model)
+        assert same_state(before, state_of(loop.model)) is skipped[-1]
     assert skipped == [True, True, False] * len(loop.loader)
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_a_scheduler_that_was_passed_counts_logical_steps_only():
+def loop_with_scheduler(make, **options):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    state = set(scheduler.state_dict())
-    loop = make_loop(model, make_optimizer=lambda _: optimizer, accumulation_steps=3, lr_scheduler=scheduler)
+    scheduler = make(optimizer)
+    return make_loop(model, make_optimizer=lambda _: optimizer, lr_scheduler=scheduler, **options), scheduler
+
+
+def test_a_scheduler_that_was_passed_counts_logical_steps_only():
+    loop, scheduler = loop_with_scheduler(lambda o: lr_scheduler.StepLR(o, 1, gamma=0.5), accumulation_steps=3)
+    state = set(lr_scheduler.StepLR(torch.optim.SGD(mlp().parameters()), 1).state_dict())
     for inputs, targets in loop.loader:
         loop.step(inputs, targets)
         scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 ** len(loop.loader))
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 ** len(loop.loader))
     assert set(scheduler.state_dict()) == state
     assert isinstance(scheduler, lr_scheduler.StepLR)
     assert type(pickle.loads(pickle.dumps(scheduler))) is type(copy.deepcopy(scheduler)) is lr_scheduler.StepLR
-    loop.engine.detach(model)
+    loop.engine.detach(loop.model)
     assert type(scheduler) is lr_scheduler.StepLR
 
 
 def test_a_scheduler_driven_by_a_metric_is_passed_its_metric():
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scheduler = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    loop = make_loop(model, make_optimizer=lambda _: optimizer, accumulation_steps=2, lr_scheduler=scheduler)
+    plateau = functools.partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+    loop, scheduler = loop_with_scheduler(plateau, accumulation_steps=2)
     for inputs, targets in itertools.islice(loop.loader, 4):
         loop.step(inputs, targets)
         scheduler.step(1.0)
-    assert optimizer.param_groups[0]["lr"] == 0.5  # two logical steps: the first sets the best, the second is no better
+    # Of two logical steps, the first sets the best value, and the second is no better.
+    assert loop.optimizer.param_groups[0]["lr"] == 0.5
 
 
 # Physical batches and batches fetched ahead
@@ -108,7 +111,7 @@ def test_chunks_add_up_to_one_large_batch(chunks, mode):
     drawn = [len(targets) for _, targets in inside.without_placeholders(parts.loader)]
     assert 0 in drawn or "accumulation_steps" not in chunks or len(drawn) < 36
     parts = make_loop(grad_sample_mode=mode, **chunks)  # the same batches again
-    for large, small in zip(released(whole, whole.loader), released(parts, parts.loader), strict=True):
+    for large, small in zip(released(whole), released(parts), strict=True):
         assert_same_gradients(small, {name: value.double() for name, value in large.items()})
 
 
@@ -150,27 +153,21 @@ def fetching_ahead(loader, count):
 @pytest.mark.parametrize("chunks", [{}, {"accumulation_steps": 3}, {"batch_size": 1}])
 @pytest.mark.parametrize("ahead", [1, 3])
 def test_trainers_may_fetch_ahead(ahead, chunks):
-    plain, loop = make_loop(**chunks), make_loop(**chunks)
+    loop = make_loop(**chunks)
     fetch_ahead(loop.engine, ahead)
-    expected = released(plain, plain.loader)
-    found = released(loop, fetching_ahead(loop.loader, ahead))
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in other)
-    assert loop.engine.ledger.history == plain.engine.ledger.history
+    assert_same_steps(loop, fetching_ahead(loop.loader, ahead), make_loop(**chunks))
 
 
 @pytest.mark.parametrize(("declared", "ahead"), [(1, 1), (3, 1), (3, 0)])
-def test_what_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
+def test_a_batch_that_was_fetched_ahead_and_left_out_is_charged(declared, ahead):
     loop = make_loop()
     fetch_ahead(loop.engine, declared)
     batches = fetching_ahead(loop.loader, ahead)
     sizes = set()
-    for inputs, targets in itertools.islice(batches, 1, None):  # the first is left out
-        sizes.add(len(targets))
-        expected = expected_gradients(loop.model, [(inputs, targets)])
-        loop.step(inputs, targets)
-        assert_same_gradients(gradients_of(loop.model), expected)
+    for batch in itertools.islice(batches, 1, None):  # the first is left out
+        sizes.add(len(batch[1]))
+        with exact_gradients(loop, batch):
+            loop.step(*batch)
     assert len(sizes) > 1
     kinds = [charge.kind for charge in loop.engine.ledger.history for _ in range(charge.count)]
     assert sorted(kinds) == ["release"] * (len(loop.loader) - 1) + ["void"]
@@ -190,38 +187,32 @@ def test_empty_batches_fetched_ahead_need_no_backward():
             one.optimizer.step()
             sizes.append(len(targets))
     assert 0 in sizes
-    assert all(torch.equal(state_of(plain.model)[name], value) for name, value in state_of(loop.model).items())
+    assert same_state(state_of(plain.model), state_of(loop.model))
     assert loop.engine.ledger.history == plain.engine.ledger.history
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_chunks_of_physical_batches_may_be_fetched_ahead_across_logical_batches(ahead):
     options = {"physical_batch_size": 2, "noise_multiplier": 1.0}
-    plain, loop = make_loop(**options), make_loop(**options)
+    loop = make_loop(**options)
     fetch_ahead(loop.engine, ahead)
-    expected = released(plain, plain.loader)
-    found = released(loop, fetching_ahead(loop.loader, ahead))
-    assert 1 < len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        assert all(torch.equal(one[name], other[name]) for name in other)
-    assert loop.engine.ledger.history == plain.engine.ledger.history
+    assert_same_steps(loop, fetching_ahead(loop.loader, ahead), make_loop(**options))
 
 
-def test_an_error_between_batches_fetched_ahead_discards_its_batch_alone():
+def test_an_error_between_batches_fetched_ahead_discards_only_its_batch():
     loop = make_loop()
     fetch_ahead(loop.engine, 2)
     batches = fetching_ahead(loop.loader, 2)
     loop.optimizer.zero_grad()
-    inputs, targets = next(batches)
+    inputs, _ = next(batches)
     loss = (loop.model(inputs) * loop.model[0].weight.sum()).sum()
-    with pytest.raises(MissingGradientError, match="DPE002"):
+    with pytest.raises(PrivacyError, match="DPE002"):
         loss.backward()
     assert inside.state(loop.engine).zero
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
-    for inputs, targets in batches:
-        expected = expected_gradients(loop.model, [(inputs, targets)])
-        loop.step(inputs, targets)
-        assert_same_gradients(gradients_of(loop.model), expected)
+    assert loop.charges == [("void", 1)]
+    for batch in batches:
+        with exact_gradients(loop, batch):
+            loop.step(*batch)
     assert loop.engine.ledger.steps == ROWS // BATCH
 
 
@@ -233,11 +224,10 @@ def test_fetching_further_ahead_than_declared_is_an_error():
 
 
 def test_the_declaration_may_be_withdrawn():
-    plain, loop = make_loop(), make_loop()
+    loop = make_loop()
     fetch_ahead(loop.engine, 2)
     fetch_ahead(loop.engine, 0)
-    expected, found = released(plain, plain.loader), released(loop, loop.loader)
-    assert all(torch.equal(one[name], other[name]) for one, other in zip(found, expected, strict=True) for name in one)
+    assert_same_steps(loop, loop.loader, make_loop())
 
 
 @pytest.mark.parametrize(
@@ -260,14 +250,14 @@ def test_look_ahead_is_declared_of_a_private_run():
         fetch_ahead(make_loop().engine, batchs=2)
 
 
-def test_detaching_charges_what_was_fetched_and_not_used():
+def test_detaching_charges_batches_that_were_fetched_and_not_used():
     loop = make_loop(noise_multiplier=1.0, accumulation_steps=2)
     fetch_ahead(loop.engine, 3)
     chunks = iter(loop.loader)
     for _ in range(4):
         next(chunks)
     loop.engine.detach(loop.model)
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 2)]
+    assert loop.charges == [("void", 2)]
 
 
 # Undeclared accumulation
@@ -276,32 +266,28 @@ def test_detaching_charges_what_was_fetched_and_not_used():
 @pytest.mark.parametrize("count", [2, 4])
 def test_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(count):
     loop = make_loop(noise_multiplier=2.0)
-    batches = list(itertools.islice(loop.loader, 0))
     chunks = iter(loop.loader)
     with pytest.warns(PrivacyWarning, match=f"DPE006.*accumulation_steps={count}") as seen:
         for _ in range(4 // count):
             loop.optimizer.zero_grad()
             for _ in range(count):
-                batches.append(next(chunks))
-                loop.backward(*batches[-1])
+                loop.backward(*next(chunks))
             loop.optimizer.step()
     assert len([w for w in seen if "DPE006" in str(w.message)]) == 1  # once for each process
-    booked = math.nextafter(BATCH / ROWS, 1)  # the rate, and what the draw may lie above it
-    event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=booked)
+    rate = math.nextafter(BATCH / ROWS, 1)  # and what the draw may lie above it
+    event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=rate)
     assert loop.engine.ledger.history == (Charge(event, 4),)
     apart = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)
     assert loop.engine.get_epsilon(1e-3) > apart
 
 
-def test_undeclared_accumulation_is_the_mean_over_all_rows():
+def test_undeclared_accumulation_is_the_mean_over_all_samples():
     loop = make_loop(max_grad_norm=0.3)
-    batches = list(itertools.islice(make_loop().loader, 2))
-    expected = expected_gradients(loop.model, batches, max_norm=0.3, divisor=2 * BATCH)
-    loop.optimizer.zero_grad()
-    for inputs, targets in itertools.islice(loop.loader, 2):
-        loop.backward(inputs, targets)
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), expected)
+    batches = itertools.islice(make_loop().loader, 2)
+    with exact_gradients(loop, *batches, max_norm=0.3, divisor=2 * BATCH):
+        for inputs, targets in itertools.islice(loop.loader, 2):
+            loop.backward(inputs, targets)
+        loop.optimizer.step()
 
 
 def test_zero_grad_between_batches_discards_as_it_does_without_an_engine():
@@ -311,13 +297,10 @@ def test_zero_grad_between_batches_discards_as_it_does_without_an_engine():
     loop.backward(*next(chunks))
     next(same)
     batch = next(chunks)
-    expected = expected_gradients(quiet.model, [next(same)])
-    for one in (loop, quiet):
-        one.optimizer.zero_grad()
-        one.backward(*batch)
-        one.optimizer.step()
-    assert_same_gradients(gradients_of(quiet.model), expected)
-    assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
+    with exact_gradients(quiet, next(same)):
+        quiet.step(*batch)
+    loop.step(*batch)
+    assert loop.charges == [("void", 1), ("release", 1)]
 
 
 def test_zero_grad_before_the_step_leaves_nothing_to_release():
@@ -327,12 +310,11 @@ def test_zero_grad_before_the_step_leaves_nothing_to_release():
     assert inside.state(loop.engine).zero
     with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
+    assert loop.charges == [("void", 1)]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ahead):
-    """Each step releases the gradient of one sampled batch, and of no other samples."""
     loop = make_loop(physical_batch_size=1, seed=3)
     fetch_ahead(loop.engine, ahead)
     sampled = list(make_loop(seed=3).loader)
@@ -354,4 +336,4 @@ def test_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ah
     assert len(found) == len(sampled) - 1
     for (before, released_gradients), batch in zip(found, sampled[1:], strict=True):
         assert_same_gradients(released_gradients, expected_gradients(before, [batch]))
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1), ("release", 3)]
+    assert loop.charges == [("void", 1), ("release", 3)]

@@ -1,4 +1,4 @@
-"""Section 1.11 of the faults, bad arguments: a refusal names its cause and leaves everything as it was."""
+"""Bad arguments of ``make_private``: the error names its cause and leaves all objects as they were."""
 
 import copy
 import functools
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inside_parts import Plan
-from loops import ROWS, Stream, examples, make_loop, mlp, one_step, state_of
+from loops import ROWS, Stream, examples, make_loop, mlp, one_step, state_of, train
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
@@ -79,7 +79,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Bad:
-    """Arguments that must be refused: the fault's id, the error, what its message must hold, and the arguments."""
+    """Rejected arguments: the id of the hazard, the error, words of its message, and the arguments."""
 
     id: str
     kind: type[Exception]
@@ -95,17 +95,14 @@ nan, inf = math.nan, math.inf
 
 def attached(part):
     loop = make_loop(noise_multiplier=1.0)
-    extra = {"model": loop.model} if part == "model" else {"model": nn.Sequential(loop.model)}
-    if part == "child":
-        extra = {"model": loop.model[0]}
-    subject = Subject.make(**extra)
+    models = {"model": loop.model, "parent": nn.Sequential(loop.model), "child": loop.model[0]}
+    subject = Subject.make(model=models[part])
     subject.kept = loop
     return subject
 
 
 def with_private_optimizer():
-    loop = make_loop(noise_multiplier=1.0)
-    return Subject.make(model=mlp(), optimizer=loop.optimizer)
+    return Subject.make(model=mlp(), optimizer=make_loop(noise_multiplier=1.0).optimizer)
 
 
 def with_parameter_twice():
@@ -147,10 +144,6 @@ def with_rdp():
 def frozen():
     model = mlp().requires_grad_(False)
     return Subject.make(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def with_foreign_optimizer():
-    return Subject.make(model=mlp(), optimizer=torch.optim.SGD(mlp().parameters(), lr=0.1))
 
 
 def other_optimizer():
@@ -199,7 +192,8 @@ BAD = [
     Bad("B8", ValueError, "unused_parameters=None", {"unused_parameters": None}),
     Bad("B8", ValueError, r"on_budget='ignore'.*'stop', 'raise', 'warn'", {"on_budget": "ignore"}),
     Bad("B10", errors.UnsupportedLayerError, "no trainable parameter", {}, frozen),
-    Bad("B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {}, with_foreign_optimizer),
+    Bad("B11", errors.ParameterMismatchError, r"4 optimizer parameters .*\(5, 4\)", {},
+        lambda: Subject.make(optimizer=other_optimizer())),
     Bad("B12", errors.ParameterMismatchError, r"twice.*List each parameter once", {}, with_parameter_twice),
     *[
         Bad("B13", errors.UnknownParameterError, r"private already.*detach", {}, functools.partial(attached, part))
@@ -239,19 +233,15 @@ BAD = [
 
 
 def name_of(bad):
-    shown = ",".join(
-        f"{k}={v if isinstance(v, (int, float, str)) else type(v).__name__}" for k, v in bad.options.items()
-    )
-    return f"{bad.id}-{shown or bad.match[:20]}"
+    shown = (f"{k}={v if isinstance(v, (int, float, str)) else type(v).__name__}" for k, v in bad.options.items())
+    return f"{bad.id}-{','.join(shown) or bad.match[:20]}"
 
 
-def rows_of(*ids):
-    """The rows of ``BAD`` with these ids, for ``refuse``."""
-    return pytest.mark.parametrize("bad", [bad for bad in BAD if bad.id in ids], ids=name_of)
-
-
-def refuse(bad):
-    """The call is refused, and leaves everything as it was."""
+@pytest.mark.hazard(
+    "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11", "B12", "B13", "B14", "B15", "B17", "B18"
+)
+@pytest.mark.parametrize("bad", BAD, ids=name_of)
+def test_bad_arguments_are_rejected_and_leave_all_objects_unchanged(bad):
     subject = bad.subject()
     before = subject.snapshot()
     options = {"noise_multiplier": 1.0, **bad.options} if bad.noise else bad.options
@@ -262,115 +252,7 @@ def refuse(bad):
     assert subject.snapshot() == before
 
 
-@rows_of("B1")
-@pytest.mark.hazard("B1")
-def test_a_noise_multiplier_that_means_nothing_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B2")
-@pytest.mark.hazard("B2")
-def test_a_threshold_that_means_nothing_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B3")
-@pytest.mark.hazard("B3")
-def test_a_rate_or_size_out_of_range_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B4")
-@pytest.mark.hazard("B4")
-def test_epochs_steps_and_chunks_are_whole_positive_numbers(bad):
-    refuse(bad)
-
-
-@rows_of("B5")
-@pytest.mark.hazard("B5")
-def test_a_delta_out_of_range_or_too_large_for_the_rows_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B6")
-@pytest.mark.hazard("B6")
-def test_a_target_that_means_nothing_or_cannot_be_reached_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B7")
-@pytest.mark.hazard("B7")
-def test_a_target_and_a_noise_multiplier_exclude_each_other_and_one_is_needed(bad):
-    refuse(bad)
-
-
-@rows_of("B8")
-@pytest.mark.hazard("B8")
-def test_unknown_names_are_refused_with_the_choices(bad):
-    refuse(bad)
-
-
-@rows_of("B10")
-@pytest.mark.hazard("B10")
-def test_a_model_without_trainable_parameters_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B11")
-@pytest.mark.hazard("B11")
-def test_parameters_of_another_model_are_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B12")
-@pytest.mark.hazard("B12")
-def test_a_parameter_twice_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B13")
-@pytest.mark.hazard("B13")
-def test_what_is_private_already_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B14")
-@pytest.mark.hazard("B14")
-def test_an_empty_data_set_without_an_example_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B15")
-@pytest.mark.hazard("B15")
-def test_a_loader_with_batches_of_its_own_is_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B17")
-@pytest.mark.hazard("B17")
-def test_float16_parameters_are_refused(bad):
-    refuse(bad)
-
-
-@rows_of("B18")
-@pytest.mark.hazard("B18")
-def test_an_unknown_keyword_is_refused_with_the_nearest_name(bad):
-    refuse(bad)
-
-
-@rows_of("layer", "scripted", "type", "scheduler")
-def test_errors_what_is_no_model_optimizer_or_companion_is_refused(bad):
-    refuse(bad)
-
-
-def test_every_row_of_the_table_is_refused_by_a_test_of_its_own():
-    tests = [value for name, value in globals().items() if name.startswith("test_") and hasattr(value, "pytestmark")]
-    marks = [mark for test in tests for mark in test.pytestmark if mark.name == "parametrize"]
-    met = [bad for mark in marks if mark.args[0] == "bad" for bad in mark.args[1]]
-    assert len(met) == len(BAD) and all(bad in met for bad in BAD)
-
-
-def test_errors_after_a_refusal_the_same_objects_train():
+def test_the_same_objects_train_after_a_rejection():
     subject = Subject.make(model=nn.Sequential(nn.Linear(4, 3)))
     for options in ({"noise_multiplier": -1}, {"noise_multiplier": 1.0, "accumulation_steps": 0}):
         with pytest.raises(ValueError):
@@ -383,7 +265,7 @@ def test_errors_after_a_refusal_the_same_objects_train():
     assert subject.engine.ledger.steps == len(loader)
 
 
-def test_errors_a_warning_that_is_an_error_changes_nothing_either():
+def test_a_warning_that_is_an_error_changes_nothing():
     subject = Subject.make()
     before = subject.snapshot()
     with warnings.catch_warnings():
@@ -406,7 +288,7 @@ def test_a_plan_takes_relations_of_the_enum_only():
 
 
 @pytest.mark.hazard("B8")
-def test_an_unknown_accountant_is_refused():
+def test_an_unknown_accountant_is_rejected():
     with pytest.raises(ValueError, match=r"moments.*pld"):
         PrivacyEngine(accountant="moments")
 
@@ -453,6 +335,4 @@ def test_a_model_in_shared_memory_is_rejected_by_name_and_a_copy_trains():
         make_loop(model)
     model = copy.deepcopy(model)
     loop = make_loop(model)
-    for inputs, targets in loop.loader:
-        loop.step(inputs, targets)
-    assert loop.engine.ledger.steps == len(loop.loader)
+    assert train(loop) == loop.engine.ledger.steps

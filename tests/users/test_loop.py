@@ -1,15 +1,18 @@
 """Backward passes, zero_grad, and what happens between them."""
 
 import copy
+import itertools
 
 import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from loops import (
     BATCH,
     assert_same_gradients,
     every_mode,
+    exact_gradients,
     examples,
     expected_gradients,
     first_batch,
@@ -18,14 +21,8 @@ from loops import (
 )
 from torch import nn
 
-from dpengine.errors import (
-    BatchStateError,
-    MissingGradientError,
-    PrivacyWarning,
-    RepeatedBackwardError,
-    StaleGradientError,
-    UnsupportedLayerError,
-)
+from dpengine import errors
+from dpengine.errors import BatchStateError, PrivacyWarning, RepeatedBackwardError, StaleGradientError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
@@ -47,7 +44,7 @@ def one_forward_pass(loop, inputs, targets):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.parametrize("twice", [two_forward_passes, one_forward_pass])
-def test_a_second_backward_over_the_same_rows_is_refused(twice, mode):
+def test_a_second_backward_over_the_same_samples_raises(twice, mode):
     loop = make_loop(grad_sample_mode=mode, noise_multiplier=1.0)
     chunks = iter(loop.loader)
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*\(.*a \+ .*b\)\.backward\(\)"):
@@ -55,7 +52,7 @@ def test_a_second_backward_over_the_same_rows_is_refused(twice, mode):
     with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
     loop.step(*next(chunks))  # and the next batch is as good as ever
-    assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
+    assert loop.charges == [("void", 1), ("release", 1)]
 
 
 @every_mode
@@ -75,13 +72,11 @@ def test_an_old_graph_cannot_serve_another_batch(mode):
 @every_mode
 def test_the_sum_of_two_losses_is_one_backward(mode):
     loop = make_loop(grad_sample_mode=mode)
-    inputs, targets = first_batch(loop.loader)
+    batch = first_batch(loop.loader)
     both = lambda outputs, t: F.cross_entropy(outputs, t) + outputs.square().sum(1).mean()  # noqa: E731
-    expected = expected_gradients(loop.model, [(inputs, targets)], loss_fn=both)
-    outputs = loop.model(inputs)
-    (F.cross_entropy(outputs, targets) + outputs.square().sum(1).mean()).backward()
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), expected)
+    with exact_gradients(loop, batch, loss_fn=both):
+        both(loop.model(batch[0]), batch[1]).backward()
+        loop.optimizer.step()
 
 
 def test_a_forgotten_zero_grad_and_accumulation_are_distinguished():
@@ -98,21 +93,16 @@ def test_a_forgotten_zero_grad_and_accumulation_are_distinguished():
         loop.optimizer.step()
 
 
-def test_zero_grad_of_the_model_will_do():
+@pytest.mark.parametrize("after", [False, True], ids=["of the model", "after the step"])
+def test_zero_grad_of_the_model_or_after_the_step_is_accepted(after):
     loop = make_loop()
     for inputs, targets in loop.loader:
-        loop.model.zero_grad()
+        if not after:
+            loop.model.zero_grad()
         loop.backward(inputs, targets)
         loop.optimizer.step()
-    assert loop.engine.ledger.steps == len(loop.loader)
-
-
-def test_zero_grad_after_the_step_will_do():
-    loop = make_loop()
-    for inputs, targets in loop.loader:
-        loop.backward(inputs, targets)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
+        if after:
+            loop.optimizer.zero_grad()
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
@@ -173,47 +163,37 @@ def fail_inside_backward(loop, inputs, targets):
     handle.remove()
 
 
-INTERLUDES = [
-    evaluate,
-    without_grad,
-    look_at_training_loss,
-    gradient_in_eval_mode,
-    fail_in_forward,
-    fail_in_backward,
-    fail_inside_backward,
-]
+PASSES = [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate]
 
 
 @pytest.mark.one_in(10, "mode", "interlude", others="slow")
 @pytest.mark.one_in(5, "mode", "interlude")
 @every_mode
-@pytest.mark.parametrize("interlude", INTERLUDES, ids=lambda f: f.__name__)
-def test_what_is_no_training_leaves_no_trace(interlude, mode):
+@pytest.mark.parametrize("interlude", [*PASSES, without_grad, fail_in_backward, fail_inside_backward])
+def test_passes_outside_training_change_nothing(interlude, mode):
     loop = make_loop(grad_sample_mode=mode)
     other = examples(7, scale=3.0).tensors
-    for inputs, targets in loop.loader:
-        expected = expected_gradients(loop.model, [(inputs, targets)])
-        loop.optimizer.zero_grad()
+    for batch in loop.loader:
+        with exact_gradients(loop, batch):
+            loop.optimizer.zero_grad()
+            interlude(loop, *other)
+            loop.backward(*batch)
+            loop.optimizer.step()
         interlude(loop, *other)
-        loop.backward(inputs, targets)
-        loop.optimizer.step()
-        assert_same_gradients(gradients_of(loop.model), expected)
-        interlude(loop, *other)
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("release", len(loop.loader))]
+    assert loop.charges == [("release", len(loop.loader))]
 
 
 @pytest.mark.one_in(4, "mode", "interlude", others="slow")
 @pytest.mark.one_in(2, "mode", "interlude")
 @every_mode
-@pytest.mark.parametrize("interlude", [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluate])
-def test_what_is_no_training_leaves_no_trace_between_backward_and_step(interlude, mode):
+@pytest.mark.parametrize("interlude", PASSES)
+def test_passes_outside_training_change_nothing_between_backward_and_step(interlude, mode):
     loop = make_loop(grad_sample_mode=mode)
-    inputs, targets = first_batch(loop.loader)
-    expected = expected_gradients(loop.model, [(inputs, targets)])
-    loop.backward(inputs, targets)
-    interlude(loop, *examples(7, scale=3.0).tensors)
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), expected)
+    batch = first_batch(loop.loader)
+    with exact_gradients(loop, batch):
+        loop.backward(*batch)
+        interlude(loop, *examples(7, scale=3.0).tensors)
+        loop.optimizer.step()
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
@@ -224,14 +204,13 @@ def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
 
     loop = make_loop(grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
-    expected = expected_gradients(loop.model, [(inputs, targets)])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(nn.Linear, "forward", interrupt)
-        patch.setattr(F, "linear", interrupt)
-        loop.model(inputs)
-    loop.backward(inputs, targets)
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), expected)
+    with exact_gradients(loop, (inputs, targets)):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(nn.Linear, "forward", interrupt)
+            patch.setattr(F, "linear", interrupt)
+            loop.model(inputs)
+        loop.backward(inputs, targets)
+        loop.optimizer.step()
     assert all(isinstance(p, nn.Parameter) for p in loop.model.parameters())
 
 
@@ -241,16 +220,7 @@ def test_two_forward_passes_may_share_a_backward(mode):
     loop = make_loop(grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     twice = lambda outputs, t: F.cross_entropy(outputs[0], t) + F.cross_entropy(outputs[1], t)  # noqa: E731
-
-    class Twice(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, values):
-            return self.inner(values), self.inner(2 * values)
-
-    plain = Twice(copy.deepcopy(loop.model))
+    plain = Parts(lambda m, values: (m.inner(values), m.inner(2 * values)), inner=copy.deepcopy(loop.model))
     expected = expected_gradients(plain, [(inputs, targets)], loss_fn=twice)
     twice((loop.model(inputs), loop.model(2 * inputs)), targets).backward()
     loop.optimizer.step()
@@ -258,7 +228,7 @@ def test_two_forward_passes_may_share_a_backward(mode):
 
 
 @every_mode
-def test_two_older_forward_passes_never_escape_the_threshold(mode):
+def test_two_older_forward_passes_never_exceed_the_clipping_norm(mode):
     loop = make_loop(grad_sample_mode=mode, max_grad_norm=0.01)
     inputs, targets = first_batch(loop.loader)
     older, oldest = loop.model(inputs), loop.model(2 * inputs)
@@ -266,8 +236,8 @@ def test_two_older_forward_passes_never_escape_the_threshold(mode):
     try:
         (F.cross_entropy(older, targets) + F.cross_entropy(oldest, targets)).backward()
         loop.optimizer.step()
-    except (BatchStateError, UnsupportedLayerError, MissingGradientError):
-        return  # refused is fine
+    except (BatchStateError, errors.UnsupportedLayerError, errors.MissingGradientError):
+        return
     released = torch.cat([gradient.flatten() for gradient in gradients_of(loop.model).values()])
     assert released.norm() <= 0.01 * len(targets) / BATCH
 
@@ -276,15 +246,14 @@ def test_two_older_forward_passes_never_escape_the_threshold(mode):
 def test_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
     loop = make_loop(grad_sample_mode=mode, max_grad_norm=100.0)  # a doubled gradient would be clipped back
     inputs, targets = first_batch(loop.loader)
-    expected = expected_gradients(loop.model, [(inputs, targets)], max_norm=100.0)
-    older = loop.model(inputs)
-    watched = inputs.clone().requires_grad_()
-    watched.register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
-    with pytest.raises(ZeroDivisionError):
-        loop.backward(watched, targets)
-    F.cross_entropy(older, targets).backward()
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), expected)
+    with exact_gradients(loop, (inputs, targets), max_norm=100.0):
+        older = loop.model(inputs)
+        watched = inputs.clone().requires_grad_()
+        watched.register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
+        with pytest.raises(ZeroDivisionError):
+            loop.backward(watched, targets)
+        F.cross_entropy(older, targets).backward()
+        loop.optimizer.step()
 
 
 @pytest.mark.parametrize(
@@ -299,15 +268,13 @@ def test_a_batch_that_failed_leaves_nothing_in_the_next(fail, says):
         loop.optimizer.step()
     first = next(chunks)
     assert inside.state(loop.engine).clean
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
-    last = [batch for _, batch in zip(range(4), make_loop(accumulation_steps=2).loader, strict=False)][2:]
-    expected = expected_gradients(loop.model, last)
-    loop.step(*first)
-    loop.step(*next(chunks))
-    assert_same_gradients(gradients_of(loop.model), expected)
+    assert loop.charges == [("void", 1)]
+    with exact_gradients(loop, *itertools.islice(make_loop(accumulation_steps=2).loader, 2, 4)):
+        loop.step(*first)
+        loop.step(*next(chunks))
 
 
-def test_a_failure_while_gradients_are_summed_voids_the_batch():
+def test_a_failure_while_gradients_are_summed_discards_the_batch():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     batch = next(chunks)
@@ -316,4 +283,4 @@ def test_a_failure_while_gradients_are_summed_voids_the_batch():
     assert inside.state(loop.engine).zero
     with pytest.raises(BatchStateError, match="discarded"):
         loop.backward(*batch)  # half of it was in the sums once: it must not be tried again
-    assert [(charge.kind, charge.count) for charge in loop.engine.ledger.history] == [("void", 1)]
+    assert loop.charges == [("void", 1)]

@@ -14,14 +14,15 @@ from loops import (
     FEATURES,
     assert_same_gradients,
     every_mode,
+    exact_gradients,
     examples,
-    expected_gradients,
     first_batch,
     gradients_of,
     make_loop,
     mlp,
+    state_of,
+    train,
 )
-from loops import state_of as parameters_of
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -48,11 +49,15 @@ class Recurrent(nn.Module):
 every_model = pytest.mark.parametrize("make_model", [mlp, Recurrent])
 
 
+def load_whole(buffer):
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
 def by_torch_save(model):
     file = io.BytesIO()
     torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
+    return load_whole(file)
 
 
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dumps(m)), "torch.save": by_torch_save}
@@ -61,8 +66,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda m: pickle.loads(pickle.dum
 @every_model
 def test_the_state_is_that_of_a_plain_model(make_model, tmp_path):
     loop = make_loop(make_model(), noise_multiplier=1.0)
-    for batch in loop.loader:
-        loop.step(*batch)
+    train(loop)
     assert list(loop.model.state_dict()) == list(make_model().state_dict())
     torch.save(loop.model.state_dict(), tmp_path / "model.pt")
     save_file(loop.model.state_dict(), tmp_path / "model.safetensors")
@@ -79,10 +83,9 @@ def test_a_state_loads_into_a_private_model(make_model):
     other = {name: torch.randn_like(value) for name, value in make_model().state_dict().items()}
     loop = make_loop(make_model())
     loop.model.load_state_dict(other, strict=True)
-    inputs, targets = first_batch(loop.loader)
-    expected = expected_gradients(loop.model, [(inputs, targets)])
-    loop.step(inputs, targets)
-    assert_same_gradients(gradients_of(loop.model), expected)
+    batch = first_batch(loop.loader)
+    with exact_gradients(loop, batch):
+        loop.step(*batch)
 
 
 @pytest.mark.one_in(6, "mode", "make_model", "make_copy", others="slow")
@@ -97,7 +100,7 @@ def test_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
     other = make_copy(loop.model)
     inputs, targets = examples().tensors
     plain = make_model()
-    plain.load_state_dict(parameters_of(loop.model))
+    plain.load_state_dict(state_of(loop.model))
     for one in (other, plain):
         one.zero_grad()
         F.cross_entropy(one(inputs), targets).backward()
@@ -124,10 +127,9 @@ def test_a_copy_holds_nothing_of_the_engine():
 def test_a_copy_can_be_made_private_itself(make_model):
     first = make_loop(make_model())
     loop = make_loop(copy.deepcopy(first.model), engine=first.engine)
-    inputs, targets = first_batch(loop.loader)
-    expected = expected_gradients(loop.model, [(inputs, targets)])
-    loop.step(inputs, targets)
-    assert_same_gradients(gradients_of(loop.model), expected)
+    batch = first_batch(loop.loader)
+    with exact_gradients(loop, batch):
+        loop.step(*batch)
     assert all(p.grad is None for p in first.model.parameters())
 
 
@@ -139,7 +141,7 @@ def test_averaged_models_follow(make_model):
     for batch in loop.loader:
         loop.step(*batch)
         averaged.update_parameters(loop.model)
-        now = parameters_of(loop.model)
+        now = state_of(loop.model)
         truth = now if truth is None else {name: 0.5 * truth[name] + 0.5 * value for name, value in now.items()}
     for name, value in averaged.module.state_dict().items():
         torch.testing.assert_close(value, truth[name])
@@ -196,11 +198,6 @@ def test_a_saved_model_and_a_copy_hold_nothing_of_the_engine():
         with torch.no_grad():
             torch.testing.assert_close(copied(x), model(x))
         model.last.register_forward_hook(print)
-
-
-def load_whole(buffer):
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def test_a_saved_model_loads_with_weights_only_and_safe_globals():
