@@ -24,7 +24,8 @@ EXAMPLES, BATCH = 24, 8
 LOADED = """
 import sys
 sys.modules["dpengine"] = None  # importing it raises ImportError
-import models.conftest  # operators of torchvision
+from models.operators import define_operators
+define_operators()
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM

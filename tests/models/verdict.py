@@ -16,12 +16,8 @@ from dpengine import PrivacyEngine
 from dpengine.errors import PrivacyError
 
 EXAMPLES, BATCH, STEPS = 12, 4, 3
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float64: 1e-5}
-FLOOR = {
-    torch.float32: 0.1,
-    torch.bfloat16: 1.0,
-    torch.float64: 0.1,
-}  # a parameter is compared with this part of the sum of all, at least
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+FLOOR = {torch.float32: 0.1, torch.bfloat16: 1.0}  # a parameter is compared with this part of the sum of all, at least
 KNOWN_OUTPUTS = (
     *("logits", "prediction_logits", "question_answering_score", "image_embeds", "prediction_outputs"),
     *("reconstruction", "last_hidden_state"),
@@ -73,7 +69,7 @@ def loss_of(row, model, inputs, weights):
     return sum((value.float().flatten(1).sin().mean(1) * weights).mean() for value in values)
 
 
-def gradients_of(row, model, examples, chosen):
+def gradients_of(row, model, chosen):
     """Yields the gradient of each sample alone, by plain autograd."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     buffers = copy.deepcopy(dict(model.named_buffers()))
@@ -85,7 +81,8 @@ def gradients_of(row, model, examples, chosen):
 
 
 def norm_of(gradient):
-    return torch.stack([part.float().norm() for part in gradient if part is not None]).norm().item()
+    parts = [part if part.dtype == torch.float64 else part.float() for part in gradient if part is not None]
+    return torch.stack([part.norm() for part in parts]).norm().item()
 
 
 def verdict_of(row, dtype=torch.float32) -> Verdict:
@@ -117,7 +114,7 @@ def verdict_of(row, dtype=torch.float32) -> Verdict:
 def train(row, model, examples, dtype, mode):
     """Trains some steps; returns what computed the gradients."""
     plain = copy.deepcopy(model)
-    found = list(gradients_of(row, plain, examples, [examples[i] for i in range(EXAMPLES)]))
+    found = list(gradients_of(row, plain, [examples[i] for i in range(EXAMPLES)]))
     max_norm = torch.tensor([norm_of(gradient) for gradient in found]).quantile(0.6).item()
     unused = "zero" if any(all(one[k] is None for one in found) for k in range(len(found[0]))) else "error"
     loader = DataLoader(examples, batch_size=BATCH)
@@ -139,7 +136,7 @@ def train(row, model, examples, dtype, mode):
             loss_of(row, model, inputs, weights).backward()
             optimizer.step()
             chosen = [(_map(inputs, lambda leaf, i=i: leaf[i]), weights[i]) for i in range(len(weights))]
-            compare(row, model, plain, examples, chosen, max_norm, dtype, step)
+            compare(row, model, plain, chosen, max_norm, dtype, step)
             if step == STEPS - 1:
                 break
     units = {
@@ -152,20 +149,47 @@ def train(row, model, examples, dtype, mode):
     return "units " + ", ".join(sorted(units)) if units else "rules of layers"
 
 
-def compare(row, model, plain, examples, chosen, max_norm, dtype, step):
-    names = [name for name, p in plain.named_parameters() if p.requires_grad]
-    truth = [torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters() if p.requires_grad]
-    for gradient in gradients_of(row, plain, examples, chosen):
-        factor = min(1.0, max_norm / max(norm_of(gradient), 1e-30))
-        for total, part in zip(truth, gradient, strict=True):
-            if part is not None:
-                total += factor * part.float()
-    scale = torch.stack([total.norm() for total in truth]).norm()
-    errors = {}
-    for name, total in zip(names, truth, strict=True):
-        p = model.get_parameter(name)
-        grad = torch.zeros_like(total) if p.grad is None else BATCH * p.grad.float()
-        errors[name] = ((grad - total).norm() / (total.norm() + FLOOR[dtype] * scale).clamp(min=1e-20)).item()
+def compare(row, model, plain, chosen, max_norm, dtype, step):
+    """Raises Wrong if a parameter's clipped sum is not that of the loop.
+
+    Rounding to float32 changes gradients of some models by more than the tolerance. There, the sum and that of the loop
+    are compared with a loop in float64, from which the sum may differ by at most twice as much as that of the loop.
+    """
+    of_loop = clipped_sums(row, plain, chosen, max_norm)
+    names = of_loop.keys()
+    parameters = {name: model.get_parameter(name) for name in names}
+    of_step = {n: torch.zeros_like(of_loop[n]) if p.grad is None else BATCH * p.grad for n, p in parameters.items()}
+    errors = errors_of(of_step, of_loop, dtype)
     worst = max(errors, key=errors.get)
-    if not errors[worst] < TOLERANCE[dtype]:
-        raise Wrong(f"step {step}, {len(chosen)} samples: {worst} is off by {errors[worst]:.2g}")
+    if errors[worst] < TOLERANCE[dtype]:
+        return
+    if dtype == torch.float32:
+        widen = lambda leaf: leaf.double() if leaf.is_floating_point() else leaf  # noqa: E731
+        samples = [(_map(inputs, widen), weight) for inputs, weight in chosen]
+        truth = clipped_sums(row, copy.deepcopy(plain).double(), samples, max_norm)
+        limit = max(errors_of(of_loop, truth, dtype).values())
+        if max(errors_of(of_step, truth, dtype).values()) < 2 * limit:
+            return
+    raise Wrong(f"step {step}, {len(chosen)} samples: {worst} is off by {errors[worst]:.2g}")
+
+
+def clipped_sums(row, plain, chosen, max_norm):
+    """Returns the sum of clipped gradients of single samples, by the name of the parameter, at least in float32."""
+    named = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    sums = {name: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for name, p in named.items()}
+    for gradient in gradients_of(row, plain, chosen):
+        factor = min(1.0, max_norm / max(norm_of(gradient), 1e-30))
+        for total, part in zip(sums.values(), gradient, strict=True):
+            if part is not None:
+                total += factor * part
+    return sums
+
+
+def errors_of(sums, truth, dtype):
+    """Returns the relative error of each sum. Sums much smaller than the sum of all are compared with a part of that."""
+    scale = torch.stack([total.norm() for total in truth.values()]).norm()
+    floor = FLOOR[dtype] * scale
+    return {
+        name: ((sums[name].to(total.dtype) - total).norm() / (total.norm() + floor).clamp(min=1e-20)).item()
+        for name, total in truth.items()
+    }
