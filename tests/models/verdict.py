@@ -186,7 +186,7 @@ def clipped_sums(row, plain, chosen, max_norm):
 
 
 def errors_of(sums, truth, dtype):
-    """Returns the relative error of each sum. Sums much smaller than the sum of all are compared with a part of that."""
+    """Returns the relative error of each sum. A sum much smaller than all together is compared with a part of those."""
     scale = torch.stack([total.norm() for total in truth.values()]).norm()
     floor = FLOOR[dtype] * scale
     return {
