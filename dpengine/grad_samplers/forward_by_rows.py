@@ -367,4 +367,6 @@ def _rows_close(now: Tensor, then: Tensor, tolerance: float) -> bool:
         now, then = torch.where(finite, now, 0), torch.where(finite, then, 0)
     scale_B = then.abs().amax(dim=1)
     scale_B = scale_B + 0.01 * scale_B.median()  # small rows may have larger relative rounding errors
-    return bool(((now - then).abs_().amax(dim=1) <= tolerance * scale_B).all())
+    difference = now - then
+    difference = difference.abs() if difference.is_complex() else difference.abs_()
+    return bool((difference.amax(dim=1) <= tolerance * scale_B).all())

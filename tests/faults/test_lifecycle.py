@@ -3,7 +3,6 @@
 import copy
 import gc
 import logging
-import math
 
 import inside
 import pytest
@@ -462,4 +461,3 @@ def test_a_misspelt_keyword_is_a_type_error_that_names_the_right_one():
             make_loop(model, **{wrong: 1.0})
     gc.collect()
     assert not model._forward_hooks
-    assert math.isfinite(1.0)

@@ -121,6 +121,19 @@ def test_one_gradient_for_each_tensor_among_other_outputs():
     torch.testing.assert_close(found["w"], truth_of(call)["w"])
 
 
+def test_a_complex_output_beside_a_real_one():
+    layer = Parts(lambda m, x: (m.linear(x), torch.fft.fft(m.linear(x))), linear=nn.Linear(4, 3).double())
+    x = normal(5, 4)
+    output = layer(x)
+    cotangents = (normal(5, 3), torch.view_as_complex(normal(5, 3, 2)))
+    call = LayerCall(layer, (x,), cotangents, output=pytree.tree_map(torch.Tensor.detach, output))
+    grads = functional_sampler(layer).grads(call)
+    total = sum((o.conj() * c).real.sum() for o, c in zip(output, cotangents, strict=True))
+    whole = torch.autograd.grad(total, list(layer.parameters()))
+    for name, expected in zip(("linear.weight", "linear.bias"), whole, strict=True):
+        torch.testing.assert_close(grads[name].sum(dim=0), expected)
+
+
 def test_integer_inputs_are_cut_into_rows():
     layer = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)).double()
     assert_exact(make_call(layer, torch.randint(7, (5, 4))))

@@ -16,8 +16,10 @@ from dpengine import PrivacyEngine
 from dpengine.errors import PrivacyError
 
 EXAMPLES, BATCH, STEPS = 12, 4, 3
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-FLOOR = {torch.float32: 0.1, torch.bfloat16: 1.0}  # a parameter is compared with this part of the sum of all, at least
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float64: 1e-5}
+KINK = 2e-2  # largest error in float32 of a model that is exact in float64
+# A parameter is compared with this part of the sum of all, at least.
+FLOOR = {torch.float32: 0.1, torch.bfloat16: 1.0, torch.float64: 0.1}
 KNOWN_OUTPUTS = (
     *("logits", "prediction_logits", "question_answering_score", "image_embeds", "prediction_outputs"),
     *("reconstruction", "last_hidden_state"),
@@ -104,7 +106,10 @@ def verdict_of(row, dtype=torch.float32) -> Verdict:
             _run(model, _map(examples.inputs, lambda leaf: leaf[:2]))
             remedies.append("a forward pass")
         try:
-            by = train(row, model, examples, dtype, mode)
+            by, rounds = train(row, model, examples, dtype, mode)
+            if rounds:
+                verdict_of(row, torch.float64)  # raises Wrong unless sums are exact there
+                by += ", compared in float64, too"
             return Verdict("exact", f"{by}, after {' and '.join(remedies)}" if remedies else by)
         except PrivacyError as error:
             errors.append(error)
@@ -112,7 +117,7 @@ def verdict_of(row, dtype=torch.float32) -> Verdict:
 
 
 def train(row, model, examples, dtype, mode):
-    """Trains some steps; returns what computed the gradients."""
+    """Trains some steps. Returns what computed the gradients, and whether float32 rounds more than the tolerance."""
     plain = copy.deepcopy(model)
     found = list(gradients_of(row, plain, [examples[i] for i in range(EXAMPLES)]))
     max_norm = torch.tensor([norm_of(gradient) for gradient in found]).quantile(0.6).item()
@@ -130,13 +135,14 @@ def train(row, model, examples, dtype, mode):
             grad_sample_mode=mode,
             unused_parameters=unused,
         )
+        rounds = False
         for step, (inputs, weights) in enumerate(loader):
             plain.load_state_dict(model.state_dict(), strict=False)
             optimizer.zero_grad()
             loss_of(row, model, inputs, weights).backward()
             optimizer.step()
             chosen = [(_map(inputs, lambda leaf, i=i: leaf[i]), weights[i]) for i in range(len(weights))]
-            compare(row, model, plain, chosen, max_norm, dtype, step)
+            rounds |= not compare(row, model, plain, chosen, max_norm, dtype, step)
             if step == STEPS - 1:
                 break
     units = {
@@ -145,31 +151,25 @@ def train(row, model, examples, dtype, mode):
         if (match := re.search(r"\[DPE028\].* through (?:'(.*?)'|the model) \(", str(one.message)))
     }
     if mode == "whole_model":
-        return f"`{mode}`"
-    return "units " + ", ".join(sorted(units)) if units else "rules of layers"
+        return f"`{mode}`", rounds
+    return "units " + ", ".join(sorted(units)) if units else "rules of layers", rounds
 
 
 def compare(row, model, plain, chosen, max_norm, dtype, step):
-    """Raises Wrong if a parameter's clipped sum is not that of the loop.
+    """Returns True if all clipped sums are those of the loop up to the tolerance. Raises Wrong if one is not.
 
-    Rounding to float32 changes gradients of some models by more than the tolerance. There, the sum and that of the loop
-    are compared with a loop in float64, from which the sum may differ by at most twice as much as that of the loop.
+    Rounding to float32 moves an activation across a kink now and then, in the step or in the loop, which changes
+    gradients by up to a percent. Returns False for such an error, which float64 must confirm as rounding.
     """
     of_loop = clipped_sums(row, plain, chosen, max_norm)
-    names = of_loop.keys()
-    parameters = {name: model.get_parameter(name) for name in names}
+    parameters = {name: model.get_parameter(name) for name in of_loop}
     of_step = {n: torch.zeros_like(of_loop[n]) if p.grad is None else BATCH * p.grad for n, p in parameters.items()}
     errors = errors_of(of_step, of_loop, dtype)
     worst = max(errors, key=errors.get)
     if errors[worst] < TOLERANCE[dtype]:
-        return
-    if dtype == torch.float32:
-        widen = lambda leaf: leaf.double() if leaf.is_floating_point() else leaf  # noqa: E731
-        samples = [(_map(inputs, widen), weight) for inputs, weight in chosen]
-        truth = clipped_sums(row, copy.deepcopy(plain).double(), samples, max_norm)
-        limit = max(errors_of(of_loop, truth, dtype).values())
-        if max(errors_of(of_step, truth, dtype).values()) < 2 * limit:
-            return
+        return True
+    if dtype == torch.float32 and errors[worst] < KINK:
+        return False
     raise Wrong(f"step {step}, {len(chosen)} samples: {worst} is off by {errors[worst]:.2g}")
 
 

@@ -272,9 +272,9 @@ def _composed(releases: list[tuple[_RoundedRelease, int]], first: int, size: int
     """Returns the masses of the sum on ``size`` mesh points, and a bound on their rounding error for any event."""
     transforms, transform = [], np.ones(size // 2 + 1, dtype=np.clongdouble)
     for release, count in releases:
-        component_values = np.fft.rfft(_folded(release, size))
-        transforms.append((np.abs(component_values).astype(np.float64), count))
-        transform = transform * _power(component_values, count)
+        release_transform = np.fft.rfft(_folded(release, size))
+        transforms.append((np.abs(release_transform).astype(np.float64), count))
+        transform = transform * _power(release_transform, count)
     masses = np.roll(np.fft.irfft(transform, size), -(first % size))
     unit = float(np.finfo(masses.dtype).eps) / 2  # NumPy before version 2 has double precision only
     level = _ROUNDING_PER_LEVEL * unit * math.log2(size)
