@@ -1,4 +1,4 @@
-"""Functions whose result has bounded sensitivity to one example."""
+"""Functions with bounded sensitivity to each example."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dpengine.accounting.events import Relation
 
 
 class AuxiliaryOutput(NamedTuple):
-    """Requested results for each example, in the order of the batch. They are not private.
+    """Optional per-example outputs of a clipped sum, in batch order. They are not private.
 
     Attributes:
         values: Values of the function before clipping, ``(B,)``.
-        grad_norms: Norms of the gradients before any transformation, ``(B,)`` or a tree of them.
-        aux: Second result of the function.
+        grad_norms: Gradient norms before the transformation and clipping, ``(B,)`` or a tree of such tensors.
+        aux: Auxiliary output of the function, stacked over examples.
     """
 
     values: Any = None
@@ -31,7 +31,7 @@ class BoundedSensitivityCallable:
         function: The function.
         l2_norm_bound: Largest L2 norm of the contribution of one example to that output.
         has_aux: Whether the function returns a pair, of which only the first element is bounded.
-        batch_argnums: Positions of the arguments with the examples.
+        batch_argnums: Positions of the batched arguments.
     """
 
     function: Callable[..., Any]
@@ -47,11 +47,11 @@ class BoundedSensitivityCallable:
         """Returns the sensitivity of the output in L2 norm.
 
         Args:
-            relation: Neighboring relation, also by the names of dp-accounting: ``"ADD_OR_REMOVE_ONE"``,
+            relation: Neighboring relation, or one of the names of dp-accounting: ``"ADD_OR_REMOVE_ONE"``,
                 ``"REPLACE_SPECIAL"``, ``"REPLACE_ONE"``.
 
         Returns:
-            The bound, doubled if one example replaces another.
+            ``l2_norm_bound``, doubled for the replace-one relation.
 
         Raises:
             ValueError: If the relation is unknown.

@@ -1,4 +1,4 @@
-"""Compiles clipped sums with ``torch.compile``, and compares them with the uncompiled function."""
+"""Compiles clipped sums with ``torch.compile``, and checks them against the uncompiled function."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpengine.errors import UnsupportedLayerError
 
 from .bounded import BoundedSensitivityCallable
 
-_MOST_EXAMPLES = 8  # largest number of examples that are compared
+_MAX_EXAMPLES = 8  # number of examples that are compared
 _TOLERANCE = 1e-3  # relative tolerance, far above rounding errors
 
 
@@ -25,9 +25,9 @@ def compiled(
 ) -> BoundedSensitivityCallable:
     """Compiles a clipped sum.
 
-    Compilation may lose the backward of a custom ``autograd.Function`` without an error (pytorch issue 193279). Then
-    the contribution of an example is not bounded. Compiled and uncompiled sums are therefore compared for each of the
-    first examples.
+    Compilation may silently drop the backward of a custom ``autograd.Function`` (pytorch issue 193279), and then the
+    contribution of an example is not bounded. The compiled function is therefore compared with the uncompiled one on
+    each of the first 8 examples.
 
     Args:
         function: Result of ``clipped_grad`` or ``clipped_fun``.
@@ -38,8 +38,8 @@ def compiled(
         The compiled function, with the same sensitivity.
 
     Raises:
-        UnsupportedLayerError: If the compiled sum of an example differs.
-        TypeError: If ``function`` is not from this package.
+        UnsupportedLayerError: If the compiled function differs on one of these examples.
+        TypeError: If ``function`` is not a result of ``clipped_grad`` or ``clipped_fun``.
         ValueError: If the batch is empty.
     """
     if not isinstance(function, BoundedSensitivityCallable):
@@ -48,13 +48,14 @@ def compiled(
         )
     size = len(pytree.tree_leaves(example[function.batch_argnums[0]])[0])
     if size == 0:
-        raise ValueError("functional.compiled: the example has no rows. Pass a typical batch.")
+        raise ValueError("functional.compiled: the batch is empty. Pass a typical batch.")
     options: Any = {"fallback_random": True} if backend == "inductor" else None
-    fast = torch.compile(function.function, backend=backend, options=options)
-    for i in range(min(size, _MOST_EXAMPLES)):
+    compiled_function = torch.compile(function.function, backend=backend, options=options)
+    for i in range(min(size, _MAX_EXAMPLES)):
         others = torch.arange(size) != i
         expected, compiled_sum = (
-            _leaves(function, _seeded(call, *example, is_padding_example=others)) for call in (function.function, fast)
+            _leaves(function, _seeded(call, *example, is_padding_example=others))
+            for call in (function.function, compiled_function)
         )
         norm = sum(float(leaf.double().square().sum()) for leaf in expected) ** 0.5
         error = sum(float((a - b).double().square().sum()) for a, b in zip(expected, compiled_sum, strict=True)) ** 0.5
@@ -63,7 +64,7 @@ def compiled(
                 f"The compiled sum of example {i} differs by {error:.3g} from the uncompiled one of norm {norm:.3g}.",
                 fix="Use the function uncompiled, or wrap custom autograd Functions in torch.compiler.allow_in_graph.",
             )
-    return dataclasses.replace(function, function=fast)
+    return dataclasses.replace(function, function=compiled_function)
 
 
 def _leaves(function: BoundedSensitivityCallable, output: Any) -> list[Tensor]:
@@ -72,7 +73,7 @@ def _leaves(function: BoundedSensitivityCallable, output: Any) -> list[Tensor]:
 
 
 def _seeded(call: Callable[..., Any], *args: Any, is_padding_example: Tensor) -> Any:
-    """Calls a function with the same random numbers each time, without changing the generators."""
+    """Calls a function with a fixed seed, and restores the global generators."""
     with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []):
         torch.manual_seed(0)
         return call(*args, is_padding_example=is_padding_example)

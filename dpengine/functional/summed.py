@@ -24,38 +24,38 @@ _MAX_SUM = 2**62  # limit of integer sums, which must fit in 64 bits
 
 
 def grid_bound(bound: float, scale: float, numel: int, batch: int) -> float:
-    """Returns the clipping norm before rounding. Rounding adds at most ``sqrt(numel) / 2`` to the scaled norm."""
+    """Returns the clipping norm to apply before rounding, which adds at most ``sqrt(numel) / 2`` to the scaled norm."""
     if batch * scale >= _MAX_SUM:
-        raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits. Pass a smaller one.")
+        raise ValueError(f"grid_scale={scale:g} with {batch} examples may overflow 64 bits. Pass a smaller grid_scale.")
     before_rounding = bound - math.sqrt(numel) * bound / (2 * scale)
     if not before_rounding > 0:
         raise ValueError(
             f"grid_scale={scale:g} is too coarse for gradients of {numel} elements: rounding alone exceeds the "
-            f"clipping norm. Pass more than {math.sqrt(numel) / 2:g}."
+            f"clipping norm. Pass a grid_scale above {math.sqrt(numel) / 2:g}."
         )
     return before_rounding
 
 
-def on_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
-    """Rounds ``scale / bound`` times the clipped gradients to integers, with norm at most ``scale``.
+def round_to_grid(leaves: Sequence[Tensor], factor_B: Tensor, bound: float, scale: float) -> list[Tensor]:
+    """Rounds the clipped gradients times ``scale / bound`` to integers with norm at most ``scale``.
 
-    Leaves must be finite. ``factor_B`` must reduce each norm to ``grid_bound``, which is below ``bound``.
+    Leaves must be finite. ``factor_B`` must clip each norm to ``grid_bound``, which is below ``bound``.
     """
     flat_BP = torch.cat([leaf.reshape(len(leaf), -1).double() for leaf in leaves], dim=1)
     rounded_BP = (flat_BP * factor_B.unsqueeze(1) * (scale / bound)).round()
-    for i in torch.nonzero(_maybe_above(rounded_BP, scale)).flatten().tolist():
-        rounded_BP[i] = _within(rounded_BP[i], int(scale**2) if scale == int(scale) else math.floor(scale**2))
+    for i in torch.nonzero(_may_exceed(rounded_BP, scale)).flatten().tolist():
+        rounded_BP[i] = _shrunk(rounded_BP[i], int(scale**2) if scale == int(scale) else math.floor(scale**2))
     parts = rounded_BP.to(torch.int64).split([leaf[0].numel() for leaf in leaves], dim=1)
     return [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)]
 
 
-def _maybe_above(rounded_BP: Tensor, scale: float) -> Tensor:
-    """Returns a mask of examples whose norm may exceed the scale. Sums of squares have relative errors below 2**-40."""
+def _may_exceed(rounded_BP: Tensor, scale: float) -> Tensor:
+    """Returns a mask of examples whose norm may exceed the scale, given that squared norms have errors below 2**-40."""
     return rounded_BP.square().sum(dim=1) > scale**2 * (1 - 2.0**-40)
 
 
-def _within(row_P: Tensor, max_square: int) -> Tensor:
-    """Returns the vector with entries reduced until its exact squared norm is at most ``max_square``."""
+def _shrunk(row_P: Tensor, max_square: int) -> Tensor:
+    """Shrinks the entries of an integer vector until its exact squared norm is at most ``max_square``."""
     values = [int(value) for value in row_P.tolist()]
     total = sum(value * value for value in values)
     if total > max_square:
@@ -70,7 +70,7 @@ def _within(row_P: Tensor, max_square: int) -> Tensor:
 
 
 PerExample = Callable[[Batch], tuple[Any, Any, Any]]
-"""Returns for each example the tree to clip, the value of the function, and its second result."""
+"""Returns the per-example trees to clip, values of the function, and auxiliary outputs of a batch."""
 
 
 def identity(tree: Any) -> Any:
@@ -80,7 +80,7 @@ def identity(tree: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """Arguments of a clipped sum. Raises ValueError if one is out of range."""
+    """Options of a clipped sum. Raises ValueError if one is out of range."""
 
     where: str
     bound: Any
@@ -98,21 +98,21 @@ class Options:
         where, bound, size = self.where, self.bound, self.microbatch_size
         positive(where, "normalize_by", self.normalize_by)
         for leaf in pytree.tree_leaves(bound):
-            groups_of(leaf, torch.zeros(()))  # raises if it is not a clipping norm
+            groups_of(leaf, torch.zeros(()))  # raises for an invalid clipping norm
         if size is not None and (isinstance(size, bool) or not size >= 1):
             raise ValueError(f"{where}: microbatch_size must be at least 1, got {size!r}.")
         if self.dtype not in (None, torch.float32, torch.float64):
             raise ValueError(
-                f"{where}: dtype={self.dtype} rounds sums by more than the clipping norm of an example. Pass "
-                "torch.float32 or torch.float64."
+                f"{where}: dtype must be torch.float32 or torch.float64, got {self.dtype}. Coarser rounding may change "
+                "a sum by more than the clipping norm."
             )
         if self.grid_scale is None:
             return
         positive(where, "grid_scale", self.grid_scale)
         if self.rescale or self.normalize_by != 1 or not isinstance(bound, (int, float)) or not 0 < bound < math.inf:
             raise ValueError(
-                f"{where}: grid_scale needs one positive, finite l2_clip_norm, without rescale_to_unit_norm and "
-                "normalize_by. Multiply by l2_clip_norm / grid_scale after the noise."
+                f"{where}: grid_scale requires one positive, finite l2_clip_norm, and neither rescale_to_unit_norm "
+                "nor normalize_by. Multiply by l2_clip_norm / grid_scale after adding noise."
             )
 
     @property
@@ -125,8 +125,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Summed:
-    """Sum over a batch, and for each example the norm before clipping, the value and the second result."""
+class ClippedSum:
+    """Clipped sum over a batch, and per-example norms before clipping, values and auxiliary outputs."""
 
     total: Any
     norms: Any
@@ -135,33 +135,33 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class _Sums:
-    """Sums in float64 or int64, their final dtypes, and their tree structure."""
+class _PartialSums:
+    """Sums over some microbatches in float64 or int64, their final dtypes, and their tree structure."""
 
     leaves: list[Tensor]
     dtypes: list[torch.dtype]
     spec: Any
 
-    def plus(self, other: _Sums) -> _Sums:
+    def plus(self, other: _PartialSums) -> _PartialSums:
         return replace(self, leaves=[a + b for a, b in zip(self.leaves, other.leaves, strict=True)])
 
 
 def bounded_sum(
-    rows: PerExample,
-    outputs: Callable[[Summed], Any],
+    per_example: PerExample,
+    outputs: Callable[[ClippedSum], Any],
     options: Options,
-    batch_places: tuple[int, ...],
-    seed_place: int | None,
+    batch_argnums: tuple[int, ...],
+    seed_argnum: int | None,
     has_pair: bool,
 ) -> BoundedSensitivityCallable:
-    """Returns the function of a batch that sums the result of ``rows`` and passes it to ``outputs``."""
+    """Returns a function of a batch that clips and sums the trees of ``per_example`` and applies ``outputs``."""
 
     def call(*args: Any, is_padding_example: Tensor | None = None, **kwargs: Any) -> Any:
-        batch = batch_of(options.where, args, kwargs, batch_places, seed_place)
+        batch = batch_of(options.where, args, kwargs, batch_argnums, seed_argnum)
         padding_B = _checked_padding(options.where, is_padding_example, batch.size)
-        return outputs(_summed(rows, batch, padding_B, options))
+        return outputs(_sum_microbatches(per_example, batch, padding_B, options))
 
-    return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair, batch_places)
+    return BoundedSensitivityCallable(call, options.l2_norm_bound, has_pair, batch_argnums)
 
 
 def _checked_padding(where: str, mask: Tensor | None, size: int) -> Tensor:
@@ -172,37 +172,37 @@ def _checked_padding(where: str, mask: Tensor | None, size: int) -> Tensor:
     return mask
 
 
-def _summed(rows: PerExample, batch: Batch, padding_B: Tensor, options: Options) -> Summed:
-    """Returns the sum over microbatches. Example i is in microbatch ``i mod (B / microbatch_size)``."""
+def _sum_microbatches(per_example: PerExample, batch: Batch, padding_B: Tensor, options: Options) -> ClippedSum:
+    """Sums the clipped trees over microbatches. Example i is in microbatch ``i mod (B / microbatch_size)``."""
     if batch.size == 0:
-        one_padding = torch.ones(1, dtype=torch.bool)
-        zero = _summed(rows, batch.stand_in(), one_padding, replace(options, microbatch_size=None))
+        padding_B = torch.ones(1, dtype=torch.bool)
+        zero = _sum_microbatches(per_example, batch.placeholder(), padding_B, replace(options, microbatch_size=None))
         empty = lambda tree: pytree.tree_map(lambda leaf: leaf[:0], tree)  # noqa: E731
-        return Summed(zero.total, empty(zero.norms), empty(zero.values), empty(zero.aux))
+        return ClippedSum(zero.total, empty(zero.norms), empty(zero.values), empty(zero.aux))
     size = options.microbatch_size or batch.size
     if batch.size % size:
         raise ValueError(
-            f"{options.where}: microbatch_size={size} does not divide the {batch.size} examples. Pad them, "
-            "and pass is_padding_example."
+            f"{options.where}: microbatch_size={size} does not divide the batch of {batch.size} examples. Pad the "
+            "batch, and pass is_padding_example."
         )
     count = batch.size // size
-    totals: _Sums | None = None
+    totals: _PartialSums | None = None
     order, parts = [], []
     for first in range(count):
         index = torch.arange(first, batch.size, count)
-        trees, values, aux = rows(batch if count == 1 else batch.take(index))
+        trees, values, aux = per_example(batch if count == 1 else batch.take(index))
         sums, norms = _clipped_sum(trees, padding_B[index], batch.size, options)
         totals = sums if totals is None else totals.plus(sums)
         order.append(index)
         parts.append((norms, values, aux))
     assert totals is not None
     original_order = torch.argsort(torch.cat(order))
-    joined = [_joined([part[k] for part in parts], original_order) for k in range(3)]
-    return Summed(_finished(totals, options), *joined)
+    outputs = [_concatenated([part[k] for part in parts], original_order) for k in range(3)]
+    return ClippedSum(_final_sums(totals, options), *outputs)
 
 
-def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) -> tuple[_Sums, Any]:
-    """Returns the sum of the clipped trees of some examples, and the norms before clipping."""
+def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) -> tuple[_PartialSums, Any]:
+    """Returns the sum of the clipped trees of a microbatch, and the norms before clipping."""
     if options.dtype is not None:
         trees = pytree.tree_map(lambda leaf: leaf.to(options.dtype), trees)
     norms: Any = ()
@@ -224,19 +224,19 @@ def _clipped_sum(trees: Any, padding_B: Tensor, batch: int, options: Options) ->
     if options.nan_safe or options.grid_scale is not None:
         keep_B = keep_B & norms_BK.isfinite().all(dim=1)
     zero = torch.zeros((), dtype=torch.float64)
-    kept = [torch.where(keep_B.view(-1, *[1] * (leaf.dim() - 1)), leaf.double(), zero) for leaf in leaves]
+    masked = [torch.where(keep_B.view(-1, *[1] * (leaf.dim() - 1)), leaf.double(), zero) for leaf in leaves]
     if options.grid_scale is not None:
-        integers = on_grid(kept, factors_BK[:, 0], float(options.bound), options.grid_scale)
-        return _Sums([leaf.sum(dim=0) for leaf in integers], [torch.int64] * len(integers), spec), norms
+        integers = round_to_grid(masked, factors_BK[:, 0], float(options.bound), options.grid_scale)
+        return _PartialSums([leaf.sum(dim=0) for leaf in integers], [torch.int64] * len(integers), spec), norms
     weights = {i: factors_BK[:, k] for k, group in enumerate(groups) for i in group.leaves}
-    sums = [torch.einsum("b,b...->...", weights[i], leaf) for i, leaf in enumerate(kept)]
-    return _Sums(
+    sums = [torch.einsum("b,b...->...", weights[i], leaf) for i, leaf in enumerate(masked)]
+    return _PartialSums(
         sums, [options.dtype or torch.promote_types(leaf.dtype, torch.float32) for leaf in leaves], spec
     ), norms
 
 
-def _finished(sums: _Sums, options: Options) -> Any:
-    """Reduces the sums over ranks, divides them and converts them to their final dtypes."""
+def _final_sums(sums: _PartialSums, options: Options) -> Any:
+    """All-reduces the sums, divides them by ``normalize_by``, and converts them to their final dtypes."""
     if options.process_group is not None:
         for leaf in sums.leaves:
             torch.distributed.all_reduce(leaf, group=options.process_group)
@@ -244,6 +244,6 @@ def _finished(sums: _Sums, options: Options) -> Any:
     return pytree.tree_unflatten(leaves if options.grid_scale is None else sums.leaves, sums.spec)
 
 
-def _joined(parts: list[Any], order: Tensor) -> Any:
-    """Concatenates the outputs of microbatches, and sorts them in the order of the batch."""
+def _concatenated(parts: list[Any], order: Tensor) -> Any:
+    """Concatenates the outputs of the microbatches and restores the order of the batch."""
     return pytree.tree_map(lambda *leaves: torch.cat(leaves)[order.to(leaves[0].device)], *parts)

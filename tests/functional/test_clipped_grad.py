@@ -292,7 +292,7 @@ def test_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
 def test_a_norm_that_shrinking_left_too_large_is_lowered_one_by_one(monkeypatch):
     """Lowers a norm that rounding of the root left too large."""
     monkeypatch.setattr(grid.math, "sqrt", lambda value: 1.0)
-    row = grid._within(torch.tensor([3.0, -5.0, 4.0]), 30)
+    row = grid._shrunk(torch.tensor([3.0, -5.0, 4.0]), 30)
     assert row.tolist() == [3.0, -3.0, 3.0]
 
 
@@ -338,12 +338,12 @@ P, X = torch.tensor(1.0), torch.ones(4)
         ({"normalize_by": 0.0}, "normalize_by=.* is not a positive"),
         ({"normalize_by": INF}, "normalize_by=.* is not a positive"),
         ({"microbatch_size": 0}, "microbatch_size must be at least 1"),
-        ({"grid_scale": 10.0, "rescale_to_unit_norm": True}, "grid_scale needs one"),
-        ({"grid_scale": 10.0, "normalize_by": 2.0}, "grid_scale needs one"),
-        ({"grid_scale": 10.0, "l2_clip_norm": [1.0]}, "grid_scale needs one"),
+        ({"grid_scale": 10.0, "rescale_to_unit_norm": True}, "grid_scale requires one"),
+        ({"grid_scale": 10.0, "normalize_by": 2.0}, "grid_scale requires one"),
+        ({"grid_scale": 10.0, "l2_clip_norm": [1.0]}, "grid_scale requires one"),
         ({"grid_scale": -1.0}, "grid_scale=.* is not a positive"),
-        ({"dtype": torch.bfloat16}, "dtype=torch.bfloat16 rounds"),
-        ({"dtype": torch.int64}, "dtype=torch.int64 rounds"),
+        ({"dtype": torch.bfloat16}, "dtype must be .*, got torch.bfloat16"),
+        ({"dtype": torch.int64}, "dtype must be .*, got torch.int64"),
     ],
 )
 def test_options_out_of_range_are_rejected_before_any_call(options, says):
@@ -354,11 +354,17 @@ def test_options_out_of_range_are_rejected_before_any_call(options, says):
 @pytest.mark.parametrize(
     ("options", "args", "kwargs", "error", "says"),
     [
-        ({"microbatch_size": 3}, (P, X), {}, ValueError, "microbatch_size=3 does not divide the 4 examples.*pad"),
+        (
+            {"microbatch_size": 3},
+            (P, X),
+            {},
+            ValueError,
+            "microbatch_size=3 does not divide the batch of 4 examples.*Pad",
+        ),
         ({}, (P, torch.tensor(1.0)), {}, ValueError, "examples on axis 0"),
         ({}, (P, [1.0, 2.0]), {}, ValueError, "must be a tensor"),
         ({}, (P, [X, torch.ones(3)]), {}, ValueError, r"\[3, 4\] examples"),
-        ({}, (P,), {}, ValueError, "there are 1 arguments"),
+        ({}, (P,), {}, ValueError, "there are only 1 arguments"),
         ({}, (P, X), {"is_padding_example": torch.ones(3).bool()}, ValueError, r"shape \(4,\)"),
         ({}, (P, X), {"is_padding_example": torch.ones(4)}, ValueError, "bool tensor"),
         ({"prng_argnum": 2}, (P, X, 1.5), {}, TypeError, "integer seed"),
