@@ -11,7 +11,7 @@ from benchmarks import step_time_figure
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-CHECKED_ELSEWHERE = {"docs/errors.md": "test_error_docs.py", "docs/from_opacus.md": "test_from_opacus_page.py"}
+CHECKED_ELSEWHERE = {"docs/errors.md": "test_error_docs.py", "docs/from_opacus.md": "compat/test_from_opacus_page.py"}
 SNIPPETS = [snippet for page in PAGES if page not in CHECKED_ELSEWHERE for snippet in snippets_of(page)]
 SLOW = ("compile=True", "from lightning import")  # takes seconds
 MOST_WORDS = 600

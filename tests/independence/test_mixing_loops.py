@@ -3,10 +3,10 @@
 import random
 import warnings
 
-import mixing_loops
 import numpy as np
 import pytest
 import torch
+from independence import mixing_loops
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

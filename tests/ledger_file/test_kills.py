@@ -5,8 +5,8 @@ import random
 import time
 
 import pytest
-from killed_runs import STEPS, killed_at, released, trained
 from launch import started
+from ledger_file.killed_runs import STEPS, killed_at, released, trained
 
 from dpengine.accounting.ledger import steps_of
 from dpengine.ledger_file import read

@@ -279,7 +279,7 @@ GUARDS = [
         "a model's own mean over the tokens of the batch",
         "    loss.grad_fn.register_prehook(raise_if_used)\n",
         "    pass\n",
-        "test_losses.py::test_a_count_of_the_batch_is_rejected",
+        "losses/test_losses.py::test_a_count_of_the_batch_is_rejected",
     ),
     Guard(
         "half precision is widened",
@@ -436,7 +436,7 @@ GUARDS = [
         "samples in the matrix are combined into units",
         "                self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)\n",
         "                pass\n",
-        "test_privacy_unit.py::test_a_user_is_clipped_as_one",
+        "engine/test_privacy_unit.py::test_a_user_is_clipped_as_one",
     ),
     Guard(
         "the first sum of a parameter starts from zero",

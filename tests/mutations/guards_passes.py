@@ -13,19 +13,19 @@ GUARDS = [
         "a pass without an end callback is clipped",
         "        if self.mode.rows:\n            self.backward_ended()",
         "        if False:\n            self.backward_ended()",
-        "test_release.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
+        "engine/test_step.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
     ),
     Guard(
         "the buffer has the parameters that are trainable now",
         "else self.follow(walk=False)\n",
         "else self.trainable(walk=False)\n",
-        "test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
+        "engine/test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
     ),
     Guard(
         "the trainable parameters are read again if a pass has other parameters than the last one",
         "last.parameters if mode.parameters is last.included else",
         "last.parameters if last.included is not None else",
-        "test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
+        "engine/test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
     ),
     Guard(
         "a forward pass that replaces a buffer is found at its end",
@@ -49,7 +49,7 @@ GUARDS = [
         "the probe compares samples, not privacy units",
         "(units is not None or self.only is not None)",
         "self.only is not None",
-        "test_privacy_unit.py::test_rows_that_mix_are_found",
+        "engine/test_privacy_unit.py::test_rows_that_mix_are_found",
     ),
     Guard(
         "the probe compares all parameters",
@@ -75,7 +75,7 @@ GUARDS = [
         "sums are zeroed when the hooks are removed",
         "        self.capture.detach()\n        self.discard()",
         "        self.capture.detach()",
-        "test_engine.py::test_detach_in_the_middle_of_a_batch_charges_it_and_destroys_its_sums",
+        "engine/test_engine.py::test_detach_in_the_middle_of_a_batch_charges_it_and_destroys_its_sums",
     ),
     Guard(
         "gradients of each sample's own loss are not scaled again",
@@ -136,19 +136,19 @@ GUARDS = [
         "a backward pass inside the update",
         "            if self.batches.stage is Stage.CHARGED:\n                raise pass_inside_update()",
         "            if False:\n                raise pass_inside_update()",
-        "test_external_batches.py::test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing",
+        "engine/test_external_batches.py::test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing",
     ),
     Guard(
         "a batch in the sums stays complete when the next one is revoked",
         "Stage.CLIPPED if self.batches else Stage.DISCARDED\n        self.chunk",
         "Stage.OPEN if self.batches else Stage.DISCARDED\n        self.done = False\n        self.chunk",
-        "test_own_accountant_of_run.py::test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised",
+        "engine/test_own_accountant.py::test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised",
     ),
     Guard(
         "the step of a revoked batch counts as skipped",
         "self.last_step, self.done = last_step, True",
         "self.done = True",
-        "test_own_accountant_of_run.py::test_the_step_of_a_batch_that_the_loader_did_not_return_counts_as_skipped",
+        "engine/test_own_accountant.py::test_the_step_of_a_batch_that_the_loader_did_not_return_counts_as_skipped",
     ),
     Guard(
         "a batch that was overwritten after its pass",

@@ -235,19 +235,19 @@ GUARDS = [
         "the loader stops before the target",
         'self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None',
         "True",
-        "test_budget_of_run.py::test_stop_ends_the_loader_before_the_target_is_passed",
+        "engine/test_budget.py::test_stop_ends_the_loader_before_the_target_is_passed",
     ),
     Guard(
         "epsilon of the next step",
         "            if reached > self.target_epsilon:\n                return reached",
         "            if False:\n                return reached",
-        "test_budget_of_run.py::test_stop_ends_the_loader_before_the_target_is_passed",
+        "engine/test_budget.py::test_stop_ends_the_loader_before_the_target_is_passed",
     ),
     Guard(
         "batches of a broken-off pass count",
         "history += (Charge(plan.event(), separate),) if separate else ()",
         "pass",
-        "test_budget_of_run.py::test_batches_that_were_discarded_count",
+        "engine/test_budget.py::test_batches_that_were_discarded_count",
     ),
     Guard(
         "a parameter without a release holds no gradient in the update",
@@ -297,7 +297,7 @@ GUARDS = [
         "units of privacy in a mode that cannot combine rows",
         '    if mode != "auto":\n        raise UnsupportedLayerError(\n            f"privacy_unit=',
         '    if False:\n        raise UnsupportedLayerError(\n            f"privacy_unit=',
-        "test_privacy_unit.py::test_bad_units_are_refused",
+        "engine/test_privacy_unit.py::test_bad_units_are_refused",
     ),
     Guard(
         "copies of a loader continue with one run",
@@ -377,6 +377,6 @@ GUARDS = [
         "a changed plan is evaluated, not taken as planned",
         "        self.budget.fits_plan = False",
         "        pass",
-        "test_budget_of_run.py::test_a_plan_that_was_changed_is_not_known_to_fit",
+        "engine/test_budget.py::test_a_plan_that_was_changed_is_not_known_to_fit",
     ),
 ]

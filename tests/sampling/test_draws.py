@@ -31,7 +31,7 @@ ELSEWHERE = {
     "StatefulDraws": "abstract; tests/sampling/test_schemes.py has the schemes with a state",
     "FixedSizeDraws": "tests/sampling/test_schemes.py",
     "CustomDraws": "tests/extending/test_recipes.py: schemes from outside",
-    "UnitDraws": "tests/test_privacy_unit.py: its batches are in the order of units",
+    "UnitDraws": "tests/engine/test_privacy_unit.py: its batches are in the order of units",
     "ExternalBatches": "tests/sampling/test_draws.py: the training loop draws them",
 }
 

@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from compat_spread_runs import Run, Started, data, made_private, network, refuse_differences, seeded
+from compat.spread_runs import Run, Started, data, made_private, network, refuse_differences, seeded
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from compat_spread_runs import Run, Started, all_trained, made_private, network, refuse_differences
+from compat.spread_runs import Run, Started, all_trained, made_private, network, refuse_differences
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compat_spread_runs import BOUNDS, data, network, refuse_differences, seeded
+from compat.spread_runs import BOUNDS, data, network, refuse_differences, seeded
 from launch import launched
 from spread_runs import difference, whole_weights
 from torch import nn

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from architectures import ROWS, plans
+from clipping.architectures import ROWS, plans
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from inside_parts import ClippedPasses

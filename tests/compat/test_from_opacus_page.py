@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset, Weighte
 from dpengine.compat import opacus
 from dpengine.errors import PrivacyError
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "from_opacus.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "from_opacus.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", TEXT, flags=re.MULTILINE | re.DOTALL)
 BEFORE = [block for block in BLOCKS if re.search(r"^from opacus\b", block, flags=re.MULTILINE)]
