@@ -9,7 +9,7 @@ LETTERS, NUMBERS = "abcd", range(6)
 @pytest.mark.one_in(3, "letter", "number")
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("letter", LETTERS)
-def test_cases_that_are_left_out_are_slow_or_nightly(request, letter, number):
+def test_the_other_cases_are_slow_or_nightly(request, letter, number):
     place = LETTERS.index(letter) + number
     assert (request.node.get_closest_marker("nightly") is not None) == (place % 3 > 0)
     assert (request.node.get_closest_marker("slow") is not None) == (place % 6 > 0)

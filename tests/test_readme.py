@@ -121,7 +121,7 @@ def test_the_caption_of_the_readme_states_the_stored_figures():
     assert f"for {len(step_time_figure.step_times(RESULTS))} models" in README
 
 
-def test_a_mode_that_was_not_timed_or_runs_another_mechanism_is_left_out():
+def test_a_mode_without_timing_or_with_another_mechanism_is_omitted():
     text = """
 | cell | B | non-private ms | **auto** | hooks |
 |---|---|---|---|---|

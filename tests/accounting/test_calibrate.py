@@ -176,7 +176,7 @@ def test_illegal_arguments_are_named(name, value):
         calibration(**arguments)
 
 
-def test_what_the_accountant_rejects_cannot_be_calibrated():
+def test_events_that_the_accountant_rejects_cannot_be_calibrated():
     arguments = {"target_epsilon": 1.0, "sample_rate": 0.1, "steps": 10**6}
     with pytest.raises(AccountingRefusedError, match="pld"):
         calibration(**arguments, target_delta=1e-5, accountant="gdp")
@@ -225,6 +225,6 @@ def test_noise_by_a_function_that_never_exceeds_the_target_is_the_least():
     assert least_noise_for(lambda sigma: 0.0, target_epsilon=3.0, tolerance=0.01) == pytest.approx(1e-2)
 
 
-def test_noise_by_a_function_that_never_meets_the_target_is_rejected():
+def test_noise_search_over_a_function_that_never_reaches_the_target_raises():
     with pytest.raises(CalibrationError, match="smallest reachable here: 4"):
         least_noise_for(lambda sigma: 4.0, target_epsilon=3.0, tolerance=0.01)

@@ -232,7 +232,7 @@ def test_a_combination_has_the_event_of_its_row(participation, correlation, expe
     assert event(participation, correlation, sigma=0.0) == NonPrivateEvent()
 
 
-def test_what_has_no_analysis_has_no_claim():
+def test_mechanisms_without_an_analysis_claim_no_epsilon():
     assert event(UnknownParticipation("because")).reason == "because"
     for participation in (SeparatedParticipation(5), EpochParticipation(10, claimed=True)):
         assert isinstance(event(participation, relation=Relation.ADD_OR_REMOVE_ONE), UnclaimedEvent)

@@ -51,12 +51,12 @@ def test_equal_neighbours_merge_and_others_do_not():
     assert ledger.history == (Charge(STEP, 2), Charge(OTHER, 2), Charge(STEP, 1), Charge(STEP, 1, "void"))
 
 
-def test_steps_are_releases_and_voids():
+def test_steps_count_released_and_discarded_batches():
     assert Ledger().steps == 0
     assert mixed_ledger().steps == 3 + 1 + 2 + 1 + 1
 
 
-def test_voids_and_clip_noise_count_for_epsilon():
+def test_discarded_batches_and_clip_noise_count_for_epsilon():
     release, void, clip = Ledger(), Ledger(), Ledger()
     release.charge(STEP, count=10)
     for ledger, kind in ((void, "void"), (clip, "clip")):
@@ -163,7 +163,7 @@ def test_totals_have_each_event_once_and_cost_the_same():
 
 
 @pytest.mark.parametrize("state", [None, [], "ledger", 3])
-def test_what_is_no_state_is_rejected(state):
+def test_an_invalid_state_is_rejected(state):
     with pytest.raises(LedgerError, match=f"a {type(state).__name__}"):
         Ledger().load_state_dict(state)
 
@@ -212,7 +212,7 @@ QUESTIONS = {
 
 
 @pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
-def test_an_event_where_a_charge_is_needed_raises_with_the_way_to_make_one(ask):
+def test_an_event_instead_of_a_charge_raises_with_the_conversion(ask):
     with pytest.raises(TypeError, match=r"PoissonGaussianEvent.*Charge\(event, count\)"):
         ask([STEP])
     with pytest.raises(TypeError, match=r"a tuple.*Charge\(event, count\)"):
@@ -250,7 +250,7 @@ def test_an_observer_is_called_once_however_often_it_was_added_and_not_after_it_
     assert len(seen) == 1
 
 
-def test_an_observer_that_raises_takes_no_charge_back_and_hides_it_from_no_other():
+def test_an_observer_that_raises_keeps_the_charge_and_the_other_observers_see_it():
     seen = []
     ledger = Ledger([seen.append])
     ledger.observe(lambda charge: 1 / 0)

@@ -40,7 +40,7 @@ def test_merging_costs_little_and_the_estimate_less(history, most, loss, monkeyp
 
 
 @pytest.mark.slow
-def test_of_thousands_of_kinds_the_bounds_are_some_per_cent_apart():
+def test_with_thousands_of_kinds_the_bounds_differ_by_a_few_per_cent():
     history = charges(np.geomspace(1e-4, 0.05, 5000), np.random.default_rng(0).uniform(0.6, 4, 5000))
     lower, estimate, upper = bounds_of(history, 1e-5)
     # 5.7773 by 256 cells, whose bounds are 5.681 and 5.909.

@@ -147,7 +147,7 @@ def test_a_release_without_noise_a_claim_or_a_charge_is_not_left_to_the_accounta
                 question((*SAMPLED, Charge(UnclaimedEvent("not drawn at random."))), answer)
 
 
-def test_the_history_is_handed_over_as_it_was_charged():
+def test_the_history_is_passed_as_it_was_charged():
     class Keeps(Says):
         def epsilon(self, history, delta, relation):
             self.value = (history, delta, relation)

@@ -177,7 +177,7 @@ def test_answers_are_never_negative_nor_undefined():
         (tuple(Charge(PoissonGaussianEvent(0.1, 2.0 + i / 100)) for i in range(65)), 1e-5, "65 distinct releases"),
     ],
 )
-def test_what_rounding_or_the_mesh_would_decide_is_rejected(history, delta, reason):
+def test_results_that_depend_on_rounding_or_the_mesh_are_rejected(history, delta, reason):
     with pytest.raises(AccountingRefusedError, match=reason) as caught:
         epsilon_of(history, delta, "prv")
     assert caught.value.fix == "Use accountant='pld'."

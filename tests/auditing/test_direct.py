@@ -91,14 +91,14 @@ def test_a_run_that_is_always_rejected_is_inconclusive():
     assert replay(make, pairs=1).verdict != "pass"
 
 
-def test_shuffled_batches_have_no_law_to_hold_them_to():
+def test_shuffled_batches_have_no_distribution_to_check():
     (finding,) = quick(
         small({"sampling": "shuffle", "sample_rate": None, "expected_batch_size": None}), detectors=["DS"]
     )
     assert finding.verdict == "inconclusive"
 
 
-def test_what_is_no_subject_is_rejected_at_once():
+def test_an_invalid_subject_is_rejected_at_once():
     with pytest.raises(TypeError, match=r"\(model, optimizer, loader, loss_of\)"):
         quick(lambda: nn.Linear(2, 2))
     with pytest.raises(ValueError, match="'DX'"):

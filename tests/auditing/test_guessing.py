@@ -133,7 +133,7 @@ def test_guesses_are_of_the_highest_and_the_lowest():
         ([1.0, 2.0], [True, False], 0, "must be from 1 to 1"),
     ],
 )
-def test_what_cannot_be_guessed_is_rejected(scores, coins, each, message):
+def test_invalid_scores_and_coins_are_rejected(scores, coins, each, message):
     with pytest.raises(ValueError, match=message):
         guess(scores, coins, each)
 

@@ -110,7 +110,7 @@ def test_a_slow_contender_stops_early_and_the_others_do_not(contend):
     assert {row["steps"] for row in rows.values()} == {protocol.steps}
 
 
-def test_gradients_of_rows_that_would_fill_the_memory_are_left_out(contend):
+def test_per_sample_gradients_that_exceed_the_memory_are_not_formed(contend):
     contend(ours("hooks"), keeps_rows=True)
     found = timing.measure("small", CELL, ["plain", "guest"], replace(QUICK, largest=1.0), SETTING)
     assert found["failed"]["guest"].startswith("left out")

@@ -292,7 +292,7 @@ def test_copies_are_plain_models_and_keys_stay():
 
 
 @pytest.mark.hazard("M5")
-def test_a_weight_used_outside_its_layer_is_refused_by_name():
+def test_a_weight_used_outside_its_layer_is_rejected_by_name():
     class Functional(nn.Module):
         def __init__(self):
             super().__init__()
@@ -317,7 +317,7 @@ def two_inputs():
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("net", [Net, two_inputs])
 @pytest.mark.hazard("C6")
-def test_a_second_backward_over_one_forward_is_refused(mode, net):
+def test_a_second_backward_over_one_forward_is_rejected(mode, net):
     model = net().double()
     sums = attached(model, mode, probes=False)
     inputs, targets = batch()
@@ -332,7 +332,7 @@ def test_a_second_backward_over_one_forward_is_refused(mode, net):
 
 @pytest.mark.parametrize("fold", [lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1)], ids=["folded", "time-first"])
 @pytest.mark.hazard("M9")
-def test_a_layer_that_does_not_see_the_rows_is_refused_by_name(fold):
+def test_a_layer_that_does_not_see_the_samples_is_rejected_by_name(fold):
     class Folding(nn.Module):
         def __init__(self):
             super().__init__()
@@ -392,7 +392,7 @@ def test_a_leak_is_found_also_when_the_model_is_in_eval_mode_by_then():
         sums.clip(rows=ROWS)
 
 
-def test_a_backward_pass_in_eval_mode_does_not_stand_in_the_way_of_the_next():
+def test_a_backward_pass_in_eval_mode_does_not_affect_the_next_one():
     model, sums, inputs, targets = begun()
     model.eval()
     model(inputs).sum().backward()

@@ -20,7 +20,7 @@ WATCHERS = {
 
 @pytest.mark.parametrize("second", WATCHERS)
 @pytest.mark.parametrize("first", WATCHERS)
-def test_a_second_watcher_is_refused_until_the_first_lets_go(first, second):
+def test_a_second_watcher_is_rejected_until_the_first_is_detached(first, second):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     let_go = WATCHERS[first](model)

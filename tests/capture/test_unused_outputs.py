@@ -30,7 +30,7 @@ class Looked(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_layer_whose_outputs_have_no_gradient_takes_no_part(mode):
+def test_a_layer_whose_outputs_have_no_gradient_is_skipped(mode):
     torch.manual_seed(0)
     model, inputs = Looked(), torch.randn(5, 4)
     model(inputs).square().sum().backward()

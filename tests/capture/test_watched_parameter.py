@@ -150,7 +150,7 @@ class Distances(nn.Module):
 @pytest.mark.filterwarnings("error:.*DPE028")
 @pytest.mark.parametrize("time", [TIME, ROWS])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
-def test_a_table_of_distances_is_followed_until_it_meets_the_samples(mode, time):
+def test_a_table_of_distances_is_tracked_until_it_is_combined_with_the_samples(mode, time):
     torch.manual_seed(0)
     assert_sums_of_loop(Distances(), mode, time)
 

@@ -150,7 +150,7 @@ def test_plain_values_come_back(state):
     assert same(join_tensors(json.loads(json.dumps(plain, allow_nan=False)), found), state)
 
 
-def test_what_is_not_plain_is_rejected_with_its_place():
+def test_values_that_are_not_plain_are_rejected_with_their_place():
     with pytest.raises(TypeError, match=r"x\.a\.1 is a set"):
         split_tensors({"a": [1, {2}]}, "x")
 

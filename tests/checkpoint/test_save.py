@@ -238,7 +238,7 @@ def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
 
 
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=4)], ids=["independent", "banded"])
-def test_samples_stay_apart_over_two_interruptions_where_nothing_left_since(tmp_path, noise):
+def test_samples_stay_separate_over_two_interruptions_without_steps_in_between(tmp_path, noise):
     scheme = BMinSepSampling(sampling_prob=0.9, min_separation=4)
     settings = {"sampling": scheme, "noise": noise, "steps": 20, "epochs": None}
     batches = []
@@ -585,7 +585,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
         other.resumed(tmp_path / "run")
 
 
-def test_what_is_no_tensor_in_the_model_is_named(tmp_path):
+def test_extra_state_that_is_no_tensor_is_named(tmp_path):
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"a": 1}

@@ -40,7 +40,7 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("trainings_to_audit", None)
 
 
-def test_what_is_right_gives_0_and_no_promise(capsys, module):
+def test_correct_subjects_exit_with_0_and_promise_nothing(capsys, module):
     assert main(["audit", "quick", f"{module}:make", "--only", "DI", "DL"]) == 0
     out = capsys.readouterr().out
     assert "No violation found." in out and "private" not in out
@@ -52,7 +52,7 @@ def test_a_model_that_mixes_rows_gives_1(capsys, module):
     assert answer["verdict"] == "violation" and answer["findings"][0]["detector"] == "DI"
 
 
-def test_what_cannot_be_looked_at_gives_2(capsys, module):
+def test_unreadable_subjects_exit_with_2(capsys, module):
     assert main(["audit", "quick", f"{module}:nothing"]) == 2
     assert "(model, optimizer, loader, loss_of)" in capsys.readouterr().err
     assert main(["audit", "quick", "--only", "DX"]) == 2

@@ -131,7 +131,7 @@ FAILING = {
 
 
 @pytest.mark.parametrize("argv", FAILING.values(), ids=FAILING)
-def test_what_cannot_be_done_gives_1_and_a_message(capsys, argv):
+def test_failures_exit_with_1_and_a_message(capsys, argv):
     code, out, err = exit_code(capsys, *argv)
     assert (code, out) == (1, "")
     assert err.startswith("dpengine: ")

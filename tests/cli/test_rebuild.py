@@ -250,7 +250,7 @@ def test_units_that_do_not_add_up_are_rejected(path, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("action", ["show", "verify", "total"])
-def test_what_is_no_ledger_is_rejected(tmp_path, capsys, action):
+def test_an_invalid_ledger_is_rejected(tmp_path, capsys, action):
     (tmp_path / "text").write_text("hello\n")
     (tmp_path / "empty").write_text("")
     for name, code in (("text", 1), ("empty", 2), ("none", 2), (".", 2)):

@@ -184,20 +184,20 @@ def test_the_threshold_stays_between_its_limits(value, end):
     ],
     ids=str,
 )
-def test_arguments_out_of_range_are_refused_by_name(arguments):
+def test_arguments_out_of_range_are_rejected_by_name(arguments):
     with pytest.raises(InvalidBudgetError, match=f"DPE007.*{next(iter(arguments))}"):
         Adaptive(1.0, **arguments)
 
 
 @pytest.mark.parametrize("size", [0, -5, math.nan])
-def test_an_expected_batch_size_out_of_range_is_refused_and_changes_nothing(size):
+def test_an_expected_batch_size_out_of_range_is_rejected_and_changes_nothing(size):
     policy = Adaptive(1.0)
     with pytest.raises(InvalidBudgetError, match="expected_batch_size"):
         policy.finish_step(Stream(), 1, size)
     assert policy.bounds == (1.0,)
 
 
-def test_a_restored_policy_goes_on_from_the_public_threshold_alone():
+def test_a_restored_policy_continues_from_the_public_clipping_norm_only():
     policy = Adaptive(1.0)
     policy.observe(torch.full((5, 1), 0.1))
     policy.finish_step(Stream(0.3), 1, 10)

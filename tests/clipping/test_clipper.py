@@ -231,7 +231,7 @@ NO_MODULES = {
 
 @pytest.mark.parametrize("wrap", [lambda m: PerSampleGradientClipper(m, Flat(1.0)), GradSampleModule])
 @pytest.mark.parametrize("got", NO_MODULES)
-def test_what_is_no_module_is_named(wrap, got):
+def test_arguments_that_are_no_modules_are_named(wrap, got):
     with pytest.raises(TypeError, match=rf"module is .*{got}; pass an instance of torch\.nn\.Module"):
         wrap(NO_MODULES[got])
 

@@ -101,7 +101,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_what_is_no_policy_is_refused_with_what_it_gave(message):
+def test_an_invalid_policy_is_rejected_with_its_value(message):
     policy = BAD[message]
     if "sensitivity" in message:
         policy.sensitivity = lambda relation="add-or-remove-one": 0.25

@@ -101,7 +101,7 @@ def test_a_million_rows_overshoot_by_nothing(case, dtype):
 
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "per-layer-listed", "groups", "adaptive"])
 @pytest.mark.parametrize("threshold", [1e-6, 2.0, 1e6])
-def test_norms_within_their_threshold_are_left_alone(case, threshold):
+def test_norms_within_the_clipping_norm_are_not_scaled(case, threshold):
     make, bounds_of = CASES[case]
     bounds = bounds_of(threshold)
     norms = torch.stack([torch.zeros(len(bounds)), torch.tensor(bounds) * 0.99])
@@ -150,7 +150,7 @@ def test_sensitivity_is_the_root_of_the_sum_of_squared_thresholds(case, threshol
 
 
 @every_policy
-def test_an_unknown_relation_is_refused_with_the_known_ones(case):
+def test_an_unknown_relation_is_rejected_with_the_known_ones(case):
     with pytest.raises(ValueError, match=", ".join(RELATIONS)):
         CASES[case][0](1.0).sensitivity("add_remove")
 
@@ -166,7 +166,7 @@ def test_groups_are_numbered_without_gaps_and_as_many_as_the_thresholds(case):
 @every_policy
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, None, "1.0", torch.tensor(1.0)])
 @pytest.mark.hazard("C10", "B2")
-def test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, bad):
+def test_a_clipping_norm_that_is_not_positive_and_finite_is_rejected_by_name(case, bad):
     others = {  # of which the case has more arguments
         "per-layer-listed": lambda: PerLayer([1.0, bad]),
         "groups": lambda: Groups({"": bad}),
@@ -179,14 +179,14 @@ def test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name(case, 
 
 @every_policy
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int64], ids=str)
-def test_norms_narrower_than_float32_are_refused(case, dtype):
+def test_norms_narrower_than_float32_are_rejected(case, dtype):
     make, bounds_of = CASES[case]
     with pytest.raises(TypeError, match="float32 or float64"):
         make(1.0).factors(torch.ones(2, len(bounds_of(1.0)), dtype=dtype))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "per-layer-shared-out"])
-def test_norms_for_another_number_of_groups_are_refused(case):
+def test_norms_for_another_number_of_groups_are_rejected(case):
     make, bounds_of = CASES[case]
     for shape in [(2, len(bounds_of(1.0)) + 1), (2,)]:
         with pytest.raises(ValueError, match=r"must have shape \(B, "):

@@ -44,7 +44,7 @@ def test_unknown_names_and_thresholds_that_do_not_fit_are_rejected(clipping, nor
 @pytest.mark.parametrize(
     ("policy", "same"), [(Flat(2.0), 2.0), (PerLayer([3.0, 4.0]), 5.0), (PerLayer([3.0, 4.0]), [3, 4])]
 )
-def test_a_policy_is_handed_through_unless_the_threshold_contradicts_it(policy, same):
+def test_a_policy_is_used_unless_max_grad_norm_contradicts_it(policy, same):
     """A contradicting clipping norm must not be ignored silently."""
     assert clipping_from(policy) is policy and clipping_from(policy, same) is policy
     with pytest.raises(ValueError, match="contradicts clipping="):

@@ -225,7 +225,7 @@ def test_a_part_that_is_on_one_side_only_is_warned_of():
         parts.engine.load_checkpoint(path=without, module=parts.model)
 
 
-def test_what_is_no_checkpoint_is_a_value_error_and_changes_nothing():
+def test_an_invalid_checkpoint_is_a_value_error_and_changes_nothing():
     parts = private(noise_multiplier=1.0)
     before = weights(parts).clone()
     for content in ({}, {"module_state_dict": model(5).state_dict()}):

@@ -220,7 +220,7 @@ def test_secure_mode_draws_from_a_cipher_and_takes_no_generator():
         private(engine=PrivacyEngine(secure_mode=True), noise_generator=torch.Generator())
 
 
-def test_what_is_rejected_leaves_model_and_optimizer_as_they_were():
+def test_a_rejected_call_leaves_model_and_optimizer_unchanged():
     plain = model()
     with pytest.raises(ValueError, match=r"max_grad_norm|max_norm"):
         private(module=plain, max_grad_norm=-1.0)

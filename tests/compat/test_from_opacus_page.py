@@ -110,7 +110,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_page_calls_refused_is_refused(what):
+def test_everything_that_the_page_calls_rejected_raises(what):
     with pytest.raises((TypeError, ValueError, PrivacyError)):
         REFUSED[what]()
 
@@ -135,7 +135,7 @@ def test_gradients_of_parameters_are_not_to_be_had_and_torch_says_it_in_the_word
     assert words in TEXT
 
 
-def test_a_second_backward_a_second_step_and_foreign_rows_are_refused():
+def test_a_second_backward_a_second_step_and_foreign_rows_are_rejected():
     model, _, loader = a_run()
     batch = next(iter(loader))
     backward(model, batch)

@@ -104,7 +104,7 @@ def test_rows_without_an_index_are_a_value_error():
         DPDataLoader.from_data_loader(DataLoader(Endless(), 2))
 
 
-def test_a_sampler_with_a_law_of_its_own_is_rejected():
+def test_a_sampler_with_its_own_distribution_is_rejected():
     class Twice(torch.utils.data.Sampler):
         def __iter__(self):
             return iter([0, 0, 1, 1])
@@ -137,7 +137,7 @@ def test_without_poisson_sampling_batches_are_those_of_the_loader(drop_last):
     assert passes[0] != passes[1]
 
 
-def test_the_other_way_of_drawing_may_be_asked_of_a_private_loader():
+def test_a_private_loader_can_use_the_other_sampling_scheme():
     plain = DataLoader(numbered(40), 4, drop_last=True)
     poisson = private_over(private_over(plain, False), True)
     assert poisson.sample_rate == 0.1

@@ -235,7 +235,7 @@ def test_a_loader_that_was_wrapped_is_wrapped_anew():
 
 
 @pytest.mark.parametrize("left_out", [0, 2])
-def test_a_part_without_a_step_is_not_taken_for_another_one(left_out):
+def test_a_chunk_without_a_step_is_not_confused_with_another_one(left_out):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer)
     with pytest.raises(BatchStateError, match=r"parts of several batches.*multiply its loss by 0"):
@@ -267,7 +267,7 @@ def test_parts_that_are_fetched_at_once_are_a_step_each_and_so_is_what_follows_a
     assert_a_plain_batch_is_alone(wrapped, optimizer)
 
 
-def test_a_poisson_loader_built_by_hand_is_split_for_an_optimizer_built_by_hand():
+def test_a_manual_poisson_loader_is_split_for_a_manual_optimizer():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     released, sizes = [], []
     optimizer.attach_step_hook(lambda one: released.append(len(sizes)))

@@ -233,7 +233,7 @@ class Idle(nn.Module):
         return self.used(inputs)
 
 
-def test_a_parameter_that_took_no_part_is_pointed_to_the_engine_that_may_leave_it():
+def test_the_error_for_an_unused_parameter_names_the_engine_that_allows_it():
     wrapped, optimizer, loader = of_compat(Idle())
     with pytest.raises(MissingGradientError, match=r"idle.*unused_parameters='zero' to dpengine\.PrivacyEngine"):
         step(wrapped, optimizer, *next(iter(loader)))

@@ -38,7 +38,7 @@ from dpengine.errors import BatchStateError, MissingGradientError
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_by_hand_is_that_of_a_loop_over_rows(mode):
+def test_a_manual_step_equals_a_loop_over_samples(mode):
     wrapped, optimizer = by_hand(wrapper=WRAPPERS[mode])
     for _ in range(2):
         assert_clipped_step(wrapped, optimizer, *batch())
@@ -75,7 +75,7 @@ def test_noise_has_the_standard_deviation_of_multiplier_times_threshold():
     assert abs(float(torch.corrcoef(both)[0, 1])) < 0.03
 
 
-def test_an_accountant_attached_by_hand_observes_each_step_and_accumulation():
+def test_a_manually_attached_accountant_observes_each_step_and_accumulation():
     accountant, heard = RDPAccountant(), []
     wrapped, optimizer = by_hand(noise_multiplier=2.0)
     optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(sample_rate=0.1))

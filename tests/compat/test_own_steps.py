@@ -327,7 +327,7 @@ def test_sums_that_were_changed_after_clipping_are_rejected_where_an_epsilon_is_
 
 @changed
 @pytest.mark.parametrize("by_parts", [False, True])
-def test_sums_that_were_changed_by_hand_are_used_with_a_warning(change, by_parts):
+def test_manually_changed_sums_are_used_with_a_warning(change, by_parts):
     wrapped, optimizer = by_hand()
     expected = truth(wrapped._module, *batch())
     expected = {name: total * {"dropped": 0.0}.get(change, 3.0) for name, total in expected.items()}
@@ -357,7 +357,7 @@ def test_what_is_added_by_more_backward_passes_is_no_change(mode):
     assert parts.optimizer.params[0].grad is not None
 
 
-def test_an_optimizer_built_by_hand_over_a_model_that_an_engine_made_private_releases_nothing():
+def test_a_manual_optimizer_over_a_model_of_an_engine_takes_no_step():
     made = private()
     before = {name: p.clone() for name, p in made.model.named_parameters()}
     by_hand_too = optimizer_of(made.model.parameters(), noise_multiplier=0.1)

@@ -81,7 +81,7 @@ def test_norms_of_a_pass_that_waits_do_not_use_it_up():
     assert_sums(model, sums, clipped_sum(of_rows(model, *batch()), 0.5))
 
 
-def test_what_was_set_to_none_is_never_clipped():
+def test_gradients_set_to_none_are_never_clipped():
     model, sums = watched()
     backward(model, *batch())
     sums.clear_shown()
@@ -91,7 +91,7 @@ def test_what_was_set_to_none_is_never_clipped():
     assert_sums(model, sums, clipped_sum(of_rows(model, *batch(3, seed=1)), 0.5))
 
 
-def test_where_passes_may_not_add_up_the_second_is_rejected_by_name_and_nothing_counts_twice():
+def test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice():
     model, sums = watched()
     sums.refuse_accumulation()
     backward(model, *batch())
@@ -102,7 +102,7 @@ def test_where_passes_may_not_add_up_the_second_is_rejected_by_name_and_nothing_
         sums.clip()
 
 
-def test_what_was_released_must_be_cleared_before_the_next_pass():
+def test_released_gradients_must_be_cleared_before_the_next_pass():
     model, sums = watched()
     backward(model, *batch())
     sums.clip()
@@ -123,7 +123,7 @@ def test_a_part_of_the_parameters_is_clipped_by_its_own_norm():
     assert_sums(model, sums, clipped_sum(truth, 0.5))
 
 
-def test_parameters_that_took_part_in_other_passes_are_rejected():
+def test_parameters_used_in_other_passes_are_rejected():
     model, sums = watched()
     backward(model, *batch())
     model[0].weight.grad_sample = [torch.randn(4, 4, 3)] * 2
@@ -132,7 +132,7 @@ def test_parameters_that_took_part_in_other_passes_are_rejected():
 
 
 @pytest.mark.parametrize("wrong", [torch.randn(4, 3, 4), "text", torch.randn(())], ids=["shape", "kind", "scalar"])
-def test_what_is_no_gradient_of_rows_is_rejected_by_name(wrong):
+def test_invalid_per_sample_gradients_are_rejected_by_name(wrong):
     model, sums = watched(mode="no_op")
     for parameter in model.parameters():
         parameter.grad_sample = torch.randn(4, *parameter.shape)
@@ -171,7 +171,7 @@ def test_a_parameter_used_outside_its_layer_is_rejected_at_the_end_of_its_pass()
     assert not sums.pending()
 
 
-def test_hidden_passes_make_way_through_their_owner():
+def test_hidden_passes_are_delivered_by_their_owner():
     model, sums = watched(shows=False)
     sums.own()
     backward(model, *batch())
@@ -181,7 +181,7 @@ def test_hidden_passes_make_way_through_their_owner():
     assert_sums(model, sums, {name: both[0][name] + both[1][name] for name in both[0]})
 
 
-def test_rows_that_were_shown_are_stacked_in_order():
+def test_exposed_gradients_are_stacked_in_order():
     model, _ = watched()
     backward(model, *batch())
     truth = stacked(of_rows(model, *batch()))

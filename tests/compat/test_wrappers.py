@@ -117,7 +117,7 @@ def test_a_grad_sample_of_another_shape_is_rejected_by_name():
         optimizer.step()
 
 
-def test_rows_left_out_of_one_parameter_are_rejected():
+def test_samples_missing_from_one_parameter_are_rejected():
     wrapped, optimizer = by_hand()
     loss(wrapped, *batch()).backward()
     wrapped._module[0].weight.grad_sample = wrapped._module[0].weight.grad_sample[:2]

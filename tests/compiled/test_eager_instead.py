@@ -44,7 +44,7 @@ def wrong(where):
 
 @pytest.mark.one_in(3, "where", others="slow")
 @pytest.mark.parametrize("where", ["outputs", "norms", "sums"])
-def test_what_is_compiled_wrongly_is_not_used(where, passes):
+def test_wrongly_compiled_code_is_not_used(where, passes):
     trains_eagerly(MODELS["linear"][0], "compiled code and", compile=wrong(where))
     assert not passes
 
@@ -294,7 +294,7 @@ class Late(nn.Module):
         ("unused", errors.MissingGradientError),
     ],
 )
-def test_what_escapes_clipping_is_rejected(what, error, passes):
+def test_gradients_that_escape_clipping_are_rejected(what, error, passes):
     training = Training(lambda: Late(what), data((6,)), compile="eager")
     batches = batches_after_checks(training)
     training.step(next(batches))
@@ -334,7 +334,7 @@ def test_arguments_are_dense_tensors_or_plain(argument, why, passes):
 
 
 @pytest.mark.slow
-def test_plain_arguments_are_told_apart(passes):
+def test_plain_arguments_are_distinguished(passes):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -114,7 +114,7 @@ def test_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
     assert torch.equal(alone.test_inputs, adult.test_inputs[:1])
 
 
-def test_a_damaged_file_is_refused(adult, monkeypatch, tmp_path):
+def test_a_damaged_file_is_rejected(adult, monkeypatch, tmp_path):
     from dpengine.data import adult as reader
 
     for file in adult.sha256:

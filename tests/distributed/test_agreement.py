@@ -155,7 +155,7 @@ def raises_in_the_middle():
 
 
 @pytest.mark.hazard("X3")
-def test_where_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
+def test_if_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
     (kind, charged, same), (other, _, _) = launched(2, raises_in_the_middle, seconds=10.0)
     assert other == "OSError" and kind in {"RuntimeError", "DistBackendError", "DistNetworkError"}
     assert charged == 3 and same  # two steps, and the one that broke off; its gradients were not applied

@@ -186,7 +186,7 @@ def saved_where_one_cannot(folder):
 
 
 @pytest.mark.hazard("X3")
-def test_where_one_rank_cannot_save_none_does(tmp_path):
+def test_if_one_rank_cannot_save_no_rank_does(tmp_path):
     first, second = launched(2, saved_where_one_cannot, tmp_path / "run")
     assert isinstance(second, BatchStateError)
     assert isinstance(first, RuntimeError) and "Rank 1" in str(first) and "between two steps" in str(first)
@@ -207,7 +207,7 @@ def loads_others(folder):
 
 
 @pytest.mark.hazard("X5")
-def test_ranks_that_load_other_checkpoints_are_refused(tmp_path):
+def test_ranks_that_load_different_checkpoints_are_rejected(tmp_path):
     for name in ("0", "1"):
         checkpoint.save(tmp_path / name, Spread(Case(noise="bandmf"), seed=1 + int(name)).train(2).engine)
     for found in launched(2, loads_others, tmp_path):

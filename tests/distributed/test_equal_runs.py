@@ -65,7 +65,7 @@ def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("topology", ["data", "ddp"])
-def test_processes_choose_the_parts_that_run_each_sample_alone_when_they_have_samples(topology):
+def test_processes_choose_the_parts_that_run_per_sample_once_they_have_samples(topology):
     cases = [
         *(Case(model="flattened", batch=batch, skips_empty=topology == "data") for batch in (1, 4)),
         Case(model="recomputed", more=(("accumulation_steps", 2),)),

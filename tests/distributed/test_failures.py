@@ -198,7 +198,7 @@ def check(case, found):
 @pytest.mark.one_in(2, "case", others="slow")
 @pytest.mark.parametrize("case", A_FEW, ids=lambda case: f"{case.failure}-{case.topology}")
 @pytest.mark.hazard("X3")
-def test_where_one_rank_fails_all_others_end_with_an_error(few, case):
+def test_if_one_rank_fails_all_others_end_with_an_error(few, case):
     check(case, few[case])
 
 

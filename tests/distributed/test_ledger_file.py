@@ -89,6 +89,6 @@ def of_two_sizes(path):
 
 @pytest.mark.parametrize("differing", [of_one_rank, of_two_sizes])
 @pytest.mark.hazard("X5")
-def test_ranks_that_have_another_ledger_are_refused(tmp_path, differing):
+def test_ranks_that_have_another_ledger_are_rejected(tmp_path, differing):
     for answer in launched(2, differing, tmp_path / "run.ledger", seconds=20):
         assert isinstance(answer, MechanismMismatchError)

@@ -28,7 +28,7 @@ def test_the_places_of_a_part_are_those_of_its_numbers(shape):
         assert sum(places.count for places in found) == box.numel
 
 
-def test_a_matrix_takes_one_description_however_it_is_cut():
+def test_the_description_of_a_matrix_does_not_depend_on_its_chunks():
     for box in cuts((50, 40)):
         assert len(LocalShard((50, 40), Box.full((50, 40)), box).places) == 1
 

@@ -232,7 +232,7 @@ def test_norms_are_added_up_and_what_all_hold_counts_once(checks):
 
 @pytest.mark.parametrize("case", ["one differs", "other step"])
 @pytest.mark.hazard("X5")
-def test_ranks_that_differ_are_refused_on_all_of_them(checks, case):
+def test_ranks_that_differ_are_rejected_on_all_of_them(checks, case):
     assert [one[case] for one in checks] == ["MechanismMismatchError"] * 2
 
 
@@ -258,7 +258,7 @@ def test_a_row_is_dropped_on_all_ranks(checks):
         ("other weights", "MechanismMismatchError.*'outer.weight' differs between rank 0 and rank 1"),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(checks, case, message):
+def test_unsupported_models_are_rejected_by_name(checks, case, message):
     assert all(re.search(message, str(one[case])) for one in checks), [one[case] for one in checks]
 
 

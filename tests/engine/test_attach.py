@@ -39,7 +39,7 @@ def hooks_of(model):
 
 
 @pytest.mark.parametrize("stop", STOPS)
-def test_what_stops_halfway_leaves_nothing_on(stop, monkeypatch):
+def test_an_interrupted_attach_leaves_no_hooks(stop, monkeypatch):
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler, scaler = lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu")

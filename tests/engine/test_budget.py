@@ -32,7 +32,7 @@ def weights_changed(loop, before):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-def test_stop_ends_the_loader_before_the_target_is_passed(accountant):
+def test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded(accountant):
     loop = make_loop(engine=PrivacyEngine(accountant, seed=0), target_epsilon=2.0, epochs=2, target_delta=1e-3)
     steps = train(loop, epochs=4)
     assert steps >= 2 * len(loop.loader)
@@ -48,7 +48,7 @@ def test_stop_ends_the_loader_before_the_target_is_passed(accountant):
     assert not weights_changed(loop, before)
 
 
-def test_raise_refuses_the_step_that_overspends_and_charges_nothing():
+def test_on_budget_raise_rejects_the_step_over_budget_and_charges_nothing():
     loop = make_loop(target_epsilon=2.0, steps=3, target_delta=1e-3, on_budget="raise")
     with pytest.raises(BudgetExceeded, match="DPE011"):
         train(loop, epochs=2)
@@ -57,14 +57,14 @@ def test_raise_refuses_the_step_that_overspends_and_charges_nothing():
     assert inside.state(loop.engine).zero
 
 
-def test_a_plan_that_was_changed_is_not_known_to_fit():
+def test_a_changed_plan_stops_before_the_target_is_exceeded():
     loop = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
     loop.optimizer.noise_multiplier /= 1.5
     assert 0 < train(loop, epochs=3) < 8
     assert loop.engine.epsilon <= 2.0
 
 
-def test_warn_goes_on_and_says_so_once():
+def test_on_budget_warn_continues_and_warns_once():
     loop = make_loop(target_epsilon=2.0, steps=3, target_delta=1e-3, on_budget="warn")
     with pytest.warns(PrivacyWarning, match="DPE011") as seen:
         assert train(loop, epochs=2) == 8
@@ -72,7 +72,7 @@ def test_warn_goes_on_and_says_so_once():
     assert loop.engine.epsilon > 2.0
 
 
-def test_batches_that_were_discarded_count():
+def test_discarded_batches_count_towards_the_budget():
     loop = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
     handed_out = sum(1 for _ in range(9) for _ in zip(range(1), loop.loader, strict=False))  # draws and breaks off
     assert handed_out == 4
@@ -99,7 +99,7 @@ def test_undeclared_accumulation_never_passes_the_target(on_budget):
     assert 2 <= loop.engine.ledger.steps < 8  # each costs more than what the noise was found for
 
 
-def test_what_was_spent_before_counts():
+def test_earlier_charges_count_towards_the_target():
     first = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
     train(first)
     state = json.loads(json.dumps(first.engine.state_dict()))
@@ -161,7 +161,7 @@ def test_the_budget_agrees_with_the_accountant_on_any_history():
                 ledger.charge(event, count=count, kind=choose.choice(["release", "void"]))
 
 
-def test_without_a_target_nothing_ends():
+def test_without_a_target_the_loader_does_not_stop():
     loop = make_loop(noise_multiplier=0.3)
     assert train(loop, epochs=3) == 12
     loop.optimizer.zero_grad()
@@ -256,7 +256,7 @@ def test_the_state_is_plain_json_and_loads_on_top():
         *[(lambda state, delta=delta: state | {"delta": delta}, "delta=") for delta in (7.0, 0.0, "1e-5", math.nan)],
     ],
 )
-def test_a_state_that_is_damaged_is_refused_and_changes_nothing(change, says):
+def test_a_state_that_is_damaged_is_rejected_and_changes_nothing(change, says):
     stored = make_loop(noise_multiplier=1.0)
     train(stored)
     engine = PrivacyEngine()

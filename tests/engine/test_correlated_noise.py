@@ -117,14 +117,14 @@ def test_large_batches_in_chunks_and_discarded_ones_keep_their_rows():
     assert loop.engine.ledger.steps <= STEPS
 
 
-def test_more_steps_than_planned_are_refused():
+def test_more_steps_than_planned_are_rejected():
     loop = banded_loop(steps=BANDS)
     assert train(loop, epochs=3) == BANDS
     with pytest.raises(BudgetExceeded, match="planned for 3 steps"):
         inside.return_batch(loop.engine, BANDS, 2)
 
 
-def test_two_batches_in_one_step_are_refused():
+def test_two_batches_in_one_step_are_rejected():
     loop = banded_loop()
     batches = iter(loop.loader)
     for _ in range(2):
@@ -144,7 +144,7 @@ def test_two_batches_in_one_step_are_refused():
         ({"clipping": Adaptive()}, InvalidBudgetError, "constant clipping norm"),
     ],
 )
-def test_plans_that_do_not_fit_are_refused_with_the_numbers(options, error, says):
+def test_impossible_banded_plans_are_rejected_with_the_numbers(options, error, says):
     model = mlp()
     before = state_of(model)
     with pytest.raises(error, match=says):
@@ -159,7 +159,7 @@ def test_a_run_without_noise_is_not_private():
 
 
 @pytest.mark.nightly
-def test_the_noise_that_the_weights_feel_is_less():
+def test_the_total_noise_of_a_run_has_a_lower_variance():
     """The sum of the noise over the run, of 40 runs with 43 weights: its variance is 0.6 of the usual one."""
     variances = {}
     for name, noise in (("independent", None), ("banded", NOISE)):
@@ -191,7 +191,7 @@ LONG = {"blt": BLT(num_buffers=2), "inverse": BandedInverse(num_bands=3)}
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_groups_of_a_batch_take_turns(name):
+def test_groups_of_a_batch_are_cyclic(name):
     loop = banded_loop(noise=LONG[name])
     scheme = inside.sampling(loop.engine)
     assert scheme.sample_rate == 1 and scheme.cycle_length == ROWS // BATCH
@@ -203,7 +203,7 @@ def test_groups_of_a_batch_take_turns(name):
     assert {"blt": "BLT", "inverse": "banded inverse"}[name] in str(loop.engine.report())
 
 
-def test_turns_that_were_passed_over_are_charged():
+def test_skipped_cyclic_steps_are_charged():
     """The examples of a step follow from its number: a run of which steps are left out costs as much as a whole one."""
     loop = banded_loop(noise=BLT())
     loop.step(*next(iter(loop.loader)))
@@ -246,7 +246,7 @@ def test_a_target_is_kept_in_cycles(name):
     assert 2.0 * (1 - 1e-4) < loop.engine.epsilon <= 2.0
 
 
-def test_what_was_spent_counts_in_cycles():
+def test_earlier_charges_count_in_cyclic_calibration():
     loop = banded_loop(noise=None, noise_multiplier=3.0, target_delta=DELTA)
     first = train(loop, epochs=1)
     loop.engine.detach(loop.model)
@@ -275,7 +275,7 @@ def test_constants_that_are_declared_stay():
         ({"clipping": Adaptive(), "max_grad_norm": None}, "needs a constant clipping norm"),
     ],
 )
-def test_what_does_not_fit_turns_is_refused(options, says):
+def test_impossible_cyclic_plans_are_rejected(options, says):
     with pytest.raises(InvalidBudgetError, match=says):
         banded_loop(noise=BLT(), **options)
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_turns_is_refused(options, says):
         (lambda: banded_loop(noise="blt"), TypeError, r"pass noise=BandMF\(num_bands=16\), BLT\(\)"),
     ],
 )
-def test_what_is_no_noise_is_refused(make, kind, says):
+def test_invalid_noise_arguments_are_rejected(make, kind, says):
     with pytest.raises(kind, match=says):
         make()
 
@@ -310,7 +310,7 @@ def test_a_schedule_has_the_strategy_that_is_best_for_it():
 
 @pytest.mark.parametrize("rates, loss", [([], "mean"), ([0.0, 1.0], "mean"), ([1.0, -1.0], "mean"), ([1.0], "max")])
 @pytest.mark.hazard("S12")
-def test_bad_schedules_are_refused(rates, loss):
+def test_bad_schedules_are_rejected(rates, loss):
     with pytest.raises(ValueError, match="learning_rates must be finite"):
         BandMF(num_bands=2, learning_rates=rates, loss=loss)
 

@@ -155,7 +155,7 @@ def test_parameters_may_not_change_within_a_step():
     assert [charge.kind for charge in loop.engine.ledger.history] == ["void", "release"]
 
 
-def test_a_parameter_that_took_no_part_may_get_noise_alone():
+def test_an_unused_parameter_can_get_only_noise():
     class Spare(nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_a_parameter_that_took_no_part_may_get_noise_alone():
     assert loop.model.spare.weight.grad.std() > 0.5 / BATCH
 
 
-def test_a_parameter_is_missed_in_every_step_anew():
+def test_a_missing_gradient_is_reported_in_every_step():
     class Branches(nn.Module):
         def __init__(self):
             super().__init__()

@@ -198,7 +198,7 @@ def test_without_a_rate_no_epsilon_is_claimed(tmp_path):
     assert str(PrivacyReport.load(tmp_path)) == str(report)
 
 
-def test_a_run_without_a_rate_voids_the_statement_of_a_later_one_with_a_rate():
+def test_after_a_run_without_a_rate_a_later_run_with_a_rate_claims_no_epsilon():
     engine = PrivacyEngine(seed=0)
     with pytest.warns(PrivacyWarning, match="not claimed"):
         Loop(ExternalBatches(EXPECTED), engine=engine).step(4)
@@ -208,7 +208,7 @@ def test_a_run_without_a_rate_voids_the_statement_of_a_later_one_with_a_rate():
     assert "drawn by external, in an earlier run" in " ".join(str(engine.report()).split())
 
 
-def test_the_constants_are_not_taken_for_declared_ones():
+def test_the_constants_do_not_count_as_declared():
     assert Loop().engine.report().facts.accounting.relation is Relation.ZERO_OUT
 
 
@@ -317,7 +317,7 @@ def test_a_checkpoint_is_rejected_with_what_to_save_instead(tmp_path):
         ({"accumulation_steps": 2}, "accumulation_steps"),
     ],
 )
-def test_what_only_the_private_loader_can_follow_is_rejected(given, name):
+def test_options_of_the_private_loader_are_rejected(given, name):
     with pytest.raises(SamplingError, match=rf"DPE004.*does not support {name}.*sampling=\"poisson\""):
         Loop(**given)
 

@@ -75,7 +75,7 @@ def test_right_gradients_pass(make, inputs, options):
 
 
 @pytest.mark.parametrize("times", [4, 5], ids=["fewer-times-than-rows", "as-many-times-as-rows"])
-def test_a_layer_that_is_run_on_each_row_alone_finds_its_rows_on_axis_1(times):
+def test_a_layer_that_runs_per_sample_has_its_samples_on_axis_1(times):
     torch.manual_seed(0)
     inputs = torch.randn(times, 5, 3)
     report = check_per_sample_gradients(nn.Linear(3, 2), inputs, batch_first=False, force_functorch=True)
@@ -83,7 +83,7 @@ def test_a_layer_that_is_run_on_each_row_alone_finds_its_rows_on_axis_1(times):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_gradients_alone_are_those_of_the_reference(reduction):
+def test_gradients_without_norms_match_the_reference(reduction):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten(), nn.Linear(12, 2))
     inputs = torch.randn(4, 2, 3, 3)
@@ -156,7 +156,7 @@ def test_the_gradient_of_a_sample_depends_on_its_output():
     assert (gradient[0] - gradient[1]).abs().min() > 1e-3
 
 
-def test_the_loss_of_a_sample_is_the_same_alone_and_in_a_batch():
+def test_the_loss_of_a_sample_is_the_same_in_a_batch_and_by_itself():
     torch.manual_seed(0)
     output = torch.randn(4, 3, 2)
     alone = torch.stack([probe_loss(output[i : i + 1]) for i in range(4)])
@@ -200,7 +200,7 @@ def test_tolerances_are_absolute_and_relative():
     assert not compare(true, off, atol=0.4, rtol=0).ok and not compare(true, off, atol=0.006, rtol=0).ok
 
 
-def test_other_parameters_are_refused_by_name():
+def test_other_parameters_are_rejected_by_name():
     with pytest.raises(ValueError, match=r"only alone: \['a'\]; only together: \['b'\]"):
         compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)}, atol=0, rtol=0)
 
@@ -213,7 +213,7 @@ def test_the_model_stays_as_it_was():
     assert model.weight.grad is None and not hasattr(model.weight, "grad_sample")
 
 
-def test_what_cannot_be_checked_is_refused():
+def test_invalid_arguments_of_the_check_are_rejected():
     with pytest.raises(ValueError, match="batch is empty"):
         check_per_sample_gradients(nn.Linear(3, 2), torch.zeros(0, 3))
     with pytest.raises(TypeError, match="output is a tuple"):

@@ -61,7 +61,7 @@ def test_noise_has_the_standard_deviation_that_is_charged(options, std):
         assert abs(float(torch.corrcoef(noise[[first, second]])[0, 1])) < 5 / math.sqrt(noise.shape[1])
 
 
-def test_adaptive_clipping_leaves_room_for_its_count():
+def test_adaptive_clipping_adds_more_noise_for_its_count():
     noise = noise_of(steps=1, clipping=Adaptive(0.5, count_noise_multiplier=1.5))
     expected = 0.5 * (2.0**-2 - 3.0**-2) ** -0.5 / BATCH
     assert float(noise.std()) == pytest.approx(expected, rel=0.065)
@@ -119,7 +119,7 @@ def test_a_seed_repeats_the_run_and_is_stamped():
 
 
 @pytest.mark.parametrize("seed", ["x", True, 1.5])
-def test_a_seed_that_is_no_integer_is_refused_at_once(seed):
+def test_a_seed_that_is_no_integer_is_rejected_at_once(seed):
     with pytest.raises(TypeError, match=f"seed must be an int, got {type(seed).__name__}"):
         PrivacyEngine(seed=seed)
     assert inside.noise_source(make_loop(engine=PrivacyEngine(seed=-3)).engine).insecure_seed
@@ -152,7 +152,7 @@ def test_large_batches_do_not_repeat_their_random_words():
     assert len(np.unique(keys)) == len(keys)
 
 
-def test_a_loader_that_is_set_back_cannot_have_its_noise_twice():
+def test_a_loader_that_is_set_back_cannot_repeat_its_noise():
     loop = make_loop(noise_multiplier=1.0)
     train(loop)
     loop.loader.load_state_dict({"position": 1})

@@ -306,7 +306,7 @@ def edited(report, **changes):
         ({"coverage__covers": []}, "coverage.covers"),
     ],
 )
-def test_an_edited_report_of_it_is_refused(report, changes, says):
+def test_an_edited_report_of_an_own_accountant_is_rejected(report, changes, says):
     with pytest.raises(CorruptFileError, match=says):
         PrivacyReport.from_json(edited(report, **changes))
 
@@ -322,7 +322,7 @@ def test_an_epsilon_below_the_lower_bound_is_not_stated(tmp_path):
     assert str(PrivacyReport.load(tmp_path)) == str(report)
 
 
-def test_a_refusal_of_it_is_the_reason_of_a_report_without_an_epsilon():
+def test_the_error_of_an_accountant_is_the_reason_in_a_report_without_epsilon():
     class Refuses(Own):
         def epsilon(self, history, delta, relation):
             raise AccountingRefusedError("own has no bound for such batches.")

@@ -297,7 +297,7 @@ def test_norms_keep_no_per_sample_gradient_that_would_be_fast_to_form():
     assert seen.elements < samples * model[0].weight.numel()
 
 
-def test_what_is_held_is_released_with_the_last_reference():
+def test_a_pass_is_freed_with_its_last_reference():
     model, inputs, targets = data_of("linear")
     wrapped = one_pass(model, inputs, targets)
     held = weakref.ref(wrapped.last_pass)

@@ -42,7 +42,7 @@ def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
     assert Plan(PoissonDraws(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_merged([3, 4]) == ""
 
 
-def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
+def test_the_rest_of_a_pass_is_charged_separately_and_whole_passes_follow():
     changed = passes().changed(6, noise_multiplier=2.0)
     assert changed.noise_multiplier == 2.0
     names = [changed.at_step(6).run, changed.at_step(7).run, changed.at_step(8).run]
@@ -52,7 +52,7 @@ def test_the_rest_of_a_pass_is_booked_apart_and_whole_passes_follow():
 
 
 @pytest.mark.parametrize("first, expected", [(0, "r"), (4, "r"), (6, "r@6")])
-def test_a_run_that_begins_within_a_pass_accounts_for_the_rest_apart(first, expected):
+def test_a_run_that_begins_within_a_pass_accounts_for_the_rest_separately(first, expected):
     assert passes().at_step(first, first=True).run == expected
     assert passes(claims=False).at_step(first, first=True).run == expected
 

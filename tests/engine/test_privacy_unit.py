@@ -256,7 +256,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("settings, error, message", BAD, ids=[message for *_, message in BAD])
-def test_bad_units_are_refused(settings, error, message):
+def test_bad_units_are_rejected(settings, error, message):
     model = nn.Linear(6, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(data((6,)), batch_size=5)
@@ -287,7 +287,7 @@ def centred(examples):
 
 
 @pytest.mark.parametrize("collate", [sorted_by_target, centred])
-def test_a_collate_that_reorders_is_refused(collate):
+def test_a_collate_that_reorders_is_rejected(collate):
     model = nn.Linear(6, CLASSES)
     loader = DataLoader(data((6,)), batch_size=5, collate_fn=collate)
     with pytest.raises(SamplingError, match="reorders"):

@@ -41,7 +41,7 @@ def last_line(capsys):
     return capsys.readouterr().err.replace("\r", "\n").strip().splitlines()[-1]
 
 
-def test_it_shows_the_spent_and_the_allowed_epsilon(shown, capsys):
+def test_the_bar_shows_the_spent_epsilon_and_the_target(shown, capsys):
     spender = Spender()
     for _ in progress(spender, range(142), target_epsilon=3.0):
         spender.step()
@@ -61,7 +61,7 @@ def test_it_shows_the_spent_and_the_allowed_epsilon(shown, capsys):
         (math.inf, None, "ε ∞"),
     ],
 )
-def test_what_is_shown_is_never_less_than_what_was_spent(epsilon, target, text):
+def test_the_displayed_epsilon_is_never_below_the_spent_one(epsilon, target, text):
     spender = type("Fixed", (), {"epsilon": epsilon})()
     assert cost_text(spender, target) == text
 
@@ -174,7 +174,7 @@ def test_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):
         (True, "1", 1, False),
     ],
 )
-def test_where_it_is_shown(monkeypatch, terminal, variable, rank, expected):
+def test_the_bar_is_shown_on_terminals_and_on_request(monkeypatch, terminal, variable, rank, expected):
     monkeypatch.delenv("DPENGINE_PROGRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("DPENGINE_PROGRESS", variable)

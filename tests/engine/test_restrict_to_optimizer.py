@@ -128,7 +128,7 @@ def test_a_privacy_unit_is_clipped_by_the_norm_over_the_subset():
     assert_same_gradients(gradients_of(loop.model), {name: total / divisor for name, total in expected.items()})
 
 
-def test_noise_covers_the_subset_alone_with_the_same_standard_deviation():
+def test_noise_covers_only_the_subset_with_the_same_standard_deviation():
     loop, whole = restricted(noise_multiplier=1.0), make_loop(noise_multiplier=1.0)
     assert inside.state(loop.engine).noise_std == inside.state(whole.engine).noise_std
     loop.step(*batch_of(loop))
@@ -158,7 +158,7 @@ def test_an_optimizer_that_holds_all_parameters_is_not_restricted():
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
-def test_a_threshold_that_is_shared_out_is_shared_over_the_layers_of_the_subset():
+def test_one_clipping_norm_is_divided_over_the_layers_of_the_subset():
     loop = restricted(clipping=PerLayer(0.5))
     assert_step(loop, LAST, max_norm=0.5)  # one layer, so all of it
 

@@ -74,7 +74,7 @@ def test_a_function_keeps_its_start_over_a_stored_state():
 
 
 @pytest.mark.parametrize("factor", [-1.0, math.nan, math.inf], ids=str)
-def test_a_noise_multiplier_out_of_range_is_refused_and_nothing_changes(factor):
+def test_a_noise_multiplier_out_of_range_is_rejected_and_nothing_changes(factor):
     one = optimizer()
     schedule = Schedule(one, "noise_multiplier", by_factor(lambda epoch: factor if epoch else 1.0))
     with pytest.raises(ValueError, match=r"noise_multiplier=.* finite and not negative"):
@@ -83,7 +83,7 @@ def test_a_noise_multiplier_out_of_range_is_refused_and_nothing_changes(factor):
 
 
 @pytest.mark.parametrize("factor", [-1.0, 0.0, math.nan], ids=str)
-def test_a_threshold_out_of_range_is_refused_and_nothing_changes(factor):
+def test_a_threshold_out_of_range_is_rejected_and_nothing_changes(factor):
     one = optimizer()
     schedule = Schedule(one, "max_grad_norm", by_factor(lambda epoch: factor if epoch else 1.0))
     with pytest.raises(ValueError, match=r"max_grad_norm=.* positive"):
@@ -92,18 +92,18 @@ def test_a_threshold_out_of_range_is_refused_and_nothing_changes(factor):
 
 
 @pytest.mark.parametrize("gamma", [-0.5, math.nan, math.inf], ids=str)
-def test_a_factor_out_of_range_is_refused(gamma):
+def test_a_factor_out_of_range_is_rejected(gamma):
     with pytest.raises(ValueError, match="gamma"):
         exponential(gamma)
 
 
 @pytest.mark.parametrize("size, error", [(0, ValueError), (-2, ValueError), (1.5, TypeError), (True, TypeError)])
-def test_a_step_size_that_is_no_positive_whole_number_is_refused(size, error):
+def test_a_step_size_that_is_no_positive_whole_number_is_rejected(size, error):
     with pytest.raises(error, match="step_size"):
         in_steps(size, 0.5)
 
 
-def test_what_is_no_number_or_no_function_is_refused():
+def test_arguments_of_another_type_are_rejected():
     with pytest.raises(TypeError, match="gamma must be a number"):
         exponential("0.5")
     with pytest.raises(TypeError, match="function of the epoch"):
@@ -112,12 +112,12 @@ def test_what_is_no_number_or_no_function_is_refused():
         Schedule(optimizer(), "noise_multiplier", lambda value, start, epoch: "2")
 
 
-def test_an_optimizer_without_the_attribute_is_refused_by_its_class():
+def test_an_optimizer_without_the_attribute_is_rejected_by_its_class():
     with pytest.raises(ValueError, match=r"\(SimpleNamespace\) has no noise_multiplier"):
         Schedule(SimpleNamespace(), "noise_multiplier", exponential(1.0))
 
 
-def test_an_unknown_attribute_and_a_foreign_state_are_refused():
+def test_an_unknown_attribute_and_the_state_of_another_schedule_are_rejected():
     with pytest.raises(ValueError, match="'noise_multiplier', 'max_grad_norm', got 'lr'"):
         Schedule(optimizer(), "lr", exponential(1.0))
     noise = Schedule(optimizer(), "noise_multiplier", exponential(1.0))

@@ -358,7 +358,7 @@ def test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine(spoi
     assert "void" in {charge.kind for charge in loop.engine.ledger.history} or spoil is fail_in_the_update
 
 
-def test_a_batch_left_half_way_takes_those_before_it_along():
+def test_an_unfinished_batch_discards_the_batches_merged_with_it():
     loop = make_loop(accumulation_steps=2)
     chunks = iter(loop.loader)
     for _ in range(3):  # one batch whole, and half of the next
@@ -375,7 +375,7 @@ def test_a_batch_left_half_way_takes_those_before_it_along():
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
-def test_a_batch_that_was_not_touched_leaves_those_before_it():
+def test_an_unused_batch_keeps_the_batches_before_it():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
     loop.backward(*next(chunks))
@@ -415,7 +415,7 @@ def test_the_charge_is_there_when_the_update_runs():
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_rows_from_elsewhere_are_refused(before):
+def test_samples_from_outside_the_private_loader_are_rejected(before):
     loop = make_loop(noise_multiplier=1.0)
     for _, batch in zip(range(before), loop.loader, strict=False):
         loop.step(*batch)

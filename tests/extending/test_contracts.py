@@ -105,7 +105,7 @@ class Public(Stated):
         (Public(0.25, PoissonParticipation(0.25)), "the same batches for other words"),
     ],
 )
-def test_a_scheme_that_draws_otherwise_than_stated_is_refused(scheme, says):
+def test_a_scheme_that_draws_otherwise_than_stated_is_rejected(scheme, says):
     with pytest.raises(ExtensionError, match=says):
         begun("BandMF", noise=None, sampling=scheme)
 
@@ -150,7 +150,7 @@ def test_a_run_ends_with_the_iterations_of_its_scheme(noise, steps):
 
 
 @pytest.mark.parametrize("factor", [2.0, 1.001])
-def test_a_policy_that_exceeds_its_bound_is_refused_at_the_first_batch(factor):
+def test_a_policy_that_exceeds_its_bound_is_rejected_at_the_first_batch(factor):
     class Loud(Soft):
         def factors(self, norms_BK):
             return factor * self.norm / norms_BK
@@ -182,7 +182,7 @@ def test_a_policy_cannot_lower_its_bound_after_a_batch_was_clipped():
         ({"group_of": lambda self, names: [-1] * len(names)}, "numbered from 0"),
     ],
 )
-def test_a_policy_without_usable_bounds_or_groups_is_refused(members, says):
+def test_a_policy_without_usable_bounds_or_groups_is_rejected(members, says):
     with pytest.raises(ExtensionError, match=says):
         begun("Soft", clipping=type("Broken", (Soft,), members)(1.0))
 
@@ -222,13 +222,13 @@ class Weights:
         (BandMF(num_bands=6), "bands need batches of at most 1/6"),
     ],
 )
-def test_noise_without_an_analysis_is_refused(noise, says):
+def test_noise_without_an_analysis_is_rejected(noise, says):
     with pytest.raises(InvalidBudgetError, match=says):
         begun("BandMF", noise=noise)
 
 
 @pytest.mark.parametrize("missing", ["over", "participation", "expected_batch_size", "steps_per_epoch"])
-def test_a_scheme_without_a_member_is_refused(missing):
+def test_a_scheme_without_a_member_is_rejected(missing):
     members = {name: getattr(Bernoulli, name) for name in dir(Bernoulli) if not name.startswith("__")}
     del members[missing]
     partial = type("Partial", (), members)()
@@ -236,7 +236,7 @@ def test_a_scheme_without_a_member_is_refused(missing):
         begun("BandMF", noise=None, sampling=partial)
 
 
-def test_noise_over_a_scheme_without_an_analysis_is_refused():
+def test_noise_over_a_scheme_without_an_analysis_is_rejected():
     with pytest.raises(InvalidBudgetError, match=r"no epsilon is claimed.*noise correlated over the whole run"):
         begun("Decaying", sampling=Bernoulli(0.25))
     engine, *_ = begun("BandMF", sampling=BMinSepSampling(sampling_prob=0.25, min_separation=3))
@@ -261,7 +261,7 @@ def test_noise_of_many_bands_is_used_with_groups_of_one_batch():
     assert event.cycle_length == 4 and event.precision(STEPS) == pytest.approx(expected, rel=1e-12)
 
 
-def test_noise_that_float32_would_round_away_is_refused():
+def test_noise_that_float32_would_round_away_is_rejected():
     growing = Weights(((1.0,), (1.0,)), ((0.5,), (1.0,)))  # each row is 1.5 times the one before
     assert recurrence_of(growing, 20).column_norm < 2
     with pytest.raises(InvalidBudgetError, match=r"The noise of step 29 is .* times its fresh row"):
@@ -351,7 +351,7 @@ class Unequal(Stated):
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_groups_that_are_not_of_the_stated_size_are_refused(truncated):
+def test_groups_of_another_size_than_stated_are_rejected(truncated):
     groups = PoissonParticipation(1.0, 2, equal_groups=True)
     stated = TruncatedParticipation(groups, 200) if truncated else groups
     with pytest.raises(ExtensionError, match="a group has 160 examples, more than an equal share of 120"):

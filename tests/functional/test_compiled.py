@@ -62,7 +62,7 @@ def test_a_bounded_gradient_stays_bounded():
     assert_same(compiled(slow, *problem(), backend="aot_eager")(*problem()), slow(*problem()))
 
 
-def test_a_compiler_that_is_wrong_for_one_row_is_refused():
+def test_a_compiler_that_is_wrong_for_one_sample_is_rejected():
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
 
     torch.compiler.reset()  # else what other tests compiled is used again
@@ -74,7 +74,7 @@ def test_a_compiler_that_is_wrong_for_one_row_is_refused():
         compiled(slow, *problem(), backend=wrong)
 
 
-def test_bad_arguments_are_refused():
+def test_bad_arguments_are_rejected():
     with pytest.raises(TypeError, match="not a result of clipped_grad"):
         compiled(nn.Linear(2, 2), torch.zeros(3))
     with pytest.raises(ValueError, match="batch is empty"):

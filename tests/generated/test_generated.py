@@ -29,21 +29,21 @@ def assert_none_wrong(seeds, capsys):
 
 @pytest.mark.one_in(10, "stretch", others="slow")
 @pytest.mark.parametrize("stretch", range(10))
-def test_the_sums_of_a_hundred_models_are_right_or_refused_by_name(stretch, capsys):
+def test_the_sums_of_a_hundred_models_are_right_or_rejected_by_name(stretch, capsys):
     assert_none_wrong(range(10 * stretch, 10 * stretch + 10), capsys)
 
 
 @pytest.mark.slow
 @pytest.mark.one_in(2, "stretch")
 @pytest.mark.parametrize("stretch", range(10))
-def test_the_sums_of_a_thousand_models_are_right_or_refused_by_name(stretch, capsys):
+def test_the_sums_of_a_thousand_models_are_right_or_rejected_by_name(stretch, capsys):
     first = 1000 + 100 * stretch
     assert_none_wrong(range(first, first + 100), capsys)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("stretch", range(10))
-def test_the_sums_of_two_thousand_models_are_right_or_refused_by_name(stretch, capsys):
+def test_the_sums_of_two_thousand_models_are_right_or_rejected_by_name(stretch, capsys):
     first = 2000 + 100 * stretch
     assert_none_wrong(range(first, first + 100), capsys)
 
@@ -113,7 +113,7 @@ def test_a_threshold_that_is_exceeded_is_found(monkeypatch):
     assert any("above the threshold" in why for why in whys)
 
 
-def test_a_refusal_without_a_reason_is_found(monkeypatch):
+def test_a_rejection_without_a_reason_is_found(monkeypatch):
     seed = next(seed for seed in range(1000) if drawn(seed).planted == "unused")
     assert verdict_on(subject_of(seed)).kind == "refused"
     subject = dataclasses.replace(subject_of(seed), planted=None)

@@ -120,13 +120,13 @@ def test_the_choice_does_not_look_at_data():
     assert all(torch.equal(seen[0], inputs) for inputs in seen[1:])
 
 
-def test_timing_leaves_the_generators_alone():
+def test_timing_does_not_advance_the_generators():
     entry, before = entry_of(linear_call(3, 5, 6, 7), LINEAR), torch.get_rng_state()
     time_algorithms(entry, ALGORITHMS["linear"], 3)
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_what_was_timed_decides(monkeypatch):
+def test_the_measured_times_decide(monkeypatch):
     call = linear_call(64, 64, 256, 256)
     for fastest in ALGORITHMS["linear"]:
         monkeypatch.setattr(
@@ -211,7 +211,7 @@ def test_a_saved_table_is_used_instead_of_timing(tmp_path, monkeypatch):
         '{"version": 99, "seconds": {}}',
     ],
 )
-def test_a_file_that_is_no_table_is_refused(tmp_path, text):
+def test_a_file_without_a_table_is_rejected(tmp_path, text):
     (tmp_path / "methods.json").write_text(text)
     with pytest.raises(ValueError, match="is not a saved MethodTable"):
         MethodTable.load(tmp_path / "methods.json")
@@ -256,7 +256,7 @@ def test_what_fails_in_timing_for_another_reason_is_raised(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_large_image_alone_is_not_put_through_a_gram(rows):
+def test_a_single_large_image_uses_no_gram_matrix(rows):
     call = conv_call(rows, 64, 64, 112)
     algorithms = []
     choose = planned(call, CONV, keep_budget=0, timed=False)

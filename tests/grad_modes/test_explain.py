@@ -68,7 +68,7 @@ def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("given", [3, {"seconds": {}}, True])
-def test_what_is_no_table_is_refused(given):
+def test_invalid_tables_are_rejected(given):
     with pytest.raises(TypeError, match="MethodTable"):
         PrivacyEngine(methods=given)
 

@@ -42,7 +42,7 @@ def test_sums_of_all_parameters_at_once_are_added_in_the_order_of_the_buffer():
         one.add_all([torch.zeros(3)], 1.0)
 
 
-def test_what_was_taken_is_never_written_again():
+def test_drained_buffers_are_never_written_again():
     listed = parameters()
     buffer = FlatBuffer(listed)
     buffer.add(listed[0], torch.ones(3, 2))
@@ -63,7 +63,7 @@ def test_thousands_of_small_sums_do_not_stagnate_in_half_precision():
     assert abs(float(dict(buffer)[parameter]) - 20.0) < 0.01
 
 
-def test_where_there_was_no_sum_all_is_handed_over_all_the_same():
+def test_empty_sums_are_drained_completely():
     listed = parameters()
     taken = FlatBuffer(listed).drain()
     assert [len(memory) for memory in taken.memory.values()] == [len(flat) for flat in taken.flats.values()] == [11]

@@ -76,7 +76,7 @@ def test_the_memory_of_few_buckets_is_held(buffer, parameters, ranks):
     assert ranks.waited == [0, 1, 2]
 
 
-def test_what_took_no_part_leaves_at_the_end_as_zeros(buffer, parameters, ranks):
+def test_unused_parameters_are_sent_at_the_end_as_zeros(buffer, parameters, ranks):
     summed(buffer, parameters[0])
     summed(buffer, parameters[2], 3.0)
     buffer.settle()
@@ -96,7 +96,7 @@ def test_passes_add_up(buffer, parameters):
 
 
 @pytest.mark.parametrize(("groups", "buckets"), [([0, 0, 1, 1, 1], 2), ([0, 1, 2, 3, 4], 5), ([0] * 5, 1)])
-def test_what_is_gathered_together_leaves_together(parameters, ranks, groups, buckets):
+def test_sums_that_are_gathered_together_are_sent_together(parameters, ranks, groups, buckets):
     group = dict(zip(parameters, groups, strict=True)).get
     buffer = FlatBuffer(parameters, Topology(shards=ranks, layout=ParameterLayout(local_shard=half), group=group))
     buffer.begin(("facts",))
@@ -116,13 +116,13 @@ def test_sums_may_wait_for_more_passes_and_leave_once(buffer, parameters, ranks)
     assert all(view.eq(6).all() for _, view in buffer)
 
 
-def test_nothing_is_added_to_what_has_left(buffer, parameters):
+def test_nothing_is_added_to_sent_buffers(buffer, parameters):
     summed(buffer, parameters[0])
     with pytest.raises(AssertionError, match="was sent"):
         summed(buffer, parameters[0])
 
 
-def test_what_is_on_its_way_is_destroyed_with_the_sums(buffer, parameters, ranks):
+def test_pending_messages_are_destroyed_with_the_sums(buffer, parameters, ranks):
     summed(buffer, parameters[0])
     buffer.zero()
     assert buffer.clean

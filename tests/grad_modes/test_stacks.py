@@ -179,7 +179,7 @@ def layers_of(model):
     return list(dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters()))
 
 
-def test_groups_that_are_clipped_apart_have_norms_of_their_own():
+def test_groups_that_are_clipped_separately_have_separate_norms():
     model = Blocks().double()
     plain = copy.deepcopy(model)
     bounds = {"norms.0": 0.05, "norms.1": 0.1, "layers.0": 0.15, "layers.1": 0.2, "head": 0.25}

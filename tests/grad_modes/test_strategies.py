@@ -227,7 +227,7 @@ class _Positions(nn.Module):
         return self.head(torch.tanh(x + self.table(torch.arange(ROWS))))
 
 
-def test_a_grad_sample_that_holds_several_rows_is_refused_and_not_shown():
+def test_a_grad_sample_of_several_samples_is_rejected_and_not_exposed():
     torch.manual_seed(4)
     model = _Positions()
     wrapped = GradSampleModule(model)
@@ -246,7 +246,7 @@ def test_the_norm_of_millions_of_float32_numbers_is_not_too_small(values):
     assert ((sq_norms(grad) - truth) / truth).abs().max() < 2e-6
 
 
-def test_rows_of_a_flat_bag_are_not_taken_for_rows_of_the_batch():
+def test_rows_of_a_flat_bag_are_not_samples_of_the_batch():
     torch.manual_seed(5)
     bag = nn.EmbeddingBag(4, 3, mode="sum").double()
     entries, offsets, weights = torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), torch.randn(3).double()
@@ -260,7 +260,7 @@ def test_rows_of_a_flat_bag_are_not_taken_for_rows_of_the_batch():
     assert relative_error(found, expected) < 1e-12
 
 
-def test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused():
+def test_a_sample_that_cannot_be_removed_from_the_sum_is_rejected():
     bag = nn.EmbeddingBag(4, 3, mode="sum")
     weights = torch.tensor([1.0, float("nan"), 1.0])  # in a flat bag it is not known whose this one is
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*not finite could not be kept out of the sum"):

@@ -396,7 +396,7 @@ def test_layers_in_other_precisions_and_in_checkpoints_are_clipped(dtype, tolera
         "as many shared positions as samples",
     ],
 )
-def test_models_that_cannot_run_each_sample_alone_are_rejected(model, inputs, reason):
+def test_models_that_cannot_run_per_sample_are_rejected(model, inputs, reason):
     clipped = clipper(model, 1.0)
     with pytest.raises((UnsupportedLayerError, BatchDependentLossError), match=reason):
         given = inputs()
@@ -432,7 +432,7 @@ def test_an_output_that_the_loss_does_not_use_gets_no_gradient():
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_loss_that_a_model_returns_is_taken_apart(reduction, dropout):
+def test_the_loss_that_a_model_returns_is_split_by_sample(reduction, dropout):
     model = ReturnsItsLoss(getattr(torch.Tensor, reduction), dropout).double()
     clipped = None
     for _ in range(3):
@@ -496,7 +496,7 @@ def test_each_graph_of_a_batch_is_a_sample():
 
 
 @pytest.mark.usefixtures("geometric")
-def test_graphs_run_alone_with_the_dropout_that_the_loss_saw_or_are_rejected():
+def test_graphs_run_per_sample_with_the_dropout_of_the_loss_or_are_rejected():
     model = SumsNeighbours(dropout=0.5).double()
     clipped = clipper(model, 1.0)
     weighted_loss(model(graphs()), WEIGHTS).backward()
@@ -549,7 +549,7 @@ class StoresTheBatch(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.mark.parametrize("first", [0, 1], ids=["from the first batch on", "from the second batch on"])
-def test_a_module_whose_samples_run_alone_keeps_nothing_of_an_earlier_batch(first):
+def test_a_module_that_runs_per_sample_keeps_nothing_of_an_earlier_batch(first):
     inner = StoresTheBatch()
     clipper = PerSampleGradientClipper(inner, Flat(1.0), grad_sample_mode="whole_model")
     for batch in range(3):

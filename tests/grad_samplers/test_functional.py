@@ -121,7 +121,7 @@ def test_one_gradient_for_each_tensor_among_other_outputs():
     torch.testing.assert_close(found["w"], truth_of(call)["w"])
 
 
-def test_a_complex_output_beside_a_real_one():
+def test_a_complex_output_next_to_a_real_one():
     layer = Parts(lambda m, x: (m.linear(x), torch.fft.fft(m.linear(x))), linear=nn.Linear(4, 3).double())
     x = normal(5, 4)
     output = layer(x)
@@ -134,7 +134,7 @@ def test_a_complex_output_beside_a_real_one():
         torch.testing.assert_close(grads[name].sum(dim=0), expected)
 
 
-def test_integer_inputs_are_cut_into_rows():
+def test_integer_inputs_are_split_into_samples():
     layer = nn.Sequential(nn.Embedding(7, 3), nn.Linear(3, 2)).double()
     assert_exact(make_call(layer, torch.randint(7, (5, 4))))
 
@@ -230,7 +230,7 @@ def in_place(self, x):
 
 
 @pytest.mark.parametrize("forward", [branching, custom_function, in_place], ids=lambda f: f.__name__)
-def test_what_cannot_be_vectorised_is_run_in_a_loop(forward):
+def test_functions_that_cannot_be_vectorized_run_in_a_loop(forward):
     torch.manual_seed(0)
     layer = layer_of(forward, w=(3,), unused=(2,))
     x = torch.cat([normal(1, 3).abs()] * 5) if forward is branching else normal(5, 3)

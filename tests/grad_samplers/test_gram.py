@@ -123,7 +123,7 @@ def test_the_gram_is_not_offered_where_its_guard_would_show(in_float32):
 
 
 @pytest.mark.parametrize("length", [1, 6, 70])
-def test_norms_formed_together_are_those_formed_alone(each_way, monkeypatch, length):
+def test_norms_formed_together_equal_norms_formed_separately(each_way, monkeypatch, length):
     torch.manual_seed(0)
     shared, a, b, c = (torch.randn(5, length, size) for size in (7, 4, 9, 3))
     products = [(a, shared), (c, b), (b, shared), (shared,), (a, b, c)]

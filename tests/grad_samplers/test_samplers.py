@@ -64,7 +64,7 @@ def factors(dtype=F64):
 @pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
-def test_gradients_are_those_of_each_row_alone(case, dtype):
+def test_gradients_equal_those_of_single_samples(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
     assert set(truth) == set(run.names) and run.names
@@ -123,7 +123,7 @@ def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
 @pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
-def test_every_way_gives_the_gradients_and_norms_of_the_definition(case, dtype):
+def test_every_algorithm_gives_the_gradients_and_norms_of_the_definition(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
     for name in run.names:
@@ -284,7 +284,7 @@ def test_case_ids_are_unique():
     assert len(set(ids)) == len(ids)
 
 
-def test_layer_norm_over_the_batch_is_refused():
+def test_layer_norm_over_the_batch_is_rejected():
     from dpengine.errors import UnsupportedLayerError
 
     layer = nn.LayerNorm((3, 4))

@@ -134,7 +134,7 @@ def test_a_registered_rule_is_not_asked_for_an_empty_batch():
     assert sampler_for(call.layer).grads(call)["factor"].shape == (0, 3)
 
 
-def test_a_rule_that_returns_foreign_keys_is_rejected_by_name():
+def test_a_rule_that_returns_unknown_keys_is_rejected_by_name():
     register_grad_sampler(Scale)(lambda layer, activations, backprops: {"factor": backprops})
     call = LayerCall(Scale(), (torch.ones(2, 3),), torch.ones(2, 3), name="body.scale")
     with pytest.raises(UnsupportedLayerError, match=r"body\.scale"):

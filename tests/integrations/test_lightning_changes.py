@@ -220,7 +220,7 @@ def test_a_chunk_without_a_loss_is_rejected():
         fit(Leaving(), DPCallback(physical_batch_size=4, **WANTED))
 
 
-def test_an_empty_batch_may_be_left_out_and_is_released():
+def test_an_empty_batch_can_be_skipped_and_is_released():
     class OnlyRows(Plain):
         def training_step(self, batch, index):
             self.seen.append(inside.samples_now(callback.engine))

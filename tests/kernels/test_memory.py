@@ -36,7 +36,7 @@ def said(**environment):
     ],
 )
 @pytest.mark.slow
-def test_an_allocator_that_the_user_set_is_left_alone(name):
+def test_an_allocator_that_the_user_set_is_not_changed(name):
     value = "glibc.malloc.trim_threshold=65536" if name == "GLIBC_TUNABLES" else "65536"
     assert said(**{name: value}) == "False"
 

@@ -34,7 +34,7 @@ def flags():
     return torch.get_float32_matmul_precision(), torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
 
 
-def test_products_are_exact_inside_and_as_the_user_wants_outside(lowered):
+def test_products_are_exact_inside_and_follow_the_user_setting_outside(lowered):
     with full_precision():
         assert flags() == ("highest", False, False)
     assert flags() == ("medium", True, True)

@@ -81,7 +81,7 @@ def test_squared_norms_of_views(view):
     torch.testing.assert_close(found, tensor.double().square().sum(dim=-1), rtol=1e-14, atol=0)
 
 
-def test_many_rows_are_shared_out(two_threads):
+def test_many_rows_are_divided_over_threads(two_threads):
     tensor = torch.randn(300, 1000)
     expected = tensor.double().square().sum(dim=1)
     torch.testing.assert_close(products.native_sq_norms(tensor), expected, rtol=1e-14, atol=0)
@@ -267,7 +267,7 @@ def test_what_is_not_float32_on_the_cpu_is_not_taken():
     assert not products.takes(torch.zeros(2).to_sparse())
 
 
-def test_what_needs_much_memory_is_not_taken():
+def test_gram_matrices_that_need_much_memory_do_not_fit():
     assert products.gram_fits(64, 3)
     assert not products.gram_fits(5000, 2)
     large = products.Windows(torch.zeros(2, 2000, 3, 3), torch.zeros(2, 2000, 1, 1), 1, (3, 3), (1, 1), (1, 1))

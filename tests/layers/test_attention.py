@@ -216,7 +216,7 @@ def test_torchs_transformer_layers_take_the_replacement(layer, batch_first):
         (lambda q, m: (q, q, q, {"is_causal": True}), "is_causal is a hint"),
     ],
 )
-def test_what_does_not_fit_is_refused(change, message):
+def test_what_does_not_fit_is_rejected(change, message):
     x = torch.randn(ROWS, QUERIES, SIZE, dtype=torch.float64)
     *inputs, options = change(x, torch.ones(QUERIES, QUERIES, dtype=torch.bool))
     with pytest.raises(ValueError, match=message):

@@ -77,12 +77,12 @@ class Special(torch.Tensor):
     ],
     ids=["float64", "bfloat16", "transposed", "device", "subclass"],
 )
-def test_what_compiled_code_cannot_read_goes_another_way(tensor):
+def test_tensors_that_compiled_code_cannot_read_use_another_path(tensor):
     assert native_for(torch.zeros(2, 3), None) is native_library()
     assert native_for(torch.zeros(2, 3), tensor) is None
 
 
-def test_a_row_that_is_not_finite_leaves_the_others_alone():
+def test_a_sample_that_is_not_finite_does_not_change_the_others():
     torch.manual_seed(0)
     for layer in (nn.LSTM, nn.GRU, nn.RNN):
         module = to_replacement(layer(FEATURES, HIDDEN, batch_first=True))

@@ -208,7 +208,7 @@ def test_a_batch_of_no_rows_has_zero_gradients(case):
 
 @one_of_each
 @pytest.mark.parametrize("grad", [True, False])
-def test_input_without_a_batch_axis_is_refused(case, grad):
+def test_input_without_a_batch_axis_is_rejected(case, grad):
     module = to_replacement(case.make())
     with torch.set_grad_enabled(grad), pytest.raises(ValueError, match=r"batch axis: input.unsqueeze\(0\)"):
         module(torch.randn(STEPS, FEATURES, dtype=torch.float64))
@@ -223,7 +223,7 @@ def test_input_without_a_batch_axis_is_refused(case, grad):
     ],
     ids=["no-time", "features", "rows-of-the-state"],
 )
-def test_wrong_shapes_are_refused_as_by_torch(shape, states):
+def test_wrong_shapes_are_rejected_as_by_torch(shape, states):
     module, inputs = nn.GRU(FEATURES, HIDDEN), torch.randn(shape)
     states = None if states is None else torch.randn(states)
     with pytest.raises(RuntimeError) as theirs:
@@ -298,7 +298,7 @@ def test_only_a_part_of_the_results_may_be_used():
     torch.testing.assert_close(got, expected, atol=1e-12, rtol=0)
 
 
-def test_a_second_derivative_is_refused():
+def test_a_second_derivative_is_rejected():
     module = to_replacement(nn.LSTM(FEATURES, HIDDEN))
     inputs = torch.randn(STEPS, ROWS, FEATURES, requires_grad=True)
     with pytest.raises(RuntimeError, match="to_original"):

@@ -92,7 +92,7 @@ def test_a_subclass_has_no_replacement(original):
     assert to_replacement(module) is None
 
 
-def test_modules_without_a_replacement_are_left_alone():
+def test_modules_without_a_replacement_are_not_changed():
     module = nn.Linear(2, 2)
     assert to_replacement(module) is None
     assert to_original(module) is None

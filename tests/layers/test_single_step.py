@@ -46,6 +46,6 @@ def test_a_batch_of_no_rows_works(kind):
 
 
 @each_cell
-def test_input_without_a_batch_axis_is_refused(kind):
+def test_input_without_a_batch_axis_is_rejected(kind):
     with pytest.raises(ValueError, match="batch axis"):
         to_replacement(CELLS[kind]())(torch.randn(3))

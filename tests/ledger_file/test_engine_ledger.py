@@ -190,7 +190,7 @@ def test_a_checkpoint_next_to_a_file_is_not_loaded_without_it(path, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_was_charged_in_memory_is_written_when_it_is_loaded(path, tmp_path):
+def test_charges_in_memory_are_written_when_they_are_loaded(path, tmp_path):
     alone = Run(None).train(4)
     engine = PrivacyEngine(ledger=path)
     engine.load_state_dict(json.loads(json.dumps(alone.engine.state_dict())))
@@ -295,7 +295,7 @@ def test_a_reservation_that_is_no_number_of_steps_is_rejected(path, reserve):
     assert not path.exists()
 
 
-def test_what_does_not_fit_together_is_rejected(tmp_path):
+def test_contradicting_arguments_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="needs a ledger file"):
         PrivacyEngine(reserve_steps=10)
     with pytest.raises(TypeError, match="path"):

@@ -47,7 +47,7 @@ def test_a_change_of_any_byte_is_found():
     [(0, 2, 3), (1, 2, 3), (0, 2, 1, 3), (0, 1, 1, 2), (0, 1, 2, 2)],
     ids=lambda order: "".join(map(str, order)),
 )
-def test_lines_left_out_moved_or_repeated_are_found(order):
+def test_lines_removed_moved_or_repeated_are_found(order):
     lines = written()
     with pytest.raises(LedgerError, match=r"a\.ledger: line \d"):
         read([lines[place] for place in order])
@@ -58,12 +58,12 @@ def test_a_last_line_up_to_its_seal_counts():
 
 
 @pytest.mark.parametrize("cut", [2, 20, 60])
-def test_a_last_line_without_its_seal_is_left_out(cut):
+def test_a_last_line_without_its_seal_is_ignored(cut):
     lines = written()
     data = b"".join(lines)[:-cut]
     entries = list(entries_of(io.BytesIO(data), "a.ledger"))
     assert len(entries) == 3 and entries[-1][1] == sum(map(len, lines[:3]))
 
 
-def test_blocks_of_zeros_that_a_crash_left_at_the_end_are_left_out():
+def test_blocks_of_zeros_at_the_end_of_a_file_are_ignored():
     assert len(read([*written(), bytes(4096)])) == 4

@@ -19,13 +19,13 @@ GUARDS = [
         "sums are finite after samples were dropped",
         "dropped and not buffer.is_finite()",
         "False",
-        "grad_modes/test_strategies.py::test_a_row_that_cannot_be_kept_out_of_the_sum_is_refused",
+        "grad_modes/test_strategies.py::test_a_sample_that_cannot_be_removed_from_the_sum_is_rejected",
     ),
     Guard(
         "a step that the plan does not have",
         "        self.plan.check_step(batch.step)\n",
         "",
-        "engine/test_correlated_noise.py::test_more_steps_than_planned_are_refused",
+        "engine/test_correlated_noise.py::test_more_steps_than_planned_are_rejected",
     ),
     Guard(
         "a chunk that was left out voids its batch",
@@ -49,25 +49,25 @@ GUARDS = [
         "all joined batches are charged",
         "self.ledger.charge(event, count=count)\n        finally:",
         "self.ledger.charge(event, count=1)\n        finally:",
-        "engine/test_step.py::test_a_batch_that_was_not_touched_leaves_those_before_it",
+        "engine/test_step.py::test_an_unused_batch_keeps_the_batches_before_it",
     ),
     Guard(
         "a discarded batch is charged",
         'self.ledger.charge(self.plan.event(), count=count, kind="void")',
         "pass",
-        "engine/test_step.py::test_a_batch_left_half_way_takes_those_before_it_along",
+        "engine/test_step.py::test_an_unfinished_batch_discards_the_batches_merged_with_it",
     ),
     Guard(
         "a step above the target is refused",
         "        if reached is None:\n            return\n        if self.batches.stage",
         "        if True:\n            return\n        if self.batches.stage",
-        "engine/test_budget.py::test_stop_ends_the_loader_before_the_target_is_passed",
+        "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
         "the sums of a batch above the target are destroyed",
         "            self.batches.drop_uncharged()\n            self.passes.discard()",
         "            self.batches.drop_uncharged()",
-        "engine/test_budget.py::test_raise_refuses_the_step_that_overspends_and_charges_nothing",
+        "engine/test_budget.py::test_on_budget_raise_rejects_the_step_over_budget_and_charges_nothing",
     ),
     Guard(
         "noise has the standard deviation of the plan",
@@ -103,7 +103,7 @@ GUARDS = [
         "rows that did not come from the loader",
         "step.batches.stage is Stage.IDLE or (",
         "False and (",
-        "engine/test_step.py::test_rows_from_elsewhere_are_refused",
+        "engine/test_step.py::test_samples_from_outside_the_private_loader_are_rejected",
     ),
     Guard(
         "backward onto released gradients",
@@ -211,7 +211,7 @@ GUARDS = [
         "a step that was handed out before",
         "batch.step <= self.batches.last_step",
         "False",
-        "engine/test_noise.py::test_a_loader_that_is_set_back_cannot_have_its_noise_twice",
+        "engine/test_noise.py::test_a_loader_that_is_set_back_cannot_repeat_its_noise",
     ),
     Guard(
         "parameters that changed before the step are found",
@@ -229,7 +229,7 @@ GUARDS = [
         "a layer with another number of rows",
         "samples is not None and seen != samples",
         "False",
-        "capture/test_capture.py::test_a_layer_that_does_not_see_the_rows_is_refused_by_name",
+        "capture/test_capture.py::test_a_layer_that_does_not_see_the_samples_is_rejected_by_name",
     ),
     Guard(
         "a gradient that somebody wrote",
@@ -265,7 +265,7 @@ GUARDS = [
         "a cyclic step that was jumped over is charged",
         "            self._charge_discarded(self.batches.skipped_before(batch.step))",
         "            pass",
-        "engine/test_correlated_noise.py::test_turns_that_were_passed_over_are_charged",
+        "engine/test_correlated_noise.py::test_skipped_cyclic_steps_are_charged",
     ),
     Guard(
         "taken sums are destroyed where noise fails",
@@ -313,7 +313,7 @@ GUARDS = [
         "a parameter must take part in each step",
         "        self.passes.contributed.clear()\n        self.batches.finished()",
         "        self.batches.finished()",
-        "engine/test_engine.py::test_a_parameter_is_missed_in_every_step_anew",
+        "engine/test_engine.py::test_a_missing_gradient_is_reported_in_every_step",
     ),
     Guard(
         "a batch of one's own ends with its step",
@@ -325,7 +325,7 @@ GUARDS = [
         "a pass over other samples, or a second one, is looked at",
         "samples is None or recorded.samples != samples or self.writer.stale",
         "False",
-        "engine/test_step.py::test_rows_from_elsewhere_are_refused",
+        "engine/test_step.py::test_samples_from_outside_the_private_loader_are_rejected",
     ),
     Guard(
         "a step without a batch is looked at",

@@ -3,8 +3,8 @@
 from .guard import Guard
 
 CONTRACTS = "extending/test_contracts.py::"
-DRAWN = CONTRACTS + "test_a_scheme_that_draws_otherwise_than_stated_is_refused"
-NOISE = CONTRACTS + "test_noise_without_an_analysis_is_refused"
+DRAWN = CONTRACTS + "test_a_scheme_that_draws_otherwise_than_stated_is_rejected"
+NOISE = CONTRACTS + "test_noise_without_an_analysis_is_rejected"
 EVENTS = "accounting/test_events.py::"
 
 GUARDS = [
@@ -67,7 +67,7 @@ GUARDS = [
         "a resumed scheme draws from the words of the batches so far",
         "if is_partition or step < end",
         "if is_partition",
-        "checkpoint/test_save.py::test_samples_stay_apart_over_two_interruptions_where_nothing_left_since",
+        "checkpoint/test_save.py::test_samples_stay_separate_over_two_interruptions_without_steps_in_between",
     ),
     Guard(
         "noise that continues with another generator",
@@ -97,7 +97,7 @@ GUARDS = [
         "noise so large that float32 rounds its fresh row away",
         "    if growth.max() > _MAX_GROWTH:",
         "    if False:",
-        CONTRACTS + "test_noise_that_float32_would_round_away_is_refused",
+        CONTRACTS + "test_noise_that_float32_would_round_away_is_rejected",
     ),
     Guard(
         "a policy that lowers the noise",
@@ -115,7 +115,7 @@ GUARDS = [
         "epochs are not analyzed for add-or-remove",
         "    if participation.claimed and step.relation is Relation.ADD_OR_REMOVE_ONE:",
         "    if False:",
-        EVENTS + "test_what_has_no_analysis_has_no_claim",
+        EVENTS + "test_mechanisms_without_an_analysis_claim_no_epsilon",
     ),
     Guard(
         "truncated groups of other sizes than N / groups",
@@ -127,12 +127,12 @@ GUARDS = [
         "a minimum separation is not analyzed for add-or-remove",
         "    if step.relation is Relation.ADD_OR_REMOVE_ONE:  # adding an example may",
         "    if False:  # adding an example may",
-        EVENTS + "test_what_has_no_analysis_has_no_claim",
+        EVENTS + "test_mechanisms_without_an_analysis_claim_no_epsilon",
     ),
     Guard(
         "groups that are not of the stated equal size",
         "        if max(sizes_of_groups) > examples:",
         "        if False:",
-        CONTRACTS + "test_groups_that_are_not_of_the_stated_size_are_refused",
+        CONTRACTS + "test_groups_of_another_size_than_stated_are_rejected",
     ),
 ]

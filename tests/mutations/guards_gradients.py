@@ -111,13 +111,13 @@ GUARDS = [
         "norms narrower than float32",
         "norms_BK.dtype not in (torch.float32, torch.float64)",
         "False",
-        "clipping/test_policy.py::test_norms_narrower_than_float32_are_refused",
+        "clipping/test_policy.py::test_norms_narrower_than_float32_are_rejected",
     ),
     Guard(
         "norms of another number of groups",
         "norms_BK.dim() != 2 or groups not in (None, norms_BK.shape[1])",
         "False",
-        "clipping/test_policy.py::test_norms_for_another_number_of_groups_are_refused",
+        "clipping/test_policy.py::test_norms_for_another_number_of_groups_are_rejected",
     ),
     Guard(
         "a count that costs the whole step",
@@ -161,7 +161,7 @@ GUARDS = [
         "a model that is watched already",
         "any(module in _watched for module in modules)",
         "False",
-        "capture/test_two_watchers.py::test_a_second_watcher_is_refused_until_the_first_lets_go",
+        "capture/test_two_watchers.py::test_a_second_watcher_is_rejected_until_the_first_is_detached",
     ),
     Guard(
         "a buffer that forward wrote",
@@ -333,7 +333,7 @@ GUARDS = [
         "a second backward pass over one forward pass",
         'getattr(ctx, "reported", False)',
         "False",
-        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[two_inputs-ghost]",
+        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_rejected[two_inputs-ghost]",
     ),
     Guard(
         "a module that runs inside a unit is part of its call",
@@ -363,7 +363,7 @@ GUARDS = [
         "a second backward pass over one call of a hooked layer",
         "        if inputs is None or self.grad is not None:\n",
         "        if False:\n",
-        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_refused[Net-auto]",
+        "capture/test_capture.py::test_a_second_backward_over_one_forward_is_rejected[Net-auto]",
     ),
     Guard(
         "an input that was changed in place after its layer used it",
@@ -448,7 +448,7 @@ GUARDS = [
         "leaks of passes in eval mode are none of the next pass",
         "        self.leaks.clear()  # earlier backward passes",
         "        pass  # earlier backward passes",
-        "capture/test_capture.py::test_a_backward_pass_in_eval_mode_does_not_stand_in_the_way_of_the_next",
+        "capture/test_capture.py::test_a_backward_pass_in_eval_mode_does_not_affect_the_next_one",
     ),
     Guard(
         "parameters that an interrupted pass left swapped",
@@ -497,7 +497,7 @@ GUARDS = [
         "a threshold that is not positive and finite",
         '    if not 0 < number < math.inf:\n        raise InvalidBudgetError(f"{where}: {name}={value!r} is not',
         '    if False:\n        raise InvalidBudgetError(f"{where}: {name}={value!r} is not',
-        "clipping/test_policy.py::test_a_threshold_that_is_no_positive_finite_number_is_refused_by_name",
+        "clipping/test_policy.py::test_a_clipping_norm_that_is_not_positive_and_finite_is_rejected_by_name",
     ),
     Guard(
         "a rule that leaves out a parameter",

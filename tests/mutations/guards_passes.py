@@ -93,14 +93,13 @@ GUARDS = [
         "gradients of the last step that are still shown",
         "            if self.shows and _is_shown(parameter, one):",
         "            if False:",
-        "compat/test_waiting_passes.py::test_what_was_released_must_be_cleared_before_the_next_pass",
+        "compat/test_waiting_passes.py::test_released_gradients_must_be_cleared_before_the_next_pass",
     ),
     Guard(
         "a second pass of Poisson batches before the step",
         "self.allows_accumulation or not (self._waiting or unused)",
         "True",
-        "compat/test_waiting_passes.py::test_where_passes_may_not_add_up_the_second_is_rejected_by_name_and"
-        "_nothing_counts_twice",
+        "compat/test_waiting_passes.py::test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice",
     ),
     Guard(
         "a pass that waited is clipped once",
@@ -124,7 +123,7 @@ GUARDS = [
         "parameters of unequally many passes",
         "len({len(shown) for shown in parts.values()}) > 1",
         "False",
-        "compat/test_waiting_passes.py::test_parameters_that_took_part_in_other_passes_are_rejected",
+        "compat/test_waiting_passes.py::test_parameters_used_in_other_passes_are_rejected",
     ),
     Guard(
         "an interrupted pass discards the batch of the optimizer",
@@ -531,7 +530,7 @@ GUARDS = [
         "compiled code is compared with the hooks before it is used",
         "        if not check_equal_results(expected, compiled, half=half):\n            return",
         "        if False:\n            return",
-        "compiled/test_eager_instead.py::test_what_is_compiled_wrongly_is_not_used[sums]",
+        "compiled/test_eager_instead.py::test_wrongly_compiled_code_is_not_used[sums]",
     ),
     Guard(
         "what a compiled backward pass reads is as the forward pass left it",

@@ -79,13 +79,13 @@ GUARDS = [
         "random numbers that depend on the examples before",
         "            if not any(self._keeps_last(last) for _ in range(_ROUNDS)):",
         "            if False:",
-        "sampling/test_collate_probe.py::test_what_cannot_be_decided_gives_one_notice[the one before, at random]",
+        "sampling/test_collate_probe.py::test_undecidable_checks_give_one_notice[the one before, at random]",
     ),
     Guard(
         "a value of the batch that depends on its examples",
         "        if self.statistics:",
         "        if False:",
-        "sampling/test_collate_probe.py::test_what_cannot_be_decided_gives_one_notice[a mean]",
+        "sampling/test_collate_probe.py::test_undecidable_checks_give_one_notice[a mean]",
     ),
     Guard(
         "another number of rows than examples",
@@ -235,19 +235,19 @@ GUARDS = [
         "the loader stops before the target",
         'self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None',
         "True",
-        "engine/test_budget.py::test_stop_ends_the_loader_before_the_target_is_passed",
+        "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
         "epsilon of the next step",
         "            if reached > self.target_epsilon:\n                return reached",
         "            if False:\n                return reached",
-        "engine/test_budget.py::test_stop_ends_the_loader_before_the_target_is_passed",
+        "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
         "batches of a broken-off pass count",
         "history += (Charge(plan.event(), separate),) if separate else ()",
         "pass",
-        "engine/test_budget.py::test_batches_that_were_discarded_count",
+        "engine/test_budget.py::test_discarded_batches_count_towards_the_budget",
     ),
     Guard(
         "a parameter without a release holds no gradient in the update",
@@ -297,7 +297,7 @@ GUARDS = [
         "units of privacy in a mode that cannot combine rows",
         '    if mode != "auto":\n        raise UnsupportedLayerError(\n            f"privacy_unit=',
         '    if False:\n        raise UnsupportedLayerError(\n            f"privacy_unit=',
-        "engine/test_privacy_unit.py::test_bad_units_are_refused",
+        "engine/test_privacy_unit.py::test_bad_units_are_rejected",
     ),
     Guard(
         "copies of a loader continue with one run",
@@ -377,6 +377,6 @@ GUARDS = [
         "a changed plan is evaluated, not taken as planned",
         "        self.budget.fits_plan = False",
         "        pass",
-        "engine/test_budget.py::test_a_plan_that_was_changed_is_not_known_to_fit",
+        "engine/test_budget.py::test_a_changed_plan_stops_before_the_target_is_exceeded",
     ),
 ]

@@ -16,7 +16,7 @@ TESTS = {
     "PB-11": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-12": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-13": (
-        "clipping/test_groups_and_per_layer.py::test_one_threshold_is_shared_out_and_listed_ones_belong_to_their_layers"
+        "clipping/test_groups_and_per_layer.py::test_one_clipping_norm_is_divided_and_a_list_belongs_to_the_layers"
     ),
     "PB-14": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-15": "engine/test_engine.py::test_layers_have_thresholds_of_their_own",
@@ -35,7 +35,7 @@ TESTS = {
     "PB-28": "sampling/test_poisson.py::test_thresholds_are_exact_for_rates_from_1e_12_to_1[1e-12-1]",
     "PB-29": "sampling/test_batches.py::test_ranks_load_each_row_of_one_mask_once[2]",
     "PB-30": "engine/test_step.py::test_any_order_of_calls_keeps_the_charges_and_the_sums",
-    "PB-31": "engine/test_budget.py::test_raise_refuses_the_step_that_overspends_and_charges_nothing",
+    "PB-31": "engine/test_budget.py::test_on_budget_raise_rejects_the_step_over_budget_and_charges_nothing",
     "PB-32": "noise/test_source.py::test_two_addresses_share_no_value[chacha20]",
     "PB-33": "checkpoint/test_save.py::test_noise_goes_on_as_one_matrix_where_nothing_left_since[1-banded]",
     "PB-34": "checkpoint/test_save.py::test_groups_stay_as_they_were_drawn_where_nothing_left_since",

@@ -16,8 +16,8 @@ import pytest
 
 import dpengine
 from mutations.guards import GUARDS
+from mutations.named_tests import TESTS, missing_tests
 
-TESTS = Path(__file__).resolve().parents[1]
 PACKAGE = Path(dpengine.__file__).resolve().parent
 TIMEOUT = 300
 A_BROKEN_MUTATION = {"ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError"}
@@ -92,9 +92,14 @@ def test_every_guard_is_in_the_package_exactly_once():
 
 
 def test_every_named_test_exists():
-    for guard in GUARDS:
-        file, _, test = guard.test.partition("::")
-        assert f"def {test.partition('[')[0]}(" in (TESTS / file).read_text(encoding="utf-8"), guard.what
+    assert missing_tests(guard.test for guard in GUARDS) == []
+
+
+def test_a_missing_file_or_function_is_found():
+    here = "mutations/test_guards.py::"
+    wrong = ["mutations/test_gone.py::test_a", f"{here}test_gone[1]", f"{here}run", here]
+    right = [f"{here}test_every_named_test_exists", f"{here}test_a_test_fails_without_the_guard[what]"]
+    assert missing_tests([*wrong, *right]) == wrong
 
 
 @pytest.mark.nightly

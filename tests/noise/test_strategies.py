@@ -163,7 +163,7 @@ def test_other_coefficients_give_a_bound(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_largest_sum_of_values_apart_is_found(seed):
+def test_the_largest_sum_of_separated_values_is_found(seed):
     rng = np.random.default_rng(seed)
     values, separation, times = rng.uniform(size=8), int(rng.integers(1, 5)), int(rng.integers(1, 4))
     best = max(values[steps].sum() for steps in all_sets(8, separation, times))

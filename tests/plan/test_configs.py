@@ -181,7 +181,7 @@ def test_plans_are_frozen_and_describe_themselves(name):
     assert said["stddev"] == plan.stddev
 
 
-def test_what_is_public_decides_relation_and_partition():
+def test_the_declared_constants_decide_relation_and_partition():
     private, public = CONFIGS["band-mf"], CONFIGS["band-mf, public"]
     assert private.relation is Relation.ADD_OR_REMOVE_ONE
     assert private.selection.partition_type is Partition.INDEPENDENT

@@ -82,7 +82,7 @@ def test_an_ordinary_run_has_no_stamp(make_facts):
         ({"variant": "not-private", "loss_checked": False}, ("NOT PRIVATE", "ASSUMPTION NOT MET")),
     ],
 )
-def test_what_fails_is_stamped_the_worst_first(make_facts, changes, expected):
+def test_failed_assumptions_are_stamped_worst_first(make_facts, changes, expected):
     assert stamps(make_facts(**changes)) == expected
 
 

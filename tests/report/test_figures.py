@@ -64,7 +64,7 @@ def test_no_noise_is_infinite_also_before_the_first_step(make_facts):
         assert (spent.epsilon, spent.advantage, spent.steps) == (math.inf, 1.0, facts.steps)
 
 
-def test_what_the_accountant_rejects_gives_no_number(make_facts):
+def test_events_that_the_accountant_rejects_give_no_number(make_facts):
     figures = figures_of(make_facts("refused"))
     assert figures.spent is None
     assert "exact only without sampling" in figures.refusal

@@ -18,7 +18,7 @@ def test_the_relation_decides_whether_the_size_is_public(make_facts):
     assert public == {Relation.ADD_OR_REMOVE_ONE: False, Relation.ZERO_OUT: True, Relation.REPLACE_ONE: True}
 
 
-def test_the_history_merges_voids_with_releases_and_keeps_clipping_apart(make_facts):
+def test_the_history_merges_discarded_with_released_batches_and_lists_clipping_separately(make_facts):
     rows = rows_of(make_facts("voids-and-clips").accounting.history)
     assert [(row["kind"], row["noise_multiplier"], row["steps"]) for row in rows] == [
         ("step", 1.5, 5),

@@ -329,7 +329,7 @@ def test_steps_that_are_not_those_of_the_history_are_rejected_in_every_version(r
     ids=str,
 )
 @pytest.mark.parametrize("version", [None, "7.1"])
-def test_what_a_row_says_beyond_its_law_is_rejected_by_name(report, path, value, version):
+def test_invalid_fields_of_a_row_are_rejected_by_name(report, path, value, version):
     document = report.to_dict() if version is None else by_version(report.to_dict(), version)
     named = "weight" if isinstance(value, dict) else path[-1]
     assert_rejected(resealed(changed(document, path, value)), named)

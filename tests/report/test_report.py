@@ -290,6 +290,6 @@ def test_the_entry_comes_out_of_json_as_it_went_in(make_facts):
     [{}, {**FOUND, "verdict": "private"}, {**FOUND, "more": 1}, {**FOUND, "bound": -1.0}, {**FOUND, "bound": math.nan}],
     ids=["empty", "verdict", "other key", "negative", "nan"],
 )
-def test_what_is_no_summary_is_rejected(make_facts, wrong):
+def test_an_invalid_summary_is_rejected(make_facts, wrong):
     with pytest.raises(ValueError, match=r"AuditReport\.summary"):
         PrivacyReport(make_facts()).with_audit(wrong)

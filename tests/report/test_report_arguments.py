@@ -28,7 +28,7 @@ def engine(monkeypatch):
         ({"utility": {"values": 0.5}}, "utility has no key 'values'. Did you mean 'value'"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_one(engine, options, says):
+def test_an_unknown_key_is_rejected_with_the_nearest_one(engine, options, says):
     with pytest.raises(ValueError, match=says):
         engine.report(**options)
 
@@ -49,7 +49,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_one(engine, options, says):
         ({"excludes": {"the moon"}}, "excludes is a set"),
     ],
 )
-def test_another_type_is_refused(engine, options, says):
+def test_an_argument_of_another_type_is_rejected(engine, options, says):
     with pytest.raises(TypeError, match=says):
         engine.report(**options)
 

@@ -134,7 +134,7 @@ def test_constants_that_were_given_make_it_add_or_remove():
     assert report.to_dict()["data"]["n"] == {"value": None, "public": False}
 
 
-def test_what_the_user_says_is_in_the_report():
+def test_statements_of_the_user_are_in_the_report():
     engine = trained(noise_multiplier=1.5).engine
     utility = {"metric": "accuracy", "value": 0.8, "split": "test"}
     report = engine.report(data=DATA, utility=utility, excludes=("the moon",)).to_dict()
@@ -224,7 +224,7 @@ def test_a_ledger_file_keeps_the_sampling_schemes_of_its_runs_and_of_what_is_loa
     + [{"origins": [one]} for one in ({"sampling": 1}, {"relation": "near"}, {"relation": 1}, {"shoe_size": "42"})],
     ids=str,
 )
-def test_a_state_with_damaged_origins_is_refused(wrong):
+def test_a_state_with_damaged_origins_is_rejected(wrong):
     with pytest.raises(LedgerError, match=r"samplings|origin"):
         PrivacyEngine().load_state_dict(PrivacyEngine().state_dict() | wrong)
 
@@ -421,12 +421,12 @@ UNITS = {"privacy_unit": torch.arange(24) // 2}
 
 
 @pytest.mark.parametrize(("first", "second"), [({}, UNITS), (UNITS, {})])
-def test_runs_of_different_units_are_refused(two_runs, first, second):
+def test_runs_of_different_units_are_rejected(two_runs, first, second):
     with pytest.raises(LedgerError, match="'training example', others each 'user'"):
         two_runs(first, second)
 
 
-def test_a_state_of_another_unit_is_refused():
+def test_a_state_of_another_unit_is_rejected():
     state = trained(noise_multiplier=1.5, **UNITS).engine.state_dict()
     loop = make_loop(noise_multiplier=1.5)
     with pytest.raises(LedgerError, match="costs cannot be added"):

@@ -140,7 +140,7 @@ def test_a_pass_ends_before_the_step_that_may_not_be_drawn(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_may_draw_is_asked_when_the_user_wants_the_batch(workers):
+def test_may_draw_is_called_when_the_batch_is_requested(workers):
     recorder = Recorder()
     loader = private(Fixed(*[[1]] * 6), recorder=recorder, workers=workers)
     for number, _ in enumerate(loader):

@@ -134,7 +134,7 @@ def test_without_evidence_the_declared_axis_counts_rows():
 
 
 @pytest.mark.hazard("S5")
-def test_the_user_collate_never_meets_an_empty_list():
+def test_the_user_collate_is_never_called_with_an_empty_list():
     sizes = []
 
     def collate(rows):

@@ -536,7 +536,7 @@ UNDECIDED = {
 
 
 @pytest.mark.parametrize("name", UNDECIDED)
-def test_what_cannot_be_decided_gives_one_notice(name):
+def test_undecidable_checks_give_one_notice(name):
     data, collate, says = UNDECIDED[name]
     loader = DataLoader(data, batch_size=4, collate_fn=collate)
     with pytest.warns(PrivacyWarning, match=says) as shown:

@@ -100,7 +100,7 @@ def test_every_example_is_equally_often_in_every_batch(seeded_words):
 
 
 @pytest.mark.slow
-def test_every_pair_meets_equally_often(seeded_words):
+def test_every_pair_is_in_one_batch_equally_often(seeded_words):
     # 1500 epochs of 6 examples in 2 batches: each of 15 pairs meets with chance 2/5; 4 standard deviations.
     strategy = ShuffleDraws(6, 3)
     meets = np.zeros((6, 6))

@@ -370,7 +370,7 @@ def test_a_bad_argument_of_a_sampling_scheme_is_named(options, says):
         strategy_for(loader_of(10, 2), **options)
 
 
-def test_a_loader_with_unequal_chances_is_rejected_under_either_law():
+def test_a_loader_with_unequal_probabilities_is_rejected_for_both_sampling_schemes():
     loader = DataLoader(range(4), batch_size=2, sampler=WeightedRandomSampler([1.0, 2.0, 3.0, 4.0], 4))
     for sampling in ("poisson", "shuffle"):
         with pytest.raises(SamplingError, match="WeightedRandomSampler"):

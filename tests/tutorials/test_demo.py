@@ -186,7 +186,7 @@ def test_json_replaces_the_screen(tmp_path):
     assert run.err == ""
 
 
-def test_the_demonstration_runs_on_a_bare_machine_and_names_what_it_left_out(tmp_path):
+def test_the_demonstration_runs_without_optional_packages_and_names_what_it_skipped(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, blocked=OPTIONAL)
     assert run.code == 0, run.err
     assert "left out: [DPE020] matplotlib is needed" in run.out

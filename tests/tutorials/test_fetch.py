@@ -97,7 +97,7 @@ def test_a_debian_package_is_downloaded_checked_and_unpacked_into_the_cache(mach
     assert sorted(folder.iterdir()) == sorted(paths)
 
 
-def test_what_is_there_is_not_downloaded_again(machine):
+def test_existing_files_are_not_downloaded_again(machine):
     first = fetch("fashion-mnist")
     assert fetch("fashion-mnist") == first
     assert len(machine.commands) == 1

@@ -63,7 +63,7 @@ def fake_images(side=28, rows=64):
 
 @pytest.mark.parametrize("task", [FILTERS, CNN], ids=lambda task: task.name)
 @pytest.mark.parametrize("side", [28, 8])
-def test_each_model_takes_its_inputs_also_those_of_a_small_set_that_stands_in(task, side):
+def test_each_model_accepts_its_inputs_and_those_of_its_small_data_set(task, side):
     assert task.model()(task.inputs(fake_images(side).train_inputs)).shape == (64, 10)
 
 

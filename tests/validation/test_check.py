@@ -116,7 +116,7 @@ def finding_for(layer) -> Finding:
 
 
 @pytest.mark.parametrize("case", BLOCKED)
-def test_what_breaks_the_guarantee_is_blocked_and_says_why_and_what_to_do(case):
+def test_everything_that_breaks_the_guarantee_is_blocked_with_reason_and_remedy(case):
     make, why, remedy = BLOCKED[case]
     layer = make()
     report = check(around(layer))
@@ -155,7 +155,7 @@ def test_every_obstacle_is_met_by_a_case():
 
 
 @pytest.mark.parametrize("case", NOT_BLOCKED)
-def test_layers_that_keep_rows_apart_are_accepted(case):
+def test_layers_with_independent_samples_are_accepted(case):
     make, verdict = NOT_BLOCKED[case]
     assert finding_for(make()).verdict == verdict
 

@@ -267,7 +267,7 @@ def test_a_model_that_does_not_repeat_itself_is_noticed_and_not_blocked():
         assert check(between(Layer(lambda h: h * next(numbers))), F.cross_entropy, (inputs(), targets())).ok
 
 
-def test_inputs_that_may_be_bags_are_left_alone_and_that_is_noticed():
+def test_inputs_that_may_be_bags_are_not_changed_and_the_check_reports_it():
     bags = Parts(lambda m, indices, offsets: m.bag(indices, offsets), bag=nn.EmbeddingBag(9, CLASSES, mode="sum"))
     offsets = torch.tensor([0, 2, 2, 5, 6, 9])
     with pytest.warns(PrivacyWarning, match=r"DPE012.*indices of bags"):

@@ -83,7 +83,7 @@ MIXING = {
 @pytest.mark.one_in(2, "calls_backward", "loss")
 @pytest.mark.parametrize("calls_backward", [False, True])
 @pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
-def test_a_loss_that_keeps_samples_apart_passes(loss, calls_backward):
+def test_a_loss_with_independent_samples_passes(loss, calls_backward):
     model = mlp()
 
     def step(data):
@@ -214,7 +214,7 @@ def test_a_count_of_words_is_rejected_by_check_loop():
         check_loop(lambda batch: model(batch["x"]).sum() * 7 / len(" ".join(batch["text"]).split()), [data])
 
 
-def test_lists_alone_may_hold_samples_or_columns():
+def test_only_lists_can_hold_samples_or_columns():
     step = lambda batch: nn.Linear(1, 1)(torch.ones(2, 1)).mean()  # noqa: E731
     for data in ([["a", "b"], ["c", "d"]], {"a": ["b"], "c": ["d", "e"]}, UserDict(a=["b", "c"]), 3):
         with pytest.raises(TypeError, match=r"samples of a batch \(.*\) is unknown. Pass a dict of lists"):
@@ -242,7 +242,7 @@ def test_a_step_of_the_optimizer_is_rejected(private):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_decided_is_named():
+def test_undecidable_checks_are_named():
     model, count = mlp(), iter(range(99))
     changing = lambda one: F.cross_entropy(model(one[0]), one[1]) * next(count)  # noqa: E731
     result = check_loop(changing, [batch()])

@@ -78,7 +78,7 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_blocked_afterwards_and_rows_stay_apart(name):
+def test_nothing_is_blocked_afterwards_and_samples_stay_independent(name):
     model, inputs = made(name)
     assert not check(model).ok
     mended, changes = fix(model)

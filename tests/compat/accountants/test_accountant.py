@@ -113,7 +113,7 @@ def test_pop_returns_the_entry_and_raises_for_an_empty_list(accountant):
 @pytest.mark.parametrize(
     "entry", [(1.0, 0.1), 1.0, "abc", (1.0, 2.0, 1), (-1.0, 0.1, 1), (1.0, 0.1, -1), (1.0, 0.1, 1.5)]
 )
-def test_what_is_no_entry_is_rejected_and_nothing_changes(accountant, entry):
+def test_an_invalid_entry_is_rejected_and_nothing_changes(accountant, entry):
     before = accountant.history.copy()
     with pytest.raises(ValueError, match=r"."):
         accountant.history.extend([(9.0, 0.1, 1), entry])
@@ -190,7 +190,7 @@ def through_a_file(state):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_a_state_goes_round(mechanism):
+def test_a_state_survives_save_and_load(mechanism):
     accountant = create_accountant(mechanism)
     accountant.history = HISTORY
     state = accountant.state_dict()
@@ -208,7 +208,7 @@ def test_a_destination_is_filled_and_returned():
     assert list(destination) == ["mine", "history", "mechanism"]
 
 
-def test_what_triples_do_not_say_goes_round_too():
+def test_charges_that_triples_cannot_express_survive_save_and_load():
     accountant, other = create_accountant("prv"), create_accountant("prv")
     accountant.ledger.charge(CyclicGaussianEvent(0.1, 1.0, 50, "run"), count=60)
     other.load_state_dict(through_a_file(accountant.state_dict()))

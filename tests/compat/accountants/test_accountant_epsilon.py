@@ -99,7 +99,7 @@ def test_gdp_is_an_upper_bound_and_no_looser_than_the_others(figure):
     assert found <= 1.002 * lower + 0.011  # what is certain from below is less close for tiny rates
 
 
-def test_gdp_takes_no_credit_for_sampling_without_poisson():
+def test_gdp_has_no_amplification_without_poisson_sampling():
     sampled, whole = with_history("gdp", [(5.0, 0.01, 20)]), with_history("gdp", [(5.0, 1.0, 20)])
     assert sampled.get_epsilon(DELTA, poisson=False) == whole.get_epsilon(DELTA) > 10 * sampled.get_epsilon(DELTA)
 
@@ -115,7 +115,7 @@ def test_rdp_looks_at_the_orders_that_are_asked_for():
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.hazard("O75", "O76")
-def test_nothing_costs_nothing_and_no_noise_costs_everything(mechanism):
+def test_an_empty_history_has_epsilon_zero_and_no_noise_has_infinite_epsilon(mechanism):
     accountant = create_accountant(mechanism)
     assert accountant.get_epsilon(DELTA) == 0.0
     accountant.step(noise_multiplier=0.0, sample_rate=0.01)
@@ -273,7 +273,7 @@ def test_the_triples_of_other_releases_cost_no_less(event):
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_what_nothing_is_claimed_for_costs_everything_and_says_why(mechanism):
+def test_events_without_a_claim_have_infinite_epsilon_and_a_reason(mechanism):
     forget_notices()
     accountant = with_events(mechanism, (UnclaimedEvent("batches were shuffled"), 3))
     assert accountant.history == [(0.0, 1.0, 3)]
@@ -332,7 +332,7 @@ def test_a_budget_that_is_too_small_is_rejected():
     assert MAX_SIGMA == 1e6
 
 
-def test_a_target_that_little_noise_meets_is_no_endless_search():
+def test_the_search_ends_for_a_target_that_needs_little_noise():
     # The example takes part in no step with a chance above 1 - delta, so that any noise is enough.
     found = get_noise_multiplier(target_epsilon=1.0, target_delta=0.1, sample_rate=1e-3, steps=10)
     accountant = create_accountant("rdp")

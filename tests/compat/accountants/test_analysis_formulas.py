@@ -149,7 +149,7 @@ def composed():
 
 
 @pytest.mark.slow
-def test_losses_by_hand_give_the_bounds_of_the_releases(composed):
+def test_manually_computed_losses_give_the_bounds_of_the_releases(composed):
     charges = [Charge(release_event(noise_multiplier=s, sample_rate=q), n) for s, q, n in RELEASES]
     lower, estimate, upper = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
     sure, _, at_most = bounds_of(charges, DELTA, "pld")

@@ -31,7 +31,7 @@ def passes(seeds):
 
 
 @pytest.mark.parametrize("seeds", [(3, 3), (3, 4), None], ids=["one seed", "a seed for each", "no seed"])
-def test_loaders_by_hand_share_each_batch_out(seeds):
+def test_manual_loaders_divide_each_batch_over_processes(seeds):
     one, other = launched(2, passes, seeds)
     together = [sorted(a + b) for a, b in zip(one, other, strict=True)]
     assert all(len(set(batch)) == len(batch) for batch in together)

@@ -216,7 +216,7 @@ def apart():
     return len(engine.accountant)
 
 
-def test_processes_whose_models_are_not_marked_train_apart():
+def test_processes_with_unmarked_models_train_independently():
     assert launched(2, apart, seconds=5.0) == [1, 0]
 
 

@@ -141,7 +141,7 @@ def all_cases() -> dict[str, dict[str, Any]]:
     return {name: trained(case) for name, case in CASES.items()}
 
 
-def test_pain_54_optimizers_by_hand_give_the_weights_of_one_process_over_all_rows():
+def test_manual_optimizers_give_the_weights_of_one_process_over_all_samples():
     found = launched(2, all_cases)
     assert all(isinstance(one, dict) for one in found), found
     for name, case in CASES.items():
@@ -169,7 +169,7 @@ def with_a_manager(seed):
 
 
 @pytest.mark.slow
-def test_the_memory_manager_makes_one_step_of_a_batch_that_a_loader_by_hand_gives_in_chunks():
+def test_the_memory_manager_takes_one_step_for_the_chunks_of_a_manual_loader():
     whole, _ = with_a_manager(False)
     alone, sizes = with_a_manager(True)
     assert alone["public"][0] == whole["public"][0] == 6 < len(sizes) and max(sizes) == 2
@@ -192,7 +192,7 @@ def written():
     return {"weights": whole_weights(model), "public": optimizer.expected_batch_size * ranks}
 
 
-def test_gradients_that_are_written_by_hand_add_up_over_processes():
+def test_manually_written_gradients_are_summed_over_processes():
     refuse_differences(launched(2, written), written(), "no_op")
 
 
@@ -231,7 +231,7 @@ def test_processes_that_begin_with_other_weights_are_rejected_at_the_first_step(
         assert isinstance(one, MechanismMismatchError) and "'weight' differs between rank" in str(one)
 
 
-def test_a_process_that_steps_by_hand_without_a_backward_pass_says_so_and_the_others_do_not_hang():
+def test_a_manual_step_without_a_backward_pass_raises_and_the_other_processes_do_not_hang():
     went_on, said = launched(2, one_begins_elsewhere, "no backward", seconds=20.0)
     assert isinstance(said, MissingGradientError) and isinstance(went_on, RuntimeError)
 

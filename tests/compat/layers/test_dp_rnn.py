@@ -184,7 +184,7 @@ def test_state_dicts_load_strictly_both_ways_nested_too(kind):
         target.inner["layer"].load_state_dict(source.inner["layer"].state_dict(), strict=True)
 
 
-def test_what_is_missing_is_named_as_in_the_state_dict():
+def test_missing_keys_are_named_as_in_the_state_dict():
     layer = DPRNNBase(DPGRUCell, SIZE, HIDDEN)
     state = layer.state_dict()
     del state["weight_ih_l0"]
@@ -213,7 +213,7 @@ def test_layers_count_as_instances_of_the_base(kind):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_one_of_two_first_states_may_be_left_out(missing):
+def test_one_of_two_initial_states_can_be_omitted(missing):
     layer = DPLSTM(SIZE, HIDDEN, proj_size=2)
     x, states = torch.randn(STEPS, ROWS, SIZE), [torch.randn(1, ROWS, 2), torch.randn(1, ROWS, HIDDEN)]
     left_out, zeros = list(states), list(states)

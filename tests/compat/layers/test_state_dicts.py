@@ -77,7 +77,7 @@ def test_old_names_load_too():
     assert model.inner.weight.eq(1).all()
 
 
-def test_what_is_missing_or_too_much_is_named_by_the_new_names():
+def test_missing_and_unexpected_keys_are_named_by_the_new_names():
     model = Renamed()
     state = model.state_dict()
     del state["matrix"]

@@ -100,7 +100,7 @@ def test_what_opacus_rejects_is_rejected_with_the_class_and_the_layer(make, kind
 
 @pytest.mark.parametrize("make", VALID)
 @pytest.mark.hazard("O13")
-def test_what_opacus_lets_pass_is_valid(make):
+def test_models_that_opacus_accepts_are_valid(make):
     assert ModuleValidator.validate(nn.Sequential(nn.Linear(2, 2), make()), strict=True) == []
     assert ModuleValidator.is_valid(make())
 
@@ -117,7 +117,7 @@ def test_a_model_in_eval_mode_is_one_error():
         ModuleValidator.fix_and_validate(model)
 
 
-def test_what_the_engine_rejects_is_caught_as_a_script_catches_it():
+def test_errors_of_the_engine_are_caught_by_the_except_clauses_of_a_script():
     with pytest.raises(UnsupportedModuleError) as refusal:
         GradSampleModule(nn.Sequential(nn.Embedding(3, 2, scale_grad_by_freq=True)))
     assert type(refusal.value) is UnsupportedLayerError
@@ -238,7 +238,7 @@ def test_recurrent_and_attention_layers_keep_weights_settings_and_values(file, m
 
 
 @pytest.mark.parametrize(("file", "make", "private", "_"), REPLACED[::2])
-def test_a_subclass_is_not_taken_for_its_parent(file, make, private, _):
+def test_a_subclass_does_not_match_the_rule_of_its_parent(file, make, private, _):
     layer = make()
     layer.__class__ = type("Mine", (type(layer),), {})
     with pytest.raises(NotYetSupportedModuleError, match=rf"Mine is not exactly .*{private.__name__}"):
