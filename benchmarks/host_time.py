@@ -169,7 +169,7 @@ def probed_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
     loop, probe = private.loop, private.passes.probe
 
     def step(kind: str) -> None:
-        loop.wants_other_size = 0 if kind == "loop checked" else None
+        loop.needs_other_size = 0 if kind == "loop checked" else None
         probe._next = probe._passes + (1 if kind == "all checked" else 10**6)
         probe.arm()
         private.batch_returned(LogicalBatch(next(numbers), (cell.rows,)), 0, data)

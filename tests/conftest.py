@@ -139,7 +139,7 @@ def _same_draws_in_any_order():
 def _no_open_records():
     yield
     loops = sys.modules.get("dpengine.independence.loop_record")
-    for record in [] if loops is None else list(loops._open):  # of loops that a test left in the middle
+    for record in [] if loops is None else list(loops.OPEN_RECORDS):  # of loops that a test left in the middle
         record.close()
 
 

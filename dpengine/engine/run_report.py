@@ -91,8 +91,8 @@ def _loss_checked(run: Run) -> tuple[bool | None, str]:
     if loss_was_checked(run.model) and loop.for_check_loop:
         user_check = "check_loss or check_loop found no mixing of samples"
         return True, f"{user_check}; {steps}" if loop.checked else user_check
-    if loop.why_not is not None:
-        return None, f"{steps}, but {loop.why_not}" if loop.checked else loop.why_not
+    if loop.unchecked_reason is not None:
+        return None, f"{steps}, but {loop.unchecked_reason}" if loop.checked else loop.unchecked_reason
     return (True, steps) if loop.checked else (None, "no step was probed")
 
 

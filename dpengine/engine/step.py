@@ -20,7 +20,7 @@ from dpengine.errors import BudgetExceeded
 from dpengine.grad_modes.grad_sample import forget_grad_samples
 from dpengine.grad_modes.rows import Units
 from dpengine.independence.loop_probe import LoopProbe
-from dpengine.independence.watch_step import step_inside_check
+from dpengine.independence.watch_step import step_inside_check_error
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.share import add_noise
@@ -133,7 +133,7 @@ class PrivateStep:
         self._begin(self.batches.fetch(batch, chunk))
         self.passes.capture.error_note = PLACEHOLDER_NOTE if batch.placeholder and not batch.rows[chunk] else ""
         samples, probe = batch.rows[chunk], self.passes.probe
-        due = probe.armed or probe.wants_other_length or self.loop.wants_other_size not in (None, samples)
+        due = probe.armed or probe.needs_other_length or self.loop.needs_other_size not in (None, samples)
         if (due or self.loop.record is not None) and not self.batches.fetched:
             self.loop.batch_returned(probe, data, samples)
 
@@ -288,7 +288,7 @@ class PrivateStep:
     def gather(self) -> bool:
         """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
         if self.passes.capture.state is CaptureState.PAUSED:
-            raise step_inside_check("The private optimizer")
+            raise step_inside_check_error("The private optimizer")
         self._settle()
         if self.batches.fetched:
             self._begin(self.batches.next_for_step())

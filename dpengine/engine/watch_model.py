@@ -41,8 +41,8 @@ def watch_model(
     # A registered norm rule runs after the pass, when a module no longer holds its full parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
     lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
-    watches_of = partial(watch_list, model, lookup, functional_sampler, by_operations=chosen.by_operations)
-    watches = watches_of(units=("",) if chosen.whole_model else ())
+    make_watches = partial(watch_list, model, lookup, functional_sampler, by_operations=chosen.by_operations)
+    watches = make_watches(units=("",) if chosen.whole_model else ())
     capture = Capture(
         model,
         watches,
@@ -51,7 +51,7 @@ def watch_model(
         batch_first=batch_first,
         mean_loss=mean_loss,
         topology=topology,
-        choice=UnitChoice(watches_of)
+        choice=UnitChoice(make_watches)
         if chosen.smallest_units and not sharded and not has_only_standard_layers(model)
         else None,
     )

@@ -1,4 +1,4 @@
-"""Analyzes the source code of a loop: whether a number read from a tensor selects a branch or reaches the loss."""
+"""Analyzes the source code of a loop to find out whether a number selects a branch or reaches the loss."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _is_harmless(path: str, call: Span) -> bool:
     return any(_only_reports(node, nodes) and (_span(node) == call or _covers(_test(node), call)) for node in nodes)
 
 
-def tests_number(frame: FrameType, *, array: bool) -> bool:
-    """Returns True if the result of a frame's current call is tested, directly or after an assignment.
+def number_is_tested(frame: FrameType, *, array: bool) -> bool:
+    """Returns True if a condition uses the result of a frame's current call, directly or through a variable.
 
-    An assignment counts if the same loop or function tests the variable. Tests for NaN or infinity, tests whose
-    branches only raise errors or log values, and comparisons of the entries of an ``array`` do not count.
+    The condition must be in the same loop or function. Tests for NaN or infinity, conditions whose branches only raise
+    errors or log values, and comparisons of the entries of an ``array`` do not count.
     """
     return _tests(frame.f_code.co_filename, _call_of(frame), array)
 
@@ -61,8 +61,8 @@ def reaches_loss(frame: FrameType) -> str | None:
     Numbers of single samples, such as ``int(y[i])``, and calls in a ``lambda`` are not followed.
 
     Returns:
-        "differentiated" if ``backward`` is called on a value computed from it, "returned" if the function does not
-        call ``backward`` and its first return value is computed from it; else None.
+        "differentiated" if ``backward`` is called on a value computed from the result. "returned" if the function does
+        not call ``backward`` and its first return value is computed from the result. Otherwise None.
     """
     return _reaches(frame.f_code.co_filename, _call_of(frame))
 
@@ -86,7 +86,7 @@ def _reaches(path: str, call: Span) -> str | None:
         return None
     assigned = [(value, _texts(target)) for node in nodes for value, target in _assignments(node)]
     variables: set[str] = set()  # variables that depend on the number
-    for _ in assigned:  # until nothing is added
+    for _ in assigned:  # repeats until no variable is added
         more = {
             text for value, texts in assigned if _covers(value, call) or variables & _reads(value) for text in texts
         }
@@ -95,12 +95,12 @@ def _reaches(path: str, call: Span) -> str | None:
         variables |= more
     calls = [node.func for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     losses = [function.value for function in calls if function.attr == "backward"]
-    place = "differentiated" if losses else "returned"
+    use = "differentiated" if losses else "returned"
     if not losses:
         returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value is not None]
         losses = [value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value for value in returned]
     values = [loss for loss in losses if not isinstance(loss, ast.Dict)]
-    return place if any(_covers(loss, call) or variables & _reads(loss) for loss in values) else None
+    return use if any(_covers(loss, call) or variables & _reads(loss) for loss in values) else None
 
 
 def _source(read: ast.Call) -> ast.expr | None:
@@ -126,25 +126,25 @@ def _assignments(node: ast.AST) -> list[tuple[ast.expr, ast.expr]]:
 
 
 def _texts(target: ast.expr) -> set[str]:
-    """Returns the source texts of the variables in a target. An entry of a tensor or list counts as its container."""
+    """Returns the source texts of the variables in a target. A tensor or list stands for each of its entries."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return {text for part in target.elts for text in _texts(part)}
     return {ast.unparse(target.value if isinstance(target, ast.Subscript) and _is_entry(target) else target)}
 
 
 def _reads(node: ast.AST) -> set[str]:
-    """Returns the variables, attributes and items in an expression, and the containers of the entries that it uses."""
+    """Returns the source texts of the values in an expression. A tensor or list also stands for each of its entries."""
     entries = (part for part in ast.walk(node) if isinstance(part, ast.Subscript) and _is_entry(part))
     return _values(node) | {ast.unparse(entry.value) for entry in entries}
 
 
 def _is_entry(item: ast.Subscript) -> bool:
-    """Returns True for an entry of a tensor or list; False for a dictionary item with a text as its key."""
+    """Returns True for an entry of a tensor or list; False for an item of a dict with a string key."""
     return not (isinstance(item.slice, ast.Constant) and isinstance(item.slice.value, str))
 
 
 def _call_of(frame: FrameType) -> Span:
-    """Returns the source position of the call that a frame runs; its entire line if columns are not available."""
+    """Returns the source position of a frame's current call; that of the line if columns are not available."""
     positions = itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None)
     first, last, begin, end = next(positions)
     if first is None or last is None or begin is None or end is None:
@@ -161,7 +161,7 @@ def _covers(node: ast.expr | ast.stmt | None, part: Span) -> bool:
 
 
 def _test(node: ast.AST) -> ast.expr | None:
-    """Returns the condition of a branch, or an expression with the same value for many numbers; else None."""
+    """Returns the condition of a branch, or an expression that maps many numbers to one value; else None."""
     if isinstance(node, (ast.Compare, ast.BoolOp)) or (isinstance(node, ast.Call) and _is_bound(node)):
         return node
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.FloorDiv, ast.Mod)):
@@ -172,21 +172,21 @@ def _test(node: ast.AST) -> ast.expr | None:
 
 
 def _is_bound(node: ast.Call) -> bool:
-    """Returns True if a call bounds a number, except to avoid a division by zero, as ``max(1, n)`` does."""
+    """Returns True if a call bounds a number. A call that avoids division by zero, ``max(1, n)``, does not count."""
     name = _name(node.func)
     avoids_zero = name == "max" and any(isinstance(arg, ast.Constant) and arg.value in (0, 1) for arg in node.args)
     return name in ("min", "max", "clip", "clamp", "range") and not avoids_zero
 
 
 def _only_reports(node: ast.expr | ast.stmt, nodes: list[ast.expr | ast.stmt], named: Set[str] = frozenset()) -> bool:
-    """Returns True if a branch of a statement only raises an uncaught error or logs values.
+    """Returns True if a branch of a statement raises an error that is not caught, or all branches only log values.
 
-    A branch logs values if it only calls functions, and stores a number that it tests, such as the best loss so far.
+    A branch logs values if it only calls functions and stores numbers that its condition tests, such as the best loss.
 
     Args:
         node: The statement.
         nodes: All nodes of the file.
-        named: Names of the variables that hold the number.
+        named: Variables that hold the number.
     """
     branches = [branch for branch in (node.body, node.orelse) if branch] if isinstance(node, ast.If) else []
     if isinstance(node, ast.Assert) or any(isinstance(branch[-1], ast.Raise) for branch in branches):
@@ -199,15 +199,15 @@ def _logs(statement: ast.stmt, tested: Set[str], named: Set[str]) -> bool:
     if isinstance(statement, ast.Assign):
         value = statement.value
         reads = isinstance(value, ast.Call) and bool({"item", "float", "int"} & _names(value.func))
-        kept = {ast.unparse(target) for target in statement.targets}
-        return kept <= tested if reads else ast.unparse(value) in named and kept <= tested - named
+        targets = {ast.unparse(target) for target in statement.targets}
+        return targets <= tested if reads else ast.unparse(value) in named and targets <= tested - named
     return isinstance(statement, ast.Pass) or (
         isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)
     )
 
 
 def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
-    """Returns True if a statement catches errors of another one and continues."""
+    """Returns True if the statement ``outer`` catches errors of ``node`` and continues."""
     if isinstance(outer, ast.With):
         return _covers(outer, _span(node)) and any("suppress" in _names(item.context_expr) for item in outer.items)
     if not isinstance(outer, ast.Try) or not any(_covers(statement, _span(node)) for statement in outer.body):
@@ -217,7 +217,7 @@ def _catches(outer: ast.AST, node: ast.stmt | ast.expr) -> bool:
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
-    """Returns the targets of an assignment. An augmented assignment, such as a sum over batches, has none."""
+    """Returns the targets of an assignment. Augmented assignments, such as sums over batches, do not count."""
     if isinstance(node, ast.Assign):
         parts = (target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target] for target in node.targets)
         return [target for targets in parts for target in targets]
@@ -225,7 +225,7 @@ def _targets(node: ast.AST) -> list[ast.expr]:
 
 
 def _values(node: ast.AST) -> set[str]:
-    """Returns the variables, attributes and items in an expression, without the objects that they belong to."""
+    """Returns the variables, attributes and items in an expression, without the objects that own them."""
     values = [part for part in ast.walk(node) if isinstance(part, (ast.Name, ast.Attribute, ast.Subscript))]
     owners = {id(part.value) for part in values if not isinstance(part, ast.Name)}
     return {ast.unparse(part) for part in values if id(part) not in owners}

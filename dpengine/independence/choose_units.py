@@ -1,15 +1,15 @@
-"""Chooses units: the smallest modules that run each sample alone, where the gradient rules of layers do not apply.
+"""Chooses units: the smallest modules that run on each sample alone, because gradient rules of layers do not apply.
 
 The gradient rule of a layer needs the batch on axis 0 of the layer's input, and covers only the operations of the layer
-itself. Before its first batch, the model runs forward once on that batch. If the rule of a layer does not apply, or a
-parameter is used outside its layer, the enclosing module becomes a unit, which the fallback of `functional_sampler`
-differentiates. If that module is not enough, the module that encloses it becomes the unit, up to the model. Nothing is
-released before the choice.
+itself. Before the first training pass, the model runs forward once on the first batch. If the rule of a layer does not
+apply, or a parameter is used outside its layer, the enclosing module becomes a unit, which the fallback of
+`functional_sampler` differentiates. If rules still do not apply, the next enclosing module becomes the unit, up to the
+entire model. Nothing is released before the choice.
 
 Privacy: the choice changes how per-sample gradients are computed, and never whether they are checked. A unit is
-accepted if samples that run alone give the same outputs as in the batch. Each later batch repeats the comparison,
-or runs each sample alone in the forward pass, too. Data of a batch influence the choice only as they influence the
-independence check: through an error, or through the names of modules, which depend on shapes and on the model's code.
+accepted if samples that run alone give the same outputs as in the batch. Each later batch repeats the comparison, or
+also runs each sample alone in the forward pass. As in the independence check, data of a batch influence the choice only
+through an error, or through the names of modules, which depend on shapes and on the code of the model.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from dpengine.layers.replacements import ORIGINALS
 _logger = logging.getLogger(__name__)
 
 
-class WatchesOf(Protocol):
-    """Returns the watches of a model in which the modules with these names are units."""
+class MakeWatches(Protocol):
+    """Function that returns the watches of a model in which the modules with the names ``units`` are units."""
 
     def __call__(self, *, units: Collection[str]) -> Sequence[Watch]: ...
 
 
 class _Obstacle(NamedTuple):
-    """A watched module whose rule does not apply, and the reason."""
+    """Watched module whose gradient rule does not apply, and the reason."""
 
     watch: Watch
     reason: str
@@ -59,59 +59,59 @@ class _Obstacle(NamedTuple):
 class UnitChoice:
     """Chooses the units of a model before its first forward pass with two samples or more.
 
-    Processes that train one model choose separately, because their first samples may come at different times. The
-    gradients of each process are exact. At the end of the first step in which all processes have chosen, each uses the
-    units of all.
+    Processes that train one model choose separately, because they may get their first samples in different steps. The
+    gradients of each process are exact. At the end of the first step in which all processes have chosen, each process
+    uses the units of all.
     """
 
-    def __init__(self, watches_of: WatchesOf):
-        self._watches_of = watches_of
+    def __init__(self, make_watches: MakeWatches):
+        self._make_watches = make_watches
         self._has_chosen = False
         self._replaced: tuple[Sequence[Watch], tuple[str, ...]] | None = None  # watches and units before an empty batch
 
     def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Chooses the units if no choice was made yet. Leaves the model, the inputs and random generators unchanged."""
-        rows = None if self._has_chosen else batch_size_of_call(capture, args, kwargs)
-        if rows is None or any(map(traced, tensors_in((args, kwargs)))):
+        """Chooses the units before the first batch. Leaves the model, the inputs and random generators unchanged."""
+        samples = None if self._has_chosen else batch_size_of_call(capture, args, kwargs)
+        if samples is None or any(map(traced, tensors_in((args, kwargs)))):
             return
-        self._replace_for_empty(capture, rows)
-        if rows == 0:
+        self._replace_for_empty(capture, samples)
+        if samples == 0:
             return
         if capture.replay is not None and capture.replay.loop is not None:
             capture.replay.loop.model_started()  # the runs below are not part of the loop
         watches_and_units = capture.watches, capture.units
-        reasons = self._choose(_Trial(capture, args, kwargs, rows))
+        reasons = self._choose(_Trial(capture, args, kwargs, samples))
         if reasons is None and capture.watches is not watches_and_units[0]:
             capture.watch(*watches_and_units)  # the training pass raises the error of the layer
-        self._has_chosen = rows > 1  # one sample cannot distinguish its axis from an axis that samples share
+        self._has_chosen = samples > 1  # with one sample, any axis of length one may be the batch axis
         if self._has_chosen and capture.topology.everyone.size == 1:
             capture.stop_choosing()
         for name, reason in (reasons or {}).items():
             _give_notice(capture.model, name, reason)
 
     def use(self, capture: Capture, units: Collection[str]) -> None:
-        """Makes the modules with these names units, and ends the choice."""
+        """Makes the modules with the names ``units`` units, and ends the choice."""
         outer = tuple(sorted(name for name in units if not _is_inside_other(name, units)))
         if outer != capture.units:
-            capture.watch(self._watches_of(units=outer), outer)
+            capture.watch(self._make_watches(units=outer), outer)
         capture.stop_choosing()
 
     def share(self, capture: Capture) -> None:
-        """Uses the units of all processes in each process, once all have chosen."""
+        """Makes each process use the units of all processes, if all have chosen."""
         everyone = capture.topology.everyone
         if everyone.size > 1:
             chosen = everyone.all_gather(capture.units if self._has_chosen else None)
             if all(units is not None for units in chosen):
                 self.use(capture, {name for units in chosen for name in units})
 
-    def _replace_for_empty(self, capture: Capture, rows: int) -> None:
-        """Makes the model one unit while batches are empty, and restores the watches at the first other batch."""
-        if rows == 0 and self._replaced is None:
+    def _replace_for_empty(self, capture: Capture, samples: int) -> None:
+        """Makes the entire model a unit for empty batches, and restores the watches at the first batch with samples."""
+        if samples == 0 and self._replaced is None:
             before = capture.watches, capture.units
-            with suppress(PrivacyError):  # no method supports a layer
-                capture.watch(self._watches_of(units=("",)), ("",))
+            with suppress(PrivacyError):  # no gradient rule supports a layer
+                capture.watch(self._make_watches(units=("",)), ("",))
                 self._replaced = before
-        elif rows and self._replaced is not None:
+        elif samples and self._replaced is not None:
             capture.watch(*self._replaced)
             self._replaced = None
 
@@ -121,14 +121,14 @@ class UnitChoice:
         while obstacles := trial.obstacles():
             tried = frozenset(reasons)
             for watch, reason in obstacles:
-                name = _module_around(model, watch, tried)
+                name = _enclosing_module(model, watch, tried)
                 if name is None:
                     return None
                 reasons.setdefault(name, reasons.get(watch.name) or reason)
             reasons = {name: reason for name, reason in reasons.items() if not _is_inside_other(name, reasons)}
             try:
-                trial.capture.watch(self._watches_of(units=reasons), tuple(sorted(reasons)))
-            except PrivacyError:  # no method supports a layer
+                trial.capture.watch(self._make_watches(units=reasons), tuple(sorted(reasons)))
+            except PrivacyError:  # no gradient rule supports a layer
                 return None
         return None if obstacles is None else reasons
 
@@ -136,31 +136,31 @@ class UnitChoice:
 class _Trial:
     """Runs the forward pass of a model to find the layers whose rules do not apply."""
 
-    def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int):
+    def __init__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any], samples: int):
         self.capture = capture
-        self._inputs, self._rows = (args, kwargs), rows
+        self._inputs, self._samples = (args, kwargs), samples
         self._initial = ForwardState.now((*tensors_in((args, kwargs)), *capture.model.parameters()))
         self._obstacles: list[_Obstacle] = []
 
     def obstacles(self) -> list[_Obstacle] | None:
-        """Returns the layers and units whose rules do not apply; None if the pass fails for another reason."""
+        """Returns the layers and units whose rules do not apply; None if the forward pass fails for another reason."""
         obstacles = self._run()
-        if obstacles or obstacles is None or self._rows < 3:
+        if obstacles or obstacles is None or self._samples < 3:
             return obstacles
-        inputs, rows = self._inputs, self._rows
-        self._inputs, self._rows = pytree.tree_map(partial(_without_last, rows), inputs), rows - 1
+        inputs, samples = self._inputs, self._samples
+        self._inputs, self._samples = pytree.tree_map(partial(_without_last, samples), inputs), samples - 1
         try:
-            return self._run() or []  # with one sample fewer, no axis has the length of the batch by chance
+            return self._run() or []  # another axis cannot have the length of the batch both times
         finally:
-            self._inputs, self._rows = inputs, rows
+            self._inputs, self._samples = inputs, samples
 
     def _run(self) -> list[_Obstacle] | None:
         capture, model = self.capture, self.capture.model
         state, (args, kwargs) = ModelState.of(model), copies_of(self._inputs)
         seen: list[tuple[Watch, int]] = []
-        self._obstacles, inputs, rows = [], capture.inputs, self._rows
+        self._obstacles, inputs, samples = [], capture.inputs, self._samples
         handles = [
-            watch.module.register_forward_hook(partial(self._called, watch, seen), with_kwargs=True)
+            watch.module.register_forward_hook(partial(self._record_call, watch, seen), with_kwargs=True)
             for watch in capture.watches
             if watch.kind is not Kind.OPERATIONS
         ]
@@ -171,7 +171,7 @@ class _Trial:
                 initial.with_autocast(),
                 _outside_checkpoints(),
                 without_checkpoints(),
-                capture.redirected(_NO_RECEIVER, rows),
+                capture.redirected(_NO_RECEIVER, samples),
             ):
                 capture.inputs, capture.rows_seen = (args, kwargs), seen
                 outputs = tensors_in_outputs(model(*args, **kwargs))
@@ -184,52 +184,52 @@ class _Trial:
             for handle in handles:
                 handle.remove()
             state.restore()
-        return [*self._obstacles, *self._without_the_batch(seen, outputs), *self._used_outside(outputs)]
+        return [*self._obstacles, *self._without_batch_axis(seen, outputs), *self._used_outside_layer(outputs)]
 
-    def _called(
+    def _record_call(
         self, watch: Watch, seen: list[tuple[Watch, int]], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Records the number of samples of a layer or unit. Runs some samples of a unit alone and compares outputs."""
+        """Records the number of samples of a layer or unit. Also checks that samples of a unit can run alone."""
         if self.capture.state is CaptureState.PAUSED or self.capture.is_in_running_unit(module):
             return
         batch_first = watch.batch_first or self.capture.batch_first
         tensors = [
             leaf if batch_first else swap_batch_axis(leaf) for leaf in tensors_in(output) if leaf.is_floating_point()
         ]
-        rows = next(
+        samples = next(
             (len(tensor) for tensor in tensors if tensor.dim() and not isinstance(tensor, WatchedParameter)), None
         )
         if watch.name and tensors and not any(tensor.dim() for tensor in tensors):
             self._obstacles.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
-        if rows is None:
+        if samples is None:
             return
-        seen.append((watch, rows))
-        if watch.kind is not Kind.UNIT or rows != self._rows:
+        seen.append((watch, samples))
+        if watch.kind is not Kind.UNIT or samples != self._samples:
             return
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         try:
             with self.capture.paused():
                 call = ForwardCall(module, module.forward, args, kwargs, named, watch.name, batch_first)
-                check_rows_alone(call, rows)
+                check_rows_alone(call, samples)
         except (RowsError, PrivacyError):
             _logger.debug("Samples of %s cannot run alone.", _named(watch), exc_info=True)
             self._obstacles.append(_Obstacle(watch, f"single samples cannot run through {_named(watch)}"))
 
-    def _without_the_batch(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
-        """Returns the layers whose outputs do not have the batch on axis 0."""
-        sizes = {rows for _, rows in seen}
+    def _without_batch_axis(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
+        """Returns the layers and units whose outputs do not have the batch on axis 0."""
+        sizes = {samples for _, samples in seen}
         batches = [self.capture.batch_to_front(output) for output in outputs if output.dim()]
-        same_size = len(sizes) == 1 and all(len(batch) != self._rows for batch in batches)
+        same_size = len(sizes) == 1 and all(len(batch) != self._samples for batch in batches)
         if same_size and not any(watch.kind is Kind.UNIT for watch, _ in seen):
-            return []  # the first input may not hold the batch; the step compares its size with the sampler
+            return []  # the first input may have no batch axis; the step compares sizes with the sampler
         return [
             _Obstacle(watch, f"axis 0 of the output of {_named(watch)} is not the batch")
-            for watch, rows in seen
-            if rows != self._rows
+            for watch, samples in seen
+            if samples != self._samples
         ]
 
-    def _used_outside(self, outputs: Sequence[Tensor]) -> list[_Obstacle]:
-        """Returns the layers whose parameters would get a gradient from autograd, outside a recorded call."""
+    def _used_outside_layer(self, outputs: Sequence[Tensor]) -> list[_Obstacle]:
+        """Returns the layers whose parameters get a gradient from autograd outside a recorded layer call."""
         names: dict[Tensor, str] = {p: name for name, p in self.capture.model.named_parameters() if p.requires_grad}
         uses = []
         for leaf in _leaves_of(outputs):
@@ -238,13 +238,13 @@ class _Trial:
             elif leaf in names:
                 uses.append((names[leaf], "outside the forward of the layer that owns it"))
         return [
-            _Obstacle(watch, f"parameter '{name}' is used {place}")
-            for name, place in uses
+            _Obstacle(watch, f"parameter '{name}' is used {where}")
+            for name, where in uses
             if (watch := self._watch_of(name)) is not None
         ]
 
     def _watch_of(self, where: str | None) -> Watch | None:
-        """Returns the watch of a layer or parameter, by its dotted name."""
+        """Returns the watch of a layer or parameter with a dotted name; None if there is none."""
         if where is None:
             return None
         named = dict(self.capture.model.named_parameters(remove_duplicate=False))
@@ -270,7 +270,7 @@ _NO_RECEIVER = _NoReceiver()
 
 
 def has_only_standard_layers(model: nn.Module) -> bool:
-    """Returns True if a model consists only of torch layers, and none of them moves the batch to another axis."""
+    """Returns True if a model consists only of torch layers, and no layer moves the batch to another axis."""
     return all(
         (type(module).__module__.startswith("torch.nn.modules.") or type(module) in ORIGINALS)
         and not has_own_forward(module)
@@ -282,14 +282,14 @@ def has_only_standard_layers(model: nn.Module) -> bool:
 
 
 def _outside_checkpoints() -> AbstractContextManager[Any]:
-    """Returns a context in which an activation checkpoint around the model does not count saved tensors."""
+    """Returns a context in which an activation checkpoint around the model does not register saved tensors."""
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor)
 
 
-def _module_around(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
-    """Returns the name of the smallest module around a watched one that is not a unit yet; None if none."""
+def _enclosing_module(model: nn.Module, watch: Watch, units: Collection[str]) -> str | None:
+    """Returns the name of the smallest module that contains a watched one and is not a unit yet; None if none."""
     name: str | None = watch.name
     if watch.kind is not Kind.OPERATIONS:  # watched operations are those of the module itself
         name = _parent_of(watch.name)
@@ -307,22 +307,22 @@ def _is_inside_other(name: str, units: Collection[str]) -> bool:
 
 
 def _leaves_of(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the leaves of the autograd graph."""
-    waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen, leaves = set(waiting), []
-    while waiting:
-        node = waiting.pop()
+    """Returns the leaf tensors of the autograd graph."""
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, leaves = set(nodes), []
+    while nodes:
+        node = nodes.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
             leaves.append(leaf)
         inputs = {function for function, _ in node.next_functions if function is not None} - seen
         seen |= inputs
-        waiting += inputs
+        nodes += inputs
     return leaves
 
 
-def _without_last(rows: int, leaf: Any) -> Any:
+def _without_last(samples: int, leaf: Any) -> Any:
     can_be_cut = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_nested
-    return leaf[:-1] if can_be_cut and leaf.shape[:1] == (rows,) else leaf
+    return leaf[:-1] if can_be_cut and leaf.shape[:1] == (samples,) else leaf
 
 
 def _named(watch: Watch) -> str:

@@ -1,6 +1,7 @@
 """Compares two runs of a loop in which some samples had different data.
 
-Tensors are matched by location, such as the input or output of a model call. Axes: B samples.
+Tensors of the runs are matched by a key, which names for example an output of a model call. Axes: B samples, N entries
+per sample.
 """
 
 from __future__ import annotations
@@ -19,29 +20,29 @@ from dpengine.grad_modes.flat_buffer import Sums
 
 EXACT, HALF = 1e-4, 2e-2  # relative tolerance between two runs, in float32 and in half precision
 _WIDTH = 4096  # length of a sketch; shorter vectors are stored in full
-_REPETITIONS = 4
+_REPETITIONS = 4  # number of independent sketches of a vector
 
 
-class Kept(NamedTuple):
-    """Indices of the kept samples in the first run (``then``) and in the second run (``now``)."""
+class KeptSamples(NamedTuple):
+    """Indices of the samples whose data are the same in both runs, in each of the runs."""
 
-    then: Tensor
-    now: Tensor
+    in_baseline: Tensor
+    in_rerun: Tensor
 
 
-class Rows(NamedTuple):
-    """Selects and replaces the entries of samples in tensors.
+class BatchAxis(NamedTuple):
+    """Batch axis of tensors, which may hold several entries per sample.
 
     Attributes:
         samples: Number of samples.
-        to_front: Moves the batch axis of a tensor to the front, or from the front back to its place.
+        to_front: Moves the batch axis of a tensor to axis 0, or from axis 0 back to its original position.
     """
 
     samples: int
     to_front: Callable[[Tensor], Tensor]
 
-    def of(self, tensor: Tensor, samples: int | None = None) -> Tensor | None:
-        """Returns a tensor as ``(B, n, ...)``, with n entries for each sample; None if it has no batch axis."""
+    def split(self, tensor: Tensor, samples: int | None = None) -> Tensor | None:
+        """Returns a tensor as ``(B, N, ...)``; None if it has no batch axis."""
         samples = samples or self.samples
         front = self._front(tensor, samples)
         if front.dim() == 0 or len(front) == 0 or len(front) % samples:
@@ -49,49 +50,50 @@ class Rows(NamedTuple):
         return front.unflatten(0, (samples, -1))
 
     def _front(self, tensor: Tensor, samples: int) -> Tensor:
-        """Returns the tensor with its batch axis in front; unchanged if only axis 0 has the size of the batch."""
+        """Returns the tensor with the batch on axis 0; unchanged if only axis 0 has the size of the batch."""
         front = self.to_front(tensor)
         return tensor if tensor.shape[:1] == (samples,) != front.shape[:1] else front
 
-    def like(self, tensor: Tensor, rows: Tensor) -> Tensor:
-        """Converts the result of `of`, with shape ``(B, n, ...)``, back to the axes of ``tensor``."""
-        front = rows.flatten(0, 1)
+    def restore(self, tensor: Tensor, values_BN: Tensor) -> Tensor:
+        """Converts the result of `split` back to the axes of ``tensor``."""
+        front = values_BN.flatten(0, 1)
         return front if self._front(tensor, self.samples) is tensor else self.to_front(front)
 
-    def rearranged(self, tensor: Tensor, source_B: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor, source_B: Tensor) -> Tensor:
         """Returns the tensor with the samples at the indices ``source_B``; unchanged if it has no batch axis."""
-        rows = self.of(tensor)
-        return tensor if rows is None else self.like(tensor, rows[source_B.to(rows.device)])
+        values_BN = self.split(tensor)
+        return tensor if values_BN is None else self.restore(tensor, values_BN[source_B.to(values_BN.device)])
 
     def select(self, tensors: Mapping[Any, Tensor], indices: slice, samples: int | None = None) -> dict[Any, Tensor]:
         """Returns copies of the samples at ``indices`` of each tensor that has a batch axis."""
-        rows = {place: self.of(tensor, samples) for place, tensor in tensors.items()}
-        return {place: rows_B[indices].clone() for place, rows_B in rows.items() if rows_B is not None}
+        split = {key: self.split(tensor, samples) for key, tensor in tensors.items()}
+        return {key: values_BN[indices].clone() for key, values_BN in split.items() if values_BN is not None}
 
-    def are_ambiguous(self, data: Sequence[Tensor]) -> bool:
+    def is_ambiguous_in(self, data: Sequence[Tensor]) -> bool:
         """Returns True if a tensor has its batch on axis 1, and axis 0 has the same size."""
         return any(t.shape[:2] == (self.samples, self.samples) and self.to_front(t) is not t for t in data)
 
-    def can_move(self, data: Sequence[Tensor]) -> bool:
-        """Returns True if every tensor of a batch has the samples on axis 0, so that samples can change positions."""
-        return bool(data) and all(self.to_front(t) is t and self.of(t) is not None for t in data)
+    def can_permute(self, data: Sequence[Tensor]) -> bool:
+        """Returns True if samples can change positions, because every tensor of the batch has them on axis 0."""
+        return bool(data) and all(self.to_front(t) is t and self.split(t) is not None for t in data)
 
-    def halves(self, *, moves: bool) -> Iterator[tuple[Kept, Tensor]]:
+    def halves(self, *, permute: bool) -> Iterator[tuple[KeptSamples, Tensor]]:
         """Yields a random half of the samples to keep, then the other half.
 
         Each half comes with gather indices ``(B,)`` that replace all other samples with the first kept one. With
-        ``moves``, the samples of the second half move to the next position.
+        ``permute``, each sample of the second half moves to the next position.
         """
         order = torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.samples))
-        for kept, step in zip(order.tensor_split(2), (0, int(moves)), strict=True):
+        for kept, step in zip(order.tensor_split(2), (0, int(permute)), strict=True):
             source_B = torch.full((self.samples,), int(kept[0])).index_copy(0, kept, kept)
-            yield Kept(kept, (kept + step) % self.samples), source_B.roll(step)
+            yield KeptSamples(kept, (kept + step) % self.samples), source_B.roll(step)
 
 
 def holds_samples(node: Any, samples: int) -> bool:
-    """Returns True for a list with one element for each sample, all of one kind, such as tensors of several lengths.
+    """Returns True for a list with one element per sample, for example tensors of different lengths.
 
-    A list of columns, in which each element has an entry for each sample, holds no samples.
+    All elements must have the same type and structure. A list of columns, in which each element has one entry per
+    sample, does not count.
     """
     if type(node) not in (list, tuple) or len(node) != samples:
         return False
@@ -100,7 +102,10 @@ def holds_samples(node: Any, samples: int) -> bool:
 
 
 def number_of_samples(batch: Any, to_front: Callable[[Tensor], Tensor]) -> int | None:
-    """Returns the number of samples, from the first tensor or array, or from lists; None if it is ambiguous."""
+    """Returns the number of samples of a batch; None if it is ambiguous.
+
+    It is the size of the first tensor or else of the arrays, the length of the lists in a dict, or that of a list.
+    """
     if (tensor := next((t for t in tensors_in_outputs(batch) if t.dim()), None)) is not None:
         return len(to_front(tensor))
     sizes = {leaf.shape[0] for leaf in pytree.tree_leaves(batch) if isinstance(leaf, np.ndarray) and leaf.ndim}
@@ -131,7 +136,7 @@ def _length(element: Any) -> int | None:
 
 
 def lists_of_samples(batch: Any, samples: int) -> list[Any]:
-    """Returns the lists of a batch that hold one element for each sample, with tensors."""
+    """Returns the lists of a batch that contain tensors and hold one element per sample."""
     leaves = pytree.tree_leaves(batch, is_leaf=lambda node: holds_samples(node, samples))
     return [leaf for leaf in leaves if holds_samples(leaf, samples) and tensors_in(leaf)]
 
@@ -139,7 +144,7 @@ def lists_of_samples(batch: Any, samples: int) -> list[Any]:
 def is_ambiguous(batch: Any, samples: int) -> bool:
     """Returns True if a list in the batch may hold either samples or columns.
 
-    Such a list has as many tensors or lists as there are samples, and each has as many entries.
+    Such a list has as many elements as there are samples, and each element, a tensor or a list, has as many entries.
     """
     ambiguous = False
 
@@ -154,63 +159,68 @@ def is_ambiguous(batch: Any, samples: int) -> bool:
     return ambiguous
 
 
-def rearranged_batch(batch: Any, samples: int, rearrange: Callable[[Tensor], Tensor]) -> Any:
-    """Returns the batch with ``rearrange`` applied to its tensors, and elements of lists in the same new order."""
+def map_batch(batch: Any, samples: int, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Returns the batch with ``replace`` applied to its tensors, and with its lists of samples in the same order."""
 
     def of_leaf(leaf: Any) -> Any:
         is_array = isinstance(leaf, np.ndarray) and _length(leaf) == samples
         if not (is_array or holds_samples(leaf, samples)):
-            return map_outputs(rearrange, leaf)
-        order = rearrange(torch.arange(samples)).tolist()
+            return map_outputs(replace, leaf)
+        order = replace(torch.arange(samples)).tolist()
         return leaf[order] if is_array else type(leaf)(leaf[i] for i in order)
 
     return pytree.tree_map(of_leaf, batch, is_leaf=lambda node: holds_samples(node, samples))
 
 
 def largest_change(
-    rows: Rows, then: Mapping[Any, Tensor], now: Mapping[Any, Tensor], tolerance: float, kept: Kept | None = None
+    batch_axis: BatchAxis,
+    expected: Mapping[Any, Tensor],
+    actual: Mapping[Any, Tensor],
+    tolerance: float,
+    kept: KeptSamples | None = None,
 ) -> float:
     """Returns the largest relative change of a kept sample; 0 within the tolerance.
 
     Args:
-        rows: Selects samples.
-        then: Tensors of the first run, by location.
-        now: Tensors of the second run.
+        batch_axis: Batch axis of the tensors.
+        expected: Tensors of the baseline run, by key.
+        actual: Tensors of the rerun.
         tolerance: Relative tolerance.
         kept: Samples to compare; None for all.
     """
-    worst = 0.0
-    for place, before in then.items():
-        after = now.get(place)
+    largest = 0.0
+    for key, before in expected.items():
+        after = actual.get(key)
         if after is None or before.shape != after.shape:
             return 1.0
-        a, b = rows.of(before), rows.of(after)
+        a, b = batch_axis.split(before), batch_axis.split(after)
         if a is None or b is None:
             a, b = before.reshape(1, -1), after.reshape(1, -1)
         elif kept is not None:
-            a, b = a[kept.then.to(a.device)], b[kept.now.to(b.device)]
+            a, b = a[kept.in_baseline.to(a.device)], b[kept.in_rerun.to(b.device)]
         if a.dtype == b.dtype and torch.equal(a, b):
             continue  # fast path for the common case
         a, b = (t.flatten(1) if t.is_floating_point() else t.flatten(1).double() for t in (a, b))
-        size_B, moved_B = norms(a), norms(a - b)
-        if not (size_B + moved_B).isfinite().all():
+        size_B, change_B = norms(a), norms(a - b)
+        if not (size_B + change_B).isfinite().all():
             a, b = (tensor.double().nan_to_num(0, 0, 0) for tensor in (a, b))
-            size_B, moved_B = norms(a), norms(a - b)
-        if moved_B.max() > 1e-12 * max(1.0, float(size_B.max())):
-            worst = max(worst, float((moved_B / (size_B + 1e-3 * size_B.mean() + 1e-30)).max()))
-    return worst if worst > tolerance else 0.0
+            size_B, change_B = norms(a), norms(a - b)
+        if change_B.max() > 1e-12 * max(1.0, float(size_B.max())):
+            largest = max(largest, float((change_B / (size_B + 1e-3 * size_B.mean() + 1e-30)).max()))
+    return largest if largest > tolerance else 0.0
 
 
-def norms(rows: Tensor) -> Tensor:
-    """Returns the norm of each row, computed in float64 where it would underflow or overflow in float32."""
-    norm_B = torch.linalg.vector_norm(rows, dim=1, dtype=torch.promote_types(rows.dtype, torch.float32)).double()
+def norms(values_BN: Tensor) -> Tensor:
+    """Returns the norm of each sample, computed in float64 where it would underflow or overflow in float32."""
+    dtype = torch.promote_types(values_BN.dtype, torch.float32)
+    norm_B = torch.linalg.vector_norm(values_BN, dim=1, dtype=dtype).double()
     extreme_B = ~(norm_B > 1e-12) | norm_B.isinf()
-    if bool(extreme_B.any()) and bool((extreme := rows[extreme_B]).any()):
+    if bool(extreme_B.any()) and bool((extreme := values_BN[extreme_B]).any()):
         norm_B[extreme_B] = torch.linalg.vector_norm(extreme, dim=1, dtype=torch.float64)
     return norm_B
 
 
-def mixed_inputs() -> BatchDependentLossError:
+def mixed_inputs_error() -> BatchDependentLossError:
     """Returns the error for a loop that mixes samples before the model."""
     return BatchDependentLossError(
         "The model input of one sample changed when other samples in the batch were changed: the loop repeats, mixes "
@@ -219,7 +229,7 @@ def mixed_inputs() -> BatchDependentLossError:
     )
 
 
-def depends_on_position() -> BatchDependentLossError:
+def position_error() -> BatchDependentLossError:
     """Returns the error for a loop in which the gradient of a sample depends on its position in the batch."""
     return BatchDependentLossError(
         "The model input or the gradient of a sample depends on the sample's position in the batch, and so on the "
@@ -229,7 +239,7 @@ def depends_on_position() -> BatchDependentLossError:
     )
 
 
-def mixed_outputs() -> BatchDependentLossError:
+def mixed_outputs_error() -> BatchDependentLossError:
     """Returns the error for a model whose output for a sample changes with the other samples."""
     return BatchDependentLossError(
         "The model output of one sample changed when other samples in the batch were changed: a layer mixes samples, "
@@ -238,15 +248,15 @@ def mixed_outputs() -> BatchDependentLossError:
     )
 
 
-def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossError:
+def mixed_loss_error(change: float, *, by_bound: bool = False) -> BatchDependentLossError:
     """Returns the error for a loss that mixes samples.
 
     Args:
-        share: Relative change of the gradient of a sample.
-        by_bound: Whether the gradient changed only when the outputs or data of other samples were shifted far.
+        change: Relative change of the gradient of a sample.
+        by_bound: Whether the gradient changed only when the outputs or data of other samples got very large shifts.
     """
-    shown = f"{100 * share:.2g}" if share < 0.99 else "100 or more"
-    change, causes = (
+    shown = f"{100 * change:.2g}" if change < 0.99 else "100 or more"
+    cause, typical = (
         (
             "were given far larger or smaller losses or data",
             "bounds on losses of several samples, as loss.mean().clamp(max=5)",
@@ -259,7 +269,7 @@ def mixed_loss(share: float, *, by_bound: bool = False) -> BatchDependentLossErr
     )
     return BatchDependentLossError(
         f"The loss mixes samples: the gradient of one sample changed by {shown} % when other samples in the batch "
-        f"{change}. Typical causes are {causes}.",
+        f"{cause}. Typical causes are {typical}.",
         fix="Compute per-sample losses with reduction='none' and average over all samples. For selected samples, use "
         "(losses * mask).mean(). For other losses, use dpengine.validation.per_example(loss_fn). For tokens, import "
         "dpengine.losses and use dpengine.losses.per_token_mean(logits, labels). For pairs, such as preferences, store "
@@ -280,22 +290,24 @@ def check_reduction(reduction: str | None, declared: str) -> None:
         )
 
 
-def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean: float, tolerance: float) -> str | None:
+def reduction_of(
+    grads: Mapping[Any, Tensor], reference: Mapping[Any, Tensor], mean_ratio: float, tolerance: float
+) -> str | None:
     """Distinguishes a mean from a sum, based on the gradients of the same samples in two batches.
 
     Args:
-        now: The gradients in one batch, by location.
-        then: The gradients in another batch.
-        by_mean: Ratio of the gradients if the loss is a mean.
+        grads: Gradients in one batch, by key.
+        reference: Gradients in the other batch.
+        mean_ratio: Expected ratio of ``grads`` to ``reference`` if the loss is a mean.
         tolerance: Relative tolerance between two runs.
 
     Returns:
-        "mean", "sum" or "neither"; None if the gradients differ by more than a factor.
+        "mean", "sum" or "neither"; None if the gradients are not proportional.
     """
-    places = [place for place in then if place in now and now[place].shape == then[place].shape]
+    keys = [key for key in reference if key in grads and grads[key].shape == reference[key].shape]
     a, b = (
-        torch.cat([grads[place].flatten().double().cpu() for place in places] or [torch.zeros(1)])
-        for grads in (now, then)
+        torch.cat([tensors[key].flatten().double().cpu() for key in keys] or [torch.zeros(1)])
+        for tensors in (grads, reference)
     )
     scale = float(b.square().sum())
     ratio = float((a * b).sum()) / scale if scale else 0.0
@@ -305,8 +317,8 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
         or float((a - ratio * b).norm()) > min(10 * tolerance, 0.05) * abs(ratio) * scale**0.5
     ):
         return None  # the loop changed, or draws random numbers
-    for reduction, expected in (("mean", by_mean), ("sum", 1.0)):
-        if abs(ratio / expected - 1) < min(10 * tolerance, abs(by_mean - 1) / 3):
+    for reduction, expected in (("mean", mean_ratio), ("sum", 1.0)):
+        if abs(ratio / expected - 1) < min(10 * tolerance, abs(mean_ratio - 1) / 3):
             return reduction
     return "neither"
 
@@ -314,8 +326,8 @@ def reduction_of(now: Mapping[Any, Tensor], then: Mapping[Any, Tensor], by_mean:
 class Sketches(Sums):
     """Replacement of a ``FlatBuffer`` that stores a linear sketch of each sum: its products with random signs.
 
-    The expected squared norm of a sketch is that of the sum (Alon, Matias and Szegedy 1996). Its relative error is
-    about one half.
+    The expected squared norm of a sketch is the squared norm of the sum (Alon, Matias and Szegedy 1996). The relative
+    error of the norm is about one half.
     """
 
     def __init__(self) -> None:
@@ -346,10 +358,10 @@ def norm_of_sketch(sketch: Tensor) -> Tensor:
 def _sketched(flat: Tensor) -> Tensor:
     if flat.numel() <= _WIDTH:
         return flat.clone()
-    rows = flat.numel() // _WIDTH
-    generator = torch.Generator().manual_seed(rows)  # sums that are compared need equal signs
-    signs = torch.randint(0, 2, (_REPETITIONS, rows + 1), generator=generator).to(flat) * 2 - 1
-    sketch = signs[:, :rows] @ flat[: rows * _WIDTH].view(rows, _WIDTH)
-    rest = flat[rows * _WIDTH :]
-    sketch[:, : len(rest)] += signs[:, rows:] * rest
+    blocks = flat.numel() // _WIDTH
+    generator = torch.Generator().manual_seed(blocks)  # sums that are compared need equal signs
+    signs = torch.randint(0, 2, (_REPETITIONS, blocks + 1), generator=generator).to(flat) * 2 - 1
+    sketch = signs[:, :blocks] @ flat[: blocks * _WIDTH].view(blocks, _WIDTH)
+    rest = flat[blocks * _WIDTH :]
+    sketch[:, : len(rest)] += signs[:, blocks:] * rest
     return sketch

@@ -1,10 +1,10 @@
 """Independence check on a copy of the model: finds the layer in which the samples of a batch interact.
 
-Some samples are kept, and the others get different data; the batch size does not change. If the output of a kept sample
-changes, the check reports the first layer in execution order whose output changed although its input did not. Then the
-batch runs after two different batches. If its output changes, the model keeps state between batches.
+Some samples are kept, and the others get different data. The batch size does not change. If the output of a kept sample
+changes, the check reports the first layer in execution order whose output changed although its input did not. The check
+also runs the batch after each of two different batches. If its output differs, the model keeps state between batches.
 
-Everything runs on a copy of the model, from one state of the model and of the random generators.
+All runs start from the same state of the model and of the random generators.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Coupling:
     Attributes:
         name: Dotted name of the module; empty for the model itself.
         type: Name of its class.
-        why: Description of the problem, as the predicate of a sentence whose subject is the module.
+        why: Predicate of a sentence whose subject is the module, such as "mixes samples".
         remedy: Recommended fix.
     """
 
@@ -82,7 +82,7 @@ def has_batch_axis(leaf: Any, size: int) -> bool:
 
 
 def graph_note(inputs: Any) -> str:
-    """Returns a sentence about graphs if an input is sparse or may be an edge list ``(2, E)``; else an empty text."""
+    """Returns a sentence about graphs if an input is sparse or may be an edge list ``(2, E)``; else an empty string."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     for leaf in tensors:
         edges = not leaf.is_floating_point() and leaf.dim() == 2 and leaf.shape[0] == 2
@@ -92,14 +92,17 @@ def graph_note(inputs: Any) -> str:
 
 
 def keep_masks(size: int) -> list[Tensor]:
-    """Returns masks of samples to keep. For any two samples, some mask contains the first but not the second."""
+    """Returns masks of samples to keep. For each ordered pair of samples, one mask keeps only the first of the pair."""
     indices = torch.arange(size)
     bits = [(indices >> bit) % 2 == 1 for bit in range((size - 1).bit_length())]
     return [keep_B for bit_B in bits for keep_B in (bit_B, ~bit_B)]
 
 
 def with_others_replaced(tree: Any, keep_B: Tensor, *, first_only: bool = False) -> Any:
-    """Returns the tree with the data of the previous sample in every sample that is not kept."""
+    """Returns the tree with each sample that is not kept replaced by the sample before it.
+
+    With ``first_only``, changes only the first tensor that has a batch axis.
+    """
     leaves, spec = pytree.tree_flatten(tree)
     batched = [i for i, leaf in enumerate(leaves) if has_batch_axis(leaf, len(keep_B))]
     for i in batched[:1] if first_only else batched:
@@ -117,12 +120,12 @@ class CopyIndependenceCheck:
         self._all_B = torch.ones(size, dtype=torch.bool)
 
     def run(self) -> tuple[Coupling | None, Any]:
-        """Returns the first coupling, or None, and the output of the batch."""
-        if not self._model.training:  # a part of a model in training mode may be in eval mode on purpose
+        """Returns the first module in which samples interact, or None, and the output of the model."""
+        if not self._model.training:  # otherwise unchanged: some modules may be in eval mode on purpose
             self._model.train()
         base = self._run(self._inputs)
         if base.outputs and all(output.dim() == 0 for output in base.outputs):
-            return None, base.output  # a loss, which the caller compares with those of single samples
+            return None, base.output  # a loss, which the caller compares with the losses of single samples
         if not any(has_batch_axis(output, self._size) for output in base.outputs):
             shapes = [tuple(output.shape) for output in base.outputs]
             raise ValueError(
@@ -152,7 +155,7 @@ class CopyIndependenceCheck:
     # Runs
 
     def _can_replace(self) -> bool:
-        """Returns False if an input may hold flat indices of bags, whose length is the batch size by chance."""
+        """Returns False if an input may hold flat indices for an EmbeddingBag, which have no batch axis."""
         leaves = [leaf for leaf in pytree.tree_leaves(self._inputs) if isinstance(leaf, Tensor) and leaf.dim()]
         indices = [leaf for leaf in leaves if not leaf.is_floating_point() and leaf.dtype is not torch.bool]
         flat = [leaf for leaf in indices if leaf.dim() == 1]
@@ -160,7 +163,7 @@ class CopyIndependenceCheck:
         return not shared and not any(int(leaf[0]) == 0 and bool((leaf.diff() >= 0).all()) for leaf in flat)
 
     def _run(self, inputs: Any, before: Any = None) -> _Run:
-        """Runs forward from the original state of the model, optionally after a pass over the batch ``before``."""
+        """Runs forward from the original state of the model, optionally after a pass over another batch, ``before``."""
         state = ModelState.of(self._model)
         devices = sorted({p.device for p in self._model.parameters() if p.device.type == "cuda"}, key=str)
         try:
@@ -169,13 +172,13 @@ class CopyIndependenceCheck:
                     torch.manual_seed(_SEED)
                     call(self._model, _copied(before))
                 torch.manual_seed(_SEED)
-                with _Listener(self._model) as listener:
+                with _EventRecorder(self._model) as recorder:
                     output = call(self._model, _copied(inputs))
                 random = torch.get_rng_state()
             buffers = {name: buffer.detach().clone() for name, buffer in self._model.named_buffers()}
         finally:
             state.restore()
-        return _Run(output, listener.events, buffers, random)
+        return _Run(output, recorder.events, buffers, random)
 
     # Comparison
 
@@ -187,7 +190,7 @@ class CopyIndependenceCheck:
             if not _comparable(base, changed):  # dropout masks differ, so compare without dropout
                 self._model.eval()
                 base, changed = self._run(self._inputs), self._run(with_others_replaced(self._inputs, keep_B))
-            # The length of an input that all samples share may be the batch size by chance.
+            # An input that all samples share may have the length of the batch. So also replace in the first input only.
             first_changed = self._run(with_others_replaced(self._inputs, keep_B, first_only=True))
             if self._differ(base, changed, keep_B) and self._differ(base, first_changed, keep_B):
                 name, kind, where = self._first_difference(base, first_changed, keep_B)
@@ -203,11 +206,11 @@ class CopyIndependenceCheck:
     def _mixing_backward(self) -> Coupling | None:
         """Finds a model that mixes samples in backward only."""
         for keep_B in keep_masks(self._size)[:2]:
-            norms = []
+            grads = []
             for inputs in (self._inputs, with_others_replaced(self._inputs, keep_B, first_only=True)):
-                norms.append(self._gradients(inputs, keep_B))
-            for one, other in zip(*norms, strict=True):
-                if float((one - other).norm()) > 1e-3 * float(one.norm()):
+                grads.append(self._gradients(inputs, keep_B))
+            for grad, new_grad in zip(*grads, strict=True):
+                if float((grad - new_grad).norm()) > 1e-3 * float(grad.norm()):
                     return Coupling(
                         "",
                         type(self._model).__name__,
@@ -246,52 +249,52 @@ class CopyIndependenceCheck:
                 owner, _, slot = name.rpartition(".")
                 kind = type(self._model.get_submodule(owner)).__name__
                 return Coupling(owner, kind, f"writes data of a batch into its buffer {slot!r}", remedy)
-        one, two = self._run(self._inputs, before=self._inputs), self._run(self._inputs, before=other)
-        if not self._differ(one, two, self._all_B):
+        first, second = (self._run(self._inputs, before=before) for before in (self._inputs, other))
+        if not self._differ(first, second, self._all_B):
             return None
-        name, kind, where = self._first_difference(one, two, self._all_B)
+        name, kind, where = self._first_difference(first, second, self._all_B)
         return Coupling(name, kind, f"remembers the previous batch{where}, which changes its output", remedy)
 
-    def _differ(self, one: _Run, other: _Run, keep_B: Tensor) -> bool:
-        return any(not self._agree(a, b, keep_B) for a, b in zip(one.outputs, other.outputs, strict=False)) or len(
-            one.outputs
-        ) != len(other.outputs)
+    def _differ(self, first: _Run, second: _Run, keep_B: Tensor) -> bool:
+        outputs = list(zip(first.outputs, second.outputs, strict=False))
+        same_number = len(first.outputs) == len(second.outputs)
+        return not same_number or any(not self._agree(a, b, keep_B) for a, b in outputs)
 
-    def _agree(self, one: Tensor, other: Tensor, keep_B: Tensor) -> bool:
+    def _agree(self, first: Tensor, second: Tensor, keep_B: Tensor) -> bool:
         """Returns True if the kept samples of two tensors are equal, or the tensors have no batch axis."""
-        a, b = self._rows(one), self._rows(other)
+        a, b = self._batch_first(first), self._batch_first(second)
         if a is None or b is None or a.shape != b.shape:
-            return True  # for example padded to the longest sample; later tensors show a difference
+            return True  # shapes may differ, for example by padding; later tensors show a difference of values
         keep_B = keep_B.to(a.device)
         return _same(a[keep_B], b[keep_B])
 
-    def _rows(self, tensor: Tensor) -> Tensor | None:
+    def _batch_first(self, tensor: Tensor) -> Tensor | None:
         if has_batch_axis(tensor, self._size):
             return tensor
         return tensor.transpose(0, 1) if tensor.dim() > 1 and tensor.shape[1] == self._size else None
 
-    def _first_difference(self, one: _Run, other: _Run, keep_B: Tensor) -> tuple[str, str, str]:
-        """Finds where kept samples first differ.
+    def _first_difference(self, first: _Run, second: _Run, keep_B: Tensor) -> tuple[str, str, str]:
+        """Finds the module in which kept samples first differ.
 
         Returns:
             Name and class of the module, and a phrase that locates the difference within the module.
         """
-        inside = [("", type(self._model).__name__)]
-        for a, b in zip(one.events, other.events, strict=False):
+        running = [("", type(self._model).__name__)]  # names and classes of the modules that contain the event
+        for a, b in zip(first.events, second.events, strict=False):
             same = (a.entry, a.name) == (b.entry, b.name)
             same = same and all(self._agree(x, y, keep_B) for x, y in zip(a.tensors, b.tensors, strict=False))
             if not same and a.entry:
-                return *inside[-1], f" in its own forward, before it calls {a.name!r}"
+                return *running[-1], f" in its own forward, before it calls {a.name!r}"
             if not same:
                 return a.name, a.type, ""
             if a.entry:
-                inside.append((a.name, a.type))
+                running.append((a.name, a.type))
             else:
-                inside.pop()
-        return *inside[0], ""
+                running.pop()
+        return *running[0], ""
 
 
-class _Listener:
+class _EventRecorder:
     """Records the inputs and outputs of each module, in execution order."""
 
     def __init__(self, model: nn.Module):
@@ -299,7 +302,7 @@ class _Listener:
         self._hooks: list[Any] = []
         self._model = model
 
-    def __enter__(self) -> _Listener:
+    def __enter__(self) -> _EventRecorder:
         for name, module in self._model.named_modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 hook = self._recorder(name, type(module).__name__)
@@ -319,28 +322,28 @@ class _Listener:
         return record
 
 
-def _comparable(one: _Run, other: _Run) -> bool:
+def _comparable(first: _Run, second: _Run) -> bool:
     """Returns True if both runs used the same random numbers for the same elements.
 
     Dropout masks differ if shapes depend on the data, as with padding to the longest sample.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
-        none_drawn = torch.equal(one.random, torch.get_rng_state())
-    return torch.equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
+        none_drawn = torch.equal(first.random, torch.get_rng_state())
+    return torch.equal(first.random, second.random) and (none_drawn or first.shapes == second.shapes)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Returns True if two tensors are equal up to rounding. Entries that are not finite in the first are ignored."""
-    if one.shape != other.shape:
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Returns True if two tensors are equal up to rounding. Ignores entries that are not finite in the first."""
+    if a.shape != b.shape:
         return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    tolerance = _HALF if one.dtype in {torch.float16, torch.bfloat16} else _EXACT
-    finite = one.isfinite()
-    sizes = torch.where(finite, one.abs(), 0)
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    tolerance = _HALF if a.dtype in {torch.float16, torch.bfloat16} else _EXACT
+    finite = a.isfinite()
+    sizes = torch.where(finite, a.abs(), 0)
     scale = sizes.max() if sizes.numel() else 0.0
-    return bool(((one - other).abs() <= tolerance * (sizes + scale)).logical_or(~finite).all())
+    return bool(((a - b).abs() <= tolerance * (sizes + scale)).logical_or(~finite).all())
 
 
 def _copied(tree: Any) -> Any:

@@ -1,18 +1,18 @@
-"""Independence check on a training pass: reruns a batch with other data in some samples and compares the results.
+"""Independence check of a training pass: reruns a batch with other data in some samples and compares the results.
 
 Clipping bounds the contribution of a sample only if the model keeps samples independent and in order. A layer that
-sorts the batch, averages over it or has time on axis 0 mixes gradients of several samples, and capture cannot detect
-this. The check therefore reruns the model, forward and backward, with the same random numbers:
+sorts the batch, averages over it or has time on axis 0 mixes the gradients of several samples. The capture of layer
+calls cannot detect this. The check therefore reruns the model, forward and backward, with the same random numbers:
 
 1. unchanged, with the output gradients multiplied by a random weight for each sample;
 2. with half of the samples kept, and other data and zero output gradients for the others;
 3. like 2, with the other half kept.
 
-The norms of run 1 must be those of the batch times the weights; otherwise samples exchange gradients. In runs 2 and 3,
-a kept sample must have the output and the norm of run 1, and the other samples must have no gradient. The gradient sums
-of runs 2 and 3 must add up to that of run 1. If a condition does not hold, for example because a layer sorts samples or
-a hook changes gradients, further runs decide. They keep the data of the other samples and set only their output
-gradients to zero, which separates the effect of other samples' data from that of their gradients.
+The norms of run 1 must be those of the training pass times the weights; otherwise samples exchange gradients. In runs 2
+and 3, a kept sample must have the output and the norm of run 1, and the other samples must have no gradient. The
+gradient sums of runs 2 and 3 must add up to that of run 1. If a condition does not hold, for example because a layer
+sorts samples or a hook changes gradients, further runs decide. They keep the data of the other samples and set only
+their output gradients to zero. This separates the effect of other samples' data from that of their gradients.
 
 Axes: B samples, P parameters.
 """
@@ -37,10 +37,10 @@ from dpengine.grad_modes.choose_method import MethodTable
 from .compare_runs import EXACT, HALF, Sketches, norm_of_sketch
 from .copy_probe import graph_note
 
-_HALVES = 4  # number of further halves, for which only gradients are compared
+_HALVES = 4  # number of additional random halves, for which only gradients are compared
 _WEIGHT_RANGE = 650.0  # ratio of the largest to the smallest squared weight of a sample
-_NORM_TOLERANCE = 0.05  # relative tolerance between squared norms by two methods
-_NO_GRADIENT = 1e-8  # fraction of the largest squared norm below which a sample counts as without gradient
+_NORM_TOLERANCE = 0.05  # relative tolerance between squared norms that two methods computed
+_NO_GRADIENT = 1e-8  # fraction of the largest squared norm below which a gradient counts as zero
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,9 +73,9 @@ def _halves(usable_B: Tensor, seed: int) -> list[Tensor]:
     usable = usable_B.nonzero().flatten()
     generator = torch.Generator().manual_seed(seed)
     orders = [torch.randperm(len(usable), generator=generator).to(usable.device) for _ in range(1 + _HALVES)]
-    parts = [*usable[orders[0]].tensor_split(2), *(usable[order].tensor_split(2)[0] for order in orders[1:])]
-    nothing_B = torch.zeros_like(usable_B)
-    return [nothing_B.index_fill(0, part, True) for part in parts if 0 < len(part) < len(usable_B)]
+    halves = [*usable[orders[0]].tensor_split(2), *(usable[order].tensor_split(2)[0] for order in orders[1:])]
+    false_B = torch.zeros_like(usable_B)
+    return [false_B.index_fill(0, half, True) for half in halves if 0 < len(half) < len(usable_B)]
 
 
 class IndependenceCheck:
@@ -90,12 +90,12 @@ class IndependenceCheck:
         self._seed = seed
         self._keep_B = torch.ones_like(self._usable_B)
         self._weight_B: Tensor | None = None  # factors of output gradients
-        self._first_inputs = [t for one in replay.reached for t in _tensors_with_axes((one.args, one.kwargs))[:1]]
-        self._outputs = [output for one in replay.reached for output in one.outputs]
-        self._grads = [grad for one in replay.reached for grad in one.grads]
+        self._first_inputs = [t for p in replay.reached for t in _tensors_with_axes((p.args, p.kwargs))[:1]]
+        self._outputs = [output for forward_pass in replay.reached for output in forward_pass.outputs]
+        self._grads = [grad for forward_pass in replay.reached for grad in forward_pass.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
         half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
-        half = half or any(one.initial.autocast_enabled for one in replay.reached)
+        half = half or any(forward_pass.initial.autocast_enabled for forward_pass in replay.reached)
         self._tolerance = HALF if half else EXACT
 
     def run(self) -> None:
@@ -127,7 +127,7 @@ class IndependenceCheck:
             self._check_half(baseline, replaces_others=i < 2)
 
     def _passes_quick_check(self) -> bool:
-        """Returns True if three runs show that samples are independent. False does not decide it."""
+        """Returns True if three runs show that samples are independent; False if further runs must decide."""
         if not self._replay.reached or len(self._halves) < 2:
             return False
         square_B = torch.ones_like(self._sq_norms_B)
@@ -143,28 +143,28 @@ class IndependenceCheck:
         expected_B = (square_B * self._sq_norms_B).to(baseline.norms_B)
         if not _close(baseline.norms_B[self._usable_B], expected_B[self._usable_B], 10 * self._tolerance):
             return False
-        left = dict(baseline.sums)
+        remainders = dict(baseline.sums)  # sums of the baseline minus those of both halves
         for keep_B in self._halves[:2]:
             self._keep_B = keep_B
             half = self._try(self._others_replaced)
             if half is None or not (self._comparable(baseline, half) and self._kept_agree(baseline, half)):
                 return False
             for parameter, sketch in half.sums.items():
-                left[parameter] = left.get(parameter, torch.zeros_like(sketch)) - sketch
-        return all(self._is_small(rest, baseline) for rest in left.values())
+                remainders[parameter] = remainders.get(parameter, torch.zeros_like(sketch)) - sketch
+        return all(self._is_small(remainder, baseline) for remainder in remainders.values())
 
     def _kept_agree(self, baseline: _Run, half: _Run) -> bool:
         """Returns True if kept samples have the outputs and norms of the unchanged run, and others have no gradient."""
-        expected_B = (
-            torch.where(self._keep_B, baseline.norms_B, 0) if self._all_masked else baseline.norms_B[self._keep_B]
-        )
-        norms_B = half.norms_B if self._all_masked else half.norms_B[self._keep_B]
-        return _close(norms_B, expected_B, self._tolerance) and self._outputs_agree(
-            self._outputs, half.outputs, self._keep_B
-        )
+        expected_B, actual_B = baseline.norms_B, half.norms_B
+        if self._all_masked:
+            expected_B = torch.where(self._keep_B, expected_B, 0)
+        else:
+            expected_B, actual_B = expected_B[self._keep_B], actual_B[self._keep_B]
+        same_outputs = self._outputs_agree(self._outputs, half.outputs, self._keep_B)
+        return _close(actual_B, expected_B, self._tolerance) and same_outputs
 
     def _is_small(self, sketch: Tensor, run: _Run) -> bool:
-        """Returns True if a difference of sums is rounding. An overflow (NaN) counts as small."""
+        """Returns True if a difference of sums is a rounding error. An overflow (NaN) counts as small."""
         size = float(run.norms_B.sqrt().nan_to_num(0, 0, 0).sum())
         return not bool(norm_of_sketch(sketch) > 10 * self._tolerance * size)
 
@@ -196,8 +196,8 @@ class IndependenceCheck:
 
     def _check_weights(self, same: _Run, changed: _Run) -> None:
         """Raises if a loss inside the model rescaled the gradients of all kept samples, as a mean over tokens does."""
-        then, now = (run.norms_B[self._keep_B] for run in (same, changed))
-        ratios = (now / then)[then > _NO_GRADIENT * then.max()].sqrt()
+        expected, actual = (run.norms_B[self._keep_B] for run in (same, changed))
+        ratios = (actual / expected)[expected > _NO_GRADIENT * expected.max()].sqrt()
         if len(ratios) < 2:
             return
         low, high = float(ratios.min()), float(ratios.max())
@@ -210,13 +210,13 @@ class IndependenceCheck:
                 "dpengine.losses.per_token_mean(logits, labels), after import dpengine.losses.",
             )
 
-    def _comparable(self, one: _Run, other: _Run) -> bool:
+    def _comparable(self, run: _Run, other: _Run) -> bool:
         """Returns True if both runs used the same random numbers for the same elements.
 
         Dropout masks differ if shapes depend on the data, as with padding to the longest sample.
         """
-        none_drawn = _equal(one.random, [state for p in self._replay.reached for _, state in p.initial.random])
-        return _equal(one.random, other.random) and (none_drawn or one.shapes == other.shapes)
+        none_drawn = _equal(run.random, [state for p in self._replay.reached for _, state in p.initial.random])
+        return _equal(run.random, other.random) and (none_drawn or run.shapes == other.shapes)
 
     def _all_gradients_seen(self, baseline: _Run) -> bool:
         """Returns True if the rerun computed the gradients that the grad mode received."""
@@ -235,8 +235,8 @@ class IndependenceCheck:
         recorder = _Recorder(self._capture)
         outputs: list[Tensor] = []
         with self._capture.redirected(recorder, self._capture.rows):
-            for one in self._replay.reached:
-                outputs += self._rerun(one, transform)
+            for forward_pass in self._replay.reached:
+                outputs += self._rerun(forward_pass, transform)
         columns = {parameter: i for i, parameter in enumerate(recorder.mode.parameters)}
         norms_BP = recorder.mode.sq_norms(columns, len(columns), 1.0).to(self._keep_B.device)
         sums = Sketches()
@@ -245,15 +245,15 @@ class IndependenceCheck:
             recorder.mode.drop(~finite_B)  # their data may be copies of those of other samples
         counted_B = finite_B if self._all_masked else finite_B & self._keep_B
         recorder.mode.add_sums(columns, counted_B.unsqueeze(1).expand_as(norms_BP).to(norms_BP.dtype), 1.0, sums)
-        random = [state for one in self._replay.reached for _, state in one.random_after]
+        random = [state for forward_pass in self._replay.reached for _, state in forward_pass.random_after]
         return _Run(outputs, norms_BP, list(columns), sums.by_parameter, recorder.shapes, random)
 
-    def _rerun(self, one: ForwardPass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        args, kwargs = one.args, one.kwargs
+    def _rerun(self, forward_pass: ForwardPass, transform: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        args, kwargs = forward_pass.args, forward_pass.kwargs
         if self._can_replace((args, kwargs)):
             args, kwargs = pytree.tree_map(lambda v: transform(v) if isinstance(v, Tensor) else v, (args, kwargs))
-        grads = [None if grad is None else self._masked(grad) for grad in one.grads]
-        return one.rerun(self._capture.model, lambda outputs: grads, args, kwargs)
+        grads = [None if grad is None else self._masked(grad) for grad in forward_pass.grads]
+        return forward_pass.rerun(self._capture.model, lambda outputs: grads, args, kwargs)
 
     def _front(self, tensor: Tensor) -> Tensor | None:
         """Returns the tensor with the batch on axis 0; None if it has no batch axis."""
@@ -261,14 +261,14 @@ class IndependenceCheck:
         return front if front.dim() and front.shape[0] == len(self._keep_B) else None
 
     def _can_replace(self, inputs: Any) -> bool:
-        """Returns False if an input may hold flat indices of bags."""
+        """Returns False if an input may hold flat indices for an EmbeddingBag."""
         tensors = _tensors_with_axes(inputs)
         indices = [t for t in tensors if not t.is_floating_point() and t.dtype is not torch.bool]
         shared = [t for t in indices if self._front(t) is None and self._capture.batch_to_front(t).shape[0] != 1]
         return not shared and not any(_may_be_offsets(t) for t in indices)
 
     def _others_replaced(self, tensor: Tensor) -> Tensor:
-        """Replaces each sample that is not kept by a kept one, so that none of its data remain."""
+        """Replaces each sample that is not kept by the first kept sample, so that none of its data remain."""
         front = self._front(tensor)
         if front is None:
             return tensor
@@ -290,39 +290,39 @@ class IndependenceCheck:
 
     # Comparison
 
-    def _with_gradient(self, baseline: _Run, run: _Run) -> Tensor:
+    def _has_gradient(self, baseline: _Run, run: _Run) -> Tensor:
         return run.norms_B > _NO_GRADIENT * baseline.norms_B[self._keep_B].max()
 
     def _not_mixed(self, baseline: _Run, same: _Run) -> bool:
-        """Returns True if each kept sample has its full gradient at one index, perhaps that of another sample."""
+        """Returns True if the full gradient of each kept sample is at one index, possibly that of another sample."""
         if not self._all_masked:
             return True
-        rows_B = self._with_gradient(baseline, same)
-        few = int(rows_B.sum()) <= int(self._keep_B.sum())
-        return few and _close(same.norms_B[rows_B], baseline.norms_B[rows_B], self._tolerance)
+        has_gradient_B = self._has_gradient(baseline, same)
+        few = int(has_gradient_B.sum()) <= int(self._keep_B.sum())
+        return few and _close(same.norms_B[has_gradient_B], baseline.norms_B[has_gradient_B], self._tolerance)
 
     def _unchanged(self, baseline: _Run, same: _Run, changed: _Run) -> bool:
         """Returns True if the results of kept samples are equal in both runs."""
-        # With a loss inside the model, only norms of kept samples are compared, because others also have gradients.
+        # If the model computes the loss, only norms of kept samples are compared, because others also have gradients.
         norms = [
-            run.norms_B[self._with_gradient(baseline, run) if self._all_masked else self._keep_B]
+            run.norms_B[self._has_gradient(baseline, run) if self._all_masked else self._keep_B]
             for run in (same, changed)
         ]
-        then, now = (norms_B.sort().values if self._all_masked else norms_B for norms_B in norms)
-        agree = then.shape == now.shape and _close(now, then, self._tolerance)
+        expected, actual = (norms_B.sort().values if self._all_masked else norms_B for norms_B in norms)
+        agree = expected.shape == actual.shape and _close(actual, expected, self._tolerance)
         for parameter in same.sums.keys() | changed.sums.keys():
             zero = torch.zeros(())
             agree = agree and self._is_small(same.sums.get(parameter, zero) - changed.sums.get(parameter, zero), same)
         return agree and self._outputs_agree(same.outputs, changed.outputs, self._keep_B)
 
-    def _outputs_agree(self, then: list[Tensor], now: list[Tensor], rows_B: Tensor) -> bool:
-        for one, other, grad in zip(then, now, self._grads, strict=True):
-            front, front_now = self._front(one), self._front(other)
-            if grad is None or front is None or front_now is None or front.shape != front_now.shape:
+    def _outputs_agree(self, expected: list[Tensor], actual: list[Tensor], selected_B: Tensor) -> bool:
+        for output, new_output, grad in zip(expected, actual, self._grads, strict=True):
+            front, new_front = self._front(output), self._front(new_output)
+            if grad is None or front is None or new_front is None or front.shape != new_front.shape:
                 continue
-            a, b = front[rows_B.to(front.device)], front_now[rows_B.to(front.device)]
+            a, b = front[selected_B.to(front.device)], new_front[selected_B.to(front.device)]
             if torch.equal(a, b):
-                continue  # the common case, in a tenth of the time
+                continue  # fast path for the common case
             finite = a.isfinite()
             scale = float(torch.where(finite, a.abs(), 0).max()) if a.numel() else 0.0
             if not ((a - b).abs() <= self._tolerance * (a.abs() + scale)).logical_or(~finite).all():
@@ -336,15 +336,15 @@ class IndependenceCheck:
     def _raise(self, same: _Run, changed: _Run) -> None:
         names = {parameter: name for name, parameter in self._capture.model.named_parameters()}
         comparable = list(map(id, same.parameters)) == list(map(id, changed.parameters))
-        share_P = ((changed if comparable else same).norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
+        change_P = ((changed if comparable else same).norms_BP - same.norms_BP)[self._keep_B].abs().amax(dim=0)
         if self._all_masked:
-            share_P = torch.maximum(share_P, same.norms_BP[~self._keep_B].amax(dim=0))
-        most = names.get(same.parameters[int(share_P.argmax())]) if share_P.numel() else None
+            change_P = torch.maximum(change_P, same.norms_BP[~self._keep_B].amax(dim=0))
+        name = names.get(same.parameters[int(change_P.argmax())]) if change_P.numel() else None
         raise UnsupportedLayerError(
             "The model does not keep the samples of a batch independent: with other data in some samples, outputs or "
-            f"gradients of the others changed{f' (most for {most!r})' if most else ''}. Clipping would not bound the "
+            f"gradients of the others changed{f' (most for {name!r})' if name else ''}. Clipping would not bound the "
             "contribution of a sample.",
-            fix=f"{graph_note([(one.args, one.kwargs) for one in self._replay.reached])}"
+            fix=f"{graph_note([(p.args, p.kwargs) for p in self._replay.reached])}"
             "Look for a layer that sorts, averages, normalizes or multiplies over axis 0, or has time or the nodes of "
             "one graph there. Sort before the model, or restore the order before the next layer; a model that restores "
             "it later trains with grad_sample_mode='whole_model'. Give inputs that all samples share, such as "
@@ -369,13 +369,13 @@ def _unchanged_input(tensor: Tensor) -> Tensor:
 
 
 def _may_be_offsets(indices: Tensor) -> bool:
-    """Returns True if these may be the offsets of bags in a flat list of entries."""
+    """Returns True if these may be the offsets of an EmbeddingBag."""
     return indices.dim() == 1 and int(indices[0]) == 0 and bool((indices.diff() >= 0).all())
 
 
-def _close(now: Tensor, then: Tensor, tolerance: float) -> bool:
-    floor = _NO_GRADIENT * then.max() if then.numel() else 0.0
-    return bool(((now - then).abs() <= tolerance * then + floor).all())
+def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    floor = _NO_GRADIENT * expected.max() if expected.numel() else 0.0
+    return bool(((actual - expected).abs() <= tolerance * expected + floor).all())
 
 
 class _Recorder:

@@ -1,11 +1,11 @@
 """Records the torch calls of a training loop from the return of a batch to its backward pass.
 
 Each forward pass of the model is one entry of the record. `run_again` runs the calls again. It can replace tensors of
-the batch, outputs of the model, and random tensors with an entry for each sample. All other tensors are constants, and
-calls with constants alone are not recorded.
+the batch, outputs of the model, and random tensors with one entry per sample. All other tensors are constants, and
+calls whose arguments are all constants are not recorded.
 
-Not recorded are Python numbers, assignments to attributes of tensors, and calls inside a ``torch.autograd.Function``,
-``torch.func.vmap`` or a scripted function.
+Python numbers, assignments to attributes of tensors, and calls inside a ``torch.autograd.Function``,
+``torch.func.vmap`` or a scripted function are not recorded either.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from dpengine.capture.replay import ForwardPass
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
-from .branch_source import changes_no_loss, function_of, reaches_loss, tests_number
+from .branch_source import changes_no_loss, function_of, number_is_tested, reaches_loss
 from .compare_runs import is_ambiguous, lists_of_samples
 from .model_inputs import EARLIER_GRAPH, Digest, attribute_of_batch, digest, untracked_input
 from .random_states import python_states, random_states
@@ -44,10 +44,10 @@ from .torch_calls import (
     writes_to,
 )
 
-MOST_BYTES = 2**30  # total size of the results of all calls; a larger loop is not checked
-MOST_CALLS = 20_000
-TESTS = "the loop tests a number computed from the batch"
-FOLLOWS = "the loss depends on a number computed from the batch"
+MAX_BYTES = 2**30  # total size of the results of all calls; a larger loop is not checked
+MAX_CALLS = 20_000
+NUMBER_TESTED = "the loop tests a number computed from the batch"
+NUMBER_IN_LOSS = "the loss depends on a number computed from the batch"
 
 _PLAIN = frozenset({Tensor, nn.Parameter})
 
@@ -57,7 +57,7 @@ class LoopRecord(TorchFunctionMode):
 
     Attributes:
         samples: Number of samples of the batch.
-        batch: The batch, as it was returned.
+        batch: The batch that the loader returned.
         data: The tensors of the batch.
         before: Original values of the tensors in `data` and of tensors that the loop overwrote, by id.
         seconds: Time from the return of the batch to the start of the backward pass.
@@ -65,19 +65,20 @@ class LoopRecord(TorchFunctionMode):
         roots: The tensors on which backward was called, with their gradient arguments.
         first_conversion: Name of the first call that converted a tensor of the batch to a number before the loss was
             computed; None if there is none.
-        drew: Whether random numbers were drawn outside the model.
-        drew_by_python: Whether random numbers were drawn from the Python or NumPy generators.
+        drew_random: Whether random numbers were drawn outside the model.
+        drew_in_python: Whether random numbers were drawn from the Python or NumPy generators.
         drew_for_loss: Whether random numbers were converted to Python numbers, or reach the loss without passing
             through the model.
-        lists: Lists of the batch with an element for each sample.
+        lists: Lists of the batch with one element per sample.
         ambiguous: True if a list of the batch may hold either samples or columns.
         dependent: Ids of the tensors that depend on the batch.
         earlier_tensors: Tensors with the graph of an earlier batch, and tensors computed from them, by id.
         constant_digests: Digests of constants that reach the loss or an input of the model, and are neither parameters
             nor results of recorded calls. They were made before the batch, or outside torch.
-        conversions: Calls that converted a tensor to a number: number of recorded calls before it, and name.
-        doubt: Undecided use of a number computed from the batch, which may mix samples; None if there is none.
-        why_not: Reason why the loop cannot be run again; None if it can.
+        conversions: Calls that converted a tensor to a number: number of recorded calls before the call, and its name.
+        undecided_reason: Use of a number computed from the batch that may mix samples, which reruns cannot decide; None
+            if there is none.
+        failure_reason: Reason why the loop cannot be run again; None if it can.
     """
 
     def __init__(self, data: Any, samples: int, model: nn.Module):
@@ -89,11 +90,11 @@ class LoopRecord(TorchFunctionMode):
         self.calls: list[Call | ModelCall] = []
         self.roots: list[tuple[Tensor, Tensor | None]] = []
         self.first_conversion: str | None = None
-        self.why_not: str | None = None
+        self.failure_reason: str | None = None
         self._recording, self._in_model, self._model_ran = True, False, False
-        self.drew = self.drew_for_loss = self.drew_by_python = False
+        self.drew_random = self.drew_for_loss = self.drew_in_python = False
         self._bytes = 0
-        self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}  # values before a write
+        self.before: dict[int, Tensor] = {id(t): t.detach().clone() for t in self.data}
         self._written = {id(t): t for t in self.data}  # keeps the tensors of `before` alive
         self.dependent = {id(t) for t in self.data}
         self._recorded_results: set[int] = set()  # ids of the results of recorded calls
@@ -105,30 +106,30 @@ class LoopRecord(TorchFunctionMode):
         self._data_sized: set[int] = set()  # ids of tensors whose size depends on data, such as o[mask]
         self._random: set[int] = set()  # ids of random tensors, and of tensors computed from them outside the model
         self.conversions: list[tuple[int, str]] = []
-        self.doubt: str | None = None
+        self.undecided_reason: str | None = None
         # Numbers that reach the loss: the function that returns them (None if backward is called on them), and a text.
         self._loss_numbers: list[tuple[str | None, str]] = []
         self._function_of: dict[int, str] = {}  # name of the function that computed a tensor, by id
         self._read_before_model: str | None = None  # name of a call that read a number before the model
-        self._draws: set[int] = set()  # ids of random tensors
-        self._states = random_states()  # states after the last call of torch or of the model
+        self._draws: set[int] = set()  # ids of random tensors that do not depend on the batch
+        self._states = random_states()  # states after the last call of a torch function or of the model
         self._python_states = python_states()
         self._thread = threading.get_ident()
         self.seconds, self._began = 0.0, _now()
-        if not _open and "torch._dynamo" in sys.modules:
+        if not OPEN_RECORDS and "torch._dynamo" in sys.modules:
             _stances.append(torch.compiler.set_stance("force_eager"))
-        _open.append(self)
+        OPEN_RECORDS.append(self)
         Tensor.backward, torch.autograd.backward = _tensor_backward, _autograd_backward  # type: ignore[method-assign]
         self.__enter__()
 
     def close(self) -> None:
         """Stops recording, and removes the mode from the mode stack."""
         self._recording = False
-        if self not in _open:
+        if self not in OPEN_RECORDS:
             return
-        _open.remove(self)
-        if not _open:
-            while _stances:  # when the last record ends, because records may end in any order
+        OPEN_RECORDS.remove(self)
+        if not OPEN_RECORDS:
+            while _stances:  # reset when the last record ends, because records may end in any order
                 _stances.pop().__exit__(None, None, None)
             for owner, patched, original in _PATCHES:
                 if owner.backward is patched:
@@ -188,11 +189,11 @@ class LoopRecord(TorchFunctionMode):
             self.close()
             return
         if not self._model_ran:
-            return  # the backward pass is that of another model
+            return  # the backward pass belongs to another model
         self.close()
         self.seconds = _now() - self._began
         self.roots = list(zip(roots, grads, strict=True))
-        self.drew_by_python = self._python_states != python_states()
+        self.drew_in_python = self._python_states != python_states()
         self.drew_for_loss |= any(id(t) in self._random for t in tensors_in(self.roots))
         self.constant_digests.update(*map(self._digests_of, tensors_in(self.roots)))
         for root in roots:
@@ -203,10 +204,11 @@ class LoopRecord(TorchFunctionMode):
         end = max(call_of[id(root)] for root in roots)
         self.first_conversion = next((name for before, name in self.conversions if before <= end), None)
         sources = {None, *(self._function_of.get(id(root)) for root in roots)}
-        self.doubt = self.doubt or next((text for function, text in self._loss_numbers if function in sources), None)
-        if self.drew and self._read_before_model is not None:
+        reason = next((text for function, text in self._loss_numbers if function in sources), None)
+        self.undecided_reason = self.undecided_reason or reason
+        if self.drew_random and self._read_before_model is not None:
             reason = f"the input of the model may depend on a number read by {self._read_before_model}"
-            self.doubt = self.doubt or reason
+            self.undecided_reason = self.undecided_reason or reason
 
     def _record(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], caller: FrameType) -> Any:
         name = name_of(function)
@@ -222,22 +224,22 @@ class LoopRecord(TorchFunctionMode):
             self._save_value(tensors[0])
         random, grad, autocast = random_states(), torch.is_grad_enabled(), autocasts()
         if (own_generator := kwargs.get("generator")) is not None:
-            kwargs = {**kwargs, "generator": own_generator.clone_state()}  # for runs of the record
+            kwargs = {**kwargs, "generator": own_generator.clone_state()}  # for reruns
             result = function(*args, **{**kwargs, "generator": own_generator})
         else:
             result = function(*args, **kwargs)
         branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._data_sized)
         if dependent and name in CONVERSIONS:
             branches = tensors[0].dtype is torch.bool and isinstance(result, (bool, int, float, list))
-            self._note_read(name, tensors[0], result, caller, branches=branches)
+            self._record_conversion(name, tensors[0], result, caller, branches=branches)
             if not branches:
                 return result
-        results, unseen = tensors_in(result), self._unrecorded(tensors)
+        results, unrecorded = tensors_in(result), self._unrecorded(tensors)
         if has_data_dependent_size(name, args) or any(id(t) in self._data_sized for t in tensors):
             self._data_sized.update(id(t) for t in results if t.dim())
         changed = [*results, *(tensors[:1] if writes else ())]
         self._bytes += sum(t.nbytes for t in results if t.layout is torch.strided and not t._is_view())
-        if self._bytes > MOST_BYTES or len(self.calls) >= MOST_CALLS:
+        if self._bytes > MAX_BYTES or len(self.calls) >= MAX_CALLS:
             self._stop("the loss has too many intermediate results")
             return result
         self._set_digests(changed, frozenset().union(*map(self._digests_of, tensors)))
@@ -246,15 +248,15 @@ class LoopRecord(TorchFunctionMode):
             self._draws.update(() if dependent else map(id, results))
             self.drew_for_loss |= name in CONVERSIONS
         if not dependent and not (drew and any(self.drawn_for_samples(function, t) for t in results)):
-            if unseen is not None or any(id(t) in self.earlier_tensors for t in tensors):
+            if unrecorded is not None or any(id(t) in self.earlier_tensors for t in tensors):
                 self.earlier_tensors.update((id(t), t) for t in results)
             else:
                 self._constants.update(id(t) for t in results if not t.is_leaf)
             return result
         if not (results or writes or branches):
             return result
-        if unseen is not None:
-            self._stop(f"a tensor comes from {origin_of(unseen)}, which is not recorded")
+        if unrecorded is not None:
+            self._stop(f"a tensor comes from {origin_of(unrecorded)}, which is not recorded")
             return result
         if any(id(t) in self.earlier_tensors for t in tensors):
             self._stop(EARLIER_GRAPH)
@@ -268,10 +270,10 @@ class LoopRecord(TorchFunctionMode):
             self.dependent.add(id(tensors[0]))
         return result
 
-    def _note_read(self, name: str, tensor: Tensor, result: Any, caller: FrameType, *, branches: bool) -> None:
-        """Records that a tensor is converted to a number, and how the source code uses the number.
+    def _record_conversion(self, name: str, tensor: Tensor, result: Any, caller: FrameType, *, branches: bool) -> None:
+        """Records the conversion of a tensor to a number, and how the source code uses the number.
 
-        ``branches`` is True if reruns compare the number themselves.
+        ``branches`` is True if the conversion is recorded as a call, so that reruns compare the number.
         """
         self.conversions.append((len(self.calls), f"Tensor.{name}"))
         if id(tensor) not in self._draws and not self._model_ran:
@@ -279,11 +281,11 @@ class LoopRecord(TorchFunctionMode):
         is_number = isinstance(result, (int, float))
         if branches:
             return
-        if tests_number(caller, array=not is_number):
-            self.doubt = f"{TESTS}, which it reads by Tensor.{name}"
-        elif is_number and (place := reaches_loss(caller)) is not None:
-            function = function_of(caller) if place == "returned" else None
-            self._loss_numbers.append((function, f"{FOLLOWS}, which the loop reads by Tensor.{name}"))
+        if number_is_tested(caller, array=not is_number):
+            self.undecided_reason = f"{NUMBER_TESTED}, which it reads by Tensor.{name}"
+        elif is_number and (use := reaches_loss(caller)) is not None:
+            function = function_of(caller) if use == "returned" else None
+            self._loss_numbers.append((function, f"{NUMBER_IN_LOSS}, which the loop reads by Tensor.{name}"))
 
     def _drew(self, random: Sequence[Tensor], *, own: bool) -> bool:
         """Returns True if a call drew random numbers.
@@ -295,12 +297,12 @@ class LoopRecord(TorchFunctionMode):
         before, self._states = self._states, random_states()
         drew = own or not all(map(torch.equal, random, self._states))
         if drew and self.conversions and (own or not all(map(torch.equal, before, random))):
-            self.doubt = f"{TESTS}, or sets the state of a random generator by it"
-        self.drew |= drew
+            self.undecided_reason = f"{NUMBER_TESTED}, or sets the state of a random generator by it"
+        self.drew_random |= drew
         return drew
 
     def drawn_for_samples(self, function: Any, tensor: Tensor) -> bool:
-        """Returns True if a random tensor has a number for each sample. A permutation of indices does not count."""
+        """Returns True if a random tensor has one entry per sample. A permutation of indices does not count."""
         return name_of(function) != "randperm" and self.samples in tensor.shape[:2] and not tensor.requires_grad
 
     def _digests_of(self, tensor: Tensor) -> frozenset[Digest]:
@@ -319,31 +321,31 @@ class LoopRecord(TorchFunctionMode):
         self._kept_alive.extend(tensors)
 
     def _stop(self, reason: str) -> None:
-        self.why_not, self._recording = reason, False
+        self.failure_reason, self._recording = reason, False
         self.clear()
 
     def _unrecorded(self, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Returns the first tensor that was computed by a call without a record; None if there is none."""
+        """Returns the first tensor that no recorded call computed; None if there is none. Leaves do not count."""
         recorded = (self._recorded_results, self.before, self._constants)
         return next((t for t in tensors if not _is_leaf(t) and not any(id(t) in ids for ids in recorded)), None)
 
     def _save_value(self, tensor: Tensor) -> None:
-        """Copies the value of a tensor that no recorded call returned, before it is overwritten."""
+        """Copies the value of a tensor before it is overwritten, unless a recorded call returned the tensor."""
         for target in (tensor, tensor._base):
             if target is not None and id(target) not in self._recorded_results and id(target) not in self.before:
                 self.before[id(target)] = target.detach().clone()
                 self._written[id(target)] = target
 
 
-_open: list[LoopRecord] = []
+OPEN_RECORDS: list[LoopRecord] = []
 _stances: list[Any] = []
 _original_tensor_backward, _original_autograd_backward = Tensor.backward, torch.autograd.backward
 
 
 @functools.wraps(_original_tensor_backward)
 def _tensor_backward(self: Tensor, gradient: Any = None, *args: Any, **kwargs: Any) -> None:
-    # Replaces torch's function, because the mode could not be removed while it handles a call of backward.
-    for record in list(_open):
+    # Replaces Tensor.backward, because the mode cannot be removed while it handles a call of backward.
+    for record in list(OPEN_RECORDS):
         record.backward_started([self], [gradient])
     with _without_records():
         _original_tensor_backward(self, gradient, *args, **kwargs)
@@ -353,7 +355,7 @@ def _tensor_backward(self: Tensor, gradient: Any = None, *args: Any, **kwargs: A
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     grads = [grad_tensors] if isinstance(grad_tensors, Tensor) else list(grad_tensors or [None] * len(roots))
-    for record in list(_open):
+    for record in list(OPEN_RECORDS):
         record.backward_started(roots, grads)
     with _without_records():
         _original_autograd_backward(tensors, grad_tensors, *args, **kwargs)
@@ -361,13 +363,13 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwa
 
 @contextmanager
 def _without_records() -> Iterator[None]:
-    """Removes the modes of open records in the context, because the engine may close the records there."""
-    removed = [record for record in _open if record.remove()]
+    """Removes the modes of open records inside the context, because the engine may close records there."""
+    removed = [record for record in OPEN_RECORDS if record.remove()]
     try:
         yield
     finally:
         for record in removed:
-            if record in _open:
+            if record in OPEN_RECORDS:
                 record.__enter__()
 
 
@@ -384,8 +386,8 @@ def _now() -> float:
 
 
 def _is_leaf(tensor: Tensor) -> bool:
-    """Returns True for a leaf. Torch raises for a view that was created without gradients and changed in place."""
+    """Returns True for a leaf; False for a view that was created without gradients and then changed in place."""
     try:
         return tensor.is_leaf
-    except RuntimeError:
+    except RuntimeError:  # torch raises for such a view
         return False

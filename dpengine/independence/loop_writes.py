@@ -1,4 +1,4 @@
-"""Rejects loops that write data of the batch to buffers or parameters of the model."""
+"""Checks that a loop writes no data of the batch to buffers or parameters of the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .torch_calls import name_of, writes_to
 def check_model_not_written(record: LoopRecord, model: nn.Module) -> None:
     """Raises BufferUpdateError if a call of the loop wrote data of the batch to a tensor of the model."""
     dependent = {id(tensor) for tensor in record.data}
-    written: set[int] = set()  # memory addresses
+    written: set[int] = set()  # addresses of the storages
     for call in record.calls:
         if isinstance(call, ModelCall):
             dependent.update(map(id, call.outputs))

@@ -2,7 +2,7 @@
 
 On a probed step the forward passes run again, unchanged and with other data for some samples. Attributes that differ
 between these runs hold data of the batch. If such an attribute still has its value when the next batch runs, that
-batch runs again with the value of the other run. If the output changes, the model remembers the previous batch.
+batch runs again with the value of the other run. If its output changes, it depends on the previous batch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dpengine.capture.replay import ForwardPass, Replay
 from dpengine.capture.tensors import tensors_in_outputs
 from dpengine.errors import BufferUpdateError, notice
 
-from .compare_runs import EXACT, HALF, Rows
+from .compare_runs import EXACT, HALF, BatchAxis
 
 
-class Remembered(NamedTuple):
-    """Attributes that hold data of a batch.
+class StoredAttributes(NamedTuple):
+    """Attributes of a model that hold data of a batch.
 
     Attributes:
-        slots: The attributes.
+        slots: Locations of the attributes.
         state: Model state after the batch.
-        other: Model state after the same pass with other data for some samples.
+        other: Model state after the same pass with other data in some samples.
     """
 
     slots: list[Slot]
@@ -40,62 +40,64 @@ class Remembered(NamedTuple):
 
 
 class MemoryCheck:
-    """Checks the recorded passes of a batch."""
+    """Checks the recorded forward passes of a batch."""
 
     def __init__(self, capture: Capture, replay: Replay):
         self._capture = capture
         self._replay = replay
 
-    def remembered(self, samples: int) -> list[Remembered]:
+    def stored_attributes(self, samples: int) -> list[StoredAttributes]:
         """Returns attributes that hold data of the batch."""
-        remembered: list[Remembered] = []
+        stored: list[StoredAttributes] = []
         with self._capture.paused():
             for forward_pass in self._replay.reached:
                 try:
-                    remembered += self._of_pass(forward_pass, Rows(samples, self._capture.batch_to_front))
+                    stored += self._of_pass(forward_pass, BatchAxis(samples, self._capture.batch_to_front))
                 except Exception as error:
-                    shown = str(error).split("\n", maxsplit=1)[0][:100]
-                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")
-        return remembered
+                    message = str(error).split("\n", maxsplit=1)[0][:100]
+                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {message}")
+        return stored
 
-    def _of_pass(self, forward_pass: ForwardPass, rows: Rows) -> Iterator[Remembered]:
+    def _of_pass(self, forward_pass: ForwardPass, batch_axis: BatchAxis) -> Iterator[StoredAttributes]:
         state = self._state_after(forward_pass, lambda tensor: tensor)
         changed = state.changed_since(forward_pass.state)
-        if not changed or rows.samples < 2:
+        if not changed or batch_axis.samples < 2:
             return
         state, completed = state.detached(), 0
-        for _, source_B in rows.halves(moves=False):
+        for _, source_B in batch_axis.halves(permute=False):
             try:
-                other = self._state_after(forward_pass, partial(rows.rearranged, source_B=source_B)).detached()
-            except Exception:  # for example if a tensor has the length of the batch by chance
+                other = self._state_after(forward_pass, partial(batch_axis.gather, source_B=source_B)).detached()
+            except Exception:  # for example if a tensor without a batch axis has the length of the batch
                 continue
             completed += 1
             slots = [slot for slot in changed if not _agree(state.value_of(slot), other.value_of(slot), 0.0)]
             if slots:
-                yield Remembered(slots, state, other)
+                yield StoredAttributes(slots, state, other)
         if not completed:
             self._warn_unknown("it could not run with other data")
 
     def _state_after(self, forward_pass: ForwardPass, replace: Callable[[Tensor], Tensor]) -> ModelState:
-        """Returns the state of the model after the pass, with replaced inputs."""
+        """Returns the state of the model after the pass with replaced inputs."""
         args, kwargs = pytree.tree_map_only(Tensor, replace, (forward_pass.args, forward_pass.kwargs))
         with forward_pass.in_initial_state(self._capture.model):
             forward_pass.forward(self._capture.model, args, kwargs)
             return ModelState.of(self._capture.model)
 
-    def check_read(self, remembered: Sequence[Remembered]) -> None:
+    def check_read(self, stored: Sequence[StoredAttributes]) -> None:
         """Raises BufferUpdateError if a pass reads an attribute that an earlier batch wrote."""
         with self._capture.paused():
             for forward_pass in self._replay.reached:
-                for memory in remembered:
-                    self._check_pass(forward_pass, memory)
+                for attributes in stored:
+                    self._check_pass(forward_pass, attributes)
 
-    def _check_pass(self, forward_pass: ForwardPass, memory: Remembered) -> None:
+    def _check_pass(self, forward_pass: ForwardPass, attributes: StoredAttributes) -> None:
         state = forward_pass.state
-        kept = [slot for slot in memory.slots if _agree(state.value_of(slot), memory.state.value_of(slot), EXACT)]
-        if not kept or not self._reads(forward_pass, memory, kept):
+        written = attributes.state
+        unchanged = [slot for slot in attributes.slots if _agree(state.value_of(slot), written.value_of(slot), EXACT)]
+        if not unchanged or not self._reads(forward_pass, attributes, unchanged):
             return
-        module_index, attribute = next((s for s in kept if self._reads(forward_pass, memory, [s])), kept[0])
+        used = (slot for slot in unchanged if self._reads(forward_pass, attributes, [slot]))
+        module_index, attribute = next(used, unchanged[0])
         name, module = list(self._capture.model.named_modules())[module_index]
         where = f"of layer '{name}' ({type(module).__name__})" if name else f"of the model ({type(module).__name__})"
         raise BufferUpdateError(
@@ -105,16 +107,16 @@ class MemoryCheck:
             "be kept, if it is updated after optimizer.step().",
         )
 
-    def _reads(self, forward_pass: ForwardPass, memory: Remembered, slots: Sequence[Slot]) -> bool:
+    def _reads(self, forward_pass: ForwardPass, attributes: StoredAttributes, slots: Sequence[Slot]) -> bool:
         """Returns True if the outputs of a pass change when these attributes have the values of the other run."""
         model, runs = self._capture.model, []
-        for state in (memory.state, memory.other):
+        for state in (attributes.state, attributes.other):
             with forward_pass.in_initial_state(model):
                 state.put(slots)
                 runs.append([output.detach() for output in forward_pass.forward(model)])
-        then, now = ([t for t, g in zip(run, forward_pass.grads, strict=False) if g is not None] for run in runs)
-        half = forward_pass.initial.autocast_enabled or any(t.dtype in (torch.float16, torch.bfloat16) for t in then)
-        return not _agree(then, now, HALF if half else EXACT)
+        a, b = ([t for t, g in zip(run, forward_pass.grads, strict=False) if g is not None] for run in runs)
+        half = forward_pass.initial.autocast_enabled or any(t.dtype in (torch.float16, torch.bfloat16) for t in a)
+        return not _agree(a, b, HALF if half else EXACT)
 
     def _warn_unknown(self, reason: str) -> None:
         notice(
@@ -126,10 +128,10 @@ class MemoryCheck:
         )
 
 
-def _agree(one: Any, other: Any, tolerance: float) -> bool:
-    """Returns True if tensors and numbers in two values are equal within a tolerance. Ignores other objects."""
-    leaves, others = _leaves(one), _leaves(other)
-    return len(leaves) == len(others) and all(_close(a, b, tolerance) for a, b in zip(leaves, others, strict=True))
+def _agree(a: Any, b: Any, tolerance: float) -> bool:
+    """Returns True if the tensors and numbers in two objects are equal within a tolerance. Ignores other leaves."""
+    leaves, others = _leaves(a), _leaves(b)
+    return len(leaves) == len(others) and all(_close(x, y, tolerance) for x, y in zip(leaves, others, strict=True))
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -144,20 +146,20 @@ def _leaves(value: Any) -> list[Any]:
     return leaves
 
 
-def _close(one: Any, other: Any, tolerance: float) -> bool:
-    if isinstance(one, float) and isinstance(other, float):
-        one, other = torch.tensor(one), torch.tensor(other)
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other)
-    if one.shape != other.shape or one.dtype != other.dtype:
+def _close(a: Any, b: Any, tolerance: float) -> bool:
+    if isinstance(a, float) and isinstance(b, float):
+        a, b = torch.tensor(a), torch.tensor(b)
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return type(a) is type(b) and bool(a == b)
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if one.layout is not torch.strided:
-        one, other = one.to_dense(), other.to_dense()
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    other = other.to(one.device)
-    finite = one.isfinite()
-    size = torch.where(finite, one.abs(), 0)
+    if a.layout is not torch.strided:
+        a, b = a.to_dense(), b.to_dense()
+    if not (a.is_floating_point() or a.is_complex()):
+        return torch.equal(a, b)
+    b = b.to(a.device)
+    finite = a.isfinite()
+    size = torch.where(finite, a.abs(), 0)
     scale = size.max() if size.numel() else 0.0
-    near = (one - other).abs() <= tolerance * (size + scale)
-    return bool((near | ~finite).all()) and torch.equal(finite, other.isfinite())
+    near = (a - b).abs() <= tolerance * (size + scale)
+    return bool((near | ~finite).all()) and torch.equal(finite, b.isfinite())

@@ -1,4 +1,4 @@
-"""Finds data of a batch that reach a model without a recorded torch call."""
+"""Finds data of a batch that reach a model outside the recorded torch calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EARLIER_GRAPH = "the loop uses a tensor with the graph of an earlier batch, such
 
 
 def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
-    """Returns the reason why inputs of a model cannot be traced to the batch; None if they can."""
+    """Returns the reason why the inputs of a model cannot be traced to the batch; None if they can."""
     inputs = tensors_in(model_inputs)
     if any(id(tensor) in record.earlier_tensors for tensor in inputs):
         return EARLIER_GRAPH
@@ -30,13 +30,16 @@ def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
             return f"the model gets a number, and one was read from the batch by {name}"
         if inputs and not any(id(tensor) in record.dependent for tensor in inputs):
             return f"the input of the model comes from numbers that were read from the batch by {name}"
-    elif inputs and not record.drew and not any(id(tensor) in record.dependent for tensor in inputs):
+    elif inputs and not record.drew_random and not any(id(tensor) in record.dependent for tensor in inputs):
         return "the input of the model does not come from tensors of the batch by calls of torch"
     return None
 
 
 def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
-    """Returns a model attribute that holds a tensor computed from the batch without an entry for each sample."""
+    """Returns a description of a model attribute with a tensor that combines samples of the batch; None if none.
+
+    Such a tensor is computed from the batch, and does not have one entry per sample.
+    """
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules"):  # compared after the pass
@@ -50,7 +53,7 @@ def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
 
 
 def digest(tensor: Tensor) -> Digest:
-    """Returns statistics of a tensor that change if its values change."""
+    """Returns the shape, sum and sum of squares of a tensor, which change if its values change."""
     values = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     values = values.detach().to(torch.complex128 if tensor.is_complex() else torch.float64)
     return tuple(tensor.shape), repr(values.sum().item()), repr(values.abs().square().sum().item())

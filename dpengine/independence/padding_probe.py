@@ -1,11 +1,11 @@
-"""Checks whether the result of an example depends on the length to which its batch is padded.
+"""Checks whether the outputs for a sample depend on the length to which its batch is padded.
 
-A collate function pads to the longest example. If the model does not mask the padding, the longest example of a batch
-changes the gradients of all others. The check runs a pass again with the shorter examples only, once at the full length
-and once truncated to their own longest length, and compares the outputs that the loss uses. Padding that changes the
-outputs is harmless if all batches have one length. The error is raised only if it happens at two lengths.
+A collate function pads to the longest example. If the model does not mask the padding, the longest sample of a batch
+changes the gradients of all others. The check runs a forward pass again with the shorter samples only, once at the full
+length and once truncated, and compares the outputs that the loss uses. Padding that changes outputs is harmless if all
+batches have the same length. Therefore the error is raised only if outputs changed in batches of two lengths.
 
-Axes: B samples, T positions.
+Axes: B samples, T positions, R other axes, flattened.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dpengine.capture.replay import ForwardPass, Replay
 from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
-from .compare_runs import EXACT, HALF, Rows
+from .compare_runs import EXACT, HALF, BatchAxis
 from .random_states import random_states
 
 _INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
-_LEAST_PADDING = 3  # smallest number of padded positions in a batch; fewer may be equal tokens by chance
+_MIN_PADDING = 3  # smallest number of padded positions in a batch; fewer may be equal tokens by chance
 
 
 class Padding(NamedTuple):
@@ -35,10 +35,10 @@ class Padding(NamedTuple):
 
     Attributes:
         leaf: Index of the first padded tensor among the tensors of the inputs.
-        axis: Padded axis of this tensor, with the batch axis in front.
+        axis: Padded axis of this tensor, if the batch is on axis 0.
         length: Size of the padded axis.
         at_end: False if the padding is at the beginning.
-        lengths_B: Number of positions of each sample without padding.
+        lengths_B: Number of positions of each sample, without padding.
         padded: Indices of all tensors that are padded on this axis.
     """
 
@@ -50,8 +50,8 @@ class Padding(NamedTuple):
     padded: list[int]
 
 
-def depends_on_padding() -> BatchDependentLossError:
-    """Returns the error for samples whose gradient depends on the longest sample of the batch."""
+def padding_error() -> BatchDependentLossError:
+    """Returns the error for samples whose gradients depend on the longest sample of the batch."""
     return BatchDependentLossError(
         "The result of a sample depends on padding: it changed when its batch was padded to another length, and "
         "batches have different lengths. So the longest sample changes the gradients of all others.",
@@ -61,27 +61,27 @@ def depends_on_padding() -> BatchDependentLossError:
 
 
 class PaddingProbe:
-    """Checks the probed passes of one model."""
+    """Checks the probed forward passes of one model."""
 
     def __init__(self, capture: Capture):
         self._capture = capture
-        # Lengths of batches whose padding changed results, and of those that could not be checked, by tensor and axis.
+        # Lengths of batches whose padding changed outputs, and of batches without a check, by tensor and axis.
         self._changed_at: dict[tuple[int, int], set[int]] = {}
         self._unchecked: dict[tuple[int, int], set[int]] = {}
 
     @property
     def open(self) -> bool:
-        """True if padding changed results at one length, so that a batch of another length decides."""
+        """True if padding changed outputs at one length. A batch of another length is then needed to decide."""
         return bool(self._changed_at)
 
     def check(self, replay: Replay, samples: int) -> None:
-        """Raises BatchDependentLossError if padding changed results in batches of two lengths."""
-        rows = Rows(samples, self._capture.batch_to_front)
+        """Raises BatchDependentLossError if padding changed outputs in batches of two lengths."""
+        batch_axis = BatchAxis(samples, self._capture.batch_to_front)
         for forward_pass in replay.reached:
             with self._capture.paused():
-                self._check_pass(forward_pass, rows)
+                self._check_pass(forward_pass, batch_axis)
         if any(len(lengths) > 1 for lengths in self._changed_at.values()):
-            raise depends_on_padding()
+            raise padding_error()
         if any(len(lengths) > 1 for lengths in self._unchecked.values()):
             self._warn_unchecked()
 
@@ -96,33 +96,35 @@ class PaddingProbe:
         )
         self._unchecked = {}
 
-    def _check_pass(self, forward_pass: ForwardPass, rows: Rows) -> None:
+    def _check_pass(self, forward_pass: ForwardPass, batch_axis: BatchAxis) -> None:
         inputs = tensors_in((forward_pass.args, forward_pass.kwargs))
-        for padding in paddings([rows.to_front(tensor) for tensor in inputs], rows.samples):
-            place, depends = (padding.leaf, padding.axis), None
-            for length in shorter(padding):
-                depends = _Comparison(self._capture, forward_pass, rows, padding, length).depends()
+        for padding in paddings([batch_axis.to_front(tensor) for tensor in inputs], batch_axis.samples):
+            key, depends = (padding.leaf, padding.axis), None
+            for length in shorter_lengths(padding):
+                depends = _Comparison(self._capture, forward_pass, batch_axis, padding, length).depends()
                 if depends is not None:
                     break
             if depends is not False:
-                (self._changed_at if depends else self._unchecked).setdefault(place, set()).add(padding.length)
+                (self._changed_at if depends else self._unchecked).setdefault(key, set()).add(padding.length)
 
 
 class _Comparison:
-    """Compares the shorter samples of a pass at two lengths."""
+    """Compares the outputs for the shorter samples of a pass at two lengths."""
 
-    def __init__(self, capture: Capture, forward_pass: ForwardPass, rows: Rows, padding: Padding, length: int):
-        self._capture, self._pass, self._rows = capture, forward_pass, rows
+    def __init__(
+        self, capture: Capture, forward_pass: ForwardPass, batch_axis: BatchAxis, padding: Padding, length: int
+    ):
+        self._capture, self._pass, self._batch_axis = capture, forward_pass, batch_axis
         self._padding, self._length = padding, length
         kept_B = padding.lengths_B <= length
         first = int(kept_B.nonzero()[0])
         self._source_B = torch.where(kept_B, torch.arange(len(kept_B)), first)
         self._kept_B = kept_B
-        # A loss that the model computes is compared with shorter samples in both runs; other outputs by sample.
+        # If the model returns a loss, both runs use shorter samples only. Other outputs are compared sample by sample.
         self._returns_loss = any(g is not None and g.dim() == 0 for g in forward_pass.grads)
         before, after = forward_pass.initial.random, forward_pass.random_after
         self._drew = not after or not all(
-            torch.equal(then, now) for (_, then), (_, now) in zip(before, after, strict=True)
+            torch.equal(old, new) for (_, old), (_, new) in zip(before, after, strict=True)
         )
 
     def depends(self) -> bool | None:
@@ -142,44 +144,47 @@ class _Comparison:
         )
 
     def _run(self, *, cut: bool) -> list[Tensor] | None:
-        """Returns the outputs; None if the model draws random numbers. Runs in eval mode if the pass drew any."""
+        """Returns the outputs; None if the model draws random numbers. Uses eval mode if the recorded pass drew any."""
         forward_pass, inputs = self._pass, (self._pass.args, self._pass.kwargs)
         index = iter(range(len(tensors_in(inputs))))
-        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._arranged(t, next(index), cut=cut), inputs)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda t: self._replacement(t, next(index), cut=cut), inputs)
         model = self._capture.model
         with forward_pass.in_initial_state(model):
             if self._drew:
                 model.eval()
-            self._put_attributes(model, cut=cut)
+            self._replace_attributes(model, cut=cut)
             before = random_states()
             outputs = [output.detach() for output in forward_pass.forward(model, args, kwargs)]
             return outputs if all(map(torch.equal, before, random_states())) else None
 
-    def _put_attributes(self, model: nn.Module, *, cut: bool) -> None:
-        """Truncates attributes that the loop set for this batch, such as a mask. The caller restores the state."""
+    def _replace_attributes(self, model: nn.Module, *, cut: bool) -> None:
+        """Replaces tensor attributes with an entry per sample and position, such as a mask, as inputs are replaced.
+
+        The caller restores the attributes.
+        """
         for module in model.modules():
             for name, value in vars(module).items():
                 if isinstance(value, Tensor) and value.dim() > 1:
-                    front = self._rows.to_front(value)
-                    if len(front) == self._rows.samples and self._padding.length in front.shape[1:]:
-                        setattr(module, name, self._arranged(value, -1, cut=cut))
+                    front = self._batch_axis.to_front(value)
+                    if len(front) == self._batch_axis.samples and self._padding.length in front.shape[1:]:
+                        setattr(module, name, self._replacement(value, -1, cut=cut))
 
-    def _arranged(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
-        """Returns an input with its longer samples replaced by shorter ones, and truncated if ``cut``."""
-        rows, padding = self._rows, self._padding
-        front = rows.to_front(tensor)
-        batched = front.dim() > 0 and len(front) == rows.samples
+    def _replacement(self, tensor: Tensor, index: int, *, cut: bool) -> Tensor:
+        """Returns an input, truncated if ``cut``, with its longer samples replaced by a shorter one where needed."""
+        batch_axis, padding = self._batch_axis, self._padding
+        front = batch_axis.to_front(tensor)
+        batched = front.dim() > 0 and len(front) == batch_axis.samples
         if batched and (cut or self._returns_loss):
             front = front[self._source_B.to(front.device)]
         if not cut:
-            return rows.to_front(front)
+            return batch_axis.to_front(front)
         if index in padding.padded:
             axes: Sequence[int] = (padding.axis,)
         else:
             axes = [a for a in range(int(batched), front.dim()) if front.shape[a] == padding.length]
         for axis in axes:
             front = narrowed(front, axis, self._length, padding.at_end)
-        return rows.to_front(front)
+        return batch_axis.to_front(front)
 
     def _differ(self, full: Tensor, cut: Tensor, grad: Tensor) -> bool:
         """Returns True if entries with a gradient differ, or if entries that were cut off have a gradient."""
@@ -202,10 +207,10 @@ class _Comparison:
         return bool((far & finite & (used != 0)).any())
 
     def _by_sample(self, tensor: Tensor) -> Tensor | None:
-        """Returns an output as ``(B, n, ...)``; a scalar unchanged; None without a batch axis."""
-        if tensor.dim() > 1 and tensor.shape[0] != self._rows.samples == tensor.shape[1]:
+        """Returns an output as ``(B, N, ...)``; a scalar unchanged; None if there is no batch axis."""
+        if tensor.dim() > 1 and tensor.shape[0] != self._batch_axis.samples == tensor.shape[1]:
             return tensor.transpose(0, 1)[:, None]
-        return tensor if tensor.dim() == 0 else self._rows.of(tensor)
+        return tensor if tensor.dim() == 0 else self._batch_axis.split(tensor)
 
 
 def narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
@@ -213,18 +218,20 @@ def narrowed(tensor: Tensor, axis: int, length: int, at_end: bool) -> Tensor:
     return tensor.narrow(axis, 0 if at_end else tensor.shape[axis] - length, length)
 
 
-def shorter(padding: Padding) -> Iterator[int]:
-    """Yields lengths to truncate the batch to: the median and the maximum of the lengths of the shorter samples."""
+def shorter_lengths(padding: Padding) -> Iterator[int]:
+    """Yields the median and the maximum length of the samples that are shorter than the batch."""
     below = padding.lengths_B[(padding.lengths_B < padding.length) & (padding.lengths_B > 0)]
     if len(below):
         yield from dict.fromkeys((int(below.median()), int(below.max())))
 
 
 def paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[Padding]:
-    """Yields the padding of tensors. Padding is a constant at the end or the beginning, over a length that varies.
+    """Yields the padding of tensors.
+
+    Padding is a constant at the end or the beginning of an axis, whose length differs between samples.
 
     Args:
-        fronts: Tensors with the batch axis in front.
+        fronts: Tensors with the batch on axis 0.
         samples: Number of samples.
     """
     yielded: set[tuple[int, int]] = set()
@@ -240,9 +247,9 @@ def paddings(fronts: Sequence[Tensor], samples: int) -> Iterator[Padding]:
                     other_lengths_B = _lengths(fronts[other], axis, at_end)
                     if other_lengths_B is not None:
                         lengths_B, padded = torch.maximum(lengths_B, other_lengths_B), [*padded, other]
-            square = any(t.shape[:2] == (length, length) for i, t in enumerate(fronts) if i not in padded)
+            is_square = any(t.shape[:2] == (length, length) for i, t in enumerate(fronts) if i not in padded)
             yielded.add((length, axis))
-            if not (square and length == samples):  # either axis of the square may be the batch
+            if not (is_square and length == samples):  # of a square tensor, either axis may be the batch
                 yield Padding(leaf, axis, length, at_end, lengths_B, padded)
 
 
@@ -263,7 +270,7 @@ def _lengths(front: Tensor, axis: int, at_end: bool) -> Tensor | None:
     is_pad_BT = (values_BTR == value).all(dim=2)
     tail_BT = is_pad_BT.flip(1).cumprod(dim=1)
     padding_B = tail_BT.sum(dim=1)
-    inside = int(is_pad_BT.sum()) - int(padding_B.sum())
-    if (exact and inside) or int(padding_B.sum()) < _LEAST_PADDING or int(padding_B.max()) < 2:
+    occurs_inside = int(is_pad_BT.sum()) > int(padding_B.sum())
+    if (exact and occurs_inside) or int(padding_B.sum()) < _MIN_PADDING or int(padding_B.max()) < 2:
         return None
     return None if bool((padding_B == padding_B[0]).all()) else (front.shape[axis] - padding_B).cpu()

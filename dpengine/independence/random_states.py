@@ -1,4 +1,4 @@
-"""States of random generators, to run code twice with the same random numbers."""
+"""Saves and restores the states of random generators, so that code can run twice with the same random numbers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def random_states() -> list[Tensor]:
-    """Returns the states of torch's generators of the CPU and of the current GPU."""
+    """Returns the states of torch's default generators for the CPU and the current GPU."""
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if cuda else [])]
 
@@ -32,7 +32,7 @@ def set_random_states(states: Sequence[Tensor]) -> None:
 
 @contextmanager
 def restored_random_states() -> Iterator[None]:
-    """Restores the states of torch's generators on exit."""
+    """Restores the states of torch's default generators on exit."""
     states = random_states()
     try:
         yield

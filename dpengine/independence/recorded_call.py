@@ -11,7 +11,7 @@ from dpengine.capture.replay import ForwardPass
 from dpengine.capture.tensors import tensors_in
 
 # Identifies a tensor: "data", "list", "output" or "random"; index of the call; index of the tensor in the call.
-Place = tuple[str, int, int]
+TensorKey = tuple[str, int, int]
 
 
 class Call(NamedTuple):
@@ -25,7 +25,7 @@ class Call(NamedTuple):
         grad: Whether gradients were enabled.
         autocast: Device type and dtype of each enabled autocast.
         random: State of the random generators before the call; None if the call did not change them.
-        harmless: Whether the branches that the result selects only raise errors or store values for logging.
+        harmless: Whether the branches that the result selects only raise errors or log values.
     """
 
     function: Any
@@ -39,7 +39,7 @@ class Call(NamedTuple):
 
 
 class ModelCall(NamedTuple):
-    """A forward pass of the model: its inputs, the outputs returned to the loop, and the recorded pass."""
+    """A forward pass of the model: the inputs, the outputs that the loop received, and the recorded pass."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]

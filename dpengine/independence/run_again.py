@@ -16,23 +16,23 @@ from torch.utils import _pytree as pytree
 
 from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 
-from .compare_runs import rearranged_batch
+from .compare_runs import map_batch
 from .loop_record import LoopRecord
 from .random_states import restored_random_states, set_random_states
-from .recorded_call import Call, ModelCall, Place
+from .recorded_call import Call, ModelCall, TensorKey
 from .torch_calls import ERROR_TESTS, name_of, reads_size
 
 BRANCH = "the loop takes a branch that depends on the batch"
 
-Arrange = Callable[[Tensor, Place], Tensor]
+ReplaceTensor = Callable[[Tensor, TensorKey], Tensor]
 Result = TypeVar("Result")
 
-LEAST_SECONDS = 1.0  # smallest time limit of all runs of a record, until the loop was checked once
-# The time limit as a multiple of the forward part, which is about a third of the step: twice the step, or five times
-# the step if the outputs have more than _LARGE times the entries of the data, as those of a language model.
-_MOST_TIMES, _MOST_TIMES_LARGE, _LARGE = 6, 15, 16
+MIN_SECONDS = 1.0  # smallest time limit of all runs of a record, until the loop was checked once
+# Time limit, as a multiple of the time until the backward pass, which is about a third of the step. It is about twice
+# the step, or five times the step if the outputs have more than _LARGE times the entries of the data.
+_MAX_TIMES, _MAX_TIMES_LARGE, _LARGE = 6, 15, 16
 
-_PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+_NO_TENSORS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
 class NotRecordedError(Exception):
@@ -40,7 +40,7 @@ class NotRecordedError(Exception):
 
 
 class BranchError(NotRecordedError):
-    """Raised if the calls take another branch in which the loop continues."""
+    """Raised if the calls take another branch, and that branch does not end in an error."""
 
 
 class OutOfTimeError(Exception):
@@ -48,59 +48,63 @@ class OutOfTimeError(Exception):
 
 
 class Run(NamedTuple):
-    """Results of a rerun of a loop: inputs of each model call, and gradients of the model outputs by place."""
+    """Results of a rerun of a loop: inputs of each model call, and gradients of the model outputs."""
 
     inputs: list[list[Tensor]]
-    grads: dict[Place, Tensor]
+    grads: dict[TensorKey, Tensor]
 
 
 class Rerun:
     """Runs the calls of a record again, within a time limit.
 
-    ``settled`` is True if the loop was checked in an earlier step. Then the limit has no lower bound.
+    ``checked_before`` is True if the loop was checked in an earlier step. Otherwise the limit is at least
+    `MIN_SECONDS`.
 
     Attributes:
         record: The record.
-        large: Whether the outputs have many more entries than the data, as those of a language model.
+        has_large_outputs: Whether the model outputs have many more entries than the data, as in language models.
     """
 
-    def __init__(self, record: LoopRecord, *, settled: bool):
+    def __init__(self, record: LoopRecord, *, checked_before: bool):
         self.record = record
         calls = [call for call in record.calls if isinstance(call, ModelCall)]
         outputs = sum(tensor.numel() for call in calls for tensor in call.outputs)
-        self.large = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
-        times = _MOST_TIMES_LARGE if self.large else _MOST_TIMES
-        self._left = max(0.0 if settled else LEAST_SECONDS, times * record.seconds)
+        self.has_large_outputs = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
+        times = _MAX_TIMES_LARGE if self.has_large_outputs else _MAX_TIMES
+        self._left = max(0.0 if checked_before else MIN_SECONDS, times * record.seconds)
         self._longest = 0.0  # seconds of the slowest run so far, with its comparison
-        self._began: float | None = None
+        self._began: float | None = None  # start of the last run
 
-    def __call__(self, arrange: Arrange) -> Run:
+    def __call__(self, replace: ReplaceTensor) -> Run:
         """Runs the calls with other data and outputs, and returns the gradients of the outputs.
 
         Args:
-            arrange: Returns the replacement of a tensor of the batch, an output of the model or a random tensor.
+            replace: Returns the replacement of a tensor of the batch, an output of the model or a random tensor.
 
         Raises:
-            NotRecordedError: If the calls take another branch than before, or fail.
+            NotRecordedError: If the calls take another branch, or fail.
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        return self._within_limit(lambda: _Values(self, arrange).run())
+        return self._within_limit(lambda: _SingleRun(self, replace).run())
 
-    def try_branches(self, arrange: Arrange) -> None:
+    def try_branches(self, replace: ReplaceTensor) -> None:
         """Runs the calls without gradients, and continues past branches that end in an error.
 
         Raises:
             NotRecordedError: If the calls fail, or take another branch (BranchError).
             OutOfTimeError: If there is not enough time for a run.
         """  # noqa: DOC502 - the runs raise
-        self._within_limit(lambda: _Values(self, arrange).run_calls(strict=False))
+        self._within_limit(lambda: _SingleRun(self, replace).run_calls(strict=False))
 
     def has_branches(self) -> bool:
-        """Returns True if the loop has a branch in which it may continue with other values."""
+        """Returns True if other values may select a branch that does not end in an error."""
         return any(is_branch(call) and not self.ends_in_error(call) for call in self.record.calls)
 
     def ends_in_error(self, branch: Call) -> bool:
-        """Returns True if the other branches only raise errors or store values for logging, or test for NaN or inf."""
+        """Returns True if the other branch cannot change the loss.
+
+        Such a branch raises an error, stores values for logging, or follows a test for NaN or infinity.
+        """
         return branch.harmless or all(map(self._finds_errors, tensors_in(branch.args)))
 
     def _finds_errors(self, tensor: Tensor) -> bool:
@@ -114,7 +118,7 @@ class Rerun:
 
     @functools.cached_property
     def _producers(self) -> dict[int, Call]:
-        """The last call that returned each tensor, by id."""
+        """The last call that returned a tensor, by id of the tensor."""
         return {id(t): call for call in self.record.calls if isinstance(call, Call) for t in tensors_in(call.result)}
 
     def _within_limit(self, run: Callable[[], Result]) -> Result:
@@ -127,13 +131,13 @@ class Rerun:
             raise OutOfTimeError
         try:
             with warnings.catch_warnings(), torch.enable_grad(), restored_random_states():
-                warnings.simplefilter("ignore")  # the loop itself has shown them
+                warnings.simplefilter("ignore")  # the loop itself has issued these warnings
                 return run()
         except NotRecordedError:
             raise
         except Exception as error:
-            shown = str(error).split("\n", maxsplit=1)[0][:100]
-            raise NotRecordedError(f"running it again raised {type(error).__name__}: {shown}") from error
+            message = str(error).split("\n", maxsplit=1)[0][:100]
+            raise NotRecordedError(f"running it again raised {type(error).__name__}: {message}") from error
 
 
 def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
@@ -145,20 +149,20 @@ def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
     )
 
 
-class _Values:
-    """The values of the tensors of a record in one run."""
+class _SingleRun:
+    """One run of the calls of a record."""
 
-    def __init__(self, rerun: Rerun, arrange: Arrange):
-        self._rerun, self._record, self._arrange = rerun, rerun.record, arrange
+    def __init__(self, rerun: Rerun, replace: ReplaceTensor):
+        self._rerun, self._record, self._replace = rerun, rerun.record, replace
         self._inputs: list[list[Tensor]] = []
-        self._leaves: dict[Place, Tensor] = {}
+        self._leaves: dict[TensorKey, Tensor] = {}
         self._values: dict[int, Any] = dict(zip(map(id, self._record.data), self._data(), strict=True))
 
     def run_calls(self, *, strict: bool = True) -> None:
         """Runs the calls, and raises if they take another branch.
 
-        With ``strict=False``, continues where another branch would end in an error. Only then are sizes that were read
-        compared, because any loop may read sizes that differ by sample.
+        With ``strict=False``, a branch that ends in an error is ignored, and sizes that the loop reads are compared.
+        With ``strict=True``, sizes are not compared, because they may differ between samples.
         """
         record, drawn = self._record, 0
         for call in record.calls:
@@ -166,14 +170,15 @@ class _Values:
                 self._add_outputs(call)
                 continue
             result = self._run_call(call)
-            then, now = tensors_in(call.result), tensors_in(result)
-            if len(then) != len(now):
+            recorded, results = tensors_in(call.result), tensors_in(result)
+            if len(recorded) != len(results):
                 raise NotRecordedError(f"{name_of(call.function)} returned another number of tensors")
             if call.random is not None:
-                replaced = [record.drawn_for_samples(call.function, t) for t in now]
-                now = [self._arrange(t, ("random", drawn, k)) if replaced[k] else t for k, t in enumerate(now)]
+                for k, tensor in enumerate(results):
+                    if record.drawn_for_samples(call.function, tensor):
+                        results[k] = self._replace(tensor, ("random", drawn, k))
                 drawn += 1
-            self._values.update(zip(map(id, then), now, strict=True))
+            self._values.update(zip(map(id, recorded), results, strict=True))
             if is_branch(call) and result != call.result and not (strict and reads_size(call.function)):
                 error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError
                 if strict or error is BranchError:
@@ -184,48 +189,47 @@ class _Values:
         record = self._record
         self.run_calls()
         roots = [(self._substitute(root), self._substitute(grad)) for root, grad in record.roots]
-        live = [(root, grad) for root, grad in roots if root.requires_grad]
-        if not live or not self._leaves:
+        differentiable = [(root, grad) for root, grad in roots if root.requires_grad]
+        if not differentiable or not self._leaves:
             raise NotRecordedError("the loss has no gradient by the outputs of the model")
-        grads = torch.autograd.grad(
-            [root for root, _ in live], list(self._leaves.values()), [grad for _, grad in live], allow_unused=True
-        )
-        found = zip(self._leaves.items(), grads, strict=True)
+        sources, root_grads = zip(*differentiable, strict=True)
+        grads = torch.autograd.grad(sources, list(self._leaves.values()), root_grads, allow_unused=True)
+        by_key = zip(self._leaves.items(), grads, strict=True)
         return Run(
-            self._inputs, {p: torch.zeros_like(leaf) if grad is None else grad.detach() for (p, leaf), grad in found}
+            self._inputs, {k: torch.zeros_like(leaf) if grad is None else grad.detach() for (k, leaf), grad in by_key}
         )
 
     def _data(self) -> list[Tensor]:
         """Returns the replacements of the tensors of the batch."""
         record, count = self._record, itertools.count()
 
-        def of_tensor(tensor: Tensor) -> Tensor:
+        def replacement(tensor: Tensor) -> Tensor:
             original = record.before.get(id(tensor))
             kind, value = ("list", tensor) if original is None else ("data", original.clone())
-            return self._arrange(value, (kind, 0, next(count)))
+            return self._replace(value, (kind, 0, next(count)))
 
-        tensors = tensors_in_outputs(rearranged_batch(record.batch, record.samples, of_tensor))
+        tensors = tensors_in_outputs(map_batch(record.batch, record.samples, replacement))
         return [record.before[id(t)].clone() if id(t) in record.before else t for t in tensors]
 
     def _add_outputs(self, call: ModelCall) -> None:
         number = len(self._inputs)
         self._inputs.append([self._substitute(tensor).detach() for tensor in call.inputs])
         for k, (output, value) in enumerate(zip(call.outputs, call.recorded.outputs, strict=True)):
-            leaf = self._arrange(value, ("output", number, k)).detach()
+            leaf = self._replace(value, ("output", number, k)).detach()
             if output.requires_grad:
                 self._leaves["output", number, k] = leaf.requires_grad_()
             self._values[id(output)] = leaf.clone()  # the loop may write to it
 
     def _substitute(self, node: Any) -> Any:
-        """Returns arguments of a call with the tensors of this run. Tests for common types first."""
-        kind = type(node)
-        if kind in _PLAIN:
+        """Returns arguments of a call with the tensors of this run."""
+        node_type = type(node)  # common types are tested first, for speed
+        if node_type in _NO_TENSORS:
             return node
-        if kind is tuple or kind is list:
-            return kind(map(self._substitute, node))
-        if kind is dict:
+        if node_type is tuple or node_type is list:
+            return node_type(map(self._substitute, node))
+        if node_type is dict:
             return {name: self._substitute(value) for name, value in node.items()}
-        if kind is slice:
+        if node_type is slice:
             return slice(self._substitute(node.start), self._substitute(node.stop), self._substitute(node.step))
         if not isinstance(node, Tensor):
             return pytree.tree_map_only(Tensor, self._substitute, node)

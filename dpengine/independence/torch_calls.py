@@ -1,4 +1,4 @@
-"""Effects of torch functions, by name."""
+"""Effects of torch functions, known by their names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose"})
 """Functions whose result may select a branch of the loop."""
 
 ERROR_TESTS = frozenset({"isnan", "isfinite", "isinf"})
-"""Functions that test for NaN and infinity."""
+"""Functions that test for NaN or infinity."""
 
-_CHOOSE = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
+_SELECTIONS = frozenset({"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"})
 _SIZES = frozenset({"__len__", "numel", "nelement", "size"})
 
 DRAW_IN_PLACE = frozenset(
@@ -48,7 +48,7 @@ def has_data_dependent_size(name: str, args: Sequence[Any]) -> bool:
         return len(args) == 1
     index = args[1] if name == "__getitem__" and len(args) > 1 else None
     parts = index if isinstance(index, tuple) else (index,)
-    return name in _CHOOSE or any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts)
+    return name in _SELECTIONS or any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts)
 
 
 def reads_size(function: Any) -> bool:
@@ -58,7 +58,7 @@ def reads_size(function: Any) -> bool:
 
 
 def origin_of(tensor: Tensor) -> str:
-    """Returns a name for the code that computed a tensor."""
+    """Returns a description of the code that computed a tensor, for messages."""
     return "code outside torch" if tensor.grad_fn is None else f"'{tensor.grad_fn.name()}'"
 
 
@@ -72,5 +72,5 @@ def reads_single_samples(function: Any, args: Sequence[Any]) -> bool:
 
 
 def autocasts() -> tuple[tuple[str, torch.dtype], ...]:
-    """Returns device type and dtype of each enabled autocast."""
+    """Returns the device type and dtype of each enabled autocast."""
     return tuple((d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d))

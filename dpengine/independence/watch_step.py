@@ -22,8 +22,8 @@ from dpengine.errors import BatchStateError
 from .random_states import random_states
 
 # Identifies a tensor: "input", "output" or "layer"; number of the call; index of the tensor in the call.
-Place = tuple[str, int, int]
-Replace = Callable[[Place, Tensor], Tensor]
+TensorKey = tuple[str, int, int]
+ReplaceOutput = Callable[[TensorKey, Tensor], Tensor]
 
 CHECKED_LOOPS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models whose last check_loop passed
 
@@ -31,61 +31,59 @@ _HALF = {torch.float16, torch.bfloat16}
 
 
 class StepTensors(NamedTuple):
-    """Tensors of one run of a step, by place.
+    """Tensors of one run of a step, by key.
 
     Attributes:
         inputs: Inputs of the model calls that the backward pass reached.
-        outputs: Model outputs that require a gradient, after they were replaced.
+        outputs: Model outputs that require a gradient, after replacement.
         original: Model outputs before replacement, with or without gradient. Empty if a model drew random numbers.
         grads: Gradients with respect to `outputs`, and to `layers` if a model computes a loss.
         layers: Outputs of layers that require a gradient.
-        drew: Whether random numbers were drawn outside the models.
+        drew_random: Whether random numbers were drawn outside the models.
         half: Whether a model returned outputs in half precision.
     """
 
-    inputs: Mapping[Place, Tensor]
-    outputs: Mapping[Place, Tensor]
-    original: Mapping[Place, Tensor]
-    grads: Mapping[Place, Tensor]
-    layers: Mapping[Place, Tensor]
-    drew: bool
+    inputs: Mapping[TensorKey, Tensor]
+    outputs: Mapping[TensorKey, Tensor]
+    original: Mapping[TensorKey, Tensor]
+    grads: Mapping[TensorKey, Tensor]
+    layers: Mapping[TensorKey, Tensor]
+    drew_random: bool
     half: bool
 
 
 class StepWatch:
-    """Records a step's model calls, and computes gradients with respect to model outputs, not parameters.
+    """Records the model calls of a step, and computes gradients with respect to model outputs, not parameters.
 
-    A model is an outermost module with trainable parameters. The step gets copies of its outputs, with the values that
-    ``replace`` returns.
+    A model is an outermost module with trainable parameters. The step receives copies of the model outputs, with the
+    values that ``replace`` returns.
 
     Attributes:
-        models: The models that were called, with their states before the first call.
+        models: The models that were called, each with its state before its first call.
         differentiated: True if a backward pass was started.
     """
 
-    def __init__(self, replace: Replace):
+    def __init__(self, replace: ReplaceOutput):
         self.models: dict[nn.Module, ModelState] = {}
         self.differentiated = False
         self._replace = replace
-        self._inside: list[nn.Module] = []  # the running model, and running modules in it
+        self._inside: list[nn.Module] = []  # the running model, and the running modules inside it
         self._inputs: list[list[Tensor]] = []
-        self._outputs: dict[Place, Tensor] = {}  # outputs of models and layers
-        self._grads: dict[Place, Tensor] = {}
-        self._original: dict[Place, Tensor] = {}  # outputs of models before they are replaced
+        self._outputs: dict[TensorKey, Tensor] = {}  # outputs of models and layers
+        self._grads: dict[TensorKey, Tensor] = {}
+        self._original: dict[TensorKey, Tensor] = {}  # outputs of models before they are replaced
         self._half = self._drew = self._model_drew = False
         self._before: list[Tensor] = []  # random states before the running call of a model
-        self._random: list[Tensor] = []  # states after the last call of a model
+        self._random: list[Tensor] = []  # random states after the last call of a model
 
     def tensors(self) -> StepTensors:
         """Returns the recorded tensors."""
-        reached = {place[1] for place in self._grads if place[0] == "output"}
+        reached = {key[1] for key in self._grads if key[0] == "output"}
         inputs = {("input", i, k): tensor for i in reached for k, tensor in enumerate(self._inputs[i])}
-        values = {place: tensor.detach() for place, tensor in self._outputs.items()}
+        values = {key: tensor.detach() for key, tensor in self._outputs.items()}
         outputs, layers = ({p: t for p, t in values.items() if p[0] == kind} for kind in ("output", "layer"))
         original = (
-            {}
-            if self._model_drew
-            else {place: tensor for place, tensor in self._original.items() if place[1] in reached}
+            {} if self._model_drew else {key: tensor for key, tensor in self._original.items() if key[1] in reached}
         )
         return StepTensors(inputs, outputs, original, self._grads, layers, self._drew, self._half)
 
@@ -99,7 +97,7 @@ class StepWatch:
             private = attached_captures()
             for capture in private:
                 stack.enter_context(capture.paused())
-            states = [ModelState.of(capture.model) for capture in private]  # before the step changes buffers itself
+            states = [ModelState.of(capture.model) for capture in private]  # the step itself may change buffers
             stack.enter_context(torch.enable_grad())
             if "torch._dynamo" in sys.modules:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -127,20 +125,20 @@ class StepWatch:
                     state.restore()
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Accumulates the gradients with respect to model outputs; also to layer outputs if a model returned a loss."""
+        """Accumulates gradients with respect to model outputs, and to layer outputs if a model returned a loss."""
         self.differentiated = True
         self._differentiate("output", roots, grads)
         if any(grad.dim() == 0 and bool(grad != 0) for grad in self._grads.values()):
             self._differentiate("layer", roots, grads)
 
     def _differentiate(self, kind: str, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        outputs = {place: tensor for place, tensor in self._outputs.items() if place[0] == kind}
+        outputs = {key: tensor for key, tensor in self._outputs.items() if key[0] == kind}
         if not outputs:
             return
         gradients = torch.autograd.grad(roots, list(outputs.values()), grads, retain_graph=True, allow_unused=True)
-        for place, grad in zip(outputs, gradients, strict=True):
+        for key, grad in zip(outputs, gradients, strict=True):
             if grad is not None:
-                self._grads[place] = self._grads[place] + grad if place in self._grads else grad.detach()
+                self._grads[key] = self._grads[key] + grad if key in self._grads else grad.detach()
 
     def _autograd_backward(self, tensors: Any, grad_tensors: Any = None, *_: Any, **__: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
@@ -175,7 +173,7 @@ class StepWatch:
         self._half |= any(t.dtype in _HALF for t in tensors_in_outputs(output))
         index = iter(range(len(tensors_in_outputs(output))))
         replaced = map_outputs(lambda tensor: self._replaced(("output", number, next(index)), tensor), output)
-        self._record("output", number, replaced)  # not the originals, which may depend on each other in the model
+        self._record("output", number, replaced)  # not the originals: one may be computed from another
         return replaced
 
     def _check_random(self) -> None:
@@ -187,8 +185,8 @@ class StepWatch:
             if tensor.requires_grad:
                 self._outputs[kind, number, k] = tensor
 
-    def _replaced(self, place: Place, output: Tensor) -> Tensor:
-        value = self._replace(place, output) if output.requires_grad else output
+    def _replaced(self, key: TensorKey, output: Tensor) -> Tensor:
+        value = self._replace(key, output) if output.requires_grad else output
         return _WithValue.apply(output, value)  # type: ignore[no-any-return]
 
 
@@ -213,11 +211,11 @@ def _no_op(*_: Any, **__: Any) -> None:
 
 
 def _reject_step(optimizer: Optimizer, *_: Any) -> None:
-    raise step_inside_check(type(optimizer).__name__)
+    raise step_inside_check_error(type(optimizer).__name__)
 
 
-def step_inside_check(name: str) -> BatchStateError:
-    """Returns the error for an optimizer step while a loop is checked."""
+def step_inside_check_error(name: str) -> BatchStateError:
+    """Returns the error for an optimizer step inside `check_loop`."""
     return BatchStateError(
         f"{name}.step() was called inside check_loop, which must not change the model.",
         fix="Pass check_loop a function that computes the loss and does not call optimizer.step().",

@@ -1,4 +1,4 @@
-"""Checks a training step: runs it with other data in some samples, and compares the results of the other samples."""
+"""Checks a training step: runs it with other data in some samples, and compares the results of the others."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from dpengine.errors import BatchDependentLossError, keyword_hints
 from dpengine.independence.compare_runs import (
     EXACT,
     HALF,
-    Kept,
-    Rows,
+    BatchAxis,
+    KeptSamples,
     check_reduction,
     is_ambiguous,
     largest_change,
-    mixed_inputs,
-    mixed_loss,
-    mixed_outputs,
+    map_batch,
+    mixed_inputs_error,
+    mixed_loss_error,
+    mixed_outputs_error,
     number_of_samples,
-    rearranged_batch,
     reduction_of,
 )
 from dpengine.independence.random_states import restored_random_states
-from dpengine.independence.watch_step import CHECKED_LOOPS, Place, Replace, StepTensors, StepWatch
+from dpengine.independence.watch_step import CHECKED_LOOPS, ReplaceOutput, StepTensors, StepWatch, TensorKey
 from dpengine.sampling.collate import restored_generators
 from dpengine.sampling.loader import PrivateIteration
 
@@ -62,17 +62,19 @@ class LoopCheck:
 def check_loop(
     step: Step, batches: Iterable[Any], *, loss_reduction: str = "mean", batch_first: bool = True
 ) -> LoopCheck:
-    """Runs a training step with other data in some samples of a batch, and compares the results of the other samples.
+    """Checks that a training step does not mix the samples of a batch.
+
+    Runs the step with other data in some samples, and compares the results of the other samples. Their model inputs and
+    output gradients must not change, except for a constant factor if half of the samples are left out. If the model
+    computes the loss, the gradients of the outputs of its layers are compared.
 
     The check during training runs recorded calls again. This check calls ``step`` itself, about eight times for each
     batch. It therefore supports losses that branch on values, use NumPy or scripted functions, or are computed in a
-    ``torch.autograd.Function``. For a sample that keeps its data, neither the model inputs nor the output gradients may
-    change, except for a constant factor if half of the samples are left out. For a loss that the model computes, the
-    gradients of the outputs of its layers are compared.
+    ``torch.autograd.Function``.
 
     Gradients and buffers of the model, random states, and the engine and ledger of a private model do not change.
-    ``backward()`` computes no gradients of parameters, and ``zero_grad()`` does nothing. Other changes by ``step``,
-    such as to a counter or a queue, are not restored.
+    During the check, ``backward()`` computes no gradients of parameters, and ``zero_grad()`` does nothing. Other
+    changes by ``step``, such as to a counter or a queue, are not restored.
 
     Example:
         >>> import torch.nn.functional as F
@@ -86,16 +88,16 @@ def check_loop(
         step: Called with one batch. It must call the model, which may be private, compute the loss, and call
             ``backward()`` or return the loss. It must not call ``optimizer.step()``.
         batches: Batches of at least two samples each, from an ordinary loader of the data set, not a private loader.
-            The number of samples is that of the first tensor of a batch; without tensors, of arrays, a dict of lists,
-            or a list of samples such as texts.
-        loss_reduction: Value that is passed to ``make_private``.
-        batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1.
+            The number of samples is the size of the first tensor. Without tensors, it is the size of the arrays, or
+            the length of the lists in a dict or of a list of samples, such as texts.
+        loss_reduction: Same value as for ``make_private``: ``"mean"`` or ``"sum"``.
+        batch_first: Same value as for ``make_private``: False if the batch is on axis 1.
 
     Returns:
         The number of batches without mixing, and the reasons why others could not be checked.
 
     Raises:
-        BatchDependentLossError: If an input of the model or the gradient of an output depends on other samples.
+        BatchDependentLossError: If the model inputs, outputs or output gradients of a sample depend on other samples.
         ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
         BatchStateError: If ``step`` calls ``optimizer.step()``.
         TypeError: If ``step`` is not callable, or the number of samples of a batch is ambiguous.
@@ -137,7 +139,7 @@ class _UndecidedError(Exception):
 
 
 class _BatchCheck:
-    """Checks a step with one batch. Adds the models that the step calls to ``models``."""
+    """Check of a step with one batch. Adds the models that the step calls to ``models``."""
 
     def __init__(self, step: Step, batch: Any, *, batch_first: bool, models: set[nn.Module]):
         to_front = (lambda tensor: tensor) if batch_first else swap_batch_axis
@@ -150,21 +152,21 @@ class _BatchCheck:
         if samples < 2:
             raise ValueError(f"check_loop: a batch has {samples} samples. Pass at least two samples.")
         self._step, self._batch, self._models = step, batch, models
-        self._rows = Rows(samples, to_front)
+        self._batch_axis = BatchAxis(samples, to_front)
 
     def run(self, declared: str) -> str | None:
         """Raises an error if samples are mixed. Returns the detected reduction; None if it is unknown."""
-        baseline = self._run_step(lambda tensor: tensor, lambda place, output: output)
+        baseline = self._run_step(lambda tensor: tensor, lambda key, output: output)
         tolerance = HALF if baseline.half else EXACT
-        again = self._try(lambda tensor: tensor, lambda place, output: baseline.outputs.get(place, output))
-        if largest_change(self._rows, baseline.inputs, again.inputs, tolerance) or largest_change(
-            self._rows, baseline.grads, again.grads, tolerance
+        again = self._try(lambda tensor: tensor, lambda key, output: baseline.outputs.get(key, output))
+        if largest_change(self._batch_axis, baseline.inputs, again.inputs, tolerance) or largest_change(
+            self._batch_axis, baseline.grads, again.grads, tolerance
         ):
             raise _UndecidedError("step gives other gradients when it runs again with the same batch")
-        if not any(self._rows.of(grad) is not None for grad in baseline.grads.values()):
+        if not any(self._batch_axis.split(grad) is not None for grad in baseline.grads.values()):
             raise _UndecidedError("no gradient has the batch on its axis, so samples cannot be compared")
         if (error := self._mixing(baseline, tolerance)) is not None:
-            if is_ambiguous(self._batch, self._rows.samples):
+            if is_ambiguous(self._batch, self._batch_axis.samples):
                 raise _UndecidedError("a list of the batch may hold samples or columns: pass a batch of another size")
             raise error
         reduction = self._reduction(baseline, tolerance)
@@ -172,84 +174,87 @@ class _BatchCheck:
         return reduction
 
     def _mixing(self, baseline: StepTensors, tolerance: float) -> BatchDependentLossError | None:
-        """Returns the error if a kept sample changes when others get other data; else None."""
+        """Returns the error if a sample changes when other samples get other data; else None."""
         only_tensors = all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self._batch))
-        moves = not baseline.drew and only_tensors and self._rows.can_move(tensors_in_outputs(self._batch))
-        for kept, source_B in self._rows.halves(moves=moves):
-            others = self._try(*self._arranged(baseline, source_B))
-            if largest_change(self._rows, baseline.inputs, others.inputs, tolerance, kept):
-                return mixed_inputs()
+        data = tensors_in_outputs(self._batch)
+        permute = not baseline.drew_random and only_tensors and self._batch_axis.can_permute(data)
+        for kept, source_B in self._batch_axis.halves(permute=permute):
+            rerun = self._try(*self._replacements(baseline, source_B))
+            if largest_change(self._batch_axis, baseline.inputs, rerun.inputs, tolerance, kept):
+                return mixed_inputs_error()
             batched = {
-                place: output for place, output in baseline.original.items() if self._rows.of(output) is not None
+                key: output for key, output in baseline.original.items() if self._batch_axis.split(output) is not None
             }
-            if largest_change(self._rows, batched, others.original, tolerance, kept):
-                return mixed_outputs()
-            if share := largest_change(
-                self._rows, *self._comparable(baseline, others, kept, tolerance), tolerance, kept
+            if largest_change(self._batch_axis, batched, rerun.original, tolerance, kept):
+                return mixed_outputs_error()
+            if change := largest_change(
+                self._batch_axis, *self._comparable(baseline, rerun, kept, tolerance), tolerance, kept
             ):
-                return mixed_loss(share)
+                return mixed_loss_error(change)
         return None
 
     def _reduction(self, baseline: StepTensors, tolerance: float) -> str | None:
         """Returns the reduction, from a run with half of the samples; None if it is unknown."""
-        half = self._rows.samples // 2
+        half = self._batch_axis.samples // 2
         try:
-            part = self._run_step(*self._arranged(baseline, torch.arange(half)))
+            half_run = self._run_step(*self._replacements(baseline, torch.arange(half)))
         except Exception:  # for example if the loop requires a fixed batch size
             return None
-        now = self._rows.select(part.grads, slice(half), samples=half)
-        then = self._rows.select(baseline.grads, slice(half))
-        reduction = reduction_of(now, then, self._rows.samples / half, tolerance)
-        if reduction == "neither" and not baseline.drew:
+        half_grads = self._batch_axis.select(half_run.grads, slice(half), samples=half)
+        full_grads = self._batch_axis.select(baseline.grads, slice(half))
+        reduction = reduction_of(half_grads, full_grads, self._batch_axis.samples / half, tolerance)
+        if reduction == "neither" and not baseline.drew_random:
             raise BatchDependentLossError(
                 f"The loss depends on the number of samples as neither a mean nor a sum does: with {half} instead of "
-                f"{self._rows.samples} samples, the gradient of a sample changed by another factor.",
+                f"{self._batch_axis.samples} samples, the gradient of a sample changed by another factor.",
                 fix="Divide the sum over the samples by the number of samples only.",
             )
         return None if reduction == "neither" else reduction
 
-    def _arranged(self, baseline: StepTensors, source_B: Tensor) -> tuple[Callable[[Tensor], Tensor], Replace]:
-        """Returns functions that rearrange the samples of a batch, and those of the outputs of the unchanged run."""
+    def _replacements(
+        self, baseline: StepTensors, source_B: Tensor
+    ) -> tuple[Callable[[Tensor], Tensor], ReplaceOutput]:
+        """Returns functions that select the samples ``source_B`` in a batch, and in the outputs of the baseline run."""
 
-        def replace(place: Place, output: Tensor) -> Tensor:
-            original = baseline.outputs.get(place)
-            return output if original is None else self._rows.rearranged(original, source_B)
+        def replace_outputs(key: TensorKey, output: Tensor) -> Tensor:
+            original = baseline.outputs.get(key)
+            return output if original is None else self._batch_axis.gather(original, source_B)
 
-        return lambda tensor: self._rows.rearranged(tensor, source_B), replace
+        return lambda tensor: self._batch_axis.gather(tensor, source_B), replace_outputs
 
     def _comparable(
-        self, baseline: StepTensors, others: StepTensors, kept: Kept, tolerance: float
-    ) -> tuple[Mapping[Place, Tensor], Mapping[Place, Tensor]]:
+        self, baseline: StepTensors, rerun: StepTensors, kept: KeptSamples, tolerance: float
+    ) -> tuple[Mapping[TensorKey, Tensor], Mapping[TensorKey, Tensor]]:
         """Returns the gradients of both runs, without those of layers whose axis 0 is not the batch.
 
-        The outputs of such layers changed for kept samples.
+        A change of the outputs at the indices of kept samples shows that axis 0 is not the batch.
         """
         usable = {
-            place: grad
-            for place, grad in baseline.grads.items()
-            if place not in baseline.layers
+            key: grad
+            for key, grad in baseline.grads.items()
+            if key not in baseline.layers
             or (
-                place in others.layers
-                and self._rows.of(grad) is not None
+                key in rerun.layers
+                and self._batch_axis.split(grad) is not None
                 and not largest_change(
-                    self._rows, {place: baseline.layers[place]}, {place: others.layers[place]}, tolerance, kept
+                    self._batch_axis, {key: baseline.layers[key]}, {key: rerun.layers[key]}, tolerance, kept
                 )
             )
         }
         if not usable:
             raise _UndecidedError("the model computes the loss, and none of its layers has the batch on axis 0")
-        return usable, others.grads
+        return usable, rerun.grads
 
-    def _try(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
+    def _try(self, replace_data: Callable[[Tensor], Tensor], replace_outputs: ReplaceOutput) -> StepTensors:
         try:
-            return self._run_step(arrange, replace)
+            return self._run_step(replace_data, replace_outputs)
         except Exception as error:
-            shown = str(error).split("\n", maxsplit=1)[0][:100]
-            raise _UndecidedError(f"running step again raised {type(error).__name__}: {shown}") from error
+            message = str(error).split("\n", maxsplit=1)[0][:100]
+            raise _UndecidedError(f"running step again raised {type(error).__name__}: {message}") from error
 
-    def _run_step(self, arrange: Callable[[Tensor], Tensor], replace: Replace) -> StepTensors:
-        watch = StepWatch(replace)
-        batch = rearranged_batch(self._batch, self._rows.samples, lambda tensor: arrange(tensor.detach()).clone())
+    def _run_step(self, replace_data: Callable[[Tensor], Tensor], replace_outputs: ReplaceOutput) -> StepTensors:
+        watch = StepWatch(replace_outputs)
+        batch = map_batch(self._batch, self._batch_axis.samples, lambda tensor: replace_data(tensor.detach()).clone())
         with restored_generators(), restored_random_states(), watch.active():
             returned = self._step(batch)
             if not watch.differentiated and isinstance(returned, Tensor) and returned.requires_grad:

@@ -498,14 +498,14 @@ def test_a_sum_next_to_texts_is_reported_when_two_batches_agree():
 @pytest.mark.parametrize(
     ("limit", "loss"),
     [
-        ("MOST_CALLS", lambda o, y: F.cross_entropy(sum(o for _ in range(40)) / 40, y)),
-        ("MOST_BYTES", lambda o, y: F.cross_entropy(o.repeat(1, 4000)[:, :CLASSES], y)),
-        ("MOST_BYTES", lambda o, y: F.cross_entropy(o * torch.ones(50_000)[0], y)),
+        ("MAX_CALLS", lambda o, y: F.cross_entropy(sum(o for _ in range(40)) / 40, y)),
+        ("MAX_BYTES", lambda o, y: F.cross_entropy(o.repeat(1, 4000)[:, :CLASSES], y)),
+        ("MAX_BYTES", lambda o, y: F.cross_entropy(o * torch.ones(50_000)[0], y)),
     ],
     ids=["calls", "results", "constants"],
 )
 def test_a_record_that_is_too_large_is_reported(monkeypatch, limit, loss):
-    monkeypatch.setattr(loop_record, limit, 20 if limit == "MOST_CALLS" else 150_000)
+    monkeypatch.setattr(loop_record, limit, 20 if limit == "MAX_CALLS" else 150_000)
     _, (text,) = trained(lambda o, y, *_: loss(o, y))
     assert "the loss has too many intermediate results" in text
     assert trained(lambda o, y, *_: F.cross_entropy(o, y))[1] == []
@@ -516,8 +516,8 @@ def test_a_record_that_is_too_large_is_reported(monkeypatch, limit, loss):
 
 @pytest.fixture
 def _no_time(monkeypatch):
-    monkeypatch.setattr(run_again, "LEAST_SECONDS", 0.0)
-    monkeypatch.setattr(run_again, "_MOST_TIMES", 0)
+    monkeypatch.setattr(run_again, "MIN_SECONDS", 0.0)
+    monkeypatch.setattr(run_again, "_MAX_TIMES", 0)
 
 
 @pytest.mark.usefixtures("_no_time")
@@ -535,7 +535,7 @@ def test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_second_
 def test_a_loop_that_was_checked_once_is_checked_later_only_as_far_as_the_step_allows(monkeypatch):
     plain, checked = lambda o, y, *_: F.cross_entropy(o, y), []
     for times in (0, 1000):
-        monkeypatch.setattr(run_again, "_MOST_TIMES", times)
+        monkeypatch.setattr(run_again, "_MAX_TIMES", times)
         engine, shown = trained(plain, steps=10)
         checked.append(inside.checked_loops(engine))
         assert engine.report().facts.loss_checked

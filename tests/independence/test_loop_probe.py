@@ -395,16 +395,16 @@ def test_nothing_is_left_behind():
     gc.collect()
     assert own
     assert torch.Tensor.backward is backward
-    assert not loop_record._open
+    assert not loop_record.OPEN_RECORDS
     assert all(one() is None for one in seen)
 
 
 def test_a_loop_that_is_left_closes_its_record():
     _, (_, _, loader) = begun(nn.Linear(4, CLASSES), TensorDataset(torch.randn(80, 4)))
     for _ in loader:
-        assert len(loop_record._open) == 1
+        assert len(loop_record.OPEN_RECORDS) == 1
         break
-    assert not loop_record._open
+    assert not loop_record.OPEN_RECORDS
     assert not _get_current_function_mode_stack()
 
 

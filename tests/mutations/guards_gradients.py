@@ -5,7 +5,7 @@ from .guard import Guard
 GUARDS = [
     Guard(
         "a part of a model becomes a unit only if rows that run alone give the outputs of the batch",
-        "                check_rows_alone(call, rows)\n",
+        "                check_rows_alone(call, samples)\n",
         "                pass\n",
         "grad_modes/test_smallest_units.py::test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer",
     ),
@@ -307,13 +307,13 @@ GUARDS = [
     ),
     Guard(
         "outputs of kept samples do not change with the data of others",
-        "self._tolerance) and self._outputs_agree(\n            self._outputs, half.outputs, self._keep_B\n        )",
+        "self._tolerance) and same_outputs",
         "self._tolerance)",
         "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[shifted_by_the_mean--auto]",
     ),
     Guard(
         "sums of the two halves add up to that of the batch",
-        "return all(self._is_small(rest, baseline) for rest in left.values())",
+        "return all(self._is_small(remainder, baseline) for remainder in remainders.values())",
         "return True",
         "faults/test_probe.py::test_operations_that_keep_norms_or_shapes_in_part_are_found[sign_of_the_batch--auto]",
     ),
@@ -471,7 +471,7 @@ GUARDS = [
     ),
     Guard(
         "many more rows are probed again",
-        "        elif samples > 2 * self._most_samples > 0:",
+        "        elif samples > 2 * self._max_samples > 0:",
         "        elif False:",
         "faults/test_isolation.py::test_much_larger_batches_are_probed_as_well",
     ),

@@ -187,26 +187,27 @@ GUARDS = [
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[padding_counts]",
         also=(
             (
-                "if any(_changes(rerun, baseline, rows, padding, length, tolerance) for length in shorter(padding)):",
+                "if any(_changes(rerun, baseline, batch_axis, padding, n, tolerance) "
+                "for n in shorter_lengths(padding)):",
                 "if False:",
             ),
         ),
     ),
     Guard(
         "a loss that divides by the padded length",
-        "if any(_changes(rerun, baseline, rows, padding, length, tolerance) for length in shorter(padding)):",
+        "if any(_changes(rerun, baseline, batch_axis, padding, n, tolerance) for n in shorter_lengths(padding)):",
         "if False:",
         "independence/test_padding_probe.py::test_a_loss_that_counts_padding_is_rejected[mean_of_masked]",
     ),
     Guard(
         "padding to one length",
-        " > 1 for lengths in self._changed_at.values()):\n            raise depends_on_padding()\n        if",
-        " > 0 for lengths in self._changed_at.values()):\n            raise depends_on_padding()\n        if",
+        " > 1 for lengths in self._changed_at.values()):\n            raise padding_error()\n        if",
+        " > 0 for lengths in self._changed_at.values()):\n            raise padding_error()\n        if",
         "independence/test_padding_probe.py::test_padding_to_one_length_is_accepted",
     ),
     Guard(
         "a batch of another length",
-        "other_length = probe.wants_other_length and shapes != self._shapes and self._lengths_left > 0",
+        "other_length = probe.needs_other_length and shapes != self._shapes and self._lengths_left > 0",
         "other_length = False",
         "independence/test_padding_probe.py::test_a_model_that_does_not_mask_padding_is_rejected[plain_mean-auto]",
     ),

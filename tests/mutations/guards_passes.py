@@ -199,14 +199,14 @@ GUARDS = [
     ),
     Guard(
         "an attribute with data of a batch that the next one reads",
-        "        if not kept or not self._reads(forward_pass, memory, kept):",
+        "        if not unchanged or not self._reads(forward_pass, attributes, unchanged):",
         "        if True:",
         "independence/test_memory_probe.py::test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named",
     ),
     Guard(
         "an attribute that the loop resets before the next batch",
-        "[slot for slot in memory.slots if _agree(state.value_of(slot), memory.state.value_of(slot), EXACT)]",
-        "memory.slots",
+        "[slot for slot in attributes.slots if _agree(state.value_of(slot), written.value_of(slot), EXACT)]",
+        "attributes.slots",
         "independence/test_memory_probe.py::test_a_state_that_the_loop_resets_is_accepted_and_one_that_it_detaches_is_not",
     ),
     Guard(
@@ -218,7 +218,7 @@ GUARDS = [
     ),
     Guard(
         "an attribute that changed in a pass that does not run again",
-        """                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {shown}")""",
+        """                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {message}")""",
         "                    pass",
         "independence/test_memory_probe.py::test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again",
         also=(("""            self._warn_unknown("it could not run with other data")""", "            pass"),),
@@ -231,39 +231,39 @@ GUARDS = [
     ),
     Guard(
         "an input of the model that changes with other samples",
-        "        if self.differ(of_calls(baseline.inputs, reached), of_calls(run.inputs, reached), kept):",
+        "        if self._inputs_change(baseline, run, reached, kept):",
         "        if False:",
         "independence/test_loop_probe.py::test_a_loop_that_mixes_samples_before_the_model_is_rejected[shifted]",
         also=(
             (
-                "        for kind, index, times in cases[:1] if self._settled else cases:",
-                "        for kind, one, times in ():",
+                "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
+                "        for kind, index, shift in ():",
             ),
         ),
     ),
     Guard(
         "a gradient that changes with other samples",
-        "        share = self.differ(baseline.grads, run.grads, kept)",
-        "        share = 0.0",
+        "        change = self.largest_change(baseline.grads, run.grads, kept)",
+        "        change = 0.0",
         "independence/test_bounds_and_numbers.py::test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_"
         "batch",
         also=(
             (
-                "        for kind, index, times in cases[:1] if self._settled else cases:",
-                "        for kind, one, times in ():",
+                "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
+                "        for kind, index, shift in ():",
             ),
         ),
     ),
     Guard(
         "a bound on a loss of several samples",
-        "error is None and far is not None and self.differ(baseline.grads, far.grads, kept) > _FAR_CHANGE:",
+        "error is None and shifted and self.largest_change(baseline.grads, shifted.grads, kept) > _MIN_CHANGE:",
         "False:",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it",
         also=(
             (
-                "        for kind, index, times in cases[:1] if self._settled else cases:",
-                "        for kind, one, times in ():",
+                "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
+                "        for kind, index, shift in ():",
             ),
         ),
     ),
@@ -276,21 +276,21 @@ GUARDS = [
     ),
     Guard(
         "a number that the loop reads and tests",
-        "        if (doubt := record.doubt or self._doubt_of_constants(record)) is not None:",
-        "        if (doubt := self._doubt_of_constants(record)) is not None:",
+        "        if (reason := record.undecided_reason or self._changed_constants(record)) is not None:",
+        "        if (reason := self._changed_constants(record)) is not None:",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
         "take_it[a number in a test]",
     ),
     Guard(
         "samples that are all right or all wrong",
-        "        for kind, index, times in cases[:1] if self._settled else cases:",
-        "        for kind, one, times in cases[:1]:",
+        "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
+        "        for kind, index, shift in cases[:1]:",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it[all are right]",
     ),
     Guard(
         "a bound on data of several samples",
-        '            cases += [("data", largest, -_FAR), ("data", largest, _FAR)]',
+        '            cases += [("data", largest, -_SHIFT), ("data", largest, _SHIFT)]',
         "            pass",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_data_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it[in the loss]",
@@ -305,12 +305,12 @@ GUARDS = [
     Guard(
         "a weight that follows the step, beside random inputs",
         '        if reduction == "neither" and not record.drew_for_loss:',
-        '        if reduction == "neither" and not record.drew:',
+        '        if reduction == "neither" and not record.drew_random:',
         "independence/test_bounds_and_numbers.py::test_random_inputs_do_not_hide_a_weight_that_follows_the_step",
     ),
     Guard(
         "a constant that changes from batch to batch",
-        "record.drew_by_python or record.constant_digests <= before else OTHER_BATCHES",
+        "record.drew_in_python or record.constant_digests <= before else OTHER_BATCHES",
         "True else OTHER_BATCHES",
         "independence/test_bounds_and_numbers.py::test_a_tensor_of_other_batches_or_without_a_record_is_reported["
         "running mean]",
@@ -331,7 +331,7 @@ GUARDS = [
     ),
     Guard(
         "a number of the batch before the model, in a loop that draws random inputs",
-        "        if self.drew and self._read_before_model is not None:",
+        "        if self.drew_random and self._read_before_model is not None:",
         "        if False:",
         "independence/test_bounds_and_numbers.py::test_a_number_before_the_model_is_reported_if_random_inputs_cannot_be_"
         "compared[noise]",
@@ -390,21 +390,21 @@ GUARDS = [
     ),
     Guard(
         "a gradient that changes with the random numbers of other samples",
-        "        if self._doubtful not in (None, samples):",
+        "        if self._ambiguous_size not in (None, samples):",
         "        if False:",
         "independence/test_loop_probe.py::test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_"
         "of_another_size[rand]",
     ),
     Guard(
         "random numbers that are as many as the samples by chance",
-        "if self._doubtful not in (None, samples):",
+        "if self._ambiguous_size not in (None, samples):",
         "if True:",
         "independence/test_loop_probe.py::test_random_numbers_that_are_as_many_as_the_samples_by_chance_are_accepted_"
         "at_another_size",
     ),
     Guard(
         "a tensor with the graph of an earlier batch",
-        "            if unseen is not None or any(id(t) in self.earlier_tensors for t in tensors):",
+        "            if unrecorded is not None or any(id(t) in self.earlier_tensors for t in tensors):",
         "            if False:",
         "independence/test_loop_probe.py::test_a_tensor_of_an_earlier_batch_in_the_loop_is_reported[y]",
     ),
@@ -416,8 +416,8 @@ GUARDS = [
     ),
     Guard(
         "batches of nearly the same size tell nothing in half precision",
-        "        differ = abs(earlier.samples / self.rows.samples - 1) >= 3 * self.tolerance",
-        "        differ = earlier.samples != self.rows.samples",
+        "        differ = abs(earlier.samples / self.batch_axis.samples - 1) >= 3 * self.tolerance",
+        "        differ = earlier.samples != self.batch_axis.samples",
         "independence/test_loop_probe.py::test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision",
     ),
     Guard(
@@ -434,25 +434,25 @@ GUARDS = [
     ),
     Guard(
         "an input of the model that changes with other samples, in check_loop",
-        "            if largest_change(self._rows, baseline.inputs, others.inputs, tolerance, kept):",
+        "            if largest_change(self._batch_axis, baseline.inputs, rerun.inputs, tolerance, kept):",
         "            if False:",
         "validation/test_check_loop.py::test_a_loop_that_mixes_samples_before_the_model_is_rejected",
     ),
     Guard(
         "a gradient that changes with other samples, in check_loop",
-        "            if share := largest_change(",
-        "            if share := 0 * largest_change(",
+        "            if change := largest_change(",
+        "            if change := 0 * largest_change(",
         "validation/test_check_loop.py::test_a_loss_that_mixes_samples_is_rejected[class weights]",
     ),
     Guard(
         "a loss that follows the number of samples as neither a mean nor a sum",
-        '        if reduction == "neither" and not baseline.drew:',
+        '        if reduction == "neither" and not baseline.drew_random:',
         "        if False:",
         "validation/test_check_loop.py::test_a_loss_that_mixes_samples_is_rejected[root of the size]",
     ),
     Guard(
         "no step of a private optimizer inside check_loop",
-        '            raise step_inside_check("The private optimizer")',
+        '            raise step_inside_check_error("The private optimizer")',
         "            pass",
         "validation/test_check_loop.py::test_a_step_of_the_optimizer_is_rejected[True]",
     ),
@@ -464,8 +464,8 @@ GUARDS = [
     ),
     Guard(
         "a gradient that changes with the place of a sample in the batch",
-        "        moves = not self._depends_on_position() and self.rows.can_move(self._record.data)",
-        "        moves = False",
+        "        permute = not self._depends_on_position() and self.batch_axis.can_permute(self._record.data)",
+        "        permute = False",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[cumulative-zero-out]",
     ),
@@ -477,20 +477,20 @@ GUARDS = [
     ),
     Guard(
         "an input of the model that does not come from the record",
-        "    elif inputs and not record.drew and not",
+        "    elif inputs and not record.drew_random and not",
         "    elif False and not",
         "independence/test_unseen_data.py::test_data_that_reach_the_model_unseen_are_named[maps_columns--]",
     ),
     Guard(
         "a number of the batch in the input of the model",
-        "        if self._record.first_conversion and comparable and not self._record.drew:",
+        "        if self._record.first_conversion and comparable and not self._record.drew_random:",
         "        if False:",
         "independence/test_unseen_data.py::test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_"
         "size[divided_by_a_number]",
     ),
     Guard(
         "an output of the model that changes with other samples",
-        "            if largest_change(self._rows, batched, others.original, tolerance, kept):",
+        "            if largest_change(self._batch_axis, batched, rerun.original, tolerance, kept):",
         "            if False:",
         "independence/test_unseen_data.py::test_check_loop_rejects_them[gives_a_number-None]",
     ),
@@ -514,7 +514,7 @@ GUARDS = [
     ),
     Guard(
         "a number that leaves torch is reported at the second batch size",
-        "        undecided = compared or self._open == _MOST_OPEN",
+        "        undecided = compared or self._undecided_steps == _MAX_UNDECIDED",
         "        undecided = False",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
         "[float_of_max-zero-out]",
