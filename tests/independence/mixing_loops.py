@@ -1,7 +1,8 @@
 """Training loops in which one sample changes the gradients of others, in the forms in which people write them.
 
-Each is a function ``(model, x, y, state)`` that returns the loss, by kind of data; ``state`` is a dict that lasts for
-the training. They were written from the statement of what must hold, not from the code that checks it.
+They were written from the statement of what must hold, not from the code that checks it. `ROWS`, `TOKENS` and `MAPS`
+are tables of functions ``(model, x, y, state)`` that return the loss, by kind of data; ``state`` is a dict that lasts
+for the training. Loops of one line stand in tables of what they change: losses of samples, outputs or inputs.
 """
 
 import numpy as np
@@ -10,15 +11,26 @@ import torch.nn.functional as F
 from torch import nn
 
 CLASSES = 3
-PROTOTYPES = torch.linspace(-1, 1, 9).view(3, 3)
 
 
 def each(o, y):
     return F.cross_entropy(o, y, reduction="none")
 
 
+def each_token(o, y):
+    return F.cross_entropy(o.transpose(1, 2), y, ignore_index=-100, reduction="none")
+
+
+def each_pixel(o, y):
+    return F.binary_cross_entropy_with_logits(o[:, 0], y, reduction="none")
+
+
 def counts(y):
     return torch.bincount(y, minlength=CLASSES).float()
+
+
+def one_hot(y):
+    return F.one_hot(y, CLASSES).float()
 
 
 def similarity(o):
@@ -26,32 +38,94 @@ def similarity(o):
     return z @ z.T
 
 
-# Reductions and weights
+def batch_normed(o):
+    return F.batch_norm(o, None, None, training=True)
 
 
-def class_balanced(m, x, y, s):
-    weight = 1 / counts(y).clamp(min=1)
-    return F.cross_entropy(m(x), y, weight=weight, reduction="sum") / len(y)
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, o):
+        return o.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad + grad.mean(0)
 
 
-def effective_number(m, x, y, s):
-    weight = (1 - 0.9) / (1 - 0.9 ** counts(y).clamp(min=1))
-    return (each(m(x), y) * weight[y]).mean()
-
-
-def weights_over_their_sum(m, x, y, s):
-    weight = 1.0 + y.float()
-    return torch.einsum("b,b->", each(m(x), y), weight / weight.sum())
-
-
-def smoothing_by_frequency(m, x, y, s):
-    prior = counts(y) / len(y)
-    target = 0.9 * F.one_hot(y, CLASSES) + 0.1 * prior
-    return F.cross_entropy(m(x), target)
-
-
-def logit_adjustment(m, x, y, s):
-    return F.cross_entropy(m(x) + (counts(y) / len(y) + 1e-3).log(), y)
+OF_LOSSES = {  # of the losses (B,) of samples, and of labels
+    "hard_negatives": lambda loss, y: loss[loss > loss.mean()].sum() / len(y),
+    "ohem": lambda loss, y: loss.topk(max(1, len(y) // 2)).values.mean(),
+    "kept_by_sort": lambda loss, y: loss.sort(descending=True).values[: len(loss) // 3 + 1].mean(),
+    "quantile_clip": lambda loss, y: torch.minimum(loss, loss.detach().quantile(0.7)).mean(),
+    "median_scaled": lambda loss, y: (loss / loss.detach().median()).mean(),
+    "curriculum": lambda loss, y: (loss * torch.softmax(-loss.detach(), 0)).sum(),
+    "rank_weights": lambda loss, y: (loss * (1 + loss.detach().argsort().argsort().float() / len(loss))).mean(),
+    "effective_number": lambda loss, y: (loss * ((1 - 0.9) / (1 - 0.9 ** counts(y).clamp(min=1)))[y]).mean(),
+    "weights_over_their_sum": lambda loss, y: torch.einsum("b,b->", loss, (1.0 + y.float()) / (1.0 + y.float()).sum()),
+    "scatter_mean": lambda loss, y: (torch.zeros(CLASSES).scatter_add(0, y, loss) / counts(y).clamp(min=1)).mean(),
+    "per_class_list": lambda loss, y: torch.stack(
+        [loss[y == c].mean() for c in range(CLASSES) if (y == c).any()]
+    ).mean(),
+    "log_sum_exp": lambda loss, y: torch.logsumexp(loss, 0),
+    "root_mean_square": lambda loss, y: loss.square().mean().sqrt(),
+    "generalized_mean": lambda loss, y: loss.pow(3).mean().pow(1 / 3),
+    "norm_of_losses": lambda loss, y: torch.linalg.vector_norm(loss),
+    "worst_group": lambda loss, y: torch.stack([loss[y == c].sum() for c in range(CLASSES)]).max() / len(y),
+    "item_scale": lambda loss, y: loss.mean() / loss.detach().mean().item(),
+    "cumulative": lambda loss, y: loss.cumsum(0).mean(),
+    "where_of_mean": lambda loss, y: torch.where(loss > loss.mean(), 2 * loss, loss).mean(),
+    "root_of_size": lambda loss, y: loss.sum() / len(y) ** 0.5,
+    "trimmed_mean": lambda loss, y: (loss.sum() - loss.max()) / (len(loss) - 1),
+    "median_of_means": lambda loss, y: torch.stack([part.mean() for part in loss.tensor_split(3)]).median(),
+    "means_of_chunks": lambda loss, y: torch.stack([part.mean() for part in loss.split(4)]).mean(),
+    "weights_by_place": lambda loss, y: (loss * torch.linspace(1, 0.5, len(y))).mean(),
+    "weights_in_turn": lambda loss, y: (loss * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean(),
+    "labels_that_count": lambda loss, y: loss.sum() / (len(y) - (y == 0).sum()).clamp(min=1),
+}
+OF_OUTPUTS = {  # of outputs (B, CLASSES) and labels, instead of the cross entropy
+    "class_balanced": lambda o, y: F.cross_entropy(o, y, weight=1 / counts(y).clamp(min=1), reduction="sum") / len(y),
+    "smoothing_by_frequency": lambda o, y: F.cross_entropy(o, 0.9 * one_hot(y) + 0.1 * counts(y) / len(y)),
+    "logit_adjustment": lambda o, y: F.cross_entropy(o + (counts(y) / len(y) + 1e-3).log(), y),
+    "boolean_indexing": lambda o, y: F.cross_entropy(o[y != 0], y[y != 0]),
+    "float_of_max": lambda o, y: F.cross_entropy(o / float(o.detach().abs().max()), y),
+    "temperature_of_batch": lambda o, y: F.cross_entropy(o / o.std(), y),
+    "centred_logits": lambda o, y: F.cross_entropy(o - o.mean(0, keepdim=True), y),
+    "batch_normed_outputs": lambda o, y: F.cross_entropy(batch_normed(o), y),
+    "triplet_of_neighbours": lambda o, y: F.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0)),
+    "list_net": lambda o, y: F.cross_entropy(o[:, 0][None], y.float().softmax(0)[None]),
+    "self_attention_over_batch": lambda o, y: F.cross_entropy(
+        F.scaled_dot_product_attention(o[None], o[None], o[None])[0], y
+    ),
+    "loss_only_mixup": lambda o, y: F.cross_entropy(o, 0.9 * one_hot(y) + 0.1 * one_hot(y.roll(1))),
+    "matmul_of_targets": lambda o, y: F.mse_loss(o.T @ o, one_hot(y).T @ one_hot(y)),
+    "temperature_of_size": lambda o, y: F.cross_entropy(o / len(y) ** 0.5, y),
+    "log_of_mean": lambda o, y: -o.softmax(1).gather(1, y[:, None]).mean().log(),
+    "columns_normalized": lambda o, y: F.cross_entropy(F.normalize(o, dim=0), y),
+    "label_propagation": lambda o, y: F.cross_entropy(o, torch.softmax(similarity(o.detach()) / 0.1, 1) @ one_hot(y)),
+    "saturating_mean": lambda o, y: 5 * torch.tanh(F.cross_entropy(o, y) / 5),
+    "flooding": lambda o, y: (F.cross_entropy(o, y) - 1.1).abs() + 1.1,
+    "gradient_reversal": lambda o, y: F.cross_entropy(Reversal.apply(o), y),
+}
+PENALTIES = {  # of outputs and labels, next to the cross entropy
+    "entropy_of_mean": lambda o, y: (o.softmax(1).mean(0) * o.softmax(1).mean(0).log()).sum(),
+    "diversity": lambda o, y: 0.1 * torch.cdist(o, o).mean(),
+    "orthogonality": lambda o, y: (o.T @ o / len(o) - torch.eye(CLASSES)).square().sum(),
+    "maximum_mean_discrepancy": lambda o, y: (o[: len(o) // 2].mean(0) - o[len(o) // 2 :].mean(0)).square().sum(),
+    "covariance_penalty": lambda o, y: torch.cov(o.T).fill_diagonal_(0).square().sum(),
+    "uniformity": lambda o, y: torch.pdist(F.normalize(o)).square().mul(-2).exp().mean().log(),
+    "consistency_of_order": lambda o, y: F.mse_loss(o[1:], o[:-1]),
+    "einsum_gram": lambda o, y: torch.einsum("bi,ci->bc", o, o).square().mean(),
+    "penalty_over_size": lambda o, y: o.square().mean() / len(o),
+}
+OF_INPUTS = {  # of the inputs (B, 4) of the model
+    "whitened": lambda x: (x - x.mean(0)) / (x.std(0) + 1e-3),
+    "scaled_by_largest": lambda x: x / x.abs().max(),
+    "imputed_by_batch": lambda x: torch.where(x > 1.0, x.masked_fill(x > 1.0, 0).mean(0), x),
+    "sorted_by_length": lambda x: x[x[:, 0].argsort()],
+    "previous_sample_as_context": lambda x: x + 0.1 * torch.cat([x[:1], x[:-1]]),
+    "by_principal_axes": lambda x: x @ torch.linalg.svd(x, full_matrices=False)[2].T,
+    "adversarial_of_batch": lambda x: x + 0.1 * (x - x.mean(0)).sign(),
+}
 
 
 def focal_batch_alpha(m, x, y, s):
@@ -66,78 +140,11 @@ def focal_normalized(m, x, y, s):
     return (modulating * loss).sum() / modulating.detach().sum()
 
 
-def hard_negatives(m, x, y, s):
-    loss = each(m(x), y)
-    return loss[loss > loss.mean()].sum() / len(y)
-
-
-def ohem(m, x, y, s):
-    return each(m(x), y).topk(max(1, len(y) // 2)).values.mean()
-
-
-def kept_by_sort(m, x, y, s):
-    loss, _ = each(m(x), y).sort(descending=True)
-    return loss[: len(loss) // 3 + 1].mean()
-
-
-def quantile_clip(m, x, y, s):
-    loss = each(m(x), y)
-    return torch.minimum(loss, loss.detach().quantile(0.7)).mean()
-
-
-def median_scaled(m, x, y, s):
-    loss = each(m(x), y)
-    return (loss / loss.detach().median()).mean()
-
-
-def curriculum(m, x, y, s):
-    loss = each(m(x), y)
-    return (loss * torch.softmax(-loss.detach(), 0)).sum()
-
-
-def rank_weights(m, x, y, s):
-    loss = each(m(x), y)
-    rank = loss.detach().argsort().argsort().float()
-    return (loss * (1 + rank / len(rank))).mean()
-
-
-def scatter_mean(m, x, y, s):
-    sums = torch.zeros(CLASSES).scatter_add(0, y, each(m(x), y))
-    return (sums / counts(y).clamp(min=1)).mean()
-
-
 def index_add_mean(m, x, y, s):
     loss = each(m(x), y)
     totals = torch.zeros(CLASSES).index_add_(0, y, loss)
     present = torch.zeros(CLASSES).index_fill_(0, y.unique(), 1.0)
     return totals.sum() / present.sum()
-
-
-def per_class_list(m, x, y, s):
-    loss = each(m(x), y)
-    return torch.stack([loss[y == c].mean() for c in range(CLASSES) if (y == c).any()]).mean()
-
-
-def log_sum_exp(m, x, y, s):
-    return torch.logsumexp(each(m(x), y), 0)
-
-
-def root_mean_square(m, x, y, s):
-    return each(m(x), y).square().mean().sqrt()
-
-
-def generalized_mean(m, x, y, s):
-    return each(m(x), y).pow(3).mean().pow(1 / 3)
-
-
-def norm_of_losses(m, x, y, s):
-    return torch.linalg.vector_norm(each(m(x), y))
-
-
-def worst_group(m, x, y, s):
-    loss = each(m(x), y)
-    groups = [loss[y == c].sum() for c in range(CLASSES)]
-    return torch.stack(groups).max() / len(y)
 
 
 def masked_by_nonzero(m, x, y, s):
@@ -148,11 +155,6 @@ def masked_by_nonzero(m, x, y, s):
 def masked_by_count(m, x, y, s):
     mask = x[:, 0] > 0
     return (each(m(x), y) * mask).sum() / mask.count_nonzero().clamp(min=1)
-
-
-def boolean_indexing(m, x, y, s):
-    keep = y != 0
-    return F.cross_entropy(m(x)[keep], y[keep])
 
 
 def selected_before_model(m, x, y, s):
@@ -166,19 +168,6 @@ def pseudo_labels(m, x, y, s):
     certainty = o.detach().softmax(1).amax(1)
     mask = (certainty > certainty.mean()).float()
     return (each(o, o.detach().argmax(1)) * mask).sum() / mask.sum()
-
-
-# Numbers
-
-
-def item_scale(m, x, y, s):
-    loss = each(m(x), y)
-    return loss.mean() / loss.detach().mean().item()
-
-
-def float_of_max(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o / float(o.detach().abs().max()), y)
 
 
 def python_list(m, x, y, s):
@@ -206,23 +195,6 @@ def numpy_temperature(m, x, y, s):
     return F.cross_entropy(m(x) / (1 + np.std(x.numpy())), y)
 
 
-# Statistics of outputs
-
-
-def temperature_of_batch(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o / o.std(), y)
-
-
-def centred_logits(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o - o.mean(0, keepdim=True), y)
-
-
-def batch_normed_outputs(m, x, y, s):
-    return F.cross_entropy(F.batch_norm(m(x), None, None, training=True), y)
-
-
 def normalized_targets(m, x, y, s):
     target = y.float()
     return F.mse_loss(m(x)[:, 0], (target - target.mean()) / (target.std() + 1e-3))
@@ -244,43 +216,11 @@ def concordance(m, x, y, s):
     return 1 - 2 * covariance / (o.var() + target.var() + (o.mean() - target.mean()) ** 2 + 1e-3)
 
 
-def entropy_of_mean(m, x, y, s):
-    o = m(x)
-    mean = o.softmax(1).mean(0)
-    return F.cross_entropy(o, y) + (mean * mean.log()).sum()
-
-
-def diversity(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + 0.1 * torch.cdist(o, o).mean()
-
-
-def orthogonality(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + (o.T @ o / len(o) - torch.eye(CLASSES)).square().sum()
-
-
 def fairness_gap(m, x, y, s):
     o = m(x)
     group = x[:, 0] > 0
     gap = o[group].mean(0) - o[~group].mean(0)
     return F.cross_entropy(o, y) + gap.nan_to_num().abs().sum()
-
-
-def maximum_mean_discrepancy(m, x, y, s):
-    o = m(x)
-    half = len(o) // 2
-    return F.cross_entropy(o, y) + (o[:half].mean(0) - o[half:].mean(0)).square().sum()
-
-
-def covariance_penalty(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + torch.cov(o.T).fill_diagonal_(0).square().sum()
-
-
-def uniformity(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + torch.pdist(F.normalize(o)).square().mul(-2).exp().mean().log()
 
 
 def load_balance(m, x, y, s):
@@ -296,9 +236,6 @@ def sinkhorn(m, x, y, s):
         plan = plan / plan.sum(0, keepdim=True)
         plan = plan / plan.sum(1, keepdim=True)
     return F.cross_entropy(o, plan)
-
-
-# Between samples
 
 
 def nt_xent(m, x, y, s):
@@ -326,19 +263,10 @@ def batch_hard_triplet(m, x, y, s):
     return F.relu(hardest + 1).mean()
 
 
-def triplet_of_neighbours(m, x, y, s):
-    o = m(x)
-    return F.triplet_margin_loss(o, o.roll(1, 0), o.roll(2, 0))
-
-
 def pairwise_ranking(m, x, y, s):
     score = m(x)[:, 0]
     worse = (y[:, None] > y[None]).float()
     return (F.softplus(score[None] - score[:, None]) * worse).sum() / worse.sum().clamp(min=1)
-
-
-def list_net(m, x, y, s):
-    return F.cross_entropy(m(x)[:, 0][None], y.float().softmax(0)[None])
 
 
 def margin_of_consecutive(m, x, y, s):
@@ -381,12 +309,6 @@ def deep_cluster(m, x, y, s):
     return (o - centers[near]).square().sum(1).mean()
 
 
-def label_propagation(m, x, y, s):
-    o = m(x)
-    affinity = torch.softmax(similarity(o.detach()) / 0.1, 1)
-    return F.cross_entropy(o, affinity @ F.one_hot(y, CLASSES).float())
-
-
 def graph_smoothness(m, x, y, s):
     o = m(x)
     near = torch.cdist(x, x).topk(min(3, len(x)), largest=False).indices
@@ -405,28 +327,10 @@ def batch_normed_teacher(m, x, y, s):
     return F.kl_div(m(x).log_softmax(1), target, reduction="batchmean")
 
 
-def self_attention_over_batch(m, x, y, s):
-    o = m(x)[None]
-    return F.cross_entropy(F.scaled_dot_product_attention(o, o, o)[0], y)
-
-
 def manifold_mixup(m, x, y, s):
     o = m(x)
     order = torch.randperm(len(x))
     return 0.8 * F.cross_entropy(0.8 * o + 0.2 * o[order], y) + 0.2 * F.cross_entropy(o, y[order])
-
-
-def loss_only_mixup(m, x, y, s):
-    return F.cross_entropy(m(x), 0.9 * F.one_hot(y, CLASSES) + 0.1 * F.one_hot(y.roll(1), CLASSES))
-
-
-def cumulative(m, x, y, s):
-    return each(m(x), y).cumsum(0).mean()
-
-
-def consistency_of_order(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + F.mse_loss(o[1:], o[:-1])
 
 
 def convolution_over_batch(m, x, y, s):
@@ -435,24 +339,11 @@ def convolution_over_batch(m, x, y, s):
     return F.cross_entropy(smooth, y)
 
 
-def einsum_gram(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + torch.einsum("bi,ci->bc", o, o).square().mean()
-
-
-def matmul_of_targets(m, x, y, s):
-    o = m(x)
-    return F.mse_loss(o.T @ o, F.one_hot(y, CLASSES).float().T @ F.one_hot(y, CLASSES).float())
-
-
 def unique_labels(m, x, y, s):
     o = m(x)
     values, inverse = y.unique(return_inverse=True)
     sums = torch.zeros(len(values), CLASSES).index_add(0, inverse, o)
     return F.cross_entropy(sums, values)
-
-
-# State
 
 
 def moving_average_scale(m, x, y, s):
@@ -486,20 +377,6 @@ def normalized_gradient(m, x, y, s):
     return F.cross_entropy(o, y)
 
 
-class Reversal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, o):
-        return o.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return -grad + grad.mean(0)
-
-
-def gradient_reversal(m, x, y, s):
-    return F.cross_entropy(Reversal.apply(m(x)), y)
-
-
 def gradient_penalty_on_outputs(m, x, y, s):
     o = m(x)
     loss = F.cross_entropy(o, y)
@@ -510,27 +387,6 @@ def gradient_penalty_on_outputs(m, x, y, s):
 def branch_on_loss(m, x, y, s):
     loss = F.cross_entropy(m(x), y)
     return 2 * loss if loss > 1.1 else loss
-
-
-def where_of_mean(m, x, y, s):
-    loss = each(m(x), y)
-    return torch.where(loss > loss.mean(), 2 * loss, loss).mean()
-
-
-def root_of_size(m, x, y, s):
-    return each(m(x), y).sum() / len(y) ** 0.5
-
-
-def temperature_of_size(m, x, y, s):
-    return F.cross_entropy(m(x) / len(y) ** 0.5, y)
-
-
-def penalty_over_size(m, x, y, s):
-    o = m(x)
-    return F.cross_entropy(o, y) + o.square().mean() / len(x)
-
-
-# Before the model
 
 
 def mixup(m, x, y, s):
@@ -545,28 +401,9 @@ def cutmix(m, x, y, s):
     return F.cross_entropy(m(x), y)
 
 
-def whitened(m, x, y, s):
-    return F.cross_entropy(m((x - x.mean(0)) / (x.std(0) + 1e-3)), y)
-
-
-def scaled_by_largest(m, x, y, s):
-    return F.cross_entropy(m(x / x.abs().max()), y)
-
-
-def imputed_by_batch(m, x, y, s):
-    missing = x > 1.0
-    mean = x.masked_fill(missing, 0).mean(0)
-    return F.cross_entropy(m(torch.where(missing, mean, x)), y)
-
-
 def numpy_shuffle(m, x, y, s):
     order = np.random.permutation(len(x))
     return F.cross_entropy(m(torch.from_numpy(x.numpy()[order])), torch.from_numpy(y.numpy()[order]))
-
-
-def sorted_by_length(m, x, y, s):
-    order = x[:, 0].argsort()
-    return F.cross_entropy(m(x[order]), y)
 
 
 def balanced_resampling(m, x, y, s):
@@ -574,20 +411,9 @@ def balanced_resampling(m, x, y, s):
     return F.cross_entropy(m(x[chosen]), y[chosen])
 
 
-def previous_sample_as_context(m, x, y, s):
-    return F.cross_entropy(m(x + 0.1 * torch.cat([x[:1], x[:-1]])), y)
-
-
-def by_principal_axes(m, x, y, s):
-    return F.cross_entropy(m(x @ torch.linalg.svd(x, full_matrices=False)[2].T), y)
-
-
 def labels_swapped(m, x, y, s):
     other = y[torch.randperm(len(y))]
     return F.cross_entropy(m(x), torch.where(torch.rand(len(y)) < 0.3, other, y))
-
-
-# Written after the check could run with outputs far away
 
 
 def focusing_by_accuracy(m, x, y, s):
@@ -596,39 +422,10 @@ def focusing_by_accuracy(m, x, y, s):
     return ((1 - torch.exp(-loss)) ** gamma * loss).mean()
 
 
-def trimmed_mean(m, x, y, s):
-    loss = each(m(x), y)
-    return (loss.sum() - loss.max()) / (len(loss) - 1)
-
-
-def median_of_means(m, x, y, s):
-    return torch.stack([part.mean() for part in each(m(x), y).tensor_split(3)]).median()
-
-
-def means_of_chunks(m, x, y, s):
-    return torch.stack([part.mean() for part in each(m(x), y).split(4)]).mean()
-
-
 def histogram_weights(m, x, y, s):
     loss = each(m(x), y)
     heights = torch.histc(loss.detach(), 5, 0, 3)
     return (loss / heights[(loss.detach() / 0.6).long().clamp(0, 4)].clamp(min=1)).mean()
-
-
-def weights_by_place(m, x, y, s):
-    return (each(m(x), y) * torch.linspace(1, 0.5, len(y))).mean()
-
-
-def weights_in_turn(m, x, y, s):
-    return (each(m(x), y) * torch.tensor([1.0 if i % 2 else 0.5 for i in range(len(y))])).mean()
-
-
-def labels_that_count(m, x, y, s):
-    return each(m(x), y).sum() / (len(y) - (y == 0).sum()).clamp(min=1)
-
-
-def log_of_mean(m, x, y, s):
-    return -m(x).softmax(1).gather(1, y[:, None]).mean().log()
 
 
 def queue_of_outputs(m, x, y, s):
@@ -636,10 +433,6 @@ def queue_of_outputs(m, x, y, s):
     known = torch.cat([z.detach(), s.get("queue", torch.zeros(4, CLASSES))])
     s["queue"] = z.detach()[:4]
     return F.cross_entropy(z @ known.T, torch.arange(len(z)))
-
-
-def columns_normalized(m, x, y, s):
-    return F.cross_entropy(F.normalize(m(x), dim=0), y)
 
 
 def soft_f1(m, x, y, s):
@@ -653,115 +446,62 @@ def value_at_risk(m, x, y, s):
     return bound + F.relu(loss - bound).mean() / 0.2
 
 
-def saturating_mean(m, x, y, s):
-    return 5 * torch.tanh(F.cross_entropy(m(x), y) / 5)
+OF_TOKENS = {  # of scores (B, T, words) and of labels (B, T), with -100 for no label
+    "token_mean": lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()),
+    "token_sum_over_count": lambda o, y: each_token(o, y).sum() / (y != -100).sum(),
+    "tokens_by_item": lambda o, y: (
+        F.cross_entropy(o.flatten(0, 1), y.flatten(), reduction="sum") / (y != -100).sum().item()
+    ),
+    "packed": lambda o, y: F.cross_entropy(o[y != -100], y[y != -100]),
+    "longest_of_batch": lambda o, y: (each_token(o, y).sum(1) / (y != -100).sum(1).max()).mean(),
+    "token_importance": lambda o, y: (
+        each_token(o, y) * torch.softmax(each_token(o, y).detach().flatten(), 0).view_as(y)
+    ).sum(),
+    "z_loss_of_batch": lambda o, y: (each_token(o, y).sum(1) / 5).mean() + torch.logsumexp(o, -1).mean() ** 2,
+}
+OF_PROBABILITIES = {  # of each pixel (B, 4, 4), and of masks
+    "batch_dice": lambda p, y: 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1),
+    "dice_over_axes": lambda p, y: 1 - 2 * torch.einsum("bhw,bhw->", p, y) / (p.square().sum() + y.square().sum() + 1),
+    "tversky": lambda p, y: (
+        1 - ((p * y).sum() + 1) / ((p * y).sum() + 0.3 * (p * (1 - y)).sum() + 0.7 * ((1 - p) * y).sum() + 1)
+    ),
+    "jaccard": lambda p, y: 1 - (p * y).sum() / (p.sum() + y.sum() - (p * y).sum()),
+    "lovasz_like": lambda p, y: (
+        (p - y).abs().flatten().sort(descending=True).values * torch.linspace(1, 0, y.numel())
+    ).mean(),
+}
+OF_PIXELS = {  # of the losses of pixels, and of masks
+    "pixels_of_foreground": lambda loss, y: loss[y > 0].mean() + loss[y == 0].mean(),
+    "hardest_pixels": lambda loss, y: loss.flatten().topk(12).values.mean(),
+}
+OF_MAPS = {
+    "positive_weight_of_batch": lambda o, y: F.binary_cross_entropy_with_logits(
+        o[:, 0], y, pos_weight=(1 - y).sum() / y.sum().clamp(min=1)
+    ),
+    "style": lambda o, y: torch.einsum("bchw,bdhw->cd", o, o).square().mean(),
+}
 
 
-def flooding(m, x, y, s):
-    return (F.cross_entropy(m(x), y) - 1.1).abs() + 1.1
-
-
-def adversarial_of_batch(m, x, y, s):
-    return F.cross_entropy(m(x + 0.1 * (x - x.mean(0)).sign()), y)
-
-
-# Tokens: words and labels (B, T), with -100 for no label
-
-
-def token_mean(m, x, y, s):
-    return F.cross_entropy(m(x).flatten(0, 1), y.flatten())
-
-
-def token_sum_over_count(m, x, y, s):
-    loss = F.cross_entropy(m(x).transpose(1, 2), y, ignore_index=-100, reduction="none")
-    return loss.sum() / (y != -100).sum()
-
-
-def tokens_by_item(m, x, y, s):
-    loss = F.cross_entropy(m(x).flatten(0, 1), y.flatten(), reduction="sum")
-    return loss / (y != -100).sum().item()
-
-
-def packed(m, x, y, s):
-    keep = y != -100
-    return F.cross_entropy(m(x)[keep], y[keep])
-
-
-def longest_of_batch(m, x, y, s):
-    loss = F.cross_entropy(m(x).transpose(1, 2), y, reduction="none")
-    return (loss.sum(1) / (y != -100).sum(1).max()).mean()
-
-
-def token_importance(m, x, y, s):
-    loss = F.cross_entropy(m(x).transpose(1, 2), y, reduction="none")
-    weight = torch.softmax(loss.detach().flatten(), 0).view_as(loss)
-    return (loss * weight).sum()
-
-
-def z_loss_of_batch(m, x, y, s):
-    o = m(x)
-    per_row = F.cross_entropy(o.transpose(1, 2), y, reduction="none").sum(1) / 5
-    return per_row.mean() + torch.logsumexp(o, -1).mean() ** 2
-
-
-# Maps: images (B, 1, 4, 4) and masks (B, 4, 4)
-
-
-def batch_dice(m, x, y, s):
-    p = m(x).sigmoid()[:, 0]
-    return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
-
-
-def dice_over_axes(m, x, y, s):
-    p = m(x).sigmoid()[:, 0]
-    both = torch.einsum("bhw,bhw->", p, y)
-    return 1 - 2 * both / (p.square().sum() + y.square().sum() + 1)
-
-
-def tversky(m, x, y, s):
-    p = m(x).sigmoid()[:, 0]
-    hit, over, miss = (p * y).sum(), (p * (1 - y)).sum(), ((1 - p) * y).sum()
-    return 1 - (hit + 1) / (hit + 0.3 * over + 0.7 * miss + 1)
-
-
-def jaccard(m, x, y, s):
-    p = m(x).sigmoid()[:, 0].flatten()
-    both = (p * y.flatten()).sum()
-    return 1 - both / (p.sum() + y.sum() - both)
-
-
-def positive_weight_of_batch(m, x, y, s):
-    weight = (1 - y).sum() / y.sum().clamp(min=1)
-    return F.binary_cross_entropy_with_logits(m(x)[:, 0], y, pos_weight=weight)
-
-
-def pixels_of_foreground(m, x, y, s):
-    loss = F.binary_cross_entropy_with_logits(m(x)[:, 0], y, reduction="none")
-    return loss[y > 0].mean() + loss[y == 0].mean()
-
-
-def hardest_pixels(m, x, y, s):
-    loss = F.binary_cross_entropy_with_logits(m(x)[:, 0], y, reduction="none")
-    return loss.flatten().topk(12).values.mean()
-
-
-def lovasz_like(m, x, y, s):
-    error = (m(x).sigmoid()[:, 0] - y).abs().flatten()
-    ordered, _ = error.sort(descending=True)
-    return (ordered * torch.linspace(1, 0, len(ordered))).mean()
-
-
-def style(m, x, y, s):
-    o = m(x)
-    gram = torch.einsum("bchw,bdhw->cd", o, o)
-    return gram.square().mean()
-
-
-def _table(first, last):
+def _functions(first, last):
     names = [name for name, value in globals().items() if getattr(value, "__module__", None) == __name__]
-    return {name: globals()[name] for name in names[names.index(first) : names.index(last) + 1] if name != "Reversal"}
+    return {name: globals()[name] for name in names[names.index(first) : names.index(last) + 1]}
 
 
-ROWS = _table("class_balanced", "adversarial_of_batch")
-TOKENS = _table("token_mean", "z_loss_of_batch")
-MAPS = _table("batch_dice", "style")
+def _loops(table, loss_of):
+    """The loops of a table; ``loss_of(function, m, x, y)`` is the loss by a function in it."""
+    return {name: lambda m, x, y, s, f=f: loss_of(f, m, x, y) for name, f in table.items()}
+
+
+ROWS = {
+    **_functions("focal_batch_alpha", "value_at_risk"),
+    **_loops(OF_LOSSES, lambda f, m, x, y: f(each(m(x), y), y)),
+    **_loops(OF_OUTPUTS, lambda f, m, x, y: f(m(x), y)),
+    **_loops(PENALTIES, lambda f, m, x, y: (lambda o: F.cross_entropy(o, y) + f(o, y))(m(x))),
+    **_loops(OF_INPUTS, lambda f, m, x, y: F.cross_entropy(m(f(x)), y)),
+}
+TOKENS = _loops(OF_TOKENS, lambda f, m, x, y: f(m(x), y))
+MAPS = {
+    **_loops(OF_PROBABILITIES, lambda f, m, x, y: f(m(x).sigmoid()[:, 0], y)),
+    **_loops(OF_PIXELS, lambda f, m, x, y: f(each_pixel(m(x), y), y)),
+    **_loops(OF_MAPS, lambda f, m, x, y: f(m(x), y)),
+}
