@@ -1,7 +1,5 @@
 """F-C: what one row can add to a released sum, measured on the sum itself."""
 
-import math
-
 import inside
 import pytest
 import torch
@@ -11,7 +9,6 @@ from faults.neighbours import (
     FEATURES,
     MODES,
     ROUNDING,
-    SLACK,
     influence,
     mlp,
     plain_step,
@@ -22,12 +19,10 @@ from faults.neighbours import (
     unprobed,
     without,
 )
-from reference import clipped_sum, per_sample_gradients
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from dpengine import Adaptive, Automatic, Flat, Groups, PerLayer, PrivacyEngine
-from dpengine.errors import BatchMismatchError, InvalidBudgetError, RepeatedBackwardError
+from dpengine import Adaptive, Automatic, Flat, Groups, PerLayer
+from dpengine.errors import BatchMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -93,7 +88,7 @@ def make(name, dtype=torch.float32):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float64, 1e-12)])
 @every_model
 @every_mode
-@pytest.mark.hazard("C1")
+@pytest.mark.hazard("C1", "C3")
 def test_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tolerance):
     model, data = make(name, dtype)
     truth = truth_of(model, data)
@@ -116,14 +111,6 @@ def test_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_norm)
     engine, *_ = private(mlp(), data, mode=mode, max_grad_norm=max_norm, noise_multiplier=1.5)
     assert inside.state(engine).noise_std == 1.5 * max_norm
     assert engine.describe()["sensitivity"] == max_norm
-
-
-@pytest.mark.one_in(2, "mode", others="slow")
-@every_mode
-@pytest.mark.hazard("C3")
-def test_a_loss_of_torch_as_it_is_is_clipped(mode):
-    assert influence(mlp(), tensors(), mode=mode) <= 1 + ROUNDING
-    assert influence(mlp(), tensors(), mode=mode) > 0.99  # some rows are far above the threshold
 
 
 POLICIES = {
@@ -181,44 +168,6 @@ def test_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
     assert float((found - truth).norm() / truth.norm()) < 1e-5
 
 
-@every_mode
-@pytest.mark.hazard("C6")
-def test_two_backward_passes_over_one_batch_release_nothing(mode):
-    engine, model, _, loader = private(mlp(), tensors(), mode=mode)
-    inputs, targets = next(iter(loader))
-    F.cross_entropy(model(inputs), targets).backward()
-    with pytest.raises(RepeatedBackwardError, match="DPE017"):
-        model(inputs).square().mean().backward()
-    assert [charge.kind for charge in engine.ledger.history] == ["void"]
-    assert inside.state(engine).zero
-
-
-@pytest.mark.one_in(2, "mode", others="slow")
-@every_mode
-@pytest.mark.hazard("C6")
-def test_two_forward_passes_in_one_loss_are_clipped_as_one_row(mode):
-    def step(model, optimizer, inputs, targets):
-        optimizer.zero_grad()
-        (F.cross_entropy(model(inputs), targets) + F.cross_entropy(model(2 * inputs), targets)).backward()
-        optimizer.step()
-
-    class Both(nn.Module):
-        def __init__(self, model):
-            super().__init__()
-            self.model = model
-
-        def forward(self, inputs):
-            return torch.cat([self.model(inputs), self.model(2 * inputs)], dim=1)
-
-    def both(outputs, targets):
-        return F.cross_entropy(outputs[:, :CLASSES], targets) + F.cross_entropy(outputs[:, CLASSES:], targets)
-
-    rows = per_sample_gradients(Both(mlp()), both, (tensors()[0],), tensors()[1])
-    truth = torch.cat([total.flatten() for total in clipped_sum(rows, 1 - SLACK).values()])
-    assert float((release_of(mlp(), tensors(), step, mode=mode) - truth).norm() / truth.norm()) < 1e-5
-    assert influence(mlp(), tensors(), step, mode=mode) <= 1 + ROUNDING
-
-
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("C7")
@@ -236,20 +185,6 @@ def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
         optimizer.step()
 
     assert influence(mlp(), tensors(), with_their_mean, mode=mode) <= 1 + ROUNDING
-
-
-@pytest.mark.hazard("C8")
-def test_adaptive_clipping_accounts_for_what_sum_and_count_cost_together():
-    options = {"clipping": Adaptive(0.5, count_noise_multiplier=1.5), "max_grad_norm": None, "noise_multiplier": 2.0}
-    engine, model, optimizer, loader = private(mlp(), tensors(), **options)
-    plain_step(model, optimizer, *next(iter(loader)))
-    (charge,) = engine.ledger.history
-    assert (charge.event.noise_multiplier, charge.count) == (2.0, 1)
-    state = inside.state(engine)
-    std = state.noise_std / state.clipping_norm
-    assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)
-    with pytest.raises(InvalidBudgetError, match=r"DPE007.*count"):
-        private(mlp(), tensors(), **{**options, "noise_multiplier": 3.0})
 
 
 @pytest.mark.hazard("C8")
@@ -305,32 +240,3 @@ def test_no_factor_of_a_million_is_too_large_in_any_precision(dtype, max_norm):
         factors_B = policy.factors(norms_B.unsqueeze(1)).squeeze(1).to(dtype)
         assert (factors_B.double() * norms_B.double() <= max_norm).all()
         assert float((factors_B.double() * norms_B.double()).max()) > 0.99 * max_norm
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0, -1.0])
-@pytest.mark.hazard("C10")
-def test_a_threshold_that_means_nothing_is_refused_and_nothing_is_changed(bad):
-    model = mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(TensorDataset(*tensors()), batch_size=3)
-    for options in ({"max_grad_norm": bad}, {"max_grad_norm": [bad, 1.0], "clipping": "per_layer"}):
-        with pytest.raises(InvalidBudgetError, match="DPE007"):
-            PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=1.0, **options)
-    if bad != 0:  # 0 trains without privacy, and says so
-        with pytest.raises(InvalidBudgetError, match="DPE007"):
-            PrivacyEngine().make_private(model, optimizer, loader, noise_multiplier=bad)
-    assert type(optimizer) is torch.optim.SGD
-    assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size(reduction):
-    policy = Adaptive(1e-3, learning_rate=0.5, count_noise_multiplier=1e-9)  # a threshold below every norm
-    data = tensors()
-    options = {"max_grad_norm": None, "clipping": policy, "expected_batch_size": 12.0, "loss_reduction": reduction}
-    _, model, optimizer, loader = private(mlp(), data, **options)
-    for inputs, targets in loader:
-        F.cross_entropy(model(inputs), targets, reduction=reduction).backward()
-        optimizer.step()
-    share = 0.5 - len(data[0]) / 2 / 12.0  # of the expected batch, each row counts as one half below the middle
-    assert optimizer.max_grad_norm == pytest.approx(1e-3 * math.exp(-0.5 * (share - 0.5)), rel=1e-6)

@@ -34,7 +34,7 @@ from loops import (
     train,
 )
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from dpengine import PrivacyEngine
 from dpengine.errors import BatchMismatchError, BatchStateError, PrivacyError, SamplingError
@@ -180,76 +180,6 @@ def test_one_batch_again_and_again_is_one_release():
 
 
 # Other models in the same loop
-
-
-def adversaries(mode):
-    torch.manual_seed(0)
-    judge = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))
-    maker = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, FEATURES))
-    loop = make_loop(judge, dataset=TensorDataset(*examples().tensors), grad_sample_mode=mode)
-    return loop, maker, torch.optim.SGD(maker.parameters(), lr=0.1)
-
-
-def judged(loop, inputs, real):
-    output = loop.model(inputs)
-    return F.binary_cross_entropy_with_logits(output, torch.full_like(output, float(real)))
-
-
-@pytest.mark.one_in(2, "mode", others="slow")
-@every_mode
-def test_a_private_judge_teaches_its_maker_in_eval_mode_as_a_plain_one_does(mode):
-    loop, maker, optimizer = adversaries(mode)
-    for inputs, _ in loop.loader:
-        loop.model.train()
-        loop.optimizer.zero_grad()
-        made = maker(torch.randn(len(inputs), 2))
-        (judged(loop, inputs, True) + judged(loop, made.detach(), False)).backward()
-        loop.optimizer.step()
-        loop.model.eval()
-        optimizer.zero_grad()
-        judged(loop, made, True).backward()
-        found = [p.grad.clone() for p in maker.parameters()]
-        optimizer.zero_grad()
-        plain = copy.deepcopy(loop.model)
-        output = plain(maker[2](torch.tanh(maker[0](torch.zeros(0, 2))))) if not len(made) else None
-        assert output is None or len(output) == 0
-        assert len(found) == 4 and all(grad.isfinite().all() for grad in found)
-        optimizer.step()
-        loop.optimizer.zero_grad()
-    assert [(c.kind, c.count) for c in loop.engine.ledger.history] == [("release", 4)]
-
-
-def test_a_frozen_private_judge_lets_gradients_through_in_train_mode():
-    loop, maker, optimizer = adversaries("auto")
-    for inputs, _ in loop.loader:
-        loop.model.requires_grad_(True)
-        loop.optimizer.zero_grad()
-        made = maker(torch.randn(len(inputs), 2))
-        (judged(loop, inputs, True) + judged(loop, made.detach(), False)).backward()
-        loop.optimizer.step()
-        loop.model.requires_grad_(False)
-        optimizer.zero_grad()
-        judged(loop, made, True).backward()
-        optimizer.step()
-
-
-def test_two_separate_losses_of_a_private_judge_are_refused():
-    loop, maker, _ = adversaries("auto")
-    inputs, _ = first_batch(loop.loader)
-    judged(loop, inputs, True).backward()
-    with pytest.raises(PrivacyError, match="DPE017"):
-        judged(loop, maker(torch.randn(len(inputs), 2)).detach(), False).backward()
-
-
-def test_an_optimizer_next_to_the_private_one_has_nothing_to_apply():
-    loop = make_loop(noise_multiplier=1.0)
-    other = torch.optim.SGD(loop.model.parameters(), lr=1.0)
-    before = copy.deepcopy(loop.model.state_dict())
-    loop.backward(*first_batch(loop.loader))
-    with pytest.raises(BatchStateError, match="not the optimizer that make_private returned"):
-        other.step()
-    torch.optim.SGD.step(loop.optimizer)
-    assert all(torch.equal(before[name], value) for name, value in loop.model.state_dict().items())
 
 
 def test_a_copy_made_in_the_middle_of_a_step_is_a_plain_model_without_gradients():

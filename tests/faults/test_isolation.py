@@ -13,7 +13,6 @@ from faults.neighbours import (
     FEATURES,
     MODES,
     assert_right,
-    influence,
     mlp,
     plain_step,
     private,
@@ -24,7 +23,7 @@ from inside_parts import record_halves, record_probes, set_probe_interval
 from torch import nn
 
 from dpengine import Flat, PerSampleGradientClipper
-from dpengine.errors import BatchDependentLossError, PrivacyError, PrivacyWarning, UnsupportedLayerError
+from dpengine.errors import PrivacyWarning, UnsupportedLayerError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
 
@@ -194,21 +193,6 @@ def test_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("between", [sorted_rows, flipped, partner])
-@pytest.mark.hazard("M2")
-def test_what_the_probe_finds_does_break_the_sensitivity(between):
-    try:
-        assert influence(Between(between), tensors()) > 1.01
-    except PrivacyError:  # found by the engine itself
-        pass
-
-
-@pytest.mark.hazard("M2")
-def test_the_engine_probes_by_itself():
-    with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
-        release_of(Between(sorted_rows), tensors())
-
-
 # No false alarms. Thousands more: run the tests of gradients, layers and sensitivity with the probe in front.
 
 
@@ -323,18 +307,6 @@ def test_the_batch_on_axis_1_is_probed_there():
         plain_step(model, optimizer, inputs.transpose(0, 1), targets)
 
     assert release_of(TimeMajor(), (inputs, targets), step, batch_first=False).norm() > 0
-
-
-@pytest.mark.hazard("M2")
-def test_half_precision_is_no_hindrance():
-    def step(model, optimizer, inputs, targets):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = F.cross_entropy(model(inputs), targets)
-        loss.backward()
-        optimizer.step()
-
-    assert release_of(mlp(), tensors(), step).norm() > 0
 
 
 # What a probe leaves behind
@@ -479,19 +451,3 @@ def test_outputs_in_a_dataclass_are_probed_too():
 
     with pytest.raises(UnsupportedLayerError, match="samples of a batch independent"):
         release_of(OfDataclass(Between(sorted_rows)), tensors(), step)
-
-
-# Losses outside the model are not seen by any probe of the model
-
-
-def contrastive(outputs, targets):
-    normed = F.normalize(outputs)
-    return F.cross_entropy(normed @ normed.T, torch.arange(len(outputs)))
-
-
-@pytest.mark.hazard("M2")
-def test_a_loss_between_rows_is_found_by_check_loss_only():
-    import dpengine
-
-    with pytest.raises(BatchDependentLossError, match="DPE010"):
-        dpengine.check_loss(mlp(), contrastive, tensors())

@@ -7,7 +7,7 @@ GUARDS = [
         "the expected batch size as the divisor of an adaptive threshold",
         "step, plan.expected_batch_size, self.passes.topology.total)",
         'step, plan.divisor(1, mean=self.passes.loss_reduction == "mean"), self.passes.topology.total)',
-        "faults/test_clipping.py::test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size",
+        "opacus_defects/test_batches.py::test_the_next_clipping_norm_depends_on_the_whole_batch_and_a_public_size",
     ),
     Guard(
         "sums are destroyed where the charge of a discarded batch fails",
@@ -97,7 +97,7 @@ GUARDS = [
         "an adaptive policy finishes its step",
         "            plan.clipping.finish_step(",
         "            (lambda *_: None)(",
-        "faults/test_clipping.py::test_an_adaptive_threshold_moves_by_a_share_of_the_expected_batch_size",
+        "opacus_defects/test_batches.py::test_the_next_clipping_norm_depends_on_the_whole_batch_and_a_public_size",
     ),
     Guard(
         "rows that did not come from the loader",
@@ -109,13 +109,13 @@ GUARDS = [
         "backward onto released gradients",
         "    check_stale(step)\n    if recorded.samples",
         "    if recorded.samples",
-        "faults/test_lifecycle.py::test_a_missing_zero_grad_is_refused",
+        "users/test_loop.py::test_a_forgotten_zero_grad_and_accumulation_are_distinguished",
     ),
     Guard(
         "gradients that were not cleared",
         "    if step.writer.stale:",
         "    if False:",
-        "faults/test_lifecycle.py::test_a_missing_zero_grad_is_refused",
+        "users/test_loop.py::test_a_forgotten_zero_grad_and_accumulation_are_distinguished",
     ),
     Guard(
         "a step with nothing to release",
@@ -187,7 +187,7 @@ GUARDS = [
         "a released gradient is recognized",
         "self.released, self._versions = grads, [grad._version for grad in grads.values()]",
         "pass",
-        "faults/test_lifecycle.py::test_a_missing_zero_grad_is_refused",
+        "users/test_loop.py::test_a_forgotten_zero_grad_and_accumulation_are_distinguished",
     ),
     Guard(
         "a second backward pass over a batch",
@@ -235,7 +235,7 @@ GUARDS = [
         "a gradient that somebody wrote",
         "            if present is not None and self._was_changed(parameter, present):",
         "            if False:",
-        "faults/test_lifecycle.py::test_gradients_that_were_written_by_hand_are_never_used",
+        "users/test_step.py::test_edits_before_the_step_change_nothing_and_are_noticed",
     ),
     Guard(
         "backward over a discarded batch",
@@ -247,7 +247,7 @@ GUARDS = [
         "a second step of one batch",
         "    if step.batches.stage is Stage.RELEASED:\n        raise StaleGradientError",
         "    if False:\n        raise StaleGradientError",
-        "users/test_step.py::test_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn",
+        "users/test_step.py::test_a_second_step_of_one_batch_is_rejected_before_its_noise_is_drawn",
     ),
     Guard(
         "a gradient of a parameter that does not train",
@@ -331,7 +331,7 @@ GUARDS = [
         "a step without a batch is looked at",
         "not self.batches.is_ready or len(self.batches.batches) > 1",
         "False",
-        "users/test_step.py::test_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn",
+        "users/test_step.py::test_a_second_step_of_one_batch_is_rejected_before_its_noise_is_drawn",
     ),
     Guard(
         "a charge that an observer lets fail is not repeated",

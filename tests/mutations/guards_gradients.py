@@ -167,7 +167,7 @@ GUARDS = [
         "a buffer that forward wrote",
         "        if not names:\n            return\n        owner",
         "        if True:\n            return\n        owner",
-        "faults/test_buffers.py::test_whatever_way_a_buffer_is_written_it_is_refused_and_put_back",
+        "faults/test_buffers.py::test_a_buffer_that_is_written_in_any_form_is_rejected_and_restored",
     ),
     Guard(
         "an unknown operation on a watched parameter",

@@ -205,7 +205,7 @@ GUARDS = [
         "gradients that are scaled by a scaler of one's own",
         '    if "grad_scale" in self.__dict__:',
         "    if False:",
-        "users/test_precision.py::test_a_scaler_that_was_not_passed_is_refused",
+        "users/test_precision.py::test_a_scaler_that_was_not_passed_is_rejected",
     ),
     Guard(
         "an optimizer that cannot be made private",
@@ -323,7 +323,7 @@ GUARDS = [
         "parameters that were all replaced",
         "released and held and released.isdisjoint(held)",
         "False",
-        "users/test_optimizer.py::test_a_step_that_would_change_no_weight_raises",
+        "opacus_defects/test_optimizers.py::test_a_step_raises_if_every_parameter_was_replaced_after_the_call",
     ),
     Guard(
         "a step is charged to the file",

@@ -179,13 +179,14 @@ def norms_of(model, inputs, targets):
     return flat_norms(per_sample_gradients(model, LOSS, (inputs,), targets))
 
 
-@pytest.mark.parametrize("chunk", [2, 6])
+@pytest.mark.parametrize(("chunk", "reduction"), [(2, "mean"), (6, "mean"), (6, "sum")])
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(api, chunk):
+def test_the_next_clipping_norm_depends_on_the_whole_batch_and_a_public_size(api, chunk, reduction):
     inputs, targets = batch()
     policy = Adaptive(2.0, count_noise_multiplier=1e-9, learning_rate=0.5)  # as good as without noise
     options = {"clipping": policy, "sample_rate": 1.0, "expected_batch_size": 9.0, "target_delta": 1e-3}
+    options |= {"loss_reduction": reduction, "criterion": nn.CrossEntropyLoss(reduction=reduction)}
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=None, physical_batch_size=chunk, **options)
     norms = norms_of(mlp(), inputs, targets)
     below = int((norms <= 2.0).sum())
@@ -198,7 +199,7 @@ def test_the_next_threshold_depends_on_the_whole_batch_and_a_public_size(api, ch
 
 
 @pytest.mark.hazard("O23")
-def test_the_count_has_its_noise_and_its_part_of_the_charge():
+def test_the_count_of_unclipped_samples_has_noise():
     found = set()
     for seed in (0, 1):
         policy = Adaptive(2.0, count_noise_multiplier=1.5)
@@ -207,8 +208,6 @@ def test_the_count_has_its_noise_and_its_part_of_the_charge():
         inside.draw_from(private.engine, NoiseSource.seeded(seed))
         private.run(*batch())
         found.add(private.optimizer.max_grad_norm)
-        std = private.engine.describe()["noise_std_of_sum"] / private.engine.describe()["sensitivity"]
-        assert std**-2 + (2 * 1.5) ** -2 == pytest.approx(2.0**-2)
     assert len(found) == 2
 
 

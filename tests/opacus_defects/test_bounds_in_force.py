@@ -132,8 +132,8 @@ def test_a_noise_scheduler_changes_the_noise_and_the_charge(api):
 
 
 @through(DEFAULT_APIS)
-@pytest.mark.hazard("O5")
-def test_noise_and_ledger_follow_a_threshold_that_moves(api):
+@pytest.mark.hazard("O5", "C8")
+def test_noise_and_charge_follow_a_moving_clipping_norm(api):
     policy = Adaptive(0.5, count_noise_multiplier=1.5, learning_rate=2.0)
     private, nothings = open_silent(api, max_grad_norm=None, clipping=policy)
     for threshold in (0.5, None):

@@ -167,18 +167,6 @@ def test_a_hook_of_the_users_own_does_not_remove_the_accounting(api):
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(1.0, 1)]
 
 
-@through(DEFAULT_APIS)
-@pytest.mark.hazard("O21")
-def test_torchs_own_step_hooks_do_not_change_the_ledger(api):
-    private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
-    seen = []
-    private.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    private.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    a_step(private)
-    assert seen == ["before", "after"]
-    assert private.engine.ledger.steps == 1
-
-
 # A rejected step empties the history
 
 

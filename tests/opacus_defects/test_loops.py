@@ -162,7 +162,7 @@ def test_an_optimizer_over_a_part_of_the_model_takes_two_steps(api):
 
 
 @through_some(LAYER_APIS)
-@pytest.mark.hazard("O56")
+@pytest.mark.hazard("O56", "C6")
 def test_contributions_of_one_batch_add_before_they_are_clipped(api):
     model, (x, y) = mlp(), batch()
     both = lambda m, r: CRITERION(m(x[r]), y[r]) + CRITERION(m(2 * x[r]), y[r])  # noqa: E731

@@ -156,25 +156,6 @@ def test_a_model_in_bfloat16_is_clipped_by_norms_in_float32(api):
     assert float(length) == pytest.approx(0.02, rel=1e-3)
 
 
-@pytest.mark.parametrize("max_norm", [0.05, 1e6], ids=["clipped", "not clipped"])
-@pytest.mark.parametrize("mode", [api.mode for api in DEFAULT_APIS])
-@pytest.mark.hazard("O45")
-def test_a_scaled_loss_gives_the_sums_of_the_plain_one(mode, max_norm):
-    model, (x, y) = mlp(), batch()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    private = copy.deepcopy(model)
-    optimizer = torch.optim.SGD(private.parameters(), lr=0.1)
-    settings = {"noise_multiplier": 0.0, "max_grad_norm": max_norm, "grad_sample_mode": mode, "grad_scaler": scaler}
-    _, optimizer, loader = PrivacyEngine(seed=0).make_private(private, optimizer, fixed_loader(ROWS), **settings)
-    for _ in loader:
-        optimizer.zero_grad()
-        scaler.scale(CRITERION(private(x), y)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    found = {name: p.grad.double() * ROWS for name, p in private.named_parameters()}
-    assert_equal(found, true_sum(model, CRITERION, (x, y), max_norm))
-
-
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
 def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):

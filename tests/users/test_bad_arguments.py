@@ -163,6 +163,8 @@ BAD = [
     Bad("B1", Budget, r"noise_multiplier=4.0.*count_noise_multiplier",
         {"noise_multiplier": 4.0, "clipping": Adaptive(count_noise_multiplier=1.0)}),
     *given("B2", Budget, "max_grad_norm", (0, -1.0, nan, inf, "1"), match="max_norm="),
+    *given("B2", Budget, "max_grad_norm", [[bad, 1.0] for bad in (0, -1.0, nan, inf)], match="DPE007",
+           clipping="per_layer"),
     Bad("B2", Budget, r"max_grad_norm=\[1.0, 1.0\] is a list", {"max_grad_norm": [1.0, 1.0]}),
     Bad("B2", ValueError, "3 clipping norms for 2 layers", {"max_grad_norm": [1.0, 1.0, 1.0], "clipping": "per_layer"}),
     Bad("B2", ValueError, "contradicts clipping=", {"max_grad_norm": 2.0, "clipping": Flat(1.0)}),
@@ -238,7 +240,7 @@ def name_of(bad):
 
 
 @pytest.mark.hazard(
-    "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11", "B12", "B13", "B14", "B15", "B17", "B18"
+    "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B10", "B11", "B12", "B13", "B14", "B15", "B17", "B18", "C10"
 )
 @pytest.mark.parametrize("bad", BAD, ids=name_of)
 def test_bad_arguments_are_rejected_and_leave_all_objects_unchanged(bad):

@@ -8,7 +8,6 @@ from loops import CLASSES, FEATURES, ROWS, every_mode, examples, gradients_of, m
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpengine.engine import fetch_ahead
 from dpengine.sampling.collate import placeholder_batch
 
 
@@ -103,20 +102,6 @@ def test_an_adaptive_clipping_norm_does_not_see_the_placeholder():
     assert norms[0] == norms[1]
 
 
-def test_empty_chunks_have_placeholders_too():
-    loop, whole = make_loop(accumulation_steps=9), make_loop()
-    sizes = []
-    for inputs, targets in loop.loader:
-        assert len(inputs) >= 1
-        sizes.append(inside.samples_now(loop.engine))
-        loop.step(inputs, targets)
-    for inputs, targets in whole.loader:
-        whole.step(inputs, targets)
-    assert 0 in sizes and 1 in sizes
-    for name, value in state_of(whole.model).items():
-        torch.testing.assert_close(state_of(loop.model)[name], value)
-
-
 def test_a_loss_for_each_sample_takes_the_placeholder():
     loop = make_loop(batch_size=1)
     for inputs, targets in loop.loader:
@@ -204,22 +189,3 @@ def test_a_placeholder_holds_no_value_of_an_example():
     assert (found["name"], found["meta"], found["label"].tolist()) == ([""], [{"id": 0}], [0])
     assert found["task"] == "detection"
     assert placeholder_batch(collate, rows, public=True)["name"] == ["Ann"]
-
-
-def test_placeholders_that_were_fetched_ahead_are_those_of_their_batches():
-    plain, ahead = (make_loop(batch_size=1, noise_multiplier=1.0) for _ in range(2))
-    fetch_ahead(ahead.engine, 2)
-    sizes, waiting = [], []
-    for inputs, targets in plain.loader:
-        plain.step(inputs, targets)
-        sizes.append(inside.samples_now(plain.engine))
-    for batch in ahead.loader:
-        waiting.append(batch)
-        if len(waiting) > 2:
-            ahead.step(*waiting.pop(0))
-    for batch in waiting:
-        ahead.step(*batch)
-    assert 0 in sizes and 1 in sizes
-    assert ahead.engine.ledger.history == plain.engine.ledger.history
-    for name, value in state_of(plain.model).items():
-        assert torch.equal(state_of(ahead.model)[name], value)

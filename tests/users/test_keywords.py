@@ -1,4 +1,4 @@
-"""A keyword that does not exist is refused, and the nearest one named."""
+"""An unknown keyword is rejected, and the message names the nearest one."""
 
 import functools
 
@@ -33,6 +33,7 @@ def test_an_unknown_keyword_is_a_type_error(call):
         (dpengine.PrivacyEngine, "acountant", "accountant"),
         (functools.partial(dpengine.PrivacyEngine.make_private, None), "noise_multipler", "noise_multiplier"),
         (functools.partial(dpengine.PrivacyEngine.make_private, None), "max_gard_norm", "max_grad_norm"),
+        (functools.partial(dpengine.PrivacyEngine.make_private, None), "max_norm", "max_grad_norm"),
         (functools.partial(dpengine.PrivacyEngine.progress, None), "totl", "total"),
         (functools.partial(dpengine.PrivacyEngine.load_state_dict, None), "sttate", "state"),
         (progress, "totl", "total"),
@@ -44,6 +45,7 @@ def test_an_unknown_keyword_is_a_type_error(call):
         (dpengine.fix, "modle", "model"),
     ],
 )
+@pytest.mark.hazard("L15")
 def test_the_nearest_name_is_suggested(call, given, near):
     with pytest.raises(TypeError, match=f"no argument '{given}'. Did you mean '{near}'"):
         call(**{given: 1})

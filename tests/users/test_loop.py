@@ -1,20 +1,16 @@
 """Backward passes, zero_grad, and what happens between them."""
 
-import copy
 import itertools
 
 import inside
 import pytest
 import torch
 import torch.nn.functional as F
-from case_models import Parts
 from loops import (
     BATCH,
-    assert_same_gradients,
     every_mode,
     exact_gradients,
     examples,
-    expected_gradients,
     first_batch,
     gradients_of,
     make_loop,
@@ -44,6 +40,7 @@ def one_forward_pass(loop, inputs, targets):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.parametrize("twice", [two_forward_passes, one_forward_pass])
+@pytest.mark.hazard("C6")
 def test_a_second_backward_over_the_same_samples_raises(twice, mode):
     loop = make_loop(grad_sample_mode=mode, noise_multiplier=1.0)
     chunks = iter(loop.loader)
@@ -51,6 +48,7 @@ def test_a_second_backward_over_the_same_samples_raises(twice, mode):
         twice(loop, *next(chunks))
     with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
+    assert inside.state(loop.engine).zero
     loop.step(*next(chunks))  # and the next batch is as good as ever
     assert loop.charges == [("void", 1), ("release", 1)]
 
@@ -79,6 +77,7 @@ def test_the_sum_of_two_losses_is_one_backward(mode):
         loop.optimizer.step()
 
 
+@pytest.mark.hazard("L1")
 def test_a_forgotten_zero_grad_and_accumulation_are_distinguished():
     loop = make_loop(noise_multiplier=1.0)
     chunks = iter(loop.loader)
@@ -170,6 +169,7 @@ PASSES = [look_at_training_loss, gradient_in_eval_mode, fail_in_forward, evaluat
 @pytest.mark.one_in(5, "mode", "interlude")
 @every_mode
 @pytest.mark.parametrize("interlude", [*PASSES, without_grad, fail_in_backward, fail_inside_backward])
+@pytest.mark.hazard("L3")
 def test_passes_outside_training_change_nothing(interlude, mode):
     loop = make_loop(grad_sample_mode=mode)
     other = examples(7, scale=3.0).tensors
@@ -212,19 +212,6 @@ def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
         loop.backward(inputs, targets)
         loop.optimizer.step()
     assert all(isinstance(p, nn.Parameter) for p in loop.model.parameters())
-
-
-@pytest.mark.one_in(2, "mode", others="slow")
-@every_mode
-def test_two_forward_passes_may_share_a_backward(mode):
-    loop = make_loop(grad_sample_mode=mode)
-    inputs, targets = first_batch(loop.loader)
-    twice = lambda outputs, t: F.cross_entropy(outputs[0], t) + F.cross_entropy(outputs[1], t)  # noqa: E731
-    plain = Parts(lambda m, values: (m.inner(values), m.inner(2 * values)), inner=copy.deepcopy(loop.model))
-    expected = expected_gradients(plain, [(inputs, targets)], loss_fn=twice)
-    twice((loop.model(inputs), loop.model(2 * inputs)), targets).backward()
-    loop.optimizer.step()
-    assert_same_gradients(gradients_of(loop.model), {n.removeprefix("inner."): g for n, g in expected.items()})
 
 
 @every_mode

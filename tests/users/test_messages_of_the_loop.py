@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from loops import CLASSES, FEATURES, ROWS, examples, make_loop, mlp, train
+from loops import CLASSES, FEATURES, ROWS, examples, make_loop, mlp, train, unchanged
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -126,6 +126,8 @@ def test_a_step_of_another_optimizer_is_rejected(when):
     loop.backward(inputs, targets)
     with pytest.raises(BatchStateError, match=r"DPE022.*Adam.step\(\).*not the optimizer that make_private returned"):
         other.step()
+    with unchanged(model):
+        torch.optim.SGD.step(loop.optimizer)  # without the private step, there is no gradient to apply
     loop.optimizer.step()  # the remedy
 
 

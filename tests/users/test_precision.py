@@ -109,6 +109,7 @@ def test_noise_is_drawn_in_float32_and_cast_after_the_division():
 @pytest.mark.one_in(2, "mode", "max_norm")
 @every_mode
 @pytest.mark.parametrize("max_norm", [0.05, 100.0], ids=["clipping", "not clipping"])
+@pytest.mark.hazard("L6", "O45")
 def test_a_scaler_changes_nothing(max_norm, mode):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     on = make_loop(grad_scaler=scaler, max_grad_norm=max_norm, grad_sample_mode=mode)
@@ -123,6 +124,7 @@ def test_a_scaler_changes_nothing(max_norm, mode):
         scaler.update()
         truth = {name: gradient.double() for name, gradient in gradients_of(off.model).items()}
         assert_same_gradients(gradients_of(on.model), truth)
+    assert on.charges == off.charges == [("release", len(on.loader))]
     assert scaler.get_scale() == 65536.0
     assert isinstance(scaler, torch.amp.GradScaler)
     assert scaler.state_dict()["scale"] == 65536.0
@@ -132,7 +134,7 @@ def test_a_scaler_changes_nothing(max_norm, mode):
 
 
 @pytest.mark.parametrize("unscale", [False, True])
-def test_a_scaler_that_was_not_passed_is_refused(unscale):
+def test_a_scaler_that_was_not_passed_is_rejected(unscale):
     scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)

@@ -3,7 +3,16 @@
 import inside
 import pytest
 import torch
-from loops import assert_same_gradients, expected_gradients, first_batch, gradients_of, make_loop, mlp, state_of
+from loops import (
+    assert_same_gradients,
+    every_mode,
+    expected_gradients,
+    first_batch,
+    gradients_of,
+    make_loop,
+    mlp,
+    state_of,
+)
 from torch import nn
 
 from dpengine.errors import LedgerError, PrivacyWarning, StaleGradientError
@@ -20,9 +29,12 @@ def clipped_by_hand(model):
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
+@pytest.mark.one_in(2, "mode", others="slow")
+@every_mode
 @pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
-def test_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none):
-    loop = make_loop()
+@pytest.mark.hazard("L8")
+def test_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none, mode):
+    loop = make_loop(grad_sample_mode=mode)
     batches = iter(loop.loader)
     loop.step(*next(batches))
     loop.optimizer.zero_grad(set_to_none)
@@ -55,7 +67,7 @@ def test_a_raw_gradient_of_a_frozen_parameter_is_never_applied():
     assert all(torch.equal(frozen[name], value) for name, value in state_of(model[0]).items())
 
 
-def test_a_second_step_of_one_batch_is_refused_before_its_noise_is_drawn():
+def test_a_second_step_of_one_batch_is_rejected_before_its_noise_is_drawn():
     loop = make_loop(noise_multiplier=1.0)
     loop.step(*first_batch(loop.loader))
     weights = state_of(loop.model)
@@ -76,6 +88,7 @@ class FailingSGD(torch.optim.SGD):
         raise Boom
 
 
+@pytest.mark.hazard("L5")
 def test_the_ledger_is_written_before_the_weights_change():
     loop = make_loop(make_optimizer=lambda parameters: FailingSGD(parameters, lr=0.5), noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
@@ -87,6 +100,7 @@ def test_the_ledger_is_written_before_the_weights_change():
 
 
 @pytest.mark.parametrize("error", [LedgerError("The disk is full."), OSError(28, "No space left"), KeyboardInterrupt()])
+@pytest.mark.hazard("L5")
 def test_a_step_that_cannot_be_charged_changes_nothing(error, monkeypatch):
     loop = make_loop(noise_multiplier=1.0)
     batches = iter(loop.loader)

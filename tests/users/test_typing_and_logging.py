@@ -1,14 +1,13 @@
 """Types and logging at run time. ``test_typing.py`` runs a type checker."""
 
 import inspect
-import logging
 import subprocess
 import sys
 from pathlib import Path
 from typing import get_origin, get_type_hints
 
 import pytest
-from loops import examples, first_batch, make_loop
+from loops import examples, make_loop
 from torch.utils.data import DataLoader
 
 import dpengine
@@ -119,10 +118,3 @@ def test_a_normal_run_prints_nothing_and_touches_no_logger():
         [sys.executable, "-W", "error", "-c", NORMAL_RUN], capture_output=True, text=True, check=False, cwd=ROOT
     )
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
-
-
-def test_nothing_of_the_batch_is_logged(caplog):
-    with caplog.at_level(logging.DEBUG):
-        loop = make_loop(noise_multiplier=1.0)
-        loop.step(*first_batch(loop.loader))
-    assert not [record for record in caplog.records if record.name.startswith("dpengine")]
