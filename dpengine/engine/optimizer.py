@@ -231,7 +231,9 @@ def reject_other_optimizers(step: PrivateStep) -> Any:
         this = reference()
         if _ATTACHED in optimizer.__dict__ or this is None:
             return
-        trained = set(this.passes.trainable().values())
+        trained = {p for p in this.passes.model.parameters() if p.requires_grad}  # also if layers were added
+        if this.passes.only is not None:
+            trained.intersection_update(this.passes.only)
         held = [p for p in parameters_of(optimizer) if p in trained]
         if held and (this.batches.waits_for_step or all(p.grad is None for p in held)):
             raise BatchStateError(

@@ -160,7 +160,11 @@ def test_other_models_and_optimizers_step_as_before():
         public(inputs).sum().backward()
         other.step()
         loop.optimizer.step()
+    loop.model.add_module("added", nn.Linear(2, 2))  # which only steps of this model may reject
+    public(inputs).sum().backward()
+    other.step()
     dpengine.detach(loop.model)
+    del loop.model.added
     loop.backward(inputs, targets)
     torch.optim.SGD(loop.model.parameters(), lr=0.1).step()
 
