@@ -22,11 +22,11 @@ from .commands import CommandError
 from .screen import strong
 
 _TEXTS = {
-    "pass": "No violation found.",
+    "pass": "No violation was found.",
     "violation": "A violation was found.",
-    "inconclusive": "No violation found, but a detector was inconclusive.",
+    "inconclusive": "No violation was found, but a detector was inconclusive.",
 }
-# Code and function of each detector, and the name of its argument for the size.
+# Code and function of each detector, and the name of its size argument.
 _DETECTORS: dict[str, tuple[str, Callable[..., AuditFinding], str]] = {
     "replay": ("DR", replay, "pairs"),
     "noise": ("DN", noise_distribution, "coords"),
@@ -55,6 +55,6 @@ def _findings(arguments: Namespace) -> list[AuditFinding]:
         try:
             return quick(make, detectors=arguments.only or tuple(DETECTORS), seed=arguments.seed)
         except (Exception, SystemExit) as error:
-            raise CommandError(f"The audit could not begin: {type(error).__name__}: {error}") from error
-    code, detector, size = _DETECTORS[arguments.action]
-    return [timed(code, arguments.seed, lambda: detector(make, seed=arguments.seed, **{size: arguments.size}))]
+            raise CommandError(f"The audit could not start: {type(error).__name__}: {error}") from error
+    code, detector, size_argument = _DETECTORS[arguments.action]
+    return [timed(code, arguments.seed, lambda: detector(make, seed=arguments.seed, **{size_argument: arguments.size}))]

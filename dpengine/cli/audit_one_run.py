@@ -19,7 +19,7 @@ from dpengine.engine.privacy_engine import PrivacyEngine
 from .commands import CommandError
 from .screen import strong
 
-_NUM_EXAMPLES = 2000  # examples of Adult, without the canaries
+_NUM_EXAMPLES = 2000  # training examples of Adult, in addition to the canaries
 _FEATURES, _CLASSES = 107, 2
 
 
@@ -39,7 +39,7 @@ def run(arguments: Namespace) -> int:
 
 def _run_audit(arguments: Namespace) -> AuditReport:
     data = load_adult()
-    rows = TensorDataset(data.train_inputs[:_NUM_EXAMPLES], data.train_labels[:_NUM_EXAMPLES])
+    examples = TensorDataset(data.train_inputs[:_NUM_EXAMPLES], data.train_labels[:_NUM_EXAMPLES])
     flipped = TensorDataset(
         data.train_inputs[_NUM_EXAMPLES : _NUM_EXAMPLES + arguments.canaries],
         1 - data.train_labels[_NUM_EXAMPLES : _NUM_EXAMPLES + arguments.canaries],
@@ -80,7 +80,7 @@ def _run_audit(arguments: Namespace) -> AuditReport:
     return one_run(
         make,
         train,
-        rows,
+        examples,
         canaries=arguments.canaries,
         kind=arguments.kind,
         delta=arguments.delta,

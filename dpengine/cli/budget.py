@@ -1,4 +1,4 @@
-"""``dpengine calibrate`` and ``dpengine epsilon``: the noise for a budget, and the privacy cost of a run."""
+"""``dpengine calibrate`` and ``dpengine epsilon``: noise multiplier for a budget, and privacy cost of a run."""
 
 from __future__ import annotations
 
@@ -26,16 +26,18 @@ from dpengine.report.report import PrivacyReport
 from .commands import CommandError
 from .screen import strong
 
-_ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # as in Python code
+_ARGUMENT = re.compile(r"\b(accountant)='(\w+)'")  # Python arguments in messages, replaced by options
 _LEAD = "The statement of a run with these settings would be:"
 
 
 def run(arguments: Namespace) -> int:
-    """Prints the noise multiplier or epsilon in one line, or with the statement of a run with these settings."""
+    """Prints the noise multiplier or epsilon, alone or with the statement of a run with these settings."""
     try:
         facts = _facts(arguments)
         terms = facts.accounting
-        cost = epsilon_of(terms.history, terms.delta, terms.accountant, terms.relation)  # raises if there is none
+        cost = epsilon_of(
+            terms.history, terms.delta, terms.accountant, terms.relation
+        )  # raises if no epsilon is defined
         shown = _json(facts) if arguments.json else _text(facts) if arguments.full else _line(facts, cost)
     except AccountingRefusedError as error:
         raise CommandError(_ARGUMENT.sub(r"--\1 \2", str(error))) from error
@@ -98,7 +100,7 @@ def _facts(arguments: Namespace) -> RunFacts:
 
 
 def _relation(option: str | None, constants: bool) -> Relation:
-    """Returns the relation as `make_private` does. Constants derived from the number of examples make it public."""
+    """Chooses the relation as `make_private` does. The number of examples is public if constants depend on it."""
     if option is None:
         return Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
     relation = Relation(option)
@@ -129,14 +131,14 @@ def _rate_and_steps(arguments: Namespace) -> tuple[float, int]:
 
 
 def _planned_statement(facts: RunFacts) -> str:
-    """Returns the statement without the results of a run, which are the charges and the checks of assumptions."""
-    before, rest = statement(facts).split("Steps: ", 1)
+    """Returns the statement of a planned run, without the results of the checks of its assumptions."""
+    beginning, rest = statement(facts).split("Steps: ", 1)
     accounting = rest[rest.index("Accounting: ") : rest.index("Assumptions, ")]
     excludes = rest[rest.index("Not covered:") :]
     names = [f"  - {item.name}." for item in assumptions(facts) if item.critical]
     assumed = "".join(textwrap.fill(name, 100, subsequent_indent="    ") + "\n" for name in names)
     steps = f"Steps: {facts.steps:,} would be charged.\n"
-    return f"{before}{steps}{accounting}What the guarantee would rest on:\n{assumed}{excludes}"
+    return f"{beginning}{steps}{accounting}Assumptions of the guarantee:\n{assumed}{excludes}"
 
 
 def _json(facts: RunFacts) -> str:

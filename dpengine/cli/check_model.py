@@ -1,4 +1,4 @@
-"""``dpengine check``: checks before training whether a model can be trained privately."""
+"""``dpengine check``: checks whether a model can be trained privately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Table of the commands and their options. The module of a command is imported when the command runs."""
+"""Table of the commands and their options. The module of a command is imported only when the command runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _MAX_LENGTH = 40  # characters of a value in a message
 
 
 class CommandError(Exception):
-    """Wrong use of a command."""
+    """Raised for invalid use of a command."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """Command whose ``run(arguments)`` is in a module of this package. The help shows the texts."""
+    """Command that calls ``run(arguments)`` of a module of this package. Its help shows the texts."""
 
     name: str
     module: str
@@ -41,7 +41,7 @@ def _folder(text: str) -> Path:
 
 def _count(text: str) -> int:
     try:
-        value = Decimal(text)  # accepts 6e4; compared before the conversion to an integer, which may be very long
+        value = Decimal(text)  # accepts 6e4; checked before the conversion to an integer, which could be huge
         if 1 <= value <= MAX_COUNT and value == value.to_integral_value():
             return int(value)
     except InvalidOperation:  # not a number, or NaN
@@ -136,14 +136,14 @@ def _check(parser: argparse.ArgumentParser) -> None:
 
 def _ledger(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    for action, summary, many in (
+    for action, summary, several_files in (
         ("show", "the runs of a file, and their charges", False),
         ("verify", "check that a file was not changed", False),
         ("total", "epsilon of all charges in one file, or in several files on the same data", True),
     ):
         child = actions.add_parser(action, help=summary, **help_texts("", f"dpengine ledger {action} run.ledger"))
-        child.add_argument("paths", type=Path, nargs="+" if many else 1, metavar="FILE", help="a ledger file")
-        if many:
+        child.add_argument("paths", type=Path, nargs="+" if several_files else 1, metavar="FILE", help="a ledger file")
+        if several_files:
             child.add_argument("--delta", type=_DELTA, metavar="D", help="default: that of the last run")
             _accountant(child)
         _json(child)
@@ -190,7 +190,7 @@ def _audit_one_run(actions: Any) -> None:
         metavar="Q",
         help="probability that an example is in a batch; default: %(default)s",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="repeatable coins, batches and noise: for tests")
+    parser.add_argument("--seed", type=int, metavar="N", help="reproducible coins, batches and noise, for tests")
     _json(parser)
     parser.set_defaults(module="audit_one_run")
 
@@ -212,9 +212,9 @@ _DETECTORS = (
 def _audit_direct(actions: Any, name: str, description: str, size: str | None, default: int) -> None:
     texts = help_texts(f"{description}\n{_SUBJECT}", f"dpengine audit {name} mytraining:make")
     parser = actions.add_parser(name, help=description.rstrip("."), **texts)
-    parser.add_argument("make", nargs="?", metavar="MODULE:FACTORY", help="your own training")
+    parser.add_argument("make", nargs="?", metavar="MODULE:FACTORY", help="function that returns your own training")
     if size is None:
-        parser.add_argument("--only", nargs="+", metavar="CODE", help="some of the detectors, such as DN")
+        parser.add_argument("--only", nargs="+", metavar="CODE", help="codes of the detectors to run, such as DN")
     else:
         parser.add_argument(size, type=_size, default=default, metavar="N", dest="size", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, metavar="K", help="for batches and noise; default: %(default)s")
@@ -223,7 +223,7 @@ def _audit_direct(actions: Any, name: str, description: str, size: str | None, d
 
 
 def help_texts(description: str, example: str) -> dict[str, Any]:
-    """Returns the texts in the help of a command."""
+    """Returns the keyword arguments of a parser for the help texts of a command."""
     texts = {"description": description, "epilog": f"Example:\n  {example}"}
     return texts | {"formatter_class": argparse.RawDescriptionHelpFormatter}
 
@@ -254,8 +254,8 @@ COMMANDS = (
         "rebuild",
         "write the report of a run again",
         "Writes privacy_report.json, .md and .html again from the privacy_report.json of a run, or from its\n"
-        "privacy_state.json; prints the statement. A report that was cut or edited is rejected: its digest is a\n"
-        "checksum against accidental edits, not a signature.",
+        "privacy_state.json; prints the statement. A report that was truncated or edited is rejected: its digest\n"
+        "is a checksum against accidental edits, not a signature.",
         "dpengine report runs/demo",
         _report,
     ),
@@ -273,7 +273,7 @@ COMMANDS = (
         "ledgers",
         "the privacy cost in ledger files",
         "Reads ledger files, which PrivacyEngine(ledger=...) writes. Epsilon is computed from the files alone.\n"
-        "A file that was edited or cut is rejected: its seals protect against accidents, not against its owner.",
+        "A file that was edited or truncated is rejected. Its checksums detect accidents, not forgery by its owner.",
         "dpengine ledger total run.ledger --delta 1e-5",
         _ledger,
     ),

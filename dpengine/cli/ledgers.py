@@ -1,4 +1,4 @@
-"""``dpengine ledger``: the charges in ledger files, and their total cost."""
+"""``dpengine ledger``: charges in ledger files, and their total privacy cost."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _verify(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
 
 def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     if len({ledger.id for ledger in contents}) < len(contents):
-        raise CommandError("The same ledger was given twice, or a copy of it. Pass each once.")
+        raise CommandError("A ledger, or a copy of it, was given twice. Pass each ledger once.")
     runs = [run for ledger in contents for run in ledger.runs.values()]
     abouts = [run.facts["about"] for run in runs]
     units = sorted({about["unit"] for about in abouts if "unit" in about})
@@ -101,7 +101,7 @@ def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     deltas = [about["delta"] for about in abouts if "delta" in about]
     delta = arguments.delta or (deltas[-1] if deltas else None)
     if delta is None:
-        raise CommandError("No run in these files has a delta. Pass --delta.")
+        raise CommandError("No run in these files states a delta. Pass --delta.")
     history: list[Charge] = [charge for ledger in contents for charge in ledger.history]
     epsilon, reserved = epsilon_of(history, delta, arguments.accountant, relation), sum(run.reserved for run in runs)
     values = {
@@ -119,7 +119,7 @@ def _total(contents: list[Contents], arguments: Namespace) -> tuple[Any, str]:
     )
     if reserved:
         text += (
-            f"\n{reserved:,} of these steps were reserved and may not have been taken: their run is active or was "
+            f"\n{reserved:,} of these steps were reserved, but may not have been executed: their run is active or was "
             "interrupted."
         )
     return values, text

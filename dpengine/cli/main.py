@@ -1,4 +1,4 @@
-"""Reads the arguments, runs a command, and converts errors to a message and an exit code."""
+"""Parses the arguments, runs a command, and converts errors to a message and an exit code."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dpengine.errors import InvalidBudgetError, PrivacyError
 from .commands import COMMANDS, CommandError, help_texts
 from .screen import columns
 
-DONE, FAILED, WRONG_USE = 0, 1, 2
+DONE, FAILED, INVALID_USE = 0, 1, 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0 on success, 1 for a negative result or a failure, 2 for wrong use."""
+    """Runs one command. Returns 0 on success, 1 for a negative result or a failure, 2 for invalid use."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without ε shows a question mark instead of a traceback
-    arguments = _parser().parse_args(argv)  # exits with code 2 on wrong use
+    arguments = _parser().parse_args(argv)  # exits with code 2 on invalid use
     command = importlib.import_module(f".{arguments.module}", __package__)
     try:
         return int(command.run(arguments))
     except (CommandError, InvalidBudgetError) as error:
-        return _failed(str(error), WRONG_USE)
+        return _failed(str(error), INVALID_USE)
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE

@@ -1,4 +1,4 @@
-"""``dpengine report``: writes the report of a run again from its stored files."""
+"""``dpengine report``: rebuilds the report of a run from its files."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _report(path: Path) -> PrivacyReport:
         state = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(state, dict):
             raise ValueError("it is not a JSON object")
-        facts = _facts_of_engine(state)
+        facts = _facts_of_state(state)
     except FileNotFoundError:
         raise CommandError(f"{path} does not exist.") from None
     except CorruptFileError as error:
@@ -80,7 +80,7 @@ _SAMPLINGS: Mapping[type, str] = {
 """Sampling scheme by the type of the charged event; ``"poisson"`` for other types."""
 
 
-def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
+def _facts_of_state(state: Mapping[str, Any]) -> RunFacts:
     """Derives the facts from ``engine.state_dict()``, which has all charges and the names of their sampling schemes."""
     ledger = Ledger()
     ledger.load_state_dict(state["ledger"])
@@ -95,7 +95,7 @@ def _facts_of_engine(state: Mapping[str, Any]) -> RunFacts:
     origins = origins_in(state)
     samplings = sorted({origin.sampling for origin in origins})
     schemes = [name for name in samplings if name != UNKNOWN_SAMPLING]
-    if schemes and plan["sampling"] not in schemes:  # batches of the training loop are charged as if dpengine drew them
+    if schemes and plan["sampling"] not in schemes:  # batches of the training loop are charged as dpengine's are
         plan["sampling"] = schemes[0]
     relation = relation_of(origins)
     accounting = AccountingFacts(

@@ -1,4 +1,4 @@
-"""Text layout of the commands: aligned columns, and bold text on a terminal."""
+"""Formats the output of the commands: aligned columns, and bold text on a terminal."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 
 def strong(text: str) -> str:
     """Returns the text in bold if standard output is a terminal and ``NO_COLOR`` is not set."""
-    no_color = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
-    return text if no_color else f"\033[1m{text}\033[0m"
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb" or not sys.stdout.isatty()
+    return text if is_plain else f"\033[1m{text}\033[0m"

@@ -1,1 +1,1 @@
-"""Trainers of other packages. Import each module by its own name; it needs the package it is named after."""
+"""Support for trainers of other packages. Each module requires the package that it is named after."""

@@ -1,8 +1,8 @@
 """Callback that makes training with a Lightning ``Trainer`` private. Needs ``lightning`` or ``pytorch_lightning``.
 
-Lightning runs the loop: it requests the training loader, builds the optimizer, and steps with a closure. The callback
-replaces the loader when the trainer's strategy processes it, and calls ``make_private`` when loader and optimizer
-exist.
+Lightning runs the training loop: it requests the training loader, builds the optimizer, and steps with a closure. The
+callback replaces the loader when the trainer's strategy processes it, and calls ``make_private`` once both loader and
+optimizer exist.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from dpengine.errors import (
 from .lightning_checks import (
     check_callbacks,
     check_trainer_settings,
+    check_unchanged,
     lightning_class,
-    reject_change,
     warn_of_training_metrics,
 )
 
@@ -39,7 +39,7 @@ _ARGUMENTS = [name for name in inspect.signature(PrivacyEngine.make_private).par
 
 
 class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
-    """Makes training private, from the first batch of ``trainer.fit`` to its end.
+    """Callback that makes training private from the first batch of ``trainer.fit`` to its end.
 
     ::
 
@@ -48,17 +48,17 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         trainer.fit(module, loader)
         print(private.engine.report())
 
-    The module does not change. It must have one optimizer, and a ``training_step`` whose loss is a mean over samples
+    The module needs no changes. It must have one optimizer, and a ``training_step`` whose loss is a mean over samples
     (or a sum, with ``loss_reduction="sum"``). Epsilon is logged as ``epsilon`` at the end of each epoch. Checkpoints of
     Lightning store the privacy cost, so a run that is resumed with ``ckpt_path`` accounts for all of its steps. With
-    ``physical_batch_size``, a batch is split into chunks, and Lightning counts each chunk as a step, also in
+    ``physical_batch_size``, a batch is split into chunks, and Lightning counts each chunk as a step, also for
     ``max_steps``. A batch for which ``training_step`` returns None is discarded and charged.
 
-    Changes to the run by other code, such as another callback, raise an error before each batch and each step of the
-    trainer's optimizers. Optimizers that a hook of the module creates are not seen.
+    Before each batch and each step of the trainer's optimizers, the callback raises an error if other code, such as
+    another callback, has changed the run. It does not detect optimizers that a hook of the module creates.
 
     Args:
-        engine: The engine of the run; None creates one. It is stored in the attribute ``engine``.
+        engine: The engine of the run; None creates one. It is available as the attribute ``engine``.
         arguments: Arguments of `PrivacyEngine.make_private`. With ``target_epsilon`` or ``noise``, the planned length
             is that of the trainer, unless ``epochs`` or ``steps`` is passed.
 
@@ -83,10 +83,10 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._handles: list[Any] = []  # handles of the hooks on optimizers
         self._has_no_loss = False  # whether training_step returned no loss
 
-    # From Lightning
+    # Hooks that Lightning calls
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Rejects settings that would not be private, and waits for the training loader."""
+        """Rejects settings that would break privacy, and intercepts the training loader."""
         if stage != "fit":
             return
         check_trainer_settings(trainer)
@@ -94,18 +94,18 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         warn_of_training_metrics(trainer)
         self._trainer, self._resumes = trainer, False
         process, step = trainer.strategy.process_dataloader, trainer.strategy.optimizer_step
-        trainer.strategy.process_dataloader = lambda loader: self._replaced(process(loader))
+        trainer.strategy.process_dataloader = lambda loader: self._replace_loader(process(loader))
         trainer.strategy.optimizer_step = lambda *args, **kwargs: _step_unless_no_loss(step, args, kwargs)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Adds hooks that reject steps of other optimizers."""
+        """Adds hooks that check the run before each optimizer step."""
         self._handles = [optimizer.register_step_pre_hook(self._before_step) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Raises if the trainer has another loader than the private one."""
+        """Raises if the trainer does not use the private loader."""
         if self._placeholder is None:
             raise SamplingError(
-                "Lightning created its training loader before this callback could make it private.",
+                "Lightning created its training loader before this callback could replace it.",
                 fix="Do not call trainer.fit_loop.setup_data() earlier, in another callback or strategy.",
             )
         _ = self._placeholder.private
@@ -141,31 +141,31 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Removes all hooks. The privacy cost stays in ``engine``."""
         if stage == "fit":
-            self._release()
+            self._remove_hooks()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Removes all hooks after an error."""
-        self._release()
+        self._remove_hooks()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the charges, for Lightning's checkpoint."""
         return {"engine": self.engine.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Adds the privacy cost of the checkpoint from which ``fit`` continues. Repeated calls add it again."""
-        if self._trainer is None:  # validation and tests have no privacy cost
+        """Adds the privacy cost of the checkpoint from which ``fit`` resumes. Each call adds it again."""
+        if self._trainer is None:  # not in trainer.fit: validation and tests have no privacy cost
             return
         self.engine.load_state_dict(state_dict["engine"])
         self._resumes = True
 
-    # The loader
+    # Private loader
 
-    def _replaced(self, loader: Any) -> Any:
+    def _replace_loader(self, loader: Any) -> Any:
         if not self._trainer.training:  # a loader for validation
             return loader
         if not isinstance(loader, DataLoader):
             raise SamplingError(
-                f"The training loader is a {type(loader).__name__}, and only a torch DataLoader is supported.",
+                f"The training loader is a {type(loader).__name__}. Only a torch DataLoader is supported.",
                 fix="Pass one DataLoader to trainer.fit.",
             )
         if self._placeholder is not None:
@@ -179,7 +179,7 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         return self.arguments.get("physical_batch_size") is not None
 
     def make_private(self, loader: DataLoader[Any]) -> Any:
-        """Returns the private loader. Called by the placeholder of ``loader``, when there is an optimizer."""
+        """Returns the private loader. The placeholder of ``loader`` calls this once there is an optimizer."""
         trainer = self._trainer
         if not trainer.optimizers:
             raise SamplingError(
@@ -194,12 +194,12 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
             )
         if trainer.ckpt_path and not self._resumes:
             raise SamplingError(
-                f"The checkpoint ({trainer.ckpt_path}) has no record of the privacy cost before it.",
+                f"The checkpoint {trainer.ckpt_path} has no record of the privacy cost of its steps.",
                 fix="Resume from a checkpoint that was written with this callback, or load public weights yourself.",
             )
         length = {}
         if self.arguments.keys() & {"target_epsilon", "noise"} and not self.arguments.keys() & {"epochs", "steps"}:
-            length = _length(trainer, loader, self.in_chunks)
+            length = _planned_length(trainer, loader, self.in_chunks)
         scheduler = None
         if self.in_chunks:  # Lightning would count chunks as steps
             by_step = [config.scheduler for config in trainer.lr_scheduler_configs if config.interval == "step"]
@@ -212,25 +212,25 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         fetch_ahead(self.engine, int(self.in_chunks))  # without a known length, Lightning fetches one batch ahead
         return private
 
-    def reject_change(self) -> None:
-        """Raises if the trainer continues with another run than the private one. Called before each batch and step."""
+    def check_unchanged(self) -> None:
+        """Raises if other code has changed the private run. Called before each batch and step."""
         if self._run is not None:
-            reject_change(self._trainer, self, self._run)
+            check_unchanged(self._trainer, self, self._run)
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._run is None:
             raise SamplingError(
-                f"{type(optimizer).__name__} stepped before the first training batch, so without privacy.",
+                f"{type(optimizer).__name__} stepped before the first training batch, and so without privacy.",
                 fix="Train only in training_step, not during validation or before training.",
             )
-        self.reject_change()
+        self.check_unchanged()
 
-    def end(self) -> None:
-        """Stops the trainer when the budget is used up, because Lightning would run empty epochs."""
+    def stop_training(self) -> None:
+        """Stops the trainer when the budget is used up. Otherwise Lightning would run empty epochs."""
         if self._trainer is not None:
             self._trainer.should_stop = True
 
-    def _release(self) -> None:
+    def _remove_hooks(self) -> None:
         if self._trainer is None:
             return
         for name in ("process_dataloader", "optimizer_step"):
@@ -242,9 +242,9 @@ class DPCallback(lightning_class("Callback")):  # type: ignore[misc]
         self._trainer, self._placeholder, self._run, self._resumes = None, None, None, False
 
 
-def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str, int]:
+def _planned_length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str, int]:
     """Returns the planned length of training, for which the noise is calibrated."""
-    # The limit counts chunks, so it is not used if batches are split.
+    # The limit would count chunks, so it is ignored if batches are split.
     limit = 1.0 if in_chunks or trainer.limit_train_batches is None else trainer.limit_train_batches
     is_limited = isinstance(limit, int) or limit < 1
     epochs, steps = trainer.max_epochs, trainer.max_steps
@@ -257,7 +257,7 @@ def _length(trainer: Any, loader: DataLoader[Any], in_chunks: bool) -> dict[str,
 
 
 class _NoLossError(Exception):
-    """Ends an optimizer step without a loss."""
+    """Raised to skip an optimizer step without a loss."""
 
 
 def _step_unless_no_loss(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,10 +267,10 @@ def _step_unless_no_loss(step: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 class _LoaderPlaceholder:
-    """Placeholder of the training loader, because Lightning requests the loader before there is an optimizer.
+    """Placeholder for the private loader, because Lightning requests the loader before there is an optimizer.
 
     Args:
-        callback: Makes the loader private.
+        callback: The callback that makes the loader private.
         loader: The loader of the user.
     """
 
@@ -287,14 +287,14 @@ class _LoaderPlaceholder:
         return self._private
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches. Each is drawn when it is requested."""
+        """Yields the private batches. Each is drawn when it is requested."""
         empty = True
         for batch in self.private:
-            self._callback.reject_change()
+            self._callback.check_unchanged()
             yield batch
             empty = False
         if empty:
-            self._callback.end()
+            self._callback.stop_training()
 
     def __len__(self) -> int:
         """Returns the number of batches in an epoch. Raises TypeError for chunks, whose number is unknown."""

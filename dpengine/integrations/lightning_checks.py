@@ -1,4 +1,4 @@
-"""Checks the settings and callbacks of a Lightning trainer, and imports classes of Lightning from either package."""
+"""Checks the settings and callbacks of a Lightning trainer, and imports classes from either Lightning package."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dpengine.errors import (
     notice,
 )
 
-NAMES = ("lightning.pytorch", "pytorch_lightning")
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_class(name: str) -> type:
-    """Returns a class of Lightning, preferably of an imported package; ``object`` if none is installed."""
-    for package in sorted(NAMES, key=lambda package: package not in sys.modules):
+    """Returns a class of Lightning, preferably from an imported package; ``object`` if none is installed."""
+    for package in sorted(_PACKAGES, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(package), name)  # type: ignore[no-any-return]
         except ImportError:
@@ -33,11 +33,11 @@ def lightning_class(name: str) -> type:
 
 _TRAINING_METRIC = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
 _LARGER_BATCH = "Make the loader's batch_size larger by this factor, and pass DPCallback(physical_batch_size=...)."
-# Error, effect of the callback, and fix by class name, which is the same in both packages of Lightning.
+# Error, effect of the callback, and fix, by class name, which is the same in both Lightning packages.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     "GradientAccumulationScheduler": (
         ScaledGradientError,
-        "divides the loss, so clipping would use another unit.",
+        "divides the loss, so clipping would act on scaled gradients.",
         _LARGER_BATCH,
     ),
     "LearningRateFinder": (
@@ -63,7 +63,7 @@ _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
 
 
 def check_callbacks(trainer: Any) -> None:
-    """Rejects callbacks of Lightning that train, or that change gradients or parameters, without the engine."""
+    """Rejects callbacks of Lightning that bypass the engine: they train, or change gradients or parameters."""
     for callback in trainer.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ in _CALLBACKS:
@@ -78,14 +78,14 @@ def warn_of_training_metrics(trainer: Any) -> None:
         if isinstance(monitor, str) and _TRAINING_METRIC.search(monitor.lower()):
             notice(
                 "DPE012",
-                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data, and this choice is not "
-                "accounted. Monitor a metric of public data.",
+                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data, and this choice has a "
+                "privacy cost that is not accounted. Monitor a metric of public data.",
                 of=callback,
             )
 
 
-def reject_change(trainer: Any, callback: Any, run: Run) -> None:
-    """Raises if the trainer continues with another run than the one that was made private."""
+def check_unchanged(trainer: Any, callback: Any, run: Run) -> None:
+    """Raises if the trainer no longer runs the training that was made private."""
     if not run.attached:
         raise DetachedError(
             "The module was detached during trainer.fit, so training would continue without privacy.",
@@ -93,8 +93,8 @@ def reject_change(trainer: Any, callback: Any, run: Run) -> None:
         )
     if len(trainer.optimizers) != 1 or trainer.optimizers[0] is not run.optimizer:
         raise ParameterMismatchError(
-            "The trainer has another optimizer than the one that was made private.",
-            fix="Set trainer.optimizers before training starts, or end trainer.fit and call it again.",
+            "The optimizer of the trainer is not the one that was made private.",
+            fix="Set trainer.optimizers before training starts, or call trainer.fit again.",
         )
     if not any(other is callback for other in trainer.callbacks):
         raise SamplingError(
@@ -105,7 +105,7 @@ def reject_change(trainer: Any, callback: Any, run: Run) -> None:
 
 
 def check_trainer_settings(trainer: Any) -> None:
-    """Rejects settings of the trainer that change gradients or batches without the engine."""
+    """Rejects settings of the trainer that change gradients or batches outside the engine."""
     if trainer.world_size != 1:
         raise SamplingError(
             f"The trainer runs {trainer.world_size} processes, and each would draw its own batches.",
@@ -113,14 +113,14 @@ def check_trainer_settings(trainer: Any) -> None:
         )
     if getattr(trainer.strategy, "launcher", None) is not None:
         raise SamplingError(
-            f"The trainer trains in another process ({type(trainer.strategy).__name__}), so this process would not get "
-            "the privacy cost.",
+            f"The trainer trains in another process ({type(trainer.strategy).__name__}), so this process would not "
+            "record the privacy cost.",
             fix="Pass Trainer(devices=1, strategy='auto').",
         )
     if trainer.accumulate_grad_batches != 1:
         raise ScaledGradientError(
             f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) divides the loss, so clipping would "
-            "use another unit.",
+            "act on scaled gradients.",
             fix=_LARGER_BATCH,
         )
     if trainer.gradient_clip_val:
@@ -130,7 +130,7 @@ def check_trainer_settings(trainer: Any) -> None:
         )
     if getattr(trainer, "scaler", None) is not None:
         raise ScaledGradientError(
-            f"Trainer(precision={trainer.precision!r}) scales the loss, so clipping would use another unit.",
+            f"Trainer(precision={trainer.precision!r}) scales the loss, so clipping would act on scaled gradients.",
             fix="Pass Trainer(precision='bf16-mixed'), which needs no scaler.",
         )
     if trainer.reload_dataloaders_every_n_epochs:

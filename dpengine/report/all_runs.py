@@ -22,7 +22,7 @@ _UNKNOWN_UNIT = "loaded charges of another privacy unit: these charges do not na
 
 
 def excludes_of_all(origins: Collection[Origin]) -> list[str]:
-    """Returns the limits of the guarantee because of resumed, distributed or unknown runs."""
+    """Returns limits of the guarantee that follow from resumed, distributed or unknown runs."""
     processes = {origin.processes for origin in origins}
     limits = {
         _RESUMED: any(origin.resumed for origin in origins),
@@ -52,5 +52,5 @@ def loss_checked_of_all(origins: Collection[Origin]) -> bool | None:
 
 def _for_all(values: Iterable[bool | None]) -> bool | None:
     """Returns True if all values are True, False if one is False, and None otherwise."""
-    different = set(values)
-    return False if False in different else None if None in different else True
+    distinct = set(values)
+    return False if False in distinct else None if None in distinct else True

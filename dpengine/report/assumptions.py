@@ -20,7 +20,7 @@ Holds = Literal["yes", "no", "not checked"]
 Light = Literal["green", "amber", "red"]
 
 _RATE_TOLERANCE = 2.0**-59  # the ledger charges a rate that exceeds the sampler's by 2**-60, or by one float
-_NEGLIGIBLE_FRACTION = 1e-3  # fraction of delta that does not matter
+_NEGLIGIBLE_FRACTION = 1e-3  # an addition to delta below this fraction of it is negligible
 
 _OTHER_STAMP = "ASSUMPTION NOT MET"
 _WORST_FIRST = ("NOT PRIVATE", "NOT CLAIMED", _OTHER_STAMP, "INSECURE_SEED", "generator: not cryptographic")
@@ -31,10 +31,10 @@ class Assumption:
     """An assumption of the accounting, and the result of its check.
 
     Attributes:
-        name: A statement about a run.
+        name: The statement that is assumed.
         holds: ``"yes"``, ``"no"`` or ``"not checked"``.
         evidence: The reason for ``holds``.
-        critical: True if there is no guarantee without the assumption; False if the guarantee is only weaker.
+        critical: True if there is no guarantee without the assumption; False if the guarantee is weaker without it.
         stamp: The warning that is added to every epsilon if the assumption does not hold.
     """
 
@@ -46,7 +46,7 @@ class Assumption:
 
     @property
     def light(self) -> Light:
-        """Green if it holds, red if there is no guarantee, else amber."""
+        """Green if it holds, red if there is no guarantee without it, else amber."""
         if self.holds == "yes":
             return "green"
         return "red" if self.holds == "no" and self.critical else "amber"
@@ -66,9 +66,9 @@ def stamps(facts: RunFacts, figures: Figures | None = None) -> tuple[str, ...]:
 
 
 _IN_OTHER_RUNS = {
-    DECLARED: "the rate of another run was declared by the user, dpengine drew none of its batches",
+    DECLARED: "the rate of another run was declared by the user; dpengine drew none of its batches",
     UNDECLARED: "the training loop drew the batches of another run, without a declared rate",
-    UNKNOWN_SAMPLING: "charges were loaded that do not name their sampling scheme",
+    UNKNOWN_SAMPLING: "some loaded charges do not name their sampling scheme",
 }
 """Evidence for a sampling scheme of ``RunFacts.other_samplings``."""
 
@@ -93,29 +93,29 @@ def _sampling_of_plan(facts: RunFacts, name: str) -> Assumption:
     if sampling == UNDECLARED:
         return Assumption(name, "no", NO_RATE, stamp="NOT CLAIMED")
     if not facts.sampling_is_known:
-        with_text = (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING)
-        earlier = ", ".join(name for name in facts.other_samplings if name not in with_text) or "another scheme"
+        known = (*SAMPLING_ASSUMPTIONS, UNKNOWN_SAMPLING)
+        earlier = ", ".join(name for name in facts.other_samplings if name not in known) or "another scheme"
         scheme = f"{earlier}, in an earlier run" if sampling in SAMPLING_ASSUMPTIONS else sampling
         return Assumption(name, "no", f"batches were drawn by {scheme}", stamp="NOT CLAIMED")
     if sampling.startswith(CUSTOM_PREFIX):
         name = f"The sampling scheme {sampling.removeprefix(CUSTOM_PREFIX)} draws batches as it states"
-        return Assumption(name, "not checked", "it is not part of dpengine, which compared it in a trial only")
+        return Assumption(name, "not checked", "it is not part of dpengine, which only compared trial batches with it")
     rates = sorted({rate for charge in facts.accounting.history if (rate := charge.event.inclusion_rate) is not None})
     planned = facts.plan.get("sample_rate")
     if sampling == DECLARED:
         declared = "its rate" if planned is None else f"the rate {planned:.6g}"
         others = f"; the ledger has {_listed(rates)}" if len(rates) > 1 else ""
-        return Assumption(name, "not checked", f"{declared} was declared by the user, dpengine drew no batch{others}")
+        return Assumption(name, "not checked", f"{declared} was declared by the user; dpengine drew no batch{others}")
     if not rates:
-        return Assumption(name, "yes", "the sampler of the plan draws so; no charge depends on it yet")
+        return Assumption(name, "yes", "the plan's sampler draws batches this way; no charge depends on it yet")
     if planned is not None and not any(
         0 <= rate - planned <= max(_RATE_TOLERANCE, math.ulp(planned)) for rate in rates
     ):
-        differing = f"the ledger's rates ({_listed(rates)}) are not the plan's ({planned:.6g})"
+        differing = f"the ledger's rates ({_listed(rates)}) differ from the plan's ({planned:.6g})"
         return Assumption(name, "not checked", differing)
     if len(rates) > 1:
-        return Assumption(name, "yes", f"several rates were charged, each step at its own: {_listed(rates)}")
-    return Assumption(name, "yes", f"sampler and ledger take the rate {rates[0]:.6g} from one record")
+        return Assumption(name, "yes", f"each step was charged at its own rate: {_listed(rates)}")
+    return Assumption(name, "yes", f"the sampler and the ledger use the same rate {rates[0]:.6g}")
 
 
 def _constants(facts: RunFacts) -> Assumption:
@@ -151,7 +151,7 @@ def _noise(facts: RunFacts) -> Assumption:
     name, sigma = "Every step has noise", facts.plan.get("noise_multiplier")
     if facts.is_private:
         planned = f"; the plan's multiplier is {sigma:.6g}" if sigma else ""
-        return Assumption(name, "yes", f"every charge has some{planned}")
+        return Assumption(name, "yes", f"every charge has noise{planned}")
     evidence = "noise_multiplier=0: sums of gradients are released without noise"
     return Assumption(name, "no", evidence, stamp="NOT PRIVATE")
 
@@ -183,10 +183,10 @@ def _float_model(facts: RunFacts) -> Assumption:
     widths = "norms, factors, sums and noise are float32 or wider"
     if floor is None:
         return Assumption(name, "not checked", widths, critical=False)
-    end = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
+    tail = f"normals reach {facts.noise['largest_normal']:.2f} standard deviations, which adds {floor:.1e} to delta"
     if floor > _NEGLIGIBLE_FRACTION * facts.accounting.delta:
-        return Assumption(name, "no", f"{end}; use more noise")
-    return Assumption(name, "not checked", f"{widths}; {end}; results do not lie on a public grid", critical=False)
+        return Assumption(name, "no", f"{tail}; use more noise")
+    return Assumption(name, "not checked", f"{widths}; {tail}; results do not lie on a public grid", critical=False)
 
 
 def _ledger(facts: RunFacts) -> Assumption:

@@ -1,4 +1,4 @@
-"""Converts a report to JSON values and back. All other forms of the report are derived from this document."""
+"""Converts a report to a document of JSON values and back. All other forms of the report are derived from it."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ def document_of(facts: RunFacts, figures: Figures) -> dict[str, Any]:
 def digest_of(document: Mapping[str, Any]) -> str:
     """Returns the hash of all entries except the digest.
 
-    It detects accidents and careless edits. It is not a signature: anyone who edits the document can recompute it.
+    The digest detects accidental changes. It is not a signature: anyone who edits the document can recompute it.
     """
-    rest = {key: value for key, value in document.items() if key != "digest"}
-    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    content = {key: value for key, value in document.items() if key != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -80,7 +80,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
     """Restores the facts from a document."""
     guarantee, run, data = document["guarantee"], document["run"], document["data"]
     rng = {key: value for key, value in run["rng"].items() if value is not None}
-    seeded = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
+    insecure_seed = next(key for key, policy in _SEED_POLICIES.items() if policy == run["seed_policy"])
     return RunFacts(
         plan={key: document["mechanism"][key] for key in _PLAN if document["mechanism"][key] is not None},
         accounting=AccountingFacts(
@@ -94,7 +94,7 @@ def facts_of(document: Mapping[str, Any]) -> RunFacts:
         ),
         dataset=DatasetFacts(data["n"]["value"], data["n"]["public"], {key: data[key] for key in _DATA}),
         environment=EnvironmentFacts(**{key: run[key] for key in _ENVIRONMENT}),
-        noise=rng | ({} if seeded is None else {"insecure_seed": seeded}),
+        noise=rng | ({} if insecure_seed is None else {"insecure_seed": insecure_seed}),
         loss_checked=run["loss_checked"],
         loss_evidence=run.get("loss_evidence", ""),
         other_samplings=tuple(document["mechanism"].get("other_samplings", ())),

@@ -1,4 +1,4 @@
-"""Facts of a run that a report contains, as data classes."""
+"""Data classes with the facts of a run that a report contains."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ class AccountingFacts:
 
     Attributes:
         history: All charges: ``ledger.history``.
-        delta: The delta of the statement.
+        delta: Delta of the guarantee.
         relation: The neighboring relation.
         accountant: Name of a built-in accountant, or a user's accountant.
         unit: Name of the privacy unit, in the singular.
-        unamplified: For a shuffled run, its charges without amplification; empty if there is no such bound.
-        constants_declared: For add-or-remove: True if rate, divisor and delta were passed, False if they were derived
-            from the number of examples, None if it is unknown.
-        target_epsilon: The target epsilon; None without one.
-        planned_steps: The number of steps for which the noise was calibrated; None without one.
+        unamplified: Charges of a shuffled run without amplification by shuffling; empty for other runs.
+        constants_declared: For the add-or-remove relation: True if rate, divisor and delta were passed, False if they
+            were derived from the number of examples, None if unknown.
+        target_epsilon: Epsilon for which the noise was calibrated; None if there was none.
+        planned_steps: Number of steps for which the noise was calibrated; None if there was none.
         ledger_on_disk: Whether each charge was on disk before the result of its step was released.
     """
 
@@ -83,8 +83,8 @@ class DatasetFacts:
 
     Attributes:
         num_examples: Number of examples; None if it is unknown. Reports show it only if it is public.
-        num_examples_public: Whether the number is public. It is also public if neighboring data sets have
-            equal size.
+        num_examples_public: Whether the number was declared public. It is always public for relations between data
+            sets of equal size.
         description: ``name``, ``source``, ``licence``, ``sha256``.
     """
 
@@ -129,12 +129,12 @@ class RunFacts:
         noise: ``NoiseSource.describe()``: ``kind``, ``cryptographic``, ``insecure_seed``, ``largest_normal``.
         loss_checked: Result of the independence check of the loss: True (no dependence between samples), False
             (dependence found), None (not checked).
-        loss_evidence: Text on the check of the loss, or the reason why it was not checked; empty if unknown.
+        loss_evidence: Description of this check, or the reason why it was not made; empty if unknown.
         other_samplings: Sampling schemes in the history other than that of ``plan``; ``"unknown"`` for loaded charges
-            without the name of their scheme.
+            that do not name their scheme.
         excludes: Sentences on further limits of the guarantee.
         utility: ``metric``, ``value``, ``split``.
-        audit: ``AuditReport.summary()`` of an audit of such a run, or empty.
+        audit: ``AuditReport.summary()`` of an audit of a run with these settings, or empty.
     """
 
     plan: Mapping[str, Any]
@@ -176,14 +176,14 @@ class RunFacts:
 
     @property
     def sampling_is_known(self) -> bool:
-        """True if every batch's sampling scheme has a privacy analysis."""
+        """True if the sampling scheme of every batch has a privacy analysis."""
         unclaimed = any(not charge.event.claimed for charge in self.accounting.history)
         sampling = str(self.plan.get("sampling", "poisson"))
         return (sampling in SAMPLING_ASSUMPTIONS or sampling.startswith(CUSTOM_PREFIX)) and not unclaimed
 
     @property
     def samplings(self) -> tuple[str, ...]:
-        """Sampling schemes of all runs in the history: that of the plan, then the others."""
+        """Sampling schemes of all runs in the history, that of the plan first."""
         return (str(self.plan.get("sampling", UNKNOWN_SAMPLING)), *self.other_samplings)
 
     @property
@@ -197,9 +197,9 @@ def _has_no_noise(charge: Charge) -> bool:
 
 
 def delta_floor(facts: RunFacts) -> float | None:
-    """Returns an upper bound on the additional delta from the bounded range of sampled noise; None if unknown.
+    """Returns an upper bound on the delta that the bounded range of sampled noise adds; None if unknown.
 
-    Normals are at most ``largest_normal`` standard deviations. An output beyond that reveals that it was shifted.
+    A sampled normal is at most ``largest_normal``. An output beyond that range reveals a nonzero mean.
     """
     largest = facts.noise.get("largest_normal")
     noisy = [charge for charge in facts.accounting.history if getattr(charge.event, "noise_multiplier", 0.0) > 0]

@@ -1,4 +1,4 @@
-"""Computes the numbers of a report: upper bounds of the privacy cost of a history at a delta."""
+"""Computes the numbers of a report, which are upper bounds on the privacy cost of a history."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpengine.accounting.ledger import Charge
 from dpengine.errors import AccountingRefusedError
 
 from .facts import NO_RATE, UNDECLARED, RunFacts
-from .history_rows import as_released, public_text
+from .history_rows import as_reported, public_text
 
 Points = tuple[tuple[float, float], ...]
 
@@ -33,7 +33,7 @@ _DECADES = tuple(10.0**-k for k in range(1, 10))
 _CURVE_STEPS = 16
 _ATTACK_DELTAS = 24
 
-LIBRARY, OWN = "dpengine", "user"
+DPENGINE, USER = "dpengine", "user"
 """Origin of the accountant: dpengine, or the user."""
 
 
@@ -57,7 +57,7 @@ class Figures:
         grid: Spacing of the accountant's grid of privacy losses; None if it has no grid.
         unamplified: Epsilon of a shuffled run without amplification by shuffling; None for other runs.
         version: The version of dpengine that computed the figures.
-        library: `LIBRARY`, or `OWN` for a user's accountant.
+        library: Origin of the accountant: `DPENGINE` or `USER`.
     """
 
     spent: PrivacySpent | None
@@ -67,18 +67,18 @@ class Figures:
     grid: float | None = None
     unamplified: float | None = None
     version: str = field(default_factory=lambda: version_of("dpengine"))
-    library: str = LIBRARY
+    library: str = DPENGINE
 
     @property
-    def are_ours(self) -> bool:
-        """True if an accountant of this version computed the figures, so that further ones can be computed."""
-        return self.version == version_of("dpengine") and self.library == LIBRARY
+    def recomputable(self) -> bool:
+        """True if a built-in accountant of this version computed the figures, so that it can compute further ones."""
+        return self.version == version_of("dpengine") and self.library == DPENGINE
 
 
 def figures_of(facts: RunFacts) -> Figures:
     """Computes the figures of a run."""
     accountant = accountant_name(facts.accounting.accountant)
-    library = LIBRARY if isinstance(facts.accounting.accountant, str) else OWN
+    library = DPENGINE if isinstance(facts.accounting.accountant, str) else USER
     if facts.is_private and not facts.sampling_is_known:
         undeclared = facts.plan.get("sampling") == UNDECLARED
         reason = NO_RATE if undeclared else f"Poisson assumption not met ({_unclaimed_reason(facts)})"
@@ -91,8 +91,8 @@ def figures_of(facts: RunFacts) -> Figures:
 
 
 def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
-    """Returns the charges to account. For a run without noise, a non-private charge is added."""
-    history = as_released(facts.accounting.history)
+    """Returns the charges to account, with a non-private charge if the run has no noise."""
+    history = as_reported(facts.accounting.history)
     if facts.is_private:
         return history
     claimed = tuple(charge for charge in history if charge.event.claimed)
@@ -102,15 +102,15 @@ def accounted_history(facts: RunFacts) -> tuple[Charge, ...]:
 def epsilon_by_step(facts: RunFacts) -> Points:
     """Returns up to 17 pairs of step and epsilon from (0, 0) to the last step, denser at the beginning."""
     steps = sorted({math.ceil(facts.steps * (part / _CURVE_STEPS) ** 2) for part in range(_CURVE_STEPS + 1)})
-    history = as_released(facts.accounting.history)
+    history = as_reported(facts.accounting.history)
     return tuple((step, _account(epsilon_of, _first_steps(history, step), facts)) for step in steps)
 
 
 def attack_bound(facts: RunFacts, figures: Figures) -> Points:
     """Returns pairs of false positive rate and upper bound on the true positive rate of any membership test.
 
-    Each pair (delta, epsilon) of the privacy curve bounds both error rates of every test (Kairouz et al. 2015). The
-    smallest of these bounds applies.
+    Each pair (delta, epsilon) of the privacy curve bounds the error rates of every test (Kairouz et al. 2015), and the
+    smallest of the resulting bounds is returned.
     """
     curve = _curve(facts, figures)
     rates = {i / 50 for i in range(51)} | {i / 1000 for i in range(20)}
@@ -118,13 +118,13 @@ def attack_bound(facts: RunFacts, figures: Figures) -> Points:
 
 
 def true_positive_bound(curve: Iterable[tuple[float, float]], false_positive_rate: float) -> float:
-    """Bounds the true positive rate of any test, given pairs of delta and epsilon."""
-    missed = max((_false_negatives(delta, eps, false_positive_rate) for delta, eps in curve), default=0.0)
-    return min(1.0, 1.0 - missed)
+    """Returns an upper bound on the true positive rate of any test, given pairs of delta and epsilon."""
+    false_negative_rate = max((_false_negatives(delta, eps, false_positive_rate) for delta, eps in curve), default=0.0)
+    return min(1.0, 1.0 - false_negative_rate)
 
 
 def true_positives_at(facts: RunFacts, figures: Figures, false_positive_rate: float) -> float:
-    """Bounds the true positive rate of any test against a run."""
+    """Returns an upper bound on the true positive rate of any membership test against a run."""
     return true_positive_bound(_curve(facts, figures), false_positive_rate)
 
 
@@ -165,7 +165,7 @@ def _curve(facts: RunFacts, figures: Figures) -> Points:
     advantage = figures.spent.advantage
     if not math.isfinite(figures.spent.epsilon):
         return ((advantage, 0.0),)
-    if not figures.are_ours:  # fewer pairs give a valid, somewhat larger bound
+    if not figures.recomputable:  # fewer pairs give a valid, somewhat larger bound
         return ((advantage, 0.0), *figures.profile)
     # The advantage is the delta at epsilon 0.
     dense = _dense_profile(accounted_history(facts), 0.95 * advantage, figures.accountant, facts.accounting.relation)
@@ -177,8 +177,7 @@ def _false_negatives(delta: float, eps: float, false_positive_rate: float) -> fl
     if eps > 700:  # e**eps overflows; the bound is trivial
         return 0.0
     slope = math.exp(eps)
-    one, other = 1 - delta - slope * false_positive_rate, (1 - delta - false_positive_rate) / slope
-    return max(0.0, one, other)
+    return max(0.0, 1 - delta - slope * false_positive_rate, (1 - delta - false_positive_rate) / slope)
 
 
 def _first_steps(history: tuple[Charge, ...], steps: int) -> tuple[Charge, ...]:

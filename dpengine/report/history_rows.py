@@ -11,25 +11,25 @@ from dpengine.accounting.events import event_from_state, event_to_state
 from dpengine.accounting.ledger import Charge
 from dpengine.errors import LedgerError
 
-_LONGEST = 500
+_MAX_LENGTH = 500
 _FOLDERS = re.compile(
     r"""(?: file:/*                             # a file URL,
-          | (?<![\w:/\\.~-])                    # or not inside a web address, a relative path, a DOI or a fraction,
+          | (?<![\w:/\\.~-])                    # or no part of a web address, a relative path, a DOI or a fraction,
             (?: ~[\w.-]* | [A-Za-z]: )? )       # a home or a drive
         [/\\]+ (?=[^\s/\\]) (?: [^\s/\\]+ [/\\]+ )*  # folders
-        ( [^\s/\\]* )                           # and the name that stays""",
+        ( [^\s/\\]* )                           # and the last component, which is kept""",
     re.VERBOSE,
 )
 
 
 def public_text(text: str) -> str:
-    """Returns the text on one line of at most 500 characters. Absolute paths are reduced to their last name."""
+    """Returns the text on one line of at most 500 characters. Absolute paths are reduced to their last component."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     for path in (PureWindowsPath(line), PurePosixPath(line)):
         if path.is_absolute() and not path.anchor == str(path):
-            line = path.name  # the text is one path, possibly with spaces in the names of folders
+            line = path.name  # the whole text is a path, possibly with spaces
     line = _FOLDERS.sub(r"\1", line)
-    return line if len(line) <= _LONGEST else line[: _LONGEST - 1] + "…"
+    return line if len(line) <= _MAX_LENGTH else line[: _MAX_LENGTH - 1] + "…"
 
 
 def public_values(value: Any) -> Any:
@@ -47,21 +47,21 @@ def public_values(value: Any) -> Any:
 
 _COLUMNS = ("noise_multiplier", "sample_rate", "cycle_length", "sq_sensitivities", "run", "reason")
 _ADDED = {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 1.0}}
-"""Columns that rows of an event type have in addition to its fields."""
+"""Columns in the rows of an event type that are not fields of the event."""
 
 
 def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
-    """Returns a run-length encoding of the history. Discarded batches cost the same and count as steps."""
+    """Returns a run-length encoding of the history. Discarded batches have the cost of steps and count as steps."""
     rows: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for charge in history:
         state = event_to_state(charge.event)
-        law = state["type"]
-        row = {"law": law} | {column: public_values(state.get(column)) for column in _COLUMNS}
+        event_type = state["type"]
+        row = {"law": event_type} | {column: public_values(state.get(column)) for column in _COLUMNS}
         more = {key: value for key, value in state.items() if key not in ("type", *_COLUMNS)}
         row["more"] = public_values(more) if more else None
-        row |= _ADDED.get(law, {})
-        if row["run"] is not None:  # the random name is replaced by a number
+        row |= _ADDED.get(event_type, {})
+        if row["run"] is not None:  # a random name, which is replaced by a number
             row["run"] = numbers.setdefault(state["run"], len(numbers) + 1)
         row |= {"kind": "clip" if charge.kind == "clip" else "step", "steps": charge.count}
         if rows and all(rows[-1][key] == row[key] for key in row if key != "steps"):
@@ -71,8 +71,8 @@ def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
     return rows
 
 
-def as_released(history: Iterable[Charge]) -> tuple[Charge, ...]:
-    """Returns the history as its rows encode it, with discarded batches as steps, which have the same cost."""
+def as_reported(history: Iterable[Charge]) -> tuple[Charge, ...]:
+    """Returns the history as `rows_of` encodes it: discarded batches are steps, which have the same cost."""
     return charges_of(rows_of(history))
 
 
@@ -92,11 +92,11 @@ def charges_of(rows: Sequence[Mapping[str, Any]]) -> tuple[Charge, ...]:
 
 
 def _check_row(row: Mapping[str, Any], charge: Charge, index: int) -> None:
-    """Rejects a row with more content than its charge, because a column that is not read may increase the cost."""
+    """Rejects a row that differs from the row of its charge, because an ignored column could hide a cost."""
     (expected,) = rows_of([charge])
     for column in expected.keys() - {"run"}:
         if row[column] != expected[column]:
             raise LedgerError(
-                f"history[{index}].{column} is {row[column]!r}, and a {row['law']} row has {expected[column]!r} there.",
+                f"history[{index}].{column} is {row[column]!r}, but a {row['law']} row must have {expected[column]!r}.",
                 fix="Restore it from a backup.",
             )

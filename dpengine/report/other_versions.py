@@ -1,4 +1,4 @@
-"""Checks numbers from another version of dpengine, or from a user's accountant, against a lower bound."""
+"""Checks numbers of another version of dpengine, or of a user's accountant, against lower bounds."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dpengine.accounting.tuning import RepeatAndSelectEvent
 from dpengine.errors import AccountingRefusedError
 
 from .facts import RunFacts
-from .figures import OWN, Figures, accounted_history, figures_of, version_of
-from .history_rows import as_released
+from .figures import USER, Figures, accounted_history, figures_of, version_of
+from .history_rows import as_reported
 
 _SLACK = 1e-3  # relative tolerance below the lower bound, for numbers of another version
 _UNBOUNDED = (SampledMatrixEvent, RepeatAndSelectEvent, TruncatedGaussianEvent, FixedSizeGaussianEvent)
-"""Events without a known lower bound. They are left out, because a history without them costs no more."""
+"""Events without a known lower bound. They are omitted, which can only lower the bound of a history."""
 
 
-def figures_to_state(facts: RunFacts) -> Figures:
-    """Returns the figures of a run. Claims no epsilon if a user's accountant is below the lower bound."""
+def checked_figures(facts: RunFacts) -> Figures:
+    """Returns the figures of a run, without an epsilon if that of a user's accountant is below the lower bound."""
     figures = figures_of(facts)
-    violation = next(too_low(facts, figures), None) if figures.library == OWN else None
+    violation = next(bound_violations(facts, figures), None) if figures.library == USER else None
     if violation is None:
         return figures
     name, value, bound = violation
@@ -36,26 +36,26 @@ def figures_to_state(facts: RunFacts) -> Figures:
 
 
 def origin_of_numbers(facts: RunFacts, figures: Figures) -> str:
-    """Returns a text on the origin and the check of the numbers; empty for an accountant of this version."""
-    if figures.are_ours:
+    """Describes the origin of the numbers and how they were checked; empty for an accountant of this version."""
+    if figures.recomputable:
         return ""
-    origin, this_version = f"dpengine {figures.version} made these numbers", f"dpengine {version_of('dpengine')}"
-    if figures.library == OWN:
+    origin, this_version = f"computed by dpengine {figures.version}", f"dpengine {version_of('dpengine')}"
+    if figures.library == USER:
         origin = f"computed by {figures.accountant}, not verified"
     if figures.spent is None:
         return f"{origin}, and claims no ε."
-    if lowest_epsilon(accounted_history(facts), facts.accounting.delta, facts.accounting.relation) > 0:
-        return f"{origin}; {this_version} has checked them against its own lower bound alone."
-    return f"{origin}; {this_version} has no lower bound for such a run and could not check them."
+    if epsilon_lower_bound(accounted_history(facts), facts.accounting.delta, facts.accounting.relation) > 0:
+        return f"{origin}; {this_version} has checked the numbers against its own lower bound only."
+    return f"{origin}; {this_version} has no lower bound for such a run and could not check the numbers."
 
 
-def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
+def bound_violations(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, float]]:
     """Yields name, value and lower bound of each number that is below the lower bound of this version."""
     history, spent = accounted_history(facts), figures.spent
     delta, relation = facts.accounting.delta, facts.accounting.relation
     claims: list[tuple[str, float, tuple[Charge, ...], float]] = []  # name, epsilon, charges, delta
     if figures.unamplified is not None:
-        unamplified = as_released(facts.accounting.unamplified)
+        unamplified = as_reported(facts.accounting.unamplified)
         claims.append(("guarantee.epsilon_unamplified", figures.unamplified, unamplified, delta))
     if spent is not None:
         points = [("guarantee.epsilon", delta, spent.epsilon)]
@@ -66,17 +66,17 @@ def too_low(facts: RunFacts, figures: Figures) -> Iterator[tuple[str, float, flo
                 (f"epsilon by guarantee.mu_gdp at delta {at:g}", _gaussian_epsilon(spent.mu, at), history, at)
             )
     for name, epsilon, charges, at in claims:
-        bound = lowest_epsilon(charges, at, relation)
+        bound = epsilon_lower_bound(charges, at, relation)
         if epsilon < bound * (1 - _SLACK):
             yield name, epsilon, bound
     # The advantage is the delta at epsilon 0: if epsilon is positive at a delta, the advantage is above that delta.
-    lowest = 1.0 if spent is None else max(spent.advantage * (1 + _SLACK), 1e-300)
-    if spent is not None and lowest < 1 and lowest_epsilon(history, lowest, relation) > 0:
-        yield "guarantee.advantage", spent.advantage, lowest
+    tolerated = 1.0 if spent is None else max(spent.advantage * (1 + _SLACK), 1e-300)
+    if spent is not None and tolerated < 1 and epsilon_lower_bound(history, tolerated, relation) > 0:
+        yield "guarantee.advantage", spent.advantage, tolerated
 
 
 @functools.lru_cache(maxsize=64)
-def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
+def epsilon_lower_bound(history: tuple[Charge, ...], delta: float, relation: Relation) -> float:
     """Returns a lower bound on the epsilon of a history."""
     bounded = tuple(charge for charge in history if not isinstance(charge.event, _UNBOUNDED))
     try:
@@ -86,7 +86,7 @@ def lowest_epsilon(history: tuple[Charge, ...], delta: float, relation: Relation
 
 
 def _gaussian_epsilon(mu: float, delta: float) -> float:
-    """Returns the epsilon at a delta that mu implies."""
+    """Returns the epsilon of mu-GDP at a delta."""
     if not 1e-300 < mu < math.inf:
         return mu
     return epsilon_of((Charge(GaussianEvent(1 / mu)),), delta, "gdp")

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     import jinja2
 
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&])")
-_SHOWN_RUNS = 12
+_MAX_RUNS = 12
 _TICKS = 5
 
 
 def html_page(facts: RunFacts, figures: Figures, card: str) -> str:
-    """Renders the page. It loads no other files, and its only script copies the model card."""
+    """Renders the page, which loads no other files. Its only script copies the model card."""
     context = _context(facts, figures) | {"card": card, "charts": _charts(facts, figures)}
     return _template("page.html.jinja", autoescape=True).render(context)
 
@@ -67,22 +67,22 @@ def _context(facts: RunFacts, figures: Figures) -> dict[str, Any]:
         "data": {key: facts.dataset.description.get(key) for key in ("name", "source", "licence")},
         "entries": entries(facts, figures),
         "stamps": stamps(facts, figures),
-        "mark": _bracketed_stamps(facts, figures),
+        "bracketed_stamps": _bracketed_stamps(facts, figures),
         "headline": sentences.headline(facts, figures),
         "epsilon": None if spent is None else round_up(spent.epsilon),
         "registry_epsilon": None if spent is None else round_up(spent.epsilon, 3),  # enough for a registry
         "mu": None if spent is None else round_up(spent.mu),
         "advantage": None if spent is None else percent_up(spent.advantage),
         "delta": round_up_delta(facts.accounting.delta),
-        "plain": sentences.explanation(facts, figures),
-        "neighbours": sentences.neighbours(facts),
+        "explanation": sentences.explanation(facts, figures),
+        "neighbors": sentences.neighbors(facts),
         "assumptions": checked,
-        "void": any(item.light == "red" for item in checked),
+        "no_guarantee": any(item.light == "red" for item in checked),
         "covers": sentences.covers(facts),
         "excludes": sentences.excludes(facts),
         "utility": sentences.utility(facts),
-        "runs": runs[:_SHOWN_RUNS],
-        "more_runs": max(0, len(runs) - _SHOWN_RUNS),
+        "runs": runs[:_MAX_RUNS],
+        "more_runs": max(0, len(runs) - _MAX_RUNS),
         "profile": [(round_up_delta(delta), round_up(eps)) for delta, eps in figures.profile],
         "examples": facts.dataset.num_examples if facts.num_examples_is_public else None,
         "significant": lambda value: f"{value:.6g}" if isinstance(value, (int, float)) else "–",
@@ -107,14 +107,14 @@ def _charts(facts: RunFacts, figures: Figures) -> list[dict[str, Any]]:
     attack = {
         "title": "Bound on membership attacks",
         "label": "bound on the true positive rate of a membership test, by its false positive rate",
-        "note": f"No membership test lies above the line. The dashed one is guessing.{mark}",
+        "note": f"No membership test lies above the solid line. The dashed line is guessing.{mark}",
         "x": _axis("false positive rate", 1.0, "{:.0%}".format),
         "y": _axis("true positive rate, at most", 1.0, "{:.0%}".format),
         "points": attack_bound(facts, figures),
         "reference": ((0.0, 0.0), (1.0, 1.0)),
     }
-    # Costs of single steps would not be comparable with a total that another version computed.
-    return [_steps_chart(facts, mark), attack] if figures.are_ours else [attack]
+    # Epsilons by step are not comparable with a total that another version computed.
+    return [_steps_chart(facts, mark), attack] if figures.recomputable else [attack]
 
 
 def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
     return {
         "title": "Privacy cost by step",
         "label": f"epsilon over {facts.steps} steps, up to {round_up(highest)}",
-        "note": f"ε at δ = {round_up_delta(facts.accounting.delta)}, if the run had stopped there.{mark}",
+        "note": f"ε at δ = {round_up_delta(facts.accounting.delta)}, if training had stopped at that step.{mark}",
         "x": _axis("steps", last, "{:,.0f}".format if last >= 5 else "{:g}".format),
         "y": _axis("ε", top, "{:.6g}".format),
         "points": tuple((x / last, y / top) for x, y in points),
@@ -136,7 +136,7 @@ def _steps_chart(facts: RunFacts, mark: str) -> dict[str, Any]:
 
 
 def _axis(label: str, high: float, form: Callable[[float], str]) -> dict[str, Any]:
-    """Returns an axis from 0 to ``high``: its label, and positions in [0, 1] and texts of about five ticks."""
+    """Returns an axis from 0 to ``high``: its label, and the positions in [0, 1] and labels of about five ticks."""
     return {"label": label, "ticks": [(tick / high, form(tick)) for tick in _ticks(high)]}
 
 

@@ -1,4 +1,4 @@
-"""Writes the privacy statement of a run: the guarantee, its assumptions and its limits."""
+"""Privacy statement of a run: the guarantee, its assumptions and its limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import sentences
 from .assumptions import assumptions
 from .facts import RunFacts
 from .figures import Figures
-from .other_versions import figures_to_state, origin_of_numbers
+from .other_versions import checked_figures, origin_of_numbers
 
 _WIDTH = 100
 
@@ -16,8 +16,8 @@ _WIDTH = 100
 def statement(facts: RunFacts) -> str:
     """Returns the complete statement of the guarantee of a run.
 
-    A run without noise shows ``ε = ∞``; a run whose sampling scheme has no analysis shows no epsilon. Every number is
-    an upper bound, rounded up.
+    The statement of a run without noise has ``ε = ∞``. If the sampling scheme has no privacy analysis, it has no
+    epsilon. Every number is an upper bound, rounded up.
 
     Args:
         facts: The facts of the run.
@@ -25,7 +25,7 @@ def statement(facts: RunFacts) -> str:
     Returns:
         Plain text of several lines.
     """
-    return statement_of(facts, figures_to_state(facts))
+    return statement_of(facts, checked_figures(facts))
 
 
 def statement_of(facts: RunFacts, figures: Figures) -> str:
@@ -42,12 +42,12 @@ def statement_of(facts: RunFacts, figures: Figures) -> str:
 
 
 def entries(facts: RunFacts, figures: Figures) -> dict[str, str]:
-    """Returns the entries that statement, model card and page share, by name. Empty entries are left out."""
+    """Returns the entries that the statement, model card and page share, by name. Empty entries are omitted."""
     central = f"{sentences.SETTING} differential privacy: the trainer sees the data, others see released results only."
     texts = {
         "Setting": central,
         "Unit": f"one {facts.accounting.unit}.",
-        "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbours(facts)}",
+        "Adjacency": f"{facts.accounting.relation.value}: {sentences.neighbors(facts)}",
         "Numbers": origin_of_numbers(facts, figures),
         "Also": sentences.other_measures(facts, figures),
         "Bound": sentences.unamplified(facts, figures),

@@ -1,4 +1,4 @@
-"""Reads ``privacy_report.json``, checks it against its JSON schema, and raises if it was edited."""
+"""Reads and checks ``privacy_report.json``: its JSON schema, its digest, and its numbers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dpengine.errors import CorruptFileError, PrivacyError
 
 from .document import SCHEMA_VERSION, digest_of, document_of, facts_of, figures_in
 from .facts import RunFacts
-from .figures import OWN, figures_of, version_of
+from .figures import USER, figures_of, version_of
 from .history_rows import public_text
-from .other_versions import too_low
+from .other_versions import bound_violations
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -48,7 +48,7 @@ def violations(value: Any, schema: Mapping[str, Any], where: str = "") -> Iterat
     if "$ref" in schema:
         yield from violations(value, report_schema()["$defs"][schema["$ref"].rpartition("/")[2]], where)
     if "anyOf" in schema and all(any(violations(value, part, where)) for part in schema["anyOf"]):
-        yield f"{where} is {shortened(value)}, which it cannot be"
+        yield f"{where} is {shortened(value)}, which matches none of the allowed forms"
     choices = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
         yield f"{where} is {shortened(value)}, not {' or '.join(map(shortened, choices))}"
@@ -90,10 +90,8 @@ def report_schema() -> dict[str, Any]:
 REPORT_FILE = "privacy_report.json"
 
 _REBUILD = "Use the file that the run wrote, or rebuild it: dpengine report RUN_DIR/privacy_state.json."
-_NO_SIGNATURE = (
-    "The digest detects accidents and careless edits; it is not a signature and does not show who wrote a report."
-)
-_SAME = 1e-8  # relative tolerance for rounding on another machine
+_NO_SIGNATURE = "The digest detects accidental changes; it is not a signature and does not show who wrote a report."
+_TOLERANCE = 1e-8  # relative difference that another machine's rounding may cause
 
 
 def read_file(path: Path) -> str:
@@ -102,7 +100,7 @@ def read_file(path: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise CorruptFileError(f"{file} is not there.", fix=f"Pass a {REPORT_FILE}, or its folder.") from None
+        raise CorruptFileError(f"{file} does not exist.", fix=f"Pass a {REPORT_FILE}, or its folder.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CorruptFileError(f"{file} cannot be read: {error}.", fix=_REBUILD) from error
 
@@ -110,8 +108,8 @@ def read_file(path: Path) -> str:
 def read_document(text: str, where: str) -> dict[str, Any]:
     """Reads and checks the JSON of a report.
 
-    The document must have the form of ``schema.json`` and the digest of its content. If this version of dpengine wrote
-    it, everything that is derived from its history and other facts is recomputed and compared. A document of another
+    The document must match ``schema.json``, and its digest must match its content. If this version of dpengine wrote
+    it, all derived values are recomputed from the history and the other facts, and compared. A document of another
     version may have other bounds and texts, but no number below the lower bound of this version.
     """
     document = _parsed(text, where)
@@ -126,7 +124,7 @@ def _parsed(text: str, where: str) -> Any:
         return json.loads(text, parse_constant=_reject_constant, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
         if error.pos >= len(text.rstrip()) or "Unterminated" in error.msg:
-            _reject(where, f"the text ends early, in line {text.count(chr(10)) + 1}; the file was cut")
+            _reject(where, f"the text ends early, in line {text.count(chr(10)) + 1}; the file was truncated")
         _reject(where, f"this is not JSON: {error}")
     except (ValueError, RecursionError) as error:
         _reject(where, f"this is not JSON as dpengine writes it: {error}")
@@ -162,10 +160,10 @@ def _check_schema(document: Any, where: str) -> None:
 def _check_digest(document: Mapping[str, Any], where: str) -> None:
     try:
         same = digest_of(document) == document["digest"]
-    except UnicodeEncodeError:  # half of a surrogate pair, which dpengine never writes
+    except UnicodeEncodeError:  # a lone surrogate, which dpengine never writes
         same = False
     if not same:
-        _reject(where, f"it was changed after it was written: its content does not match its digest. {_NO_SIGNATURE}")
+        _reject(where, f"it was edited: its content does not match its digest. {_NO_SIGNATURE}")
 
 
 def _check_content(document: Mapping[str, Any], where: str) -> None:
@@ -177,14 +175,14 @@ def _check_content(document: Mapping[str, Any], where: str) -> None:
     try:
         facts = facts_of(document)
         stated = figures_in(document)
-        if stated.library == OWN and stated.accountant in ACCOUNTANTS:
-            raise ValueError(f"the user's own accountant has the name {stated.accountant!r}, which is built in")
-        errors = [] if stated.are_ours else list(_errors_of_any_version(document, facts))
+        if stated.library == USER and stated.accountant in ACCOUNTANTS:
+            raise ValueError(f"the user's accountant has the name {stated.accountant!r} of a built-in one")
+        errors = [] if stated.recomputable else list(_errors_of_any_version(document, facts))
         if version == version_of("dpengine"):  # figures of a user's accountant cannot be recomputed
-            recomputed = figures_of(facts) if stated.are_ours else stated
+            recomputed = figures_of(facts) if stated.recomputable else stated
             errors += _differences(document, document_of(facts, recomputed))
     except (PrivacyError, ValueError, TypeError) as error:
-        _reject(where, f"its content is not possible: {error}")
+        _reject(where, f"its content is inconsistent: {error}")
     for name, value, expected in errors:
         _reject(where, f"{name} is {shortened(value)}, but the rest of the report implies {shortened(expected)}")
 
@@ -196,7 +194,7 @@ def _errors_of_any_version(document: Mapping[str, Any], facts: RunFacts) -> Iter
         yield "mechanism.steps", document["mechanism"]["steps"], facts.steps
     if figures.spent is not None and any(not charge.event.claimed for charge in facts.accounting.history):
         raise ValueError("it states an epsilon, but its history has a step for which no epsilon is claimed")
-    for name, value, bound in too_low(facts, figures):
+    for name, value, bound in bound_violations(facts, figures):
         raise ValueError(
             f"{name} is {value:.6g}, below {bound:.6g}, the lower bound of this dpengine {version_of('dpengine')}"
         )
@@ -211,7 +209,7 @@ def _differences(value: Any, expected: Any, name: str = "") -> Iterator[tuple[st
         for index, (item, expected_item) in enumerate(zip(value, expected, strict=True)):
             yield from _differences(item, expected_item, f"{name}[{index}]")
     elif isinstance(value, float) and isinstance(expected, float):
-        if not math.isclose(value, expected, rel_tol=_SAME):
+        if not math.isclose(value, expected, rel_tol=_TOLERANCE):
             yield name, value, expected
     elif value != expected:
         yield name, value, expected

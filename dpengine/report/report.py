@@ -17,8 +17,8 @@ from . import pages, sentences
 from .assumptions import assumptions
 from .document import document_of, facts_of, figures_in
 from .facts import RunFacts
-from .figures import OWN, Figures
-from .other_versions import figures_to_state
+from .figures import USER, Figures
+from .other_versions import checked_figures
 from .privacy_statement import entries, statement_of
 from .reading import read_document, read_file, report_schema, violations
 
@@ -28,9 +28,9 @@ from .reading import read_document, read_file, report_schema, violations
 class PrivacyReport:
     """Report on the privacy of a run, for publication.
 
-    Every epsilon in it is an upper bound at the delta of the facts. The size of the training set is omitted unless it
-    is public. The versions of two packages are the only information from the machine. All forms are derived from the
-    JSON, from which `from_json` and `load` restore the same report.
+    Every epsilon in it is an upper bound at ``facts.accounting.delta``. The size of the training set is omitted unless
+    it is public. The versions of two packages are the only information from the machine. All forms are derived from
+    the JSON, from which `from_json` and `load` restore the same report.
 
     Args:
         facts: The facts of the run.
@@ -43,10 +43,10 @@ class PrivacyReport:
     def from_json(cls, text: str) -> PrivacyReport:
         """Restores a report from the result of `to_json`.
 
-        The digest detects accidents and careless edits; it is not a signature. If this version of dpengine wrote the
-        report, all numbers are recomputed from the history of the run and compared. A report of another version keeps
-        its numbers, and is rejected if one is below the lower bound of this version. All its forms state that nothing
-        else was checked, and its page omits the chart that needs new numbers.
+        The digest detects accidental changes; it is not a signature. If this version of dpengine wrote the report, all
+        numbers are recomputed from the history of the run and compared. A report of another version keeps its numbers,
+        and is rejected if one of them is below the lower bound of this version. All its forms state that only this
+        was checked, and its page omits the chart that needs new numbers.
 
         Args:
             text: The JSON.
@@ -55,7 +55,7 @@ class PrivacyReport:
             A report with the same JSON, Markdown and HTML as the original.
 
         Raises:
-            CorruptFileError: If the text was cut or edited, is not a report, or has another schema.
+            CorruptFileError: If the text was truncated or edited, is not a report, or has another schema.
         """  # noqa: DOC502 - raised by read_document
         return cls._of_text(text, "report.from_json")
 
@@ -70,8 +70,8 @@ class PrivacyReport:
             The report.
 
         Raises:
-            CorruptFileError: If there is no such file, or its text was cut or edited, is not a report, or has another
-                schema.
+            CorruptFileError: If there is no such file, or its text was truncated or edited, is not a report, or has
+                another schema.
         """  # noqa: DOC502 - raised by read_document
         return cls._of_text(read_file(Path(path)), os.fspath(path))
 
@@ -81,7 +81,7 @@ class PrivacyReport:
         return cls(facts_of(document), _recorded=document)
 
     def with_audit(self, audit: Mapping[str, Any]) -> PrivacyReport:
-        """Returns the report with the result of an audit of a run with these settings. It is not part of the guarantee.
+        """Adds the result of an audit of a run with these settings, which is not part of the guarantee.
 
         Args:
             audit: ``AuditReport.summary()``.
@@ -100,11 +100,11 @@ class PrivacyReport:
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain JSON values, in the form of ``schema.json`` in the folder of this module.
 
-        Infinity is ``"inf"``; an epsilon that is not claimed and unknown values are None.
+        Infinity is ``"inf"``. Unknown values are None, as is an epsilon that is not claimed.
         """
         if self._recorded is not None:
             return copy.deepcopy(dict(self._recorded))
-        return document_of(self.facts, figures_to_state(self.facts))
+        return document_of(self.facts, checked_figures(self.facts))
 
     def to_json(self) -> str:
         """Returns ``to_dict`` as strict JSON, without NaN or Infinity."""
@@ -112,16 +112,16 @@ class PrivacyReport:
 
     def to_markdown(self) -> str:
         """Returns the model card, with front matter."""
-        return pages.model_card(*self._stated())
+        return pages.model_card(*self._facts_and_figures())
 
     def to_html(self) -> str:
         """Returns the HTML page, which needs no network."""
-        return pages.html_page(*self._stated(), self.to_markdown())
+        return pages.html_page(*self._facts_and_figures(), self.to_markdown())
 
     def save(self, directory: str | os.PathLike[str]) -> list[Path]:
         """Writes ``privacy_report.json``, ``.md`` and ``.html``.
 
-        Each file is replaced atomically.
+        Every file is replaced atomically.
 
         Args:
             directory: The folder, which is created if it does not exist.
@@ -136,23 +136,23 @@ class PrivacyReport:
 
     def __str__(self) -> str:
         """Returns the statement."""
-        return statement_of(*self._stated())
+        return statement_of(*self._facts_and_figures())
 
     def __repr__(self) -> str:
         """Returns the guarantee in one line, with the origin of its numbers."""
-        facts, figures = self._stated()
-        unverified = f"computed by {figures.accountant}, not verified" if figures.library == OWN else ""
-        origin = "" if figures.are_ours else f", {unverified or f'by dpengine {figures.version}'}"
+        facts, figures = self._facts_and_figures()
+        unverified = f"computed by {figures.accountant}, not verified" if figures.library == USER else ""
+        origin = "" if figures.recomputable else f", {unverified or f'by dpengine {figures.version}'}"
         return f"PrivacyReport({sentences.headline(facts, figures)}{origin})"
 
     def _repr_html_(self) -> str:
         """Returns the guarantee and the assumptions as a table, for notebooks; `save` writes the page."""
-        facts, figures = self._stated()
+        facts, figures = self._facts_and_figures()
         rows = entries(facts, figures) | {item.name: f"{item.holds}: {item.evidence}" for item in assumptions(facts)}
         return html_table(sentences.headline(facts, figures), rows)
 
-    def _stated(self) -> tuple[RunFacts, Figures]:
-        # Derived from the JSON, so that the JSON contains everything that the other forms show.
+    def _facts_and_figures(self) -> tuple[RunFacts, Figures]:
+        # Read from the JSON, so that the JSON contains everything that the other forms show.
         document = self.to_dict()
         return facts_of(document), figures_in(document)
 

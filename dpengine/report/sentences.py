@@ -1,4 +1,4 @@
-"""Sentences that statement, model card and page share."""
+"""Sentences that the statement, model card and page share."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from dpengine.accounting.tuning import RepeatAndSelectEvent
 
 from .assumptions import stamps
 from .facts import DECLARED, DEFAULT_UNIT, UNDECLARED, RunFacts
-from .figures import OWN, Figures, true_positives_at
+from .figures import USER, Figures, true_positives_at
 
 SETTING = "central"
-_ALARM_RATE = 0.01
-_LISTED = 6  # number of list items in a sentence
-_AS_DECLARED = (
+_ALARM_RATE = 0.01  # false positive rate in the explanation
+_MAX_LISTED = 6  # number of list items in a sentence
+_NOT_AS_DECLARED = (
     "batches that the training loop did not draw as declared: independently, with the declared rate, in secret, and "
     "none left out or repeated because of its content"
 )
-_AS_CHARGED = (
+_NOT_AS_CHARGED = (
     "batches of loaded charges that were not drawn as charged: these charges do not name their sampling scheme"
 )
 _OF_LOOP = "batches of the training loop"
@@ -41,10 +41,10 @@ _OTHER_BATCHES = {
     UNKNOWN_SAMPLING: "loaded charges of unknown sampling",
 }
 
-_NEIGHBOURS = {
-    Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more (add or remove one); how many there are is private",
-    Relation.ZERO_OUT: "one {unit} of one contributes nothing in the other (zero-out); how many there are is public",
-    Relation.REPLACE_ONE: "they differ in one {unit} (replace one); how many there are is public",
+_NEIGHBORS = {
+    Relation.ADD_OR_REMOVE_ONE: "one has one {unit} more than the other (add or remove one); their number is private",
+    Relation.ZERO_OUT: "one {unit} of the first contributes nothing in the second (zero-out); their number is public",
+    Relation.REPLACE_ONE: "they differ in one {unit} (replace one); their number is public",
 }
 
 
@@ -60,11 +60,11 @@ def headline(facts: RunFacts, figures: Figures) -> str:
     return f"(ε = {eps}, δ = {delta})-differential privacy for each {facts.accounting.unit}{shown}"
 
 
-def neighbours(facts: RunFacts) -> str:
+def neighbors(facts: RunFacts) -> str:
     """Returns a sentence on the neighboring relation."""
     number, relation = facts.dataset.num_examples, facts.accounting.relation
     size = f" ({number:,})" if number is not None and facts.num_examples_is_public else ""
-    return f"two data sets are neighbours if {_NEIGHBOURS[relation].format(unit=facts.accounting.unit)}{size}."
+    return f"two data sets are neighbors if {_NEIGHBORS[relation].format(unit=facts.accounting.unit)}{size}."
 
 
 def other_measures(facts: RunFacts, figures: Figures) -> str:
@@ -89,7 +89,7 @@ def explanation(facts: RunFacts, figures: Figures) -> str:
     unit = facts.accounting.unit
     if figures.spent is None:
         return (
-            f"For this run no privacy guarantee is stated. The reason: {figures.refusal}. Someone may be able to find "
+            f"No privacy guarantee is stated for this run. The reason: {figures.refusal}. Someone may be able to find "
             f"out whether a given {unit} was used."
         )
     if math.isinf(figures.spent.epsilon):
@@ -99,15 +99,15 @@ def explanation(facts: RunFacts, figures: Figures) -> str:
         )
     right = percent_up((1 + figures.spent.advantage) / 2)
     found = percent_up(true_positives_at(facts, figures, _ALARM_RATE))
-    secret = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
-    secret += ", if the training loop drew the batches as declared" if DECLARED in facts.samplings else ""
+    conditions = ", as long as the seed of the noise stays secret" if "INSECURE_SEED" in stamps(facts) else ""
+    conditions += ", if the training loop drew the batches as declared" if DECLARED in facts.samplings else ""
     unknown = UNKNOWN_SAMPLING in facts.other_samplings
-    secret += ", if the batches of loaded charges were drawn as charged" if unknown else ""
+    conditions += ", if the batches of loaded charges were drawn as charged" if unknown else ""
     return (
         f"Someone who knows every other record, and sees every model that this run produced, tries to find out whether "
         f"one particular {unit} was used. If used and not used are equally likely, a coin flip is right 50 % of the "
-        f"time; they are right at most {right} of the time{secret}. If they accept {percent_up(_ALARM_RATE)} false "
-        f"alarms, they recognize at most {found} of what was used."
+        f"time; they are right at most {right} of the time{conditions}. If they accept {percent_up(_ALARM_RATE)} false "
+        f"alarms, they detect at most {found} of the cases in which it was used."
     )
 
 
@@ -128,12 +128,12 @@ def mechanism(facts: RunFacts) -> str:
     of_loop = sampling in (UNDECLARED, DECLARED)
     parts = [
         f"{name}, {_OF_LOOP if of_loop else f'{sampling} batches'}",
-        _given("declared rate" if of_loop else "rate", plan.get("sample_rate")),
-        _given("noise multiplier", plan.get("noise_multiplier")),
-        _given("clipping", described(plan.get("clipping"))),
-        _given("sums divided by", plan.get("expected_batch_size")),
+        _labeled("declared rate" if of_loop else "rate", plan.get("sample_rate")),
+        _labeled("noise multiplier", plan.get("noise_multiplier")),
+        _labeled("clipping", policy_text(plan.get("clipping"))),
+        _labeled("sums divided by", plan.get("expected_batch_size")),
     ]
-    others = ", ".join(_OTHER_BATCHES.get(one, f"{one} batches") for one in facts.other_samplings)
+    others = ", ".join(_OTHER_BATCHES.get(scheme, f"{scheme} batches") for scheme in facts.other_samplings)
     return ", ".join(part for part in parts if part) + (f"; in other runs: {others}." if others else ".")
 
 
@@ -145,7 +145,7 @@ def _correlated_noise(facts: Mapping[str, Any]) -> str:
     return banded if name == "banded-toeplitz" else names.get(name, f"correlated noise {name}, which is not dpengine's")
 
 
-def described(value: Any) -> Any:
+def policy_text(value: Any) -> Any:
     """Formats the description of a clipping policy; other values are returned unchanged."""
     if not isinstance(value, dict):
         return value
@@ -154,9 +154,9 @@ def described(value: Any) -> Any:
 
 
 def accounting(figures: Figures) -> str:
-    """Returns the name and version of the accountant, and the rounding of its numbers."""
+    """Describes the accountant and the rounding of its numbers."""
     grid = f", on a pessimistic grid of spacing {figures.grid:.3g}" if figures.grid is not None else ""
-    if figures.library == OWN:
+    if figures.library == USER:
         return f"computed by {figures.accountant}, not verified; rounded up at the last digit."
     accountant = f"accountant {figures.accountant!r} of dpengine {figures.version}{grid}"
     return f"{accountant}; upper bounds, rounded up at the last digit."
@@ -167,7 +167,7 @@ def unamplified(facts: RunFacts, figures: Figures) -> str:
     if figures.unamplified is None:
         return ""
     bound, delta = round_up(figures.unamplified), round_up_delta(facts.accounting.delta)
-    return f"no amplification: {bound} at δ = {delta}, without any credit for the order of the rows."
+    return f"no amplification: {bound} at δ = {delta}, without any credit for the random order of the examples."
 
 
 def covers(facts: RunFacts) -> list[str]:
@@ -196,17 +196,17 @@ def excludes(facts: RunFacts) -> list[str]:
     """Returns the outputs and accesses that the guarantee does not cover."""
     metric, split = facts.utility.get("metric"), facts.utility.get("split")
     score = f"the evaluation figures ({metric} on {split or 'held-out data'})" if metric else "evaluation figures"
-    declared = [_AS_DECLARED] if DECLARED in facts.samplings else []
-    declared += [_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
-    several = [] if facts.accounting.unit != DEFAULT_UNIT else ["people with several rows: the unit is one row"]
+    batches = [_NOT_AS_DECLARED] if DECLARED in facts.samplings else []
+    batches += [_NOT_AS_CHARGED] if UNKNOWN_SAMPLING in facts.other_samplings else []
+    several_rows = [] if facts.accounting.unit != DEFAULT_UNIT else ["people with several rows: the unit is one row"]
     return [
         "the choice of hyper-parameters, of the number of steps, and of the model that is kept",
         f"{score}, such as test scores",
         "the training loss, gradient norms, sizes of batches and other logs of the run",
         "data used before or outside this run: pre-training, preprocessing that was fitted to rows",
         "other runs on the same rows that are not in this ledger",
-        *several,
-        *declared,
+        *several_rows,
+        *batches,
         "side channels, such as time and memory, and the machine and people that hold the training data",
         *facts.excludes,
     ]
@@ -226,23 +226,23 @@ def audit(facts: RunFacts) -> str:
     if not summary:
         return ""
     verdicts = {"pass": "no violation found", "violation": "THE CLAIM IS REFUTED"}
-    verdict = verdicts.get(summary["verdict"], "nothing can be said")
+    verdict = verdicts.get(summary["verdict"], "inconclusive")
     bound, claimed, alpha = summary.get("bound"), summary.get("claimed"), summary.get("alpha")
     trials = f"{summary['n']:,} {summary['kind']} canaries" if summary.get("kind") else f"{summary['n']:,} trials"
-    lower = "" if bound is None else f"; ε is at least {_down(bound)}"
+    lower = "" if bound is None else f"; ε is at least {_rounded_down(bound)}"
     confidence = "" if bound is None or alpha is None else f" with {100 * (1 - alpha):g} % confidence"
     against = "" if claimed is None else f", where {_number(claimed)} was claimed"
     result = f"{verdict}{lower}{confidence}{against}"
-    return f"{summary['detector']}, {trials}: {result}. An experiment, no part of the guarantee."
+    return f"{summary['detector']}, {trials}: {result}. An experiment, not part of the guarantee."
 
 
-def _down(value: float | str) -> str:
+def _rounded_down(value: float | str) -> str:
     if isinstance(value, str) or not math.isfinite(value):
         return "∞"
     return f"{math.floor(1000 * value) / 1000:g}"
 
 
-def _given(name: str, value: Any) -> str:
+def _labeled(name: str, value: Any) -> str:
     if value is None:
         return ""
     return f"{name} {_number(value)}"
@@ -250,8 +250,8 @@ def _given(name: str, value: Any) -> str:
 
 def _number(value: Any) -> str:
     if isinstance(value, list):
-        shown = ", ".join(_number(item) for item in value[:_LISTED])
-        return f"[{shown}, and {len(value) - _LISTED} more]" if len(value) > _LISTED else f"[{shown}]"
+        shown = ", ".join(_number(item) for item in value[:_MAX_LISTED])
+        return f"[{shown}, and {len(value) - _MAX_LISTED} more]" if len(value) > _MAX_LISTED else f"[{shown}]"
     if isinstance(value, dict):
         return _number([f"{key} {_number(item)}" for key, item in value.items()])
     return f"{value:.6g}" if isinstance(value, float) else str(value)

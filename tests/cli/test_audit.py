@@ -43,7 +43,7 @@ def module(tmp_path, monkeypatch):
 def test_correct_subjects_exit_with_0_and_promise_nothing(capsys, module):
     assert main(["audit", "quick", f"{module}:make", "--only", "DI", "DL"]) == 0
     out = capsys.readouterr().out
-    assert "No violation found." in out and "private" not in out
+    assert "No violation was found." in out and "private" not in out
 
 
 def test_a_model_that_mixes_rows_gives_1(capsys, module):

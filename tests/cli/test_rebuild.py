@@ -112,7 +112,7 @@ def test_of_both_files_the_report_is_read_unless_the_state_is_named(engine, repo
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda text: text[:700], "cut"),
+        (lambda text: text[:700], "truncated"),
         (lambda text: text.replace('"schema_version": 2', '"schema_version": 3'), "upgrade"),
         (lambda text: text.replace("the moon", "nothing"), "not a signature"),
         (lambda text: text.replace('"delta": 0.001', '"delta": NaN'), "NaN"),

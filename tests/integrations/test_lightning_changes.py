@@ -76,7 +76,7 @@ CHANGES = {
     "replace_optimizer": (
         lambda trainer: {"optimizers": [torch.optim.SGD(trainer.lightning_module.parameters(), lr=0.5)]},
         ParameterMismatchError,
-        "another optimizer",
+        "optimizer of the trainer is not the one",
     ),
     "drop_callbacks": (lambda trainer: {"callbacks": []}, SamplingError, "was removed from"),
 }

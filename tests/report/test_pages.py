@@ -168,7 +168,7 @@ def test_the_plain_words_give_the_odds_of_the_advantage(make_facts):
     card = PrivacyReport(make_facts("full-batch")).to_markdown()
     assert "right at most 64.7 % of the time" in card  # (1 + 0.29234) / 2, rounded up
     # The best test of N(0, 1) against N(0.75, 1) finds 5.76 % at one false alarm in a hundred.
-    found = float(re.search(r"recognize at most ([\d.]+) %", card)[1])
+    found = float(re.search(r"detect at most ([\d.]+) %", card)[1])
     assert 5.76 <= found <= 6.8
 
 

@@ -117,9 +117,9 @@ def test_a_private_size_is_not_in_it(make_facts):
 
 
 SPOILT_TEXTS = {
-    "empty": (lambda text: "", "cut"),
-    "cut-in-the-middle": (lambda text: text[: len(text) // 2], "cut"),
-    "without-its-last-brace": (lambda text: text.rstrip()[:-1], "cut"),
+    "empty": (lambda text: "", "truncated"),
+    "cut-in-the-middle": (lambda text: text[: len(text) // 2], "truncated"),
+    "without-its-last-brace": (lambda text: text.rstrip()[:-1], "truncated"),
     "no-json": (lambda text: "ε = 1", "not JSON"),
     "more-than-json": (lambda text: text + "}", "not JSON"),
     "a-list": (lambda text: "[]", "not a privacy report"),
@@ -195,7 +195,7 @@ def place_of(path):
 CHANGED = [
     *((path, value, f"schema 2: {place_of(path)}") for path, value in WRONG_FORMS.items()),
     *((path, value, f"{path[0]}.*the rest of the report implies") for path, value in EDITS.items()),
-    *((path, value, "not possible") for path, value in IMPOSSIBLE.items()),
+    *((path, value, "inconsistent") for path, value in IMPOSSIBLE.items()),
 ]
 
 
@@ -248,7 +248,7 @@ def test_a_report_of_another_version_keeps_its_numbers_and_says_whose_they_are(m
     again = PrivacyReport.from_json(json.dumps(document))
     assert again.to_dict() == document
     ours = first["accounting"]["version"]
-    said = f"dpengine 7.1 made these numbers; dpengine {ours} has checked them against its own lower bound alone"
+    said = f"computed by dpengine 7.1; dpengine {ours} has checked the numbers against its own lower bound only"
     for text in (str(again), again.to_markdown().replace("\\", ""), again.to_html()):
         assert said in " ".join(text.split())
     assert "dpengine 7.1" in repr(again)
@@ -336,7 +336,7 @@ def test_invalid_fields_of_a_row_are_rejected_by_name(report, path, value, versi
 
 
 def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path):
-    with pytest.raises(CorruptFileError, match=r"privacy_report\.json is not there"):
+    with pytest.raises(CorruptFileError, match=r"privacy_report\.json does not exist"):
         PrivacyReport.load(tmp_path)
     (tmp_path / "picture").write_bytes(b"\xff\xfe")
     with pytest.raises(CorruptFileError, match="picture cannot be read"):

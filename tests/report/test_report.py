@@ -268,7 +268,7 @@ def test_every_form_says_what_was_found_and_that_it_is_no_part_of_the_guarantee(
     assert report.to_dict()["audit"] == FOUND
     assert report.to_dict()["guarantee"] == plain.to_dict()["guarantee"]
     for text in (" ".join(str(report).split()), report.to_markdown(), report.to_html()):
-        for needed in ("Audit", "1,000 gradient canaries", "no violation found", "95 %", "no part of the guarantee"):
+        for needed in ("Audit", "1,000 gradient canaries", "no violation found", "95 %", "not part of the guarantee"):
             assert needed in text
     assert '<th scope="row">Audit</th>' in report.to_html()
     assert "at least 1.234 " in str(report)  # a lower bound is rounded down

@@ -24,7 +24,7 @@ def test_a_statement_names_all_that_a_number_needs(make_facts):
         "central differential privacy",
         "Unit: one training example.",
         "zero-out",
-        "how many there are is public (5,003)",
+        "their number is public (5,003)",
         "μ-GDP 0.75 (exact)",
         "membership advantage ≤ 29.3 %",
         "accountant 'pld' of dpengine 0.",
@@ -55,8 +55,11 @@ def test_every_assumption_is_in_the_statement_with_its_verdict(any_facts):
 @pytest.mark.parametrize(
     ("relation", "words"),
     [
-        (Relation.ADD_OR_REMOVE_ONE, "one has one person more (add or remove one); how many there are is private."),
-        (Relation.ZERO_OUT, "one person of one contributes nothing in the other (zero-out)"),
+        (
+            Relation.ADD_OR_REMOVE_ONE,
+            "one has one person more than the other (add or remove one); their number is private.",
+        ),
+        (Relation.ZERO_OUT, "one person of the first contributes nothing in the second (zero-out)"),
         (Relation.REPLACE_ONE, "they differ in one person (replace one)"),
     ],
 )
@@ -171,7 +174,7 @@ def test_a_declared_rate_is_stated_as_declared_by_the_user(make_facts):
     assert text.split(" Setting")[0] == ordinary.split(" Setting")[0]
     assert "(ε = " in text and "not claimed" not in text
     assert "batches of the training loop, declared rate 0.02" in text
-    assert "the rate 0.02 was declared by the user, dpengine drew no batch" in text
+    assert "the rate 0.02 was declared by the user; dpengine drew no batch" in text
     assert "batches that the training loop did not draw as declared" in text
     assert "if the training loop drew the batches as declared" in PrivacyReport(facts).to_markdown()
     assert "declared" not in ordinary
@@ -179,7 +182,7 @@ def test_a_declared_rate_is_stated_as_declared_by_the_user(make_facts):
 
 def test_other_rates_of_the_ledger_are_listed_next_to_the_declared_one(make_facts):
     history = tuple(Charge(PoissonGaussianEvent(rate, 1.5), 1) for rate in (0.02, 0.04))
-    assert "declared by the user, dpengine drew no batch; the ledger has 0.02, 0.04" in flat(
+    assert "declared by the user; dpengine drew no batch; the ledger has 0.02, 0.04" in flat(
         statement(make_facts("declared", history=history))
     )
 
@@ -198,5 +201,5 @@ def test_without_a_declared_rate_no_epsilon_is_claimed_and_no_rate_is_shown(make
 
 @pytest.mark.parametrize("variant", ["external", "declared"])
 def test_an_unknown_number_of_examples_is_not_stated_as_zero(make_facts, variant):
-    assert "how many there are is public." in flat(statement(make_facts(variant, num_examples=0)))
+    assert "their number is public." in flat(statement(make_facts(variant, num_examples=0)))
     assert "public (0)" in flat(statement(make_facts(num_examples=0)))
