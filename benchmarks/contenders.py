@@ -118,11 +118,11 @@ def torch_func(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> 
     from torch.func import functional_call, grad, vmap
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    from dpengine.grad_samplers.forward_by_rows import chunk_of
+    from dpengine.grad_samplers.per_sample_forward import chunk_size_for
 
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
     rows = len(batch[0])
-    size = chunk_of(trainable(model).values(), rows)
+    size = chunk_size_for(trainable(model).values(), rows)
 
     def loss_of_row(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
         row = inputs.unsqueeze(0), target.unsqueeze(0)

@@ -54,7 +54,7 @@ def _busy(kernel: Kernel) -> float:
 def engine_on(log: Log, *, checks: bool = False) -> Iterator[None]:
     """Adapts the engine to the device: its clock, and noise by one kernel. Without ``checks``, no step is checked."""
     from dpengine.grad_modes import choose_method
-    from dpengine.grad_samplers.machine import memory_for
+    from dpengine.grad_samplers.devices import memory_for
     from dpengine.independence.probe import Probe
     from dpengine.noise import philox_normals
 

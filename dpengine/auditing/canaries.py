@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from dpengine.capture.record import Use
 from dpengine.grad_modes.rows import wide
 from dpengine.grad_modes.strategy import AbstractGradients
-from dpengine.noise import strategy
+from dpengine.noise import custom_noise
 from dpengine.noise.correlated import Recurrence
 
 Indices = npt.NDArray[np.int64]
@@ -181,7 +181,7 @@ def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
     """Returns S ``(T, T)`` of the noise of a run; None for independent noise or a run that is too long."""
     if noise is None or steps > MAX_STEPS:
         return None
-    matrix: Floats = strategy.strategy_of(noise, steps)
+    matrix: Floats = custom_noise.strategy_of(noise, steps)
     return matrix
 
 

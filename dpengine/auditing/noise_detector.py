@@ -22,7 +22,7 @@ from dpengine.distributed.topology import Topology
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise.mechanism import GaussianNoise
-from dpengine.noise.share import add_noise
+from dpengine.noise.sharded_noise import add_noise
 from dpengine.noise.source import NoiseSource
 
 from .bounds import chi_square, correlation, kolmogorov, two_sided

@@ -70,7 +70,7 @@ class AnyForward:
             )
         before = [dict(vars(module)) for module in self._may_store]
         with self._switched_off(trained.values()):
-            output, drawn = self._output(trained, forward, args, kwargs)
+            output, per_sample_run = self._output(trained, forward, args, kwargs)
         if not capture.recording:
             return output
         self._reject_stored_tensors(before, tensors_in((args, kwargs)))
@@ -78,7 +78,7 @@ class AnyForward:
             return output
         if shared:
             return self._watched_entries(trained, args, kwargs, output)
-        return self.tap(trained, args, kwargs, output, drawn)
+        return self.tap(trained, args, kwargs, output, per_sample_run)
 
     def _trained(self) -> dict[str, nn.Parameter]:
         """Returns the parameters that are trained, including those whose flag an enclosing call switched off."""
@@ -142,7 +142,7 @@ class AnyForward:
                     vars(module)[name] = view = value.view_as(value)
                     view.register_hook(partial(_reject_stored, self.capture, self.watch.name, name))
 
-    def tap(self, trained: Trained, args: Any, kwargs: Any, output: Any, drawn: Any = None) -> Any:
+    def tap(self, trained: Trained, args: Any, kwargs: Any, output: Any, per_sample_run: Any = None) -> Any:
         """Returns the output of a call with a tap on it."""
         capture, watch, part = self.capture, self.watch, self._part
         shapes = {} if part is None else part.shapes
@@ -154,11 +154,19 @@ class AnyForward:
             args, kwargs, output, full_output = call.args, call.kwargs, call.output, output
         layer = watch.module if part is None else part.layer
         tapped = tap(
-            capture, watch, uses, args, kwargs, output, layer=layer, batch_first=watch.batch_first, drawn=drawn
+            capture,
+            watch,
+            uses,
+            args,
+            kwargs,
+            output,
+            layer=layer,
+            batch_first=watch.batch_first,
+            per_sample_run=per_sample_run,
         )
         if call is not None:
             return LayerPart.with_tap(tapped, call, full_output)
-        return tapped if drawn is None else drawn.reduced(tapped, mean=capture.mean_loss)
+        return tapped if per_sample_run is None else per_sample_run.reduce_losses(tapped, mean=capture.mean_loss)
 
     def _use(self, parameter: nn.Parameter, name: str, axis_slice: slice | None = None, local_shape: Any = None) -> Use:
         """Creates the use of a parameter, and counts it."""

@@ -40,8 +40,8 @@ class LayerCall:
         name: Dotted name of the layer in the model.
         batch_first: True if the layer itself has the batch on axis 0; else see ``swap_batch_axis``.
         mean_loss: True if the loss is declared to be the mean over B samples, which scales gradients by 1 / B.
-        drawn: State that ``JointSampler.forward`` returned, from which the rule repeats the forward pass of single
-            samples with the same random numbers; None if the samples did not run alone.
+        per_sample_run: Record that ``JointSampler.forward`` returned if the forward pass ran each sample separately.
+            With it, the rule repeats the pass with the same random numbers. None if the layer ran on the batch.
     """
 
     layer: nn.Module
@@ -52,7 +52,7 @@ class LayerCall:
     name: str = ""
     batch_first: bool = True
     mean_loss: bool = False
-    drawn: Any = None
+    per_sample_run: Any = None
 
     @property
     def batch_size(self) -> int:

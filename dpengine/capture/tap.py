@@ -81,7 +81,7 @@ def tap(
     rule: Any = None,
     layer: nn.Module | None = None,
     batch_first: bool = False,
-    drawn: Any = None,
+    per_sample_run: Any = None,
 ) -> Any:
     """Returns the output of a layer with a tap, which reports the inputs together with the gradient of the output."""
     rule = watch.rule if rule is None else rule
@@ -101,7 +101,7 @@ def tap(
         grad = tuple(output_grads) if needs_output and count > 1 else rebuild_outputs(output_grads)
         output = rebuild_outputs(output_copies) if needs_output else None
         module, mean_loss = layer or watch.module, capture.mean_loss
-        call = LayerCall(module, inputs, grad, kwargs, output, watch.name, batch_first, mean_loss, drawn)
+        call = LayerCall(module, inputs, grad, kwargs, output, watch.name, batch_first, mean_loss, per_sample_run)
         capture.report(call, uses, rule)
 
     copies = [t.detach().clone() for t in outputs] if needs_output else []

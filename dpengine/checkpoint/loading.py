@@ -17,7 +17,7 @@ from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
-from dpengine.noise.share import noised_places
+from dpengine.noise.sharded_noise import noised_places
 
 from . import folder as folders
 from . import layout, sharded_state

@@ -20,8 +20,8 @@ from dpengine.clipping.policy import AbstractClip
 from dpengine.distributed.topology import Topology
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise.band_mf import BandMF
+from dpengine.noise.blt_and_banded_inverse import BLT, BandedInverse
 from dpengine.noise.correlated import CorrelatedRows
-from dpengine.noise.short_forms import BLT, BandedInverse
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.noise_of_run import BATCH_SIZE_TOLERANCE, NoiseTarget, with_correlation

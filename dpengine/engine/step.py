@@ -23,7 +23,7 @@ from dpengine.independence.loop_probe import LoopProbe
 from dpengine.independence.watch_step import step_inside_check_error
 from dpengine.ledger_file.run_ledger import RunLedger
 from dpengine.noise.correlated import mechanism_for
-from dpengine.noise.share import add_noise
+from dpengine.noise.sharded_noise import add_noise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.batches import LogicalBatch

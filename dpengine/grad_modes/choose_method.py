@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall
 from dpengine.distributed.ranks import world
-from dpengine.grad_samplers.machine import launches_kernels, memory_for, operations_per_byte, operations_per_second
+from dpengine.grad_samplers.devices import launches_kernels, memory_for, operations_per_byte, operations_per_second
 from dpengine.grad_samplers.sampler import Cost
 from dpengine.grad_samplers.tied import tied_cost
 

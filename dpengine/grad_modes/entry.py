@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall, Use
 from dpengine.grad_samplers import bfloat16
+from dpengine.grad_samplers.devices import launches_kernels, memory_for
 from dpengine.grad_samplers.gram import GramNorm, gram_norms
-from dpengine.grad_samplers.machine import launches_kernels, memory_for
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.grad_samplers.tied import tied_norm
 from dpengine.kernels.products import sq_norms
@@ -59,13 +59,13 @@ class Entry:
         """Concatenates calls of the same sampler and with the same settings, if the sampler supports that."""
         if len(self.calls) < 2 or self.kept is not None:
             return
-        self.calls = [(c if stays_narrow(c, [s.plain or s]) else widened(c), s) for c, s in self.calls]
+        self.calls = [(c if stays_narrow(c, [s.multi_call_sampler or s]) else widened(c), s) for c, s in self.calls]
         groups: dict[object, list[tuple[LayerCall, GradSampler]]] = {}
         for call, sampler in self.calls:
-            plain = sampler.plain or sampler
-            settings = plain.settings
+            combined = sampler.multi_call_sampler or sampler
+            settings = combined.settings
             values = call.layer if settings is None else tuple([getattr(call.layer, name) for name in settings])
-            groups.setdefault((id(plain), values), []).append((call, plain))
+            groups.setdefault((id(combined), values), []).append((call, combined))
         self.calls = []
         for group in groups.values():
             concat = group[0][1].concat
@@ -77,7 +77,7 @@ class Entry:
         out = torch.zeros(units.count, *self.use.shape, dtype=wide(parameter.dtype), device=parameter.device)
         if self.kept is not None:
             units.add_rows(out, self.kept, 0, rows)
-        can_slice = all(is_batched(call, rows) and not sampler.whole_calls for call, sampler in self.calls)
+        can_slice = all(is_batched(call, rows) and not sampler.needs_complete_calls for call, sampler in self.calls)
         step = self._rows_at_a_time() if can_slice else rows
         for start in range(0, rows if self.calls else 0, max(1, step)):
             stop = min(start + step, rows)
@@ -93,7 +93,7 @@ class Entry:
             ((call, sampler),) = self.calls
             if self.may_round:
                 return gram_sq_norms([self])[0]
-            return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._spread())
+            return self._at_least_rounding(sampler.sq_norms[algorithm.name](call), self._rounding_scale())
         if algorithm.method is Method.KEEP:
             sq_norm_B = None
             if self.calls:
@@ -107,7 +107,7 @@ class Entry:
         if self._in_bfloat16:  # a weighted sum would be another product, which tensor cores round otherwise
             self.form_again = algorithm.name
             return sq_norm_B
-        return self._at_least_rounding(sq_norm_B, self._spread())
+        return self._at_least_rounding(sq_norm_B, self._rounding_scale())
 
     def group_key(self, algorithm: Algorithm, rows: int) -> object:
         """Returns a key that is equal for parameters whose gradients `group_sq_norms` may form; None if it may not."""
@@ -115,7 +115,7 @@ class Entry:
         if algorithm.method is Method.GHOST or not launches_kernels(device) or self._writer(algorithm.name) is None:
             return None
         if algorithm.method is Method.DISCARD and not self._in_bfloat16:
-            return None  # norms depend on the spread of each parameter
+            return None  # norms depend on the rounding_scale of each parameter
         if rows < 2 or 2 * rows > self._rows_at_a_time():
             return None
         grad = self.calls[0][0].grad_output
@@ -152,7 +152,7 @@ class Entry:
         """Makes the samples where ``rows_B`` is True contribute exactly zero."""
         calls, self.calls, self.grams = self.calls, [], None
         for call, sampler in calls:
-            if sampler.whole_calls:
+            if sampler.needs_complete_calls:
                 self.keep(sampler.grad(call))
             else:
                 self.calls.append((without_rows(call, rows_B), sampler))
@@ -216,20 +216,20 @@ class Entry:
         out = scratch.take((rows, *self.use.shape), wide(grad.dtype), grad.device)
         return out, write(call, out)
 
-    def _at_least_rounding(self, sq_norm_B: Tensor, spread_B: Tensor | None) -> Tensor:
-        """Increases squared norms of samples whose parts cancel so far that rounding errors dominate their sum.
+    def _at_least_rounding(self, sq_norm_B: Tensor, rounding_scale_B: Tensor | None) -> Tensor:
+        """Increases squared norms of samples whose terms cancel so far that rounding errors dominate their sum.
 
-        The weighted sum adds the parts of a sample one by one. Its rounding error is about ``u * spread``, where
-        ``spread`` is the sum of the norms of the parts, which may be far above the norm of the gradient. With a norm of
-        at least ``u / _MAX_ROUNDING * spread``, the error is at most 1/32 of the clipping norm, for any number of
-        parts. The largest error found by a search was 0.8 %. Most samples are unchanged: in float32 the lower limit
-        applies only if the spread exceeds 8192 times the norm. Tensor cores lose more than float32, so the limit is
-        twice as high.
+        The weighted sum adds the terms of a sample one by one. Its rounding error is about ``u * rounding_scale``.
+        The rounding scale is the sum of the norms of the terms, which may be far above the norm of the gradient. With a
+        norm of at least ``u / _MAX_ROUNDING * rounding_scale``, the error is at most 1/32 of the clipping norm, for any
+        number of terms. The largest error found by a search was 0.8 %. Most samples are unchanged: in float32, the
+        lower limit applies only if the rounding scale exceeds 8192 times the norm. Tensor cores lose more than float32,
+        so their limit is twice as high.
         """
-        if spread_B is None:
+        if rounding_scale_B is None:
             return sq_norm_B
         unit = torch.finfo(wide(self.use.parameter.dtype)).eps / (1 if self._in_bfloat16 else 2)
-        floor_B = spread_B.square() * (unit / _MAX_ROUNDING) ** 2
+        floor_B = rounding_scale_B.square() * (unit / _MAX_ROUNDING) ** 2
         return torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)
 
     @property
@@ -250,16 +250,17 @@ class Entry:
     def _in_bfloat16(self) -> bool:
         return any(call.grad_output.dtype is torch.bfloat16 for call, _ in self.calls)
 
-    def _spread(self) -> Tensor | None:
+    def _rounding_scale(self) -> Tensor | None:
         """Returns the sum of the norms of all parts; None if the gradient has one part."""
-        parts = [sampler.spread(call) for call, sampler in self.calls if sampler.spread is not None]
+        parts = [sampler.rounding_scale(call) for call, sampler in self.calls if sampler.rounding_scale is not None]
         if len(self.calls) > 1:
-            parts += [sq_norms(sampler.grad(call)).sqrt() for call, sampler in self.calls if sampler.spread is None]
+            formed = [(call, sampler) for call, sampler in self.calls if sampler.rounding_scale is None]
+            parts += [sq_norms(sampler.grad(call)).sqrt() for call, sampler in formed]
         return torch.stack(parts).sum(dim=0) if parts else None
 
     def from_gram(self, norm: GramNorm) -> Tensor:
         """Returns squared norms ``(B,)`` from a Gram norm that was computed together with other parameters."""
-        return self._at_least_rounding(norm.sq_norm_B, norm.spread_B)
+        return self._at_least_rounding(norm.sq_norm_B, norm.rounding_scale_B)
 
 
 def group_sq_norms(entries: Sequence[Entry], algorithm: Algorithm, rows: int) -> list[Tensor]:
@@ -284,7 +285,7 @@ def gram_sq_norms(entries: Sequence[Entry]) -> list[Tensor]:
     by_entry = {entry: entry.from_gram(norm) for entry, norm in zip(exact, norms, strict=True)}
     rounded = [entry for entry in entries if entry.may_round]
     pairs = [entry.factors for entry in rounded]
-    for indices in bfloat16.together(pairs):
+    for indices in bfloat16.groups_for_grams(pairs):
         grams = bfloat16.GramNorms.of([pairs[i] for i in indices])
         for index, i in enumerate(indices):
             rounded[i].grams, rounded[i].rounds = (grams, index), True
@@ -318,7 +319,7 @@ def round_factors(entries: Sequence[Entry], weights: Sequence[Tensor]) -> None:
     while groups:  # frees the matrices of each group before the next one
         grams, members = groups.popitem()
         members.sort(key=operator.itemgetter(0))
-        pairs = grams.rounded([entry.factors for _, entry, _ in members], torch.stack([w for *_, w in members]))
+        pairs = grams.multiplied([entry.factors for _, entry, _ in members], torch.stack([w for *_, w in members]))
         for (_, entry, _), pair in zip(members, pairs, strict=True):
             ((call, sampler),) = entry.calls
             assert sampler.with_factors is not None

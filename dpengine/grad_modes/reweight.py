@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.capture.tensors import tensors_in
 from dpengine.errors import UnsupportedLayerError
-from dpengine.grad_samplers.machine import launches_kernels, memory_for
+from dpengine.grad_samplers.devices import launches_kernels, memory_for
 from dpengine.kernels.products import norms
 
 from .bookkeep import BookKeeping, Pause

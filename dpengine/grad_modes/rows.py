@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 from dpengine.capture.tensors import map_tensors, tensors_in
-from dpengine.grad_samplers.machine import multiplies_bfloat16
+from dpengine.grad_samplers.devices import multiplies_bfloat16
 from dpengine.grad_samplers.sampler import GradSampler
 from dpengine.kernels.library import traced
 
@@ -31,7 +31,7 @@ def widened(call: LayerCall) -> LayerCall:
 
     A call that draws its random numbers again is left as it is: they may depend on the precision.
     """
-    if call.drawn is not None:
+    if call.per_sample_run is not None:
         return call
     if not any(tensor.dtype in NARROW for tensor in call.tensors()):
         return call
@@ -43,7 +43,7 @@ def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
     grads = call.grad_output
     if not isinstance(grads, Tensor) or grads.dtype is not torch.bfloat16 or traced(grads):
         return False
-    return multiplies_bfloat16(grads.device) and all(sampler.takes_bfloat16 for sampler in samplers)
+    return multiplies_bfloat16(grads.device) and all(sampler.accepts_bfloat16 for sampler in samplers)
 
 
 def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:

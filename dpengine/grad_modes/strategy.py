@@ -164,6 +164,6 @@ def joint_parts(call: LayerCall, uses: Mapping[str, Use], rule: JointSampler) ->
 
     names = {use.parameter: name for name, use in uses.items()}
     return {
-        name: GradSampler(lambda _, parameter=parameter: formed()[parameter], whole_calls=True)  # type: ignore[misc]
+        name: GradSampler(lambda _, parameter=parameter: formed()[parameter], needs_complete_calls=True)  # type: ignore[misc]
         for parameter, name in names.items()
     }

@@ -1,6 +1,6 @@
 """Grad samplers of bilinear layers.
 
-Axes: B rows, T positions, I and J features of the two inputs, O outputs.
+Axes: B samples, T positions, I and J features of the two inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 
-from .gram import gram_sq_norm, outer_sum, spread_of
+from .gram import gram_sq_norm, outer_sum, rounding_scale_of
 from .linear import SAMPLERS as LINEAR
 from .linear import gram_cost, tokens
 from .sampler import Cost, GradSampler, argument
@@ -47,10 +47,10 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return outer_sum(*flattened).view(_sizes(flattened))
 
 
-def _weight_spread(call: LayerCall) -> Tensor:
+def _weight_rounding_scale(call: LayerCall) -> Tensor:
     # Cauchy-Schwarz for two factors. The third factor at a position is at most its norm over all positions.
     factors = _factors(call)
-    return spread_of(factors[0].shape[1], *factors)
+    return rounding_scale_of(factors[0].shape[1], *factors)
 
 
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:
@@ -64,7 +64,7 @@ SAMPLERS = {
         sq_norm=_weight_sq_norm,
         weighted_sum=_weight_sum,
         concat=_concat,
-        spread=_weight_spread,
+        rounding_scale=_weight_rounding_scale,
         factors=_factors,
         cost=_weight_cost,
         sq_norm_name="gram",

@@ -4,8 +4,8 @@ The weight gradient of a convolution is the correlation of its padded input with
 transposed convolution is the correlation of its padded output gradient with its input. One class represents both:
 windows slide over ``wide``, and ``narrow`` holds the weight of each window.
 
-Axes: B rows, G groups, N = B * G, T positions of ``narrow``, C channels of ``narrow`` in a group, F values in a window
-of ``wide`` over all channels of a group.
+Axes: B samples, G groups, N = B * G, T positions of ``narrow``, C channels of ``narrow`` in a group, F elements of a
+window of ``wide`` over all channels of a group.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dpengine.capture.record import LayerCall
 from dpengine.kernels import products as native
 
 from .bfloat16 import add_product, product
-from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, spread_of
-from .machine import fast_in_float64, memory_for, operations_per_byte, operations_per_second
+from .devices import fast_in_float64, memory_for, operations_per_byte, operations_per_second
+from .gram import WORKSPACE_BYTES, gram_operations, gram_sq_norm, rounding_scale_of
 from .sampler import Cost, GradSampler, argument
 
-_SECONDS_PER_CALL = 2e-5  # of one call from Python
+_SECONDS_PER_CALL = 2e-5  # overhead of one call from Python
 
 
 def sliding_windows(
@@ -41,17 +41,17 @@ def sliding_windows(
     """Returns a view of the windows of a padded tensor: leading axes, axes of the kernel, positions along each axis."""
     wide = F.pad(wide, _reversed(sides)) if any(map(any, sides)) else wide  # F.pad would copy without padding
     leading = wide.dim() - len(kernel)
-    for axis, (size, step, apart) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
-        wide = wide.unfold(axis, apart * (size - 1) + 1, step)[..., ::apart]
-    places = range(leading, leading + len(kernel))
-    return wide.permute(*range(leading), *range(places.stop, wide.dim()), *places)
+    for axis, (size, step, spacing) in enumerate(zip(kernel, stride, dilation, strict=True), leading):
+        wide = wide.unfold(axis, spacing * (size - 1) + 1, step)[..., ::spacing]
+    position_axes = range(leading, leading + len(kernel))
+    return wide.permute(*range(leading), *range(position_axes.stop, wide.dim()), *position_axes)
 
 
 def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the padding before and after each axis, from the ``padding`` argument of a convolution."""
     if padding == "valid":
         return [(0, 0)] * len(kernel)
-    if padding == "same":  # an odd total has one more at the end
+    if padding == "same":  # if the total is odd, the end gets one more
         totals = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
         return [(total // 2, total - total // 2) for total in totals]
     return [(p, p) for p in padding]  # type: ignore[misc]
@@ -59,7 +59,7 @@ def padding_of(padding: str | Sequence[int], kernel: Sequence[int], dilation: Se
 
 @dataclass(frozen=True, eq=False)
 class _Correlation:
-    """The weight gradient ``weight[c, f] = sum_t narrow[c, t] * window_t(wide)[f]``, for each row and group."""
+    """The weight gradient ``weight[c, f] = sum_t narrow[c, t] * window_t(wide)[f]`` of each sample and group."""
 
     wide: Tensor
     narrow: Tensor
@@ -104,7 +104,7 @@ def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     return acts.to(grads.dtype) if grads.dtype is torch.bfloat16 else acts, grads  # as the layer did under autocast
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -138,8 +138,8 @@ def _reversed(sides: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Tensor:
-    """Returns the weight gradient of the batch by the backward kernel of torch, at least in float32."""
-    wide, narrow = (tensor.to(_wide(tensor)) for tensor in (c.wide, c.narrow))
+    """Computes the weight gradient of the batch by the backward kernel of torch, at least in float32."""
+    wide, narrow = (tensor.to(_at_least_float32(tensor)) for tensor in (c.wide, c.narrow))
     shape_only = wide.new_zeros(1).expand(weight_shape)  # the kernel reads only its shape
     zeros = [0] * len(c.kernel)
     args = (c.stride, c.padding, c.dilation, False, zeros, groups, [False, True, False])
@@ -147,23 +147,23 @@ def _correlate(c: _Correlation, weight_shape: Sequence[int], groups: int) -> Ten
 
 
 def _grouped_grad(call: LayerCall) -> Tensor:
-    """Converts rows to groups, so that one call of the backward kernel computes all gradients."""
-    rows, shape = call.batch_size, _weight_shape(call)
-    if rows == 0:
-        return call.grad_output.new_zeros(0, *shape, dtype=_wide(call.grad_output))
+    """Converts samples to groups, so that one call of the backward kernel computes all gradients."""
+    batch_size, shape = call.batch_size, _weight_shape(call)
+    if batch_size == 0:
+        return call.grad_output.new_zeros(0, *shape, dtype=_at_least_float32(call.grad_output))
     c = _correlation(call)
-    # Flattened first, because strides of axes of size 1 may make the kernel assume channels_last.
+    # Flattened first, because the strides of axes of size 1 may make the kernel assume channels_last.
     wide, narrow = (t.reshape(-1).view(1, -1, *t.shape[2:]) for t in (c.wide, c.narrow))
     folded = replace(c, wide=wide, narrow=narrow)
-    return _correlate(folded, (rows * shape[0], *shape[1:]), rows * c.groups).reshape(rows, *shape)
+    return _correlate(folded, (batch_size * shape[0], *shape[1:]), batch_size * c.groups).reshape(batch_size, *shape)
 
 
 def _new_grads(call: LayerCall) -> Tensor:
-    return call.grad_output.new_empty(call.batch_size, *_weight_shape(call), dtype=_wide(call.grad_output))
+    return call.grad_output.new_empty(call.batch_size, *_weight_shape(call), dtype=_at_least_float32(call.grad_output))
 
 
 def _looped_grad(call: LayerCall) -> Tensor:
-    """Calls the backward kernel for each row."""
+    """Calls the backward kernel for each sample."""
     grads = _new_grads(call)
     _write_looped_grad(call, grads)
     return grads
@@ -172,12 +172,12 @@ def _looped_grad(call: LayerCall) -> Tensor:
 def _write_looped_grad(call: LayerCall, out: Tensor) -> None:
     c = _correlation(call)
     for i, grad in enumerate(out):
-        row = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
-        grad.copy_(_correlate(row, c.weight_shape, c.groups))
+        sample = replace(c, wide=c.wide[i : i + 1], narrow=c.narrow[i : i + 1])
+        grad.copy_(_correlate(sample, c.weight_shape, c.groups))
 
 
 def _unfolded_grad(call: LayerCall) -> Tensor:
-    """Copies all windows, and multiplies matrices."""
+    """Computes gradients as matrix products of copies of all windows."""
     grads = _new_grads(call)
     _write_unfolded_grad(call, grads)
     return grads
@@ -200,7 +200,7 @@ def _windows(call: LayerCall) -> native.Windows:
 
 
 def _compiled_grad(call: LayerCall) -> Tensor:
-    """Calls compiled code, which copies a few windows at a time."""
+    """Computes gradients by compiled code, which copies a few windows at a time."""
     grads = _new_grads(call)
     _write_compiled_grad(call, grads)
     return grads
@@ -220,22 +220,22 @@ def _compiled_sq_norm(call: LayerCall) -> Tensor:
 
 
 def _gram_sq_norm(call: LayerCall) -> Tensor:
-    """Computes norms from the Gram matrix of all windows, which are copied."""
+    """Computes squared norms from the Gram matrix of copies of all windows."""
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
+        return call.grad_output.new_zeros(0, dtype=_at_least_float32(call.grad_output))
     c = _correlation(call)
     parts = [gram_sq_norm(p.narrow_NCT().transpose(1, 2), p.windows_NFT().transpose(1, 2)) for p in c.chunks()]
     return torch.cat(parts).view(-1, c.groups).sum(dim=1)
 
 
 def _shifted_sq_norm(call: LayerCall) -> Tensor:
-    """Computes norms from the Gram matrix of the padded tensor itself, in float64.
+    """Computes squared norms from the Gram matrix of the padded tensor itself, in float64.
 
-    The product of two windows is ``sum_k <wide[t + k], wide[s + k]>`` over the positions k of the kernel: a sum of
-    shifted parts of that Gram matrix. No window is copied, and no product is computed twice.
+    The product of two windows is ``sum_k <wide[t + k], wide[s + k]>`` over the positions k of the kernel. It is a sum
+    of shifted parts of this Gram matrix, so no window is copied and no product is computed twice.
     """
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(0, dtype=_wide(call.grad_output))
+        return call.grad_output.new_zeros(0, dtype=_at_least_float32(call.grad_output))
     c = _correlation(call)
     wide = F.pad(c.wide, _reversed([(p, p) for p in c.padding])).double()
     wide = wide.reshape(-1, wide.shape[1] // c.groups, *wide.shape[2:])
@@ -256,7 +256,7 @@ def _shifted_sq_norm(call: LayerCall) -> Tensor:
 
 
 def _shifts(c: _Correlation) -> Iterator[tuple[slice, ...]]:
-    """Yields for each position of the kernel the positions of ``wide`` that it is multiplied with, axis by axis."""
+    """Yields the positions of ``wide`` that each position of the kernel is multiplied with, as slices of the axes."""
     axes = zip(c.kernel, c.stride, c.dilation, c.narrow.shape[2:], strict=True)
     starts = [
         [slice(k * dilation, k * dilation + (n - 1) * stride + 1, stride) for k in range(size)]
@@ -273,7 +273,7 @@ def _weight_cost(call: LayerCall) -> Cost:
     product = 2.0 * length * channels * window * c.groups
     traffic = 3.0 * c.wide.itemsize * length * window * c.groups * operations_per_byte(device)
     one_call = _SECONDS_PER_CALL * operations_per_second(device)
-    # The grouped kernel is slow for few channels, and for many channels on a small map.
+    # The grouped kernel is slow for few channels, and for many channels with few positions.
     slow = c.wide.shape[1] // c.groups <= 4 < channels or length * (channels + window) < channels * window
     grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + one_call}
     if c.wide.dtype is torch.bfloat16:  # discarded gradients are recomputed, and other kernels may sum in another order
@@ -286,18 +286,18 @@ def _weight_cost(call: LayerCall) -> Cost:
         padded_length = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))
         shifts = math.prod(c.kernel) * 16 * operations_per_byte(device)
         operations = 4 * padded_length**2 * c.wide.shape[1] + length**2 * (4 * channels + shifts) * c.groups
-        if 8 * (padded_length**2 + 2 * length**2) <= memory_for(device, WORKSPACE_BYTES):  # memory of one row
+        if 8 * (padded_length**2 + 2 * length**2) <= memory_for(device, WORKSPACE_BYTES):  # memory of one sample
             sq_norms["shifted gram"] = float(operations)
     return Cost(grads, sq_norms, product)
 
 
 def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     if call.batch_size == 0:
-        return call.grad_output.new_zeros(_weight_shape(call), dtype=_wide(call.grad_output))
+        return call.grad_output.new_zeros(_weight_shape(call), dtype=_at_least_float32(call.grad_output))
     layer: Any = call.layer
     if call.grad_output.dtype is torch.bfloat16 and layer.groups == 1:
         return _unfolded_sum(call, factor_B)
-    acts, grads = (tensor.to(_wide(tensor)) for tensor in _acts_and_grads(call))
+    acts, grads = (tensor.to(_at_least_float32(tensor)) for tensor in _acts_and_grads(call))
     if acts.numel() < grads.numel():
         acts = acts * _broadcast(factor_B, acts)
     else:
@@ -307,7 +307,10 @@ def _weight_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
 
 
 def _unfolded_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
-    """Copies all windows, and multiplies bfloat16 matrices: three whose sum is the weighted tensor in float32."""
+    """Computes the sum as products of bfloat16 matrices: copies of all windows, and three terms of the weighted tensor.
+
+    The sum of the three terms is the weighted tensor in float32.
+    """
     c = _correlation(call)
     total_CF = call.grad_output.new_zeros(c.features, dtype=torch.float32)
     narrow = c.narrow.float()
@@ -322,15 +325,16 @@ def _unfolded_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     return total_CF.view(c.weight_shape)
 
 
-def _weight_spread(call: LayerCall) -> Tensor:
-    # An input is in at most as many windows as the kernel has positions. Padding repeats it at most `repeats` times.
+def _weight_rounding_scale(call: LayerCall) -> Tensor:
+    # At most as many windows as the kernel has positions contain an element, and padding repeats it at most `repeats`
+    # times.
     layer: Any = call.layer
     sides = padding_of(layer.padding, layer.kernel_size, layer.dilation)
     repeats = 1 if layer.padding_mode == "zeros" else math.prod(1 + left + right for left, right in sides)
     shared = math.sqrt(repeats * math.prod(layer.kernel_size))
     acts, grads = _acts_and_grads(call)
     positions = math.prod((acts if layer.transposed else grads).shape[2:])
-    return spread_of(positions, acts, grads) * shared
+    return rounding_scale_of(positions, acts, grads) * shared
 
 
 def _broadcast(factor_B: Tensor, tensor: Tensor) -> Tensor:
@@ -338,7 +342,7 @@ def _broadcast(factor_B: Tensor, tensor: Tensor) -> Tensor:
 
 
 def _bias_grad(call: LayerCall) -> Tensor:
-    return call.grad_output.flatten(2).sum(dim=2, dtype=_wide(call.grad_output))
+    return call.grad_output.flatten(2).sum(dim=2, dtype=_at_least_float32(call.grad_output))
 
 
 def _bias_windows(call: LayerCall) -> native.Windows:
@@ -350,7 +354,7 @@ SAMPLERS = {
         grad=_grouped_grad,
         sq_norm=_gram_sq_norm,
         weighted_sum=_weight_sum,
-        spread=_weight_spread,
+        rounding_scale=_weight_rounding_scale,
         cost=_weight_cost,
         more_grads={"unfold": _unfolded_grad, "loop": _looped_grad, "compiled": _compiled_grad},
         more_sq_norms={"shifted gram": _shifted_sq_norm, "compiled": _compiled_sq_norm},
@@ -360,7 +364,7 @@ SAMPLERS = {
         settings=("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode", "transposed"),
         job=_windows,
         stacked_name="compiled",
-        takes_bfloat16=True,
+        accepts_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, takes_bfloat16=True),
+    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, accepts_bfloat16=True),
 }

@@ -1,6 +1,8 @@
-"""Grad samplers of embeddings. Each use of an entry adds its output gradient to the gradient of the entry.
+"""Grad samplers of embeddings.
 
-Axes: B rows, N uses of an entry, M different pairs of row and entry, V entries, D features.
+A use of an entry is one index in the input. The gradient of an entry is the sum of the output gradients of its uses.
+
+Axes: B samples, N uses of entries in the batch, M distinct pairs of sample and entry, V entries, D features.
 """
 
 from __future__ import annotations
@@ -17,12 +19,12 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.kernels.products import Entries, norms
 
-from .gram import spread_of
+from .devices import fast_in_float64, launches_kernels
+from .gram import rounding_scale_of
 from .linear import tokens
-from .machine import fast_in_float64, launches_kernels
 from .sampler import GradSampler, argument
 
-_FEW_ON_CPU, _FEW_ON_GPU = 2**16, 2**31  # largest number of multiplications for products of all pairs of uses
+_MAX_PAIR_PRODUCTS_CPU, _MAX_PAIR_PRODUCTS_GPU = 2**16, 2**31  # multiplications for the products of all pairs of uses
 _FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)."
 
 
@@ -47,82 +49,88 @@ def check_embedding(layer: nn.Module, name: str = "") -> None:
 
 @dataclass(frozen=True, eq=False)
 class Uses:
-    """Uses of entries in a batch: sample and entry of each use, and the number of samples."""
+    """Uses of entries in a batch.
 
-    row_N: Tensor
+    Attributes:
+        sample_N: Sample of each use.
+        entry_N: Entry of each use.
+        batch_size: Number of samples.
+    """
+
+    sample_N: Tensor
     entry_N: Tensor
-    rows: int
+    batch_size: int
 
 
 def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
     """Returns the uses without padding, and their gradients ``(N, D)``."""
     entries_BT = argument(call, 0, "input")
-    rows = entries_BT.shape[0]
+    batch_size = entries_BT.shape[0]
     entry_N = entries_BT.reshape(-1)
-    row_N = torch.arange(rows, device=entry_N.device).repeat_interleave(entries_BT[:1].numel())
+    sample_N = torch.arange(batch_size, device=entry_N.device).repeat_interleave(entries_BT[:1].numel())
     grad_ND = call.grad_output.reshape(-1, call.grad_output.shape[-1])
     padding = call.layer.padding_idx
     if padding is not None:
-        real_N = entry_N != padding
-        if traced(grad_ND) or launches_kernels(grad_ND.device):  # no shape depends on values
-            return Uses(row_N, entry_N, rows), grad_ND.where(real_N.unsqueeze(1), 0)
-        row_N, entry_N, grad_ND = row_N[real_N], entry_N[real_N], grad_ND[real_N]
-    return Uses(row_N, entry_N, rows), grad_ND
+        not_padding_N = entry_N != padding
+        if traced(grad_ND) or launches_kernels(grad_ND.device):  # shapes must not depend on values
+            return Uses(sample_N, entry_N, batch_size), grad_ND.where(not_padding_N.unsqueeze(1), 0)
+        sample_N, entry_N, grad_ND = sample_N[not_padding_N], entry_N[not_padding_N], grad_ND[not_padding_N]
+    return Uses(sample_N, entry_N, batch_size), grad_ND
 
 
 def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
-    """Returns the different pairs of row and entry, and the sum of the values of each pair.
+    """Returns the distinct pairs of sample and entry, and the sum of the values of each pair.
 
-    On an accelerator, pairs that were merged into others remain, as repetitions of the last pair with the value 0:
-    their removal would wait for the device.
+    On an accelerator, the result has as many pairs as the input: the last pair is repeated with the value 0. A shorter
+    result would synchronize with the device.
     """
-    # In float64, so that long sums with cancellation are as exact as the values. MPS has no float64.
+    # In float64, so that a long sum whose terms cancel is as exact as the values. MPS has no float64.
     wide_N = value_N if value_N.device.type == "mps" else value_N.double()
-    pair_N = uses.row_N * size + uses.entry_N
-    pair_M, place_N = _merged_places(pair_N) if launches_kernels(pair_N.device) else _unique_places(pair_N)
-    value_M = wide_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, place_N, wide_N)
-    return Uses(pair_M // size, pair_M % size, uses.rows), value_M
+    pair_N = uses.sample_N * size + uses.entry_N
+    pair_M, index_N = _unique_padded(pair_N) if launches_kernels(pair_N.device) else _unique(pair_N)
+    value_M = wide_N.new_zeros(len(pair_M), *value_N.shape[1:]).index_add_(0, index_N, wide_N)
+    return Uses(pair_M // size, pair_M % size, uses.batch_size), value_M
 
 
-def _unique_places(pair_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the different pairs, and the index of each pair among them."""
+def _unique(pair_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the distinct pairs, and for each given pair its index among the distinct pairs."""
     return torch.unique(pair_N, return_inverse=True)  # type: ignore[return-value]
 
 
-def _merged_places(pair_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Does the same without a shape that depends on values: the last pair is repeated up to the length of the input."""
+def _unique_padded(pair_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the result of `_unique`, with the last pair repeated up to the length of the input."""
     sorted_N, order_N = pair_N.sort()
-    begins_N = torch.cat([sorted_N.new_zeros(min(1, len(sorted_N))), (sorted_N.diff() != 0).to(sorted_N.dtype)])
-    place_N = begins_N.cumsum(0)
-    pair_M = sorted_N[-1:].expand(len(sorted_N)).clone().scatter_(0, place_N, sorted_N)
-    return pair_M, torch.empty_like(place_N).scatter_(0, order_N, place_N)
+    is_new_N = torch.cat([sorted_N.new_zeros(min(1, len(sorted_N))), (sorted_N.diff() != 0).to(sorted_N.dtype)])
+    index_N = is_new_N.cumsum(0)
+    pair_M = sorted_N[-1:].expand(len(sorted_N)).clone().scatter_(0, index_N, sorted_N)
+    return pair_M, torch.empty_like(index_N).scatter_(0, order_N, index_N)
 
 
-def per_row(uses: Uses, value_N: Tensor) -> Tensor:
-    """Returns the sum of the values of each row, ``(B,)``."""
-    return value_N.new_zeros(uses.rows).index_add_(0, uses.row_N, value_N)
+def sum_per_sample(uses: Uses, value_N: Tensor) -> Tensor:
+    """Returns the sum of the values of each sample, ``(B,)``."""
+    return value_N.new_zeros(uses.batch_size).index_add_(0, uses.sample_N, value_N)
 
 
 def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
     """Returns the per-sample gradients ``(B, V, D)`` of merged uses."""
     size, features = weight.shape
-    flat = torch.zeros(pairs.rows * size, features, dtype=wide(weight), device=grad_MD.device)
-    place_M, value_MD = pairs.row_N * size + pairs.entry_N, grad_MD.to(flat.dtype)
-    if launches_kernels(flat.device):  # a pair may be repeated, see `merged`
-        flat.index_add_(0, place_M, value_MD)
+    flat = torch.zeros(pairs.batch_size * size, features, dtype=grad_dtype(weight), device=grad_MD.device)
+    index_M, value_MD = pairs.sample_N * size + pairs.entry_N, grad_MD.to(flat.dtype)
+    if launches_kernels(flat.device):  # pairs may be repeated, see `merged`
+        flat.index_add_(0, index_M, value_MD)
     else:
-        flat[place_M] = value_MD
-    return flat.view(pairs.rows, size, features)
+        flat[index_M] = value_MD
+    return flat.view(pairs.batch_size, size, features)
 
 
 def summed(pairs: Uses, grad_MD: Tensor, factor_B: Tensor, weight: Tensor) -> Tensor:
     """Returns the sum ``(V, D)`` of the gradients of merged uses, each multiplied by the factor of its sample."""
-    weighted_MD = grad_MD * factor_B.to(grad_MD.dtype)[pairs.row_N].unsqueeze(1)
-    total_VD = torch.zeros(weight.shape, dtype=wide(weight), device=grad_MD.device)
+    weighted_MD = grad_MD * factor_B.to(grad_MD.dtype)[pairs.sample_N].unsqueeze(1)
+    total_VD = torch.zeros(weight.shape, dtype=grad_dtype(weight), device=grad_MD.device)
     return total_VD.index_add_(0, pairs.entry_N, weighted_MD.to(total_VD.dtype))
 
 
-def wide(weight: Tensor) -> torch.dtype:
+def grad_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype of a weight's gradients, which is at least float32."""
     return torch.promote_types(weight.dtype, torch.float32)
 
@@ -138,11 +146,11 @@ def _grad(call: LayerCall) -> Tensor:
 
 
 def _grad_by_product(call: LayerCall) -> Tensor:
-    """Returns gradients ``(B, V, D)``, computed as one product with one-hot vectors. For small tables."""
+    """Computes gradients ``(B, V, D)`` as one product with one-hot vectors. Fast for tables with few entries."""
     weight, grad_BTD = weight_of(call), tokens(call.grad_output)
     entry_BT1 = argument(call, 0, "input").reshape(*grad_BTD.shape[:2], 1)
     padding = call.layer.padding_idx
-    if padding is not None:  # gradients of padding may be infinite, and zero times infinity is NaN
+    if padding is not None:  # its gradients may be infinite, and zero times infinity is NaN
         grad_BTD = grad_BTD.masked_fill(entry_BT1 == padding, 0)
     one_hot_BTV = (entry_BT1 == torch.arange(weight.shape[0], device=entry_BT1.device)).to(grad_BTD.dtype)
     return torch.bmm(one_hot_BTV.transpose(1, 2), grad_BTD)
@@ -153,35 +161,36 @@ def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
-    """Adds the squared norms of uses. Merges repeated uses of an entry in a sample first; most texts have few."""
-    if traced(call.grad_output) or _has_few_pairs(call):
+    """Sums the squared norms of uses. Merges repeated uses of an entry in a sample first; most texts have few."""
+    if traced(call.grad_output) or _few_pair_products(call):
         return _sq_norm_by_pairs(call)
     if launches_kernels(call.grad_output.device):
         pairs, grad_MD = _pairs(call)
-        return per_row(pairs, grad_MD.square().sum(dim=1))
+        return sum_per_sample(pairs, grad_MD.square().sum(dim=1))
     uses, grad_ND = _uses(call)
-    _, place_N, count_M = torch.unique(
-        uses.row_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
+    _, index_N, count_M = torch.unique(
+        uses.sample_N * weight_of(call).shape[0] + uses.entry_N, return_inverse=True, return_counts=True
     )
     sq_norm_N = norms(grad_ND, 1).square()
-    repeated_N = count_M[place_N] > 1
+    repeated_N = count_M[index_N] > 1
     if not repeated_N.any():
-        return per_row(uses, sq_norm_N)
-    repeated = Uses(uses.row_N[repeated_N], uses.entry_N[repeated_N], uses.rows)
+        return sum_per_sample(uses, sq_norm_N)
+    repeated = Uses(uses.sample_N[repeated_N], uses.entry_N[repeated_N], uses.batch_size)
     pairs, grad_MD = merged(repeated, grad_ND[repeated_N], weight_of(call).shape[0])
-    return per_row(uses, sq_norm_N.masked_fill(repeated_N, 0)) + per_row(pairs, grad_MD.square().sum(dim=1))
+    single_B = sum_per_sample(uses, sq_norm_N.masked_fill(repeated_N, 0))
+    return single_B + sum_per_sample(pairs, grad_MD.square().sum(dim=1))
 
 
-def _has_few_pairs(call: LayerCall) -> bool:
-    """Returns True if products of all pairs of uses in a sample take less time than a search for equal entries.
+def _few_pair_products(call: LayerCall) -> bool:
+    """Returns True if the products of all pairs of uses in a sample take less time than a search for equal entries.
 
     On an accelerator, the search synchronizes with the device, because its shapes depend on values.
     """
     grad = call.grad_output
     products = grad.numel() * (grad.shape[1:-1].numel())
     if grad.device.type == "cpu":
-        return products <= _FEW_ON_CPU
-    return fast_in_float64(grad.device) and products <= _FEW_ON_GPU
+        return products <= _MAX_PAIR_PRODUCTS_CPU
+    return fast_in_float64(grad.device) and products <= _MAX_PAIR_PRODUCTS_GPU
 
 
 def _sq_norm_by_pairs(call: LayerCall) -> Tensor:
@@ -197,26 +206,26 @@ def _sq_norm_by_pairs(call: LayerCall) -> Tensor:
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
     weight = weight_of(call)
-    out = torch.empty(weight.shape, dtype=wide(weight), device=call.grad_output.device)
+    out = torch.empty(weight.shape, dtype=grad_dtype(weight), device=call.grad_output.device)
     _add_weighted_sum(call, factor_B, 1.0, 0.0, out)
     return out
 
 
 def _add_weighted_sum(call: LayerCall, factor_B: Tensor, scale: float, keep: float, out: Tensor) -> None:
     uses, grad_ND = _uses(call)
-    weighted_ND = grad_ND * (factor_B.to(out.dtype) * scale)[uses.row_N].unsqueeze(1)
+    weighted_ND = grad_ND * (factor_B.to(out.dtype) * scale)[uses.sample_N].unsqueeze(1)
     if not keep:
         out.zero_()
     out.index_add_(0, uses.entry_N, weighted_ND.to(out.dtype))
 
 
-def _spread(call: LayerCall) -> Tensor:
-    # Cauchy-Schwarz bounds the sum of the norms of this number of uses.
+def _rounding_scale(call: LayerCall) -> Tensor:
+    # By Cauchy-Schwarz, the sum of the norms of n uses is at most sqrt(n) times their norm.
     entries_BT, grad = argument(call, 0, "input"), call.grad_output
-    uses = entries_BT[:1].numel()
-    if call.layer.padding_idx is not None:  # gradients of padding are not added, and may be large
+    uses_per_sample = entries_BT[:1].numel()
+    if call.layer.padding_idx is not None:  # its gradients are not added, and may be large
         grad = grad.masked_fill((entries_BT == call.layer.padding_idx).unsqueeze(-1), 0)
-    return spread_of(uses, grad) * math.sqrt(uses)
+    return rounding_scale_of(uses_per_sample, grad) * math.sqrt(uses_per_sample)
 
 
 def _concat(calls: Any) -> LayerCall:
@@ -240,7 +249,7 @@ SAMPLERS = {
         _weighted_sum,
         add_weighted_sum=_add_weighted_sum,
         concat=_concat,
-        spread=_spread,
+        rounding_scale=_rounding_scale,
         more_grads={"product": _grad_by_product},
         settings=("num_embeddings", "padding_idx"),
         job=_job,

@@ -1,6 +1,6 @@
-"""Grad sampler of embedding bags. The output of a bag, which is a sample, is the sum, mean or maximum of its entries.
+"""Grad sampler of embedding bags. Each bag is a sample; its output is the sum, mean or maximum of its entries.
 
-Axes: B bags, N entries in all bags, M different pairs of bag and entry, V entries, D features.
+Axes: B bags, N uses of entries in all bags, M distinct pairs of bag and entry, V entries, D features.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 
-from .embedding import Uses, dense, merged, per_row, summed, weight_of
+from .embedding import Uses, dense, merged, sum_per_sample, summed, weight_of
 from .gram import product_of_norms
 from .sampler import GradSampler, argument
 
 
 def _bags(call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Returns bag and entry of each use, ``(N,)`` each, including padding."""
+    """Returns the bag and the entry of each use, ``(N,)`` each, including padding."""
     layer: Any = call.layer
     entries, offsets = argument(call, 0, "input"), argument(call, 1, "offsets")
     bags = torch.arange(call.batch_size, device=entries.device)
@@ -40,8 +40,8 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
     else:
         weight_N = weights.reshape(-1)[: len(entry_N)].to(call.grad_output.dtype)
     if layer.padding_idx is not None:
-        real_N = entry_N != layer.padding_idx
-        bag_N, entry_N, weight_N = bag_N[real_N], entry_N[real_N], weight_N[real_N]
+        not_padding_N = entry_N != layer.padding_idx
+        bag_N, entry_N, weight_N = bag_N[not_padding_N], entry_N[not_padding_N], weight_N[not_padding_N]
     if layer.mode == "mean":
         weight_N = weight_N / bag_N.bincount(minlength=call.batch_size)[bag_N]
     return Uses(bag_N, entry_N, call.batch_size), weight_N
@@ -57,7 +57,7 @@ def _grad(call: LayerCall) -> Tensor:
         grads_BVD = grads_BD.new_zeros(call.batch_size, *weight_of(call).shape)
         return grads_BVD.scatter_(1, entries_BD.unsqueeze(1), grads_BD.unsqueeze(1))
     pairs, weight_M = _pairs(call)
-    return dense(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.row_N], weight_of(call))
+    return dense(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], weight_of(call))
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
@@ -65,7 +65,7 @@ def _sq_norm(call: LayerCall) -> Tensor:
         return product_of_norms(_maxima(call)[1]).square()
     # Each entry of a bag gets the gradient of the bag times its weight, so the norm is a product of norms.
     pairs, weight_M = _pairs(call)
-    return per_row(pairs, weight_M.square()) * product_of_norms(call.grad_output).square()
+    return sum_per_sample(pairs, weight_M.square()) * product_of_norms(call.grad_output).square()
 
 
 def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
@@ -74,32 +74,32 @@ def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
         factor_B1 = factor_B.to(grads_BD.dtype).unsqueeze(1)
         return grads_BD.new_zeros(weight_of(call).shape).scatter_add_(0, entries_BD, grads_BD * factor_B1)
     pairs, weight_M = _pairs(call)
-    return summed(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.row_N], factor_B, weight_of(call))
+    return summed(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], factor_B, weight_of(call))
 
 
-def _spread(call: LayerCall) -> Tensor:
-    # The parts of a bag are its gradient times the weight of each use.
+def _rounding_scale(call: LayerCall) -> Tensor:
+    # The terms of a bag are the products of its gradient and the weights of its uses.
     if call.layer.mode == "max":
         return product_of_norms(call.grad_output)
     uses, weight_N = _uses(call)
-    return product_of_norms(call.grad_output) * per_row(uses, weight_N.abs())
+    return product_of_norms(call.grad_output) * sum_per_sample(uses, weight_N.abs())
 
 
 def _maxima(call: LayerCall) -> tuple[Tensor, Tensor]:
-    """Returns for each bag and feature the entry with the maximum, and the gradient of this entry, ``(B, D)`` each."""
+    """Returns the entry with the maximum of each bag and feature, and its gradient, ``(B, D)`` each."""
     layer: Any = call.layer
     bag_N, entry_N = _bags(call)
     count_B = bag_N.bincount(minlength=call.batch_size)
     start_B = count_B.cumsum(0) - count_B
     _, _, _, entries_BD = torch.embedding_bag(
-        layer.weight.detach(), entry_N, start_B, False, _MAX, False, None, False, layer.padding_idx
+        layer.weight.detach(), entry_N, start_B, False, _MAX_MODE, False, None, False, layer.padding_idx
     )
-    real_N = entry_N != (_NONE if layer.padding_idx is None else layer.padding_idx)
-    has_any_B1 = (bag_N[real_N].bincount(minlength=call.batch_size) > 0).unsqueeze(1)
-    return entries_BD.clamp(min=0), torch.where(has_any_B1, call.grad_output, 0)
+    not_padding_N = entry_N != (_NO_ENTRY if layer.padding_idx is None else layer.padding_idx)
+    nonempty_B1 = (bag_N[not_padding_N].bincount(minlength=call.batch_size) > 0).unsqueeze(1)
+    return entries_BD.clamp(min=0), torch.where(nonempty_B1, call.grad_output, 0)
 
 
-_MAX = 2  # value of the mode argument of torch.embedding_bag
-_NONE = -1  # not a valid entry
+_MAX_MODE = 2  # value of the mode argument of torch.embedding_bag
+_NO_ENTRY = -1  # not a valid entry
 
-SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, spread=_spread)}
+SAMPLERS = {"weight": GradSampler(_grad, _sq_norm, _weighted_sum, rounding_scale=_rounding_scale)}

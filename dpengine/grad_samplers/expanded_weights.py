@@ -1,4 +1,4 @@
-"""Rules that use ExpandedWeights of PyTorch, for the layers that it supports."""
+"""Rules that compute per-sample gradients by ExpandedWeights of PyTorch, for the layers that it supports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPANDED = frozenset({nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding, 
 
 
 def expanded_rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | None:
-    """Returns the rule of a layer that uses ExpandedWeights; that of ``sampler_for`` for unsupported layers."""
+    """Returns the rule that uses ExpandedWeights for a layer; for unsupported layers, the rule of ``sampler_for``."""
     samplers = sampler_for(module)
     if type(module) not in EXPANDED or samplers is not BUILTIN[type(module)]:
         return samplers
@@ -50,8 +50,9 @@ def _expanded(call: LayerCall) -> dict[str, Tensor]:
 def _supports(call: LayerCall) -> bool:
     """Returns True if ExpandedWeights has no known error for this call.
 
-    In torch 2.13, it requires that all parameters are trained and that inputs of convolutions are contiguous. It does
-    not support other padding modes and dilation, and computes a gradient for the padding entry of an embedding.
+    In torch 2.13, it requires that all parameters are trainable and that inputs of convolutions are contiguous. It
+    supports neither padding modes other than zeros nor dilation, and computes a gradient for the padding entry of an
+    embedding.
     """
     layer: Any = call.layer
     inputs = [leaf for leaf in (*call.inputs, *call.kwargs.values()) if isinstance(leaf, Tensor)]

@@ -5,12 +5,13 @@ squared norm is ``sum_{t,s} <x_t, x_s> <y_t, y_s> ...``: ghost clipping (Goodfel
 
 Axes: B samples, T positions, F features of one factor.
 
-Note [guard]: the rounding error of a Gram entry of ``F`` products, added in blocks of ``n``, is at most
-``(n + F / n) u |x_t| |x_s|`` for any order within a block, where u is the unit roundoff. The total over all entries is
-at most ``gamma * u * (sum_t |x_t| |y_t|)^2``. This bound is added to the squared norm, so that rounding and
-cancellation never make a norm too small. ``gamma`` is the sum of ``n + F / n`` over the factors, plus 16 for the
-product and the pairwise final sum. Devices with fast float64 compute the Gram matrices of float32 tensors in float64,
-without a guard: the rounding error is then far below that of the weighted sum in float32.
+Note [guard]: an entry of a Gram matrix is a sum of ``F`` products, added in blocks of ``n``. Its rounding error is at
+most ``(n + F / n) u |x_t| |x_s|`` for any order of additions in a block, where u is the unit roundoff. The rounding
+error of the squared norm is therefore at most ``gamma * u * (sum_t |x_t| |y_t|)^2``. Here ``gamma`` is the sum of
+``n + F / n`` over the factors, plus 16 for the product and the pairwise final sum. This bound (the guard) is added to
+the squared norm, so that rounding and cancellation never make a norm too small. Devices with fast float64 compute the
+Gram matrices of float32 tensors in float64 without a guard, because the rounding error is then far below that of the
+weighted sum in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,27 +31,27 @@ from dpengine.kernels.library import traced
 from dpengine.kernels.products import norms, widest
 
 from . import bfloat16
-from .machine import fast_in_float64, memory_for
+from .devices import fast_in_float64, memory_for
 
 WORKSPACE_BYTES = 64 * 2**20
-_BLOCK = 64  # features per block sum
-_REDO = 0.01  # if the guard exceeds this fraction of a squared norm, the gradient itself is formed
+_BLOCK = 64  # products that are added in one block
+_MAX_GUARD = 0.01  # if the guard exceeds this fraction of a squared norm, the gradient itself is formed
 
 Factors = Sequence[Tensor]  # (B, T, F) each
 
 
 @dataclass(frozen=True, eq=False)
 class GramNorm:
-    """Norm of a sum over T of outer products, from Gram matrices.
+    """Norm of a sum over T of outer products, computed from Gram matrices.
 
     Attributes:
         sq_norm_B: Squared norm, with the bound of note [guard] where it applies.
-        spread_B: Sum of the norms of the parts, increased for long sums; see ``GradSampler.spread``. None for a single
-            part, which cannot cancel.
+        rounding_scale_B: Sum of the norms of the terms, increased for long sums; see ``GradSampler.rounding_scale``.
+            None for a single term, which cannot cancel.
     """
 
     sq_norm_B: Tensor
-    spread_B: Tensor | None
+    rounding_scale_B: Tensor | None
 
 
 def gram_sq_norm(*factors_BTF: Tensor) -> Tensor:
@@ -75,51 +77,54 @@ def gram_norms(products: Sequence[Factors]) -> list[GramNorm]:
 
 
 def _groups_with_shared_tensors(products: Mapping[int, Factors]) -> list[list[int]]:
-    """Groups the indices of products that share tensors."""
+    """Groups the indices of products that have a tensor in common."""
     groups: list[tuple[list[int], set[object]]] = []
     for i, factors in products.items():
         keys = set(map(elements_key, factors))
-        joined = [group for group in groups if group[1] & keys]
+        connected = [group for group in groups if group[1] & keys]
         groups = [group for group in groups if not group[1] & keys]
-        groups.append(([k for group in joined for k in group[0]] + [i], keys.union(*(group[1] for group in joined))))
+        members = [k for group in connected for k in group[0]]
+        groups.append(([*members, i], keys.union(*(group[1] for group in connected))))
     return [members for members, _ in groups]
 
 
 def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
-    rows, length, _ = products[0][0].shape
+    batch_size, length, _ = products[0][0].shape
     tensors = {elements_key(factor): factor for factors in products for factor in factors}
     # The guard for float32 depends on values, which a traced tensor does not have.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
     if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
         index = {key: i for i, key in enumerate(tensors)}
         indices = [[index[elements_key(factor)] for factor in factors] for factors in products]
-        sq_norms, spreads = native.gram_norms([*tensors.values()], indices)
-        return [GramNorm(*norm) for norm in zip(sq_norms, _long(spreads, length), strict=True)]
+        sq_norms, scales = native.gram_norms([*tensors.values()], indices)
+        return [GramNorm(*norm) for norm in zip(sq_norms, _long(scales, length), strict=True)]
     dtype = torch.float64 if in_float64 else torch.promote_types(products[0][0].dtype, torch.float32)
-    entries = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
-    step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * entries))
+    elements = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
+    step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * elements))
     parts = []
-    for i in range(0, rows, step):
-        cut = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
-        chunks = [[cut[elements_key(factor)] for factor in factors] for factors in products]
-        parts.append(
-            _gram_sums(chunks) if in_float64 and products[0][0].dtype is not torch.float64 else _guarded(chunks)
-        )
+    for i in range(0, batch_size, step):
+        chunks = {key: tensor[i : i + step].to(dtype) for key, tensor in tensors.items()}
+        chunked = [[chunks[elements_key(factor)] for factor in factors] for factors in products]
+        needs_guard = not in_float64 or products[0][0].dtype is torch.float64
+        parts.append(_guarded(chunked) if needs_guard else _gram_sums(chunked))
     if len(parts) == 1:
         return parts[0]
-    return [
-        GramNorm(torch.cat([p[k].sq_norm_B for p in parts]), torch.cat([p[k].spread_B for p in parts]))  # type: ignore[misc]
-        for k in range(len(products))
-    ]
+    return [_concatenated(norms_of_product) for norms_of_product in zip(*parts, strict=True)]
+
+
+def _concatenated(norms: Sequence[GramNorm]) -> GramNorm:
+    """Concatenates the norms of several chunks of the batch."""
+    scales: list[Any] = [norm.rounding_scale_B for norm in norms]
+    return GramNorm(torch.cat([norm.sq_norm_B for norm in norms]), torch.cat(scales))
 
 
 def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, device: torch.device) -> float | None:
     """Returns the estimated FLOPs of the Gram norm per sample, or None if the guard would typically be too large."""
     if dtype is torch.bfloat16:
-        return length**2 * (2.0 * sum(features) + 16) if bfloat16.guard(features, length) < _REDO / 2 else None
+        return length**2 * (2.0 * sum(features) + 16) if bfloat16.guard(features, length) < _MAX_GUARD / 2 else None
     # For uncorrelated positions the squared norm is about T |x|^2 |y|^2, and the guard is gamma u T^2 |x|^2 |y|^2.
     wide = torch.promote_types(dtype, torch.float32)
-    if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _REDO / 2:
+    if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _MAX_GUARD / 2:
         return None
     symmetry_factor = 0.625 if length >= 128 else 1.0  # 4 x 4 tiles, of which 10 are computed
     if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
@@ -134,44 +139,44 @@ def _guard(features: Sequence[int], dtype: torch.dtype) -> float:
 
 
 def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
-    """Adds the bound of note [guard] to ``_gram_sums``. Forms the gradient instead if the bound is large."""
+    """Adds the guard to the squared norms of ``_gram_sums``. Forms the gradient instead if the guard is large."""
     guarded = []
     for factors_BTF, norm in zip(products, _gram_sums(products), strict=True):
         norm_products_BT = _product([norms(factor_BTF, 2) for factor_BTF in factors_BTF])
         guard = _guard([factor.shape[2] for factor in factors_BTF], factors_BTF[0].dtype)
         guard_B = guard * norm_products_BT.sum(dim=1).square()
         sq_norm_B = norm.sq_norm_B.to(guard_B.dtype) + guard_B
-        redo_B = ~(guard_B <= _REDO * sq_norm_B)  # also true on overflow, or if the Gram underflowed
-        if redo_B.any():
-            sq_norm_B[redo_B] = _direct([factor_BTF[redo_B] for factor_BTF in factors_BTF])
+        inexact_B = ~(guard_B <= _MAX_GUARD * sq_norm_B)  # also true after an overflow or underflow
+        if inexact_B.any():
+            sq_norm_B[inexact_B] = _direct([factor_BTF[inexact_B] for factor_BTF in factors_BTF])
         guarded.append(GramNorm(sq_norm_B, _long(norm_products_BT.sum(dim=1), norm_products_BT.shape[1])))
     return guarded
 
 
 def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
-    """Sums the entries of products of Gram matrices. By symmetry, off-diagonal tiles are computed once."""
-    rows, length, _ = products[0][0].shape
+    """Sums the entries of products of Gram matrices. Off-diagonal tiles are computed once, because of symmetry."""
+    batch_size, length, _ = products[0][0].shape
     first = products[0][0]
     tile = _tile(length, first.dtype)
     tensors = {elements_key(factor): factor for factors in products for factor in factors}
-    totals = [first.new_zeros(rows) for _ in products]
-    spreads = [first.new_zeros(rows) for _ in products]
+    sq_norms = [first.new_zeros(batch_size) for _ in products]
+    scales = [first.new_zeros(batch_size) for _ in products]
     for start in range(0, length, tile):
         grams = {key: _gram(factor[:, start : start + tile], factor[:, start:]) for key, factor in tensors.items()}
         for k, factors in enumerate(products):
             *others, last = [grams[elements_key(factor)] for factor in factors]
             rest = functools.reduce(torch.mul, others) if others else torch.ones_like(last)
-            totals[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
+            sq_norms[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
             diagonals = [gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (rest, last)]
-            spreads[k] += torch.mul(*diagonals).sqrt().sum(dim=1)
-    return [GramNorm(total.clamp(min=0), _long(spread, length)) for total, spread in zip(totals, spreads, strict=True)]
+            scales[k] += torch.mul(*diagonals).sqrt().sum(dim=1)
+    return [GramNorm(s.clamp(min=0), _long(scale, length)) for s, scale in zip(sq_norms, scales, strict=True)]
 
 
-def _dot(one_BTS: Tensor, other_BTS: Tensor) -> Tensor:
+def _dot(left_BTS: Tensor, right_BTS: Tensor) -> Tensor:
     """Returns the sum of the elementwise product, ``(B,)``."""
-    if one_BTS.dtype is torch.float32:
-        return (one_BTS * other_BTS).sum(dim=(1, 2))  # pairwise summation, see note [guard]
-    return torch.bmm(one_BTS.flatten(1).unsqueeze(1), other_BTS.flatten(1).unsqueeze(2)).flatten()
+    if left_BTS.dtype is torch.float32:
+        return (left_BTS * right_BTS).sum(dim=(1, 2))  # pairwise summation, see note [guard]
+    return torch.bmm(left_BTS.flatten(1).unsqueeze(1), right_BTS.flatten(1).unsqueeze(2)).flatten()
 
 
 def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ def _gram(left_BTF: Tensor, right_BTF: Tensor) -> Tensor:
 
 
 def _tile(length: int, dtype: torch.dtype) -> int:
-    """Returns the side of a tile in positions: a quarter of the length, or more if tiles would be too small."""
+    """Returns the side of a tile, in positions: a quarter of the length, or more for short sequences."""
     tiles = min(4, max(1, length // 32))
     return min(math.ceil(length / tiles), max(1, WORKSPACE_BYTES // (2 * dtype.itemsize * max(1, length))))
 
@@ -218,14 +223,14 @@ def product_of_norms(*tensors: Tensor) -> Tensor:
     return _product([norms(tensor.flatten(1), 1) for tensor in tensors])
 
 
-def spread_of(parts: int, *factors: Tensor) -> Tensor:
-    """Returns the value of `GradSampler.spread` for a sum of ``parts`` outer products per sample."""
-    return _long(product_of_norms(*factors), parts)
+def rounding_scale_of(terms: int, *factors: Tensor) -> Tensor:
+    """Returns the value of `GradSampler.rounding_scale` for a sum of ``terms`` outer products per sample."""
+    return _long(product_of_norms(*factors), terms)
 
 
-def _long(spread_B: Tensor, parts: int) -> Tensor:
-    """Increases a spread for the number of parts, because the rounding errors of a long sum add up."""
-    return spread_B * (1 + parts / _BLOCK)
+def _long(sum_of_norms_B: Tensor, terms: int) -> Tensor:
+    """Increases a sum of norms for the number of terms, because the rounding errors of a long sum add up."""
+    return sum_of_norms_B * (1 + terms / _BLOCK)
 
 
 def _product(tensors: Sequence[Tensor]) -> Tensor:

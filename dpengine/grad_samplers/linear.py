@@ -15,7 +15,7 @@ from dpengine.capture.record import LayerCall
 from dpengine.kernels.products import Windows
 
 from .bfloat16 import add_product, product
-from .gram import gram_operations, gram_sq_norm, spread_of
+from .gram import gram_operations, gram_sq_norm, rounding_scale_of
 from .sampler import Cost, GradSampler
 
 
@@ -26,7 +26,7 @@ def tokens(features: Tensor) -> Tensor:
 
 def _acts_and_grads(call: LayerCall) -> tuple[Tensor, Tensor]:
     acts, grads = call.inputs[0] if call.inputs else call.kwargs["input"], call.grad_output
-    if grads.dtype is torch.bfloat16:  # with autocast, the layer multiplied in bfloat16
+    if grads.dtype is torch.bfloat16:  # under autocast, the layer multiplied in bfloat16
         acts = acts.to(grads.dtype)
     if grads.dim() == 2:
         return acts.unsqueeze(1), grads.unsqueeze(1)
@@ -40,8 +40,8 @@ def _weight_grad(call: LayerCall) -> Tensor:
 
 def _weight_windows(call: LayerCall) -> Windows:
     acts_BTI, grads_BTO = _acts_and_grads(call)
-    width = (acts_BTI.shape[2],)
-    return Windows(acts_BTI.flatten(1).unsqueeze(1), grads_BTO, 1, width, width, (1,), features_last=True)
+    kernel = stride = (acts_BTI.shape[2],)  # each window is the input at one position
+    return Windows(acts_BTI.flatten(1).unsqueeze(1), grads_BTO, 1, kernel, stride, (1,), features_last=True)
 
 
 def _write_weight_grad(call: LayerCall, out: Tensor) -> None:
@@ -59,7 +59,7 @@ def _weight_sq_norm(call: LayerCall) -> Tensor:
 
 
 def gram_cost(factors: Sequence[Tensor]) -> Cost:
-    """Estimates the cost for a weight whose gradient is the sum over T of outer products of these factors."""
+    """Estimates the cost for a parameter whose gradient is the sum over T of the outer products of these tensors."""
     length, features = factors[0].shape[1], [factor.shape[2] for factor in factors]
     product = 2.0 * length * math.prod(features)
     norm = gram_operations(length, features, factors[0].dtype, factors[0].device)
@@ -76,7 +76,7 @@ def _with_factors(call: LayerCall, factors: Sequence[Tensor]) -> LayerCall:
 
 
 def _weighted(call: LayerCall, factor_B: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Returns output gradients and inputs, ``(B * T, ...)``. Multiplies the smaller one by the factors."""
+    """Returns output gradients and inputs, ``(B * T, ...)``. Multiplies the smaller of the two by the factors."""
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if factor_B is not None:
         dtype = torch.promote_types(acts_BTI.dtype, torch.float32)
@@ -98,12 +98,12 @@ def _add_weight_sum(call: LayerCall, factor_B: Tensor | None, scale: float, keep
     add_product(out, grads_NO.T, acts_NI, scale, keep)
 
 
-def _weight_spread(call: LayerCall) -> Tensor:
+def _weight_rounding_scale(call: LayerCall) -> Tensor:
     acts_BTI, grads_BTO = _acts_and_grads(call)
     if acts_BTI.shape[1] <= 1:
         dtype = torch.promote_types(acts_BTI.dtype, torch.float32)  # the dtype of norms
-        return acts_BTI.new_zeros(acts_BTI.shape[0], dtype=dtype)  # a single part cannot cancel
-    return spread_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
+        return acts_BTI.new_zeros(acts_BTI.shape[0], dtype=dtype)  # a single term cannot cancel
+    return rounding_scale_of(acts_BTI.shape[1], acts_BTI, grads_BTO)
 
 
 def _concat(calls: Sequence[LayerCall]) -> LayerCall:
@@ -130,7 +130,7 @@ SAMPLERS = {
         weighted_sum=_weight_sum,
         add_weighted_sum=_add_weight_sum,
         concat=_concat,
-        spread=_weight_spread,
+        rounding_scale=_weight_rounding_scale,
         factors=_factors,
         with_factors=_with_factors,
         cost=_weight_cost,
@@ -138,7 +138,7 @@ SAMPLERS = {
         sq_norm_name="gram",
         settings=(),
         job=_weight_windows,
-        takes_bfloat16=True,
+        accepts_bfloat16=True,
     ),
-    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, takes_bfloat16=True),
+    "bias": GradSampler(_bias_grad, settings=(), job=_bias_windows, accepts_bfloat16=True),
 }

@@ -18,7 +18,7 @@ from .sampler import GradSampler, argument
 
 
 def sum_space(per_position: Tensor) -> Tensor:
-    """Sums ``(B, C, ...)`` to ``(B, C)``."""
+    """Sums a tensor ``(B, C, ...)`` over positions. Returns ``(B, C)``."""
     return per_position.flatten(2).sum(dim=2) if per_position.dim() > 2 else per_position
 
 
@@ -34,8 +34,8 @@ def _group_norm_bias_grad(call: LayerCall) -> Tensor:
 
 def _group_norm_job(call: LayerCall) -> Normed:
     layer: Any = call.layer
-    rows, channels = call.grad_output.shape[:2]
-    wide, narrow = (t.reshape(rows, layer.num_groups, -1) for t in (call.inputs[0], call.grad_output))
+    batch_size, channels = call.grad_output.shape[:2]
+    wide, narrow = (t.reshape(batch_size, layer.num_groups, -1) for t in (call.inputs[0], call.grad_output))
     run = call.grad_output.shape[2:].numel()
     return Normed(wide, narrow, run, channels, apart=True, eps=layer.eps)
 
@@ -54,7 +54,7 @@ def _instance_norm_weight_grad(call: LayerCall) -> Tensor:
     layer: Any = call.layer
     inputs = argument(call, 0, "input")
     if layer.training or not layer.track_running_stats:
-        normed = F.instance_norm(inputs, eps=layer.eps)  # without the running statistics, which it would update
+        normed = F.instance_norm(inputs, eps=layer.eps)  # without running statistics, which torch would update
     else:
         statistics = (layer.running_mean.to(inputs.dtype), layer.running_var.to(inputs.dtype))
         normed = F.instance_norm(inputs, *statistics, use_input_stats=False, eps=layer.eps)
@@ -65,7 +65,7 @@ INSTANCE_NORM = {"weight": GradSampler(_instance_norm_weight_grad), "bias": Grad
 
 
 def sum_positions(per_position: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Sums ``(B, ..., *shape)`` to ``(B, *shape)``."""
+    """Sums a tensor ``(B, ..., *shape)`` over positions. Returns ``(B, *shape)``."""
     positions = per_position.dim() - len(shape)
     return per_position.sum(dim=tuple(range(1, positions))) if positions > 1 else per_position
 
@@ -127,13 +127,13 @@ def _rms_norm_weight_grad(call: LayerCall) -> Tensor:
 
 def _rms_norm_eps(layer: Any) -> float | None:
     # With eps=None, torch uses the eps of the dtype in which it computes, which is float32 for half precision, as here.
-    # torch 2.6 uses the eps of the dtype of the input, which is that of the weight.
+    # torch 2.6 uses the eps of the dtype of the input, which is the dtype of the weight.
     return torch.finfo(layer.weight.dtype).eps if layer.eps is None and _eps_follows_input() else layer.eps
 
 
 @functools.cache
 def _eps_follows_input() -> bool:
-    """Returns True if the default eps of ``rms_norm`` is that of bfloat16 for bfloat16 inputs."""
+    """Returns True if ``rms_norm`` uses the eps of bfloat16 by default for bfloat16 inputs."""
     return bool(F.rms_norm(torch.full((1,), 0.03, dtype=torch.bfloat16), (1,)) < 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Rules for gradients and norms that users register, as functions of a layer and its call."""
+"""Registration of user-defined rules for per-sample gradients and norms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dpengine.capture.record import LayerCall
 from dpengine.errors import MissingGradientError, UnsupportedLayerError, keyword_hints
 
 from .rule_check import RuleCheck
-from .sampler import JointSampler, Rows
+from .sampler import JointSampler, PerSample
 
 GradFunction = Callable[[Any, "list[Any]", Any], Mapping[nn.Parameter, Tensor]]
 NormFunction = GradFunction
@@ -24,11 +24,11 @@ NormFunction = GradFunction
 
 @dataclass(frozen=True, eq=False)
 class RegisteredGrads:
-    """A rule for gradients.
+    """Registered rule for gradients.
 
     Attributes:
         function: The registered function.
-        sampler: The rule of the engine that calls it.
+        sampler: The engine's rule, which calls the function.
     """
 
     function: GradFunction
@@ -37,7 +37,7 @@ class RegisteredGrads:
 
 @dataclass(frozen=True, eq=False)
 class RegisteredNorms:
-    """A rule for norms.
+    """Registered rule for norms.
 
     Attributes:
         function: The registered function.
@@ -45,14 +45,14 @@ class RegisteredNorms:
     """
 
     function: NormFunction
-    sq_norm: Callable[[str], Rows]
+    sq_norm: Callable[[str], PerSample]
 
 
 REGISTERED: dict[type[nn.Module], RegisteredGrads | None] = {}
-"""Rules of ``register_grad_sampler``. They replace those of ``BUILTIN``. None selects the functional fallback."""
+"""Rules of ``register_grad_sampler``, which replace those of ``BUILTIN``. None selects the functional fallback."""
 
 REGISTERED_NORMS: dict[type[nn.Module], RegisteredNorms | None] = {}
-"""Rules of ``register_norm_sampler``. They replace the norm functions of the engine."""
+"""Rules of ``register_norm_sampler``, which replace the norm functions of the engine."""
 
 
 @keyword_hints
@@ -65,8 +65,8 @@ def register_grad_sampler(
     ``forward``, and the gradient of its output, all with the batch on axis 0. It returns the per-sample gradients of
     each trainable parameter of the layer, ``{parameter: (B, *parameter.shape)}``. The rule applies only to exactly this
     class, not to subclasses. It replaces an earlier registration and the built-in rule. Models with attached hooks keep
-    their rules. In the first batches of each layer, results are compared with those of a loop over samples; if they
-    differ, ``ExtensionError`` is raised.
+    their rules. In the first batches of each layer, the results are compared with those of a loop over samples.
+    ``ExtensionError`` is raised if they differ.
 
     Args:
         layer_class: The class, or a list of classes.
@@ -100,15 +100,16 @@ def register_norm_sampler(
     per-sample gradients of each trainable parameter of the layer itself, ``{parameter: (B,)}``. With
     ``grad_sample_mode="auto"`` and ``"ghost"``, samples are clipped by these norms. Sums are computed by the registered
     grad sampler, else by the built-in rule, else by ``torch.func``. Other modes form gradients and compute their norms.
-    These two modes do so, too, if a parameter is used more than once in a pass (because norms of parts do not add), if
-    several samples are clipped together, in a compiled pass, and if the model is distributed over processes.
+    These two modes do the same in four cases: a parameter is used more than once in a pass, because the norms of the
+    uses cannot be added; several samples are clipped together; the pass is compiled; the model is distributed over
+    processes.
 
     Privacy: the guarantee holds only if the norms are correct. If a norm is too small, the contribution of a sample
     exceeds the sensitivity for which the noise was calibrated.
 
     The rule applies only to exactly this class, not to subclasses. It replaces an earlier registration. Models with
-    attached hooks keep their rules. In the first batches of each layer, norms are compared with those of a loop over
-    samples; if they differ, ``ExtensionError`` is raised.
+    attached hooks keep their rules. In the first batches of each layer, the norms are compared with those of a loop
+    over samples. ``ExtensionError`` is raised if they differ.
 
     Args:
         layer_class: The class, or a list of classes.
@@ -167,11 +168,11 @@ def _joint(function: GradFunction, own_loss: bool) -> JointSampler:
     return JointSampler(grads)
 
 
-def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], Rows]:
+def _sq_norms(function: NormFunction, own_loss: bool) -> Callable[[str], PerSample]:
     check = RuleCheck("norm")
     results: weakref.WeakKeyDictionary[LayerCall, dict[nn.Parameter, Any]] = weakref.WeakKeyDictionary()
 
-    def sq_norm_of(name: str) -> Rows:
+    def sq_norm_of(name: str) -> PerSample:
         def sq_norm(call: LayerCall) -> Tensor:
             parameter = call.layer.get_parameter(name)
             if call.batch_size == 0:

@@ -1,7 +1,7 @@
-"""Rules for the per-sample gradients of a layer: records of functions, and access to the layer's inputs.
+"""Rules for the per-sample gradients of a layer, as records of functions.
 
-``grad`` defines the gradient. The other functions are shortcuts that must agree with it. A missing shortcut is derived
-from ``grad``.
+The function ``grad`` defines the gradient. The other functions are shortcuts, whose results must equal those derived
+from ``grad``. A missing shortcut is derived from ``grad``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def argument(call: LayerCall, position: int, name: str) -> Any:
     return call.inputs[position] if position < len(call.inputs) else call.kwargs.get(name)
 
 
-Rows = Callable[[LayerCall], Tensor]
+PerSample = Callable[[LayerCall], Tensor]
+"""Function of a call that returns one value for each sample, with the batch on axis 0."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,15 @@ class GradSampler:
     Attributes:
         grad: Per-sample gradients, ``(B, *param.shape)``.
         sq_norm: Squared norms of ``grad``, ``(B,)``, computed without forming it. They must not be below the exact
-            values by more than rounding. A method with cancellation must add its error bound.
+            values by more than rounding errors. A function whose terms cancel must add its error bound.
         weighted_sum: Sum over samples of ``factor_B[i] * grad[i]``, ``param.shape``, computed without forming ``grad``.
         add_weighted_sum: ``(call, factor_B, scale, keep, out)`` writes ``keep * out + scale * weighted_sum`` to
-            ``out``, where ``keep`` is 0 or 1. If it is 0, ``out`` may be uninitialized. For layers whose product can be
-            written in place. With ``with_factors``, ``factor_B`` may be None for factors of 1.
+            ``out``, where ``keep`` is 0 or 1. If ``keep`` is 0, ``out`` may be uninitialized. For layers whose product
+            can be written in place. With ``with_factors``, ``factor_B`` may be None for factors of 1.
         concat: Concatenates several calls of one parameter to one call whose ``grad`` is the sum of theirs.
-        spread: ``(B,)``, a scale of the rounding error if parts cancel. At least the sum of the norms of the parts of a
-            sample that ``weighted_sum`` adds one by one, plus the same sum for each 64 parts, because the errors of a
-            long sum add up. Required with ``weighted_sum``.
+        rounding_scale: Scale of the rounding error of ``weighted_sum``, ``(B,)``. At least the sum of the norms of the
+            terms of a sample that ``weighted_sum`` adds one by one, plus the same sum for each 64 terms, because the
+            errors of a long sum add up. It may be far above the norm if terms cancel. Required with ``weighted_sum``.
         factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm`` is
             computed from them. Gram matrices of tensors shared by several parameters are computed once.
         with_factors: Returns the call with other ``factors``. With it, bfloat16 factors are multiplied by the clipping
@@ -68,53 +69,55 @@ class GradSampler:
         more_sq_norms: Other functions that compute ``sq_norm``, by name.
         write_grads: Functions ``(call, out)`` that write ``grad`` to a tensor, by the names in ``grads``. They return
             the squared norms ``(B,)`` if they also compute them, else None.
-        grad_name: Name of ``grad`` among ``grads``.
-        sq_norm_name: Name of ``sq_norm`` among ``sq_norms``.
-        whole_calls: True if the functions accept only complete recorded calls, not parts of the batch or other values.
-            Set for registered rules, which may depend on more than the samples.
+        grad_name: Name of ``grad`` in ``grads``.
+        sq_norm_name: Name of ``sq_norm`` in ``sq_norms``.
+        needs_complete_calls: True if the functions accept only complete recorded calls, neither parts of the batch nor
+            other values. Set for registered rules, whose results may depend on more than the samples.
         settings: Names of the attributes of the layer on which ``grad`` depends in addition to its call. Gradients of
             layers with equal settings may be computed in one call. None if these attributes are unknown.
-        job: Returns the two tensors of which ``grad`` is a sum of products, for compiled code that forms the gradients
-            of many layers in one call. Depends on the tensors, their shapes and ``settings``.
-        stacked_name: Name of the function among ``grads`` that computes the gradients of several layers in one call.
-        takes_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
+        job: Returns the two tensors of which ``grad`` is a sum of products. Compiled code forms the gradients of many
+            layers from such jobs in one call. Depends on the tensors, their shapes and ``settings``.
+        stacked_name: Name of the function in ``grads`` that computes the gradients of several layers in one call. Empty
+            for ``grad``.
+        accepts_bfloat16: True if all functions also accept bfloat16 tensors and return float32 that was not rounded to
             bfloat16. Used on devices with such products; see note [bfloat16 products] of `bfloat16`.
-        plain: Sampler to use if a parameter has several calls, because norms do not add; None for this sampler.
+        multi_call_sampler: Sampler to use if a parameter has several calls, whose norms cannot be added; None for this
+            sampler.
     """
 
-    grad: Rows
-    sq_norm: Rows | None = None
+    grad: PerSample
+    sq_norm: PerSample | None = None
     weighted_sum: Callable[[LayerCall, Tensor], Tensor] | None = None
     add_weighted_sum: Callable[[LayerCall, Any, float, float, Tensor], None] | None = None
     concat: Callable[[Sequence[LayerCall]], LayerCall] | None = None
-    spread: Rows | None = None
+    rounding_scale: PerSample | None = None
     factors: Callable[[LayerCall], tuple[Tensor, ...]] | None = None
     with_factors: Callable[[LayerCall, Sequence[Tensor]], LayerCall] | None = None
     cost: Callable[[LayerCall], Cost] | None = None
-    more_grads: Mapping[str, Rows] = field(default_factory=dict)
-    more_sq_norms: Mapping[str, Rows] = field(default_factory=dict)
+    more_grads: Mapping[str, PerSample] = field(default_factory=dict)
+    more_sq_norms: Mapping[str, PerSample] = field(default_factory=dict)
     write_grads: Mapping[str, Callable[[LayerCall, Tensor], Tensor | None]] = field(default_factory=dict)
     grad_name: str = "direct"
     sq_norm_name: str = "shortcut"
-    whole_calls: bool = False
+    needs_complete_calls: bool = False
     settings: tuple[str, ...] | None = None
     job: Callable[[LayerCall], Job] | None = None
     stacked_name: str = ""
-    takes_bfloat16: bool = False
-    plain: GradSampler | None = None
+    accepts_bfloat16: bool = False
+    multi_call_sampler: GradSampler | None = None
 
     @cached_property
-    def grads(self) -> Mapping[str, Rows]:
+    def grads(self) -> Mapping[str, PerSample]:
         """All functions that compute ``grad``, by name."""
         return {self.grad_name: self.grad, **self.more_grads}
 
     @cached_property
-    def sq_norms(self) -> Mapping[str, Rows]:
+    def sq_norms(self) -> Mapping[str, PerSample]:
         """All functions that compute ``sq_norm``, by name."""
         return {} if self.sq_norm is None else {self.sq_norm_name: self.sq_norm, **self.more_sq_norms}
 
     def total(self, call: LayerCall, factor_B: Tensor) -> Tensor:
-        """Returns the sum of gradients weighted by ``factor_B``, in the shape of the parameter."""
+        """Returns the sum of the gradients weighted by ``factor_B``, with the shape of the parameter."""
         if self.weighted_sum is not None:
             return self.weighted_sum(call, factor_B)
         return torch.einsum("b,b...->...", factor_B, self.grad(call))
@@ -127,7 +130,8 @@ class JointSampler:
     Attributes:
         grads: Maps a call to ``{name within the module: (B, *param.shape)}``.
         needs_output: True if the call must contain the module's output.
-        forward: Runs the module. Returns its output, and `LayerCall.drawn`, which is None if it ran on the batch.
+        forward: Runs the module. Returns its output and `LayerCall.per_sample_run`, which is None if the module ran on
+            the batch.
     """
 
     grads: Callable[[LayerCall], dict[str, Tensor]]
@@ -145,7 +149,7 @@ class NormedRule:
     """
 
     gradients: Mapping[str, GradSampler] | JointSampler
-    sq_norm: Callable[[str], Rows]
+    sq_norm: Callable[[str], PerSample]
 
     @property
     def needs_output(self) -> bool:
@@ -153,7 +157,7 @@ class NormedRule:
         return isinstance(self.gradients, JointSampler) and self.gradients.needs_output
 
     def normed(self, name: str, sampler: GradSampler) -> GradSampler:
-        """Returns the sampler of a parameter with the registered norm function as its only one."""
+        """Returns the sampler of a parameter with the registered function as its only norm function."""
         return replace(
             sampler,
             sq_norm=self.sq_norm(name),
@@ -161,5 +165,5 @@ class NormedRule:
             more_sq_norms={},
             factors=None,
             cost=None,
-            plain=sampler,
+            multi_call_sampler=sampler,
         )

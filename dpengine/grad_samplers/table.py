@@ -1,4 +1,4 @@
-"""Table of layers with a rule: built-in layers, and those that users register."""
+"""Rules of built-in layers, and lookup of the rule of a module."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sampler_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler |
 
 
 def rule_for(module: nn.Module) -> Mapping[str, GradSampler] | JointSampler | NormedRule | None:
-    """Returns the rule of ``sampler_for``, with the norms that are registered for the exact class of the module."""
+    """Returns the rule of ``sampler_for``, combined with the registered norm function of the module's exact class."""
     sampler, kind = sampler_for(module), layer_type(module)
     norms = REGISTERED_NORMS.get(kind)
     is_builtin = kind in BUILTIN and kind not in REGISTERED

@@ -19,9 +19,9 @@ from torch import Tensor
 from dpengine.capture.record import LayerCall
 
 from . import embedding, linear
+from .devices import fast_in_float64, memory_for
 from .gram import WORKSPACE_BYTES, GramNorm, gram_norms
 from .linear import tokens
-from .machine import fast_in_float64, memory_for
 from .sampler import Cost, GradSampler, argument
 
 Calls = Sequence[tuple[LayerCall, GradSampler]]
@@ -36,7 +36,7 @@ def _linear_and_embedding(calls: Calls) -> tuple[LayerCall, LayerCall] | None:
 
 
 def tied_cost(calls: Calls) -> Cost | None:
-    """Returns the cost of each method for the norm.
+    """Returns the cost of each function for the norm.
 
     Returns None unless the calls are one linear and one embedding, on a device with fast float64.
     """
@@ -52,28 +52,30 @@ def tied_cost(calls: Calls) -> Cost | None:
 
 
 def tied_norm(calls: Calls) -> GramNorm:
-    """Returns squared norms and spreads ``(B,)`` of the sum of both uses. ``tied_cost`` must support the calls."""
+    """Returns squared norms and rounding scales ``(B,)`` of calls that ``tied_cost`` supports."""
     pair = _linear_and_embedding(calls)
     assert pair is not None
     head, words = pair
     grads_BSV, acts_BSD = tokens(head.grad_output), tokens(argument(head, 0, "input"))
     (head_norm,) = gram_norms([(grads_BSV, acts_BSD)])
     sampler = embedding.SAMPLERS["weight"]
-    assert sampler.sq_norm is not None and sampler.spread is not None
+    assert sampler.sq_norm is not None and sampler.rounding_scale is not None
     sq_norm_B = head_norm.sq_norm_B.double() + sampler.sq_norm(words).double()
     sq_norm_B += 2 * _cross(grads_BSV, acts_BSD, words)
-    head_spread_B = head_norm.sq_norm_B.double().sqrt() if head_norm.spread_B is None else head_norm.spread_B.double()
-    spread_B = sampler.spread(words).double() + head_spread_B
+    head_scale_B = head_norm.rounding_scale_B
+    if head_scale_B is None:
+        head_scale_B = head_norm.sq_norm_B.double().sqrt()
+    rounding_scale_B = sampler.rounding_scale(words).double() + head_scale_B.double()
     if grads_BSV.dtype is torch.float64:  # no wider dtype to accumulate in, so add the bound of note [guard] in gram.py
         terms = acts_BSD.shape[2] + acts_BSD.shape[1] + math.prod(words.grad_output.shape[1:-1]) + 16
-        sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * spread_B.square()
-    return GramNorm(sq_norm_B.clamp(min=0), spread_B)
+        sq_norm_B += terms * torch.finfo(torch.float64).eps / 2 * rounding_scale_B.square()
+    return GramNorm(sq_norm_B.clamp(min=0), rounding_scale_B)
 
 
 def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
-    rows = len(grads_BSV)
+    batch_size = len(grads_BSV)
     entries = argument(words, 0, "input")
-    entries_BT = entries.reshape(rows, math.prod(entries.shape[1:]))  # -1 is ambiguous for an empty batch
+    entries_BT = entries.reshape(batch_size, math.prod(entries.shape[1:]))  # -1 is ambiguous for an empty batch
     grads_BTD = words.grad_output.reshape(*entries_BT.shape, words.grad_output.shape[-1])
     padding = words.layer.padding_idx
     if padding is not None:
@@ -81,7 +83,7 @@ def _cross(grads_BSV: Tensor, acts_BSD: Tensor, words: LayerCall) -> Tensor:
     pairs = max(1, acts_BSD.shape[1] * entries_BT.shape[1])
     step = max(1, memory_for(acts_BSD.device, WORKSPACE_BYTES) // (16 * pairs))
     parts = [acts_BSD.new_zeros(0, dtype=torch.float64)]
-    for i in range(0, rows, step):
+    for i in range(0, batch_size, step):
         chunk = slice(i, i + step)
         products_BST = torch.bmm(acts_BSD[chunk].double(), grads_BTD[chunk].double().transpose(1, 2))
         index_BST = entries_BT[chunk].unsqueeze(1).expand(-1, acts_BSD.shape[1], -1)

@@ -36,7 +36,7 @@ from dpengine.capture.tensors import tensors_in, tensors_in_outputs
 from dpengine.capture.watch import Kind, Watch
 from dpengine.capture.watched_parameter import WatchedParameter
 from dpengine.errors import PrivacyError, notice
-from dpengine.grad_samplers.forward_by_rows import RowsError, check_rows_alone
+from dpengine.grad_samplers.per_sample_forward import PerSampleForwardError, check_samples_independent
 from dpengine.kernels.library import traced
 from dpengine.layers.replacements import ORIGINALS
 
@@ -210,8 +210,8 @@ class _Trial:
         try:
             with self.capture.paused():
                 call = ForwardCall(module, module.forward, args, kwargs, named, watch.name, batch_first)
-                check_rows_alone(call, samples)
-        except (RowsError, PrivacyError):
+                check_samples_independent(call, samples)
+        except (PerSampleForwardError, PrivacyError):
             _logger.debug("Samples of %s cannot run alone.", _named(watch), exc_info=True)
             self._obstacles.append(_Obstacle(watch, f"single samples cannot run through {_named(watch)}"))
 

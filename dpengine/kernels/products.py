@@ -126,14 +126,14 @@ def gram_norms(factors: Sequence[Tensor], products: Sequence[Sequence[int]]) -> 
     rows, length, _ = factors[0].shape
     described = [number for t in factors for number in (t.data_ptr(), *t.stride(), t.shape[2])]
     listed = [number for which in products for number in (len(which), *which)]
-    sq_norm, spread = torch.empty(2, len(products), rows, dtype=torch.float64)
+    sq_norm, rounding_scale = torch.empty(2, len(products), rows, dtype=torch.float64)
     work, threads = _work(native_library().gram_work(length, len(factors)), rows)
     native_library().gram_norms_f32(
         *(rows, length, len(factors), (_COUNT * len(described))(*described), len(products)),
-        *((_COUNT * len(listed))(*listed), sq_norm.data_ptr(), spread.data_ptr(), _aligned(work)),
+        *((_COUNT * len(listed))(*listed), sq_norm.data_ptr(), rounding_scale.data_ptr(), _aligned(work)),
         *(threads, thread_team()),
     )
-    return sq_norm, spread
+    return sq_norm, rounding_scale
 
 
 # ``struct outers`` of products.c, with the same names

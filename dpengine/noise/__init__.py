@@ -1,4 +1,4 @@
-"""Noise mechanisms, sources of addressed randomness, and strategies for correlated noise."""
+"""Noise mechanisms, sources of reproducible randomness, and strategies for correlated noise."""
 
 from typing import TYPE_CHECKING
 
@@ -6,6 +6,8 @@ from dpengine import lazy_exports
 
 if TYPE_CHECKING:
     from .band_mf import BandMF as BandMF
+    from .blt_and_banded_inverse import BLT as BLT
+    from .blt_and_banded_inverse import BandedInverse as BandedInverse
     from .buffered import blt_column as blt_column
     from .buffered import optimize_blt as optimize_blt
     from .correlated import CorrelatedNoise as CorrelatedNoise
@@ -24,8 +26,6 @@ if TYPE_CHECKING:
     from .sensitivity import epochs_sq_sensitivity as epochs_sq_sensitivity
     from .sensitivity import sq_sensitivity as sq_sensitivity
     from .sensitivity import toeplitz_sq_sensitivity as toeplitz_sq_sensitivity
-    from .short_forms import BLT as BLT
-    from .short_forms import BandedInverse as BandedInverse
     from .source import NoiseSource as NoiseSource
     from .toeplitz import toeplitz_inverse as toeplitz_inverse
     from .transform import NoiseState as NoiseState
@@ -42,7 +42,7 @@ else:
             "optimize": ["optimize_banded", "optimize_banded_inverse"],
             "recurrences": ["banded_inverse", "banded_toeplitz", "blt", "dense", "lambda_cgd"],
             "sensitivity": ["epochs_sq_sensitivity", "sq_sensitivity", "toeplitz_sq_sensitivity"],
-            "short_forms": ["BLT", "BandedInverse"],
+            "blt_and_banded_inverse": ["BLT", "BandedInverse"],
             "source": ["NoiseSource"],
             "toeplitz": ["toeplitz_inverse"],
             "transform": ["NoiseState", "NoiseTransform"],

@@ -1,4 +1,4 @@
-"""BandMF: banded Toeplitz noise with minimal error, as an argument of ``make_private``."""
+"""BandMF: banded Toeplitz noise with minimal error, for the argument ``noise`` of ``make_private``."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from .toeplitz import momentum as momentum_workload
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BandMF:
-    """Banded noise: each step cancels a part of the noise of earlier steps, at the same privacy cost.
+    """Banded Toeplitz noise: each step cancels a part of the noise of earlier steps, at the same privacy cost.
 
-    Examples are split into as many groups as there are bands, and each step samples from the next group, so that no
-    example participates twice within the bands. The expected batch size must be at most ``1 / num_bands`` of the data
-    set, and the run as long as planned.
+    Examples are split into ``num_bands`` groups, and each step samples from the next group, so that no example
+    participates twice within ``num_bands`` steps. The expected batch size must be at most ``1 / num_bands`` of the data
+    set, and the run must have the planned number of steps.
 
     Source: Choquette-Choo et al. 2023, (Amplified) Banded Matrix Factorization (arXiv:2306.08153).
 
     Args:
-        num_bands: Number of bands of the strategy, at least 1. One band is independent noise.
+        num_bands: Number of bands of the strategy, at least 1. With one band, noise is independent.
         momentum: Momentum of the optimizer, in [0, 1), for which the strategy is optimized.
-        loss: ``"mean"`` or ``"max"``: the error over the steps that is minimized.
-        learning_rates: Learning rate of each step, if a schedule changes it. The strategy is optimized for it, with the
-            loss "mean". The scale of the rates does not matter.
-        column_normalize: Divides each column of the strategy by its norm, which reduces the noise of the last steps.
+        loss: ``"mean"`` or ``"max"`` over the steps of the error that is minimized.
+        learning_rates: Learning rate of each step, for which the strategy is optimized; None for a constant one.
+            Requires ``loss="mean"``. The scale of the rates does not matter.
+        column_normalize: Whether each column of the strategy is divided by its norm, which reduces the noise of the
+            last steps.
         strategy: First column of the strategy, instead of the optimal one; ``num_bands`` numbers.
 
     Raises:

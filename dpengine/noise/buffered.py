@@ -1,7 +1,8 @@
-"""Buffered linear Toeplitz strategies, in which a few decaying sums represent all earlier steps.
+"""Buffered linear Toeplitz strategies (BLT), in which a few decaying sums represent all earlier steps.
 
-The strategy's first column is 1, then ``t_k = sum_i omega_i theta_i^(k-1)``. The first column of its inverse has the
-same form, with ``theta_hat`` and ``omega_hat``. The decays of both determine the strategy, and they interlace.
+The first column of the strategy is ``t_0 = 1`` and ``t_k = sum_i omega_i theta_i^(k-1)``. The first column of its
+inverse has the same form, with ``theta_hat`` and ``omega_hat``. The decays ``theta`` and ``theta_hat`` determine the
+strategy, and they interlace.
 
 Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 """
@@ -25,12 +26,12 @@ _MIN_GAIN = 0.01  # minimum relative decrease of the loss for one more buffer
 
 @dataclass(frozen=True)
 class BLTStrategy:
-    """Decays and scales of a strategy, in decreasing order of the decays.
+    """Buffered linear Toeplitz strategy, by its decays and scales in decreasing order of the decays.
 
     Attributes:
         decays: theta, ``(m,)`` in (0, 1).
         scales: omega, ``(m,)``, positive.
-        inverse_decays: theta of the inverse, each below the corresponding element of ``decays``.
+        inverse_decays: theta_hat, ``(m,)``. Each is below the corresponding element of ``decays``.
     """
 
     decays: tuple[float, ...]
@@ -43,13 +44,13 @@ class BLTStrategy:
 
     def inverse_column(self, size: int) -> np.ndarray:
         """Returns the first column of the inverse ``(size,)``."""
-        theta, hat = _wide(self.decays), _wide(self.inverse_decays)
+        theta, hat = _float64(self.decays), _float64(self.inverse_decays)
         return _column(hat, _residues(hat, theta), size).numpy()
 
 
 def blt_column(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> np.ndarray:
     """Returns the first column ``(size,)`` of the strategy with these buffers."""
-    return _column(_wide(decays), _wide(scales), size).numpy()
+    return _column(_float64(decays), _float64(scales), size).numpy()
 
 
 def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]) -> BLTStrategy:
@@ -59,7 +60,7 @@ def blt_from_decays(decays: tuple[float, ...], inverse_decays: tuple[float, ...]
         raise ValueError(
             f"noise.blt: decays must be 1 > theta_1 > inverse_1 > theta_2 > ... > 0, got {decays} and {inverse_decays}."
         )
-    theta, hat = _wide(decays), _wide(inverse_decays)
+    theta, hat = _float64(decays), _float64(inverse_decays)
     return BLTStrategy(tuple(decays), tuple(_residues(theta, hat).tolist()), tuple(inverse_decays))
 
 
@@ -68,14 +69,15 @@ def optimize_blt(size: int, *, buffers: int | None = None, loss: str = "max") ->
 
     Args:
         size: Number of steps of the run.
-        buffers: Number of buffers, at most 15; None adds one while it decreases the squared error by 1 %.
+        buffers: Number of buffers, at most 15. With None, buffers are added as long as each decreases the squared error
+            by at least 1 %.
         loss: ``"mean"`` or ``"max"`` over the steps.
 
     Returns:
         The strategy.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is out of range.
     """
     if size < 1 or (buffers is not None and not 0 <= buffers <= MAX_BUFFERS):
         raise ValueError(
@@ -96,12 +98,12 @@ def _optimize(count: int, size: int, weights: Tensor) -> tuple[BLTStrategy, floa
     """Returns the strategy with ``count`` buffers and minimal loss, and its loss."""
     from scipy.optimize import minimize
 
-    # Starts with 1 - decay in geometric progression from 1 / size, like poles that approximate a square root well.
+    # At the start, 1 - decay is a geometric progression from 1 / size, as for poles that approximate a square root.
     values = 1 - (1 / max(size, 2)) ** (1 - (np.arange(2 * count) + 0.5) / (2 * count))
     shares = values / np.concatenate([[1.0], values[:-1]])
     start = np.log(shares / (1 - shares))
-    value = _with_gradient(lambda free: _log_loss(free, size, weights))
-    result = minimize(value, start, jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13})
+    loss_and_gradient = _with_gradient(lambda free: _log_loss(free, size, weights))
+    result = minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options={"maxiter": 500, "ftol": 1e-13})
     decays = np.cumprod(1 / (1 + np.exp(-result.x)))
     return blt_from_decays(tuple(decays[::2].tolist()), tuple(decays[1::2].tolist())), math.exp(float(result.fun))
 
@@ -132,7 +134,7 @@ def _residues(theta: Tensor, hat: Tensor) -> Tensor:
     return (theta.unsqueeze(1) - hat.unsqueeze(0)).prod(dim=1) / (delta + torch.eye(len(theta)).to(delta)).prod(dim=1)
 
 
-def _wide(values: tuple[float, ...]) -> Tensor:
+def _float64(values: tuple[float, ...]) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 

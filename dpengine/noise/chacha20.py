@@ -1,7 +1,7 @@
-"""The ChaCha20 keystream with a 64-bit block counter, in NumPy and through the system's libcrypto, with equal bytes.
+"""The ChaCha20 keystream with a 64-bit block counter. NumPy code and the libcrypto of the system return equal bytes.
 
-The core is that of RFC 8439. The last four words of its state are the block number (two words, as in Bernstein's
-original layout) and the nonce (two words), so one key and nonce suffice for 2**64 blocks of 64 bytes.
+The core is that of RFC 8439. The last four words of the state are the block number (two words, as in Bernstein's
+original layout) and the nonce (two words). A key and a nonce are therefore sufficient for 2**64 blocks of 64 bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ WORDS_PER_BLOCK = 8  # 64-bit words in one 64-byte block
 Fill = Callable[[bytes, int, int, np.ndarray], None]
 
 _CONSTANTS = struct.unpack("<4I", b"expand 32-byte k")
-_LANES = 2**12  # blocks computed together: large enough to hide NumPy's cost per call, small enough for the cache
-_LIBRARIES = {  # safe names only: macOS terminates a process that opens its unversioned libcrypto
+_LANES = 2**12  # blocks computed at once: enough to hide the overhead of NumPy calls, and few enough for the cache
+_LIBRARIES = {  # versioned names only: macOS terminates a process that opens its unversioned libcrypto
     "linux": ("libcrypto.so.3", "libcrypto.so.1.1"),
     "win32": ("libcrypto-3-x64.dll", "libcrypto-3.dll", "libcrypto-3-arm64.dll"),
 }
@@ -37,7 +37,7 @@ def fill_keystream(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
 
 @functools.cache
 def backend() -> Fill:
-    """Returns ``fill_with_libcrypto`` if its bytes equal those of ``fill_with_numpy``, otherwise the latter."""
+    """Returns ``fill_with_libcrypto`` if its bytes equal those of ``fill_with_numpy``; else ``fill_with_numpy``."""
     if _libcrypto() is None:
         return fill_with_numpy
     key, expected, got = bytes(range(32)), np.empty(99, np.uint64), np.empty(99, np.uint64)
@@ -53,7 +53,7 @@ def backend() -> Fill:
 
 
 def fill_with_numpy(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """``fill_keystream`` in NumPy alone."""
+    """Computes ``fill_keystream`` in NumPy."""
     for start in range(0, len(out), _LANES * WORDS_PER_BLOCK):
         part = out[start : start + _LANES * WORDS_PER_BLOCK]
         blocks = -(-len(part) // WORDS_PER_BLOCK)
@@ -62,7 +62,7 @@ def fill_with_numpy(key: bytes, nonce: int, block: int, out: np.ndarray) -> None
 
 
 def fill_with_libcrypto(key: bytes, nonce: int, block: int, out: np.ndarray) -> None:
-    """``fill_keystream`` through OpenSSL's EVP interface, which runs without the interpreter lock."""
+    """Computes ``fill_keystream`` by the EVP interface of OpenSSL, without the GIL."""
     library = _libcrypto()
     context = library.quick.EVP_CIPHER_CTX_new() if library else None
     if not library or not context:
@@ -78,7 +78,7 @@ def fill_with_libcrypto(key: bytes, nonce: int, block: int, out: np.ndarray) -> 
             accepted = library.long.EVP_EncryptUpdate(context, pointer, ctypes.byref(written), pointer, part)
             done += part
     finally:
-        library.quick.EVP_CIPHER_CTX_free(context)  # this also erases the key
+        library.quick.EVP_CIPHER_CTX_free(context)  # also erases the key
     if not accepted:
         raise OSError("noise.chacha20: libcrypto rejected ChaCha20")
 
@@ -102,7 +102,7 @@ def _blocks(key: bytes, nonce: int, first: int, count: int) -> np.ndarray:
 
 
 def _quarter_rounds(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, scratch: np.ndarray) -> None:
-    """One quarter round on each column of four rows, in place."""
+    """Computes one quarter round on each column of four rows, in place."""
     for add_to, added, mixed, bits in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
         np.add(add_to, added, out=add_to)
         np.bitwise_xor(mixed, add_to, out=mixed)
@@ -112,7 +112,7 @@ def _quarter_rounds(a: np.ndarray, b: np.ndarray, c: np.ndarray, d: np.ndarray, 
 
 
 class _Library(NamedTuple):
-    """One library, opened twice: ``long`` releases the interpreter lock, which costs more than a short call."""
+    """The library, opened twice: calls through ``long`` release the GIL, which takes longer than a short call."""
 
     quick: ctypes.CDLL
     long: ctypes.CDLL
@@ -120,15 +120,15 @@ class _Library(NamedTuple):
 
 @functools.cache
 def _libcrypto() -> _Library | None:
-    """Returns the library that Python's hashlib is linked with, or a system one; None if there is none."""
+    """Returns the library that hashlib is linked with, or a library of the system; None if there is none."""
     try:
         import _hashlib
 
-        own: tuple[str, ...] = (_hashlib.__file__,)
+        of_hashlib: tuple[str, ...] = (_hashlib.__file__,)
     except (ImportError, AttributeError):  # built without OpenSSL, or linked into the interpreter
-        own = ()
+        of_hashlib = ()
     pointer, number, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
-    for name in (*own, *_LIBRARIES.get(sys.platform, ())):
+    for name in (*of_hashlib, *_LIBRARIES.get(sys.platform, ())):
         try:
             quick, long = ctypes.PyDLL(name), ctypes.CDLL(name)
             quick.EVP_chacha20.restype = quick.EVP_CIPHER_CTX_new.restype = pointer

@@ -1,10 +1,10 @@
-"""Noise correlated across steps: step t gets row t of ``S^-1 Z``, where Z has a fresh normal row for each step.
+"""Noise correlated across steps: step t gets row t of ``S^-1 Z``, where the rows of Z are independent normal vectors.
 
-A `Recurrence` gives the weights from which a row is computed. This module generates and stores the rows, and raises if
-the guarantee does not hold. A discarded step also uses a row, because participations of an example would otherwise be
-closer together than the guarantee allows.
+A `Recurrence` defines the weights by which each row is computed from fresh rows (of Z) and kept rows (sums of earlier
+rows). This module generates and stores the rows, and raises if the guarantee does not hold. A discarded step also uses
+a row. Otherwise two participations of an example could be closer than the guarantee allows.
 
-Axes: K kept rows, D elements of the noised slice.
+Axes: K kept rows, D elements of the slice that gets noise.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dpengine.accounting.run_events import Correlation
 from dpengine.distributed.local_shards import Places
 from dpengine.errors import PrivacyError
 
-from .mechanism import AbstractNoise, GaussianNoise, check_release, end_of
+from .mechanism import AbstractNoise, GaussianNoise, check_noise_arguments, end_of
 from .source import NoiseSource
 
 Weights = Sequence[float] | np.ndarray
@@ -30,11 +30,11 @@ Fresh = Callable[[Tensor, float, int], None]
 
 
 class CorrelatedRows(Protocol):
-    """Interface of correlated noise for ``make_private(noise=...)``: the weights of each row, which are public.
+    """Interface of correlated noise for ``make_private(noise=...)``. Returns the weights of each row, which are public.
 
     Row t of the noise is ``x_t = sum_j fresh[j] z_(t-j) + sum_k weights[k] m_k``, with independent normal rows z and K
-    kept rows m, which are zero before the first step. Then ``m_k`` becomes ``factors[k] m_k + gains[k] x_t``. The
-    engine draws the rows, keeps their state, and computes the sensitivity of the strategy from the weights.
+    kept rows m, which are zero before the first step. Then ``m_k`` is set to ``factors[k] m_k + gains[k] x_t``. The
+    engine generates the fresh rows, stores the kept rows, and computes the sensitivity of the strategy.
     """
 
     @property
@@ -85,7 +85,7 @@ class Recurrence:
 
 
 def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Tensor) -> None:
-    """Adds row ``step`` to ``out`` ``(D,)``, which must be zero, and updates the kept rows. Call it in order."""
+    """Adds row ``step`` to ``out`` ``(D,)``, which must be zero, and updates the kept rows. Steps must be in order."""
     fresh_weights, weights = noise.row(step)
     for lag, weight in enumerate(fresh_weights[: step + 1]):
         if weight:
@@ -109,13 +109,13 @@ def add_row(noise: Recurrence, step: int, fresh: Fresh, kept_KD: Tensor, out: Te
 class CorrelatedNoise(AbstractNoise):
     """Adds ``std`` times row t of ``S^-1 Z`` at step t, counted from 0.
 
-    Privacy: the guarantee is for the complete matrix. It requires the same ``std`` at every step, and that every row is
+    Privacy: the guarantee is for all rows together. It requires the same ``std`` at every step, and that every row is
     used at most once. The state is secret, because it determines a part of the noise of later steps.
 
     Args:
         source: Source of fresh normals.
         recurrence: Weights of the rows.
-        domain: Separates these normals from other uses of the source.
+        domain: Purpose of the normals. Other uses of the source must have other domains.
         first_step: Step of row 0.
     """
 
@@ -127,8 +127,8 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (first_step, 0)  # (step, index) of the first unused address
         self._std: float | None = None
         self._slices: dict[Places, _Slice] = {}
-        self._nonces: dict[int, int] = {}  # nonces of the source, by the first row generated with each
-        self._generators: dict[Places | None, str] = {}  # generator of the rows of each slice; None: of a loaded state
+        self._nonces: dict[int, int] = {}  # nonces of the source, by the first row generated with the nonce
+        self._generators: dict[Places | None, str] = {}  # generator of each slice; the key None is for a loaded state
 
     def add(
         self,
@@ -158,7 +158,7 @@ class CorrelatedNoise(AbstractNoise):
             PrivacyError: If the address was used, the run has no further row, or ``std`` or the slices changed.
         """  # noqa: DOC502 - the checks raise on our behalf
         where = "noise.CorrelatedNoise.add"
-        check_release(where, sums, std)
+        check_noise_arguments(where, sums, std)
         self._check(where, std, step, start)
         places = Places(start, sums.numel() // rows, rows, stride)
         part = self._slice(where, sums, step, places)
@@ -166,9 +166,9 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
         if not self._nonces or self._source.nonce != next(reversed(self._nonces.values())):
             self._nonces[part.rows] = self._source.nonce
-        last = step - self._first_step
+        row = step - self._first_step
         if std == 0:
-            part.rows = last + 1
+            part.rows = row + 1
             sums.mul_(scale)
             return
 
@@ -180,7 +180,7 @@ class CorrelatedNoise(AbstractNoise):
             self._source.add_normal_(out, weight, domain=self._domain, nonce=nonce, **address)
 
         noise = sums.new_empty(sums.shape)
-        while part.rows <= last:  # rows of discarded steps only update the state
+        while part.rows <= row:  # rows of discarded steps only update the state
             noise.zero_()
             add_row(self._recurrence, part.rows, fresh, part.state_KD, noise)
             part.rows += 1
@@ -190,8 +190,8 @@ class CorrelatedNoise(AbstractNoise):
         if (step, start) < self._next:
             raise PrivacyError(
                 f"{where}: got step {step} from index {start}, after step {self._next[0]} up to index "
-                f"{self._next[1]}. The same noise in two releases cancels in their difference.",
-                fix="Use a new step for each release, and a separate start for each slice of one vector.",
+                f"{self._next[1]}. If two steps use the same noise, it cancels in their difference.",
+                fix="Use a new step number for each step, and a separate start for each slice of one vector.",
             )
         size = self._recurrence.size
         if size is not None and step - self._first_step >= size:
@@ -207,28 +207,24 @@ class CorrelatedNoise(AbstractNoise):
             )
 
     def _check_generator(self, where: str, sums: Tensor, places: Places) -> None:
-        """Raises if rows of earlier steps would be regenerated with other values, so that they would not cancel."""
+        """Raises if another generator would regenerate other rows of earlier steps, which would not cancel."""
         now = self._source.generator_on(sums.device)
         then = self._generators.setdefault(places, self._generators.get(None, now))
         if now != then and self._recurrence.regenerates:
             raise PrivacyError(
-                f"{where}: the noise of earlier steps comes from another generator ({then}, now {now}), so it would "
-                "not cancel.",
+                f"{where}: the noise of earlier steps was generated by another generator ({then}, now {now}), so it "
+                "would not cancel.",
                 fix="Move the model before training starts, and keep it on devices of the same type.",
             )
 
     def _slice(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
         """Returns the state of a slice of the vector. Slices must be the same at every step."""
         part = self._slices.get(places)
-        rows_drawn = max((other.rows for other in self._slices.values()), default=0)
-        if part is None and rows_drawn in (
-            0,
-            step - self._first_step + 1,
-        ):  # new slices are valid in the first step only
-            if not self._slices or all(other.first == step for other in self._slices.values()):
-                part = self._slices[places] = _Slice(
-                    sums.new_zeros(self._recurrence.num_kept, sums.numel()), first=step
-                )
+        rows_used = max((other.rows for other in self._slices.values()), default=0)
+        is_first_step = rows_used in (0, step - self._first_step + 1)
+        if part is None and is_first_step and all(other.first == step for other in self._slices.values()):
+            state_KD = sums.new_zeros(self._recurrence.num_kept, sums.numel())
+            part = self._slices[places] = _Slice(state_KD, first=step)
         if part is None:
             raise PrivacyError(
                 f"{where}: the slices of the vector differ from those of earlier steps (index {places.start}, "
@@ -242,8 +238,8 @@ class CorrelatedNoise(AbstractNoise):
         """Returns the state that determines later noise, without the source. Secret.
 
         Returns:
-            ``"slices"`` maps the places of each slice of this rank to its state ``(K, D)``; it may be loaded for other
-            slices. The other entries are equal on all ranks.
+            ``"slices"`` maps the places of each slice of this rank to its state ``(K, D)``. It may be loaded with other
+            boundaries of the slices. The other entries are equal on all ranks.
 
         Raises:
             PrivacyError: If a step failed after noise was added to some of its slices.
@@ -285,7 +281,7 @@ class CorrelatedNoise(AbstractNoise):
         self._next = (state["next_step"], 0)
         self._std = state["std"]
         self._nonces = {int(first): int(nonce) for first, nonce in state["lives"].items()}
-        generators = state.get("generators")  # missing in earlier states
+        generators = state.get("generators")  # missing in states of earlier versions
         self._generators = {None: " and ".join(generators)} if generators else {}
         self._slices = {
             places: _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])

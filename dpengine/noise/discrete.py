@@ -1,6 +1,8 @@
 """Discrete Gaussian noise for sums of integers, without rounding errors.
 
-Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010), by rejection from a discrete Laplace distribution.
+Uses rejection sampling from a discrete Laplace distribution.
+
+Source: Canonne, Kamath, Steinke 2020 (arXiv:2004.00010).
 """
 
 from __future__ import annotations
@@ -24,16 +26,17 @@ def add_discrete_normal_(
 ) -> Tensor:
     """Adds discrete Gaussian noise in place. An integer x has probability proportional to ``exp(-x**2 / (2 * s**2))``.
 
-    Privacy: the release is ``1 / (2 * s**2)``-zCDP for sums with sensitivity 1. Proposals are accepted in float64, with
-    probabilities whose relative error is 2**-50.
+    Privacy: the mechanism is ``1 / (2 * s**2)``-zCDP for sums with sensitivity 1. Acceptance probabilities are computed
+    in float64, with a relative error of 2**-50.
 
     Args:
         sums: Tensor of int64, which is modified in place.
         sigma: Standard deviation ``s`` of the noise, in [0, 2**48].
         source: Source of the random words.
-        step: Number of the step. Use a new one for each release: noise repeats at the same step, domain and start.
-        domain: Separates this noise from other noise of the source.
-        start: Index of ``sums[0]`` if ``sums`` is a slice of a vector. The slices must be the same at every step.
+        step: Number of the step, which must be new. The same step, domain and start give the same noise.
+        domain: Purpose of the noise. Other uses of the source must have other domains.
+        start: Index of ``sums[0]`` in the complete vector, if ``sums`` is a slice of it. The slices must be the same at
+            every step.
 
     Returns:
         ``sums``.

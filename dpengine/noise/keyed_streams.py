@@ -1,4 +1,4 @@
-"""Keyed streams of 64-bit words, from which private randomness is generated."""
+"""Streams of 64-bit words that are generated from a secret key, and normals computed from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SECURE_KIND = "secure"  # chacha20 on the CPU, for all devices
 
 @dataclass(frozen=True)
 class StreamKind:
-    """Kind of stream: a pure function from (key, block) to words.
+    """Kind of stream, a pure function from (key, block) to words.
 
     Attributes:
         fill: ``fill(subkey, block, out)`` writes words to the contiguous ``uint64`` array ``out``, starting with the
@@ -35,18 +35,18 @@ class StreamKind:
 
     @property
     def uses_torch_threads(self) -> bool:
-        """True if ``add_normals`` runs on torch's own threads."""
+        """True if ``add_normals`` uses the threads of torch."""
         return self.native and native_normals() is not None and thread_team() is not None
 
     @property
-    def by_rows(self) -> bool:
+    def supports_rows(self) -> bool:
         """True if ``add_normals_by_rows`` is available."""
         return self.native and native_normals() is not None
 
     def add_normals(
         self, subkey: bytes, first: int, std: float, scale: float, to: np.ndarray, threads: int = 1
     ) -> None:
-        """Computes ``to = (to + std * normals) * scale`` in place, with the stream's normals from ``first`` on."""
+        """Computes ``to = (to + std * normals) * scale`` in place. ``to[0]`` gets number ``first`` of the normals."""
         library = native_normals() if self.native else None
         if library is None:
             add_normals(functools.partial(self.fill, subkey), first, std, scale, to)
@@ -65,7 +65,7 @@ class StreamKind:
         rows: int,
         stride: int,
     ) -> None:
-        """Computes ``add_normals`` for rows whose first normals are ``stride`` apart. Needs native code."""
+        """Computes ``add_normals`` for several rows, whose first normals are ``stride`` apart. Requires native code."""
         add_native_normals(native_normals(), subkey, first, std, scale, to, threads, rows=rows, stride=stride)
 
 
@@ -94,7 +94,7 @@ def add_native_normals(
     rows: int = 1,
     stride: int = 0,
 ) -> None:
-    """Runs ``add_normals`` with the ChaCha20 keystream of a key in the compiled library, on torch's threads.
+    """Computes ``add_normals`` with the ChaCha20 keystream of a key in the compiled library, on the threads of torch.
 
     ``to`` consists of ``rows`` rows of equal length, whose first normals are ``stride`` apart.
     """
@@ -107,7 +107,7 @@ def _fill_chacha20(subkey: bytes, block: int, out: np.ndarray) -> None:
 
 
 def _fill_philox(subkey: bytes, block: int, out: np.ndarray) -> None:
-    # Philox4x64 yields 4 words for each value of its counter, half a block. It takes a 128-bit key.
+    # Philox4x64 has a 128-bit key, and returns 4 words (half a block) for each value of its counter.
     key, counter = np.frombuffer(subkey, np.uint64, 2), np.zeros(4, np.uint64)
     counter[0], counter[1] = (2 * block) & (2**64 - 1), (2 * block) >> 64
     out[:] = np.random.Philox(key=key, counter=counter).random_raw(len(out))

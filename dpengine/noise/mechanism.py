@@ -15,10 +15,10 @@ from .source import NoiseSource
 
 
 class AbstractNoise(abc.ABC):
-    """Noise for the clipped sums of a run.
+    """Noise mechanism for the clipped sums of a run.
 
-    The standard deviation is an argument of each call, because only the caller knows the current sensitivity. The
-    mechanism determines the correlation of the noise across steps.
+    The standard deviation is an argument of each call, because the caller knows the current sensitivity. The mechanism
+    determines the correlation of the noise across steps.
     """
 
     @abc.abstractmethod
@@ -38,7 +38,7 @@ class AbstractNoise(abc.ABC):
         Args:
             sums: Contiguous 1-D tensor of clipped sums, float32 or float64.
             std: Noise multiplier times sensitivity, in units of ``sums``. 0 adds nothing.
-            step: Number of the step. Every step must have a new number, even after a discarded step.
+            step: Number of the step. Every step must have a new number. Numbers of discarded steps are not reused.
             start: Index of ``sums[0]`` in the complete vector, if ``sums`` is a slice of it on one rank or device.
             scale: Factor of the noisy sums, such as 1 / expected batch size.
             rows: Number of rows of equal length in ``sums``. The starts of adjacent rows are ``stride`` apart in the
@@ -48,7 +48,7 @@ class AbstractNoise(abc.ABC):
 
     @abc.abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for resuming between two steps, without the noise source. Secret.
+        """Returns the state for a resume between two steps, without the noise source. Secret.
 
         Returns:
             ``"next_step"`` is the first step without noise; ``"slices"`` maps places to tensors ``(K, D)``.
@@ -63,12 +63,12 @@ class AbstractNoise(abc.ABC):
 class GaussianNoise(AbstractNoise):
     """Independent Gaussian noise in each step, as in DP-SGD (Abadi et al. 2016).
 
-    Every (step, index) is a separate address of the noise source. If two releases used the same address, the noise
-    would cancel in their difference, so an address at or before a used one raises PrivacyError.
+    Every (step, index) is a separate address of the noise source. If two steps used the same address, the noise would
+    cancel in their difference. An address at or before a used address therefore raises PrivacyError.
 
     Args:
         source: Source of the normals.
-        domain: Separates these normals from other uses of the source.
+        domain: Purpose of the normals. Other uses of the source must have other domains.
     """
 
     def __init__(self, source: NoiseSource, *, domain: str = "noise"):
@@ -103,22 +103,22 @@ class GaussianNoise(AbstractNoise):
         Raises:
             PrivacyError: If the address was used.
         """
-        check_release("noise.GaussianNoise.add", sums, std)
+        check_noise_arguments("noise.GaussianNoise.add", sums, std)
         if std == 0:
             sums.mul_(scale)
             return
         if (step, start) < self._next:
             raise PrivacyError(
                 f"noise.GaussianNoise.add: got step {step} from index {start}, after step {self._next[0]} up to index "
-                f"{self._next[1]}. The same noise in two releases cancels in their difference.",
-                fix="Use a new step for each release, and a separate start for each slice of one vector.",
+                f"{self._next[1]}. If two steps use the same noise, it cancels in their difference.",
+                fix="Use a new step number for each step, and a separate start for each slice of one vector.",
             )
         self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
         address: dict[str, Any] = {"step": step, "start": start, "rows": rows, "stride": stride}
         self._source.add_normal_(sums, std, domain=self._domain, scale=scale, **address)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the first step without a used address."""
+        """Returns the number of the first step that used no address."""
         return {"next_step": self._next[0] + (self._next[1] > 0), "slices": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +126,7 @@ class GaussianNoise(AbstractNoise):
         self._next = (state["next_step"], 0)
 
 
-def check_release(where: str, sums: Tensor, std: float) -> None:
+def check_noise_arguments(where: str, sums: Tensor, std: float) -> None:
     """Raises if the dtype of the sums or the standard deviation is not supported."""
     if sums.dtype not in (torch.float32, torch.float64):
         raise TypeError(

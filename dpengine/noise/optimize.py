@@ -1,8 +1,9 @@
-"""Strategies with minimal error for their sensitivity, optimized with explicit gradients.
+"""Optimizes strategies for minimal error relative to their sensitivity, with explicit gradients.
 
-Let ``beta`` be the first column of ``A S^-1``. The loss is ``E v``, where ``E = sum_t w_t beta_t^2`` and ``v`` is the
-squared sensitivity. ``beta`` solves ``c * beta = a``, so ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}``, where the
-adjoint ``lambda`` is the same recursive filter, applied backwards to ``2 w beta``.
+Let ``a`` and ``c`` be the first columns of the workload A and the strategy S, and ``beta`` that of ``A S^-1``. The loss
+is ``E v``, where ``E = sum_t w_t beta_t^2`` is the error and ``v`` is the squared sensitivity. The convolution of ``c``
+and ``beta`` is ``a``, so ``dE/dc_k = -sum_{t>=k} lambda_t beta_{t-k}``. The adjoint ``lambda`` results from the same
+recursive filter, applied backwards to ``2 w beta``.
 
 Source: Choquette-Choo et al. 2023 (arXiv:2306.08153) for banded strategies, Kalinin and Lampert 2025 (arXiv:2505.12128)
 for banded inverses.
@@ -54,8 +55,8 @@ def optimize_banded(
         The first column ``(bands,)``, with norm 1 and a positive first element.
 
     Raises:
-        ValueError: If a number is out of its range.
-    """  # noqa: DOC502 - the checks raise on our behalf
+        ValueError: If a number is out of range.
+    """  # noqa: DOC502 - the checks raise
     _check_size(size, bands)
     a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
     weights = error_weights(size, loss)
@@ -71,8 +72,9 @@ def optimize_scheduled(
 ) -> np.ndarray:
     """Returns the banded Toeplitz strategy with minimal error for momentum and changing learning rates.
 
-    The change of the model after step t is ``sum_{s <= t} rate_s m_s``, with ``m_s = momentum m_{s-1} + sum_s``. This
-    workload is not Toeplitz, so the optimization takes ``O(size^2)`` time and memory.
+    The update of the model until step t is ``sum_{s <= t} rate_s m_s``, where ``m_s = momentum m_{s-1} + g_s`` and
+    ``g_s`` is the noisy sum of step s. This workload is not Toeplitz, so the optimization takes ``O(size^2)`` time and
+    memory.
     """
     _check_size(size, bands)
     rates = _checked_workload(rates, size)
@@ -99,7 +101,7 @@ def optimize_banded_inverse(
     participations: int | None = None,
     steps: int = _MAX_STEPS,
 ) -> np.ndarray:
-    """Returns the noising coefficients of a banded inverse strategy with minimal error.
+    """Returns the coefficients of the banded inverse of the strategy with minimal error.
 
     Args:
         size: Number of steps of the run.
@@ -107,35 +109,35 @@ def optimize_banded_inverse(
         workload: First column of the workload; None for prefix sums.
         loss: ``"mean"`` or ``"max"`` over the steps.
         separation: Number of steps between two participations of an example; None for a single participation.
-        participations: Maximum number of participations; None for as many as fit.
+        participations: Maximum number of participations; None for the number that the separation allows.
         steps: Maximum number of iterations of the optimizer.
 
     Returns:
         The coefficients ``(bands,)``, whose first element is 1.
 
     Raises:
-        ValueError: If a number is out of its range.
-    """  # noqa: DOC502 - the checks raise on our behalf
+        ValueError: If a number is out of range.
+    """  # noqa: DOC502 - the checks raise
     _check_size(size, bands)
     a = prefix_sums(size) if workload is None else _checked_workload(workload, size)
-    weights, gap = error_weights(size, loss), separation or size
-    times = max_participations(size, gap, participations if separation is not None else 1)
+    weights, separation_or_size = error_weights(size, loss), separation or size
+    count = max_participations(size, separation_or_size, participations if separation is not None else 1)
     start = banded_inverse_square_root(size, bands, a)
 
-    def value(d: np.ndarray) -> tuple[float, np.ndarray]:
+    def loss_and_gradient(d: np.ndarray) -> tuple[float, np.ndarray]:
         beta, c = product(a, d, size), toeplitz_inverse(d, size)
         error, by_beta = float(weights @ np.square(beta)), 2 * weights * beta
         by_error = np.array([by_beta[k:] @ a[: size - k] for k in range(bands)])
-        total = sum_of_columns(c, size, gap, times)
+        total = sum_of_columns(c, size, separation_or_size, count)
         sq_norm = float(total @ total)
         by_c = np.zeros(size)
-        for i in range(times):
-            by_c[: size - i * gap] += 2 * total[i * gap :]
+        for start in range(0, count * separation_or_size, separation_or_size):
+            by_c[: size - start] += 2 * total[start:]
         adjoint = solve(d, by_c[::-1])[::-1]
         by_norm = -np.array([adjoint[k:] @ c[: size - k] for k in range(bands)])
         return error * sq_norm, sq_norm * by_error + error * by_norm
 
-    coefficients = _minimize(value, start, steps)
+    coefficients = _minimize(loss_and_gradient, start, steps)
     return coefficients / coefficients[0]
 
 
@@ -170,17 +172,17 @@ def _column_norm(c: np.ndarray) -> tuple[float, np.ndarray]:
 
 def _overlapping_sensitivity(size: int, bands: int, separation: int) -> Loss:
     """Returns the function that computes the squared sensitivity with overlapping columns, and its gradient."""
-    times = max_participations(size, separation)
+    count = max_participations(size, separation)
 
-    def value(c: np.ndarray) -> tuple[float, np.ndarray]:
-        total = sum_of_columns(c, size, separation, times)
+    def sensitivity(c: np.ndarray) -> tuple[float, np.ndarray]:
+        total = sum_of_columns(c, size, separation, count)
         by_c = np.zeros(bands)
-        for i in range(times):
+        for i in range(count):
             part = total[i * separation :][:bands]
             by_c[: len(part)] += 2 * part
         return float(total @ total), by_c
 
-    return value
+    return sensitivity
 
 
 def _banded_loss(c: np.ndarray, a: np.ndarray, weights: np.ndarray, sensitivity: Loss) -> tuple[float, np.ndarray]:
@@ -209,17 +211,17 @@ def _scheduled_loss(c: np.ndarray, rates: np.ndarray, decay: np.ndarray) -> tupl
     return error * sq_norm, -sq_norm * _cross_correlation(adjoint, g, bands) + 2 * error * c
 
 
-def _cross_correlation(one: np.ndarray, other: np.ndarray, bands: int) -> np.ndarray:
-    """Returns ``sum_{t>=k} one_t other_{t-k}`` for each ``k < bands``."""
-    return np.array([one[k:] @ other[: len(other) - k] for k in range(bands)])
+def _cross_correlation(x: np.ndarray, y: np.ndarray, bands: int) -> np.ndarray:
+    """Returns ``sum_{t>=k} x_t y_{t-k}`` for each ``k < bands``."""
+    return np.array([x[k:] @ y[: len(y) - k] for k in range(bands)])
 
 
-def _minimize(value: Loss, start: np.ndarray, steps: int) -> np.ndarray:
+def _minimize(loss_and_gradient: Loss, start: np.ndarray, steps: int) -> np.ndarray:
     from scipy.optimize import minimize
 
     def finite(c: np.ndarray) -> tuple[float, np.ndarray]:
         with np.errstate(all="ignore"):
-            loss, gradient = value(c)
+            loss, gradient = loss_and_gradient(c)
         is_finite = np.isfinite(loss) and np.isfinite(gradient).all()
         return (float(loss), gradient) if is_finite else (np.inf, np.zeros_like(c))
 

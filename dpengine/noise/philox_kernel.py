@@ -1,7 +1,7 @@
 """Triton kernel that adds the normals of `philox_normals`. Imported on first use, because Triton is optional.
 
-The kernel must be compiled without fused multiply-add, which rounds differently. Triton passes Python floats as
-float32, so the kernel takes the bits of float64 numbers as integers.
+The kernel must be compiled without fused multiply-add, which would round differently. Triton passes Python floats as
+float32, so the kernel gets the bits of float64 numbers as integers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def add_kernel(
     pair = tl.arange(0, pairs).to(tl.int64)
     number = group * pairs + pair
     above = key_above + pair * 0
-    low, high, turn, _ = tl.philox(
+    low, high, angle, _ = tl.philox(
         key, number.to(tl.uint32), (number >> 32).to(tl.uint32), above.to(tl.uint32), (above >> 32).to(tl.uint32)
     )
     u = (high.to(tl.float64) * 4294967296.0 + low.to(tl.float64)) + 0.5
@@ -50,8 +50,8 @@ def add_kernel(
     p = p * q + 1 / 5
     p = p * q + 1 / 3
     p = p * q + 1.0
-    length = tl.sqrt(-(e * 0.6931471805599453 + (s + s) * p)) * std
-    y = ((turn & 0x3FFFFFFF).to(tl.float64) - 536870911.5) * (0.7853981633974483 / 536870912.0)
+    radius = tl.sqrt(-(e * 0.6931471805599453 + (s + s) * p)) * std
+    y = ((angle & 0x3FFFFFFF).to(tl.float64) - 536870911.5) * (0.7853981633974483 / 536870912.0)
     q = y * y
     p = q * (-1 / 39916800) + 1 / 362880
     p = p * q + -1 / 5040
@@ -64,21 +64,21 @@ def add_kernel(
     p = p * q + 1 / 24
     p = p * q + -0.5
     cosine = p * q + 1.0
-    first, second = (cosine + sine) * length, (cosine - sine) * length
-    place = group * (2 * pairs) - start + pair
-    _add_to(flat, place, count, tl.where(((turn >> 31) & 1) > 0, -first, first), scale)
-    _add_to(flat, place + pairs, count, tl.where(((turn >> 30) & 1) > 0, -second, second), scale)
+    first, second = (cosine + sine) * radius, (cosine - sine) * radius
+    index = group * (2 * pairs) - start + pair
+    _add_to(flat, index, count, tl.where(((angle >> 31) & 1) > 0, -first, first), scale)
+    _add_to(flat, index + pairs, count, tl.where(((angle >> 30) & 1) > 0, -second, second), scale)
 
 
 @triton.jit
-def _add_to(flat, place, count, normals, scale):
-    inside = (place >= 0) & (place < count)
-    now = tl.load(flat + place, mask=inside, other=0.0)
-    tl.store(flat + place, ((now.to(tl.float64) + normals) * scale).to(now.dtype), mask=inside)
+def _add_to(flat, index, count, normals, scale):
+    inside = (index >= 0) & (index < count)
+    current = tl.load(flat + index, mask=inside, other=0.0)
+    tl.store(flat + index, ((current.to(tl.float64) + normals) * scale).to(current.dtype), mask=inside)
 
 
 def add_with_triton(flat: Tensor, std: float, scale: float, key: tuple[int, int, int, int], start: int) -> None:
-    """See `philox_normals.add_normals`."""
+    """Computes `philox_normals.add_normals` by the Triton kernel."""
     first, end = start // GROUP, -(-(start + flat.numel()) // GROUP)
     key_bits, std_bits, scale_bits = struct.unpack("<qq", struct.pack("<4I", *key)), *map(_bits, (std, scale))
     with torch.cuda.device_of(flat):

@@ -1,13 +1,15 @@
-"""Standard normals on accelerators, from the Philox4x32-10 generator: the same values on every device.
+"""Standard normals on accelerators, from the Philox4x32-10 generator. Every device computes the same values.
 
-Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3". The key of a release has 128 bits: the two key words
-of Philox, and the two high words of its counter. The two low words number the pairs of normals. So each pair has its
-own address, and a slice of the vector needs its own pairs only. Philox is not a cryptographic generator.
+A 128-bit key determines the normals of a step: it gives the two key words of Philox, and the two high words of its
+counter. The two low words are the number of a pair of normals. Each pair thus has its own address, and a slice of the
+vector needs only its own pairs. Philox is not a cryptographic generator.
 
-Normals come in groups of `GROUP`. Elements ``i`` and ``i + PAIRS`` of a group are a pair, by the transform in
-`box_muller`. All operations on floating-point numbers are sums, products, quotients and square roots in float64, which
-every device rounds alike. `philox_kernel` has the same in one Triton kernel, which reads and writes each element of the
-vector once. The torch code needs about a hundred passes over memory.
+Normals are generated in groups of `GROUP`. Elements ``i`` and ``i + PAIRS`` of a group are a pair, computed by the
+transform in `box_muller`. All floating-point operations are sums, products, quotients and square roots in float64,
+which every device rounds equally. `philox_kernel` computes the same in one Triton kernel, which reads and writes each
+element of the vector once. The torch code makes about a hundred passes over memory.
+
+Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
 from __future__ import annotations
@@ -33,15 +35,15 @@ Add = Callable[[Tensor, float, float, Key, int], None]
 
 
 def add_normals(flat: Tensor, std: float, scale: float, subkey: bytes, start: int) -> None:
-    """Computes ``flat = (flat + std * normals) * scale`` in float64, rounded once, from normal number ``start`` on."""
+    """Computes ``flat = (flat + std * normals) * scale`` in float64, rounded once, with ``start`` as first normal."""
     _fastest_on(flat.device)(flat, std, scale, struct.unpack("<4I", subkey[:16]), start)
 
 
 @functools.cache
 def _fastest_on(device: torch.device) -> Add:
-    """Returns ``add_with_triton`` if its results on the device equal those of ``add_with_torch``; else the latter."""
+    """Returns ``add_with_triton`` if it works and its results equal those of ``add_with_torch``; else the latter."""
     key = (1, 2**32 - 1, 2**31, 3)
-    with contextlib.suppress(Exception):  # no Triton, or no compiler that it needs
+    with contextlib.suppress(Exception):  # Triton, or a compiler that it needs, is missing
         from .philox_kernel import add_with_triton
 
         expected, got = torch.linspace(-1, 1, 3 * GROUP, dtype=torch.float64, device=device).repeat(2, 1)
@@ -53,7 +55,7 @@ def _fastest_on(device: torch.device) -> Add:
 
 
 def add_with_torch(flat: Tensor, std: float, scale: float, key: Key, start: int) -> None:
-    """`add_normals` in torch alone, on any device with float64."""
+    """Computes `add_normals` by operations of torch, on any device with float64."""
     end = start + flat.numel()
     for first in range(start // GROUP, -(-end // GROUP), _GROUPS_AT_ONCE):
         last = min(first + _GROUPS_AT_ONCE, -(-end // GROUP))
@@ -68,26 +70,26 @@ def philox(counter: tuple[Tensor | int, ...], key: tuple[int, int]) -> tuple[Ten
     """Returns the four words of Philox4x32-10 for each counter, as int64 from 0 to 2**32 - 1."""
     a, b, c, d = (torch.as_tensor(word) for word in counter)
     for i in range(10):
-        one, other = ((word + i * step) & _WORD for word, step in zip(key, _WEYL, strict=True))
+        key_low, key_high = ((word + i * step) & _WORD for word, step in zip(key, _WEYL, strict=True))
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # the 64 bits of the products, as signed numbers
         a, b, c, d = (
-            ((second >> 32) & _WORD) ^ b ^ one,
+            ((second >> 32) & _WORD) ^ b ^ key_low,
             second & _WORD,
-            ((first >> 32) & _WORD) ^ d ^ other,
+            ((first >> 32) & _WORD) ^ d ^ key_high,
             first & _WORD,
         )
     return a, b, c, d
 
 
 def _normals(words: tuple[Tensor, ...], std: float) -> Tensor:
-    """Returns the normals of complete groups times ``std``; the words are v (low, high) and t of `box_muller`."""
-    low, high, turn, _ = words
+    """Returns ``std`` times the normals of complete groups. The words are v (low, high) and t of `box_muller`."""
+    low, high, angle, _ = words
     u = (high.double() * 2.0**32 + low.double()) + 0.5
     bits = u.view(torch.int64) - ROOT_BITS  # u = m * 2**e, with m from sqrt(1/2) to sqrt(2)
     m = ((bits & (_ONE - 1)) + ROOT_BITS).view(torch.float64)
     e = ((bits + _ONE) >> 52).double() - 65.0
-    length = torch.sqrt(-logarithm(m, e)) * std
-    cosine, sine = cosine_and_sine((turn & 0x3FFFFFFF).double())
-    first, second = (cosine + sine) * length, (cosine - sine) * length
-    first, second = (torch.where((turn >> bit) & 1 > 0, -one, one) for bit, one in ((31, first), (30, second)))
+    radius = torch.sqrt(-logarithm(m, e)) * std
+    cosine, sine = cosine_and_sine((angle & 0x3FFFFFFF).double())
+    first, second = (cosine + sine) * radius, (cosine - sine) * radius
+    first, second = (torch.where((angle >> bit) & 1 > 0, -x, x) for bit, x in ((31, first), (30, second)))
     return torch.stack((first.view(-1, PAIRS), second.view(-1, PAIRS)), dim=1).view(-1)

@@ -1,4 +1,4 @@
-"""Recurrences of strategies: the weights of correlated noise. K is the number of kept rows."""
+"""Recurrences of strategies, which define the weights of correlated noise. K is the number of kept rows."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from .toeplitz import Coefficients, column_norms, toeplitz_inverse
 
 
 def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | None = None) -> Recurrence:
-    """Banded Toeplitz strategy (BandMF): ``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``. Keeps the last b - 1 rows.
+    """Returns banded Toeplitz noise (BandMF), ``x_t = (z_t - sum_{0<j<b} c_j x_{t-j}) / c_0``. Keeps b - 1 rows.
 
     Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
 
     Args:
         strategy: First column c of S, ``(b,)``, finite, with a positive first element.
-        column_normalized_steps: Number of steps of the run if each column of S is divided by its norm, which makes the
-            largest column norm 1. None for no normalization; the largest column norm is then the norm of c.
+        column_normalized_steps: Number of steps of the run, if each column of S is divided by its norm. The largest
+            column norm is then 1. None for no normalization; the largest column norm is then the norm of c.
 
     Returns:
         The recurrence.
 
     Raises:
-        ValueError: If the strategy is not such a column.
-    """  # noqa: DOC502 - the checks raise on our behalf
+        ValueError: If the strategy is not a valid column.
+    """  # noqa: DOC502 - the checks raise
     c = checked_column("strategy", strategy)
     size = column_normalized_steps
     if size is not None:
         c = c / np.linalg.norm(c)
         scales = column_norms(c, size)
-    ring = _ring_weights(c)
+    weights = _ring_weights(c)
     num_kept = len(c) - 1
 
     def row(t: int) -> tuple[Weights, Weights]:
         scale = 1.0 if size is None else float(scales[t])
-        return (scale / float(c[0]),), scale * ring[t % num_kept] if num_kept else ()
+        return (scale / float(c[0]),), scale * weights[t % num_kept] if num_kept else ()
 
     def kept(t: int) -> tuple[Weights, Weights]:
         is_oldest = np.arange(num_kept) == t % max(num_kept, 1)  # the oldest row is replaced
@@ -55,20 +55,18 @@ def banded_toeplitz(strategy: Coefficients, *, column_normalized_steps: int | No
 
 
 def _ring_weights(c: np.ndarray) -> list[np.ndarray]:
-    """Returns the weights of the kept rows for each position of the ring buffer that is written next."""
+    """Returns the weights of the kept rows in a ring buffer, for each position that the next row may be written to."""
     # Row s is stored at position s mod K, so x_{t-j} is at (t - j) mod K, and x_t replaces x_{t-K}.
-    kept = len(c) - 1
-    rings = []
-    for position in range(kept):
-        weights = np.zeros(kept)
-        for j in range(1, kept + 1):
-            weights[(position - j) % kept] = -c[j] / c[0]
-        rings.append(weights)
-    return rings
+    num_kept = len(c) - 1
+    weights = [np.zeros(num_kept) for _ in range(num_kept)]
+    for position in range(num_kept):
+        for j in range(1, num_kept + 1):
+            weights[position][(position - j) % num_kept] = -c[j] / c[0]
+    return weights
 
 
 def banded_inverse(coefficients: Coefficients) -> Recurrence:
-    """Banded inverse: ``x_t = sum_{j<b} d_j z_{t-j}``. Keeps no rows, because fresh rows are regenerated.
+    """Returns banded inverse noise, ``x_t = sum_{j<b} d_j z_{t-j}``. Keeps no rows, because fresh rows are regenerated.
 
     Source: Kalinin and Lampert 2025 (arXiv:2505.12128); with ``(1, -lambda)`` it is DP-lambda-CGD (arXiv:2601.22334).
 
@@ -79,8 +77,8 @@ def banded_inverse(coefficients: Coefficients) -> Recurrence:
         The recurrence.
 
     Raises:
-        ValueError: If the coefficients are not such a column.
-    """  # noqa: DOC502 - the checks raise on our behalf
+        ValueError: If the coefficients are not a valid column.
+    """  # noqa: DOC502 - the checks raise
     d = checked_column("coefficients", coefficients)
 
     description = {"inverse_coefficients": [float(value) for value in d]}
@@ -88,7 +86,7 @@ def banded_inverse(coefficients: Coefficients) -> Recurrence:
 
 
 def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
-    """Buffered linear Toeplitz: ``x_t = z_t - sum_i omega_i B_i``, then ``B_i <- theta_i B_i + x_t``.
+    """Returns buffered linear Toeplitz noise: ``x_t = z_t - sum_i omega_i B_i``, then ``B_i <- theta_i B_i + x_t``.
 
     Source: Dvijotham et al. 2024 (arXiv:2404.16706), McMahan et al. 2024 (arXiv:2408.08868).
 
@@ -115,7 +113,7 @@ def blt(decays: Coefficients, scales: Coefficients) -> Recurrence:
 
 
 def dense(strategy: np.ndarray) -> Recurrence:
-    """Arbitrary lower-triangular strategy, for short runs. Keeps no rows, because fresh rows are regenerated.
+    """Returns the noise of any lower-triangular strategy, for short runs. Keeps no rows; fresh rows are regenerated.
 
     Args:
         strategy: The strategy S ``(n, n)``.
@@ -144,30 +142,30 @@ def dense(strategy: np.ndarray) -> Recurrence:
     return Recurrence(f"dense-{_digest(matrix.reshape(-1))}", row, size=size, description={"steps": size})
 
 
-def of_run(recurrence: Recurrence, column: np.ndarray, size: int, bands: int | None, **description: Any) -> Recurrence:
-    """Returns the noise of a run of ``size`` steps.
+def for_run(recurrence: Recurrence, column: np.ndarray, size: int, bands: int | None, **description: Any) -> Recurrence:
+    """Returns the noise of a run of ``size`` steps, with its privacy analysis.
 
-    ``column`` is the first column of its Toeplitz strategy, of norm 1 if it has ``bands``.
+    ``column`` is the first column of the Toeplitz strategy. Its norm must be 1 if the strategy has ``bands``.
     """
     squares = functools.partial(cycle_sq_sensitivities, column.tobytes(), size)
     return dataclasses.replace(
         recurrence,
         size=size,
-        column_norm=1.0 if bands else float(np.linalg.norm(column)),  # the columns of bands have norm 1
+        column_norm=1.0 if bands else float(np.linalg.norm(column)),  # columns of banded strategies have norm 1
         correlation=Correlation(bands, squares),
         description={**recurrence.description, **description},
     )
 
 
-def blt_of_run(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> Recurrence:
+def blt_for_run(decays: tuple[float, ...], scales: tuple[float, ...], size: int) -> Recurrence:
     """Returns the noise of `blt` for a run of ``size`` steps."""
-    return of_run(blt(decays, scales), blt_column(decays, scales, size), size, None, noise="blt")
+    return for_run(blt(decays, scales), blt_column(decays, scales, size), size, None, noise="blt")
 
 
-def banded_inverse_of_run(coefficients: Coefficients, size: int) -> Recurrence:
+def banded_inverse_for_run(coefficients: Coefficients, size: int) -> Recurrence:
     """Returns the noise of `banded_inverse` for a run of ``size`` steps, with the first coefficient scaled to 1."""
     scaled = np.asarray(coefficients, dtype=np.float64) / coefficients[0]
-    return of_run(banded_inverse(scaled), toeplitz_inverse(scaled, size), size, None, noise="banded-inverse")
+    return for_run(banded_inverse(scaled), toeplitz_inverse(scaled, size), size, None, noise="banded-inverse")
 
 
 def checked_column(name: str, column: Coefficients) -> np.ndarray:
@@ -179,7 +177,7 @@ def checked_column(name: str, column: Coefficients) -> np.ndarray:
 
 
 def lambda_cgd(lam: float) -> Recurrence:
-    """DP-lambda-CGD: each step subtracts a fraction of the previous step's fresh noise, ``x_t = z_t - lam * z_{t-1}``.
+    """Returns the noise of DP-lambda-CGD, ``x_t = z_t - lam * z_{t-1}``: a fraction of the previous row is subtracted.
 
     Args:
         lam: The fraction, in [0, 1).

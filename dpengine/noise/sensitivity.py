@@ -2,7 +2,7 @@
 
 An example participates in at most ``participations`` steps, which are at least ``separation`` apart. The squared
 sensitivity for contributions of norm 1 is the maximum of ``sum_{i,j in I} |X_ij|`` over all such sets of steps ``I``,
-with ``X = S^T S``. Overlapping columns add up.
+where ``X = S^T S``.
 
 Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Kalinin and Lampert 2024 (arXiv:2405.13763) for Toeplitz
 strategies.
@@ -24,8 +24,8 @@ def max_participations(size: int, separation: int, participations: int | None = 
             f"noise.sensitivity: got {size} steps, separation {separation}, participations {participations}; "
             "separation and participations must be at least 1."
         )
-    fit = -(-size // separation)
-    return fit if participations is None else min(participations, fit)
+    max_count = -(-size // separation)
+    return max_count if participations is None else min(participations, max_count)
 
 
 def toeplitz_sq_sensitivity(
@@ -39,19 +39,19 @@ def toeplitz_sq_sensitivity(
         column: First column of the strategy.
         size: Number of steps.
         separation: Number of steps between two participations.
-        participations: Maximum number of participations; None for as many as fit.
+        participations: Maximum number of participations; None for the number that the separation allows.
 
     Returns:
         The squared sensitivity.
     """
-    shape = nonincreasing_bound(column)[:size]
-    times = max_participations(size, separation, participations)
-    if len(shape) <= separation:
+    bound = nonincreasing_bound(column)[:size]
+    count = max_participations(size, separation, participations)
+    if len(bound) <= separation:
         # Columns do not overlap. The first columns have the largest norms, and only the last may be truncated.
-        squares = np.cumsum(np.square(shape))
-        starts = np.arange(times) * separation
+        squares = np.cumsum(np.square(bound))
+        starts = np.arange(count) * separation
         return float(squares[np.minimum(len(squares), size - starts) - 1].sum())
-    return float(np.sum(np.square(sum_of_columns(shape, size, separation, times))))
+    return float(np.sum(np.square(sum_of_columns(bound, size, separation, count))))
 
 
 def nonincreasing_bound(column: Coefficients) -> np.ndarray:
@@ -60,20 +60,20 @@ def nonincreasing_bound(column: Coefficients) -> np.ndarray:
     return np.maximum.accumulate(c[::-1])[::-1]
 
 
-def sum_of_columns(column: np.ndarray, size: int, separation: int, times: int) -> np.ndarray:
-    """Returns the sum ``(size,)`` of the first ``times`` columns at 0, separation, 2 separation, ..."""
+def sum_of_columns(column: np.ndarray, size: int, separation: int, count: int) -> np.ndarray:
+    """Returns the sum ``(size,)`` of the first ``count`` columns at 0, separation, 2 separation, ..."""
     total = np.zeros(size)
-    for i in range(times):
+    for i in range(count):
         start = i * separation
         total[start:] += np.concatenate([column, np.zeros(max(0, size - len(column)))])[: size - start]
     return total
 
 
-def largest_sum(values: np.ndarray, separation: int, times: int) -> float:
-    """Returns the largest sum of at most ``times`` values that are at least ``separation`` apart."""
+def largest_sum(values: np.ndarray, separation: int, count: int) -> float:
+    """Returns the largest sum of at most ``count`` values that are at least ``separation`` apart."""
     size = len(values)
     best = np.zeros(size + separation)
-    for _ in range(times):
+    for _ in range(count):
         best[:size] = values + best[separation : size + separation]
         best[:size] = np.maximum(0, np.maximum.accumulate(best[:size][::-1])[::-1])
         best[size:] = 0
@@ -88,18 +88,18 @@ def sq_sensitivity(strategy: np.ndarray, separation: int, participations: int | 
     Args:
         strategy: The strategy ``(size, size)``.
         separation: Minimum number of steps between two participations of an example.
-        participations: Maximum number of participations; None for as many as the separation allows.
+        participations: Maximum number of participations; None for the number that the separation allows.
 
     Returns:
         The bound.
     """
     gram = np.abs(strategy.T @ strategy)
     size = len(gram)
-    times = max_participations(size, separation, participations)
+    count = max_participations(size, separation, participations)
     i, j = np.indices(gram.shape)
     if not np.any(gram[np.abs(i - j) >= separation]):
-        return largest_sum(np.diag(gram).copy(), separation, times)
-    return largest_sum(np.array([largest_sum(row, separation, times) for row in gram]), separation, times)
+        return largest_sum(np.diag(gram).copy(), separation, count)
+    return largest_sum(np.array([largest_sum(row, separation, count) for row in gram]), separation, count)
 
 
 def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
@@ -122,9 +122,9 @@ def epochs_sq_sensitivity(strategy: np.ndarray, epochs: int) -> float:
     return max(float(gram[offset::period, offset::period].sum()) for offset in range(period))
 
 
-@functools.lru_cache(maxsize=16)  # because each report needs it, and long runs have many cycles
+@functools.lru_cache(maxsize=16)  # each report needs it, and long runs have many cycles
 def cycle_sq_sensitivities(column: bytes, size: int, cycle_length: int) -> tuple[float, ...]:
-    """Returns the squared sensitivity of a Toeplitz strategy after each number of cycles, relative to one cycle.
+    """Returns the squared sensitivity of a Toeplitz strategy after each cycle, divided by that after the first cycle.
 
     Args:
         column: First column of the strategy, as bytes of float64.
@@ -148,10 +148,9 @@ def cycle_sq_sensitivities_of(strategy: np.ndarray, cycle_length: int) -> tuple[
     padded[:size, :size] = strategy
     gram, sq_sensitivities = np.zeros((cycle_length, cycles, cycles)), []
     for cycle in range(cycles):
-        # Rows of the cycle by the position of the column in its cycle: (cycle_length, rows, cycles).
-        rows = (
-            padded[cycle * cycle_length :][:cycle_length].reshape(cycle_length, cycles, cycle_length).transpose(2, 0, 1)
-        )
+        # The rows of this cycle, by the position of the column in its cycle: (cycle_length, rows, cycles).
+        rows = padded[cycle * cycle_length :][:cycle_length]
+        rows = rows.reshape(cycle_length, cycles, cycle_length).transpose(2, 0, 1)
         gram += rows.transpose(0, 2, 1) @ rows
         sq_sensitivities.append(float(np.abs(gram).sum(axis=(1, 2)).max()))
     largest = float(np.square(strategy).sum(axis=0).max())

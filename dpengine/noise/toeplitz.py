@@ -1,9 +1,9 @@
 """Lower-triangular Toeplitz matrices for correlated noise, given by their first columns.
 
-A strategy ``S`` with first column ``c`` determines the correlation of noise: a run adds ``S^-1 Z``, where the rows of
-``Z`` are independent. A workload ``A`` with first column ``a`` determines the quantities of interest, for example
-prefix sums (all ones), the workload of SGD with a constant learning rate. Their error is ``A S^-1 Z``. All numbers are
-float64.
+A strategy ``S`` with first column ``c`` determines the correlation of the noise: a run adds ``S^-1 Z``, where the rows
+of ``Z`` are independent. A workload ``A`` with first column ``a`` determines the linear queries whose error counts. For
+example, the workload of SGD with a constant learning rate is prefix sums, for which ``a`` is all ones. The error of the
+queries is ``A S^-1 Z``. All numbers are float64.
 
 Source: Choquette-Choo et al. 2023 (arXiv:2306.08153); Fichtenberger, Henzinger, Upadhyay 2023 for the square root.
 """
@@ -31,7 +31,7 @@ def momentum(size: int, mu: float) -> np.ndarray:
 
 
 def root_of_prefix_sums(size: int) -> np.ndarray:
-    """Returns the first column ``(size,)`` of the square root of prefix sums, a good strategy for prefix sums."""
+    """Returns the first column ``(size,)`` of the square root of the prefix-sum matrix, a good strategy for it."""
     k = np.arange(1, size)
     return np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
 
@@ -59,12 +59,12 @@ def solve(column: Coefficients, values: np.ndarray) -> np.ndarray:
     return filtered
 
 
-def product(one: Coefficients, other: Coefficients, size: int) -> np.ndarray:
+def product(first: Coefficients, second: Coefficients, size: int) -> np.ndarray:
     """Returns the first column ``(size,)`` of the product of two Toeplitz matrices."""
     from scipy.signal import fftconvolve
 
-    shorter = min(len(one), len(other))
-    left, right = (np.asarray(c, dtype=np.float64)[:size] for c in (one, other))
+    shorter = min(len(first), len(second))
+    left, right = (np.asarray(c, dtype=np.float64)[:size] for c in (first, second))
     column = np.zeros(size)
     convolution = np.convolve(left, right) if shorter <= 64 else fftconvolve(left, right)
     column[: min(size, len(convolution))] = convolution[:size]
@@ -72,7 +72,7 @@ def product(one: Coefficients, other: Coefficients, size: int) -> np.ndarray:
 
 
 def matrix(column: Coefficients, size: int) -> np.ndarray:
-    """Returns the complete matrix ``(size, size)``, for checks and short runs."""
+    """Returns the matrix ``(size, size)``, for checks and short runs."""
     result = np.zeros((size, size))
     for k, value in enumerate(column[:size]):
         result[np.arange(k, size), np.arange(size - k)] = value

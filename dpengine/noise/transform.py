@@ -1,4 +1,4 @@
-"""Noise for loops without the engine. Call ``init`` once, then ``update`` with the sum of each step."""
+"""Noise for training loops without the engine. Call ``init`` once, and then ``update`` with the sum of each step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NoiseTransform:
         stddev: Standard deviation of each fresh normal, in units of the sums: noise multiplier times sensitivity times
             the largest column norm of S.
         recurrence: Correlation of the noise across steps; None for independent noise.
-        noise_seed: None for the operating system's randomness. With a seed, noise is reproducible and not secret.
+        noise_seed: None for a random key from the operating system. With a seed, noise is reproducible and not secret.
         iterations: Number of steps of the run; None for no limit.
 
     Raises:
@@ -61,7 +61,7 @@ class NoiseTransform:
         """Returns the noisy sums of the next step.
 
         Args:
-            sums: The clipped sums. Do not scale them before, because that would change the guarantee.
+            sums: The clipped sums. They must not be scaled before, which would change the guarantee.
             state: Result of ``init`` or of the last ``update``. An older state raises ``PrivacyError``, because it
                 would reuse noise.
 
@@ -74,7 +74,7 @@ class NoiseTransform:
         """
         if self.iterations is not None and state.step >= self.iterations:
             raise BudgetExceeded(
-                f"This run was planned for {self.iterations:,} steps, and all of them were taken.",
+                f"This run was planned for {self.iterations:,} steps, which are complete.",
                 fix="Create a plan with more iterations.",
             )
         leaves, spec = pytree.tree_flatten(sums)
@@ -86,7 +86,7 @@ class NoiseTransform:
         noisy: list[Tensor] = list(leaves)
         start = 0
         for group in _group_by_placement(leaves).values():
-            flat = torch.cat([leaves[i].detach().reshape(-1).to(_wide(leaves[i].dtype)) for i in group])
+            flat = torch.cat([leaves[i].detach().reshape(-1).to(_noise_dtype(leaves[i].dtype)) for i in group])
             state.noise.add(flat, std=self.stddev, step=state.step, start=start)
             start += flat.numel()
             parts = flat.split([leaves[i].numel() for i in group])
@@ -116,9 +116,9 @@ class NoiseState:
         return {"step": self.step, "source": self.source.secret_state(), "noise": self.noise.state_dict()}
 
     def resumed(self, state: Mapping[str, Any], recurrence: Recurrence | None) -> NoiseState:
-        """Returns the state of a result of ``state_dict``. Later noise is bit-identical to that of the saved run.
+        """Returns the state that ``state_dict`` saved. Later noise is bit-identical to that of the saved run.
 
-        A step that was taken after saving must not be repeated with other data.
+        Steps after the save must not be repeated with other data.
 
         Args:
             state: Result of ``state_dict``.
@@ -133,7 +133,7 @@ class NoiseState:
         return NoiseState(source, noise, state["step"], self.shapes)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _noise_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
@@ -141,7 +141,7 @@ def _group_by_placement(leaves: list[Tensor]) -> dict[Placement, list[int]]:
     """Groups the indices of leaves by the device and dtype in which noise is added."""
     groups: dict[Placement, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        groups.setdefault((leaf.device, _wide(leaf.dtype)), []).append(i)
+        groups.setdefault((leaf.device, _noise_dtype(leaf.dtype)), []).append(i)
     return groups
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.optimize import optimize_banded
-from dpengine.noise.recurrences import banded_toeplitz, of_run
+from dpengine.noise.recurrences import banded_toeplitz, for_run
 from dpengine.noise.toeplitz import column_norms, toeplitz_inverse
 from dpengine.sampling.cyclic import CyclicPoissonSampling
 
@@ -100,7 +100,7 @@ class BandMFConfig(AbstractPlanConfig):
         if self.column_normalize:
             noise = banded_toeplitz(column, column_normalized_steps=self.iterations)
             return dataclasses.replace(noise, description={**noise.description, "noise": "banded-toeplitz"})
-        return of_run(banded_toeplitz(column), column, self.iterations, self.num_bands, noise="banded-toeplitz")
+        return for_run(banded_toeplitz(column), column, self.iterations, self.num_bands, noise="banded-toeplitz")
 
     @property
     def selection(self) -> CyclicPoissonSampling:

@@ -8,7 +8,7 @@ from typing import Any, Self, final
 from dpengine.noise.buffered import optimize_blt
 from dpengine.noise.correlated import Recurrence
 from dpengine.noise.optimize import optimize_banded_inverse
-from dpengine.noise.recurrences import banded_inverse_of_run, blt, blt_of_run
+from dpengine.noise.recurrences import banded_inverse_for_run, blt, blt_for_run
 from dpengine.sampling.cyclic import CyclicPoissonSampling
 
 from . import checks
@@ -66,7 +66,7 @@ class BLTConfig(AbstractPlanConfig):
     @property
     def recurrence(self) -> Recurrence:
         """The correlated noise."""
-        return blt_of_run(self.decays, self.scales, self.iterations)
+        return blt_for_run(self.decays, self.scales, self.iterations)
 
     @property
     def selection(self) -> CyclicPoissonSampling:
@@ -120,7 +120,7 @@ class BandedInverseConfig(AbstractPlanConfig):
     @property
     def recurrence(self) -> Recurrence:
         """The correlated noise."""
-        return banded_inverse_of_run(self.coefficients, self.iterations)
+        return banded_inverse_for_run(self.coefficients, self.iterations)
 
     @property
     def selection(self) -> CyclicPoissonSampling:

@@ -14,7 +14,7 @@ from dpengine.accounting.noise_calibration import least_noise
 from dpengine.accounting.run_events import Participation
 from dpengine.errors import InvalidBudgetError
 from dpengine.noise.correlated import Recurrence
-from dpengine.noise.strategy import recurrence_of
+from dpengine.noise.custom_noise import recurrence_of
 from dpengine.sampling.cyclic import CyclicDraws, Partition
 from dpengine.sampling.scheme import Draws
 

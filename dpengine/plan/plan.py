@@ -10,8 +10,8 @@ from dpengine.accounting.run_events import Participation
 from dpengine.clipping.policy import AbstractClip
 from dpengine.clipping.short_forms import clipping_from
 from dpengine.noise.band_mf import BandMF
+from dpengine.noise.blt_and_banded_inverse import BLT, BandedInverse
 from dpengine.noise.correlated import CorrelatedRows, Recurrence
-from dpengine.noise.short_forms import BLT, BandedInverse
 from dpengine.sampling.allocation import BallsInBinsSampling, RandomAllocationSampling
 from dpengine.sampling.choose_scheme import scheme_from
 from dpengine.sampling.cyclic import CyclicPoissonSampling, Partition

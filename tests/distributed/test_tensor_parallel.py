@@ -34,7 +34,7 @@ from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import BandMF, NoiseSource
 from dpengine.noise.correlated import mechanism_for
 from dpengine.noise.mechanism import GaussianNoise
-from dpengine.noise.share import add_noise
+from dpengine.noise.sharded_noise import add_noise
 
 ROWS, INPUTS, HIDDEN = 24, 6, 8
 MIXED = Case(model="tied", noise="bandmf", clipping="per_layer", physical=3)

@@ -17,8 +17,8 @@ from dpengine.accounting import (
 )
 from dpengine.errors import BatchStateError, ExtensionError, InvalidBudgetError
 from dpengine.noise import BandMF, banded_toeplitz, dense
+from dpengine.noise.custom_noise import recurrence_of, strategy_of
 from dpengine.noise.sensitivity import cycle_sq_sensitivities_of, epochs_sq_sensitivity
-from dpengine.noise.strategy import recurrence_of, strategy_of
 from dpengine.sampling import BMinSepSampling, FixedBatchSampling
 from dpengine.sampling.custom_scheme import check_draws
 
@@ -218,7 +218,7 @@ class Weights:
         (Weights((1.0, 0.5)), "Return finite numbers"),
         (Weights(((1.0, float("nan")), ())), "Return finite numbers"),
         (Weights(((1.0,), (-0.3,)), ((37.7,), (1.0,))), "cannot be computed accurately"),
-        (dense(np.eye(5)), r"has 5 steps, and 12 are planned"),
+        (dense(np.eye(5)), r"has 5 steps, but 12 steps are planned"),
         (BandMF(num_bands=6), "bands need batches of at most 1/6"),
     ],
 )

@@ -168,7 +168,7 @@ def test_a_sample_whose_bound_after_rounding_is_not_finite_contributes_zero(boun
     bounds = torch.ones(1, ROWS)
     bounds[0, 0] = bound
     monkeypatch.setattr("dpengine.grad_samplers.bfloat16._norm_bounds", lambda *_: bounds)
-    ((weighted_grads, same_acts),) = norms.rounded([(grads, acts)], torch.full((1, ROWS), 0.5))
+    ((weighted_grads, same_acts),) = norms.multiplied([(grads, acts)], torch.full((1, ROWS), 0.5))
     assert ((true_norms(same_acts, weighted_grads) > 0) == (torch.arange(ROWS) > 0)).all()
 
 
@@ -192,14 +192,14 @@ def test_parameters_of_one_shape_have_the_norms_and_sums_that_they_have_alone(sh
     acts, grads = made("random", "short")
     other_acts, other_grads = made("wide-range", "short")
     pairs = [(grads, acts), (other_grads, acts if shared else other_acts), (grads.flip(0), acts)]
-    assert list(bfloat16.together(pairs)) == [[0, 1, 2]]
+    assert list(bfloat16.groups_for_grams(pairs)) == [[0, 1, 2]]
     norms = bfloat16.GramNorms.of(pairs)
     factor_LB = torch.rand(3, ROWS)
-    found = norms.rounded(pairs, factor_LB)
+    found = norms.multiplied(pairs, factor_LB)
     for i, pair in enumerate(pairs):
         alone = bfloat16.GramNorms.of([pair])
         torch.testing.assert_close(norms.sq_norm_LB[i], alone.sq_norm_LB[0], rtol=1e-6, atol=0)
-        ((first, second),) = alone.rounded([pair], factor_LB[i : i + 1])
+        ((first, second),) = alone.multiplied([pair], factor_LB[i : i + 1])
         assert torch.equal(first, found[i][0]) and torch.equal(second, found[i][1])
 
 
@@ -214,7 +214,7 @@ def test_norms_do_not_depend_on_the_default_dtype(features, dtype):
     torch.set_default_dtype(dtype)
     try:
         found = bfloat16.GramNorms.of([pair])
-        torch.testing.assert_close(found.rounded([pair], factor_LB), expected.rounded([pair], factor_LB))
+        torch.testing.assert_close(found.multiplied([pair], factor_LB), expected.multiplied([pair], factor_LB))
     finally:
         torch.set_default_dtype(before)
     assert torch.equal(found.sq_norm_LB, expected.sq_norm_LB)

@@ -72,8 +72,8 @@ def scaled(sampler):
     return dataclasses.replace(
         sampler,
         grad=lambda call: 1.01 * sampler.grad(call),
-        sq_norm=None, weighted_sum=None, add_weighted_sum=None, concat=None, spread=None, factors=None, cost=None,
-        more_grads={}, more_sq_norms={}, write_grads={},
+        sq_norm=None, weighted_sum=None, add_weighted_sum=None, concat=None, rounding_scale=None, factors=None,
+        cost=None, more_grads={}, more_sq_norms={}, write_grads={},
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dpengine.grad_modes.entry import Entry
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.method import KEEP, Algorithm, Method
 from dpengine.grad_modes.scratch import Scratch
-from dpengine.grad_samplers import machine
+from dpengine.grad_samplers import devices
 from dpengine.grad_samplers.embedding import SAMPLERS as EMBEDDING
 from dpengine.grad_samplers.linear import SAMPLERS
 
@@ -263,7 +263,7 @@ def test_the_bound_covers_products_that_are_cut_off(positions, block, extra_bits
     lost = float(products.sum()) - sum_in_blocks(products, block, extra_bits)
     assert lost == pytest.approx(float(products[1:].sum()), rel=1e-6)
     call = LayerCall(nn.Linear(1, 1), (acts,), grads, name="layer")
-    assert lost <= PRODUCT_ERROR * float(SAMPLERS["weight"].spread(call))
+    assert lost <= PRODUCT_ERROR * float(SAMPLERS["weight"].rounding_scale(call))
 
 
 def test_what_is_traced_is_widened(monkeypatch):
@@ -281,4 +281,4 @@ def test_only_cards_whose_products_are_known_multiply_bfloat16(hip, capability, 
     """Builds of torch for AMD also call their cards "cuda"."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert machine.multiplies_bfloat16(torch.device("cuda", 0)) is expected
+    assert devices.multiplies_bfloat16(torch.device("cuda", 0)) is expected

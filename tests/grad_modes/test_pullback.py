@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dpengine import Flat, PerSampleGradientClipper
 from dpengine.errors import RepeatedBackwardError, UnsupportedLayerError
-from dpengine.grad_samplers import copies, forward_by_rows, functional
+from dpengine.grad_samplers import functional, per_sample_forward, pullback_module
 
 WIDTH, WORDS = 6, 11
 F64 = torch.float64
@@ -99,21 +99,21 @@ class Setting:
         self.clipper = PerSampleGradientClipper(
             model, Flat(self.max_norm), loss_reduction="sum", grad_sample_mode="whole_model"
         )
-        run_with = functional.run_with
+        call_with_tensors = functional.call_with_tensors
 
         def counted(*args):
             self.replays += 1
-            return run_with(*args)
+            return call_with_tensors(*args)
 
-        monkeypatch.setattr(functional, "run_with", counted)
-        by_rows = forward_by_rows.ForwardByRows.__call__
+        monkeypatch.setattr(functional, "call_with_tensors", counted)
+        by_rows = per_sample_forward.PerSampleForward.__call__
 
         def noted(*args):
             output, drawn = by_rows(*args)
             self.stored.append(drawn is not None and bool(drawn.pullbacks))
             return output, drawn
 
-        monkeypatch.setattr(forward_by_rows.ForwardByRows, "__call__", noted)
+        monkeypatch.setattr(per_sample_forward.PerSampleForward, "__call__", noted)
 
     def finish(self, expected, tolerance=1e-6):
         """Compares the clipped sum with the expected one, and makes a step."""
@@ -178,7 +178,7 @@ def stored(setting):
 @pytest.mark.parametrize(("make", "inputs_of"), [(Tied, words), (Noisy, features), (Plain, features)])
 def test_batches_of_any_size_have_the_sums_of_a_loop(setting, monkeypatch, make, inputs_of, chunk_rows):
     model = make()
-    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", chunk_rows * 8 * sum(p.numel() for p in model.parameters()))
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", chunk_rows * 8 * sum(p.numel() for p in model.parameters()))
     run = setting(model)
     for number, rows in enumerate((6, 5, 1, 4, 6, 2)):
         run.step(inputs_of(rows))
@@ -239,7 +239,7 @@ def test_outputs_may_be_in_half_precision(setting):
 
 
 def test_many_chunks_are_not_stored(setting, monkeypatch):
-    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", 1)
     run = setting(Plain())
     for _ in range(3):
         run.step(features(5))
@@ -321,14 +321,14 @@ def test_an_exception_between_the_passes_leaves_no_trace(stored):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_activations_are_freed_with_the_output(stored, monkeypatch, backward):
-    run, pullbacks, original = stored(Plain()), [], copies.Copies.run
+    run, pullbacks, original = stored(Plain()), [], pullback_module.PullbackModule.run
 
     def noted(self, one, tensors):
         outputs = original(self, one, tensors)
         pullbacks.append(weakref.ref(self.pullbacks[-1]))
         return outputs
 
-    monkeypatch.setattr(copies.Copies, "run", noted)
+    monkeypatch.setattr(pullback_module.PullbackModule, "run", noted)
     gc.disable()
     try:
         output = run.model(features(5))
@@ -344,9 +344,9 @@ def test_activations_are_freed_with_the_output(stored, monkeypatch, backward):
 
 
 def test_a_pullback_with_other_gradients_than_a_replay_is_not_used(setting, monkeypatch):
-    original = forward_by_rows.Drawn.gradients
+    original = per_sample_forward.PerSampleRun.gradients
     twice = lambda drawn, grads: {name: 2 * grad for name, grad in original(drawn, grads).items()}  # noqa: E731
-    monkeypatch.setattr(forward_by_rows.Drawn, "gradients", twice)
+    monkeypatch.setattr(per_sample_forward.PerSampleRun, "gradients", twice)
     run = setting(Plain())
     for _ in range(4):
         run.step(features(5))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import Flat, PerSampleGradientClipper, PrivacyEngine
 from dpengine.errors import BatchDependentLossError, UnsupportedLayerError
-from dpengine.grad_samplers import forward_by_rows
+from dpengine.grad_samplers import per_sample_forward
 
 SAMPLES, LENGTH, WIDTH = 5, 4, 6
 WEIGHTS = torch.tensor([0.1, 0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -306,7 +306,7 @@ def assert_masks_are_those_that_the_loss_saw(model, tolerance):
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_random_numbers_are_drawn_once_and_from_the_first_batch_on_in_the_same_way(draw, monkeypatch):
-    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", 1)
     model = Draws(DRAWS[draw])
     clipper(model, 1.0)
     inputs, outputs, states = features(), [], []
@@ -329,7 +329,7 @@ def host_states():
 def test_masks_are_drawn_again_in_chunks_of_any_size(rows, monkeypatch):
     model = Draws(DRAWS["dropout"]).double()
     row_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
-    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", rows * row_bytes)
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", rows * row_bytes)
     assert_masks_are_those_that_the_loss_saw(model, 1e-5)
 
 
@@ -383,7 +383,7 @@ def test_layers_in_other_precisions_and_in_checkpoints_are_clipped(dtype, tolera
     ("model", "inputs", "reason"),
     [
         (own_generator(), features, "draws random numbers that a second run does not repeat"),
-        (mixes_samples(), features, "another output when each row was run alone"),
+        (mixes_samples(), features, "another output when each sample was run alone"),
         (ReturnsItsLoss(lambda losses_B: losses_B.logsumexp(0)), features, "neither the mean nor the sum"),
         (mixes_samples(0.5), features, "the complete batch gives another output"),
         (given_positions(), as_many_positions_as_samples, "first axis has the size of the batch by chance"),
@@ -503,7 +503,7 @@ def test_graphs_run_per_sample_with_the_dropout_of_the_loss_or_are_rejected():
     clipped.clip_and_accumulate()
     model = MixesGraphs().double()
     clipped = clipper(model, 1.0)
-    with pytest.raises(UnsupportedLayerError, match="another output when each row was run alone"):
+    with pytest.raises(UnsupportedLayerError, match="another output when each sample was run alone"):
         weighted_loss(model(graphs()), WEIGHTS).backward()
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.utils import _pytree as pytree
 
 from dpengine.capture import LayerCall
-from dpengine.grad_samplers import forward_by_rows
+from dpengine.grad_samplers import per_sample_forward
 from dpengine.grad_samplers.functional import functional_sampler
 
 F64 = torch.float64
@@ -201,7 +201,7 @@ def counted(layer):
 
 
 def test_gradients_are_formed_some_rows_at_a_time_and_are_the_same(monkeypatch):
-    monkeypatch.setattr(forward_by_rows, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
     call = make_call(nn.Linear(3, 2).double(), normal(5, 3))
     assert_exact(call)
     runs = counted(call.layer)

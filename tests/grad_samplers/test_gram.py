@@ -136,17 +136,17 @@ def test_norms_formed_together_equal_norms_formed_separately(each_way, monkeypat
     for factors, found in zip(products, together, strict=True):
         alone = gram_norms([factors])[0]
         torch.testing.assert_close(found.sq_norm_B, alone.sq_norm_B, rtol=1e-12, atol=0)
-        torch.testing.assert_close(found.spread_B, alone.spread_B, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.rounding_scale_B, alone.rounding_scale_B, rtol=1e-12, atol=0)
         torch.testing.assert_close(found.sq_norm_B.double(), truth(*factors), rtol=0.0101, atol=0)
     assert count < len(formed) - count or length == 1  # ten factors are four tensors
 
 
-def test_the_spread_is_what_the_parts_have_together(each_way):
+def test_the_rounding_scale_is_what_the_parts_have_together(each_way):
     torch.manual_seed(0)
     for length in (6, 300):
         a, b = torch.randn(3, length, 8), torch.randn(3, length, 5)
         parts_B = (a.norm(dim=2) * b.norm(dim=2)).sum(dim=1).double()
-        found_B = gram_norms([(a, b)])[0].spread_B.double()
+        found_B = gram_norms([(a, b)])[0].rounding_scale_B.double()
         assert (found_B >= parts_B * (1 + length / 64) * (1 - 1e-5)).all()
         assert (found_B <= parts_B * (1 + length / 64) * (1 + 1e-5)).all()
 

@@ -100,8 +100,8 @@ def test_a_wrong_rule_is_rejected_by_name_with_its_differences(name, kind, mode)
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ew", "functorch"])
 def test_right_rules_train_and_are_compared_in_the_first_batch_only(mode, dtype, monkeypatch):
     asked = []
-    truth = rule_check.samples_alone
-    monkeypatch.setattr(rule_check, "samples_alone", lambda *call: asked.append(1) or truth(*call))
+    truth = rule_check.single_sample_grads
+    monkeypatch.setattr(rule_check, "single_sample_grads", lambda *call: asked.append(1) or truth(*call))
     register_grad_sampler(Affine)(right)
     register_norm_sampler(Affine)(norms_of(right))
     state = torch.get_rng_state()
@@ -173,8 +173,10 @@ def test_a_rule_that_is_right_for_the_first_batch_size_only_is_rejected_at_the_s
 
 def test_two_batch_sizes_are_compared(monkeypatch):
     compared = []
-    truth = rule_check.samples_alone
-    monkeypatch.setattr(rule_check, "samples_alone", lambda call, rows: compared.append(len(rows)) or truth(call, rows))
+    truth = rule_check.single_sample_grads
+    monkeypatch.setattr(
+        rule_check, "single_sample_grads", lambda call, samples: compared.append(len(samples)) or truth(call, samples)
+    )
     register_grad_sampler(Affine)(right)
     model = model_of()
     for rows in (1, 1, 5, 5, 1, 6, 7, 5, 1):
@@ -228,8 +230,10 @@ def test_a_layer_that_cannot_be_run_on_single_samples_is_warned_about(register):
 def test_of_a_large_layer_a_few_samples_are_compared(monkeypatch):
     monkeypatch.setattr(rule_check, "_MAX_ELEMENTS", 30)
     compared = []
-    truth = rule_check.samples_alone
-    monkeypatch.setattr(rule_check, "samples_alone", lambda call, rows: compared.append(rows) or truth(call, rows))
+    truth = rule_check.single_sample_grads
+    monkeypatch.setattr(
+        rule_check, "single_sample_grads", lambda call, samples: compared.append(samples) or truth(call, samples)
+    )
     register_grad_sampler(Affine)(right)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -91,17 +91,17 @@ def parts_of(run):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_the_spread_is_at_least_what_the_parts_of_a_row_add_up_to(case):
+def test_the_rounding_scale_is_at_least_what_the_parts_of_a_row_add_up_to(case):
     run = Run(case)
     for name in run.names:
         sampler = run.samplers[name]
         if isinstance(run.samplers, JointSampler) or sampler.weighted_sum is None:
             continue
         parts = [sampler.grad(run.call.replace(grad_output=part)).flatten(1).norm(dim=1) for part in parts_of(run)]
-        spread = sampler.spread(run.call)
-        assert spread.shape == (ROWS,)
+        rounding_scale = sampler.rounding_scale(run.call)
+        assert rounding_scale.shape == (ROWS,)
         if len(parts) > 1:
-            assert (spread >= sum(parts) * (1 - 1e-9)).all()
+            assert (rounding_scale >= sum(parts) * (1 - 1e-9)).all()
 
 
 @pytest.mark.one_in(2, "case", "dtype")
@@ -150,7 +150,7 @@ def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):
     factor_B = factors(F32)[:rows]
     for name in run.names:
         sampler = run.samplers[name]
-        assert sampler.takes_bfloat16
+        assert sampler.accepts_bfloat16
         for form in sampler.grads:
             truth = sampler.grads[form](wide)
             for narrow in (call, inputs):
@@ -337,12 +337,12 @@ def test_accelerators_add_repeated_entries_without_a_shape_that_depends_on_value
         cotangent[entries == padding] = float("inf")
     call = LayerCall(layer, (entries, *([None] * len(weights)), *weights), cotangent, {}, None, "table")
     sampler, factor_B = sampler_for(layer)["weight"], torch.rand(5)
-    monkeypatch.setattr(embedding, "_FEW_ON_CPU", 0)
+    monkeypatch.setattr(embedding, "_MAX_PAIR_PRODUCTS_CPU", 0)
     ways = lambda: (sampler.grad(call), sampler.sq_norm(call).double(), sampler.weighted_sum(call, factor_B))  # noqa: E731
     expected = ways()
     monkeypatch.setattr(embedding, "launches_kernels", lambda device: True)
-    monkeypatch.setattr(embedding, "_has_few_pairs", lambda call: False)
-    monkeypatch.setattr(embedding, "_unique_places", None)
+    monkeypatch.setattr(embedding, "_few_pair_products", lambda call: False)
+    monkeypatch.setattr(embedding, "_unique", None)
     monkeypatch.setattr(torch.Tensor, "any", None)  # which the host would read
     for found, truth in zip(ways(), expected, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-6, atol=1e-6)
@@ -352,7 +352,7 @@ def test_accelerators_add_repeated_entries_without_a_shape_that_depends_on_value
 @pytest.mark.parametrize("padding", [None, 0])
 @pytest.mark.parametrize("shape", [(5,), (5, 7), (5, 2, 3)], ids=str)
 def test_norms_of_embeddings_add_repeated_entries_first(limit, padding, shape, monkeypatch):
-    monkeypatch.setattr(embedding, "_FEW_ON_CPU", limit)
+    monkeypatch.setattr(embedding, "_MAX_PAIR_PRODUCTS_CPU", limit)
     torch.manual_seed(0)
     layer, entries = nn.Embedding(3, 4, padding_idx=padding), torch.randint(3, shape)
     call = LayerCall(layer, (entries,), torch.randn(*shape, 4), {}, None, "table")

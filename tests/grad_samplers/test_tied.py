@@ -72,7 +72,7 @@ def test_a_linear_layer_at_one_position_has_a_part_that_may_cancel_too():
     calls = calls_of(pooled=True)
     (head, _), (words, _) = calls[1], calls[0]
     alone_B = head.inputs[0].norm(dim=1) * head.grad_output.norm(dim=1)
-    assert (tied_norm(calls).spread_B >= (WORDS.spread(words) + alone_B) * (1 - 1e-9)).all()
+    assert (tied_norm(calls).rounding_scale_B >= (WORDS.rounding_scale(words) + alone_B) * (1 - 1e-9)).all()
 
 
 def test_other_uses_have_no_cross_terms_of_this_kind():
@@ -106,7 +106,7 @@ def test_what_arrives_at_the_padding_makes_no_norm_larger():
     at_padding = (words.inputs[0] == 3).unsqueeze(2)
     assert at_padding.any()
     large = words.replace(grad_output=words.grad_output.masked_fill(at_padding, 1e12))
-    assert torch.equal(sampler.spread(large), sampler.spread(words))
+    assert torch.equal(sampler.rounding_scale(large), sampler.rounding_scale(words))
     entry = lambda call: Entry(Use(call.layer.weight, "weight"), [(call, sampler)])  # noqa: E731
     algorithm, scratch = Algorithm(Method.GHOST, "shortcut"), Scratch()
     norms_B = [entry(call).sq_norm(algorithm, ROWS, scratch) for call in (words, large)]

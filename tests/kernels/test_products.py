@@ -98,11 +98,11 @@ def parts(*factors):
 
 
 def check_grams(factors, listed):
-    sq_norm, spread = products.gram_norms(factors, listed)
-    for which, found, spread_B in zip(listed, sq_norm, spread, strict=True):
+    sq_norm, rounding_scale = products.gram_norms(factors, listed)
+    for which, found, rounding_scale_B in zip(listed, sq_norm, rounding_scale, strict=True):
         chosen = [factors[i] for i in which]
         torch.testing.assert_close(found, dense(*chosen), rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(spread_B, parts(*chosen), rtol=1e-12, atol=0)
+        torch.testing.assert_close(rounding_scale_B, parts(*chosen), rtol=1e-12, atol=0)
 
 
 @pytest.mark.one_in(6, "sizes", "length", others="slow")

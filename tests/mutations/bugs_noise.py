@@ -15,7 +15,7 @@ from dpengine.checkpoint.run_state import Resumption
 from dpengine.engine.step import PrivateStep
 from dpengine.noise import BandMF, GaussianNoise
 from dpengine.noise.correlated import CorrelatedNoise
-from dpengine.noise.share import add_noise
+from dpengine.noise.sharded_noise import add_noise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 
@@ -195,7 +195,7 @@ BUGS = (
         "each rank adds sigma / R for sigma / sqrt(R)",
         ("DN",),
         (
-            Patch(module_of(add_noise), "_cut_spans", _each_rank_draws_all),
+            Patch(module_of(add_noise), "_split_spans", _each_rank_draws_all),
             Patch(module_of(PrivateStep), "add_noise", _share_of_ranks),
             Patch(module_of(noise_distribution), "add_noise", _share_of_ranks),
         ),

@@ -5,7 +5,7 @@ from .guard import Guard
 GUARDS = [
     Guard(
         "a part of a model becomes a unit only if rows that run alone give the outputs of the batch",
-        "                check_rows_alone(call, samples)\n",
+        "                check_samples_independent(call, samples)\n",
         "                pass\n",
         "grad_modes/test_smallest_units.py::test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer",
     ),
@@ -66,8 +66,8 @@ GUARDS = [
     ),
     Guard(
         "registered rules are compared at two batch sizes",
-        "_SIZES = 2",
-        "_SIZES = 1",
+        "_NUM_BATCH_SIZES = 2",
+        "_NUM_BATCH_SIZES = 1",
         "grad_samplers/test_rule_check.py::test_a_rule_that_is_right_for_the_first_batch_size_only_is_rej"
         "ected_at_the_second",
     ),
@@ -234,8 +234,8 @@ GUARDS = [
     ),
     Guard(
         "norms from bfloat16 Gram matrices include the rounding of the matrices",
-        "    bound_LB.addcmul_(small.largest_LB(), large.largest_LB(), value=1 + added)\n"
-        "    bound_LB.addcmul_(small.size_LB, large.size_LB, value=-1)\n",
+        "    bound_LB.addcmul_(small.norm_bound_LB(), large.norm_bound_LB(), value=1 + sum_error)\n"
+        "    bound_LB.addcmul_(small.norm_LB, large.norm_LB, value=-1)\n",
         "",
         "faults/test_bfloat16_attacks.py::test_norms_are_not_low_if_each_product_has_the_largest_error[alike-long--1]",
     ),
@@ -247,7 +247,7 @@ GUARDS = [
     ),
     Guard(
         "norms from bfloat16 Gram matrices include the rounding of the clipped sum",
-        ".add_(spread_LB, alpha=_PRODUCT_ERROR * (1 + length / _PARTS))",
+        ".add_(rounding_scale_LB, alpha=_PRODUCT_ERROR * (1 + length / _TERMS))",
         "",
         "faults/test_bfloat16_attacks.py::test_norms_are_not_low_if_each_product_has_the_largest_error[wide-range-long-1]",
     ),
@@ -270,7 +270,7 @@ GUARDS = [
         "grad_modes/test_bfloat16.py::test_sums_and_norms_are_those_of_widened_tensors[ghost-keep: direct]",
     ),
     Guard(
-        "norms that depend on the spread of a parameter are not computed together",
+        "norms that depend on the rounding_scale of a parameter are not computed together",
         "algorithm.method is Method.DISCARD and not self._in_bfloat16",
         "False",
         "grad_modes/test_bfloat16.py::test_an_accelerator_forms_gradients_of_one_shape_together[discard: direct-False]",

@@ -121,7 +121,7 @@ GUARDS = [
         "a rank adds noise to its own share only",
         "        if is_local:\n            slice_of",
         "        if True:\n            slice_of",
-        "noise/test_share.py::test_each_number_gets_its_noise_from_one_rank",
+        "noise/test_sharded_noise.py::test_each_number_gets_its_noise_from_one_rank",
     ),
     Guard(
         "a step is never handed out twice",
@@ -229,7 +229,7 @@ GUARDS = [
         "ranks with other facts",
         "            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)",
         "            pass",
-        "noise/test_share.py::test_a_rank_without_any_sum_sends_its_words",
+        "noise/test_sharded_noise.py::test_a_rank_without_any_sum_sends_its_words",
     ),
     Guard(
         "the loader stops before the target",

@@ -7,7 +7,7 @@ TESTS = {
     "PB-2": "noise/test_gaussian.py::test_noise_has_the_asked_standard_deviation_and_leaves_the_mean",
     "PB-3": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-4": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
-    "PB-5": "noise/test_share.py::test_each_number_gets_its_noise_from_one_rank",
+    "PB-5": "noise/test_sharded_noise.py::test_each_number_gets_its_noise_from_one_rank",
     "PB-6": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-7": "engine/test_noise.py::test_parameters_of_two_dtypes_share_no_noise",
     "PB-8": "engine/test_noise.py::test_every_parameter_gets_noise_of_its_own",

@@ -664,7 +664,7 @@ REJECTED = {
     "random numbers before a layer": (
         DrawsBefore,
         WHOLE_MODEL,
-        r"DPE001.*The model \(Pooled\) could not be run on each row alone",
+        r"DPE001.*The model \(Pooled\) could not be run on each sample alone",
         of_outputs,
         [AUTO],
     ),

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpengine.capture.record import LayerCall, swap_batch_axis
-from dpengine.grad_samplers.copies import run_with
 from dpengine.grad_samplers.functional import functional_sampler
+from dpengine.grad_samplers.pullback_module import call_with_tensors
 
 
 def make_functional(
@@ -65,7 +65,7 @@ def _compute(
     inputs = activations.detach().to(dtype) if activations.is_floating_point() else activations
     buffers = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     values = {name: p.to(dtype) for name, p in layer.named_parameters()}
-    output = run_with(layer, {**values, **buffers}, (inputs if batch_first else swap_batch_axis(inputs),), {})
+    output = call_with_tensors(layer, {**values, **buffers}, (inputs if batch_first else swap_batch_axis(inputs),), {})
     output = output if batch_first else swap_batch_axis(output)
     call = LayerCall(layer, (inputs,), backprops.to(dtype), output=output, batch_first=batch_first)
     grads = functional_sampler(layer).grads(call)

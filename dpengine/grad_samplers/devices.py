@@ -1,4 +1,4 @@
-"""Properties of devices, for estimates of costs."""
+"""Properties of devices, which cost estimates and sizes of temporary memory depend on."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import torch
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")  # since torch 2.8
-# CUDA capabilities; on other devices float64 takes 16 to 64 times as long as float32.
+# CUDA compute capabilities. On GPUs with other ones, float64 takes 16 to 64 times as long as float32.
 _FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 
 
@@ -22,8 +22,8 @@ def fast_in_float64(device: torch.device) -> bool:
 def memory_for(device: torch.device, on_cpu: int, *, most: int = 2**30) -> int:
     """Returns the number of bytes of temporary memory to use at a time.
 
-    On the CPU this is ``on_cpu``, which suits the caches. A GPU uses 1/32 of its memory, at most ``most``, because each
-    kernel launch costs time.
+    On the CPU this is ``on_cpu``, which should fit the caches. On a GPU it is 1/32 of the memory, at most ``most``,
+    because fewer kernel launches take less time.
     """
     if device.type == "cpu":
         return on_cpu
@@ -45,7 +45,7 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 
 def operations_per_byte(device: torch.device) -> float:
-    """Returns the number of operations of a fast matrix product in the time that one byte takes to load."""
+    """Returns the number of operations that a fast matrix product executes in the time to load one byte."""
     return 7.0 if device.type == "cpu" else 100.0
 
 

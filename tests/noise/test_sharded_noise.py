@@ -13,7 +13,7 @@ from dpengine.errors import MechanismMismatchError
 from dpengine.grad_modes import flat_buffer
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import GaussianNoise, NoiseSource
-from dpengine.noise.share import add_noise, noised_places
+from dpengine.noise.sharded_noise import add_noise, noised_places
 
 SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 

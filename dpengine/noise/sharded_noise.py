@@ -1,4 +1,4 @@
-"""Adds noise to the clipped sums: each rank adds noise to its own shard, so that each element gets noise once."""
+"""Adds noise to the clipped sums. Each rank adds noise to its own shard, so that each element gets noise once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def add_noise(
             RankFingerprint.write(memory[-RankFingerprint.WORDS :], fingerprint)
     waits, noised = [], 0
     buckets = list(_buckets(sums)) if replicas.size > 1 else []
-    for span, is_local in _cut_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
+    for span, is_local in _split_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
         part, places = sums.sums(span), span.places
         if is_local:
             slice_of = {"start": places.start, "rows": places.rows, "stride": places.stride}
@@ -54,7 +54,7 @@ def add_noise(
         noised += span.count
         while buckets and buckets[0][0] <= noised:
             waits.append(replicas.all_reduce(buckets.pop(0)[1]))
-    for _, bucket in buckets:  # remain if there is only the fingerprint
+    for _, bucket in buckets:  # buckets without sums, which contain only the fingerprint
         waits.append(replicas.all_reduce(bucket))
     for wait in waits:
         wait()
@@ -64,16 +64,16 @@ def add_noise(
 
 
 def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
-    """Returns the places in the vector of all parameters to which this rank adds noise."""
+    """Returns the places in the vector of all parameters where this rank adds noise."""
     return [
         span.places
-        for span, is_local in _cut_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
+        for span, is_local in _split_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
         if is_local
     ]
 
 
 def _buckets(sums: DrainedBuffer) -> Iterator[tuple[int, Tensor]]:
-    """Yields the number of sums that must have noise before a bucket is sent, and the bucket."""
+    """Yields each bucket, after the number of elements that must have noise before the bucket is sent."""
     before = 0
     for key, memory in sums.memory.items():
         size, bucket_size = len(sums.flats[key]), sums.message_sizes[key]
@@ -82,12 +82,12 @@ def _buckets(sums: DrainedBuffer) -> Iterator[tuple[int, Tensor]]:
         before += size
 
 
-def _cut_spans(
+def _split_spans(
     spans: Sequence[BufferSpan], replicas: Ranks, bucket_sizes: Mapping[Key, int], total_numel: int
 ) -> Iterator[tuple[BufferSpan, bool]]:
-    """Cuts the spans into parts that lie in one bucket and get noise from one rank.
+    """Splits the spans into parts that are in one bucket and get noise from one rank.
 
-    Yields each part, and whether this rank adds its noise.
+    Yields each part, and True if this rank adds its noise.
     """
     if replicas.size == 1:
         for span in spans:
@@ -97,8 +97,8 @@ def _cut_spans(
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     count = 0
     for span in spans:
-        start = span.places.start if total_numel else count  # position that assigns elements to ranks
-        if span.places.rows > 1:  # spans of several rows are not cut
+        start = span.places.start if total_numel else count  # position that determines the rank
+        if span.places.rows > 1:  # spans of several rows are not split
             yield span, first <= start < end
         else:
             low, high = (min(max(edge - start, 0), span.count) for edge in (first, end))

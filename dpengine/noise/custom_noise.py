@@ -1,4 +1,4 @@
-"""Privacy analysis of custom correlated noise: its strategy matrix, computed from the weights of its rows."""
+"""Privacy analysis of custom correlated noise, from the strategy matrix that the weights of its rows define."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _GROWTH_FIX = "Use weights whose noise does not grow over the run, or fewer step
 
 
 def recurrence_of(noise: CorrelatedRows, steps: int) -> Recurrence:
-    """Returns custom noise for a run of ``steps`` steps, with its column norm, bands and sensitivity.
+    """Returns custom noise for a run of ``steps`` steps, with its column norm, number of bands and sensitivity.
 
     Raises InvalidBudgetError if the weights are invalid, or the sensitivity cannot be computed accurately.
     """
     name = type(noise).__name__
     if noise.size is not None and steps > noise.size:
         raise InvalidBudgetError(
-            f"noise={name}(...) has {noise.size:,} steps, and {steps:,} are planned.",
+            f"noise={name}(...) has {noise.size:,} steps, but {steps:,} steps are planned.",
             fix=f"Pass steps={noise.size}, or noise of {steps:,} steps.",
         )
     if steps > MAX_STEPS:
@@ -46,7 +46,7 @@ def recurrence_of(noise: CorrelatedRows, steps: int) -> Recurrence:
     description: Mapping[str, Any] = getattr(noise, "description", {})
     return Recurrence(
         f"{getattr(noise, 'name', name)}-{digest}",
-        lambda step: rows[step][:2],  # the analyzed weights, because the object might return others later
+        lambda step: rows[step][:2],  # the analyzed weights; the object might return others later
         lambda step: rows[step][2:],
         steps,
         norm,
@@ -77,7 +77,7 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
                 f"noise={type(noise).__name__}(...): row({step}) and kept({step}) are {noise.row(step)!r} and "
                 f"{noise.kept(step)!r}.",
                 fix="Return finite numbers, where the first number of row() is positive, and one weight, factor and "
-                "gain for each kept row; the number of kept rows is the same at each step.",
+                "gain for each kept row. The number of kept rows must be the same at each step.",
             )
         for values in row:
             digest.update(len(values).to_bytes(8, "little") + values.tobytes())
@@ -86,9 +86,10 @@ def _checked_rows(noise: CorrelatedRows, steps: int) -> tuple[list[_Row], str]:
 
 
 def _strategy(rows: list[_Row]) -> np.ndarray:
-    """Returns S, computed from the weights together with its inverse, and checks that both are accurate.
+    """Computes S and its inverse from the weights, checks that both are accurate, and returns S.
 
-    The noise of a run is ``S^-1 Z``, so column j of S is the fresh noise whose noise is 1 at step j and 0 elsewhere.
+    The noise of a run is ``S^-1 Z``, so column j of S is the fresh noise that gives the noise 1 at step j and 0 at all
+    other steps.
     """
     size, num_kept = len(rows), len(rows[0][1])
     noise, strategy = np.zeros((size, size)), np.zeros((size, size))
@@ -110,7 +111,7 @@ def _strategy(rows: list[_Row]) -> np.ndarray:
             fix=_GROWTH_FIX,
         )
     growth = np.linalg.norm(noise, axis=1) / np.array([row[0][0] for row in rows])
-    if growth.max() > _MAX_GROWTH:  # float32 rounding would remove the fresh row, which the guarantee needs
+    if growth.max() > _MAX_GROWTH:  # rounding to float32 would remove the fresh row, on which the guarantee depends
         raise InvalidBudgetError(
             f"The noise of step {growth.argmax()} is {growth.max():.2g} times its fresh row; at most {_MAX_GROWTH} "
             "times is supported.",
