@@ -176,11 +176,7 @@ def _embedding() -> list[Case]:
         Case("embedding-last-is-padding", lambda: nn.Embedding(3, 4, padding_idx=-1), batch(indices(3, 7))),
         Case("embedding-int32", lambda: nn.Embedding(5, 3), batch(indices(5, 7, dtype=torch.int32))),
         Case("embedding-sparse", lambda: nn.Embedding(5, 3, sparse=True), batch(indices(5, 7))),
-        Case(
-            "embedding-transposed",
-            lambda: nn.Embedding(5, 3),
-            lambda rows, _: (torch.randint(5, (7, rows)).T,),
-        ),
+        Case("embedding-transposed", lambda: nn.Embedding(5, 3), lambda rows, _: (torch.randint(5, (7, rows)).T,)),
         Case("embedding-by-keyword", lambda: nn.Embedding(5, 3), batch(indices(5, 7)), keywords=("input",)),
     ]
     for mode in ("sum", "mean", "max"):

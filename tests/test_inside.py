@@ -190,12 +190,7 @@ def _definitions(file: Path, node: ast.stmt, private: Collection[str], of_step: 
 
 
 def _read(
-    file: Path,
-    name: str,
-    top: ast.stmt,
-    private: Collection[str],
-    of_step: set[str],
-    skip: Collection[ast.stmt] = (),
+    file: Path, name: str, top: ast.stmt, private: Collection[str], of_step: set[str], skip: Collection[ast.stmt] = ()
 ) -> Definition:
     found = Definition(file, name, getattr(top, "lineno", 0))
     waiting: list[ast.AST] = [top]

@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from scipy.optimize import brentq
 from scipy.stats import norm
 
-from dpengine.accounting import (
-    Charge,
-    Relation,
-    bounds_of,
-    delta_of,
-    epsilon,
-    epsilon_of,
-    release_event,
-    steps_within,
-)
+from dpengine.accounting import Charge, Relation, bounds_of, delta_of, epsilon, epsilon_of, release_event, steps_within
 from dpengine.accounting.composition import MAX_DISTINCT, compose
 from dpengine.accounting.tilted_pld.convolved import convolved
 from dpengine.accounting.tilted_pld.loss_grid import Span, atoms_above, atoms_below, cell_ends

@@ -24,11 +24,7 @@ from opacus_runs import (
 from dpengine.compat.opacus import GradSampleModule
 from dpengine.compat.opacus.grad_sample import GradSampleModuleNoOp
 from dpengine.compat.opacus.optimizers import DPOptimizer
-from dpengine.compat.opacus.optimizers.optimizer import (
-    _check_processed_flag,
-    _generate_noise,
-    _mark_as_processed,
-)
+from dpengine.compat.opacus.optimizers.optimizer import _check_processed_flag, _generate_noise, _mark_as_processed
 from dpengine.compat.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpengine.errors import (
     BatchStateError,

@@ -312,10 +312,7 @@ def test_a_checkpoint_is_rejected_with_what_to_save_instead(tmp_path):
 
 @pytest.mark.parametrize(
     ("given", "name"),
-    [
-        ({"physical_batch_size": 4}, "physical_batch_size"),
-        ({"accumulation_steps": 2}, "accumulation_steps"),
-    ],
+    [({"physical_batch_size": 4}, "physical_batch_size"), ({"accumulation_steps": 2}, "accumulation_steps")],
 )
 def test_options_of_the_private_loader_are_rejected(given, name):
     with pytest.raises(SamplingError, match=rf"DPE004.*does not support {name}.*sampling=\"poisson\""):

@@ -210,18 +210,10 @@ BUGS = (
         "PB-14",
         "the mean of the batch is clipped",
         ("DR", "DO"),
-        (
-            Patch(Flat, "factors", _no_row_is_clipped),
-            Patch(module_of(PassClipper), "add_clipped", _mean_is_clipped),
-        ),
+        (Patch(Flat, "factors", _no_row_is_clipped), Patch(module_of(PassClipper), "add_clipped", _mean_is_clipped)),
     ),
     Planted("PB-15", "pairs of rows are clipped together", ("DR", "DO"), (Patch(PrivateStep, "_units", _pairs),)),
-    Planted(
-        "PB-16",
-        "one layer is not clipped",
-        ("DR", "DO"),
-        (_ALONE, Patch(Entry, "add_sum", _one_layer_whole)),
-    ),
+    Planted("PB-16", "one layer is not clipped", ("DR", "DO"), (_ALONE, Patch(Entry, "add_sum", _one_layer_whole))),
     Planted(
         "PB-17",
         "NaN passes",
@@ -238,18 +230,9 @@ BUGS = (
         ("DO",),
         (_ALONE, _normed(lambda p, name, norm_B: norm_B.half().double())),
     ),
+    Planted("PB-19", "sums of a batch that was given up stay", ("DO",), (Patch(PassClipper, "zero", _of_nothing),)),
     Planted(
-        "PB-19",
-        "sums of a batch that was given up stay",
-        ("DO",),
-        (Patch(PassClipper, "zero", _of_nothing),),
-    ),
-    Planted(
-        "PB-36",
-        "a model mixes rows, and nothing probes for it",
-        ("DI", "DR"),
-        (_NO_PROBE,),
-        make=_of(_three(Centred)),
+        "PB-36", "a model mixes rows, and nothing probes for it", ("DI", "DR"), (_NO_PROBE,), make=_of(_three(Centred))
     ),
     Planted(
         "PB-37",

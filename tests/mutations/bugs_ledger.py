@@ -149,10 +149,7 @@ BUGS = (
     Planted("PB-30", "the ledger misses steps", ("DL",), (Patch(PrivateStep, "_charge", _sometimes),)),
     Planted("PB-31", "the ledger books another noise multiplier", ("DL",), (Patch(RunPlan, "event", _larger),)),
     Planted(
-        "PB-35",
-        "a loss scaler skips a step",
-        ("DL",),
-        (Patch(module_of(attach_scaler), "attach_scaler", _skipping),),
+        "PB-35", "a loss scaler skips a step", ("DL",), (Patch(module_of(attach_scaler), "attach_scaler", _skipping),)
     ),
     Planted(
         "PB-40",
@@ -162,17 +159,9 @@ BUGS = (
         make=small({"clipping": "adaptive"}),
     ),
     Planted(
-        "PB-41",
-        "the key is in the file of what was spent",
-        ("DF",),
-        (Patch(PrivacyEngine, "state_dict", _with_key),),
+        "PB-41", "the key is in the file of what was spent", ("DF",), (Patch(PrivacyEngine, "state_dict", _with_key),)
     ),
-    Planted(
-        "PB-42",
-        "FFT without a tilt",
-        ("DA",),
-        (Patch(module_of(rough_epsilon), "_on_lattices", _plain_fft),),
-    ),
+    Planted("PB-42", "FFT without a tilt", ("DA",), (Patch(module_of(rough_epsilon), "_on_lattices", _plain_fft),)),
     Planted(
         "PB-43",
         "int(1 / q) loses a step",

@@ -179,10 +179,7 @@ BUGS = (
     Planted("PB-1", "noise times 0.5", ("DN",), (_scaled(0.5),)),
     Planted("PB-2", "noise times 0.97", ("DN",), (_scaled(0.97),)),
     Planted(
-        "PB-3",
-        "noise without the threshold",
-        ("DN",),
-        (_std(lambda plan, std: std / plan.clipping.sensitivity()),),
+        "PB-3", "noise without the threshold", ("DN",), (_std(lambda plan, std: std / plan.clipping.sensitivity()),)
     ),
     Planted(
         "PB-4",
@@ -200,12 +197,7 @@ BUGS = (
             Patch(module_of(noise_distribution), "add_noise", _share_of_ranks),
         ),
     ),
-    Planted(
-        "PB-6",
-        "the same noise at each step",
-        ("DN",),
-        (Patch(NoiseSource, "add_normal_", _one_step),),
-    ),
+    Planted("PB-6", "the same noise at each step", ("DN",), (Patch(NoiseSource, "add_normal_", _one_step),)),
     Planted("PB-7", "tensors of one shape share noise", ("DN",), (_renoised(_alike),)),
     Planted("PB-8", "a bias without noise", ("DN",), (_renoised(_no_bias),)),
     Planted("PB-9", "noise cut off at 2 sigma", ("DN",), (_renoised(_cut_off),)),
@@ -221,12 +213,7 @@ BUGS = (
         ("DR", "DN", "DO"),
         (_by_rows(lambda std, scale, share: (std, scale / share)),),
     ),
-    Planted(
-        "PB-22",
-        "divisor from N",
-        ("DR", "DN"),
-        (Patch(RunPlan, "divisor", _int_of_n_q),),
-    ),
+    Planted("PB-22", "divisor from N", ("DR", "DN"), (Patch(RunPlan, "divisor", _int_of_n_q),)),
     Planted(
         "PB-32",
         "address without nonce: noise comes again after a resume",
@@ -241,11 +228,7 @@ BUGS = (
         make=small(_TURNS),
     ),
     Planted(
-        "PB-34",
-        "groups drawn anew on resume",
-        ("DS",),
-        (Patch(Resumption, "apply", _groups_lost),),
-        make=small(_TURNS),
+        "PB-34", "groups drawn anew on resume", ("DS",), (Patch(Resumption, "apply", _groups_lost),), make=small(_TURNS)
     ),
     Planted("PB-45", "a parameter that was thawed gets no noise", ("DN",), (_renoised(_thawed),)),
 )

@@ -128,12 +128,7 @@ def _padded(batches: Any, batch: Any) -> list[list[int]]:
 
 BUGS = (
     Planted("PB-20", "a random example on an empty batch", ("DR", "DS"), _drawn(_random_on_empty)),
-    Planted(
-        "PB-23",
-        "an empty batch is skipped",
-        ("DR", "DN"),
-        (Patch(PrivateStep, "step", _empty_skipped),),
-    ),
+    Planted("PB-23", "an empty batch is skipped", ("DR", "DN"), (Patch(PrivateStep, "step", _empty_skipped),)),
     Planted("PB-24", "an empty batch is drawn again", ("DS",), _drawn(_redrawn)),
     Planted("PB-25", "shuffled epochs", ("DS",), _drawn(_shuffled)),
     Planted("PB-26", "batches of one size", ("DS",), _drawn(_fixed_size)),
@@ -141,10 +136,5 @@ BUGS = (
     Planted("PB-28", "examples come 1.1 times as often", ("DS",), _drawn(_more_often)),
     Planted("PB-29", "two ranks share masks", ("DS",), _rechunked(_one_mask_for_all)),
     Planted("PB-44", "rows that fill up a batch have gradients", ("DO", "DR"), _rechunked(_padded)),
-    Planted(
-        "PB-46",
-        "ranks repeat rows to have equally many",
-        ("DS",),
-        _rechunked(_filled_up),
-    ),
+    Planted("PB-46", "ranks repeat rows to have equally many", ("DS",), _rechunked(_filled_up)),
 )

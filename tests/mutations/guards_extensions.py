@@ -81,12 +81,7 @@ GUARDS = [
         "        if False:",
         "checkpoint/test_save.py::test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel",
     ),
-    Guard(
-        "a strategy that is not the inverse of the noise",
-        "    if not error < _TOLERANCE:",
-        "    if False:",
-        NOISE,
-    ),
+    Guard("a strategy that is not the inverse of the noise", "    if not error < _TOLERANCE:", "    if False:", NOISE),
     Guard(
         "a plan costs what its draws state for the number of examples",
         "return self.sampling.participation() if size is None else self.sampling.over(size).participation",

@@ -346,12 +346,7 @@ GUARDS = [
         "p is not None and (p.requires_grad or p in off)",
         "p is not None and p.requires_grad",
         "capture/test_any_forward.py::test_units_give_the_sums_of_a_loop[calls_another-auto]",
-        (
-            (
-                "p is not None and (p in off or (",
-                "p is not None and ((",
-            ),
-        ),
+        (("p is not None and (p in off or (", "p is not None and (("),),
     ),
     Guard(
         "an output that shares memory with another one is copied",
