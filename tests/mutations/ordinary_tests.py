@@ -34,7 +34,7 @@ TESTS = {
     "PB-27": "faults/test_sampling.py::test_batches_are_poisson_whatever_the_order_of_the_users_loader",
     "PB-28": "sampling/test_poisson.py::test_thresholds_are_exact_for_rates_from_1e_12_to_1[1e-12-1]",
     "PB-29": "sampling/test_batches.py::test_ranks_load_each_row_of_one_mask_once[2]",
-    "PB-30": "engine/test_step.py::test_any_order_of_calls_keeps_the_charges_and_the_sums",
+    "PB-30": "engine/test_call_orders.py::test_any_order_of_calls_keeps_the_charges_and_the_sums",
     "PB-31": "engine/test_budget.py::test_on_budget_raise_rejects_the_step_over_budget_and_charges_nothing",
     "PB-32": "noise/test_source.py::test_two_addresses_share_no_value[chacha20]",
     "PB-33": "checkpoint/test_save.py::test_noise_goes_on_as_one_matrix_where_nothing_left_since[1-banded]",

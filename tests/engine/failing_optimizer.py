@@ -1,0 +1,18 @@
+"""An optimizer whose update raises on demand."""
+
+import torch
+
+
+class Boom(Exception):
+    """Error that a user's own code raises."""
+
+
+class Fragile(torch.optim.SGD):
+    """An optimizer whose update fails when it is told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            raise Boom
+        return super().step()
