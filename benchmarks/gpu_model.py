@@ -15,7 +15,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -50,9 +50,22 @@ def _busy(kernel: Kernel) -> float:
     return max(kernel.read_and_written / BYTES_PER_SECOND, products)
 
 
+def generates_as_device() -> AbstractContextManager[object]:
+    """Returns a context in which noise on the CPU comes from the generator of GPUs, and has the same values."""
+    from dpengine.noise import source
+
+    return patch.object(source, "_GENERATOR_DEVICES", ("cuda", "cpu"))
+
+
 @contextmanager
-def engine_on(log: Log, *, checks: bool = False) -> Iterator[None]:
-    """Adapts the engine to the device: its clock, and noise by one kernel. Without ``checks``, no step is checked."""
+def engine_on(log: Log, *, checks: bool = False, draws: bool = False) -> Iterator[None]:
+    """Adapts the engine to the device: its clock, and noise as one kernel.
+
+    Args:
+        log: Where kernels are recorded.
+        checks: If False, no step is checked.
+        draws: If True, noise is drawn; else its kernel is only recorded.
+    """
     from dpengine.grad_modes import choose_method
     from dpengine.grad_samplers.devices import memory_for
     from dpengine.independence.probe import Probe
@@ -66,7 +79,8 @@ def engine_on(log: Log, *, checks: bool = False) -> Iterator[None]:
         if not checks:
             stack.enter_context(patch.object(Probe, "due", False))
             stack.enter_context(patch.object(Probe, "after", lambda *arguments: None))
-        stack.enter_context(patch.object(philox_normals, "_fastest_on", lambda device: add_normals))
+        if not draws:
+            stack.enter_context(patch.object(philox_normals, "_fastest_on", lambda device: add_normals))
         stack.enter_context(patch.object(choose_method, "_REPEATS", 0))  # times do not vary
         clock = SimpleNamespace(perf_counter=lambda: log.seconds)
         stack.enter_context(patch.object(choose_method, "time", clock))

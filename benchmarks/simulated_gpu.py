@@ -89,6 +89,10 @@ class OnCard(Tensor):
         """Runs an operation on the device."""
         return _running().run(func, args, kwargs or {})
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Returns the tensor that holds the values."""
+        return f"OnCard({self.held!r})"
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.held.untyped_storage()
 
@@ -252,13 +256,16 @@ def run_again(module: str, arguments: list[str]) -> int | None:
 
 
 @contextmanager
-def simulated(log: Log, holds: str = "meta", *, memory: int = 139 * 2**30) -> Iterator[Card]:
-    """Simulates a CUDA device of compute capability 9.0 in this process.
+def simulated(
+    log: Log, holds: str = "meta", *, memory: int = 139 * 2**30, capability: tuple[int, int] = (9, 0)
+) -> Iterator[Card]:
+    """Simulates a CUDA device in this process.
 
     Args:
         log: Where kernels are recorded.
         holds: See `Card`.
         memory: Bytes of the device.
+        capability: Its compute capability.
 
     Yields:
         The mode in which operations run.
@@ -271,12 +278,7 @@ def simulated(log: Log, holds: str = "meta", *, memory: int = 139 * 2**30) -> It
     card = Card(log, holds)
     facts = {
         **{"is_available": True, "is_initialized": True, "device_count": 1, "current_device": 0, "_lazy_init": None},
-        **{
-            "get_device_capability": (9, 0),
-            "get_device_name": "simulated H200",
-            "is_bf16_supported": True,
-            "set_rng_state": None,
-        },
+        **{"get_device_capability": capability, "get_device_name": "simulated GPU", "is_bf16_supported": True},
         **{"set_rng_state": None, "current_stream": _Stream()},
         **{"get_device_properties": SimpleNamespace(total_memory=memory)},
     }
