@@ -16,7 +16,7 @@ from inside_parts import ClippedPasses, totals_of
 
 from dpengine import PrivacyEngine
 from dpengine.accounting import Ledger
-from dpengine.auditing.canaries import PlantedGradients
+from dpengine.auditing.canaries import CanaryGradients
 from dpengine.engine.budget import Budget
 from dpengine.grad_modes.flat_buffer import Sums
 from dpengine.noise.correlated import mechanism_for
@@ -186,7 +186,7 @@ def pass_recorded(owner, run=-1):
 def gradients_formed_by(owner, run=-1):
     """Identity of the grad mode of a run, and whether it is the run's own and its passes are probed."""
     passes = _step(owner, run).passes
-    return id(passes.mode), not isinstance(passes.mode, PlantedGradients) and passes.probe.every is not None
+    return id(passes.mode), not isinstance(passes.mode, CanaryGradients) and passes.probe.every is not None
 
 
 def set_probe_every(owner, passes):

@@ -16,18 +16,19 @@ class GaussianShift:
     """Shift of included canaries relative to excluded ones."""
 
     shift: float  # in units of the sensitivity: 1 if a canary adds its maximum
-    noise: float  # standard deviation per participation: at most the noise multiplier unless other variance is added
+    noise: float  # standard deviation of one participation: at most the noise multiplier, if nothing else adds variance
     ratio_at_least: float  # lower confidence bound on ``shift / noise``
 
 
 def gaussian_shift(
     means: npt.ArrayLike, weights: npt.ArrayLike, coins: npt.ArrayLike, *, alpha: float
 ) -> GaussianShift | None:
-    """Compares included and excluded canaries, by the normal approximation; None if there are too few.
+    """Compares included and excluded canaries by a normal approximation; None if there are too few.
 
     ``means`` ``(m,)`` estimate the contribution of each canary at one participation, and ``weights`` ``(m,)`` are the
-    numbers of participations: the variance of a mean is that of one participation over its weight. ``coins`` ``(m,)``
-    are True for included canaries. The bound is too high with probability ``alpha``.
+    numbers of participations. The variance of a mean is the variance of one participation over the weight. ``coins``
+    ``(m,)`` are True for included canaries. The bound exceeds the true ratio with probability at most ``alpha``, by
+    this approximation.
     """
     mean, weight, coin = np.asarray(means, float), np.asarray(weights, float), np.asarray(coins, bool)
     participated = weight > 0
@@ -36,13 +37,13 @@ def gaussian_shift(
         return None
     total = {side: float(weight[coin == side].sum()) for side in (True, False)}
     center = {side: float((weight * mean)[coin == side].sum()) / total[side] for side in (True, False)}
-    degrees = len(mean) - 2
+    degrees_of_freedom = len(mean) - 2
     squares = float((weight * (mean - np.where(coin, center[True], center[False])) ** 2).sum())
-    noise, shift = math.sqrt(squares / degrees), center[True] - center[False]
+    noise, shift = math.sqrt(squares / degrees_of_freedom), center[True] - center[False]
     if noise == 0:
         return GaussianShift(shift, 0.0, math.inf if shift > 0 else 0.0)
     ratio = shift / noise
-    error = math.sqrt(1 / total[True] + 1 / total[False] + ratio**2 / (2 * degrees))
+    error = math.sqrt(1 / total[True] + 1 / total[False] + ratio**2 / (2 * degrees_of_freedom))
     return GaussianShift(shift, noise, max(0.0, ratio + float(stats.norm.ppf(alpha)) * error))
 
 
@@ -61,7 +62,7 @@ def chi_square(total: float, degrees: float) -> float:
 
 
 def binomial(count: int, trials: int, rate: float) -> float:
-    """Returns the p-value of ``count`` successes in ``number`` trials: twice the smaller tail."""
+    """Returns the p-value of ``count`` successes in ``trials`` trials: twice the smaller tail."""
     return float(min(1.0, 2 * min(stats.binom.cdf(count, trials, rate), stats.binom.sf(count - 1, trials, rate))))
 
 

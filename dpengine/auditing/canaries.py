@@ -1,12 +1,12 @@
-"""Canaries in the user's run, which are examples that a coin includes or excludes, and their scores.
+"""Canaries, which are examples that a fair coin includes in the audited run or excludes, and their scores.
 
 Every canary is an example of the data set and is sampled like the others, so public output does not depend on the
 coins. An excluded canary adds a gradient of zero. An included canary adds its own gradient or, for gradient canaries, a
-long gradient along a direction that only the audit knows. It is clipped and summed like any other gradient.
+large gradient along a direction that only the audit knows. It is clipped and summed like any other gradient.
 
-An included canary adds at most its direction to the sum, in units of the sensitivity. The noise along the direction is
-the noise multiplier times row t of ``S^-1 Z``. The product of S and the releases has independent noise, and a
-participation at step t then contributes column t of S.
+An included canary adds at most its unit direction to the sum, in units of the sensitivity. The noise along the
+direction is the noise multiplier times row t of ``S^-1 Z``. The product of S and the releases has independent noise,
+and a participation at step t then contributes column t of S.
 
 Axes: T steps, M canaries, K nonzero elements of a direction, B samples of a chunk, C canaries of a chunk.
 """
@@ -32,8 +32,8 @@ from dpengine.noise.correlated import Recurrence
 Indices = npt.NDArray[np.int64]
 Bits = npt.NDArray[np.bool_]
 
-_MAX_NONZERO = 16  # maximum number of nonzero elements of a direction; most layers get some
-_NORM_FACTOR = 8.0  # norm of a canary's gradient over the clipping norm, so that it is clipped
+_MAX_NONZERO = 16  # maximum number of nonzero elements of a direction, which spread over most layers
+_NORM_FACTOR = 8.0  # norm of a canary gradient over the clipping norm, large enough to be clipped
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,21 +50,21 @@ class Canaries:
 
 
 class Directions:
-    """Sparse orthogonal unit vectors in the space of all parameters, without common nonzero elements."""
+    """Sparse orthogonal unit vectors in the space of all parameters, with disjoint nonzero elements."""
 
     def __init__(self, sizes: Sequence[int], count: int, rng: np.random.Generator):
         self.ends = np.cumsum(sizes, dtype=np.int64)
         total = int(self.ends[-1]) if len(sizes) else 0
         if count > total:
             raise ValueError(
-                f"auditing: {count:,} gradient canaries are more than the {total:,} trainable elements. Pass "
+                f"auditing: {count:,} gradient canaries exceed the {total:,} trainable elements. Pass "
                 f"canaries={total} or less, or kind='input'."
             )
         nonzero = min(_MAX_NONZERO, total // count)
         self.indices_MK = rng.permutation(total)[: count * nonzero].reshape(count, nonzero)
         self.values_MK = rng.choice([-1.0, 1.0], self.indices_MK.shape) / np.sqrt(nonzero)
 
-    def along(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    def project(self, vector: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Returns the inner products ``(M,)`` of a vector of all parameters with the directions."""
         products: npt.NDArray[np.float64] = (vector[self.indices_MK] * self.values_MK).sum(axis=1)
         return products
@@ -81,8 +81,8 @@ class Directions:
         return flat.view(len(canary_B), *shape)
 
 
-class PlantedGradients:
-    """A grad mode that replaces the gradients of canaries before norms are computed, and delegates all other calls.
+class CanaryGradients:
+    """Wrapper of a grad mode that replaces the gradients of canaries before the norms are computed.
 
     Attributes:
         drawn: The canaries in the batch of each step, included or not.
@@ -108,10 +108,10 @@ class PlantedGradients:
 
     def sq_norms(self, groups: Mapping[nn.Parameter, int], num_groups: int, scale: float) -> Tensor:
         if self.inner.rows:
-            self._plant(scale)
+            self._insert(scale)
         return self.inner.sq_norms(groups, num_groups, scale)
 
-    def _plant(self, scale: float) -> None:
+    def _insert(self, scale: float) -> None:
         step, rows = self._chunk()
         canary_B = self._canaries.canary_of[rows]
         self.drawn.setdefault(step, []).append(canary_B[canary_B >= 0])
@@ -124,10 +124,10 @@ class PlantedGradients:
         self.inner.drop(self._replaced)
         if self._directions is None or not included.any():
             return
-        planted_B = np.where(included, canary_B, -1)
+        inserted_B = np.where(included, canary_B, -1)
         norm = _NORM_FACTOR * self._threshold() / scale
         for number, (name, parameter) in enumerate(parameters.items()):
-            grad = self._directions.gradients(number, parameter.shape, planted_B, norm, parameter)
+            grad = self._directions.gradients(number, parameter.shape, inserted_B, norm, parameter)
             self.inner.receive_rows(Use(parameter, name), grad)
 
     def drop(self, rows_B: Tensor) -> None:
@@ -146,12 +146,12 @@ class PlantedGradients:
 
 Floats = npt.NDArray[np.float64]
 MAX_STEPS = 4096  # maximum number of steps of a run whose noise matrix is built
-_MIN_VARIANCE = 1e-12  # smallest variance in scores, so that scores of a run without noise are finite
+_MIN_VARIANCE = 1e-12  # minimum variance in scores, which keeps scores of a run without noise finite
 
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Components of the releases of a run along the directions of canaries."""
+    """Projections of the releases of a run on the canary directions, and the batches of the canaries."""
 
     releases_TM: Floats  # ``<release * divisor, direction> / sensitivity``; 0 at steps without a release
     drawn_TM: npt.NDArray[np.bool_]  # whether a canary was in the batch, included or not
@@ -188,15 +188,15 @@ def strategy_of(noise: Recurrence | None, steps: int) -> Floats | None:
 def log_likelihood_ratios(trace: Trace) -> Floats:
     """Returns scores ``(M,)``: the log likelihood ratio of the releases with and without a canary.
 
-    The batches are unknown except for the possible steps of a canary. If columns of S overlap and batches are random,
-    the score ignores the overlap: it is then not a likelihood ratio, but still a valid score.
+    The adversary knows the possible steps of a canary, but not the batches. If columns of S overlap and batches are
+    random, the score ignores the overlap: it is then not a likelihood ratio, but still a valid score.
     """
     white_TM = trace.decorrelated(trace.releases_TM)
     variance = max(trace.noise_multiplier**2, _MIN_VARIANCE)
     if trace.sample_rate == 1:
         all_TM = trace.decorrelated(trace.possible_TM.astype(np.float64))
-        unsampled: Floats = ((white_TM * all_TM).sum(axis=0) - (all_TM**2).sum(axis=0) / 2) / variance
-        return unsampled
+        scores: Floats = ((white_TM * all_TM).sum(axis=0) - (all_TM**2).sum(axis=0) / 2) / variance
+        return scores
     if trace.strategy_TT is None:
         matched_TM, length_T1 = white_TM, np.ones((len(white_TM), 1))
     else:
@@ -204,14 +204,14 @@ def log_likelihood_ratios(trace: Trace) -> Floats:
     ratio_TM = (2 * matched_TM - length_T1) / (2 * variance)
     rate = trace.sample_rate
     scores_TM = np.logaddexp(math.log1p(-rate), math.log(rate) + ratio_TM)
-    summed: Floats = np.where(trace.possible_TM, scores_TM, 0.0).sum(axis=0)
-    return summed
+    sums: Floats = np.where(trace.possible_TM, scores_TM, 0.0).sum(axis=0)
+    return sums
 
 
-def means_of_participations(trace: Trace) -> tuple[Floats, Floats]:
-    """Estimates each canary's contribution to a participation by least squares, given its draws.
+def participation_means(trace: Trace) -> tuple[Floats, Floats]:
+    """Estimates the mean contribution of each canary to a participation by least squares, given its batches.
 
-    Returns means and weights, ``(M,)`` each. Means are in units of the sensitivity; their variance is the squared noise
+    Returns means and weights, ``(M,)`` each. Means are in units of the sensitivity. Their variance is the squared noise
     multiplier over the weight.
     """
     white_TM = trace.decorrelated(trace.releases_TM)

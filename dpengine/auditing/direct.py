@@ -1,4 +1,4 @@
-"""Direct detectors, which test the model, data and loss of a training setup. They store nothing."""
+"""Direct detectors, which test a training setup: its model, data, loss and options. They store nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DETECTORS: dict[str, Callable[[Maker, int], AuditFinding]] = {
     "DA": lambda make, seed: accounting_table(seed=seed),
     "DF": lambda make, seed: public_output(make, seed=seed),
 }
-"""Direct detectors by code: functions ``(make, seed) -> finding``, at a size that takes seconds.
+"""Direct detectors by code: functions ``(make, seed) -> finding`` that run for seconds.
 
 They test, in this order: releases on neighboring data sets; the distribution of the noise; the distribution of batches;
 the charges; clipped sums, against a loop over samples; the independence of samples; the accountant, against closed
@@ -56,8 +56,8 @@ def quick(
         for finding in quick(make, {"noise_multiplier": 1.1, "max_grad_norm": 1.0}):
             print(finding)
 
-    Each detector trains its own copies of the model with seeded noise, so their results must not be published. Dropout
-    is disabled. A pass means that no violation was found.
+    Each detector trains its own copies of the model with seeded noise. Weights and releases of these runs must not be
+    published. Dropout is disabled. A pass means that no violation was found.
 
     Args:
         make: Returns new ``(model, optimizer, loader, loss_of)`` at each call, optionally followed by the arguments of
@@ -70,7 +70,7 @@ def quick(
         One finding for each detector.
 
     Raises:
-        ValueError: If a detector is not known, or ``make`` returns the same model twice.
+        ValueError: If a detector is unknown, or ``make`` returns the same model twice.
     """
     unknown = [code for code in detectors if code not in DETECTORS]
     if unknown:

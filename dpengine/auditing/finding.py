@@ -21,11 +21,11 @@ class AuditFinding:
         detector: Code of the detector, such as ``"DN"``.
         statistic: Name and value of the most extreme statistic.
         n: Number of tested values, pairs or steps.
-        bound: Threshold of the statistic: a p-value, or a limit.
+        bound: Threshold of the statistic: a p-value or a limit.
         verdict: ``"pass"``, ``"violation"`` or ``"inconclusive"``.
         seed: Seed that reproduces the finding.
         seconds: Duration.
-        reason: The violation, or the reason why the test is inconclusive.
+        reason: The violations, or why the test is inconclusive.
     """
 
     detector: str
@@ -54,65 +54,65 @@ class Evidence:
     detector: str
     seed: int
     n: int = 0
-    faults: list[str] = field(default_factory=list)
-    gaps: list[str] = field(default_factory=list)
-    probabilities: dict[str, float] = field(default_factory=dict)
+    violations: list[str] = field(default_factory=list)
+    untested: list[str] = field(default_factory=list)
+    p_values: dict[str, float] = field(default_factory=dict)
     ratios: dict[str, float] = field(default_factory=dict)
 
-    def fault(self, violation: str) -> None:
+    def violation(self, text: str) -> None:
         """Records a violation, once."""
-        if violation not in self.faults:
-            self.faults.append(violation)
+        if text not in self.violations:
+            self.violations.append(text)
 
-    def unknown(self, reason: str) -> None:
-        """Records the reason why something cannot be tested, once."""
-        if reason not in self.gaps:
-            self.gaps.append(reason)
+    def inconclusive(self, reason: str) -> None:
+        """Records a reason why a property cannot be tested, once."""
+        if reason not in self.untested:
+            self.untested.append(reason)
 
-    def probability(self, name: str, p: float) -> None:
-        """Records the p-value of a statistic; the smallest of each name counts."""
-        self.probabilities[name] = min(p, self.probabilities.get(name, 1.0))
+    def p_value(self, name: str, p: float) -> None:
+        """Records a p-value of a statistic, and keeps the smallest of each name."""
+        self.p_values[name] = min(p, self.p_values.get(name, 1.0))
 
     def ratio(self, name: str, value: float) -> None:
-        """Records a value relative to its limit; the largest of each name counts. NaN counts as infinite."""
+        """Records a value relative to its limit, and keeps the largest of each name. NaN counts as infinite."""
         value = value if value == value else float("inf")
         self.ratios[name] = max(value, self.ratios.get(name, 0.0))
 
     def finding(self) -> AuditFinding:
         """Returns the finding."""
-        tests = max(1, len(self.probabilities))
-        faults = list(self.faults)
-        faults += [f"{name}: p={p:.1e}" for name, p in self.probabilities.items() if p * tests < P_VALUE_THRESHOLD]
-        faults += [f"{name}: {value:.4g} times the limit" for name, value in self.ratios.items() if value > 1]
+        tests = max(1, len(self.p_values))
+        violations = list(self.violations)
+        violations += [f"{name}: p={p:.1e}" for name, p in self.p_values.items() if p * tests < P_VALUE_THRESHOLD]
+        violations += [f"{name}: {value:.4g} times the limit" for name, value in self.ratios.items() if value > 1]
         statistic, bound = self._most_extreme(tests)
-        verdict = "violation" if faults else "pass"
-        if not faults and (self.gaps or not self.n):
+        verdict = "violation" if violations else "pass"
+        if not violations and (self.untested or not self.n):
             verdict = "inconclusive"
-        reason = "; ".join(faults[:3] or self.gaps[:3] or ([] if self.n else ["nothing was tested"]))
+        reason = "; ".join(violations[:3] or self.untested[:3] or ([] if self.n else ["nothing was tested"]))
         return AuditFinding(self.detector, statistic, self.n, bound, verdict, self.seed, reason=reason)
 
     def _most_extreme(self, tests: int) -> tuple[str, float]:
-        if self.probabilities:
-            name = min(self.probabilities, key=self.probabilities.__getitem__)
-            return f"{name} p={self.probabilities[name]:.2g}", P_VALUE_THRESHOLD / tests
+        if self.p_values:
+            name = min(self.p_values, key=self.p_values.__getitem__)
+            return f"{name} p={self.p_values[name]:.2g}", P_VALUE_THRESHOLD / tests
         if self.ratios:
             name = max(self.ratios, key=self.ratios.__getitem__)
             return f"{name} {self.ratios[name]:.4g} of its limit", 1.0
-        return f"{len(self.faults)} faults", 0.0
+        return f"{len(self.violations)} violations", 0.0
 
 
 def timed(detector: str, seed: int, run: Callable[[], AuditFinding]) -> AuditFinding:
     """Runs a detector and returns its finding with the duration. A detector that raises is inconclusive."""
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         finding = run()
     except Exception as error:  # a model may raise any exception
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         finding = AuditFinding(detector, "none", 0, 0.0, "inconclusive", seed, reason=text)
-    return replace(finding, seconds=time.perf_counter() - began)
+    return replace(finding, seconds=time.perf_counter() - start)
 
 
 def worst_verdict(findings: Sequence[AuditFinding]) -> str:
-    """Returns ``"violation"`` if any verdict is that, else ``"inconclusive"`` if any is that, else ``"pass"``."""
+    """Returns the worst verdict of the findings: ``"violation"``, then ``"inconclusive"``, then ``"pass"``."""
     verdicts = {finding.verdict for finding in findings}
     return next((verdict for verdict in ("violation", "inconclusive") if verdict in verdicts), "pass")

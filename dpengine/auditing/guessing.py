@@ -1,8 +1,8 @@
 """Lower bounds on epsilon from guesses about which canaries one training run included.
 
 A fair coin decides whether each canary is included. An adversary who sees the results of the run guesses some of the
-coins, and privacy limits the number of correct guesses. There are two limits: one for (epsilon, delta)-privacy, and a
-tighter one for a trade-off curve.
+coins, and privacy limits the number of correct guesses. This module has two such limits: one for
+(epsilon, delta)-privacy, and a tighter one for a trade-off curve.
 
 Sources: Steinke, Nasr, Jagielski 2023 (arXiv:2305.08846); Mahloujifar, Melis, Chaudhuri 2024 (arXiv:2410.22235).
 """
@@ -22,13 +22,13 @@ Floats = npt.NDArray[np.float64]
 Curve = Callable[[float], float]
 """Lowest probability of an event without the example, given its probability with the example. Nondecreasing."""
 
-_MAX_BOUND = 2.0**10  # largest epsilon or mu that is searched
-_HALVINGS = 40
+_MAX_BOUND = 2.0**10  # upper end of the search for epsilon or mu
+_BISECTIONS = 40
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """Numbers of guesses and of correct guesses."""
+    """Numbers of canaries, guesses and correct guesses."""
 
     canaries: int  # number of coins
     made: int  # number of guesses; the guesser abstains from the other coins
@@ -46,16 +46,16 @@ def guess(scores: npt.ArrayLike, coins: npt.ArrayLike, per_side: int) -> Guesses
     """Guesses "included" for the ``per_side`` highest scores and "excluded" for the lowest. NaN counts as lowest."""
     values, truth = np.asarray(scores, dtype=np.float64), np.asarray(coins, dtype=bool)
     if values.ndim != 1 or values.shape != truth.shape:
-        raise ValueError(f"auditing.guess: scores have shape {values.shape}, coins {truth.shape}; both must be (m,).")
+        raise ValueError(f"auditing.guess: scores have shape {values.shape}, coins {truth.shape}. Pass both as (m,).")
     if not 1 <= per_side <= len(values) // 2:
-        raise ValueError(f"auditing.guess: per_side={per_side}, but must be from 1 to {len(values) // 2}.")
+        raise ValueError(f"auditing.guess: per_side={per_side} is not from 1 to {len(values) // 2}.")
     order = np.argsort(np.nan_to_num(values, nan=-np.inf, posinf=np.inf, neginf=-np.inf), kind="stable")
     right = int(truth[order[-per_side:]].sum() + (~truth[order[:per_side]]).sum())
     return Guesses(len(values), 2 * per_side, right)
 
 
 def guessing_p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
-    """Returns a bound on the probability of at least as many correct guesses about an ``(epsilon, delta)``-private run.
+    """Bounds the probability of at least this many correct guesses about an ``(epsilon, delta)``-private run.
 
     The bound is ``min(1, beta + 2 m delta kappa)``, where m is the number of canaries.
     """
@@ -69,7 +69,7 @@ def guessing_p_value(guesses: Guesses, epsilon: float, delta: float) -> float:
 
 
 def epsilon_from_guesses(guesses: Guesses, *, delta: float, alpha: float) -> float:
-    """Returns the largest epsilon that the guesses refute with confidence ``1 - alpha``; 0 if none."""
+    """Returns the largest epsilon that the guesses refute with confidence ``1 - alpha``; 0 if there is none."""
     return _largest_refuted(lambda epsilon: guessing_p_value(guesses, epsilon, delta) <= alpha)
 
 
@@ -92,7 +92,7 @@ def gaussian_curve(mu: float) -> Curve:
 
 
 def mu_from_guesses(guesses: Guesses, *, alpha: float) -> float:
-    """Returns the largest mu whose Gaussian curve the guesses refute with confidence ``1 - alpha``; 0 if none."""
+    """Returns the largest mu whose Gaussian curve the guesses refute with confidence ``1 - alpha``; 0 without one."""
     return _largest_refuted(lambda mu: refutes_curve(guesses, gaussian_curve(mu), alpha))
 
 
@@ -105,7 +105,7 @@ def _largest_refuted(refuted: Callable[[float], bool]) -> float:
         low, high = high, 2 * high
         if high > _MAX_BOUND:
             return low
-    for _ in range(_HALVINGS):
+    for _ in range(_BISECTIONS):
         middle = (low + high) / 2
         low, high = (middle, high) if refuted(middle) else (low, middle)
     return low

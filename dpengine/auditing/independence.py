@@ -15,24 +15,26 @@ from .finding import AuditFinding, Evidence
 from .subject import Maker, Subject, in_double, new_subject, without_dropout
 
 _BATCH_SIZE = 6
-_EXACT = 1e-9  # relative, in float64
+_TOLERANCE_64 = 1e-9  # relative
 _TOLERANCE_32 = 1e-5
 
 
 def independence(make: Maker, *, seed: int = 0) -> AuditFinding:
     """Tests that the samples of a batch are independent.
 
-    A change of one sample must not change the outputs of the others. The loss and gradient of a batch must be the sums,
-    or means, of those of its samples. No buffer may depend on the data.
+    Tests that a change of one sample does not change the outputs of the others, that the loss and gradient of a batch
+    are the sums or means over its samples, and that no buffer depends on the data.
     """
     evidence = Evidence("DI", seed)
-    subject, wide = _in_double(new_subject(make))
+    subject, is_double = _in_double(new_subject(make))
     dataset = subject.loader.dataset
     if len(dataset) < _BATCH_SIZE + 1:  # type: ignore[arg-type]
-        evidence.unknown(f"the data set has fewer than {_BATCH_SIZE + 1} examples")
+        evidence.inconclusive(f"the data set has fewer than {_BATCH_SIZE + 1} examples")
         return evidence.finding()
-    narrowest = max(torch.finfo(p.dtype).eps for p in subject.model.parameters())
-    runner = _BatchRunner(subject, seed, wide, _EXACT if wide else max(_TOLERANCE_32, 8 * narrowest))
+    machine_epsilon = max(torch.finfo(p.dtype).eps for p in subject.model.parameters())
+    runner = _BatchRunner(
+        subject, seed, is_double, _TOLERANCE_64 if is_double else max(_TOLERANCE_32, 8 * machine_epsilon)
+    )
     examples = [dataset[index] for index in range(_BATCH_SIZE + 1)]
     _check_outputs(evidence, runner, examples)
     _check_losses(evidence, runner, examples[:_BATCH_SIZE])
@@ -41,31 +43,31 @@ def independence(make: Maker, *, seed: int = 0) -> AuditFinding:
 
 
 def _in_double(subject: Subject) -> tuple[Subject, bool]:
-    """Returns the subject in float64 and True; or unchanged and False if it fails in float64 or contains a cast."""
+    """Returns the subject in float64 and True, or unchanged and False if it fails in float64 or casts its tensors."""
     without_dropout(subject.model)
-    wide = subject._replace(model=copy.deepcopy(subject.model).double())
+    double = subject._replace(model=copy.deepcopy(subject.model).double())
     try:
-        _, loss, _ = _BatchRunner(wide, 0, True, _EXACT).run([subject.loader.dataset[0]])
+        _, loss, _ = _BatchRunner(double, 0, True, _TOLERANCE_64).run([subject.loader.dataset[0]])
     except (RuntimeError, TypeError):
         return subject, False
-    return (wide, True) if loss.dtype is torch.float64 else (subject, False)
+    return (double, True) if loss.dtype is torch.float64 else (subject, False)
 
 
 class _BatchRunner:
     """Runs batches through copies of the model, in training mode."""
 
-    def __init__(self, subject: Subject, seed: int, wide: bool, tolerance: float):
+    def __init__(self, subject: Subject, seed: int, is_double: bool, tolerance: float):
         self.subject = subject
         self.tolerance = tolerance
         self.axis = 0 if subject.options.get("batch_first", True) else 1
         self.mean = subject.options.get("loss_reduction", "mean") == "mean"
-        self._seed, self._wide = seed, wide
+        self._seed, self._is_double = seed, is_double
 
     def run(self, examples: Sequence[Any]) -> tuple[list[Tensor], Tensor, nn.Module]:
         """Returns the outputs, the loss, and the model."""
         model = copy.deepcopy(self.subject.model)
         batch = self.subject.loader.collate_fn(list(examples))
-        if self._wide:
+        if self._is_double:
             batch = in_double(batch)
         outputs: list[Any] = []
         hook = model.register_forward_hook(lambda module, inputs, output: outputs.append(output))
@@ -122,4 +124,4 @@ def _check_buffers(evidence: Evidence, runner: _BatchRunner, examples: Sequence[
     for name, buffer in model.named_buffers():
         evidence.n += 1
         if not torch.equal(buffer.nan_to_num(), other_buffers[name].nan_to_num()):
-            evidence.fault(f"buffer {name!r} depends on the data")
+            evidence.violation(f"buffer {name!r} depends on the data")

@@ -38,8 +38,8 @@ def accounting_table(*, seed: int = 0) -> AuditFinding:
     """Compares the bounds of the default accountant with known values.
 
     Tests Gaussian releases without sampling, down to a delta of 1e-100; one Poisson-sampled release; many releases at
-    a sampling rate of 1 - 2**-45, which cost almost as much as unsampled ones and use the lattice; and bounds by Renyi
-    divergences.
+    a sampling rate of 1 - 2**-45, which cost almost as much as unsampled ones and are accounted on a lattice; and
+    consistency with bounds by Renyi divergences.
     """
     evidence = Evidence("DA", seed)
     for sigma, steps, delta in _GAUSSIANS:
@@ -49,7 +49,7 @@ def accounting_table(*, seed: int = 0) -> AuditFinding:
         truth = _epsilon_at(partial(_log_delta_poisson, rate=rate, sigma=sigma), delta)
         _check_upper_bound(evidence, truth, [Charge(PoissonGaussianEvent(rate, sigma), 1)], delta)
     for sigma, steps, delta in _NEARLY_UNSAMPLED:
-        # The output distribution is a mixture that contains that of k unsampled releases with weight q^k.
+        # With probability q^k all k releases include the example, as k unsampled releases do.
         log_weight = steps * math.log1p(-_EXCLUSION_RATE)
         mu = math.sqrt(steps) / sigma
         truth = _epsilon_at(partial(_log_delta_gaussian, mu=mu), delta / math.exp(log_weight)) + log_weight
@@ -115,7 +115,7 @@ def _log_difference(larger: float, smaller: float) -> float:
 
 
 _STEPS = 5
-_EXACT = 1e-9
+_TOLERANCE = 1e-9  # relative
 _DATASET_SIZES = (7, 93, 99, 105, 117, 123, 186, 198, 210)  # 1 / (1 / n) is below n in float64 for most of them
 _EPOCHS = (1, 2, 3, 7)
 
@@ -152,9 +152,9 @@ def recorded_calls(trial: Trial) -> Iterator[RecordedCalls]:
 def ledger_charges(make: Maker, *, seed: int = 0) -> AuditFinding:
     """Compares a few steps with their charges.
 
-    Tests the noise, clipping norm, divisor, sampling rate and relation of each step; skipped batches and merged
-    batches; that each step is charged before it updates weights; that a loss scaler skips no step; the planned number
-    of steps; and the target.
+    Tests the noise, clipping norm, divisor, sampling rate and relation of each step; skipped and merged batches; that
+    each step is charged before it updates weights; that a loss scaler skips no step; the planned number of steps; and
+    the target epsilon.
     """
     evidence = Evidence("DL", seed)
     options = new_subject(make).options
@@ -175,7 +175,7 @@ def ledger_charges(make: Maker, *, seed: int = 0) -> AuditFinding:
 
 
 def _train(evidence: Evidence, trial: Trial, calls: RecordedCalls) -> tuple[int, int]:
-    """Trains, and skips the third batch. Returns the numbers of updates and of batches."""
+    """Trains with the third batch skipped. Returns the numbers of updates and of drawn batches."""
     updates = drawn = 0
     with quiet():
         while updates < _STEPS and drawn < 3 * _STEPS:
@@ -191,7 +191,7 @@ def _train(evidence: Evidence, trial: Trial, calls: RecordedCalls) -> tuple[int,
                     continue
                 updates += 1
                 if calls.updates and calls.updates[-1] < drawn:
-                    evidence.fault("weights changed before the step was charged")
+                    evidence.violation("weights changed before the step was charged")
                 if updates == _STEPS:
                     break
             if drawn == before:
@@ -205,14 +205,14 @@ def _check_counts(evidence: Evidence, trial: Trial, calls: RecordedCalls, update
     charges = trial.engine.ledger.history
     released = sum(charge.count for charge in charges if charge.kind == "release")
     if trial.engine.ledger.steps != drawn:
-        evidence.fault(f"{drawn} batches were drawn, {trial.engine.ledger.steps} were charged")
+        evidence.violation(f"{drawn} batches were drawn, {trial.engine.ledger.steps} were charged")
     if not released == updates == len(calls.updates):
-        evidence.fault(
+        evidence.violation(
             f"{released} releases were charged and {len(calls.updates)} updated weights, for {updates} steps"
         )
     steps = {step for domain, step, _, _ in calls.noises if domain == "noise"}
     if len(steps) < updates and trial.plan.noise_multiplier:
-        evidence.fault(f"{len(steps)} of {updates} releases have noise")
+        evidence.violation(f"{len(steps)} of {updates} releases have noise")
     for domain, _, std, scale in calls.noises:
         if domain != "noise" or trial.plan.noise is not None:
             continue
@@ -226,7 +226,7 @@ def _check_events(evidence: Evidence, trial: Trial) -> None:
     for charge in trial.engine.ledger.history:
         event = charge.event
         if event.inclusion_rate is None or event.noiseless:
-            evidence.unknown(f"a charge is a {type(event).__name__}, which is not tested")
+            evidence.inconclusive(f"a charge is a {type(event).__name__}, which this detector does not test")
             continue
         _check_equal(
             evidence, "charged noise multiplier", getattr(event, "noise_multiplier", 0.0), _charged_noise(trial)
@@ -234,14 +234,14 @@ def _check_events(evidence: Evidence, trial: Trial) -> None:
         cycle_length = getattr(event, "cycle_length", 1)
         bands = getattr(trial.options.get("noise"), "num_bands", 1)
         if cycle_length != bands:
-            evidence.fault(f"{cycle_length} groups are charged, but {bands} were declared")
+            evidence.violation(f"{cycle_length} groups are charged, but {bands} were declared")
         rate = min(1.0, trial.plan.sampling.sample_rate)
         declared = trial.options.get("sample_rate")
         if declared is not None:
             _check_equal(evidence, "sampling rate of the loader", rate, min(1.0, declared * cycle_length))
         charged = getattr(event, "sample_rate", 1.0)
-        if not rate <= charged <= rate * (1 + _EXACT) + 2.0**-59:
-            evidence.fault(f"sampling rate {charged:.12g} is charged, but {rate:.12g} is used")
+        if not rate <= charged <= rate * (1 + _TOLERANCE) + 2.0**-59:
+            evidence.violation(f"sampling rate {charged:.12g} is charged, but {rate:.12g} is used")
 
 
 def _charged_noise(trial: Trial) -> float:
@@ -264,7 +264,7 @@ def _check_constants(evidence: Evidence, trial: Trial) -> None:
         )
         declared = Relation.ADD_OR_REMOVE_ONE if constants else Relation.ZERO_OUT
         if plan.relation is not declared:
-            evidence.fault(f"the relation is {plan.relation.value}, but the arguments imply {declared.value}")
+            evidence.violation(f"the relation is {plan.relation.value}, but the arguments imply {declared.value}")
 
 
 def _check_merged_batches(evidence: Evidence, make: Maker, seed: int) -> None:
@@ -280,8 +280,8 @@ def _check_merged_batches(evidence: Evidence, make: Maker, seed: int) -> None:
     evidence.n += 1
     charges = trial.engine.ledger.history
     charged = [getattr(charge.event, "noise_multiplier", math.nan) for charge in charges for _ in range(charge.count)]
-    if len(charged) != 2 or max(charged) > sigma * (1 + _EXACT):
-        evidence.fault(
+    if len(charged) != 2 or max(charged) > sigma * (1 + _TOLERANCE):
+        evidence.violation(
             f"two batches in one release are charged with noise multipliers {charged}, not twice with {sigma:.6g}"
         )
 
@@ -308,12 +308,12 @@ def _check_loss_scaler(evidence: Evidence, make: Maker, seed: int) -> None:
                 break
     evidence.n += drawn
     if not len(calls.updates) == updated == trial.engine.ledger.steps:
-        evidence.fault(
+        evidence.violation(
             f"with a loss scaler, {drawn} batches led to {len(calls.updates)} updates of weights and "
             f"{trial.engine.ledger.steps} charges"
         )
     if not all(bool(p.isfinite().all()) for p in trial.model.parameters()):
-        evidence.fault("a sample that overflows under a loss scaler makes weights non-finite")
+        evidence.violation("a sample that overflows under a loss scaler makes weights non-finite")
 
 
 def _check_planned_steps(evidence: Evidence, make: Maker) -> None:
@@ -338,7 +338,7 @@ def _check_planned_steps(evidence: Evidence, make: Maker) -> None:
         evidence.n += 1
         planned = trial.engine.runs[-1].budget.planned_steps
         if not planned == epochs * num_examples == epochs * len(trial.loader):
-            evidence.fault(f"{planned} steps are planned for {epochs} epochs of {num_examples} batches")
+            evidence.violation(f"{planned} steps are planned for {epochs} epochs of {num_examples} batches")
 
 
 def _check_target(evidence: Evidence, trial: Trial) -> None:
@@ -347,10 +347,10 @@ def _check_target(evidence: Evidence, trial: Trial) -> None:
     if budget.target_epsilon is None or budget.planned_steps is None:
         return
     charges = (Charge(trial.plan.event(), budget.planned_steps),)
-    reached = epsilon_of(charges, budget.delta, accountant=budget.accountant, relation=trial.plan.relation)
-    evidence.ratio("epsilon of all planned steps", reached / budget.target_epsilon)
+    epsilon = epsilon_of(charges, budget.delta, accountant=budget.accountant, relation=trial.plan.relation)
+    evidence.ratio("epsilon of all planned steps", epsilon / budget.target_epsilon)
 
 
 def _check_equal(evidence: Evidence, name: str, actual: float, declared: float) -> None:
-    if not abs(actual - declared) <= _EXACT * abs(declared):
-        evidence.fault(f"{name} is {actual:.9g}, but the declared values imply {declared:.9g}")
+    if not abs(actual - declared) <= _TOLERANCE * abs(declared):
+        evidence.violation(f"{name} is {actual:.9g}, but the declared values imply {declared:.9g}")

@@ -1,4 +1,4 @@
-"""Detector DN: releases without gradients consist of noise, which must be independent and normal as declared.
+"""Detector DN: tests that releases without gradients are independent normal noise of the declared scale.
 
 Axes: T releases, D elements of a release.
 """
@@ -33,7 +33,7 @@ _MIN_STEPS, _MAX_STEPS = 8, 400
 _MAX_ELEMENTS = 50_000  # maximum number of tested elements of a release, from all tensors
 _LAGS = (1, 2, 3)
 _PAIRS = 30  # maximum number of tested pairs of tensors of equal shape
-_LONG_RUN = 64  # steps of a run with correlated noise
+_LONG_RUN = 64  # number of steps of a run with correlated noise
 _RANKS = 2
 Whitened = dict[str, Tensor]  # ``(T, D)`` by name of the parameter
 
@@ -41,9 +41,10 @@ Whitened = dict[str, Tensor]  # ``(T, D)`` by name of the parameter
 def noise_distribution(make: Maker, *, coords: int = 200_000, seed: int = 0) -> AuditFinding:
     """Tests the noise of releases without gradients.
 
-    Tests batches with zero gradients and empty batches: the distribution in each tensor, and the correlation across
-    steps, between tensors and between neighboring elements. Tests the independence of two runs of an engine, of two
-    engines without a seed, and across a resume; a parameter that is unfrozen later; and the noise of two ranks.
+    Tests the noise of batches with zero gradients and of empty batches: the distribution in each tensor, and the
+    correlation across steps, between tensors and between neighboring elements. Tests that noise is independent between
+    two runs of an engine, between two engines without a seed, and across a resume. Also tests the noise of a parameter
+    that is unfrozen later, and of two ranks.
 
     Args:
         make: Returns the subject.
@@ -51,12 +52,12 @@ def noise_distribution(make: Maker, *, coords: int = 200_000, seed: int = 0) -> 
         seed: Seed of the engine.
 
     Returns:
-        The finding. A million elements detect an error of the standard deviation of 1 %, 20,000 an error of 3 %.
+        The finding. A million elements reveal an error of 1 % in the standard deviation, 20,000 an error of 3 %.
     """
     evidence = Evidence("DN", seed)
     steps, trial = _run_without_gradients(make, coords, seed, {})
     if trial.plan.noise_multiplier == 0 or not trial.noise_multiplier:
-        evidence.unknown("the run adds no noise")
+        evidence.inconclusive("the run adds no noise")
         return evidence.finding()
     _check_distribution(evidence, "zero gradients", _whitened(evidence, trial, steps))
     fewer = max(20_000, coords // 10)
@@ -93,31 +94,31 @@ def _trial(make: Maker, seed: int, changes: Mapping[str, Any], steps: int, **mor
 
 
 def _whitened(evidence: Evidence, trial: Trial, steps: Sequence[Step]) -> Whitened:
-    """Returns decorrelated releases over the declared noise, which are standard normal if the noise is correct."""
+    """Returns decorrelated releases over the declared standard deviation, which should be standard normal."""
     if len(steps) < _MIN_STEPS:
-        evidence.fault(f"the run made {len(steps)} releases instead of at least {_MIN_STEPS}")
+        evidence.violation(f"the run made {len(steps)} releases instead of at least {_MIN_STEPS}")
         return {}
     fraction = min(1.0, _MAX_ELEMENTS / max(1, sum(grad.numel() for grad in steps[0].release.values())))
     scaled = {}
     for name, first in steps[0].release.items():
         stride = max(1, round(1 / fraction)) if first.numel() > 8 else 1
-        rows = [step.release[name].flatten()[::stride] * (trial.divisor / step.std) for step in steps]
-        scaled[name] = torch.stack(rows)
+        values = [step.release[name].flatten()[::stride] * (trial.divisor / step.std) for step in steps]
+        scaled[name] = torch.stack(values)
     noise = trial.plan.noise
     if noise is None:
         return scaled
     column = noise.description.get("strategy")
     if column is None or noise.description.get("column_normalized"):
-        evidence.unknown(f"the description of {noise.name} does not contain the strategy")
+        evidence.inconclusive(f"the description of {noise.name} does not contain the strategy")
         return {}
-    return {name: _times_strategy(rows_TD, column) for name, rows_TD in scaled.items()}
+    return {name: _times_strategy(values_TD, column) for name, values_TD in scaled.items()}
 
 
-def _times_strategy(rows_TD: Tensor, column: Sequence[float]) -> Tensor:
-    """Returns ``S @ rows_TD`` for the Toeplitz matrix S with this first column."""
-    out_TD = torch.zeros_like(rows_TD)
+def _times_strategy(values_TD: Tensor, column: Sequence[float]) -> Tensor:
+    """Returns ``S @ values_TD`` for the Toeplitz matrix S with this first column."""
+    out_TD = torch.zeros_like(values_TD)
     for lag, weight in enumerate(column):
-        out_TD[lag:] += weight * rows_TD[: len(rows_TD) - lag]
+        out_TD[lag:] += weight * values_TD[: len(values_TD) - lag]
     return out_TD
 
 
@@ -128,29 +129,29 @@ def _check_distribution(evidence: Evidence, where: str, whitened: Whitened) -> N
     all_TD = torch.cat(list(whitened.values()), dim=1)
     evidence.n += all_TD.numel()
     if not bool(all_TD.isfinite().all()):
-        evidence.fault(f"{where}: noise is not finite")
+        evidence.violation(f"{where}: noise is not finite")
         return
 
     def note(name: str, p: float) -> None:
-        evidence.probability(f"{where}, {name}", p)
+        evidence.p_value(f"{where}, {name}", p)
 
     note("variance", chi_square(float(all_TD.square().sum()), all_TD.numel()))
     note("mean", two_sided(float(all_TD.mean()) * math.sqrt(all_TD.numel())))
     note("distribution", kolmogorov(all_TD))
     elements = all_TD.shape[1]
-    sq_norms_T = all_TD.square().sum(dim=1)  # a scale that changes between steps may be correct on average
+    sq_norms_T = all_TD.square().sum(dim=1)  # detects a scale that varies between steps but is correct on average
     deviation = float(((sq_norms_T - elements) ** 2).sum() / (2 * elements))
     is_normal = elements > 500  # enough for a normal approximation of squared norms
     note("variance by step", chi_square(deviation, len(sq_norms_T)) if is_normal else 1.0)
-    for name, rows_TD in whitened.items():
-        note(f"variance of {name}", chi_square(float(rows_TD.square().sum()), rows_TD.numel()))
+    for name, values_TD in whitened.items():
+        note(f"variance of {name}", chi_square(float(values_TD.square().sum()), values_TD.numel()))
     for lag in _LAGS:
         note(f"steps {lag} apart", correlation(all_TD[lag:], all_TD[:-lag]))
     note("neighboring elements", correlation(all_TD[:, 1:], all_TD[:, :-1]))
     pairs = itertools.combinations(whitened.items(), 2)
     equal_shapes = ((first, second) for first, second in pairs if first[1].shape == second[1].shape)
-    for (name, rows_TD), (other_name, other_TD) in itertools.islice(equal_shapes, _PAIRS):
-        note(f"{name} and {other_name}", correlation(rows_TD, other_TD))
+    for (name, values_TD), (other_name, other_TD) in itertools.islice(equal_shapes, _PAIRS):
+        note(f"{name} and {other_name}", correlation(values_TD, other_TD))
 
 
 def _check_two_runs(evidence: Evidence, make: Maker, seed: int) -> None:
@@ -163,7 +164,7 @@ def _check_two_runs(evidence: Evidence, make: Maker, seed: int) -> None:
     for engines, name in pairs:
         first, second = (_few_steps(_trial(make, seed, changes, _MIN_STEPS, engine=engine)) for engine in engines)
         if first.shape == second.shape:
-            evidence.probability(name, correlation(first, second))
+            evidence.p_value(name, correlation(first, second))
 
 
 def _few_steps(trial: Trial) -> Tensor:
@@ -196,7 +197,7 @@ def _check_resume(evidence: Evidence, make: Maker, seed: int) -> None:
                 torch.stack([step.flat / step.std * trial.divisor for step in steps[:count]])
                 for steps in (continued, after)
             )
-            evidence.probability("a saved run and its resumed copy", correlation(first, second))
+            evidence.p_value("a saved run and its resumed copy", correlation(first, second))
     whitened = _whitened(evidence, trial, [*before, *after])
     _check_distribution(evidence, "across a resume", whitened)
     if trial.plan.noise is not None and whitened:
@@ -212,7 +213,7 @@ def _check_new_noise(evidence: Evidence, whitened_TD: Tensor, before: Sequence[S
         old = torch.stack([step.flat for step in before[-lag:]])
         norm = float(old.norm())
         p = two_sided(float((new[: len(old)] * old).sum()) / norm) if norm and len(new) == len(old) else 1.0
-        evidence.probability(f"new noise {lag} steps after the noise before a resume", p)
+        evidence.p_value(f"new noise {lag} steps after the noise before a resume", p)
 
 
 def _check_unfrozen(evidence: Evidence, make: Maker, seed: int) -> None:
@@ -256,7 +257,7 @@ class _RecordingRank(Ranks):
 def _check_two_ranks(evidence: Evidence, trial: Trial, seed: int) -> None:
     """Tests that the sum of the noise of two ranks has the distribution of the noise of one process."""
     parameters = [nn.Parameter(torch.zeros(3001)), nn.Parameter(torch.zeros(50, 100))]
-    source, rows = NoiseSource.seeded(seed), []
+    source, sums_T = NoiseSource.seeded(seed), []
     for step in range(_MIN_STEPS):
         total = torch.zeros(0)
         for rank in range(_RANKS):
@@ -267,5 +268,5 @@ def _check_two_ranks(evidence: Evidence, trial: Trial, seed: int) -> None:
             add_noise(sums, mechanism, std=2.0, step=step, scale=0.25, replicas=ranks, fingerprint=("audit",))
             sent = torch.cat([tensor.flatten() for tensor in ranks.sent])[:8001]  # type: ignore[attr-defined]
             total = sent if rank == 0 else total + sent
-        rows.append(total.double() / 0.5)
-    _check_distribution(evidence, "two ranks", {"sum": torch.stack(rows)})
+        sums_T.append(total.double() / 0.5)
+    _check_distribution(evidence, "two ranks", {"sum": torch.stack(sums_T)})

@@ -1,4 +1,4 @@
-"""Privacy audit of one training run by guesses about which canaries were included."""
+"""Privacy audit of one training run, by guesses about which canaries it included."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from dpengine.capture.model_state import preserve_modes
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.errors import AccountingRefusedError, keyword_hints
 
+from .audited_run import AuditedRun
 from .bounds import GaussianShift, gaussian_shift
-from .canaries import Canaries, Directions, log_likelihood_ratios, means_of_participations
+from .canaries import Canaries, Directions, log_likelihood_ratios, participation_means
 from .guessing import Floats, Guesses, epsilon_from_guesses, guess, guessing_p_value, mu_from_guesses
 from .verdict import AuditReport
-from .watched_run import WatchedRun
 
 PrivateRun = tuple[PrivacyEngine, nn.Module, Optimizer, DataLoader[Any]]
 KINDS = ("gradient", "input")
@@ -42,8 +42,8 @@ _NORMAL_CAVEAT = "The Gaussian bound assumes normal scores, and batches drawn as
 class Bounds:
     """Lower bounds on epsilon; None if a bound does not apply."""
 
-    epsilon_delta: float  # from the number of right guesses, for (epsilon, delta)-privacy
-    f_dp: float | None = None  # from the number of right guesses, for the smallest Gaussian curve that covers the claim
+    epsilon_delta: float  # from the number of correct guesses, for (epsilon, delta)-privacy
+    f_dp: float | None = None  # from the correct guesses, for the smallest Gaussian curve that covers the claim
     gaussian: float | None = None  # from the shift of included canaries relative to the noise of a participation
 
     @property
@@ -67,7 +67,7 @@ def one_run(
     examples: Dataset[Any] | None = None,
     seed: int | None = None,
 ) -> AuditReport:
-    """Trains once with canaries. Reports a lower bound on epsilon and the epsilon that the engine claims.
+    """Trains once with canaries, and compares a lower bound on epsilon with the epsilon that the engine claims.
 
     ::
 
@@ -83,17 +83,17 @@ def one_run(
     ``get_epsilon(delta)``.
 
     Args:
-        make: Function of the data set with canaries. Returns engine, model, optimizer and private loader.
-        train: Training loop, a function of engine, model, optimizer and loader. Its result is ignored.
-        dataset: Training set, map-style. For gradient canaries, copies of example 0 are appended, whose content has no
-            effect.
+        make: Function that receives the data set with canaries and returns engine, model, optimizer and private loader.
+        train: Training loop: a function of engine, model, optimizer and loader. Its result is ignored.
+        dataset: Training set, map-style. For gradient canaries, copies of example 0 are appended. Their content has
+            no effect.
         canaries: Number of canaries, at least 20.
         kind: ``"gradient"``: the adversary inserts gradients, and sees each release. ``"input"``: canaries are
             examples, and the adversary sees only their losses under the final model.
         delta: Delta of the bound; the default is that of the engine.
         alpha: Probability of a false violation, in (0, 1).
-        guesses: Number of canaries that are guessed to be included, and the same number that are guessed to be
-            excluded, fixed in advance. Several numbers share ``alpha``. The default is a twentieth of the canaries.
+        guesses: Number of canaries to guess as included, which is also the number to guess as excluded. It must be
+            fixed in advance. Several numbers split ``alpha``. The default is a twentieth of the canaries.
         loss: ``loss(model, batch)`` returns the loss of each sample of a batch ``(B,)``, for input canaries.
         examples: Examples to append as input canaries, at least ``canaries``, such as examples with wrong labels. The
             default is random examples of the data set.
@@ -106,40 +106,39 @@ def one_run(
     Raises:
         ValueError: If an argument is out of range, or a loss is missing.
         UnknownParameterError: If the run cannot be audited.
-    """  # noqa: DOC502 - the watched run raises on our behalf
+    """  # noqa: DOC502 - raised by the audited run
     started = time.perf_counter()
     guesses_per_side = _check_arguments(dataset, canaries, kind, alpha, guesses, loss, examples)
     rng = np.random.default_rng(seed)
-    with_canaries, planted = plant(dataset, canaries, kind, examples, rng)
+    with_canaries, canary_set = add_canaries(dataset, canaries, kind, examples, rng)
     engine, model, optimizer, loader = make(with_canaries)
     directions = (lambda sizes: Directions(sizes, canaries, rng)) if kind == "gradient" else None
-    watched = WatchedRun(engine, planted, directions)
-    with watched.planted():
+    run = AuditedRun(engine, canary_set, directions)
+    with run.inserted_canaries():
         train(engine, model, optimizer, loader)
-    watched.check_not_bypassed()
+    run.check_canaries_drawn()
     delta = engine.delta if delta is None else delta
     try:
         claimed = engine.get_epsilon(delta)
     except AccountingRefusedError:
         claimed = None
     shift = None
-    if directions is not None:
-        trace = watched.trace()
+    if loss is None or kind == "gradient":
+        trace = run.trace()
         scores = log_likelihood_ratios(trace)
-        shift = gaussian_shift(*means_of_participations(trace), planted.coins, alpha=alpha / 2)
+        shift = gaussian_shift(*participation_means(trace), canary_set.coins, alpha=alpha / 2)
     else:
-        assert loss is not None
-        scores = -_losses(model, loader, with_canaries, planted, loss)
-    # Half of alpha goes to the Gaussian bound; both limits on guesses, and the numbers of guesses, share the rest.
+        scores = -_losses(model, loader, with_canaries, canary_set, loss)
+    # The Gaussian bound gets half of alpha. The two limits on guesses, for each number of guesses, share the rest.
     share = (alpha if shift is None else alpha / 2) / 2 / len(guesses_per_side)
-    results = [guess(scores, planted.coins, number) for number in guesses_per_side]
-    bounds = bounds_of_run(results, shift, watched, engine, delta, share, claimed)
+    results = [guess(scores, canary_set.coins, number) for number in guesses_per_side]
+    bounds = bounds_of_run(results, shift, run, engine, delta, share, claimed)
     p, verdict = None, "inconclusive"
     if claimed is not None and math.isfinite(claimed):
         p = min(1.0, len(results) * min(guessing_p_value(result, claimed, delta) for result in results))
-        if watched.releases:
+        if run.releases:
             verdict = "violation" if bounds.best > claimed else "pass"
-    details = {"kind": kind, "delta": delta, "alpha": alpha, "steps": engine.ledger.steps, "releases": watched.releases}
+    details = {"kind": kind, "delta": delta, "alpha": alpha, "steps": engine.ledger.steps, "releases": run.releases}
     return AuditReport(
         detector="DC",
         statistic=max(result.right / result.made for result in results),
@@ -159,7 +158,7 @@ class _AddedCanaries(Subset[Any]):
     """Examples that are appended as canaries, possibly copies."""
 
 
-def plant(
+def add_canaries(
     dataset: Dataset[Any], count: int, kind: str, examples: Dataset[Any] | None, rng: np.random.Generator
 ) -> tuple[Dataset[Any], Canaries]:
     """Returns the data set with canaries, and the canaries."""
@@ -176,32 +175,32 @@ def plant(
 def bounds_of_run(
     results: Sequence[Guesses],
     shift: GaussianShift | None,
-    watched: WatchedRun,
+    run: AuditedRun,
     engine: PrivacyEngine,
     delta: float,
     alpha: float,
     claimed: float | None,
 ) -> Bounds:
     """Returns the lower bounds. ``alpha`` is the level of each bound from guesses."""
-    by_delta = max(epsilon_from_guesses(result, delta=delta, alpha=alpha) for result in results)
+    from_delta = max(epsilon_from_guesses(result, delta=delta, alpha=alpha) for result in results)
     if claimed is None or not 0 < claimed < math.inf:
-        return Bounds(by_delta)
-    history, relation = engine.ledger.history, watched.run.step.plan.relation
+        return Bounds(from_delta)
+    history, relation = engine.ledger.history, run.run.step.plan.relation
     covering = mu_gdp(history, delta, engine.accountant, relation)
     # A sampled run is not Gaussian: the mu of its covering curve exceeds the mu that has the claimed epsilon at this
-    # delta. Scaling mu down by their ratio ensures that it exceeds the claim only if the covering curve is refuted.
+    # delta. Scaled by their ratio, the audited mu exceeds the claim only if the covering curve is refuted.
     scale = min(1.0, largest_mu(claimed, delta) / covering) if covering > 0 else 1.0
     mu = max(mu_from_guesses(result, alpha=alpha) for result in results)
-    by_shift = None
+    from_shift = None
     if shift is not None:
-        by_shift = _epsilon_of_ratio(engine, watched, shift.ratio_at_least, delta) if shift.ratio_at_least > 0 else 0.0
-    by_curve = epsilon_of_mu(mu * scale, delta, above=False) if mu * scale > 0 else 0.0
-    return Bounds(by_delta, by_curve, by_shift)
+        from_shift = _epsilon_of_ratio(engine, run, shift.ratio_at_least, delta) if shift.ratio_at_least > 0 else 0.0
+    from_curve = epsilon_of_mu(mu * scale, delta, above=False) if mu * scale > 0 else 0.0
+    return Bounds(from_delta, from_curve, from_shift)
 
 
-def _epsilon_of_ratio(engine: PrivacyEngine, watched: WatchedRun, ratio: float, delta: float) -> float:
+def _epsilon_of_ratio(engine: PrivacyEngine, run: AuditedRun, ratio: float, delta: float) -> float:
     """Returns epsilon of the charges with the largest noise multiplier that is consistent with the canaries' shift."""
-    plan = watched.run.step.plan
+    plan = run.run.step.plan
     gradient = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
     sigma = plan.noise_multiplier / (ratio * gradient)
     if math.isinf(ratio) or sigma == 0:
@@ -264,10 +263,12 @@ def _check_arguments(
     available = _length(dataset if examples is None else examples)
     checks = {
         f"kind={kind!r} is not known. Choose one of: {', '.join(map(repr, KINDS))}.": kind in KINDS,
-        f"canaries={canaries!r}; expected a whole number of at least 20.": enough,
+        f"canaries={canaries!r} is not an integer of at least 20.": enough,
         f"alpha={alpha!r} is not strictly between 0 and 1.": 0 < alpha < 1,
-        "kind='input' needs losses. Pass loss=lambda model, batch: ..., one for each sample.": kind != "input" or loss,
-        "examples= are for kind='input'; gradient canaries have no content.": kind != "gradient" or examples is None,
+        "kind='input' needs a loss. Pass loss=lambda model, batch: ..., which returns one loss per sample.": kind
+        != "input"
+        or loss,
+        "examples= requires kind='input': gradient canaries have no content.": kind != "gradient" or examples is None,
         f"canaries={canaries!r}, but there are {available} examples. Pass fewer, or more examples=.": (
             kind != "input" or not enough or canaries <= available
         ),
@@ -279,5 +280,5 @@ def _check_arguments(
         [max(1, canaries // 20)] if guesses is None else [guesses] if isinstance(guesses, int) else list(guesses)
     )
     if not guesses_per_side or any(not 1 <= number <= canaries // 2 for number in guesses_per_side):
-        raise ValueError(f"guesses={guesses!r}; expected numbers from 1 to {canaries // 2}, half of the canaries.")
+        raise ValueError(f"guesses={guesses!r} is not from 1 to {canaries // 2}, half of the canaries.")
     return guesses_per_side

@@ -18,9 +18,9 @@ from .finding import AuditFinding, Evidence
 from .subject import OMITTED, Maker, Subject, Trial, in_double, new_subject, quiet, replace_target, without_dropout
 
 _TOLERANCE_32, _TOLERANCE_64 = 5e-6, 1e-11  # relative error of a sum in float32 and in float64
-_SLACK = 2.0**-20  # relative distance of clipped norms below the clipping norm
+_SLACK = 2.0**-20  # clipped norms are smaller than the clipping norm by this fraction
 _STEPS = 4
-_TINY = 1e-4  # factor of the loss in the case of tiny losses
+_TINY = 1e-4  # factor of the loss in the case with tiny losses
 Gradients = dict[str, Tensor]
 Case = tuple[str, dict[str, Any], float, bool]
 """Name, changes of the options, factor of the loss, and whether the model is float64."""
@@ -30,12 +30,12 @@ def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
     """Compares noiseless releases with a loop over single samples.
 
     Tests float32 and float64; a clipping norm that clips most samples, and one that clips none, so that the sum equals
-    that of autograd; losses of 1e-4; physical batches; and the release after a batch that failed.
+    the gradient of autograd; losses scaled by 1e-4; physical batches; and the release after a batch that failed.
     """
     evidence = Evidence("DO", seed)
     subject = new_subject(make)
     if subject.options.get("plan") is not None or not _ClippingRule.supports(subject.options):
-        evidence.unknown("the test supports flat, adaptive and per-layer clipping only, without a plan")
+        evidence.inconclusive("the test supports flat, adaptive and per-layer clipping only, without a plan")
         return evidence.finding()
     median_norm = _median_norm(subject)
     chunked = {} if subject.options.get("accumulation_steps", 1) > 1 else {"physical_batch_size": 2}
@@ -50,24 +50,24 @@ def oracle(make: Maker, *, steps: int = _STEPS, seed: int = 0) -> AuditFinding:
     flat = clipping == "flat" and not isinstance(subject.options.get("max_grad_norm"), (list, tuple))
     for name, changes, scale, double in cases:
         if flat or "max_grad_norm" not in changes:
-            _test(evidence, make, (name, changes, scale, double), steps, seed)
-    _after_a_failed_batch(evidence, make, seed)
+            _check_case(evidence, make, (name, changes, scale, double), steps, seed)
+    _check_after_failed_batch(evidence, make, seed)
     return evidence.finding()
 
 
-def _test(evidence: Evidence, make: Maker, case: Case, steps: int, seed: int) -> None:
+def _check_case(evidence: Evidence, make: Maker, case: Case, steps: int, seed: int) -> None:
     name, changes, scale, double = case
     try:
         trial = _trial(make, changes, double, seed)
         model = copy.deepcopy(trial.model)
         releases = trial.steps(steps, scale=scale)
     except PrivacyError as error:
-        evidence.unknown(f"{name}: the run is rejected: {error}".splitlines()[0])
+        evidence.inconclusive(f"{name}: the run is rejected: {error}".splitlines()[0])
         return
     except (RuntimeError, TypeError) as error:
         if not double:
             raise
-        evidence.unknown(f"{name}: {type(error).__name__}".splitlines()[0])
+        evidence.inconclusive(f"{name}: {type(error).__name__}".splitlines()[0])
         return
     tolerance = _TOLERANCE_64 if double and _has_double_loss(trial, model) else _TOLERANCE_32
     for step in releases:
@@ -81,7 +81,7 @@ def _has_double_loss(trial: Trial, model: nn.Module) -> bool:
         return trial.loss_of(copy.deepcopy(model).double(), _batch(trial, 0)).dtype is torch.float64
 
 
-def _after_a_failed_batch(evidence: Evidence, make: Maker, seed: int) -> None:
+def _check_after_failed_batch(evidence: Evidence, make: Maker, seed: int) -> None:
     """Tests that a batch that failed after its first chunk adds nothing to the next release."""
     if new_subject(make).options.get("accumulation_steps", 1) > 1:
         return
@@ -163,7 +163,7 @@ class _ClippingRule:
 def _clipped_sum(
     trial: Trial, model: nn.Module, drawn: Sequence[int], scale: float, bounds: Sequence[float]
 ) -> Gradients:
-    """Returns the sum of clipped gradients of the drawn units."""
+    """Returns the sum of the clipped gradients of the drawn units."""
     rule, indices = _ClippingRule(trial, bounds), sorted(set(drawn))
     model = copy.deepcopy(model).double()
     without_dropout(model)
@@ -172,8 +172,8 @@ def _clipped_sum(
     for unit in _units_of(trial, indices):
         stacked = {name: torch.stack([gradients[index][name] for index in unit]) for name in total}
         mean = trial.options.get("unit_reduction", "mean") == "mean"
-        of_unit = {name: stack.mean(0) if mean else stack.sum(0) for name, stack in stacked.items()}
-        for name, grad in rule.clipped(of_unit).items():
+        unit_gradient = {name: stack.mean(0) if mean else stack.sum(0) for name, stack in stacked.items()}
+        for name, grad in rule.clipped(unit_gradient).items():
             total[name] = total[name] + grad
     return total
 

@@ -19,9 +19,9 @@ from dpengine.errors import PrivacyError
 from .finding import AuditFinding, Evidence
 from .subject import OMITTED, Maker, Trial, new_subject
 
-_NUM_EXAMPLES = 1009  # size of the data set: a number that occurs nowhere else in the output
-_SECRET = "private"  # name of the folder that must not be published
-_MIN_LENGTH = 4  # names up to this length are not searched for
+_NUM_EXAMPLES = 1009  # size of the data set, a number that does not occur elsewhere in the output
+_SECRET = "private"  # folder of a saved run that must not be published
+_MIN_LENGTH = 4  # shorter names, and names of this length, are not searched for
 
 
 def public_output(make: Maker, *, seed: int = 0) -> AuditFinding:
@@ -29,10 +29,10 @@ def public_output(make: Maker, *, seed: int = 0) -> AuditFinding:
     evidence = Evidence("DF", seed)
     options = new_subject(make).options
     dataset: Any = new_subject(make).loader.dataset
-    few = [dataset[index] for index in range(min(50, len(dataset)))]
+    first_examples = [dataset[index] for index in range(min(50, len(dataset)))]
     fixed_size = options.get("noise") is not None or options.get("plan") is not None
     changes = {"allow_large_delta": True, **({"privacy_unit": OMITTED} if "privacy_unit" in options else {})}
-    examples = None if fixed_size else [few[i % len(few)] for i in range(_NUM_EXAMPLES)]
+    examples = None if fixed_size else [first_examples[i % len(first_examples)] for i in range(_NUM_EXAMPLES)]
     handler = _LogRecorder()
     logging.getLogger().addHandler(handler)
     try:
@@ -45,9 +45,9 @@ def public_output(make: Maker, *, seed: int = 0) -> AuditFinding:
     sizes = [len(step.drawn) for step in steps]
     for where, content in texts.items():
         evidence.n += 1
-        for what, pattern in _forbidden(trial, sizes).items():
+        for what, pattern in _secret_patterns(trial, sizes).items():
             if re.search(pattern, content):
-                evidence.fault(f"{where} contains {what}")
+                evidence.violation(f"{where} contains {what}")
     return evidence.finding()
 
 
@@ -69,9 +69,9 @@ def _public_texts(trial: Trial) -> dict[str, bytes]:
         save(folder, engine)
         engine.report().save(Path(name) / "report")
         for path in sorted(Path(name).rglob("*")):
-            place = path.relative_to(name)
-            if path.is_file() and _SECRET not in place.parts:
-                texts[str(place)] = path.read_bytes()
+            relative = path.relative_to(name)
+            if path.is_file() and _SECRET not in relative.parts:
+                texts[str(relative)] = path.read_bytes()
     return texts
 
 
@@ -84,8 +84,8 @@ def _traceback(trial: Trial) -> bytes:
     return b""
 
 
-def _forbidden(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
-    """Returns the patterns of secrets."""
+def _secret_patterns(trial: Trial, sizes: list[int]) -> dict[str, bytes]:
+    """Returns patterns of the secrets by name."""
     key = bytes.fromhex(trial.step.source.secret_state()["key"])
     size_list = re.escape(", ".join(map(str, sizes)))
     patterns = {

@@ -1,8 +1,8 @@
 """Detector DR: compares releases with the same seed on a data set and on its neighbor with one more unit.
 
-With equal seeds, the noise cancels in the difference of two releases, which is the effect of the unit. If the unit was
-drawn, the difference must be at most the sensitivity. Otherwise the releases must be bit-identical. Both runs must have
-the same number of releases.
+With equal seeds, the noise cancels in the difference of two releases, which is then the effect of the unit. If the unit
+was drawn, the difference must be at most the sensitivity. Otherwise the releases must be bit-identical. Both runs must
+have the same number of releases.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATES = (0.15, 0.15, 0.3, 0.3, 0.6, 0.6)
 _STEPS = 13  # approximate number of logical batches of each data set
 # Sizes N of the data set without the unit. For all but 0, the unit increases N * sample_rate past an integer.
 _SIZES = (13, 0, 19, 6, 0, 26)
-_STRIDE = 3  # step through UNUSUAL, which combines each entry with data sets of all sizes
+_STRIDE = 3  # stride through UNUSUAL that combines each entry with data sets of all sizes
 _COPIES = 4  # number of examples of a privacy unit
 _ROUNDING = 2e-6  # rounding error of float32 sums, relative to the sensitivity
 
@@ -71,11 +71,11 @@ class Pair(NamedTuple):
     without_unit: Callable[[], Trial]
     with_unit: Callable[[], Trial]
     unit: set[int]  # indices of the unit's examples
-    factor: float  # largest change over the sensitivity: 2 if the unit replaces another one, else 1
+    factor: float  # limit of the change, over the sensitivity: 2 if the unit replaces another one, else 1
 
 
 def _keeps_size(options: Any) -> bool:
-    """Returns True if batches or groups depend on the number of examples, which neighbors must then share."""
+    """Returns True if neighbors must have equal size, because batches or groups depend on the number of examples."""
     if options.get("plan") is not None or options.get("noise") is not None:
         return True
     return options.get("sampling", "poisson") != "poisson"
@@ -125,17 +125,17 @@ def _changed(example: Any, unusual: str) -> Any:
 def _compare(evidence: Evidence, pair: Pair, unusual: str) -> None:
     first, second = _run(pair.without_unit), _run(pair.with_unit)
     if isinstance(first, Exception) and isinstance(second, Exception):
-        evidence.unknown(f"the run is rejected: {first}".splitlines()[0])
+        evidence.inconclusive(f"the run is rejected: {first}".splitlines()[0])
         return
     if isinstance(first, Exception) or isinstance(second, Exception):
-        evidence.fault(f"the run is rejected on only one of two neighbors (unit: {unusual})")
+        evidence.violation(f"the run is rejected on only one of two neighbors (unit: {unusual})")
         return
     (trial, steps), (other_trial, other_steps) = first, second
     divisor, rounding = trial.divisor, 4 * max(trial.rounding, torch.finfo(torch.float32).eps)
     if len(steps) != len(other_steps):
-        evidence.fault(f"{len(steps)} releases without the unit, but {len(other_steps)} with it")
+        evidence.violation(f"{len(steps)} releases without the unit, but {len(other_steps)} with it")
     if _charges(trial) != _charges(other_trial):
-        evidence.fault("the ledgers of neighbors differ")
+        evidence.violation("the ledgers of neighbors differ")
     for before, after in zip(steps, other_steps, strict=False):
         if before.bounds != after.bounds:  # the clipping norm depends on a count that is released with its own noise
             break
@@ -156,14 +156,14 @@ def _compare_steps(
 ) -> None:
     common = sorted(index for index in before.drawn if pair.factor == 1.0 or index not in pair.unit)
     if common != sorted(index for index in after.drawn if index not in pair.unit):
-        evidence.fault("the sampling of other examples depends on the unit")
+        evidence.violation("the sampling of other examples depends on the unit")
         return
     if not (bool(before.flat.isfinite().all()) and bool(after.flat.isfinite().all())):
-        evidence.fault(f"a release is not finite (unit: {unusual})")
+        evidence.violation(f"a release is not finite (unit: {unusual})")
         return
     if not pair.unit & {*before.drawn, *after.drawn}:
         if not torch.equal(before.flat, after.flat):
-            evidence.fault("a unit that was not drawn changed a release")
+            evidence.violation("a unit that was not drawn changed a release")
         return
     change = float((after.flat - before.flat).norm()) * divisor
     slack = rounding * float(before.flat.norm()) * divisor

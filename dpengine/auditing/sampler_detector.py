@@ -1,4 +1,4 @@
-"""Detector DS: compares the distribution of batches with the charged one.
+"""Detector DS: tests that batches have the charged distribution.
 
 Axes: T logical batches, N examples.
 """
@@ -30,7 +30,7 @@ from .subject import OMITTED, Maker, Subject, Trial, new_subject, quiet, replace
 Masks = npt.NDArray[np.int64]
 _LAGS = (1, 5, 10)
 _EXAMPLES = 60
-_FEW, _FEW_RATE = 10, 0.1  # one example per batch on average, so that a third of the batches is empty
+_FEW, _FEW_RATE = 10, 0.1  # one example per batch on average, so a third of the batches are empty
 _RANKS = 2
 _RANK_DRAWS = 600  # number of batches of two ranks
 
@@ -39,8 +39,9 @@ def batch_distribution(make: Maker, *, draws: int = 3000, seed: int = 0) -> Audi
     """Tests the batches that are drawn with the subject's options.
 
     Tests the frequency of each example, the batch sizes, the pairs of examples in a batch, and the correlation between
-    batches; that no batch contains an example twice; that all drawn batches are charged; that the batches of two ranks
-    together are Poisson batches; and for cyclic sampling, that examples stay in their groups, also across a resume.
+    batches. Tests that no batch contains an example twice, that all drawn batches are charged, and that the batches of
+    two ranks together are Poisson batches. For cyclic sampling, tests that examples stay in their groups, also across a
+    resume.
 
     Args:
         make: Returns the subject.
@@ -53,7 +54,7 @@ def batch_distribution(make: Maker, *, draws: int = 3000, seed: int = 0) -> Audi
     evidence = Evidence("DS", seed)
     options = new_subject(make).options
     if options.get("plan") is not None or options.get("sampling", "poisson") != "poisson":
-        evidence.unknown("no Poisson sampling is claimed, or a plan defines the sampling")
+        evidence.inconclusive("no Poisson sampling is claimed, or a plan defines the sampling")
         return evidence.finding()
     rate, loader = options.get("sample_rate"), new_subject(make).loader
     if rate is None:
@@ -74,7 +75,7 @@ def batch_distribution(make: Maker, *, draws: int = 3000, seed: int = 0) -> Audi
 def _trial(
     make: Maker, examples: int, changes: Mapping[str, Any], seed: int, engine: PrivacyEngine | None = None
 ) -> Trial:
-    """Returns a run whose examples are their own indices. No model receives them."""
+    """Returns a run over a data set of indices, which no model receives."""
 
     def subject_over_indices() -> Subject:
         subject = new_subject(make)
@@ -101,12 +102,12 @@ def _draw_masks(evidence: Evidence, trial: Trial, draws: int, examples: int) -> 
                 if step == draws:
                     break
             if step == before:
-                evidence.fault(f"the loader ended after {step} batches")
+                evidence.violation(f"the loader ended after {step} batches")
                 break
         trial.step.discard()
     charged = trial.engine.ledger.steps - charged
     if charged != step:
-        evidence.fault(f"{step} batches were drawn, {charged} were charged")
+        evidence.violation(f"{step} batches were drawn, {charged} were charged")
     return counts_TN[:step]
 
 
@@ -115,11 +116,11 @@ def _check_poisson(evidence: Evidence, where: str, masks_TN: Masks, rate: float,
     steps, examples = masks_TN.shape
     evidence.n += masks_TN.size
     if masks_TN.max(initial=0) > 1:
-        evidence.fault(f"{where}: a batch contains an example twice")
+        evidence.violation(f"{where}: a batch contains an example twice")
     variance = rate * (1 - rate)
 
     def note(name: str, p: float) -> None:
-        evidence.probability(f"{where}, {name}", p)
+        evidence.p_value(f"{where}, {name}", p)
 
     note("total count", binomial(int(masks_TN.sum()), masks_TN.size, rate))
     deviations_N = masks_TN.sum(axis=0) - steps * rate
@@ -141,13 +142,13 @@ def _check_batch_sizes(evidence: Evidence, where: str, sizes_T: Masks, examples:
     """Tests the batch sizes, in particular the number of empty batches."""
     steps = len(sizes_T)
     empty_rate = (1 - rate) ** examples
-    evidence.probability(f"{where}, empty batches", binomial(int((sizes_T == 0).sum()), steps, empty_rate))
+    evidence.p_value(f"{where}, empty batches", binomial(int((sizes_T == 0).sum()), steps, empty_rate))
     variance = examples * rate * (1 - rate)
     squares = float((((sizes_T - examples * rate) ** 2) / variance).sum())
     # Variance of the squared deviation of a binomial variable, relative to its squared variance.
     variance_of_square = 2 + (1 - 6 * rate * (1 - rate)) / variance
     p = two_sided((squares - steps) / math.sqrt(steps * variance_of_square))
-    evidence.probability(f"{where}, sizes of batches", p)
+    evidence.p_value(f"{where}, sizes of batches", p)
 
 
 def _check_two_ranks(evidence: Evidence, rate: float, seed: int) -> None:
@@ -178,11 +179,11 @@ def _check_cyclic(evidence: Evidence, make: Maker, seed: int) -> None:
         return _trial(make, _EXAMPLES, changes, seed, PrivacyEngine())  # a seeded run would reproduce itself
 
     trial = new_trial()
-    strategy = trial.plan.sampling
-    if not hasattr(strategy, "cycle_length"):
-        evidence.unknown(f"the sampling scheme {strategy.name!r} is not tested")
+    scheme = trial.plan.sampling
+    if not hasattr(scheme, "cycle_length"):
+        evidence.inconclusive(f"the sampling scheme {scheme.name!r} is not tested")
         return
-    cycle_length, rate = strategy.cycle_length, strategy.sample_rate
+    cycle_length, rate = scheme.cycle_length, scheme.sample_rate
     with tempfile.TemporaryDirectory() as folder:
         first = _draw_masks(evidence, trial, half, _EXAMPLES)
         save(Path(folder) / "run", trial.engine)
@@ -191,13 +192,15 @@ def _check_cyclic(evidence: Evidence, make: Maker, seed: int) -> None:
         masks_TN = np.concatenate([first, _draw_masks(evidence, resumed, half, _EXAMPLES)])
     evidence.n += masks_TN.size
     if masks_TN.max(initial=0) > 1:
-        evidence.fault("a batch contains an example twice")
+        evidence.violation("a batch contains an example twice")
     groups_N = [{int(step) % cycle_length for step in np.flatnonzero(column)} for column in masks_TN.T]
     if any(len(groups) > 1 for groups in groups_N):
-        evidence.fault(f"examples participate in other steps than every {cycle_length}th; their noise is correlated")
+        evidence.violation(
+            f"examples participate in steps that are not {cycle_length} apart, whose noise is correlated"
+        )
     sampled = sum(1 for groups in groups_N if groups)
     cycles = len(masks_TN) // cycle_length
-    if abs(len(masks_TN) % cycle_length) == 0 and rate < 1:
-        evidence.probability("total count", binomial(int(masks_TN.sum()), cycles * _EXAMPLES, rate))
+    if len(masks_TN) % cycle_length == 0 and rate < 1:
+        evidence.p_value("total count", binomial(int(masks_TN.sum()), cycles * _EXAMPLES, rate))
     if sampled < _EXAMPLES // 2:
-        evidence.fault(f"only {sampled} of {_EXAMPLES} examples were sampled")
+        evidence.violation(f"only {sampled} of {_EXAMPLES} examples were sampled")

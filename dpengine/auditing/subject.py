@@ -1,4 +1,4 @@
-"""Audited training setups, reproducible private steps, and small built-in setups."""
+"""Audited training setups, reproducible runs of them, and a small built-in setup."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Step:
     """One logical batch."""
 
     drawn: tuple[int, ...]  # indices of its examples
-    release: dict[str, Tensor]  # float64 ``p.grad`` by name after ``optimizer.step()``; empty if none was written
+    release: dict[str, Tensor]  # float64 ``p.grad`` by parameter name after ``optimizer.step()``
     std: float  # planned standard deviation of the noise, in units of the sum
     bounds: tuple[float, ...]  # clipping norms
     sensitivity: float  # sensitivity of the sum to one unit
@@ -173,11 +173,11 @@ class Trial:
         return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
     def passes(self, number: int) -> list[Step]:
-        """Returns the steps of ``number`` passes over the loader."""
+        """Runs ``number`` passes over the loader, and returns their steps."""
         return [step for _ in range(number) for step in self._pass(1.0, True)]
 
     def steps(self, number: int, *, scale: float = 1.0, hold: bool = True) -> list[Step]:
-        """Runs ``number`` steps, or fewer if a pass has none. ``hold`` restores the weights after each step."""
+        """Runs ``number`` steps, or fewer if an epoch has none. ``hold`` restores the weights after each step."""
         steps: list[Step] = []
         while len(steps) < number:
             before = len(steps)
@@ -243,7 +243,7 @@ def new_subject(make: Maker) -> Subject:
 
 
 def without_dropout(model: nn.Module) -> None:
-    """Disables dropout in place, because its mask of a sample depends on the size of the batch."""
+    """Disables dropout in place, because the mask of a sample depends on the batch size."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
@@ -252,13 +252,13 @@ def without_dropout(model: nn.Module) -> None:
 
 
 def replace_target(options: Mapping[str, Any], noise_multiplier: float) -> dict[str, Any]:
-    """Returns changes of the options that replace a target epsilon by a noise multiplier."""
+    """Returns options that replace a target epsilon by a noise multiplier."""
     omitted = {name: OMITTED for name in ("target_epsilon", "epochs", "steps") if name in options}
     return {**omitted, "noise_multiplier": noise_multiplier}
 
 
 def declare_constants(subject: Subject, rate: float) -> dict[str, Any]:
-    """Returns changes of the options that declare all constants, so that they do not depend on the data set's size."""
+    """Returns options that declare all constants, so that none depends on the size of the data set."""
     size = subject.options.get("expected_batch_size") or float(subject.loader.batch_size or 1)
     constants = {"sample_rate": rate, "expected_batch_size": size, "target_delta": 1e-3, "allow_large_delta": True}
     return constants | {"example_input": subject.loader.dataset[0]}
@@ -277,8 +277,8 @@ quiet = functools.partial(warnings.catch_warnings, action="ignore")
 """Context manager that suppresses warnings, such as those about runs without noise or with few examples."""
 
 
-_FEATURES, _CLASSES, _ROWS = 6, 3, 40
-OPTIONS = {  # products, squares and ratios of noise multiplier and clipping norm differ
+_FEATURES, _CLASSES, _NUM_EXAMPLES = 6, 3, 40
+OPTIONS = {  # noise multiplier and clipping norm have distinct products, squares and ratios
     "noise_multiplier": 0.8,
     "max_grad_norm": 0.5,
     "sample_rate": 0.15,
@@ -299,7 +299,7 @@ def small_classifier(width: int = 40) -> nn.Module:
     )
 
 
-def rows(number: int = _ROWS) -> TensorDataset:
+def small_dataset(number: int = _NUM_EXAMPLES) -> TensorDataset:
     """Returns inputs of very different norms, so that some gradients are clipped and some are not."""
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(number, _FEATURES, generator=generator)
@@ -307,13 +307,13 @@ def rows(number: int = _ROWS) -> TensorDataset:
     return TensorDataset(inputs, torch.randint(0, _CLASSES, (number,), generator=generator))
 
 
-def small(changes: Mapping[str, Any] | None = None, *, width: int = 40, number: int = _ROWS) -> Maker:
+def small(changes: Mapping[str, Any] | None = None, *, width: int = 40, number: int = _NUM_EXAMPLES) -> Maker:
     """Returns a function that creates a small classifier, its data, and the arguments of ``make_private``."""
 
     def make() -> Subject:
         model = small_classifier(width)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loader = DataLoader(rows(number), batch_size=6)
+        loader = DataLoader(small_dataset(number), batch_size=6)
         return Subject(model, optimizer, loader, cross_entropy, {**OPTIONS, **(changes or {})})
 
     return make

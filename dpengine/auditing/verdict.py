@@ -30,16 +30,16 @@ class AuditReport:
         statistic: The test statistic.
         n: Number of independent trials.
         verdict: A key of ``VERDICTS``.
-        p: P-value of the claim; None if it is not computed.
+        p: P-value of the claim; None if it was not computed.
         bound: Lower bound on epsilon with confidence ``1 - alpha``; None if there is none.
         claimed: The claimed epsilon; None if there is no claim.
-        seed: Seed of the audit's randomness; None for randomness of the operating system.
+        seed: Seed of the audit's random numbers; None if the operating system provided them.
         cost: Duration in seconds.
         details: Further values, as plain JSON values.
         caveats: Sentences that qualify the verdict.
 
     Raises:
-        ValueError: If the verdict is not known.
+        ValueError: If the verdict is unknown.
     """
 
     detector: str

@@ -12,16 +12,16 @@ from reference import clipped_sum, per_sample_gradients
 from scipy import stats
 from torch.nn.functional import cross_entropy
 
+from dpengine.auditing.audited_run import AuditedRun
 from dpengine.auditing.canaries import (
     Canaries,
     Directions,
     Trace,
     log_likelihood_ratios,
-    means_of_participations,
+    participation_means,
     strategy_of,
 )
-from dpengine.auditing.one_run_audit import plant
-from dpengine.auditing.watched_run import WatchedRun
+from dpengine.auditing.one_run_audit import add_canaries
 from dpengine.errors import UnknownParameterError
 from dpengine.noise import BandMF
 from dpengine.noise.toeplitz import matrix
@@ -34,17 +34,17 @@ COUNT, NORM = 40, 0.5
 def watched(kind="gradient", *, steps=1, reduction="mean", sample_rate=1.0, noise=0.0, count=COUNT, **options):
     """The trace of a run, its coins, its canaries' directions, and the first release as one vector."""
     rng, grads = np.random.default_rng(0), []
-    dataset, canaries = plant(rows(), count, kind, None, rng)
+    dataset, canaries = add_canaries(rows(), count, kind, None, rng)
     settings = {"noise_multiplier": noise, "max_grad_norm": NORM, "lr": 0.0, **options}
     parts = made(sample_rate=sample_rate, reduction=reduction, **settings)(dataset)
     directions = (lambda sizes: Directions(sizes, count, rng)) if kind == "gradient" else None
-    run = WatchedRun(parts[0], canaries, directions)
+    run = AuditedRun(parts[0], canaries, directions)
     before = inside.gradients_formed_by(parts[0])
 
     def see(model):
         grads.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
 
-    with run.planted():
+    with run.inserted_canaries():
         trained(steps, reduction=reduction, see=see)(*parts)
     assert inside.gradients_formed_by(parts[0]) == before
     divisor = inside.divisor(parts[0], mean=reduction == "mean")
@@ -80,7 +80,7 @@ def test_a_gradient_canary_adds_its_direction_at_the_threshold_next_to_the_other
 def test_the_trace_is_in_units_of_the_threshold():
     run, canaries, _, model = watched()
     trace = run.trace()
-    others = run._directions.along(sum_of(model, rows().tensors)) / NORM
+    others = run._directions.project(sum_of(model, rows().tensors)) / NORM
     assert trace.drawn_TM.all() and trace.releases_TM.shape == (1, COUNT)
     assert trace.releases_TM[0] - others == pytest.approx(canaries.coins * (1 - SLACK), abs=1e-4)
 
@@ -104,8 +104,8 @@ def test_a_row_without_a_finite_gradient_stays_out_next_to_canaries():
     canaries_at[10:50] = np.arange(40)
     canaries = Canaries(np.arange(40) % 2 == 0, canaries_at)
     parts = made(sample_rate=1.0, noise_multiplier=0.0, max_grad_norm=NORM, lr=0.0, grad_sample_mode="ghost")(data)
-    run, grads = WatchedRun(parts[0], canaries, None), []
-    with run.planted():
+    run, grads = AuditedRun(parts[0], canaries, None), []
+    with run.inserted_canaries():
         trained(1, see=lambda model: grads.extend(p.grad.flatten().double() for p in model.parameters()))(*parts)
     left = (canaries_at < 0) | (canaries_at % 2 == 0)
     left[3] = False
@@ -130,7 +130,7 @@ def test_directions_are_unit_vectors_that_share_no_place():
     np.put_along_axis(dense, directions.indices_MK, directions.values_MK, axis=1)
     assert dense @ dense.T == pytest.approx(np.eye(9))
     vector = np.random.default_rng(2).standard_normal(235)
-    assert directions.along(vector) == pytest.approx(dense @ vector)
+    assert directions.project(vector) == pytest.approx(dense @ vector)
     parts = [
         directions.gradients(number, shape, np.array([4, -1, 7]), 3.0, torch.zeros(1, dtype=torch.float64))
         for number, shape in enumerate([(5, 6), (5,), (2, 100)])
@@ -148,10 +148,10 @@ def test_groups_that_take_turns_are_known():
     run, canaries, _, _ = watched(steps=12, sample_rate=0.2, noise=1.0)
     assert run.trace().first_steps_M is None
     rng = np.random.default_rng(0)
-    dataset, canaries = plant(rows(), COUNT, "gradient", None, rng)
+    dataset, canaries = add_canaries(rows(), COUNT, "gradient", None, rng)
     parts = made(sample_rate=0.2, noise_multiplier=1.0, steps=12, noise=BandMF(num_bands=3))(dataset)
-    run = WatchedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
-    with run.planted():
+    run = AuditedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
+    with run.inserted_canaries():
         trained(12)(*parts)
     trace = run.trace()
     assert trace.cycle == 3 and set(np.unique(trace.first_steps_M)) <= {-1, 0, 1, 2}
@@ -162,11 +162,11 @@ def test_groups_that_take_turns_are_known():
 
 def test_parameters_that_change_are_rejected():
     rng = np.random.default_rng(0)
-    dataset, canaries = plant(rows(), COUNT, "gradient", None, rng)
+    dataset, canaries = add_canaries(rows(), COUNT, "gradient", None, rng)
     parts = made(sample_rate=1.0, noise_multiplier=1.0)(dataset)
-    run = WatchedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
+    run = AuditedRun(parts[0], canaries, lambda sizes: Directions(sizes, COUNT, rng))
     parts[1][0].bias.requires_grad_(False)
-    with run.planted(), pytest.raises(UnknownParameterError, match="frozen, unfrozen or replaced since make"):
+    with run.inserted_canaries(), pytest.raises(UnknownParameterError, match="frozen, unfrozen or replaced since make"):
         trained(1)(*parts)
 
 
@@ -221,7 +221,7 @@ def test_means_are_those_of_least_squares():
     drawn_TM[:, 2] = False
     releases_TM = rng.standard_normal((STEPS, 3))
     trace = Trace(releases_TM, drawn_TM, SIGMA, 0.5, strategy_TT=STRATEGY)
-    means, weights = means_of_participations(trace)
+    means, weights = participation_means(trace)
     for canary in (0, 1):
         shape, white = STRATEGY @ drawn_TM[:, canary], STRATEGY @ releases_TM[:, canary]
         (expected,), _, _, _ = np.linalg.lstsq(shape[:, None], white, rcond=None)

@@ -118,9 +118,9 @@ def test_findings_say_what_was_found_and_never_that_it_is_private():
 
 def test_many_statistics_share_one_probability_of_error():
     alone, many = Evidence("DN", 0, n=1), Evidence("DN", 0, n=1)
-    alone.probability("one", 9e-7)
+    alone.p_value("one", 9e-7)
     for number in range(2):
-        many.probability(str(number), 9e-7)
+        many.p_value(str(number), 9e-7)
     assert alone.finding().verdict == "violation" and many.finding().verdict == "pass"
 
 
@@ -162,8 +162,8 @@ def p_values(look):
     for seed in range(REPEATS):
         evidence = Evidence("D", seed)
         look(evidence, seed)
-        assert not evidence.faults
-        for name, p in evidence.probabilities.items():
+        assert not evidence.violations
+        for name, p in evidence.p_values.items():
             found.setdefault(name, []).append(p)
     return found
 

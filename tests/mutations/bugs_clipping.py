@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dpengine.auditing.subject import OPTIONS, Subject, cross_entropy, rows, small
+from dpengine.auditing.subject import OPTIONS, Subject, cross_entropy, small, small_dataset
 from dpengine.clipping.flat import Flat
 from dpengine.clipping.per_layer import PerLayer
 from dpengine.engine.pass_clipper import PassClipper
@@ -173,7 +173,7 @@ def _of(kind: Callable[[], nn.Module], **changes: Any) -> Callable[[], Subject]:
         model = kind()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         options = {**OPTIONS, **changes}
-        return Subject(model, optimizer, DataLoader(rows(), batch_size=6), cross_entropy, options)
+        return Subject(model, optimizer, DataLoader(small_dataset(), batch_size=6), cross_entropy, options)
 
     return make
 

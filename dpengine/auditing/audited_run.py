@@ -1,4 +1,4 @@
-"""Instruments a private training run with canaries, for auditing."""
+"""Inserts canaries into a private training run and records their effect on the releases."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dpengine.engine.run import Run
 from dpengine.errors import UnknownParameterError
 from dpengine.sampling.scheme import Draws
 
-from .canaries import Canaries, Directions, Indices, PlantedGradients, Trace, strategy_of
+from .canaries import Canaries, CanaryGradients, Directions, Indices, Trace, strategy_of
 
 Floats = npt.NDArray[np.float64]
 
 
-class WatchedRun:
-    """Audited training run. Inside ``planted()``, a fair coin decides whether each canary is included."""
+class AuditedRun:
+    """Training run with canaries, which are active inside ``inserted_canaries()``."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class WatchedRun:
         self._canaries = canaries
         self._sizes = [p.numel() for p in passes.trainable().values()]
         self._directions = None if directions is None else directions(self._sizes)
-        self._projections: dict[int, Floats] = {}  # inner products of noisy gradients with directions, by step
-        self._planted = PlantedGradients(
+        self._projections: dict[int, Floats] = {}  # projections of noisy gradients on the directions, by step
+        self._canary_gradients = CanaryGradients(
             passes.mode,
             canaries,
             self._chunk,
@@ -53,7 +53,7 @@ class WatchedRun:
         )
 
     def _check_supported(self, canaries: Canaries, *, gradient: bool) -> None:
-        passes, strategy = self.run.step.passes, self.run.step.plan.sampling
+        passes, scheme = self.run.step.passes, self.run.step.plan.sampling
         for unsupported, feature, fix in (
             (self.run.units is not None, "a run with privacy_unit", "Omit it in the audited run."),
             (not passes.topology.runs_independently, "a run of several processes", "Audit the run in one process."),
@@ -66,21 +66,21 @@ class WatchedRun:
         ):
             if unsupported:
                 raise UnknownParameterError(f"auditing.one_run does not support {feature}.", fix=fix)
-        if strategy.num_examples != len(canaries.canary_of):
+        if scheme.num_examples != len(canaries.canary_of):
             raise UnknownParameterError(
-                f"The private loader draws from {strategy.num_examples:,} examples, but the data set that make() "
+                f"The private loader draws from {scheme.num_examples:,} examples, but the data set that make() "
                 f"received has {len(canaries.canary_of):,}.",
                 fix="Create the loader in make() from the data set that it receives.",
             )
 
     @contextmanager
-    def planted(self) -> Iterator[None]:
-        """Inserts the canaries in a context, and records each step's inner products with the canary directions."""
+    def inserted_canaries(self) -> Iterator[None]:
+        """Inserts the canaries in the context, and records the projections of each release on their directions."""
         passes, mode = self.run.step.passes, self.run.step.passes.mode
         handle, interval = self.run.optimizer.register_step_pre_hook(self._record_release), passes.probe.every
         try:
-            passes.mode = self._planted  # type: ignore[assignment]
-            self._set_probe_interval(None)  # the probe does not see the planted gradients
+            passes.mode = self._canary_gradients  # type: ignore[assignment]
+            self._set_probe_interval(None)  # the probe would not see the canary gradients
             yield
         finally:
             handle.remove()
@@ -96,7 +96,7 @@ class WatchedRun:
         parameters = self.run.step.passes.trainable()
         if self._directions is not None and [p.numel() for p in parameters.values()] != self._sizes:
             raise UnknownParameterError(
-                "Parameters were frozen, unfrozen or replaced since make(), and gradient canaries use all parameters.",
+                "Parameters were frozen, unfrozen or replaced since make(), but gradient canaries use all parameters.",
                 fix="Pass kind='input', or freeze parameters in make().",
             )
         return parameters
@@ -105,11 +105,11 @@ class WatchedRun:
         """Returns the step, and the example indices of the current physical batch."""
         run = self.run.step
         step = run.batches.batches[-1].step
-        drawn = self.run.batches._batches.draw(step)  # a pure function, which draws the same batch again
+        drawn = self.run.batches._batches.draw(step)  # a pure function, so it returns the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
     def _record_release(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Records the inner products of the noisy gradient with the canary directions, before the update."""
+        """Records the projections of the noisy gradient on the canary directions, before the update."""
         if self._directions is None:
             return
         run = self.run.step
@@ -119,37 +119,35 @@ class WatchedRun:
         ]
         divisor = run.plan.divisor(len(run.batches.batches), mean=run.passes.loss_reduction == "mean")
         scale = divisor / run.plan.clipping.sensitivity()
-        self._projections[run.batches.batches[-1].step] = self._directions.along(torch.cat(grads).numpy()) * scale
+        self._projections[run.batches.batches[-1].step] = self._directions.project(torch.cat(grads).numpy()) * scale
 
     @property
     def releases(self) -> int:
         """Number of noisy gradients that the run released."""
         return self.run.step.batches.released
 
-    def check_not_bypassed(self) -> None:
-        """Raises if no canary was in a batch."""
-        if self.releases and not self._planted.drawn:
-            raise UnknownParameterError(
-                "The run trained without its canaries, because none was drawn.", fix="Train for more steps."
-            )
+    def check_canaries_drawn(self) -> None:
+        """Raises if no canary was in any batch."""
+        if self.releases and not self._canary_gradients.drawn:
+            raise UnknownParameterError("No canary was drawn in the run.", fix="Train for more steps.")
 
     def trace(self) -> Trace:
-        """Returns inner products of each step's noisy gradient with canary directions, and the canaries' batches."""
+        """Returns the projections of each release on the canary directions, and the batches of the canaries."""
         plan, canaries = self.run.step.plan, self._canaries
-        steps = 1 + max(max(self._projections, default=-1), max(self._planted.drawn, default=-1))
+        steps = 1 + max(max(self._projections, default=-1), max(self._canary_gradients.drawn, default=-1))
         releases_TM, drawn_TM = np.zeros((steps, canaries.count)), np.zeros((steps, canaries.count), dtype=bool)
         for step, projections_M in self._projections.items():
             releases_TM[step] = projections_M
-        for step, chunks in self._planted.drawn.items():
+        for step, chunks in self._canary_gradients.drawn.items():
             drawn_TM[step, np.concatenate(chunks)] = True
         first_steps_M, cycle = self._groups(plan.sampling)
         sigma = plan.clipping.gradient_noise_multiplier(plan.noise_multiplier)
         rate, strategy_TT = plan.sampling.sample_rate, strategy_of(plan.noise, steps)
         return Trace(releases_TM, drawn_TM, sigma, rate, first_steps_M, cycle, strategy_TT)
 
-    def _groups(self, strategy: Draws) -> tuple[Indices | None, int]:
+    def _groups(self, scheme: Draws) -> tuple[Indices | None, int]:
         """Returns the group of each canary and the number of groups, for cyclic sampling."""
-        inner: Any = getattr(strategy, "drawn", strategy)
+        inner: Any = getattr(scheme, "drawn", scheme)
         if not hasattr(inner, "group_of"):
             return None, 1
         index_M = np.zeros(self._canaries.count, dtype=np.int64)
