@@ -1,1 +1,1 @@
-"""Compiles the forward pass, the backward pass and clipping into functions, from one traced graph."""
+"""Traces the forward pass, backward pass and clipping into one graph, and compiles it into functions."""

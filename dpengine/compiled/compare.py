@@ -1,4 +1,4 @@
-"""Compares compiled code with the hooks before it is used.
+"""Checks the results of compiled code against those of the hooks, before it is used.
 
 Axes: K groups of parameters that are clipped together.
 """
@@ -16,15 +16,15 @@ from dpengine.errors import UnsupportedLayerError
 
 from .tensor_pass import Results
 
-_FULL, _HALF = 1e-2, 1e-1  # relative tolerances, far above rounding errors and below the effect of a wrong graph
+_FULL, _HALF = 1e-2, 1e-1  # relative tolerances, above rounding errors and below the effect of a wrong graph
 _SEED = 1  # seed of the random numbers of both passes
 
 
 def check_equal_results(expected: Results, found: Results, *, half: bool) -> bool:
     """Raises UnsupportedLayerError if graphs and hooks give different results.
 
-    Norms are compared, too, because some faults of compilers show in per-sample gradients only. Returns False if the
-    results could not be compared, because a norm is not finite, or all gradients are zero.
+    Norms are compared as well as sums, because some compiler errors affect only single samples. Returns False if the
+    results cannot be compared because a norm is not finite or all gradients are zero.
     """
     if bool((expected.sq_norms_BK < 0).any()):
         raise UnsupportedLayerError("the model changes the positions of samples.")
@@ -38,8 +38,8 @@ def check_equal_results(expected: Results, found: Results, *, half: bool) -> boo
     error = math.sqrt(sum(float((a - b).double().square().sum()) for a, b in pairs))
     if not bool(agree.all()) or not error <= tolerance * largest:
         raise UnsupportedLayerError(
-            "compiled code and hooks give different per-sample gradients: the model draws random numbers outside torch "
-            "or keeps state between calls, or it is compiled wrongly."
+            "compiled code and hooks give different per-sample gradients. The model draws random numbers outside "
+            "torch, keeps state between calls, or is compiled incorrectly."
         )
     check_equal_outputs(expected.outputs, found.outputs, half=half)
     return True
@@ -48,7 +48,7 @@ def check_equal_results(expected: Results, found: Results, *, half: bool) -> boo
 def check_equal_outputs(
     expected: Sequence[Tensor], found: Sequence[Tensor], *, half: bool, drawn: bool = False
 ) -> None:
-    """Raises if outputs have other shapes or values than expected. With ``drawn``, compares only the shapes."""
+    """Raises if outputs differ from the expected ones in shape, or in value unless they are random (``drawn``)."""
     tolerance = _HALF if half else _FULL
     for a, b in zip(expected, found, strict=True):
         if a.shape != b.shape or a.dtype != b.dtype:
@@ -68,7 +68,7 @@ def check_equal_outputs(
 
 @contextmanager
 def fixed_random_numbers(device: torch.device) -> Iterator[None]:
-    """Makes each such context draw the same random numbers, and restores the generators on exit."""
+    """Draws the same random numbers in each such context, and restores the generators on exit."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.default_generator.manual_seed(_SEED)
         if device.type == "cuda":

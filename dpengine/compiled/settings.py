@@ -1,4 +1,4 @@
-"""Settings on which a traced graph depends: arguments, attributes of modules, parameters, buffers and autocast."""
+"""Detects changes of the settings on which a traced graph depends: arguments, module attributes, state, autocast."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from dpengine.capture.capture import Capture
 from dpengine.capture.on_modules import Hook
 from dpengine.errors import UnsupportedLayerError
 
-PLAIN = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+VALUE_TYPES = (int, float, bool, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
                  "_global_backward_pre_hooks")  # fmt: skip
 INTERNAL = vars(nn.Module()).keys() - {"training"}  # hooks, and tables that `ModuleTables` compares
-_MOST_BYTES, _DEEPEST = 2**16, 5  # largest array and deepest nesting of objects that are compared
+_MAX_BYTES, _MAX_DEPTH = 2**16, 5  # limits of the arrays and of the nesting of objects that are compared
 _version, _dtype = operator.attrgetter("_version"), operator.attrgetter("dtype")
 
 
-def kind_of(tensor: Tensor) -> object:
+def layout_of(tensor: Tensor) -> object:
     """Returns shape, dtype, device and strides."""
     return tensor.shape, tensor.dtype, tensor.device, tensor.stride()
 
 
-def plain_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the leaves of a call with their types, and None in place of each tensor.
+def static_arguments(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns the argument leaves with their types, and None in place of each tensor.
 
-    Raises UnsupportedLayerError for an object, because a graph would store its content as a constant.
+    Raises UnsupportedLayerError for other objects, because a graph would store their content as constants.
     """
     for leaf in leaves:
-        if not isinstance(leaf, (Tensor, *PLAIN)):
+        if not isinstance(leaf, (Tensor, *VALUE_TYPES)):
             raise UnsupportedLayerError(f"the model is called with a {type(leaf).__name__}.")
     return tuple(None if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
 
 
 def autocast_key(device: torch.device) -> object:
-    """Returns a key of the autocast settings: whether it is enabled, and its dtype."""
+    """Returns a key of the autocast settings: enabled, and the dtype."""
     return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
 
 
 def model_key(model: nn.Module, state: Sequence[Tensor]) -> object:
     """Returns a key of the modules, their settings, and their parameters and buffers.
 
-    Objects are compared by weak references. Unlike addresses, they never equal those of a later object.
+    Objects are compared by weak references. Unlike an address, a weak reference never matches a later object.
     """
-    number = {tensor: i for i, tensor in enumerate(state)}
-    modules = tuple((WeakIdRef(module), type(module), _settings(module, number)) for module in model.modules())
-    return modules, tuple((WeakIdRef(tensor), kind_of(tensor), tensor.requires_grad) for tensor in state)
+    index_of = {tensor: i for i, tensor in enumerate(state)}
+    modules = tuple((WeakIdRef(module), type(module), _settings(module, index_of)) for module in model.modules())
+    return modules, tuple((WeakIdRef(tensor), layout_of(tensor), tensor.requires_grad) for tensor in state)
 
 
-def _settings(module: nn.Module, number: dict[Tensor, int]) -> tuple[Any, ...]:
-    settings: list[Any] = [(name, number.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
+def _settings(module: nn.Module, index_of: dict[Tensor, int]) -> tuple[Any, ...]:
+    settings: list[Any] = [(name, index_of.get(t)) for table in (module._parameters, module._buffers)  # type: ignore[attr-defined]
                            for name, t in table.items() if t is not None]  # fmt: skip
     settings += [(name, WeakIdRef(child)) for name, child in module._modules.items() if child is not None]
-    return (*settings, *((name, content_of(vars(module)[name])) for name in vars(module).keys() - INTERNAL))
+    return (*settings, *((name, comparable_form(vars(module)[name])) for name in vars(module).keys() - INTERNAL))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,35 +79,37 @@ class _Object:
         return id(self.value)
 
 
-def content_of(value: Any, depth: int = 0) -> Any:
-    """Returns a comparable form of a value. A graph may be used for values with equal forms.
+def comparable_form(value: Any, depth: int = 0) -> Any:
+    """Returns a comparable form of a value. Values with equal forms can use the same graph.
 
     Raises UnsupportedLayerError for an object whose content cannot be compared.
     """
     kind: Any = type(value)
-    if isinstance(value, PLAIN):
+    if isinstance(value, VALUE_TYPES):
         return kind, value
     if isinstance(value, Tensor):
         return WeakIdRef(value), value._version
-    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= _MOST_BYTES):
+    if isinstance(value, np.generic) or (isinstance(value, np.ndarray) and value.nbytes <= _MAX_BYTES):
         return kind, value.dtype.str, value.shape, value.tobytes()
     if callable(value) and not isinstance(value, nn.Module):
         return _Object(value)
-    if depth < _DEEPEST:
+    if depth < _MAX_DEPTH:
         if isinstance(value, (list, tuple)):
-            return kind, tuple([content_of(element, depth + 1) for element in value])
-        if isinstance(value, (set, frozenset)) and all(isinstance(element, PLAIN) for element in value):
+            return kind, tuple([comparable_form(element, depth + 1) for element in value])
+        if isinstance(value, (set, frozenset)) and all(isinstance(element, VALUE_TYPES) for element in value):
             return kind, frozenset(value)
         if isinstance(value, dict):
-            items = [(content_of(name, depth + 1), content_of(item, depth + 1)) for name, item in value.items()]
+            items = [
+                (comparable_form(name, depth + 1), comparable_form(item, depth + 1)) for name, item in value.items()
+            ]
             return kind, tuple(items)
         if hasattr(value, "__dict__") and not isinstance(value, nn.Module):
-            return _Object(value), content_of(vars(value), depth + 1)
-    raise UnsupportedLayerError(f"a module holds a {kind.__name__} in an attribute, whose content may change.")
+            return _Object(value), comparable_form(vars(value), depth + 1)
+    raise UnsupportedLayerError(f"a module has a {kind.__name__} in an attribute, whose content may change.")
 
 
 class ModelSettings:
-    """Settings of a model. `unchanged` compares them with the current ones.
+    """Snapshot of the settings of a model. `unchanged` compares it with the current settings.
 
     Attributes:
         key: See `model_key`.
@@ -118,7 +120,7 @@ class ModelSettings:
         tables = self._tables = capture.tables
         self.state = list({table[name]: None for table, name, _ in tables.tensors() if table[name] is not None})
         self.key = model_key(capture.model, self.state)
-        self._walk = tables.version
+        self._tables_version = tables.version
         self._attributes = list(map(vars, tables.modules.values()))
         self._sizes = list(map(len, self._attributes))
         names = [["training", *(own.keys() - INTERNAL)] for own in self._attributes]
@@ -126,12 +128,12 @@ class ModelSettings:
         self._readers = [operator.itemgetter("training", *module_names) for module_names in names]
         self._values = self._current()
         self._tensors = [value for value in self._values if isinstance(value, Tensor)]
-        others = {id(v): v for v in self._values if not isinstance(v, (*PLAIN, Tensor))}.values()
-        # Functions and modules' forwards are compared by identity, as all values are.
-        contents = [(v, content) for v in others if not isinstance(content := content_of(v), _Object)]
+        others = {id(v): v for v in self._values if not isinstance(v, (*VALUE_TYPES, Tensor))}.values()
+        # All values are compared by identity; containers and objects also by content.
+        contents = [(v, content) for v in others if not isinstance(content := comparable_form(v), _Object)]
         self._containers, self._contents = [v for v, _ in contents], [content for _, content in contents]
         self._versions = list(map(_version, self._tensors))
-        self._memory = self._places()
+        self._memory = self._memory_layout()
         self._hooks = [attributes[name] for attributes in self._attributes for name in _HOOKS]
         self._hooks += [getattr(torch_module, name) for name in _GLOBAL_HOOKS]
         self._counts = list(map(len, self._hooks))
@@ -142,25 +144,25 @@ class ModelSettings:
     def _current(self) -> list[Any]:
         return list(chain.from_iterable([read(own) for read, own in zip(self._readers, self._attributes, strict=True)]))
 
-    def _places(self) -> list[Any]:
+    def _memory_layout(self) -> list[Any]:
         return [*map(Tensor.data_ptr, self.state), *map(_dtype, self.state)]
 
     def unchanged(self) -> bool:
         """Returns True if no setting of the model has changed. The tables must be current."""
         return (
-            self._walk == self._tables.version
+            self._tables_version == self._tables.version
             and list(map(len, self._attributes)) == self._sizes
             and list(map(len, self._hooks)) == self._counts
             and list(map(_version, self._tensors)) == self._versions
-            and self._places() == self._memory
+            and self._memory_layout() == self._memory
             and self._same_values()
         )
 
     def _same_values(self) -> bool:
         try:
             same = all(map(operator.is_, self._current(), self._values))
-            return same and list(map(content_of, self._containers)) == self._contents
-        except (KeyError, UnsupportedLayerError):  # an attribute was deleted, and another one added
+            return same and list(map(comparable_form, self._containers)) == self._contents
+        except (KeyError, UnsupportedLayerError):  # an attribute was deleted and another added
             return False
 
     def check_no_hooks(self) -> None:

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a hooked model, norms and weighted sums, as a function of tensors.
+"""Forward and backward pass of a model with hooks, norms and weighted sums, as a function of tensors.
 
 Axes: B samples, K groups of parameters that are clipped together.
 """
@@ -22,11 +22,11 @@ from dpengine.grad_modes.flat_buffer import Key, Sums
 from dpengine.grad_modes.rows import wide
 from dpengine.kernels.precision import without_autocast
 
-from .settings import INTERNAL, PLAIN, content_of
+from .settings import INTERNAL, VALUE_TYPES, comparable_form
 
 
 class PassInputs(NamedTuple):
-    """All tensors that a pass reads.
+    """Input tensors of a pass.
 
     Attributes:
         values: Parameters and buffers of the model.
@@ -46,7 +46,7 @@ class Results:
     """Results of a pass.
 
     Attributes:
-        outputs: The tensors in the output of the model, detached and without duplicates.
+        outputs: Tensors in the output of the model, detached and without duplicates.
         sq_norms_BK: Squared norms of per-sample gradients.
         sums: Weighted sums of the per-sample gradients of all parameters, one vector for each device and dtype, in the
             order of the groups.
@@ -59,12 +59,12 @@ class Results:
 
 @dataclass(eq=False)
 class OutputLayout:
-    """Layout of the output of a model.
+    """Structure of the output of a model.
 
     Attributes:
         spec: Pytree spec of the output.
-        leaves: For each leaf, the index of its tensor (None for other leaves) and its value (None for tensors).
-        differentiable: For each tensor, whether it requires a gradient.
+        leaves: Pairs for the leaves: the index of its tensor and None, or None and its value.
+        differentiable: Whether each tensor requires a gradient.
     """
 
     spec: Any
@@ -78,7 +78,7 @@ class OutputLayout:
         tensors = list({id(leaf): leaf for leaf in flat if isinstance(leaf, Tensor)}.values())
         number = {id(tensor): i for i, tensor in enumerate(tensors)}
         for leaf in flat:
-            if not isinstance(leaf, (Tensor, *PLAIN)):
+            if not isinstance(leaf, (Tensor, *VALUE_TYPES)):
                 raise UnsupportedLayerError(f"the model returns a {type(leaf).__name__}.")
         leaves = [(number.get(id(leaf)), None if isinstance(leaf, Tensor) else leaf) for leaf in flat]
         return cls(spec, leaves, [tensor.requires_grad for tensor in tensors]), tensors
@@ -90,15 +90,15 @@ class OutputLayout:
 
 @dataclass(frozen=True, eq=False)
 class TensorPass:
-    """Forward and backward pass of a hooked model.
+    """Forward and backward pass of a model with hooks.
 
     Attributes:
-        capture: The capture, whose hooks report to this object while the pass runs.
-        forward: Calls the model; takes only the tensor arguments, the others are fixed.
+        capture: The capture of the model, whose hooks are redirected while the pass runs.
+        forward: Calls the model with the given tensor arguments; other arguments are fixed.
         state: Parameters and buffers of the model, without duplicates.
         groups: Clipping group of each clipped parameter.
         num_groups: Number of groups.
-        rows: Number of samples.
+        num_samples: Number of samples.
         included: The parameters that had a gradient in the last pass.
     """
 
@@ -107,7 +107,7 @@ class TensorPass:
     state: Sequence[Tensor]
     groups: Mapping[nn.Parameter, int]
     num_groups: int
-    rows: int
+    num_samples: int
     included: list[nn.Parameter] = field(default_factory=list)
 
     def layout(self, values: Sequence[Tensor], batch: Sequence[Tensor]) -> tuple[OutputLayout, list[Tensor]]:
@@ -121,21 +121,21 @@ class TensorPass:
 
     def run(self, inputs: PassInputs) -> Results:
         """Runs the forward pass, and the backward pass from ``grads`` at the outputs that require a gradient."""
-        with self._forward(inputs.values, inputs.batch) as (output, stand_ins, mode):
+        with self._forward(inputs.values, inputs.batch) as (output, replacements, mode):
             outputs = OutputLayout.of(output)[1]
-            trained = [stand_in for stand_in in stand_ins.values() if stand_in.requires_grad]
+            trained = [replacement for replacement in replacements.values() if replacement.requires_grad]
             roots = [output for output in outputs if output.requires_grad]
-            needed = [self.capture.anchor, *trained]  # tensors of the user get no gradient
+            needed = [self.capture.anchor, *trained]  # other tensors of the user get no gradient
             torch.autograd.backward(roots, inputs.grads, inputs=needed)
-        self._check_leaks(stand_ins)
-        groups = {cast(nn.Parameter, stand_ins[parameter]): group for parameter, group in self.groups.items()}
+        self._check_leaks(replacements)
+        groups = {cast(nn.Parameter, replacements[parameter]): group for parameter, group in self.groups.items()}
         with torch.no_grad(), without_autocast():
             if len(mode.parameters) > len(groups):
                 mode.keep(groups)
             sq_norms_BK = _negative_if_moved(mode.sq_norms(groups, self.num_groups, 1.0), inputs.grads)
-            sums = _NewSums()
+            sums = _AllocatedSums()
             mode.add_sums(groups, inputs.weights_BK, 1.0, sums)
-        totals = [(p, sums.totals.get(stand_in)) for p, stand_in in zip(self.groups, groups, strict=True)]
+        totals = [(p, sums.totals.get(replacement)) for p, replacement in zip(self.groups, groups, strict=True)]
         self.included[:] = [parameter for parameter, total in totals if total is not None]
         return Results([output.detach() for output in outputs], sq_norms_BK, _flat(totals))
 
@@ -143,24 +143,24 @@ class TensorPass:
     def _forward(
         self, values: Sequence[Tensor], batch: Sequence[Tensor]
     ) -> Iterator[tuple[Any, dict[Tensor, Tensor], BookKeeping]]:
-        """Runs the model forward with other values of its parameters and buffers.
+        """Runs the forward pass with the given values of parameters and buffers.
 
-        Yields the output, the tensors that replace parameters and buffers, and the grad mode. A backward pass may run
+        Yields the output, the replacements of parameters and buffers, and the grad mode. The backward pass must run
         inside the context.
         """
-        stand_ins = {
+        replacements = {
             original: value.detach().requires_grad_(original.requires_grad)
             for original, value in zip(self.state, values, strict=True)
         }
-        versions = {value: value._version for value in [*stand_ins.values(), *batch]}
+        versions = {value: value._version for value in [*replacements.values(), *batch]}
         mode = BookKeeping(MethodTable(timed=False))  # traced tensors cannot be timed
-        with torch.enable_grad(), _replaced_state(self.capture.model, stand_ins) as changed:
-            with self.capture.redirected(mode, self.rows):
+        with torch.enable_grad(), _replaced_state(self.capture.model, replacements) as changed:
+            with self.capture.redirected(mode, self.num_samples):
                 output = self.forward([tensor.detach() for tensor in batch])
                 self._check_not_written(versions, batch)
                 if name := changed():
                     raise UnsupportedLayerError(f"the forward pass changes attribute {name} of a module.")
-                yield output, stand_ins, mode
+                yield output, replacements, mode
 
     def _check_not_written(self, versions: Mapping[Tensor, int], batch: Sequence[Tensor]) -> None:
         if any(tensor._version != versions[tensor] for tensor in batch):
@@ -169,9 +169,9 @@ class TensorPass:
             if buffer._version != versions.get(buffer):
                 raise BufferUpdateError(f"The forward pass writes into buffer '{name}'.")
 
-    def _check_leaks(self, stand_ins: Mapping[Tensor, Tensor]) -> None:
+    def _check_leaks(self, replacements: Mapping[Tensor, Tensor]) -> None:
         for name, original in self.capture.model.named_parameters():
-            if stand_ins[original].grad is not None:
+            if replacements[original].grad is not None:
                 raise MissingGradientError(f"Parameter '{name}' is used outside its layer.")
 
 
@@ -182,7 +182,7 @@ def _negative_if_moved(sq_norms_BK: Tensor, grads: Sequence[Tensor]) -> Tensor:
     return torch.where(moved, -1.0, sq_norms_BK)
 
 
-class _NewSums(Sums):
+class _AllocatedSums(Sums):
     """Sums in newly allocated memory."""
 
     def __init__(self) -> None:
@@ -216,14 +216,14 @@ def _flat(totals: Sequence[tuple[nn.Parameter, Tensor | None]]) -> list[Tensor]:
     return [torch.cat(vectors) for vectors in parts.values()]
 
 
-def _slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Returns the tables in which modules hold parameters and buffers, and the names in the tables."""
+def _state_entries(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Returns pairs of a module's table of parameters or buffers and a name in it."""
     tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
     return [(table, name) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 @contextlib.contextmanager
-def _replaced_state(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
+def _replaced_state(model: nn.Module, replacements: Mapping[Tensor, Tensor]) -> Iterator[Callable[[], str | None]]:
     """Replaces the parameters and buffers of the model in the context, and restores all attributes on exit.
 
     Yields a function that returns the name of an attribute that changed; None if there is none.
@@ -233,9 +233,9 @@ def _replaced_state(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Ite
     tables = [(table, dict(table)) for module in model.modules() for table in (module._parameters, module._buffers)]
 
     def changed() -> str | None:
-        for now, then in attributes:
-            for name in now.keys() | then.keys():
-                if not _same(now.get(name, changed), then.get(name, changed)):
+        for current, initial in attributes:
+            for name in current.keys() | initial.keys():
+                if not _same(current.get(name, changed), initial.get(name, changed)):
                     return repr(name)
         for (name, before), (_, after) in zip(contents, _contents(attributes), strict=True):
             if before != after:
@@ -243,21 +243,21 @@ def _replaced_state(model: nn.Module, stand_ins: Mapping[Tensor, Tensor]) -> Ite
         return None
 
     try:
-        for table, name in _slots(model):
-            table[name] = stand_ins[table[name]]
+        for table, name in _state_entries(model):
+            table[name] = replacements[table[name]]
         yield changed
     finally:
-        for now, then in [*attributes, *tables]:
-            for name in now.keys() - then.keys():
-                del now[name]
-            now.update(then)
+        for current, initial in [*attributes, *tables]:
+            for name in current.keys() - initial.keys():
+                del current[name]
+            current.update(initial)
 
 
 def _contents(attributes: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[str, Any]]:
     """Returns the contents of all attributes that are containers or objects."""
-    named = [(name, value) for _, then in attributes for name, value in then.items() if name not in INTERNAL]
-    return [(name, content_of(value)) for name, value in named if not isinstance(value, (*PLAIN, Tensor))]
+    named = [(name, value) for _, initial in attributes for name, value in initial.items() if name not in INTERNAL]
+    return [(name, comparable_form(value)) for name, value in named if not isinstance(value, (*VALUE_TYPES, Tensor))]
 
 
-def _same(now: Any, then: Any) -> bool:
-    return now is then or (isinstance(then, (*PLAIN, tuple)) and type(now) is type(then) and bool(now == then))
+def _same(a: Any, b: Any) -> bool:
+    return a is b or (isinstance(b, (*VALUE_TYPES, tuple)) and type(a) is type(b) and bool(a == b))

@@ -21,8 +21,8 @@ from dpengine.capture.model_state import ModelState
 from dpengine.capture.on_modules import ReplacedForward
 from dpengine.compiled.compare import check_equal_outputs, check_equal_results, fixed_random_numbers
 from dpengine.compiled.compiled_pass import CompiledPass, CompiledPassFunction, called_twice, padded
-from dpengine.compiled.graphs import ONE_AT_A_TIME, Compile, Graphs, traced_graphs
-from dpengine.compiled.settings import ModelSettings, autocast_key, plain_arguments
+from dpengine.compiled.graphs import TRACE_LOCK, Compile, Graphs, traced_graphs
+from dpengine.compiled.settings import ModelSettings, autocast_key, static_arguments
 from dpengine.compiled.tensor_pass import OutputLayout, PassInputs, TensorPass
 from dpengine.errors import UnsupportedLayerError, notice
 from dpengine.grad_modes.bookkeep import BookKeeping
@@ -61,7 +61,7 @@ class _Call:
             leaves, spec, others = [args[0]], _ONE_TENSOR, (None,)
         else:
             leaves, spec = pytree.tree_flatten((args, kwargs))
-            others = plain_arguments(leaves)
+            others = static_arguments(leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if any(type(tensor) is not Tensor or tensor.layout is not torch.strided for tensor in tensors):
             raise UnsupportedLayerError("an argument of the model is not a dense tensor.")
@@ -133,7 +133,7 @@ class CompiledForward(ReplacedForward):
         if capture.replay is not None or capture.choice is not None or type(passes.mode) is not BookKeeping:
             self._probed = None if capture.replay is None else capture.replay.reached
             return self.forward(*args, **kwargs)
-        with ONE_AT_A_TIME:
+        with TRACE_LOCK:
             compiled = self._pass(args, kwargs, capture.rows)
             if compiled is None:
                 return self.forward(*args, **kwargs)
@@ -196,7 +196,7 @@ class CompiledForward(ReplacedForward):
         size, device = self._rows, call.tensors[0].device
         batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
-        hooked = TensorPass(
+        eager_pass = TensorPass(
             self._passes.capture,
             partial(call.run, self.forward),
             settings.state,
@@ -207,7 +207,7 @@ class CompiledForward(ReplacedForward):
         state = [tensor.detach() for tensor in settings.state]
         with torch.no_grad(), fixed_random_numbers(device), _restored(self.module):
             initial = ForwardState.now([*batch, *state])
-            layout, outputs = hooked.layout(state, batch)
+            layout, outputs = eager_pass.layout(state, batch)
             draws = initial.has_drawn()
             if initial.host_has_drawn():
                 raise UnsupportedLayerError("the model draws random numbers of Python or NumPy.")
@@ -220,13 +220,13 @@ class CompiledForward(ReplacedForward):
             weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
             inputs = PassInputs(state, batch, grads, weights_PK)
             if key not in self._graphs:
-                self._graphs[key] = self._new_graphs(hooked, inputs, layout, draws)
+                self._graphs[key] = self._new_graphs(eager_pass, inputs, layout, draws)
             graphs = self._graphs[key]
             assert graphs is not None
-            self._verify(graphs, hooked, inputs, call, rows)
+            self._verify(graphs, eager_pass, inputs, call, rows)
         return graphs
 
-    def _new_graphs(self, hooked: TensorPass, inputs: PassInputs, layout: OutputLayout, draws: bool) -> Graphs:
+    def _new_graphs(self, eager_pass: TensorPass, inputs: PassInputs, layout: OutputLayout, draws: bool) -> Graphs:
         if self._count == _MAX_GRAPHS:
             self._ended = True
             raise UnsupportedLayerError(
@@ -234,13 +234,13 @@ class CompiledForward(ReplacedForward):
                 "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
             )
         self._count += 1
-        return traced_graphs(hooked, inputs, layout, draws=draws, compile=self._compile)
+        return traced_graphs(eager_pass, inputs, layout, draws=draws, compile=self._compile)
 
-    def _verify(self, graphs: Graphs, hooked: TensorPass, inputs: PassInputs, call: _Call, rows: int) -> None:
+    def _verify(self, graphs: Graphs, eager_pass: TensorPass, inputs: PassInputs, call: _Call, rows: int) -> None:
         """Compares a compiled pass with the hooks. Raises UnsupportedLayerError if they differ."""
         device = inputs.batch[0].device
         with fixed_random_numbers(device):
-            expected = hooked.run(inputs)
+            expected = eager_pass.run(inputs)
         with fixed_random_numbers(device):
             compiled = graphs.run(inputs)
         half = any(tensor.dtype in {torch.float16, torch.bfloat16} for tensor in [*inputs.values, *inputs.batch])
@@ -250,7 +250,7 @@ class CompiledForward(ReplacedForward):
         fewer = rows if rows < self._rows else rows // 2
         if fewer:
             smaller = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
-            layout, outputs = replace(hooked, rows=fewer).layout(inputs.values, smaller)
+            layout, outputs = replace(eager_pass, num_samples=fewer).layout(inputs.values, smaller)
             if (layout.spec, layout.leaves) != (graphs.layout.spec, graphs.layout.leaves):
                 raise UnsupportedLayerError("the structure of the model's output depends on the number of samples.")
             check_equal_outputs(outputs, [out[:fewer] for out in compiled.outputs], half=half, drawn=graphs.draws)
