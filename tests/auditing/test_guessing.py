@@ -127,10 +127,10 @@ def test_guesses_are_of_the_highest_and_the_lowest():
 @pytest.mark.parametrize(
     "scores,coins,each,message",
     [
-        ([1.0], [True, False], 1, "both must be"),
-        ([[1.0, 2.0]], [[True, False]], 1, "both must be"),
-        ([1.0, 2.0], [True, False], 2, "must be from 1 to 1"),
-        ([1.0, 2.0], [True, False], 0, "must be from 1 to 1"),
+        ([1.0], [True, False], 1, "Pass both as"),
+        ([[1.0, 2.0]], [[True, False]], 1, "Pass both as"),
+        ([1.0, 2.0], [True, False], 2, "is not from 1 to 1"),
+        ([1.0, 2.0], [True, False], 0, "is not from 1 to 1"),
     ],
 )
 def test_invalid_scores_and_coins_are_rejected(scores, coins, each, message):

@@ -146,7 +146,7 @@ WRONG = {
     "bool": ({"canaries": True}, "at least 20"),
     "alpha": ({"alpha": 1.0}, "strictly between 0 and 1"),
     "loss": ({"kind": "input"}, "Pass loss="),
-    "examples": ({"examples": rows(50)}, "examples= are for kind='input'"),
+    "examples": ({"examples": rows(50)}, "examples= requires kind='input'"),
     "rows": ({"kind": "input", "canaries": 200, "loss": losses}, "200, but there are 100 examples"),
     "guesses": ({"guesses": 300}, "half of the canaries"),
     "no guesses": ({"guesses": ()}, "half of the canaries"),
