@@ -52,7 +52,7 @@ def state(owner, run=-1):
         dropped=step.dropped_rows,
         step=step.batches.last_step,
         chunk=step.batches.chunk,
-        waiting=[(ticket.step, tuple(ticket.rows)) for ticket in step.batches.batches],
+        waiting=[(ticket.step, tuple(ticket.sizes)) for ticket in step.batches.batches],
         written=set(step.writer.released),
         largest_norm=step.statistics.largest_norm,
         pending=passes.pending,
@@ -226,7 +226,7 @@ def draw(loader, step):
 
 def loader_draws_plan(owner, loader, run=-1):
     """Returns True if the loader draws by the sampling scheme of the plan."""
-    return _batches(loader).strategy is _step(owner, run).plan.sampling
+    return _batches(loader).sampling is _step(owner, run).plan.sampling
 
 
 @contextlib.contextmanager

@@ -158,7 +158,7 @@ def _check_two_ranks(evidence: Evidence, rate: float, seed: int) -> None:
     for rank in range(_RANKS):
         loader = private_loader(
             DataLoader(torch.arange(_EXAMPLES), batch_size=6),  # type: ignore[arg-type]
-            strategy=PoissonDraws(_EXAMPLES, rate, _RANK_DRAWS, 6.0),
+            sampling=PoissonDraws(_EXAMPLES, rate, _RANK_DRAWS, 6.0),
             words=lambda count, *, step, block: source.words(count, domain="audit", step=step, block=block << 32),
             on_return=lambda batch, chunk, data: None,
             may_draw=lambda step: True,

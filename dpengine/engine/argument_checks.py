@@ -31,7 +31,7 @@ from dpengine.grad_modes.modes import MODES
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.external import is_drawn_by_loop
 from dpengine.sampling.scheme import checked_scheme
-from dpengine.sampling.units import UnitIds, check_order_kept, unit_numbers
+from dpengine.sampling.units import UnitIds, check_collate_order, unit_numbers
 from dpengine.validation.check_model import check
 
 from .optimizer import check_optimizer, parameters_of
@@ -262,7 +262,7 @@ def units_for(privacy_unit: Any, loader: Any, mode: str) -> tuple[UnitIds | None
             f"privacy_unit= needs grad_sample_mode='auto', got {mode!r}.", fix="Leave grad_sample_mode out."
         )
     units = unit_numbers(privacy_unit, loader.dataset)
-    check_order_kept(loader.collate_fn, loader.dataset)
+    check_collate_order(loader.collate_fn, loader.dataset)
     return units, int(units.max(initial=-1)) + 1, privacy_unit if isinstance(privacy_unit, str) else "user"
 
 

@@ -77,7 +77,7 @@ class BatchState:
     @property
     def samples(self) -> int:
         """Number of samples of the current physical batch."""
-        return self.batches[-1].rows[self.chunk]
+        return self.batches[-1].sizes[self.chunk]
 
     @property
     def steps(self) -> list[int]:
@@ -155,13 +155,13 @@ class BatchState:
         self.batches.pop()
         self.last_step, self.done = last_step, True
         self.stage = Stage.CLIPPED if self.batches else Stage.DISCARDED
-        self.chunk = len(self.batches[-1].rows) - 1 if self.batches else 0
+        self.chunk = len(self.batches[-1].sizes) - 1 if self.batches else 0
 
     def extend(self, samples: int) -> None:
         """Adds a physical batch to the current logical batch, and makes it the current one."""
-        batch = replace(self.batches[-1], rows=(*self.batches[-1].rows, samples))
+        batch = replace(self.batches[-1], sizes=(*self.batches[-1].sizes, samples))
         self.batches[-1] = batch
-        self.stage, self.chunk, self.done = Stage.OPEN, len(batch.rows) - 1, False
+        self.stage, self.chunk, self.done = Stage.OPEN, len(batch.sizes) - 1, False
 
     # The backward pass
 
@@ -179,7 +179,7 @@ class BatchState:
     def clipped(self) -> None:
         """Records that the gradients of the current physical batch are in the sums."""
         self.done = True
-        if self.chunk == len(self.batches[-1].rows) - 1:
+        if self.chunk == len(self.batches[-1].sizes) - 1:
             self.stage = Stage.CLIPPED
 
     # The optimizer
@@ -190,7 +190,7 @@ class BatchState:
         if not self.fetched or waits:
             return None
         batch, chunk = self.fetched[0]
-        return self.fetched.popleft() if batch.rows[chunk] == 0 else None
+        return self.fetched.popleft() if batch.sizes[chunk] == 0 else None
 
     def charged(self) -> None:
         """Records that the merged logical batches are accounted."""

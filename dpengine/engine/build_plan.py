@@ -27,7 +27,7 @@ from dpengine.plan.config import AbstractPlanConfig
 from dpengine.plan.noise_of_run import BATCH_SIZE_TOLERANCE, NoiseTarget, with_correlation
 from dpengine.plan.run_plan import RunPlan
 from dpengine.sampling.check import check_loader
-from dpengine.sampling.choose_scheme import scheme_from, strategy_for
+from dpengine.sampling.choose_scheme import draws_for, scheme_from
 from dpengine.sampling.external import ExternalBatches, is_drawn_by_loop
 from dpengine.sampling.scheme import Draws, SamplingScheme
 
@@ -147,7 +147,7 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
     """Returns the batches of a run over the data set of a loader, or over its privacy units."""
     constants = {"sample_rate": config.sample_rate, "expected_batch_size": config.expected_batch_size}
     if isinstance(config.sampling, str):
-        return strategy_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
+        return draws_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
     if is_drawn_by_loop(config.sampling):  # the loader may be anything
         return config.sampling  # type: ignore[return-value]
     conflicts = [name for name, value in constants.items() if value is not None]
@@ -194,7 +194,7 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     _check_fit(config, strategy, loader, request)
     public = config.num_examples is not None
     if not public:  # the length of an epoch would reveal the number of examples
-        strategy = strategy.with_epochs_of(config.iterations)
+        strategy = strategy.with_steps_per_epoch(config.iterations)
     if not public and request.budget_config.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of examples private, and the default delta would reveal it.",
@@ -247,7 +247,7 @@ def _check_conflicts(request: PlanRequest) -> None:
 def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[Any], request: PlanRequest) -> None:
     """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
     examples = strategy.num_examples
-    default = strategy_for(loader, num_units=examples)
+    default = draws_for(loader, num_units=examples)
     loader_batch_size = default.sample_rate * examples
     if config.num_examples is not None and config.num_examples != examples:
         raise InvalidBudgetError(

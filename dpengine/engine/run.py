@@ -103,7 +103,7 @@ class Run:
         strategy = self.step.plan.sampling
         loader = private_loader(
             data_loader,
-            strategy=strategy if self.units is None else UnitDraws(strategy, self.units),
+            sampling=strategy if self.units is None else UnitDraws(strategy, self.units),
             words=self.step.selection_words,
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,

@@ -131,8 +131,8 @@ class PrivateStep:
             return
         self._settle()
         self._begin(self.batches.fetch(batch, chunk))
-        self.passes.capture.error_note = PLACEHOLDER_NOTE if batch.placeholder and not batch.rows[chunk] else ""
-        samples, probe = batch.rows[chunk], self.passes.probe
+        self.passes.capture.error_note = PLACEHOLDER_NOTE if batch.placeholder and not batch.sizes[chunk] else ""
+        samples, probe = batch.sizes[chunk], self.passes.probe
         due = probe.armed or probe.needs_other_length or self.loop.needs_other_size not in (None, samples)
         if (due or self.loop.record is not None) and not self.batches.fetched:
             self.loop.batch_returned(probe, data, samples)

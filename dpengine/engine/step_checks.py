@@ -155,7 +155,7 @@ def check_step(step: Step) -> None:
 
 def check_unused(step: Step, missing: Sequence[str]) -> None:
     """Raises if parameters have no gradient in a logical batch with samples, unless this is allowed."""
-    if step.unused_parameters == "error" and any(sum(batch.rows) for batch in step.batches.batches):
+    if step.unused_parameters == "error" and any(sum(batch.sizes) for batch in step.batches.batches):
         others = f", nor have {len(missing) - 1} others" if len(missing) > 1 else ""
         raise MissingGradientError(
             f"Parameter '{missing[0]}' has no gradient in this step{others}.",

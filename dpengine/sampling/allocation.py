@@ -1,4 +1,4 @@
-"""Sampling schemes in which each example selects its steps at random: balls in bins, and random allocation."""
+"""Sampling schemes that select the steps of each example at random: balls in bins, and random allocation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .scheme import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BallsInBinsSampling(SamplingScheme):
-    """Each example selects a bin once, independently of the others; batch t is bin ``t mod cycle_length``.
+    """Assigns each example to a random bin once, independently of the others. Batch t is bin ``t mod cycle_length``.
 
     Source: Chua et al. 2024 (arXiv:2412.16802); Choquette-Choo et al. 2024 (arXiv:2410.06266) for correlated noise.
 
@@ -34,7 +34,7 @@ class BallsInBinsSampling(SamplingScheme):
 
     Raises:
         TypeError: If a count is not an integer.
-        ValueError: If it is too small.
+        ValueError: If a count is too small.
     """
 
     iterations: int | None = None
@@ -50,7 +50,7 @@ class BallsInBinsSampling(SamplingScheme):
 
     def over(self, num_examples: int) -> Draws:
         """See `SamplingScheme.over`."""
-        # Independently selected bins are the groups of cyclic sampling at rate 1.
+        # The bins are the groups of cyclic sampling with independent groups at rate 1.
         sizes = (self.steps_per_epoch(num_examples), self.expected_batch_size(num_examples))
         return CyclicDraws(num_examples, 1.0, self.cycle_length, *sizes, Partition.INDEPENDENT)
 
@@ -69,9 +69,9 @@ Remaining = npt.NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomAllocationSampling(SamplingScheme):
-    """Each example participates in exactly ``participations`` steps, selected uniformly.
+    """Includes each example in exactly ``participations`` steps, selected uniformly.
 
-    Needs memory for one number per example.
+    Stores one number per example.
 
     Args:
         participations: Number of participations of each example.
@@ -116,14 +116,15 @@ class AllocationDraws(StatefulDraws):
     name: ClassVar[str] = "random-allocation"
 
     def begin(self, words: WordStream) -> Remaining:
-        """Returns all participations of each example."""
+        """Returns the number of participations of each example."""
         return np.full(self.num_examples, self.selection.participations, dtype=np.int32)
 
     def advance(self, state: Remaining, step: int, words: WordStream) -> tuple[Remaining, IndexBatch]:
-        """Includes an example with r participations left in s steps with probability r / s."""
-        left = self.selection.iterations - step
-        if left <= 0:
+        """Includes an example with r remaining participations with probability r / s, if s steps remain."""
+        steps_left = self.selection.iterations - step
+        if steps_left <= 0:
             raise IndexError(f"RandomAllocationSampling: step {step} of a run of {self.selection.iterations}.")
-        scaled = (words(self.num_examples, step=step, block=0) >> np.uint64(11)).astype(np.float64) * 2.0**-53 * left
+        scaled = (words(self.num_examples, step=step, block=0) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        scaled *= steps_left
         included = scaled < state
         return state - included, np.flatnonzero(included)

@@ -1,4 +1,4 @@
-"""Logical batches of a run, which are drawn in order, split into physical batches, and returned once."""
+"""Logical batches of a run: drawn in order, split into physical batches, and returned once."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class LogicalBatch:
 
     Attributes:
         step: Number of the step.
-        rows: Number of samples of each physical batch.
+        sizes: Number of samples of each physical batch.
         units: Privacy unit of each sample of each physical batch, from 0; empty if each sample is a unit.
         placeholder: True if the loader returns a placeholder sample for an empty physical batch.
     """
 
     step: int
-    rows: tuple[int, ...] = dataclasses.field(repr=False)  # private: sampled sizes must not appear in logs
+    sizes: tuple[int, ...] = dataclasses.field(repr=False)  # private: sampled sizes must not appear in logs
     units: tuple[npt.NDArray[np.int64], ...] = dataclasses.field(default=(), repr=False)
     placeholder: bool = False
 
     @property
     def size(self) -> int:
         """Number of samples in the logical batch."""
-        return sum(self.rows)
+        return sum(self.sizes)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"{self!r} represents one logical batch of this process and cannot be copied or pickled.")
 
 
 class DrawnBatch(NamedTuple):
-    """A logical batch, and the example indices of each of its physical batches."""
+    """Logical batch, and the indices of the examples in each of its physical batches."""
 
     batch: LogicalBatch
     chunks: list[list[int]]
@@ -54,22 +54,22 @@ class LogicalBatches:
 
     def __init__(
         self,
-        strategy: Draws,
+        sampling: Draws,
         words: WordStream,
         *,
         physical_batch_size: int | None,
         accumulation_steps: int,
-        # Called before each physical batch is returned, with its index and its data (None if unknown).
+        # Called before each physical batch is returned, with the logical batch, the index and the data (or None).
         on_return: Callable[[LogicalBatch, int, Any], None],
         on_end: Callable[[], None] = lambda: None,  # called when a pass ends
         may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
-        share: tuple[int, int] = (0, 1),  # rank and number of ranks; each returns its part of a batch
-        placeholder: bool = False,  # True if an empty physical batch has a placeholder sample
+        share: tuple[int, int] = (0, 1),  # rank, and number of ranks; each rank returns its part of a batch
+        placeholder: bool = False,  # True if an empty physical batch contains a placeholder sample
     ):
         self._placeholder = placeholder
-        self.strategy = strategy
+        self.sampling = sampling
         self.may_draw = may_draw
-        self.position = 0  # number of logical batches returned in the run: the step of the next one
+        self.position = 0  # number of logical batches returned in the run, which is the step of the next one
         self.open_pass: LoaderPass | None = None
         self.share = share
         self._words = words
@@ -79,14 +79,14 @@ class LogicalBatches:
         self._on_end = on_end
 
     def draw(self, step: int) -> DrawnBatch:
-        """Returns the logical batch of a step, without side effects: the same step always gives the same batch."""
-        indices = self.strategy.draw(step, self._words)
+        """Returns the logical batch of a step. Has no side effects: the same step always gives the same batch."""
+        indices = self.sampling.draw(step, self._words)
         rank, ranks = self.share
-        strategy: Any = self.strategy
+        sampling: Any = self.sampling
         parts, size, units = self._accumulation_steps, self.physical_batch_size, ()
-        if strategy.of_units:
-            chunks = strategy.chunks_of_ranks(indices, parts, size, ranks)[rank]
-            units = tuple(map(strategy.places, chunks))
+        if sampling.samples_units:
+            chunks = sampling.split_over_ranks(indices, parts, size, ranks)[rank]
+            units = tuple(map(sampling.chunk_units, chunks))
         else:
             parts = parts if size is None else max(1, -(-len(indices) // (size * ranks)))
             chunks = np.array_split(indices, parts * ranks)[rank::ranks]
@@ -96,7 +96,7 @@ class LogicalBatches:
     def mark_returned(self, batch: LogicalBatch, chunk: int, data: Any = None) -> None:
         """Records that a physical batch is about to be returned to the user."""
         if chunk == 0:
-            self.position = batch.step + 1  # before the callback, so that the step does not repeat if it raises
+            self.position = batch.step + 1  # before the callback, so that an error does not repeat the step
         self.on_return(batch, chunk, data)
 
     def start_pass(self, *, fetch_empty: bool) -> LoaderPass:
@@ -106,14 +106,14 @@ class LogicalBatches:
         return self.open_pass
 
     def end_pass(self) -> None:
-        """Ends the open pass, if any. Batches that were drawn but not returned have no effect."""
+        """Ends the open pass, if there is one. Batches that were drawn but not returned have no effect."""
         if self.open_pass is not None:
             self.open_pass.source = None
             self.open_pass = None
             self._on_end()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LogicalBatches:
-        return self  # copies of a loader continue the same run: no step may be returned twice
+        return self  # copies of a loader continue the same run, so that no step is returned twice
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -123,20 +123,20 @@ class LogicalBatches:
 
 
 class LoaderPass:
-    """One pass over the loader. Fetched and returned batches are matched first in, first out.
+    """One pass over the loader. Matches fetched data with logical batches in order.
 
-    DataLoader workers prefetch an amount that depends on timing. So each logical batch is drawn when it is first
-    needed, either for fetching or for the user.
+    The number of batches that DataLoader workers prefetch depends on timing. So each logical batch is drawn when it is
+    first needed, either for fetching or for the user.
     """
 
     def __init__(self, batches: LogicalBatches, *, fetch_empty: bool):
         self.source: Iterator[Any] | None = None  # iterator of the user's loader; deleting it stops its workers
-        self.claimed = False
-        self.sent, self.received = 0, 0  # physical batches: index lists read by the source, and batches it returned
-        self.fetch_empty = fetch_empty  # True if empty physical batches also go through the data loader
+        self.claimed = False  # True if an iterator of the batch sampler reads the index lists of this pass
+        self.sent, self.received = 0, 0  # numbers of index lists that the source read, and of batches that it returned
+        self.fetch_empty = fetch_empty  # True if the source also loads empty physical batches
         self._batches = batches
         self._start = batches.position
-        self._drawn = 0
+        self._drawn = 0  # number of logical batches
         self._for_user: collections.deque[LogicalBatch] = collections.deque()
         self._to_fetch: collections.deque[list[list[int]]] = collections.deque()
         self._lock = threading.Lock()  # some loader classes iterate in a separate thread
@@ -159,7 +159,7 @@ class LoaderPass:
     def _next_to_fetch(self) -> list[list[int]] | None:
         with self._lock:
             if not self._to_fetch:
-                if self._drawn == self._batches.strategy.steps_per_epoch:
+                if self._drawn == self._batches.sampling.steps_per_epoch:
                     return None
                 self._draw()
             return self._to_fetch.popleft()
@@ -172,10 +172,10 @@ class LoaderPass:
 
 
 class PrivateBatchSampler(Sampler[list[int]]):
-    """The batch sampler of a private loader.
+    """Batch sampler of a private loader.
 
-    A loader that is built around it, for example by a training framework, also gets index lists. It cannot report when
-    a batch reaches the user, so a physical batch then counts as returned when its indices are read.
+    Another loader with this batch sampler, for example of a training framework, also reads index lists. It cannot
+    report when the user receives a batch, so a physical batch then counts as returned when its indices are read.
 
     Args:
         batches: Logical batches of the run.
@@ -186,15 +186,15 @@ class PrivateBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, batches: LogicalBatches):
-        self.batch_size = max(1, round(batches.strategy.expected_batch_size / batches.share[1]))
+        self.batch_size = max(1, round(batches.sampling.expected_batch_size / batches.share[1]))
         self.drop_last = False
         self._batches = batches
 
     def __len__(self) -> int:
-        return self._batches.strategy.steps_per_epoch
+        return self._batches.sampling.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
-        # A worker pool creates two iterators and reads one, so the first one that is read claims the pass.
+        # A worker pool creates two iterators and reads one. So the first iterator that is read claims the pass.
         current = self._batches.open_pass
         if current is not None and not current.claimed:
             current.claimed = True

@@ -1,4 +1,4 @@
-"""Checks that a loader can be made private: all examples must have the same known sampling rate."""
+"""Checks that a loader can be made private: all examples must have the same, known sampling rate."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _UNSUPPORTED_SAMPLERS = {
 def check_loader(loader: Any) -> None:
     """Raises SamplingError for a loader whose examples do not have equal, known sampling rates.
 
-    Accepts a ``DataLoader`` or a subclass with a map-style data set, a ``batch_size``, and one of PyTorch's own orders:
-    sequential, or a random permutation of all examples.
+    Accepts a ``DataLoader``, or an instance of a subclass, with a map-style data set, a ``batch_size``, and an order of
+    PyTorch: sequential, or a random permutation of all examples.
     """
     if not isinstance(loader, DataLoader):
         raise SamplingError(f"{_name(loader)} is not a torch DataLoader.", fix=_PLAIN_LOADER)
@@ -104,7 +104,7 @@ def check_repeats(dataset: Any) -> None:
     """
     if type(dataset) not in (Subset, ConcatDataset):
         return
-    selections: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by id of a part, which ``dataset`` keeps alive
+    selections: dict[int, tuple[Any, list[np.ndarray | None]]] = {}  # by id of the part; `dataset` keeps parts alive
     for part, indices in examples_of(dataset):
         selections.setdefault(id(part), (part, []))[1].append(indices)
     for part, selected in selections.values():
@@ -113,9 +113,9 @@ def check_repeats(dataset: Any) -> None:
         indices_of_part = [np.arange(_length(part)) if indices is None else indices for indices in selected]
         examples, counts = np.unique(np.concatenate(indices_of_part), return_counts=True)
         if len(counts) and counts.max() > 1:
-            most = int(counts.argmax())
+            position = int(counts.argmax())
             raise SamplingError(
-                f"Example {examples[most]} of {_name(part)} is in the data set {counts[most]} times, and "
+                f"Example {examples[position]} of {_name(part)} is in the data set {counts[position]} times, and "
                 f"{(counts > 1).sum()} of {len(counts)} examples are repeated. Each copy is sampled and clipped "
                 "separately, so the privacy loss of an example is larger than stated.",
                 fix="Use each example once, for example with Subset(dataset, sorted(set(indices))), or pass to "
@@ -124,7 +124,7 @@ def check_repeats(dataset: Any) -> None:
 
 
 def example_numbers(dataset: Any) -> npt.NDArray[np.int64]:
-    """Returns a number for each example, equal for all copies of an example, for ``make_private(privacy_unit=...)``.
+    """Numbers the examples of a data set, for ``make_private(privacy_unit=...)``. Copies get the same number.
 
     Args:
         dataset: A map-style data set. Copies may come from ``torch.utils.data.Subset`` and ``ConcatDataset``.
@@ -147,23 +147,27 @@ def _numbers(dataset: Any, starts: dict[int, int]) -> npt.NDArray[np.int64]:
 
 
 def overlap(first: np.ndarray | None, second: np.ndarray | None) -> bool:
-    """Returns True if two selections of a data set have a common example. None selects all examples."""
+    """Returns True if two arrays of indices have a common element. None stands for all indices."""
     if first is None or second is None:
         return True
     return bool(np.isin(first, second).any())
 
 
 def examples_of(dataset: Any, chosen: np.ndarray | None = None) -> list[tuple[Any, np.ndarray | None]]:
-    """Returns the innermost data sets of a data set, each with the selected indices; None selects all indices once.
+    """Returns the innermost data sets of a data set, each with the indices that are included.
 
-    ``chosen`` are the selected indices of ``dataset``; None selects all.
+    Indices are None if each example is included once.
+
+    Args:
+        dataset: The data set.
+        chosen: Included indices of ``dataset``; None for all.
     """
     if type(dataset) is Subset:
         try:
             indices = np.asarray(dataset.indices)
-        except (TypeError, ValueError):  # a tensor on a GPU
+        except (TypeError, ValueError):  # raised for a tensor on a GPU
             indices = np.empty(0, dtype=object)
-        if indices.ndim == 1 and indices.dtype.kind in "iu":  # indices may also be keys
+        if indices.ndim == 1 and indices.dtype.kind in "iu":  # indices may also be keys, which are not followed
             return examples_of(dataset.dataset, indices if chosen is None else indices[chosen])
     if type(dataset) is ConcatDataset:
         if chosen is None:
@@ -187,5 +191,5 @@ def _length(dataset: Any) -> int:
         ) from None
 
 
-def _name(thing: Any) -> str:
-    return type(thing).__name__
+def _name(value: Any) -> str:
+    return type(value).__name__

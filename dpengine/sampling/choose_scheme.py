@@ -1,4 +1,4 @@
-"""Selects the sampling scheme that replaces the order of the user's loader."""
+"""Creates the sampling scheme that replaces the order of the user's loader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .scheme import Draws, SamplingScheme
 from .shuffle import ShuffleDraws
 
 
-def strategy_for(
+def draws_for(
     loader: DataLoader[Any],
     *,
     sampling: str = "poisson",
@@ -27,11 +27,12 @@ def strategy_for(
 ) -> Draws:
     """Returns the sampling scheme for the batch size of a loader.
 
-    Values that are not given are derived from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at
-    most 1, which makes the size of the data set public. If both constants are given, that size does not affect the
-    rate, the divisor or the number of steps. With ``num_units``, privacy units are sampled instead of examples, and the
-    batch size of the loader is a number of units. Raises SamplingError for a loader that `check_loader` rejects, or an
-    empty one without both constants.
+    Values that are None are derived from the loader: ``sample_rate`` is the batch size over ``len(dataset)``, at most
+    1, which makes the size of the data set public. If ``sample_rate`` and ``expected_batch_size`` are given, the size
+    of the data set does not affect the rate, the divisor or the number of steps. With ``num_units``, privacy units are
+    sampled instead of examples, and the batch size of the loader is a number of units.
+
+    Raises SamplingError for a loader that `check_loader` rejects, or for an empty data set without both constants.
     """
     check_loader(loader)
     if sampling not in _BY_NAME:
@@ -50,15 +51,15 @@ def _poisson(
 ) -> PoissonDraws:
     drop_last = loader.batch_sampler.drop_last  # type: ignore[union-attr]
     if sample_rate is not None:
-        rate = checked_sample_rate("strategy_for", sample_rate)
+        rate = checked_sample_rate("draws_for", sample_rate)
         size = rate * num_units if batch_size is None else batch_size
         steps = batches_per_epoch(rate, drop_last=drop_last)
     else:
         size = loader.batch_sampler.batch_size if batch_size is None else batch_size  # type: ignore[union-attr]
-        size = checked_batch_size("strategy_for", size)
+        size = checked_batch_size("draws_for", size)
         rate = min(1.0, size / num_units) if num_units else 0.0
         steps = _rounded(Fraction(num_units) / Fraction(size), drop_last)
-        size = size if batch_size is not None else min(size, num_units)  # keep a declared constant
+        size = size if batch_size is not None else min(size, num_units)  # a declared constant is kept
     if num_units == 0 and (sample_rate is None or batch_size is None):
         raise SamplingError(
             f"The data set ({type(loader.dataset).__name__}) is empty, so no sampling rate can be derived.",
@@ -80,7 +81,7 @@ def _shuffle(
 
 
 def scheme_from(value: Any) -> SamplingScheme:
-    """Returns a sampling scheme. Trial batches of a custom scheme are checked."""
+    """Returns a sampling scheme. Wraps and checks a custom one."""
     return value if isinstance(value, SamplingScheme) else CustomScheme(value)
 
 
@@ -93,7 +94,7 @@ def batches_per_epoch(sample_rate: float, *, drop_last: bool) -> int:
 
 
 def _inverse_rate(rate: float) -> Fraction:
-    """Returns ``1 / rate`` exactly, including rates such as 1/3 that float64 cannot represent."""
+    """Returns ``1 / rate`` exactly. Rates such as 1/3, which float64 cannot represent, give the integer."""
     exact = 1 / Fraction(rate)
     nearest = Fraction(round(exact))
     return nearest if abs(exact - nearest) <= exact / (1 << 50) else exact

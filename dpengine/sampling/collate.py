@@ -1,4 +1,4 @@
-"""Empty batches with the structure of real ones: batches with zero rows, or with a placeholder sample."""
+"""Empty batches with the structure of other batches: with zero samples, or with a placeholder sample."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BLANK: dict[type, Any] = {str: "", bytes: b"", bool: False, int: 0, float: 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class EmptyAwareCollate:
-    """The user's ``collate_fn``, which is not called for an empty list; a copy of ``template`` is returned instead."""
+    """Calls the user's ``collate_fn``, or returns a copy of ``template`` for an empty list."""
 
     collate: Callable[[list[Any]], Any]
     template: Any
@@ -34,15 +34,16 @@ class EmptyAwareCollate:
 
 
 def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_first: bool = True) -> Any:
-    """Returns a batch of zero rows with the structure of real batches of ``collate``.
+    """Returns a batch of zero samples with the structure of other batches of ``collate``.
 
-    ``collate`` is called with one copy of the example and with two. An axis whose size doubles is the batch axis.
-    In the template, tensors and arrays get size 0 along it, and lists and tuples of that length become empty. Tensors
-    keep dtype, device and other axes; tensors without a batch axis are filled with zeros, so the template contains no
-    tensor values of the example.
+    ``collate`` is called with one copy of the example, and with two copies. An axis whose size doubles is the batch
+    axis. If no size doubles, the batch axis is axis 0, or axis 1 without ``batch_first``. In the template, tensors and
+    arrays have size 0 on this axis, and lists and tuples with one item per sample are empty. Tensors keep their dtype,
+    device and other axes. Tensors without a batch axis are filled with zeros, so the template contains no tensor values
+    of the example.
+
     Containers (dict, other mappings, list, tuple, named tuple, dataclass) keep their type if it can be constructed.
-    Other types raise SamplingError. The random generators of the process are restored. If no size doubles, the batch
-    axis is axis 0, or axis 1 without ``batch_first``.
+    Other types raise SamplingError. The random generators of the process are restored.
     """
     with restored_generators():
         single = collate([example])
@@ -56,7 +57,7 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
 def placeholder_batch(collate: Callable[[list[Any]], Any], example: Any, *, public: bool = False) -> Any:
     """Returns a batch of one placeholder sample: the example itself if it is ``public``, otherwise zeros.
 
-    Zeros replace the values of all tensors and arrays, and the items of lists with one item for each sample.
+    Zeros replace the values of all tensors and arrays, and of the items of lists with one item per sample.
     """
     with restored_generators():
         single = collate([example])
@@ -69,7 +70,7 @@ def placeholder_batch(collate: Callable[[list[Any]], Any], example: Any, *, publ
 
 @contextlib.contextmanager
 def restored_generators() -> Iterator[None]:
-    """Restores the global random generators afterwards, because a data set or collate function may use them."""
+    """Restores the global random generators on exit, because a data set or collate function may use them."""
     python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -99,7 +100,7 @@ class _GrowthRule:
 
 
 class _Zeros(_GrowthRule):
-    """Keeps all sizes. ``in_sample``: whether the current value is inside one element of a per-sample list."""
+    """Keeps all sizes. ``in_sample`` is True for values inside an item of a list with one item per sample."""
 
     def __init__(self, in_sample: bool = False):
         super().__init__()
@@ -116,15 +117,15 @@ class _AxisRule:
     axis: int
 
     def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
-        rows = self.axis if len(single) > self.axis else 0
-        return [0 if axis == rows else size for axis, size in enumerate(single)]
+        batch_axis = self.axis if len(single) > self.axis else 0
+        return [0 if axis == batch_axis else size for axis, size in enumerate(single)]
 
     def sequence(self, single: Sequence[Any], double: Sequence[Any]) -> bool:
         return all(isinstance(item, _UNCHANGED) for item in single)
 
 
 def _empty_form(single: Any, double: Any, rule: _GrowthRule | _AxisRule, where: str) -> Any:
-    """Returns the empty form of ``single``; ``double`` is the same part of the batch with two rows."""
+    """Returns the empty form of a part of a batch of one sample. ``double`` is that part of a batch of two samples."""
     if isinstance(single, torch.Tensor):
         return single.new_zeros(rule.shape(single.shape, double.shape))
     if isinstance(single, np.ndarray):
@@ -138,8 +139,8 @@ def _empty_form(single: Any, double: Any, rule: _GrowthRule | _AxisRule, where: 
     if dataclasses.is_dataclass(single) and not isinstance(single, type):
         result = copy.copy(single)
         for field in dataclasses.fields(single):
-            one, two = getattr(single, field.name), getattr(double, field.name)
-            object.__setattr__(result, field.name, _empty_form(one, two, rule, f"{where}.{field.name}"))
+            parts = getattr(single, field.name), getattr(double, field.name)
+            object.__setattr__(result, field.name, _empty_form(*parts, rule, f"{where}.{field.name}"))
         return result
     if isinstance(single, _UNCHANGED):
         is_sample_value = isinstance(rule, _Zeros) and rule.in_sample
@@ -152,21 +153,24 @@ def _empty_form(single: Any, double: Any, rule: _GrowthRule | _AxisRule, where: 
 
 
 def _empty_sequence(single: Sequence[Any], double: Sequence[Any], rule: _GrowthRule | _AxisRule, where: str) -> Any:
-    """Returns the empty form of a list or tuple: no items if it has one item per row, otherwise its empty items."""
-    named = isinstance(single, tuple) and hasattr(single, "_fields")
-    if not named and rule.sequence(single, double):
+    """Returns the empty form of a list or tuple.
+
+    It has no items if there is one item per sample. Otherwise it has the empty forms of the items.
+    """
+    is_named = isinstance(single, tuple) and hasattr(single, "_fields")
+    if not is_named and rule.sequence(single, double):
         items = []
         if isinstance(rule, _Zeros):
             items = [_empty_form(item, item, _Zeros(in_sample=True), f"{where}[{i}]") for i, item in enumerate(single)]
     else:
         pairs = enumerate(zip(single, double, strict=False))
-        items = [_empty_form(one, two, rule, f"{where}[{index}]") for index, (one, two) in pairs]
+        items = [_empty_form(*pair, rule, f"{where}[{index}]") for index, pair in pairs]
     kind: Any = type(single)
-    return kind(*items) if named else kind(items)
+    return kind(*items) if is_named else kind(items)
 
 
 def _mapping_like(original: Any, items: dict[Any, Any]) -> Any:
-    """Returns a mapping of the original's type with these items, or a dict if the type cannot be constructed."""
+    """Returns a mapping of the same type with other items, or a dict if the type cannot be constructed."""
     with contextlib.suppress(TypeError, ValueError):
         return type(original)(items)
     with contextlib.suppress(TypeError, ValueError):

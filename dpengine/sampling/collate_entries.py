@@ -1,4 +1,4 @@
-"""Splits the result of a ``collate_fn`` into the rows of single examples, and compares rows."""
+"""Splits the batch that a ``collate_fn`` returns into the rows of single examples, and compares rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-_RTOL, _ATOL = 1e-4, 1e-5  # tolerances for values that are computed for a batch at once
+_RTOL, _ATOL = 1e-4, 1e-5  # tolerances, because values may be computed for the entire batch
 _DEPTH = 8  # maximum depth of nested containers
 _CONTAINERS = (Tensor, np.ndarray, list, tuple, collections.abc.Mapping)
 _KINDS = "biufc"  # dtype kinds of NumPy arrays that are compared as tensors
@@ -27,7 +27,7 @@ class Entry:
 
     Attributes:
         path: Path in the batch, such as ``batch['x']``.
-        rows: The part of each example; None if the value has no part for each example.
+        rows: Part of the value for each example; None if the value is not split by example.
         value: The tensor, list or other value.
     """
 
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """Numbers of examples in a batch and in another batch, and the batch axis."""
+    """Batch axis, and the numbers of examples of a batch and of another batch with which it is compared."""
 
     batch: int
     other: int
@@ -60,10 +60,10 @@ class Sizes:
 def entries(batch: Any, other: Any, sizes: Sizes) -> dict[str, Entry]:
     """Returns the entries of a batch by path. ``other`` is a batch with another number of examples."""
     all_entries = list(_entries(batch, other, sizes, "batch", _DEPTH))
-    ragged = [e for e in all_entries if e.rows is None and isinstance(e.value, Tensor) and e.value.dim()]
-    for offsets in [e for e in all_entries if ragged and e.rows is not None and _are_offsets(e.value)]:
+    flat = [e for e in all_entries if e.rows is None and isinstance(e.value, Tensor) and e.value.dim()]
+    for offsets in [e for e in all_entries if flat and e.rows is not None and _are_offsets(e.value)]:
         ends = offsets.value[1:].tolist()
-        split = {r.path: list(torch.tensor_split(r.value, ends)) for r in ragged if len(r.value) >= max(ends)}
+        split = {r.path: list(torch.tensor_split(r.value, ends)) for r in flat if len(r.value) >= max(ends)}
         if split:
             all_entries = [dataclasses.replace(e, rows=split.get(e.path, e.rows)) for e in all_entries if e != offsets]
             break
@@ -94,7 +94,7 @@ def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Ite
 
 
 def plain(value: Any, axis: int = 0) -> Any:
-    """Converts nested, sparse and packed tensors, arrays, mappings and records to tensors, dicts, lists or tuples.
+    """Converts nested, sparse and packed tensors, arrays, mappings and objects to tensors, dicts, lists or tuples.
 
     Other values are returned unchanged. ``axis`` is the batch axis.
     """
@@ -120,14 +120,14 @@ def plain(value: Any, axis: int = 0) -> Any:
 
 
 def _are_offsets(value: Any) -> bool:
-    """Returns True if the value may be the offsets of bags in a flat tensor."""
+    """Returns True if the value may be the offsets of examples in a flat tensor."""
     if not isinstance(value, Tensor) or value.dim() != 1 or len(value) < 2 or is_real(value):
         return False
     return bool(value[0] == 0) and bool((value.diff() >= 0).all())
 
 
 def is_real(value: Tensor) -> bool:
-    """Returns True for a floating-point or complex tensor, whose values are rounded."""
+    """Returns True for a floating-point or complex tensor."""
     return value.is_floating_point() or value.is_complex()
 
 
@@ -141,60 +141,61 @@ def is_order(entry: Entry) -> bool:
     return all(type(index) is int for index in value) and sorted(value) == list(range(len(rows)))
 
 
-def same(one: Any, other: Any, *, padded: str = "") -> bool:
+def same(a: Any, b: Any, *, padded: str = "") -> bool:
     """Returns True if two values are equal, up to rounding.
 
     Args:
-        one: A value.
-        other: A value.
-        padded: ``"constant"`` if tensors may differ by padding with one value, ``"any"`` by padding with any values.
+        a: First value.
+        b: Second value.
+        padded: ``"constant"`` if tensors may differ by padding with a constant, ``"any"`` if they may differ by padding
+            with any values.
     """
-    one, other = plain(one), plain(other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) == len(other):
-            return all(same(*pair, padded=padded) for pair in zip(one, other, strict=True))
-        if not padded or not all(isinstance(number, numbers.Real) for number in (*one, *other)):
+    a, b = plain(a), plain(b)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        if len(a) == len(b):
+            return all(same(*pair, padded=padded) for pair in zip(a, b, strict=True))
+        if not padded or not all(isinstance(number, numbers.Real) for number in (*a, *b)):
             return False
-        one, other = torch.tensor(one), torch.tensor(other)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return _same_tensors(one.detach(), other.detach(), padded)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key], padded=padded) for key in one)
-    if isinstance(one, float) and isinstance(other, float):
-        return math.isclose(one, other, rel_tol=_RTOL) or (math.isnan(one) and math.isnan(other))
+        a, b = torch.tensor(a), torch.tensor(b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _same_tensors(a.detach(), b.detach(), padded)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key], padded=padded) for key in a)
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=_RTOL) or (math.isnan(a) and math.isnan(b))
     try:
-        return bool(one == other)
+        return bool(a == b)
     except Exception:
         return False
 
 
-def _same_tensors(one: Tensor, other: Tensor, padded: str) -> bool:
-    if one.shape == other.shape:
-        return _close(one, other)
-    if not padded or one.dim() != other.dim():
+def _same_tensors(a: Tensor, b: Tensor, padded: str) -> bool:
+    if a.shape == b.shape:
+        return _close(a, b)
+    if not padded or a.dim() != b.dim():
         return False
-    common = [min(sizes) for sizes in zip(one.shape, other.shape, strict=True)]
+    common = [min(sizes) for sizes in zip(a.shape, b.shape, strict=True)]
     for sides in itertools.product(
-        (0, 2, 1), repeat=min(2, sum(a != b for a, b in zip(one.shape, other.shape, strict=True)))
+        (0, 2, 1), repeat=min(2, sum(m != n for m, n in zip(a.shape, b.shape, strict=True)))
     ):
-        parts = [_split_padding(tensor, common, one.shape, other.shape, sides) for tensor in (one, other)]
+        parts = [_split_padding(tensor, common, a.shape, b.shape, sides) for tensor in (a, b)]
         if _close(parts[0][0], parts[1][0]) and (padded == "any" or all(_constant(padding) for _, padding in parts)):
             return True
     return False
 
 
 def _split_padding(
-    tensor: Tensor, common: Sequence[int], one: Sequence[int], other: Sequence[int], sides: Sequence[int]
+    tensor: Tensor, common: Sequence[int], shape: Sequence[int], other_shape: Sequence[int], sides: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Returns the part of a tensor without padding, of shape ``common``, and the values of the padding.
 
-    ``one`` and ``other`` are the shapes of both tensors. For each axis that differs, ``sides`` is 0 for padding at the
-    end, 2 for padding at the front, and 1 for both.
+    ``shape`` and ``other_shape`` are the shapes of both tensors. For each axis that differs, ``sides`` is 0 for padding
+    at the end, 2 for padding at the front, and 1 for both.
     """
     next_side = itertools.chain(sides, itertools.repeat(sides[-1]))
     starts = [
-        0 if a == b else (size - length) * next(next_side) // 2
-        for size, length, a, b in zip(tensor.shape, common, one, other, strict=True)
+        0 if m == n else (size - length) * next(next_side) // 2
+        for size, length, m, n in zip(tensor.shape, common, shape, other_shape, strict=True)
     ]
     index = tuple(slice(start, start + length) for start, length in zip(starts, common, strict=True))
     outside = torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
@@ -206,10 +207,10 @@ def _constant(values: Tensor) -> bool:
     return len(values) == 0 or _close(values, values[:1].expand_as(values))
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    if not (is_real(one) or is_real(other)):
-        return torch.equal(one, other)
-    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
-    one, other = one.to(wide), other.to(wide)
-    largest = one.abs().nan_to_num(0.0, 0.0, 0.0).max() if one.numel() else one.abs().sum()
-    return torch.allclose(one, other, rtol=_RTOL, atol=_ATOL * float(largest), equal_nan=True)
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not (is_real(a) or is_real(b)):
+        return torch.equal(a, b)
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    largest = a.abs().nan_to_num(0.0, 0.0, 0.0).max() if a.numel() else a.abs().sum()
+    return torch.allclose(a, b, rtol=_RTOL, atol=_ATOL * float(largest), equal_nan=True)

@@ -1,8 +1,8 @@
 """Checks whether each row that a ``collate_fn`` returns depends on one example only.
 
-The function is called with batches that have some examples in common. The rows of a common example are compared at the
-same position and from the same state of the random generators. If the function draws random numbers, the first example
-of each batch is compared, because its random numbers cannot depend on the examples after it.
+The function is called with batches that have some examples in common. The rows of a common example at the same position
+are compared. If the function draws random numbers, each call starts from the same state of the generators, and the
+first examples of batches are compared, because their random numbers cannot depend on later examples.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from dpengine.errors import BatchDependentLossError, BatchMismatchError, Privacy
 from .collate import restored_generators
 from .collate_entries import Entry, Sizes, entries, is_order, plain, same
 
-_EXAMPLES = 7  # besides example 0, which is read for the structure of an empty batch
+_EXAMPLES = 7  # number of examples that are read
 _ROUNDS = 8  # number of comparisons of a function that draws random numbers
-_BATCH, _SMALLER = (0, 1, 2, 3), (0, 1, 2)  # indices of examples, which are sorted from the longest to the shortest
+_BATCH, _SMALLER = (0, 1, 2, 3), (0, 1, 2)  # indices of examples, sorted from the longest to the shortest
 _SECOND = (0, 4, 5, 6)
-_PAIRS = (  # with the same longest example, so that padding does not change
+_PAIRS = (  # batches with a common longest example, so that the padded length is equal
     (_BATCH, _SECOND),
     (_BATCH, (0, 1, 4, 6)),
     (_BATCH, (0, 4, 2, 5)),
@@ -53,19 +53,19 @@ Entries = dict[str, Entry]
 
 
 class _Undecided(Exception):
-    """The check is inconclusive; the message is the reason."""
+    """Raised if the check is inconclusive. The message is the reason."""
 
 
 def check_collate(loader: DataLoader[Any], *, batch_first: bool = True) -> None:
     """Raises BatchDependentLossError if ``collate_fn`` changes an example depending on other examples of the batch.
 
-    Reads at most 7 examples of the data set and restores the random generators. Shows one notice if the check is
+    Reads at most 7 examples of the data set, and restores the random generators. Warns once if the check is
     inconclusive.
     """
-    if _is_of_torch(loader.collate_fn) or len(loader.dataset) < 2:  # type: ignore[arg-type]
+    if _is_torch_function(loader.collate_fn) or len(loader.dataset) < 2:  # type: ignore[arg-type]
         return
     with restored_generators(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # training shows the same warnings
+        warnings.simplefilter("ignore")  # they will be repeated in training
         try:
             _Probe(loader.collate_fn, _read(loader.dataset), 0 if batch_first else 1).run()
             return
@@ -88,8 +88,8 @@ class _Probe:
         self.collate, self.axis, self.name = collate, axis, _name(collate)
         self.examples = sorted(examples, key=_size, reverse=True)
         self.generators = _generators(collate)
-        self.smaller: Any = None
-        self.statistics: set[str] = set()  # paths of values of the batch that depend on its examples
+        self.smaller: Any = None  # result for the smaller batch
+        self.statistics: set[str] = set()  # paths of values without rows that depend on the examples
         self.unstable: set[str] = set()  # paths of strings that differ in each call, such as a UUID
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ class _Probe:
         try:
             self._run()
         except (PrivacyError, _Undecided):
-            # The size of an example may not determine the length of its row, for example if it is a string.
+            # The longest example may not have the longest row, for example if examples are strings. So sort by row.
             order = sorted(self.examples, key=self._size_of_row, reverse=True)
             if [*map(id, order)] == [*map(id, self.examples)]:
                 raise
@@ -122,21 +122,21 @@ class _Probe:
         batch = self._entries(_BATCH)
         drew = self._states() != states
         self._check_rows(batch)
-        again = self._entries_from(before, _BATCH)
-        self.unstable = {path for path, entry in batch.items() if path in again and _are_unstable(entry, again[path])}
+        repeat = self._entries_from(before, _BATCH)
+        self.unstable = {path for path, entry in batch.items() if path in repeat and _are_unstable(entry, repeat[path])}
         if drew:
             self._compare_random()
             return
         for path, entry in batch.items():
             if path in self.unstable:
                 continue
-            if path not in again or not same(entry.value, again[path].value):
+            if path not in repeat or not same(entry.value, repeat[path].value):
                 if entry.rows is None:
                     continue  # for example the current time
                 raise _Undecided(f"{path} differs between two calls with the same examples")
-        repeated = {path for path, entry in batch.items() if path in again and same(entry.value, again[path].value)}
+        repeatable = {path for path, entry in batch.items() if path in repeat and same(entry.value, repeat[path].value)}
         for indices, other_indices in _PAIRS:
-            self._compare(indices, other_indices, repeated)
+            self._compare(indices, other_indices, repeatable)
         sizes = Sizes(len(_SMALLER), len(_BATCH), self.axis)
         self._match(_BATCH, batch, _SMALLER, entries(self.smaller, self._call(_BATCH), sizes), "constant")
         for indices, other_indices in _OTHER_LENGTHS:
@@ -145,23 +145,23 @@ class _Probe:
             raise _Undecided(f"{min(self.statistics)} is one value for the batch that depends on all of its examples")
 
     def _compare(
-        self, indices: Indices, other_indices: Indices, repeated: set[str], *, padded: str = "constant"
+        self, indices: Indices, other_indices: Indices, repeatable: set[str], *, padded: str = "constant"
     ) -> None:
         """Raises if the row of an example depends on the other examples of its batch.
 
-        ``repeated`` has the paths of values that are the same in two calls with the same examples. ``padded`` is the
-        allowed difference in padding, as for `same`.
+        ``repeatable`` contains the paths of values that are equal in two calls with the same examples. ``padded`` is
+        the allowed difference in padding, as for `same`.
         """
         first, second = self._entries(indices), self._entries(other_indices)
         self._match(indices, first, other_indices, second, padded)
         sizes = {size for entry in (*first.values(), *second.values()) for size in _shape(entry.value)}
-        for path in repeated:
+        for path in repeatable:
             values = [batch[path].value for batch in (first, second) if path in batch and batch[path].rows is None]
             if len(values) == 2 and not same(*values) and not all(_is_one_of(value, sizes) for value in values):
                 self.statistics.add(path)
 
     def _match(self, indices: Indices, first: Entries, other_indices: Indices, second: Entries, padded: str) -> None:
-        """Compares the rows of common examples, at any position if the batch is sorted. For ``padded``, see `same`."""
+        """Compares the rows of common examples, at any position if the function sorts. For ``padded``, see `same`."""
         paths = self._paths_with_rows(first, second)
         indices, other_indices = self._wrapped(indices), self._wrapped(other_indices)
         shared = [i for i, (a, b) in enumerate(zip(indices, other_indices, strict=False)) if a == b]
@@ -174,8 +174,8 @@ class _Probe:
             matches = (
                 j for j in unmatched if all(same(first[p].row(i), second[p].row(j), padded=padded) for p in compared)
             )
-            if (j := next(matches, None)) is not None:
-                unmatched.remove(j)
+            if (match := next(matches, None)) is not None:
+                unmatched.remove(match)
         common = sum((Counter(indices) & Counter(other_indices)).values())
         if len(other_indices) - len(unmatched) < common:
             if padded == "any" and any(_shape(first[path].value) != _shape(second[path].value) for path in first):
@@ -186,14 +186,14 @@ class _Probe:
     def _differing(
         paths: list[str], first: Entries, second: Entries, positions: Iterable[int], padded: str
     ) -> str | None:
-        """Returns the first path whose rows differ at one of the positions; None if there is none."""
+        """Returns the first path whose rows differ at a position in ``positions``; None if there is none."""
         for path in paths:
             if not all(same(first[path].row(i), second[path].row(i), padded=padded) for i in positions):
                 return path
         return None
 
     def _compare_random(self) -> None:
-        """Checks that the first row does not depend on later examples, nor the last on the order of earlier ones."""
+        """Checks that first rows do not depend on later examples, and last rows not on the order of earlier ones."""
         for number in range(_ROUNDS):
             first = number % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]
@@ -214,7 +214,7 @@ class _Probe:
                 raise _Undecided("its random numbers for an example depend on the examples before it")
 
     def _keeps_last(self, last: int) -> bool:
-        """Returns True if the last example has the same row after the same examples in another order."""
+        """Returns True if the row of the last example is the same after earlier examples are reordered."""
         states = self._states()
         rest = [i for i in range(1, len(self.examples)) if i != last] or [0]
         before = (0, rest[0], rest[-1])
@@ -234,7 +234,7 @@ class _Probe:
             put(pickle.loads(state))
 
     def _check_rows(self, batch: Entries) -> None:
-        """Raises if the batch has no entry with a row for each example."""
+        """Raises if the batch has no entry with one row per example."""
         if any(entry.rows is not None for entry in batch.values()):
             return
         fewer = entries(self.smaller, self.smaller, Sizes(-1, -1, self.axis))
@@ -244,7 +244,7 @@ class _Probe:
         raise _Undecided("no entry of the batch has a row for each example")
 
     def _paths_with_rows(self, first: Entries, second: Entries) -> list[str]:
-        """Returns the paths of entries with rows. Raises if an entry has rows in one of the two batches only."""
+        """Returns the paths of entries with rows. Raises if an entry has rows in only one of the batches."""
         if first.keys() != second.keys():
             raise _Undecided("batches have different entries")
         for path, entry in first.items():
@@ -276,7 +276,7 @@ class _Probe:
         return entries(self._call(indices), self.smaller, Sizes(len(_BATCH), len(_SMALLER), self.axis))
 
     def _call(self, indices: Indices) -> Any:
-        """Returns the collated batch of copies of the examples."""
+        """Returns the batch that the function returns for copies of the examples."""
         try:
             return self.collate([_copied(self.examples[index]) for index in self._wrapped(indices)])
         except Exception as error:
@@ -289,19 +289,19 @@ class _Probe:
             return _size(example)
 
 
-def _is_of_torch(collate: Any) -> bool:
-    """Returns True for the collate functions of torch, unless the user registered functions for further classes."""
+def _is_torch_function(collate: Any) -> bool:
+    """Returns True for the collate functions of torch, unless the user registered functions for other classes."""
     if collate is default_convert:
         return True
     functions = torch_collate.default_collate_fn_map.values()
     return collate is default_collate and all(function.__module__ == torch_collate.__name__ for function in functions)
 
 
-def _are_unstable(entry: Entry, again: Entry) -> bool:
-    """Returns True for strings that differ between equal calls. If the loop uses them, check_loop reports it."""
+def _are_unstable(entry: Entry, repeat: Entry) -> bool:
+    """Returns True for strings that differ between equal calls. `check_loop` reports loops that use them."""
     if entry.rows is None or not all(isinstance(row, (str, bytes, uuid.UUID, os.PathLike)) for row in entry.rows):
         return False
-    return not same(entry.value, again.value)
+    return not same(entry.value, repeat.value)
 
 
 def _name(collate: Any) -> str:
@@ -309,7 +309,7 @@ def _name(collate: Any) -> str:
 
 
 def _read(dataset: Any) -> list[Any]:
-    """Returns a few examples, read as a loader reads them."""
+    """Returns a few examples, read in the same way as a DataLoader reads them."""
     count = min(len(dataset), _EXAMPLES)
     indices = [i * (len(dataset) - 1) // (count - 1) for i in range(count)]
     try:
@@ -343,7 +343,7 @@ def _shape(value: Any) -> Sequence[int]:
 
 
 def _is_one_of(value: Any, sizes: set[int]) -> bool:
-    """Returns True for a number that is the size of an axis, such as the length of the longest example."""
+    """Returns True for a number that equals the size of an axis, such as the length of the longest example."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     return isinstance(value, (int, float)) and value in sizes
@@ -371,7 +371,7 @@ def _state_functions() -> dict[type, Callable[[Any], Generator]]:
 
 
 def _generators(collate: Any) -> list[Generator]:
-    """Returns functions that read and write the states of the global generators and those that ``collate`` uses."""
+    """Returns functions that read and write the states of the global generators, and of those that ``collate`` uses."""
     functions, reachable = _state_functions(), {id(torch.default_generator): torch.default_generator}
     _add_reachable(collate, reachable, depth=3)
     return [
@@ -382,7 +382,7 @@ def _generators(collate: Any) -> list[Generator]:
 
 
 def _add_reachable(value: Any, reachable: dict[int, Any], depth: int) -> None:
-    """Adds a function and the values that it can use, by id: attributes, bound arguments and outer variables."""
+    """Adds a value and the values that it can use, by id: attributes, bound arguments and outer variables."""
     if id(value) in reachable or value is None or inspect.ismodule(value):
         return
     reachable[id(value)] = value
@@ -393,7 +393,7 @@ def _add_reachable(value: Any, reachable: dict[int, Any], depth: int) -> None:
         used += [value.func, *value.args, *value.keywords.values()]
     if inspect.isfunction(value):
         with contextlib.suppress(ValueError):  # raised for a variable that is not set yet
-            outside = inspect.getclosurevars(value)
-            used += [*outside.nonlocals.values(), *outside.globals.values()]
+            closure = inspect.getclosurevars(value)
+            used += [*closure.nonlocals.values(), *closure.globals.values()]
     for item in used:
         _add_reachable(item, reachable, depth - 1)

@@ -1,4 +1,4 @@
-"""Validates custom sampling schemes: compares trial batches with the declared participation pattern."""
+"""Checks custom sampling schemes: compares trial batches with the declared participation of examples."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ CUSTOM_PREFIX = "own: "
 """Prefix of the name of a custom sampling scheme."""
 
 _TRIAL_EXAMPLES, _TRIAL_STEPS = 240, 120
-_DEVIATIONS = 7.0  # number of standard deviations; a correct scheme exceeds it once in 10**11 trials
+_DEVIATIONS = 7.0  # limit in standard deviations, which a correct scheme exceeds once in 10**11 trials
 
 
 @dataclasses.dataclass(frozen=True)
 class CustomScheme(SamplingScheme):
-    """Custom sampling scheme, whose trial batches were compared with the declared participation pattern.
+    """Custom sampling scheme. On construction, trial batches are compared with the declared participation.
 
     Args:
         scheme: Object with ``over``, ``participation``, ``expected_batch_size`` and ``steps_per_epoch``.
 
     Raises:
         TypeError: If a member is missing.
-        ExtensionError: If trial batches contradict the declared participation pattern.
+        ExtensionError: If trial batches contradict the declared participation.
     """
 
     scheme: Any
@@ -120,7 +120,7 @@ class CustomDraws(Draws):
 
 
 def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
-    """Returns the examples of a batch, sorted. Raises ExtensionError if they are not distinct or out of range."""
+    """Returns the examples of a batch, sorted. Raises ExtensionError if they are repeated or out of range."""
     indices = np.sort(np.asarray(batch).reshape(-1))
     distinct = not len(indices) or (indices.dtype.kind in "iu" and bool((np.diff(indices) > 0).all()))
     if not distinct or (len(indices) and not (indices[0] >= 0 and indices[-1] < num_examples)):
@@ -132,7 +132,7 @@ def checked_batch(owner: str, batch: Any, num_examples: int) -> IndexBatch:
 
 
 def _stated(scheme: Any, draws: Any) -> Participation:
-    """Returns the participation that the draws state, or that of their scheme if the draws state none."""
+    """Returns the participation that ``draws`` declares, or else that of ``scheme``."""
     stated = (draws if callable(getattr(draws, "participation", None)) else scheme).participation()
     if type(stated) not in _PARTICIPATION_CHECKS:
         types = ", ".join(kind.__name__ for kind in _PARTICIPATION_CHECKS)
@@ -141,11 +141,11 @@ def _stated(scheme: Any, draws: Any) -> Participation:
 
 
 def check_draws(scheme: Any) -> None:
-    """Draws trial batches. Raises ExtensionError if they contradict the participation that a scheme states.
+    """Draws trial batches. Raises ExtensionError if they contradict the participation that a scheme declares.
 
-    The trial has 240 examples, or twice a fixed batch size. It detects other sampling rates or batch sizes than stated,
-    participations that are too close, and batches that do not depend on the random words. It cannot detect a scheme
-    that behaves differently for other data sets, or depends on the data.
+    The trial has 240 examples, or twice the batch size if that is fixed and larger. It detects sampling rates and batch
+    sizes that differ from the declared ones, participations that are too close, and batches that do not depend on the
+    random words. It cannot detect a scheme that behaves differently for other data sets, or depends on the data.
     """
     name, participation = type(scheme).__name__, _stated(scheme, None)
     examples = max(_TRIAL_EXAMPLES, 2 * getattr(participation, "batch_size", 0))
@@ -153,11 +153,11 @@ def check_draws(scheme: Any) -> None:
     participation = _stated(scheme, draws)
     limit = getattr(scheme, "iterations", None)
     steps = _TRIAL_STEPS if limit is None else min(_TRIAL_STEPS, limit)
-    batches, again, others = (
+    batches, repeated, others = (
         [checked_batch(name, draws.draw(step, stream), examples) for step in range(steps)]
         for stream in (words, words, KeyedWords((3, 4)))
     )
-    if not all(map(np.array_equal, batches, again)):
+    if not all(map(np.array_equal, batches, repeated)):
         raise ExtensionError(
             f"{name}.over(...).draw(step, words) returned two different batches for the same step and words.",
             fix="Take all randomness from words(count, step=step, block=0), and keep no state between calls.",
@@ -182,7 +182,7 @@ Drawn = npt.NDArray[np.bool_]
 
 
 def _is_secret(participation: Participation) -> bool:
-    """Returns True if the privacy cost is that of batches that cannot be predicted."""
+    """Returns True if the privacy analysis requires batches that cannot be predicted."""
     kinds = (PoissonParticipation, TruncatedParticipation, FixedSizeParticipation)
     drawn = getattr(participation, "drawn", participation)
     return type(participation) in kinds and getattr(drawn, "sample_rate", 0.0) != 1
@@ -195,12 +195,13 @@ def _check_poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: 
         return f"an example is in batches that are not {cycle} steps apart"
     if stated.equal_groups:
         examples = drawn_TN.shape[1] // cycle
-        sizes_of_groups = [int(drawn_TN[group::cycle].any(axis=0).sum()) for group in range(cycle)]
-        if max(sizes_of_groups) > examples:
-            return f"a group has {max(sizes_of_groups)} examples, more than an equal share of {examples}"
+        group_sizes = [int(drawn_TN[group::cycle].any(axis=0).sum()) for group in range(cycle)]
+        if max(group_sizes) > examples:
+            return f"a group has {max(group_sizes)} examples, more than an equal share of {examples}"
     trials = drawn_TN.size / cycle
     excess = int(drawn_TN.sum()) - trials * rate
-    # If groups do not divide the data set or the steps, the number of trials changes by at most one row and one column.
+    # If the number of groups does not divide the number of examples or steps, the number of trials changes by at most
+    # one row and one column.
     limit = _DEVIATIONS * math.sqrt(max(trials * rate * (1 - rate), 1.0)) + (sum(drawn_TN.shape) if cycle > 1 else 0)
     if excess > limit or (excess < -limit and not truncated):
         return f"{int(drawn_TN.sum()):,} examples were drawn instead of {trials * rate:,.0f}"
@@ -214,7 +215,7 @@ def _check_poisson(stated: PoissonParticipation, drawn_TN: Drawn, *, truncated: 
 
 
 def _check_counts(drawn_TN: Drawn, rate: float, cycle: int = 1) -> str:
-    """Returns a fault if an example is drawn much more often than at the rate; otherwise an empty string."""
+    """Returns a message if an example is drawn much more often than the rate implies; else an empty string."""
     mean = math.ceil(len(drawn_TN) / cycle) * rate
     largest = int(drawn_TN.sum(axis=0).max(initial=0))
     exceeds = largest > mean + _DEVIATIONS * (math.sqrt(mean * (1 - rate)) + 1)

@@ -1,4 +1,4 @@
-"""Cyclic Poisson sampling from groups of examples, and the keyed permutation that assigns the groups."""
+"""Cyclic Poisson sampling from groups of examples, and the keyed permutation that assigns examples to groups."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ KEY_WORDS = _ROUNDS
 
 @dataclass(frozen=True)
 class KeyedPermutation:
-    """A bijection of ``[0, size)``.
+    """Keyed bijection of ``[0, size)``.
 
-    A Feistel network permutes the numbers below the next power of 4, and is repeated until the result is in range
-    (cycle walking). It is not a cipher, because the assignment of examples only has to be independent of the data.
+    A Feistel network permutes the numbers below the next power of 4, and is applied until the result is in range (cycle
+    walking). It need not be a secure cipher, because the groups only have to be independent of the data.
 
     Attributes:
         size: Number of elements, at most 2**62.
@@ -45,7 +45,7 @@ class KeyedPermutation:
     key: Sequence[int]
 
     def __call__(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Returns the images of these numbers, ``(count,)``."""
+        """Returns the images of numbers, ``(count,)``."""
         half = max(1, -(-max(1, (self.size - 1).bit_length()) // 2))
         images = self._network(numbers.astype(np.uint64), half)
         outside = np.flatnonzero(images >= self.size)
@@ -71,14 +71,14 @@ def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 PARTITION_STEP = 1 << 63
-"""Step number of the random words that assign examples to groups, which is larger than that of any batch."""
+"""Step number of the random words that assign examples to groups. No batch has this number."""
 
 
 class Partition(enum.Enum):
     """Assignment of examples to groups."""
 
     EQUAL_SPLIT = "equal-split"
-    """Groups of exactly ``N // groups`` examples; the remainder is never included. N is public."""
+    """Groups of exactly ``N // groups`` examples. The remaining examples are never included. N is public."""
     INDEPENDENT = "independent"
     """Each example is assigned independently of the others. Group sizes vary, and N stays private."""
 
@@ -87,15 +87,17 @@ class Partition(enum.Enum):
 class CyclicPoissonSampling(SamplingScheme):
     """Assigns examples to ``cycle_length`` groups once, and samples from group ``t mod cycle_length`` in step t.
 
-    With one group, this is Poisson sampling. With ``sampling_prob=1``, the order is fixed: a cycle is one pass.
+    With one group, this is Poisson sampling. With ``sampling_prob=1``, each batch is a group, and a cycle is one pass
+    over the data set.
 
     Args:
-        sampling_prob: Probability of each example of the group, in [0, 1].
+        sampling_prob: Probability that an example of the group is in the batch, in [0, 1].
         iterations: Number of batches in the run; None for no limit.
-        truncated_batch_size: Larger batches are truncated to a uniform subset of this size; None for no truncation.
+        truncated_batch_size: Maximum batch size. Larger batches are truncated to a uniform subset; None for no
+            truncation.
         cycle_length: Number of groups.
-        partition_type: Assignment of examples to groups: of equal size, which makes the number of examples public, or
-            independent.
+        partition_type: Assignment of examples to groups: ``EQUAL_SPLIT``, which makes the number of examples public, or
+            ``INDEPENDENT``.
 
     Raises:
         TypeError: If a count is not an integer.
@@ -121,7 +123,7 @@ class CyclicPoissonSampling(SamplingScheme):
         if self.truncated_batch_size is not None:
             checked_integer(owner, "truncated_batch_size", self.truncated_batch_size, at_least=0)
         if not isinstance(self.partition_type, Partition):
-            names = ", ".join(f"Partition.{one.name}" for one in Partition)
+            names = ", ".join(f"Partition.{member.name}" for member in Partition)
             raise TypeError(f"{owner}: partition_type must be one of {names}, got {self.partition_type!r}.")
 
     def over(self, num_examples: int) -> Draws:
@@ -154,7 +156,7 @@ class CyclicDraws(Draws):
 
     Args:
         num_examples: Number of examples in the data set.
-        sample_rate: Probability, in [0, 1], of each example of the group. With 1, the batch is the group.
+        sample_rate: Probability that an example of the group is in the batch, in [0, 1].
         cycle_length: Number of groups, at least 1. One group is Poisson sampling.
         steps_per_epoch: Number of logical batches in one pass over the loader.
         expected_batch_size: Public constant that divides the sums.
@@ -184,7 +186,7 @@ class CyclicDraws(Draws):
             "expected_batch_size": checked_batch_size(owner, self.expected_batch_size),
         }
         if not isinstance(self.partition, Partition):
-            names = ", ".join(f"Partition.{one.name}" for one in Partition)
+            names = ", ".join(f"Partition.{member.name}" for member in Partition)
             raise TypeError(f"{owner}: partition must be one of {names}, got {self.partition!r}.")
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -15,7 +15,7 @@ from .subset import numbers_below, uniform_subset
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FixedBatchSampling(SamplingScheme):
-    """Each batch is a new uniform subset of ``batch_size`` examples.
+    """Draws each batch as a new uniform subset of ``batch_size`` examples.
 
     Args:
         batch_size: Number of examples in each batch.
@@ -24,7 +24,7 @@ class FixedBatchSampling(SamplingScheme):
 
     Raises:
         TypeError: If a count is not an integer.
-        ValueError: If it is negative.
+        ValueError: If a count is negative.
     """
 
     batch_size: int
@@ -68,8 +68,8 @@ class FixedSizeDraws(Draws):
 
     def __post_init__(self) -> None:
         checked_integer(type(self).__name__, "num_examples", self.num_examples, at_least=0)
-        enough = self.num_examples > 0 if self.replace else self.num_examples >= self.batch_size
-        if self.batch_size and not enough:
+        suffices = self.num_examples > 0 if self.replace else self.num_examples >= self.batch_size
+        if self.batch_size and not suffices:
             raise ValueError(
                 f"FixedBatchSampling: batch_size={self.batch_size} exceeds the {self.num_examples} examples. Pass at "
                 f"most {self.num_examples}."

@@ -1,4 +1,4 @@
-"""The private loader: a copy of the user's DataLoader that draws private batches."""
+"""The private loader: a copy of the user's DataLoader that returns private batches."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.utils.data import DataLoader, SequentialSampler
 from dpengine.accounting.overviews import html_table, text_line
 from dpengine.errors import SamplingError
 
+from .batched_tensors import batched_tensors, identity_collate
 from .batches import LoaderPass, LogicalBatch, LogicalBatches, PrivateBatchSampler
 from .check import check_loader, check_repeats
 from .collate import EmptyAwareCollate, empty_template, placeholder_batch, restored_generators
 from .collate_probe import check_collate
 from .scheme import Draws, WordStream, checked_integer
-from .whole_tensors import as_read, whole_tensors
 
 _END = object()
 _IN_ORDER = "Pass a loader that returns each batch of its batch_sampler once, in order."
@@ -26,7 +26,7 @@ _IN_ORDER = "Pass a loader that returns each batch of its batch_sampler once, in
 def private_loader(
     loader: DataLoader[Any],
     *,
-    strategy: Draws,
+    sampling: Draws,
     words: WordStream,
     on_return: Callable[[LogicalBatch, int, Any], None],
     on_end: Callable[[], None] = lambda: None,
@@ -40,21 +40,23 @@ def private_loader(
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by a sampling scheme.
 
-    The copy is a subclass instance of the user's class, with the data set, workers, memory pinning, generator and all
-    other attributes of the original, which is unchanged. A pass yields ``strategy.steps_per_epoch`` logical batches,
-    each as one or more physical batches. The next pass continues after the last one: ``position`` counts the logical
-    batches returned. A batch that was prefetched but not returned has no effect; it is drawn again, identically.
-    Batches are drawn in the main process; workers only receive the data set and ``collate_fn``.
+    The class of the copy is a subclass of the user's class. The copy has the data set, workers, memory pinning,
+    generator and all other attributes of the original, which does not change.
 
-    An empty physical batch has the structure of a real one, which is derived once from ``dataset[0]``. It has zero
-    rows or, with ``placeholder``, one sample: ``example_input`` if given, otherwise zeros.
+    A pass yields ``sampling.steps_per_epoch`` logical batches, each as one or more physical batches. The next pass
+    continues after the last one: ``position`` counts the logical batches returned. A batch that was prefetched but not
+    returned has no effect, and is drawn again, identically. Batches are drawn in the main process. Workers only receive
+    the data set and ``collate_fn``.
 
-    Starting a pass ends an open pass, which then raises SamplingError when it is read.
+    An empty physical batch has the structure of other batches, which is derived once from ``dataset[0]``. It has zero
+    samples or, with ``placeholder``, one: ``example_input`` if given, otherwise zeros.
+
+    Starting a pass ends an open pass, whose iterator then raises SamplingError.
     """
     check_loader(loader)
-    if not strategy.may_repeat:
+    if not sampling.may_repeat:
         check_repeats(loader.dataset)
-    _check_loader_size(loader, strategy)
+    _check_loader_size(loader, sampling)
     accumulation_steps = checked_integer("private_loader", "accumulation_steps", accumulation_steps, at_least=1)
     if physical_batch_size is not None:
         physical_batch_size = checked_integer("private_loader", "physical_batch_size", physical_batch_size, at_least=1)
@@ -64,7 +66,7 @@ def private_loader(
                 "the logical batch. Pass one of them."
             )
     batches = LogicalBatches(
-        strategy,
+        sampling,
         words,
         physical_batch_size=physical_batch_size,
         accumulation_steps=accumulation_steps,
@@ -81,41 +83,41 @@ def private_loader(
         "batch_sampler": batch_sampler,
         "batch_size": batch_sampler.batch_size,
         "drop_last": False,
-        # torch also sets this sampler if a batch sampler is passed. The user's order is replaced.
+        # The sampler that torch sets if a batch sampler is passed. Replaces the user's order.
         "sampler": SequentialSampler(loader.dataset),  # type: ignore[arg-type]
         "collate_fn": EmptyAwareCollate(loader.collate_fn, template),
-        "in_order": True,  # logical batches are matched first in, first out
+        "in_order": True,  # `LoaderPass` matches batches in order
         "_iterator": None,  # persistent workers belong to the original
     }
-    wrapped = {name: _copy_with(part, type(part), settings) for name, part in _same_batches(loader).items()}
-    # A class with its own __iter__ may change batches, so it must also get empty ones. For other classes, empty batches
-    # skip the workers, where `dataset.__getitems__` would get an empty list.
+    wrapped = {name: _copy_with(part, type(part), settings) for name, part in _wrapped_loaders(loader).items()}
+    # A class with its own __iter__ may change batches, so it must also receive empty ones. For other classes, empty
+    # batches skip the workers, where `dataset.__getitems__` would receive an empty list.
     fetch_empty = type(loader).__iter__ is not DataLoader.__iter__
     state = {"_batches": batches, "_fetch_empty": fetch_empty, "_physical_batch_size": physical_batch_size}
     attributes = {**settings, **wrapped, **state}
     return _copy_with(loader, _private_class(type(loader)), attributes)  # type: ignore[arg-type]
 
 
-def _check_loader_size(loader: Any, strategy: Draws | None = None) -> None:
-    """Raises if the number of examples changed, because the accounted sampling rate is for that number."""
-    strategy = loader._batches.strategy if strategy is None else strategy
+def _check_loader_size(loader: Any, sampling: Draws | None = None) -> None:
+    """Raises SamplingError if the number of examples differs from that of the accounted sampling rate."""
+    sampling = loader._batches.sampling if sampling is None else sampling
     size = len(loader.dataset)
-    if size != strategy.num_examples:
+    if size != sampling.num_examples:
         raise SamplingError(
-            f"The data set has {size} examples, and the sampling scheme expects {strategy.num_examples}.",
+            f"The data set has {size} examples, and the sampling scheme expects {sampling.num_examples}.",
             fix="Do not change a data set during a run: call make_private with a loader of the new one.",
         )
 
 
 def _copy_with(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
-    """Returns a shallow copy of class ``kind`` with other attributes, including those that DataLoader protects."""
+    """Returns a shallow copy of class ``kind`` with changed attributes. DataLoader protects some from assignment."""
     other = object.__new__(kind)
     other.__dict__.update(loader.__dict__, **attributes)
     return other
 
 
-def _same_batches(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
-    """Returns loaders in the attributes of ``loader`` that return its batches, as in the wrappers of accelerate."""
+def _wrapped_loaders(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
+    """Returns the loaders in attributes of ``loader`` with the same batch sampler, as in wrappers of accelerate."""
     parts = {name: part for name, part in loader.__dict__.items() if isinstance(part, DataLoader)}
     return {name: part for name, part in parts.items() if part.batch_sampler is loader.batch_sampler}
 
@@ -175,8 +177,8 @@ class PrivateIteration:
                 if not batches.may_draw(batches.position):
                     return
                 batch = this_pass.next_for_user()
-                for chunk, rows in enumerate(batch.rows):
-                    data = self._chunk(this_pass, rows)
+                for chunk, size in enumerate(batch.sizes):
+                    data = self._chunk(this_pass, size)
                     batches.mark_returned(batch, chunk, data)
                     yield data
                     if batches.open_pass is not this_pass:
@@ -184,7 +186,7 @@ class PrivateIteration:
                             "This pass over the private loader has ended: another was started, or a state loaded.",
                             fix="Use one iterator at a time.",
                         )
-            # Exhausts the iterator, so that the user's class runs its code after the last batch.
+            # Exhausts the iterator, so that the user's class runs its code that follows the last batch.
             if next(this_pass.source, _END) is not _END:
                 raise SamplingError(f"{_users_class(self)} returned more batches than were drawn.", fix=_IN_ORDER)
         finally:
@@ -192,19 +194,22 @@ class PrivateIteration:
                 batches.end_pass()
 
     def _get_iterator(self) -> Any:
-        """Returns the user's iterator, or for tensors in memory a faster one with the batches of torch's iterator."""
+        """Returns torch's iterator, or a faster one with the same batches for a ``TensorDataset``.
+
+        If the user's class overrides this method, returns its result.
+        """
         get_iterator = super()._get_iterator  # type: ignore[misc]
-        is_of_torch = getattr(get_iterator, "__func__", None) is DataLoader._get_iterator
-        if not is_of_torch or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
+        is_torch_method = getattr(get_iterator, "__func__", None) is DataLoader._get_iterator
+        if not is_torch_method or type(self.collate_fn) is not EmptyAwareCollate or self.__dict__["num_workers"]:
             return get_iterator()
-        tensors = whole_tensors(self.__dict__["dataset"], self.collate_fn.collate)
+        tensors = batched_tensors(self.__dict__["dataset"], self.collate_fn.collate)
         if tensors is None:
             return get_iterator()
-        return _copy_with(self, DataLoader, {"dataset": tensors, "collate_fn": as_read})._get_iterator()  # type: ignore[arg-type]
+        return _copy_with(self, DataLoader, {"dataset": tensors, "collate_fn": identity_collate})._get_iterator()  # type: ignore[arg-type]
 
-    def _chunk(self, this_pass: LoaderPass, rows: int) -> Any:
+    def _chunk(self, this_pass: LoaderPass, size: int) -> Any:
         """Returns the data of the next physical batch."""
-        if rows == 0 and not self._fetch_empty:
+        if size == 0 and not self._fetch_empty:
             return self.collate_fn([])
         data = next(this_pass.source, _END)  # type: ignore[arg-type]
         this_pass.received += 1
@@ -226,7 +231,7 @@ class PrivateIteration:
         return html_table(type(self).__name__, self._overview())
 
     def _overview(self) -> dict[str, Any]:
-        return {"sampling": self._batches.strategy, "steps": len(self), "position": self.position}
+        return {"sampling": self._batches.sampling, "steps": len(self), "position": self.position}
 
     @property
     def position(self) -> int:
@@ -234,7 +239,7 @@ class PrivateIteration:
         return self._batches.position
 
     def state_dict(self) -> dict[str, int]:
-        """Returns the position, which is public. A resumed run only needs it and the same ``words``."""
+        """Returns the position, which is public. A resumed run needs the position and the same ``words``."""
         return {"position": self.position}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -23,7 +23,7 @@ from .scheme import (
 )
 from .subset import numbers_below, uniform_subset
 
-Resting = tuple[IndexBatch, ...]
+RecentlySelected = tuple[IndexBatch, ...]
 """Examples selected in each of the last ``min_separation - 1`` steps, most recent last."""
 
 
@@ -31,15 +31,15 @@ Resting = tuple[IndexBatch, ...]
 class BMinSepSampling(SamplingScheme):
     """Selects examples not selected in the last ``min_separation - 1`` steps, each with probability ``sampling_prob``.
 
-    An example "rests" in the steps after its selection. Examples removed by ``truncated_batch_size`` also rest, so that
-    the selection of an example does not depend on other examples.
+    An example is excluded for ``min_separation - 1`` steps after its selection. Examples that ``truncated_batch_size``
+    removes are excluded as well, so that the selection of an example does not depend on other examples.
 
     Args:
-        sampling_prob: Probability of selecting an example that does not rest, in [0, 1].
+        sampling_prob: Probability of selecting an example that is not excluded, in [0, 1].
         iterations: Number of batches in the run; None for no limit.
         min_separation: Minimum number of steps between two participations, at least 1.
-        warm_start: If True, starts from the stationary distribution of resting examples; if False, no example rests at
-            first.
+        warm_start: If True, starts from the stationary distribution of excluded examples. If False, no example is
+            excluded in the first step.
         truncated_batch_size: Maximum batch size; None for no truncation.
 
     Raises:
@@ -86,23 +86,23 @@ class BMinSepSampling(SamplingScheme):
 
 @dataclasses.dataclass(frozen=True)
 class MinSeparationDraws(StatefulDraws):
-    """Batches of `BMinSepSampling`. Needs memory for the batches between two participations."""
+    """Batches of `BMinSepSampling`. Stores the last ``min_separation - 1`` batches."""
 
     selection: BMinSepSampling
 
     name: ClassVar[str] = "b-min-sep"
 
-    def begin(self, words: WordStream) -> Resting:
-        """Returns the examples that rest before the first step: none, or with ``warm_start`` as in a long run."""
+    def begin(self, words: WordStream) -> RecentlySelected:
+        """Returns the examples that are excluded at first: none, or with ``warm_start`` as after many steps."""
         slots = self.selection.min_separation - 1
-        resting = np.empty(0, dtype=np.int64)
+        excluded = np.empty(0, dtype=np.int64)
         if self.selection.warm_start:
-            resting = _poisson(self.num_examples, slots * self.sample_rate, words, INITIAL_STEP)
-        slot = numbers_below(max(1, slots), len(resting), words, step=INITIAL_STEP)
-        return tuple(resting[slot == i] for i in range(slots))
+            excluded = _poisson(self.num_examples, slots * self.sample_rate, words, INITIAL_STEP)
+        slot = numbers_below(max(1, slots), len(excluded), words, step=INITIAL_STEP)
+        return tuple(excluded[slot == i] for i in range(slots))
 
-    def advance(self, state: Resting, step: int, words: WordStream) -> tuple[Resting, IndexBatch]:
-        """Draws the batch of one step from the examples that do not rest."""
+    def advance(self, state: RecentlySelected, step: int, words: WordStream) -> tuple[RecentlySelected, IndexBatch]:
+        """Draws the batch of one step from the examples that are not excluded."""
         drawn = _poisson(self.num_examples, self.selection.sampling_prob, words, step)
         if state:
             drawn = drawn[~np.isin(drawn, np.concatenate(state))]

@@ -15,7 +15,7 @@ from .scheme import Batches, IndexBatch, SamplingScheme, checked_integer, checke
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MultiOwnerGraph:
-    """Ownership of examples: one edge for each pair of an example and a user. Public.
+    """Ownership of examples, as a graph with an edge between each example and each of its owners. Public.
 
     Args:
         examples: Index of the example of each edge ``(E,)``, from 0. Every example has an owner.
@@ -73,7 +73,9 @@ class MultiOwnerGraph:
 
 
 def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> IndexBatch:
-    """Selects examples such that no user owns two of them, greedily in the order of (number of owners, index).
+    """Selects examples so that each user owns at most one of them.
+
+    Selects greedily in the order of (number of owners, index).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
@@ -85,20 +87,20 @@ def greedy_contribution_bound(graph: MultiOwnerGraph, max_degree: int = 8) -> In
         The indices of the selected examples, sorted.
     """
     max_degree = checked_integer("greedy_contribution_bound", "max_degree", max_degree, at_least=1)
-    open_edge = graph.degree[graph.examples] <= max_degree
-    return np.sort(independent_examples(graph, graph.examples[open_edge], graph.users[open_edge]))
+    candidate_E = graph.degree[graph.examples] <= max_degree
+    return np.sort(independent_examples(graph, graph.examples[candidate_E], graph.users[candidate_E]))
 
 
 def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: IndexBatch) -> IndexBatch:
-    """Selects, in the graph's order, each example that shares no user with an earlier selected one.
+    """Selects, in the order of rank, each example that shares no owner with an example selected before.
 
-    ``example`` and ``user`` are the endpoints of the candidate edges.
+    ``example`` and ``user`` are the endpoints of the candidate edges, ``(E,)``.
     """
     rank, degree = graph.rank, graph.degree
     is_used = np.zeros(graph.num_users, dtype=bool)
     selected: list[IndexBatch] = []
-    # In each round, every unused user votes for their first example. If all owners of an example vote for it, it is the
-    # first example of each owner, so the sequential order would also select it.
+    # In each round, every user without a selected example votes for their first remaining example. An example with the
+    # votes of all its owners is the first one of each owner, so selection in sequence would also select it.
     while len(example):
         best = np.full(graph.num_users, graph.num_examples, dtype=np.int64)
         np.minimum.at(best, user, rank[example])
@@ -114,7 +116,7 @@ def independent_examples(graph: MultiOwnerGraph, example: IndexBatch, user: Inde
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultiOwnerSelection:
-    """Sampling scheme over the examples of `greedy_contribution_bound`, of which each user owns at most one.
+    """Sampling scheme over the examples that `greedy_contribution_bound` selects. Each user owns at most one of them.
 
     Args:
         base: Sampling scheme of the selected examples.
@@ -154,12 +156,12 @@ _NEVER = -(1 << 62)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MultiOwnerSchedule:
-    """The batches of a run, and the maximum number of participations.
+    """Batches of a run, and maximum numbers of participations.
 
     Attributes:
         batches: Sorted indices of examples, one array for each step.
-        user_participations: Maximum number of batches of a user.
-        example_participations: Maximum number of batches of an example.
+        user_participations: Maximum number of batches that contain examples of one user.
+        example_participations: Maximum number of batches that contain one example.
     """
 
     batches: tuple[IndexBatch, ...]
@@ -171,23 +173,24 @@ class MultiOwnerSchedule:
 class MultiOwnerMinSepSampling:
     """Deterministic batches in which two examples of one user are at least ``min_separation`` batches apart.
 
-    Each batch selects examples in the order of (number of owners, index), skipping examples with an owner in the
-    previous ``min_separation - 1`` batches. The maximum numbers of participations of a user and of an example only
-    increase if a batch cannot be filled otherwise. There is no randomness and hence no amplification: the sensitivity
-    is that of the strategy matrix for ``user_participations`` at this separation
-    (`dpengine.noise.toeplitz_sq_sensitivity`).
+    Each batch selects examples in the order of (number of owners, index), and skips examples with an owner in the
+    previous ``min_separation - 1`` batches. Limits on the number of participations of a user and of an example start at
+    1, and increase only if a batch cannot be filled otherwise.
+
+    Privacy: there is no randomness, and so no amplification. The sensitivity is that of the strategy matrix for
+    ``user_participations`` participations at this separation (`dpengine.noise.toeplitz_sq_sensitivity`).
 
     Source: Ganesh et al. 2025 (arXiv:2503.03622).
 
     Args:
-        batch_size: Number of examples in a batch; fewer if too few users are available.
+        batch_size: Number of examples in a batch. A batch has fewer if too few users are available.
         iterations: Number of batches in the run.
         min_separation: Minimum number of batches between two participations of a user, at least 1.
         max_degree: Examples with more owners are excluded.
 
     Raises:
         TypeError: If a number is not an integer.
-        ValueError: If one is out of range.
+        ValueError: If a number is out of range.
     """
 
     batch_size: int
@@ -209,7 +212,7 @@ class MultiOwnerMinSepSampling:
         return iter(self.schedule(graph).batches)
 
     def schedule(self, graph: MultiOwnerGraph) -> MultiOwnerSchedule:
-        """Returns all batches of a run, which are a function of the graph only.
+        """Returns all batches of a run. They depend on the graph only.
 
         Args:
             graph: Ownership of the examples.
@@ -217,14 +220,14 @@ class MultiOwnerMinSepSampling:
         Returns:
             The schedule.
         """
-        state = _ScheduleBuilder(graph, self)
-        batches = tuple(state.next_batch(step) for step in range(self.iterations))
-        users, examples = state.user_counts.max(initial=0), state.example_counts.max(initial=0)
+        builder = _ScheduleBuilder(graph, self)
+        batches = tuple(builder.next_batch(step) for step in range(self.iterations))
+        users, examples = builder.user_counts.max(initial=0), builder.example_counts.max(initial=0)
         return MultiOwnerSchedule(batches, int(users), int(examples))
 
 
 class _ScheduleBuilder:
-    """Builds a schedule batch by batch, with the number and last step of the participations so far."""
+    """Builds a schedule batch by batch. Tracks the number of participations, and the last step of each user."""
 
     def __init__(self, graph: MultiOwnerGraph, scheme: MultiOwnerMinSepSampling):
         self.graph, self.scheme = graph, scheme
@@ -236,7 +239,7 @@ class _ScheduleBuilder:
         self.max_per_user, self.max_per_example = 1, 1
 
     def next_batch(self, step: int) -> IndexBatch:
-        """Returns the batch of this step. Increases a limit only if the batch cannot be filled otherwise."""
+        """Returns the batch of a step. Increases a limit only if the batch cannot be filled otherwise."""
         free = self.last[self.user] + self.scheme.min_separation <= step
         chosen = np.empty(0, dtype=np.int64)
         while len(chosen) < self.scheme.batch_size:
@@ -260,12 +263,12 @@ class _ScheduleBuilder:
         return np.sort(chosen)
 
     def _with_all_edges(self, mask_E: np.ndarray) -> np.ndarray:
-        """Returns a mask ``(num_examples,)`` of the examples whose edges are all in the mask of edges."""
+        """Returns a mask ``(num_examples,)`` of the examples all of whose edges are in ``mask_E``."""
         counts = np.bincount(self.example[mask_E], minlength=self.graph.num_examples)
         return (counts == self.graph.degree) & (counts > 0)
 
     def _choose(self, examples: np.ndarray) -> IndexBatch:
-        """Returns, in the graph's order, each masked example that shares no user with an earlier one."""
+        """Returns masked examples of which no two share an owner, in the order of rank."""
         edges = examples[self.example]
         independent = independent_examples(self.graph, self.example[edges], self.user[edges])
         return independent[np.argsort(self.graph.rank[independent])]

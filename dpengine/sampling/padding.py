@@ -1,4 +1,4 @@
-"""Padding of index batches with -1, to sizes that suit compiled code."""
+"""Padding of index batches with -1, to sizes for which code is compiled."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ PADDING = -1
 
 
 def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size: int | None = None) -> IndexBatch:
-    """Pads with -1 until the size is a multiple of ``multiple``.
+    """Pads a batch with -1 until its size is a multiple of ``multiple``.
 
     Args:
         indices: ``(B,)``, or ``(B, k)`` for users with k examples each.
-        multiple: The size becomes a multiple of this, at least 1.
-        microbatch_size: Size of the microbatches into which the result will be split. The padding is placed so that all
-            of it is in the last ones. It must divide ``multiple``.
+        multiple: Divisor of the padded size, at least 1.
+        microbatch_size: Size of the microbatches into which the result will be split; None for no microbatches. All
+            padding is then in the last microbatches. Must divide the padded size.
 
     Returns:
-        ``(P, ...)`` int64.
+        The padded batch, ``(P, ...)``, int64.
 
     Raises:
         ValueError: If ``microbatch_size`` does not divide the padded size.
@@ -38,19 +38,20 @@ def pad_to_multiple_of(indices: npt.ArrayLike, multiple: int, *, microbatch_size
             f"pad_to_multiple_of: microbatch_size={size} does not divide the {len(padded)} rows. Pass a "
             "multiple of it as multiple."
         )
-    # Row i goes to microbatch i mod (P / m), so in this order microbatch j gets rows j * m to (j + 1) * m.
+    # With m the microbatch size, row i will be in microbatch i mod (P / m). So microbatch j gets the original rows
+    # j * m to (j + 1) * m.
     return padded.reshape(-1, size, *padded.shape[1:]).swapaxes(0, 1).reshape(padded.shape)
 
 
 def split_and_pad_global_batch(indices: npt.ArrayLike, size: int) -> list[IndexBatch]:
-    """Splits a batch into parts of equal size, and pads the last one. An empty batch has no parts.
+    """Splits a batch into parts of equal size, and pads the last part. An empty batch has no parts.
 
     Args:
         indices: ``(B,)`` or ``(B, k)``.
         size: Number of rows in each part.
 
     Returns:
-        Arrays ``(size, ...)``.
+        The parts, ``(size, ...)``.
     """
     padded = pad_to_multiple_of(indices, size)
     return [padded[i : i + size] for i in range(0, len(padded), size)]

@@ -1,6 +1,6 @@
-"""Interface of sampling schemes, which select the examples of each logical batch, and of the random words they use.
+"""Interface of sampling schemes, which select the examples of each logical batch, and of their random words.
 
-A scheme does not know the data set. `SamplingScheme.over` returns the `Draws` for a data set of known size.
+A scheme is independent of the data set. `SamplingScheme.over` returns the `Draws` for a data set of a given size.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ IndexBatch = npt.NDArray[np.int64]
 
 
 class WordStream(Protocol):
-    """Random 64-bit words by address: the same arguments always give the same words.
+    """Random 64-bit words with random access: the same arguments always give the same words.
 
-    A sampling scheme never reads the same ``(step, block)`` for two purposes, so a stream may be a counter-mode cipher.
+    A sampling scheme never uses the words of one ``(step, block)`` for two purposes. So a stream may be a cipher in
+    counter mode.
     """
 
     def __call__(self, count: int, *, step: int, block: int) -> npt.NDArray[np.uint64]:
         """Returns ``count`` independent words, uniform on ``[0, 2**64)``, with shape ``(count,)``.
 
-        ``step`` is the number of the logical batch in the run; ``block`` numbers the requests of a step.
+        ``step`` is the number of the logical batch in the run. ``block`` is the number of the request within the step.
         """
         ...
 
@@ -40,15 +41,15 @@ class WordStream(Protocol):
 class Draws(abc.ABC):
     """A sampling scheme over a data set of known size. Implementations are frozen dataclasses with public fields.
 
-    Randomness is an argument of `draw` and never a field, so draws may be printed, stored and compared.
+    Randomness is an argument of `draw` and never a field, so objects may be printed, stored and compared.
 
     Attributes:
         num_examples: Number of examples in the data set.
         sample_rate: Probability that an example is in a logical batch.
-        expected_batch_size: Public constant that divides the sums.
+        expected_batch_size: Public constant that divides the gradient sums.
         steps_per_epoch: Number of logical batches in one pass over the loader.
         name: Name of the scheme, such as ``"poisson"`` or ``"shuffle"``.
-        participation: How examples participate, for the privacy analysis.
+        participation: Participation of examples in batches, for the privacy analysis.
     """
 
     num_examples: int
@@ -57,16 +58,16 @@ class Draws(abc.ABC):
     steps_per_epoch: int
     name: ClassVar[str]
     may_repeat: ClassVar[bool] = False  # whether the data set may contain an example more than once
-    of_units: ClassVar[bool] = False  # whether batches have `UnitDraws.chunks_of_ranks` and places
+    samples_units: ClassVar[bool] = False  # whether it samples privacy units, as `UnitDraws` does
 
     @property
     @abc.abstractmethod
     def participation(self) -> Participation:
-        """Participation of examples, for the privacy analysis."""
+        """Participation of examples in batches, for the privacy analysis."""
 
     @abc.abstractmethod
     def draw(self, step: int, words: WordStream) -> IndexBatch:
-        """Returns the examples of one logical batch, a pure function of ``(step, words)``.
+        """Returns the examples of one logical batch. Must be a pure function of ``(step, words)``.
 
         Args:
             step: Number of the logical batch in the run.
@@ -76,16 +77,16 @@ class Draws(abc.ABC):
             Distinct indices in ``[0, num_examples)``, sorted, int64. The batch may be empty.
         """
 
-    def with_epochs_of(self, steps: int) -> Self:
-        """Returns a copy with another number of batches per epoch."""
+    def with_steps_per_epoch(self, steps: int) -> Self:
+        """Returns a copy with another number of logical batches per epoch."""
         return dataclasses.replace(self, steps_per_epoch=steps)  # type: ignore[type-var]
 
     def saved_state(self, words: WordStream) -> dict[str, Any] | None:
-        """Returns the state for later batches, as plain values; None if they depend on ``(step, words)`` alone."""
+        """Returns the state that later batches need, as plain values; None if they need ``(step, words)`` only."""
         return None
 
     def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
-        """Restores the result of ``saved_state``."""
+        """Restores the state that `saved_state` returned."""
         raise ValueError(f"{type(self).__name__} has no state to restore.")
 
 
@@ -94,7 +95,7 @@ INITIAL_STEP = 1 << 63
 
 
 class _LastDraw:
-    """Last draw from one stream of words."""
+    """Most recent draw of a stateful scheme: its random words, step, state and batch."""
 
     words: WordStream | None = None
     step = -1
@@ -104,10 +105,10 @@ class _LastDraw:
 
 @dataclasses.dataclass(frozen=True)
 class StatefulDraws(Draws):
-    """Sampling scheme in which the batch of step t depends on a state of earlier steps."""
+    """Sampling scheme in which a batch depends on a state that earlier steps determine."""
 
     num_examples: int
-    sample_rate: float  # marginal probability that an example is in a batch, over all earlier batches
+    sample_rate: float  # marginal probability that an example is in a batch
     expected_batch_size: float
     steps_per_epoch: int
     _last: _LastDraw = dataclasses.field(default_factory=_LastDraw, init=False, repr=False, compare=False)
@@ -123,7 +124,7 @@ class StatefulDraws(Draws):
 
     @abc.abstractmethod
     def advance(self, state: Any, step: int, words: WordStream) -> tuple[Any, IndexBatch]:
-        """Returns the next state and batch. Does not modify ``state``."""
+        """Returns the next state, and the batch of this step. Does not modify ``state``."""
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. Fast if steps are drawn in order."""
@@ -137,7 +138,7 @@ class StatefulDraws(Draws):
         return last.batch
 
     def saved_state(self, words: WordStream) -> dict[str, Any] | None:
-        """Returns the state for later batches, as plain values; None before the first draw from this stream."""
+        """Returns the state that later batches need, as plain values; None before the first draw from ``words``."""
         last = self._last
         if last.words is not words or last.step < 0:
             return None
@@ -145,7 +146,7 @@ class StatefulDraws(Draws):
         return {"step": last.step, "state": [array.tolist() for array in arrays]}
 
     def restore(self, words: WordStream, saved_state: Mapping[str, Any]) -> None:
-        """Restores the result of ``saved_state``, except for the last batch."""
+        """Restores the state that `saved_state` returned. It does not contain the last batch."""
         arrays = tuple(np.asarray(values, dtype=np.int64) for values in saved_state["state"])
         last = self._last
         last.words, last.step, last.batch = words, int(saved_state["step"]), None
@@ -155,9 +156,9 @@ class StatefulDraws(Draws):
 class SamplingScheme(abc.ABC):
     """Sampling scheme of a run, independent of the data set. Schemes are frozen dataclasses of public numbers.
 
-    Private values are arguments: the size of the data set, and the randomness. A custom scheme need not be a subclass:
-    ``make_private(sampling=...)`` accepts any object with ``over``, ``participation``, ``expected_batch_size`` and
-    ``steps_per_epoch``.
+    Private values, which are the size of the data set and the randomness, are arguments of methods. A custom scheme
+    need not be a subclass: ``make_private(sampling=...)`` accepts any object with ``over``, ``participation``,
+    ``expected_batch_size`` and ``steps_per_epoch``.
 
     Attributes:
         iterations: Number of batches in the run; None for no limit.
@@ -171,11 +172,11 @@ class SamplingScheme(abc.ABC):
 
     @abc.abstractmethod
     def over(self, num_examples: int) -> Draws:
-        """Returns the scheme for a data set of this size, which draws single batches."""
+        """Returns the `Draws` for a data set of this size."""
 
     @abc.abstractmethod
     def participation(self) -> Participation:
-        """Returns how examples participate, which determines the privacy cost."""
+        """Returns the participation of examples in batches, which determines the privacy cost."""
 
     @abc.abstractmethod
     def expected_batch_size(self, num_examples: int) -> float:
@@ -194,17 +195,17 @@ class SamplingScheme(abc.ABC):
             rng: Source of randomness; see `words_from`.
 
         Returns:
-            An iterator over ``iterations`` arrays of sorted int64 indices; they may be empty.
+            An iterator over ``iterations`` arrays of sorted int64 indices. Arrays may be empty.
         """
         return Batches(self.over(num_examples), self.iterations, words_from(rng))
 
     def batch_sampler(self, num_examples: int, rng: Any = None) -> BatchSampler:
-        """Returns the batches as lists, for ``DataLoader(data, batch_sampler=...)``. It can be read once."""
+        """Returns the batches as lists, for ``DataLoader(data, batch_sampler=...)``. Can be iterated once."""
         return BatchSampler(self.batch_iterator(num_examples, rng))
 
 
 class Batches(Iterator[IndexBatch]):
-    """The batches of one run, in order.
+    """Iterator over the batches of one run.
 
     Args:
         draws: Draws the batches.
@@ -231,7 +232,7 @@ class Batches(Iterator[IndexBatch]):
         return self._iterations - self._step
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, the key of the random words if they have one, and the state of the scheme. Secret."""
+        """Returns the position, the key of the random words if any, and the state of the scheme. Keep it secret."""
         key = list(self._words.key) if isinstance(self._words, KeyedWords) else None
         return {"step": self._step, "key": key, "kept": self._draws.saved_state(self._words)}
 
@@ -242,7 +243,7 @@ class Batches(Iterator[IndexBatch]):
             state: Result of `state_dict`.
 
         Raises:
-            ValueError: If the state has no valid step, or belongs to randomness of another type.
+            ValueError: If the step is out of range, or the state belongs to random words of another type.
         """
         step, key = state.get("step"), state.get("key")
         last = math.inf if self._iterations is None else self._iterations
@@ -258,7 +259,7 @@ class Batches(Iterator[IndexBatch]):
 
 
 class BatchSampler:
-    """Batches as lists of indices.
+    """Converts batches to lists of indices.
 
     Args:
         batches: The batches.
@@ -276,7 +277,7 @@ class BatchSampler:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class KeyedWords:
-    """Words of a counter-based generator (Philox4x64) with a secret 128-bit key.
+    """Random words of a counter-based generator (Philox4x64) with a secret 128-bit key.
 
     Attributes:
         key: Two words of 64 bits.
@@ -292,9 +293,9 @@ class KeyedWords:
 
 
 def words_from(rng: Any = None) -> WordStream:
-    """Returns a word stream unchanged, otherwise one keyed by 16 bytes of ``rng``.
+    """Returns ``rng`` if it is a word stream, otherwise a stream with a key of 16 bytes from ``rng``.
 
-    Raises TypeError for a number, which is not secret.
+    Raises TypeError for a seed, because it would not be secret.
     """
     if rng is None:
         key = secrets.token_bytes(16)
@@ -322,7 +323,7 @@ def checked_probability(owner: str, name: str, value: Any) -> float:
 
 
 def checked_integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
-    """Returns ``value`` as an int; raises if it is not an integer or too small. The error names the argument."""
+    """Returns ``value`` as an int. Raises TypeError if it is no integer, ValueError if it is too small."""
     if isinstance(value, bool):
         raise TypeError(f"{owner}: {name} must be a whole number, got {value!r}.")
     try:
@@ -335,7 +336,7 @@ def checked_integer(owner: str, name: str, value: Any, *, at_least: int) -> int:
 
 
 def checked_scheme(name: str, value: Any) -> Any:
-    """Returns the sampling scheme; raises TypeError, which names the argument, if a member is missing."""
+    """Returns the sampling scheme ``value``. Raises TypeError if a method is missing."""
     members = ("over", "participation", "expected_batch_size", "steps_per_epoch")
     missing = [member for member in members if not callable(getattr(value, member, None))]
     if isinstance(value, type):

@@ -1,4 +1,4 @@
-"""Shuffled epochs: a random order, split into batches. No amplification by shuffling is claimed."""
+"""Shuffled epochs: a random order, split into batches. No epsilon is claimed for shuffling."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _TOP_BIT = np.uint64(63)
 class ShuffleSampling(SamplingScheme):
     """Splits a new random order of the data set into batches in each epoch, like ``DataLoader(shuffle=True)``.
 
-    Batches of one epoch are dependent, so the amplification of Poisson sampling does not hold. No epsilon is claimed:
-    the true one can be many times that of Poisson sampling (Chua et al. 2024).
+    Privacy: batches of one epoch are dependent, so the amplification of Poisson sampling does not hold. No epsilon is
+    claimed. The true epsilon can be many times that of Poisson sampling (Chua et al. 2024).
 
     Args:
         batch_size: Number of examples in a batch.
@@ -68,8 +68,8 @@ class ShuffleDraws(Draws):
         drop_last: Whether a smaller last batch is dropped.
 
     Attributes:
-        sample_rate: ``batch_size / num_examples``, at most 1. The fraction of the data in a batch, not a probability
-            for an accountant.
+        sample_rate: ``batch_size / num_examples``, at most 1. Fraction of the data in a batch, not a sampling
+            probability for an accountant.
         expected_batch_size: ``batch_size``, or ``num_examples`` if that is less.
         steps_per_epoch: Number of batches in an epoch.
 
@@ -107,7 +107,7 @@ class ShuffleDraws(Draws):
         """See `Draws.participation`."""
         return EpochParticipation(self.steps_per_epoch)
 
-    def with_epochs_of(self, steps: int) -> Self:
+    def with_steps_per_epoch(self, steps: int) -> Self:
         """Returns the same draws: the length of an epoch follows from the batch size."""
         return self
 
@@ -117,7 +117,7 @@ class ShuffleDraws(Draws):
             return np.empty(0, dtype=np.int64)
         epoch, index = divmod(step, self.steps_per_epoch)
         positions = np.arange(index * self.batch_size, min((index + 1) * self.batch_size, self.num_examples))
-        # One order for the epoch, so its random words are those of the epoch's first step.
+        # All steps of an epoch use the same order, so the random words are those of its first step.
         rounds = _rounds(self.num_examples)
         keys = words(3 * rounds, step=epoch * self.steps_per_epoch, block=0).reshape(rounds, 3)
         return np.sort(_permuted(positions.astype(np.uint64), np.uint64(self.num_examples), keys)).astype(np.int64)
@@ -131,8 +131,8 @@ def _permuted(
     positions: npt.NDArray[np.uint64], size: np.uint64, keys: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.uint64]:
     """Returns the images of ``positions`` under a random permutation of ``[0, size)``, without materializing it."""
-    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x, and swaps the two depending on a
-    # coin of the pair. A round is therefore its own inverse, and a batch costs O(batch * log size).
+    # Swap-or-not (Hoang, Morris, Rogaway 2012): each round pairs x with center - x, and a coin for each pair decides
+    # whether to swap the two. So a round is its own inverse, and a batch costs O(batch * log size).
     for center, factor, offset in keys:
         partner = (center % size + size - positions) % size
         pair_id = np.maximum(positions, partner)

@@ -1,4 +1,4 @@
-"""Unbiased uniform subsets and integers from random words."""
+"""Uniform subsets and integers from random words, without bias."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import numpy as np
 
 from .scheme import IndexBatch, WordStream
 
-_BLOCK = 1 << 24  # first block for choosing among sampled examples; sampling itself uses lower blocks
+_BLOCK = 1 << 24  # first block of random words for these functions; Poisson sampling uses lower blocks
 
 
 def numbers_below(size: int, count: int, words: WordStream, *, step: int, block: int = _BLOCK) -> IndexBatch:
-    """Returns ``count`` independent uniform numbers in ``[0, size)``, by rejection.
+    """Returns ``count`` independent uniform numbers in ``[0, size)``, by rejection sampling.
 
-    Uses at most the block indices ``block`` to ``block + 2**16 - 1``.
+    Uses at most the blocks ``block`` to ``block + 2**16 - 1`` of the random words.
     """
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
     found = np.empty(0, dtype=np.int64)
@@ -24,7 +24,10 @@ def numbers_below(size: int, count: int, words: WordStream, *, step: int, block:
 
 
 def uniform_subset(size: int, count: int, words: WordStream, *, step: int) -> IndexBatch:
-    """Returns a uniform subset of ``count`` numbers of ``[0, size)``, sorted, by drawing until there are enough."""
+    """Returns a uniform subset of ``count`` numbers in ``[0, size)``, sorted.
+
+    Sorts random words, or for small subsets draws numbers until enough are distinct.
+    """
     if 3 * count > size:
         return np.sort(np.argsort(words(size, step=step, block=_BLOCK), kind="stable")[:count])
     chosen = np.empty(0, dtype=np.int64)

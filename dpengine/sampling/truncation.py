@@ -1,4 +1,4 @@
-"""Truncates large batches and computes the truncation probability, which determines the privacy cost."""
+"""Truncates large batches, and computes the probability of truncation, which affects the privacy cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dpengine.accounting.run_events import Participation
 from .scheme import Draws, IndexBatch, WordStream, checked_integer, checked_probability
 from .subset import uniform_subset
 
-_NEGLIGIBLE = 0.01  # fraction of delta below which the truncation probability is negligible
+_NEGLIGIBLE = 0.01  # fraction of delta up to which the probability of truncation is negligible
 
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedDraws(Draws):
-    """Draws of another scheme, whose batches are truncated to a uniform subset if they are too large.
+    """Draws of another scheme, with large batches truncated to a uniform subset.
 
     Args:
         drawn: Draws before truncation.
@@ -55,9 +55,9 @@ class TruncatedDraws(Draws):
         """See `Draws.participation`."""
         return self.drawn.participation.truncated(self.largest)
 
-    def with_epochs_of(self, steps: int) -> Self:
-        """See `Draws.with_epochs_of`."""
-        return dataclasses.replace(self, drawn=self.drawn.with_epochs_of(steps))
+    def with_steps_per_epoch(self, steps: int) -> Self:
+        """See `Draws.with_steps_per_epoch`."""
+        return dataclasses.replace(self, drawn=self.drawn.with_steps_per_epoch(steps))
 
     def draw(self, step: int, words: WordStream) -> IndexBatch:
         """Returns the examples of one logical batch, sorted. See `Draws.draw`."""
@@ -68,7 +68,7 @@ class TruncatedDraws(Draws):
 
 
 def cut_probability(num_examples: int, sampling_prob: float, largest: int) -> float:
-    """Returns the probability that the other examples fill a batch, so that a further example displaces one of them.
+    """Returns the probability that the other examples fill a batch, so that one more example causes truncation.
 
     Source: Ganesh et al. 2025 (arXiv:2508.15089).
 
@@ -99,7 +99,8 @@ def suggest_cap(num_examples: int, sampling_prob: float, *, rounds: int, delta: 
         delta: Delta of the guarantee, in (0, 1).
 
     Returns:
-        The smallest size that other examples fill in any of the rounds with probability at most ``delta / 100``.
+        The smallest size for which the expected number of rounds in which other examples fill the batch is at most
+        ``delta / 100``.
 
     Raises:
         ValueError: If an argument is out of range.

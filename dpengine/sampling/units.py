@@ -22,10 +22,10 @@ _MAX_CHECKED = 17  # maximum number of examples in the check of the collation or
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UnitDraws(Draws):
-    """Samples units by another sampling scheme, and includes all examples of each sampled unit.
+    """Samples privacy units by another sampling scheme, and includes all examples of each sampled unit.
 
     Args:
-        drawn: Draws of units, as numbers from 0.
+        drawn: Samples the units, which are numbered from 0.
         unit_N: Unit of each example, ``(N,)``.
 
     Raises:
@@ -36,8 +36,8 @@ class UnitDraws(Draws):
     unit_N: UnitIds = dataclasses.field(repr=False)  # private: the owners of examples must not appear in logs
 
     name: ClassVar[str] = "units"
-    of_units: ClassVar[bool] = True
-    may_repeat: ClassVar[bool] = True  # copies of one unit are clipped together
+    samples_units: ClassVar[bool] = True
+    may_repeat: ClassVar[bool] = True  # copies of an example in one unit are clipped together
 
     def __post_init__(self) -> None:
         sizes = np.bincount(self.unit_N, minlength=1)
@@ -79,10 +79,10 @@ class UnitDraws(Draws):
         parts = [order[starts[unit] : ends[unit]] for unit in units.tolist()]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
-    def chunks_of_ranks(self, indices: IndexBatch, parts: int, size: int | None, ranks: int) -> list[list[IndexBatch]]:
-        """Splits a batch over ranks, and the part of each rank into equally many physical batches.
+    def split_over_ranks(self, indices: IndexBatch, parts: int, size: int | None, ranks: int) -> list[list[IndexBatch]]:
+        """Splits a batch over ranks, and the part of each rank into physical batches.
 
-        Units are not split. The last physical batches of a rank may be empty.
+        All ranks get the same number of physical batches, of which the last ones may be empty. Units are not split.
         """
         by_rank = [self.chunks(part, size=size, parts=parts) for part in self.chunks(indices, size=None, parts=ranks)]
         count = max(map(len, by_rank))
@@ -91,12 +91,12 @@ class UnitDraws(Draws):
     def chunks(self, indices: IndexBatch, *, size: int | None, parts: int) -> list[IndexBatch]:
         """Splits a batch at unit boundaries into chunks of at most ``size`` examples, or into ``parts`` chunks.
 
-        A unit with more than ``size`` examples is a separate chunk, because its gradient is clipped as a whole.
+        A unit with more than ``size`` examples is a separate, larger chunk, because a unit is clipped as a whole.
 
         Args:
             indices: Result of ``draw``.
             size: Maximum number of examples in a chunk; None for no limit.
-            parts: Number of chunks if there is no limit.
+            parts: Number of chunks if ``size`` is None.
 
         Returns:
             The chunks, in order.
@@ -115,15 +115,15 @@ class UnitDraws(Draws):
                 start = first
         return np.split(indices, cuts)
 
-    def places(self, indices: IndexBatch) -> UnitIds:
-        """Returns the unit of each example of a chunk ``(B,)``, numbered from 0 within the chunk."""
+    def chunk_units(self, indices: IndexBatch) -> UnitIds:
+        """Returns the unit of each example of a chunk, ``(B,)``. Units are numbered from 0 within the chunk."""
         return np.cumsum(np.diff(self.unit_N[indices], prepend=-1) != 0) - 1
 
 
 def unit_numbers(privacy_unit: Any, dataset: Any) -> UnitIds:
-    """Returns the unit of each example ``(N,)``, as numbers from 0.
+    """Returns the unit of each example, ``(N,)``. Units are numbered from 0.
 
-    ``privacy_unit`` has one id for each example, or is the name of a column of the data set.
+    ``privacy_unit`` is an array with one id per example, or the name of a column of the data set.
     """
     ids = privacy_unit
     if isinstance(privacy_unit, str):
@@ -139,7 +139,7 @@ def unit_numbers(privacy_unit: Any, dataset: Any) -> UnitIds:
         raise ValueError(
             f"privacy_unit has shape {values.shape} for {len(dataset):,} examples. Pass one id for each example."
         )
-    # NaN differs from itself.
+    # An id is missing if it is None or NaN, which differs from itself.
     missing = np.array([value is None or value != value for value in values.tolist()], dtype=bool)
     if np.any(missing):
         raise ValueError(
@@ -152,7 +152,7 @@ def unit_numbers(privacy_unit: Any, dataset: Any) -> UnitIds:
     return np.array([numbers.setdefault(value, len(numbers)) for value in values.tolist()], dtype=np.int64)
 
 
-def check_order_kept(collate: Any, dataset: Any) -> None:
+def check_collate_order(collate: Any, dataset: Any) -> None:
     """Raises SamplingError if ``collate_fn`` reorders examples, because their units would then be unknown."""
     for i in range(1, min(len(dataset), _MAX_CHECKED)):
         pair = [dataset[0], dataset[i]]

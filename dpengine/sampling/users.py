@@ -1,4 +1,4 @@
-"""Sampling of users: a user's examples in a batch are sampled, clipped and protected together."""
+"""Sampling of users: the examples of a user in a batch are sampled, clipped and protected together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .scheme import Batches, IndexBatch, SamplingScheme, checked_integer, checke
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UserSelectionStrategy:
-    """Sampling scheme over users, each of whom contributes their next ``examples_per_user`` examples, cyclically.
+    """Sampling scheme over users. A sampled user contributes their next ``examples_per_user`` examples.
 
     Args:
         base: Sampling scheme of users.
@@ -46,7 +46,7 @@ class UserSelectionStrategy:
         """Returns the batches of one run.
 
         Args:
-            user_ids: ``(N,)``: the user of each example. Any values that can be sorted.
+            user_ids: User of each example, ``(N,)``. Any values that can be sorted.
             rng: Source of randomness; see `words_from`.
 
         Returns:
@@ -62,7 +62,7 @@ class UserSelectionStrategy:
         order = np.argsort(users, kind="stable")
         words = words_from(rng)
         if self.shuffle:
-            # Sorted by user, then by a random word.
+            # Sorts by user, then by a random word.
             order = np.lexsort((words(len(ids), step=(1 << 63) + 1, block=0), users))
         sizes = np.bincount(users) if len(users) else np.empty(0, dtype=np.int64)
         user_batches = Batches(self.base.over(len(sizes)), self.base.iterations, words)
@@ -70,34 +70,38 @@ class UserSelectionStrategy:
 
 
 class UserBatches(Iterator[IndexBatch]):
-    """The batches of one run over users."""
+    """Iterator over the batches of one run, each with the examples of the sampled users."""
 
-    def __init__(self, drawn: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], examples_per_user: int):
-        self._drawn = drawn
+    def __init__(self, user_batches: Batches, order: IndexBatch, sizes: npt.NDArray[np.int64], examples_per_user: int):
+        self._user_batches = user_batches
         self._order = order  # examples, sorted by user
         self._sizes = sizes
         self._starts = np.cumsum(sizes) - sizes
         self._examples_per_user = examples_per_user
-        self._positions = np.zeros(len(sizes), dtype=np.int64)  # position of each user's next example
+        self._positions = np.zeros(len(sizes), dtype=np.int64)  # position of the next example of each user
 
     def __next__(self) -> IndexBatch:
-        users = next(self._drawn)
+        users = next(self._user_batches)
         sizes = self._sizes[users].reshape(-1, 1)
         offsets = (self._positions[users].reshape(-1, 1) + np.arange(self._examples_per_user)) % np.maximum(sizes, 1)
         self._positions[users] = (self._positions[users] + self._examples_per_user) % self._sizes[users]
         return self._order[self._starts[users].reshape(-1, 1) + offsets]
 
     def __len__(self) -> int:
-        return len(self._drawn)
+        return len(self._user_batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the run and of each user. Private, as the batches are."""
-        return {**self._drawn.state_dict(), "brought": self._positions.tolist()}
+        """Returns the position of the run and of each user. Private, like the batches."""
+        return {**self._user_batches.state_dict(), "brought": self._positions.tolist()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a stored position."""
+        """Continues from a stored position.
+
+        Raises:
+            ValueError: If the state is of another number of users, or `Batches.load_state_dict` rejects it.
+        """
         positions = np.asarray(state["brought"], dtype=np.int64)
         if positions.shape != self._sizes.shape:
             raise ValueError(f"load_state_dict: the state has {len(positions)} users, not {len(self._sizes)}.")
-        self._drawn.load_state_dict(state)
+        self._user_batches.load_state_dict(state)
         self._positions = positions

@@ -17,12 +17,12 @@ ROWS = [(2,), (1,), (0,), (1, 2), (2, 0, 1)]
 @dataclass(frozen=True, eq=False)
 class Batch:
     step: int
-    rows: tuple
+    sizes: tuple
     placeholder: bool = False
 
 
-def batch(step, *rows, placeholder=False):
-    return Batch(step, rows, placeholder)
+def batch(step, *sizes, placeholder=False):
+    return Batch(step, sizes, placeholder)
 
 
 class Loops(RuleBasedStateMachine):
@@ -50,14 +50,14 @@ class Loops(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.state.external)
     @rule(
-        rows=st.sampled_from([(2,), (1,), (0,), (1, 2), (2, 0, 1)]),
+        sizes=st.sampled_from([(2,), (1,), (0,), (1, 2), (2, 0, 1)]),
         skipped=st.integers(0, 1),
         placeholder=st.booleans(),
     )
-    def loader_returns_a_batch(self, rows, skipped, placeholder):
+    def loader_returns_a_batch(self, sizes, skipped, placeholder):
         self.step += skipped + 1
-        drawn = batch(self.step, *rows, placeholder=placeholder)
-        self.rest = [(drawn, chunk) for chunk in range(1, len(rows))]
+        drawn = batch(self.step, *sizes, placeholder=placeholder)
+        self.rest = [(drawn, chunk) for chunk in range(1, len(sizes))]
         self.returned += 1
         self.begin(self.state.fetch(drawn, 0))
 
@@ -121,7 +121,7 @@ class Loops(RuleBasedStateMachine):
         if self.state.stage is not Stage.CLIPPED:
             return
         merged = self.state.batches
-        assert self.sums == {(b.step, i) for b in merged for i, rows in enumerate(b.rows) if rows}
+        assert self.sums == {(b.step, i) for b in merged for i, size in enumerate(b.sizes) if size}
         if end == "over budget":
             self.dropped += len(merged)
             self.state.drop_uncharged()
@@ -151,7 +151,7 @@ class Loops(RuleBasedStateMachine):
     @invariant()
     def a_complete_batch_has_no_physical_batch_left(self):
         if self.state.stage is Stage.CLIPPED:
-            assert self.state.done and self.state.chunk == len(self.state.batches[-1].rows) - 1
+            assert self.state.done and self.state.chunk == len(self.state.batches[-1].sizes) - 1
 
     @invariant()
     def steps_rise(self):

@@ -329,7 +329,7 @@ def test_chunks_end_where_users_do(size):
         for chunk in chunks:
             whose = ids[chunk]
             assert len(chunk) <= size or len(set(whose)) == 1
-            assert strategy.places(chunk).tolist() == [sorted(set(whose)).index(one) for one in whose]
+            assert strategy.chunk_units(chunk).tolist() == [sorted(set(whose)).index(one) for one in whose]
         assert sum(len(set(ids[chunk])) for chunk in chunks) == len(set(ids[drawn]))
         parts = strategy.chunks(drawn, size=None, parts=size)
         assert len(parts) == size

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpengine import PrivacyEngine
 from dpengine.errors import AccountingRefusedError
-from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.choose_scheme import draws_for
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 ROWS, BATCH, DRAWS = 60, 6, 600
@@ -112,7 +112,7 @@ def test_the_booked_rate_is_above_every_rate_that_may_be_drawn(rate):
 def test_no_step_is_lost_in_rounding():
     for rows in range(1, 5001):
         for batch_size in (1, 7, rows // 2 + 1):
-            steps = strategy_for(DataLoader(range(rows), batch_size=batch_size)).steps_per_epoch
+            steps = draws_for(DataLoader(range(rows), batch_size=batch_size)).steps_per_epoch
             assert steps == -(-rows // batch_size)
             assert [planned_steps(epochs, None, steps) for epochs in (1, 3, 20)] == [
                 steps,

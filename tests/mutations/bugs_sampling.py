@@ -95,7 +95,7 @@ def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
             batch = draw(self, step)
             chunks = change(self, batch)
             rows = tuple(map(len, chunks))
-            return batch._replace(batch=dataclasses.replace(batch.batch, rows=rows), chunks=chunks)
+            return batch._replace(batch=dataclasses.replace(batch.batch, sizes=rows), chunks=chunks)
 
         return drawn
 
@@ -106,7 +106,7 @@ def _one_mask_for_all(batches: Any, batch: Any) -> list[list[int]]:
     rank, ranks = batches.share
     if ranks == 1:
         return batch.chunks
-    own = dataclasses.replace(batches.strategy, num_examples=batches.strategy.num_examples // ranks)
+    own = dataclasses.replace(batches.sampling, num_examples=batches.sampling.num_examples // ranks)
     return [[int(index) * ranks + rank for index in own.draw(batch.batch.step, batches._words)]]
 
 
@@ -114,7 +114,7 @@ def _filled_up(batches: Any, batch: Any) -> list[list[int]]:
     rank, ranks = batches.share
     if ranks == 1:
         return batch.chunks
-    whole = batches.strategy.draw(batch.batch.step, batches._words).tolist()
+    whole = batches.sampling.draw(batch.batch.step, batches._words).tolist()
     each = -(-len(whole) // ranks)
     padded = whole + whole[: each * ranks - len(whole)]
     return [padded[rank::ranks]]

@@ -23,7 +23,7 @@ GUARDS = [
     ),
     Guard(
         "another batch for the same words",
-        "    if not all(map(np.array_equal, batches, again)):",
+        "    if not all(map(np.array_equal, batches, repeated)):",
         "    if False:",
         DRAWN + "[scheme7-two different batches for the same step]",
     ),
@@ -126,7 +126,7 @@ GUARDS = [
     ),
     Guard(
         "groups that are not of the stated equal size",
-        "        if max(sizes_of_groups) > examples:",
+        "        if max(group_sizes) > examples:",
         "        if False:",
         CONTRACTS + "test_groups_of_another_size_than_stated_are_rejected",
     ),

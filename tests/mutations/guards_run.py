@@ -47,7 +47,7 @@ GUARDS = [
     ),
     Guard(
         "a row that changes with other examples",
-        "            self._compare(indices, other_indices, repeated)\n",
+        "            self._compare(indices, other_indices, repeatable)\n",
         "            pass\n",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[series summed up]",
     ),
@@ -161,7 +161,7 @@ GUARDS = [
     ),
     Guard(
         "a data set that has grown",
-        "    if size != strategy.num_examples:",
+        "    if size != sampling.num_examples:",
         "    if False:",
         "sampling/test_loader.py::test_a_strategy_for_other_data_is_rejected",
     ),

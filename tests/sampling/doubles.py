@@ -58,14 +58,14 @@ class Recorder:
 
     @property
     def steps(self):
-        return [(ticket.step, chunk, ticket.rows[chunk]) for ticket, chunk in self.handed]
+        return [(ticket.step, chunk, ticket.sizes[chunk]) for ticket, chunk in self.handed]
 
 
 def private(strategy, *, words=None, loader=None, recorder=None, workers=0, **options):
     recorder = recorder or Recorder()
     loader = loader or DataLoader(Rows(strategy.num_examples), batch_size=2, num_workers=workers)
     return private_loader(
-        loader, strategy=strategy, words=words, on_return=recorder.on_return, may_draw=recorder.may_draw, **options
+        loader, sampling=strategy, words=words, on_return=recorder.on_return, may_draw=recorder.may_draw, **options
     )
 
 

@@ -48,13 +48,13 @@ def test_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physica
     batches = rows_of(private(Fixed(*logical), recorder=recorder, workers=workers, physical_batch_size=physical))
     tickets = list(dict.fromkeys(ticket for ticket, _ in recorder.handed))
     assert [ticket.size for ticket in tickets] == [13, 0, 1, 7]
-    assert [len(batch) for batch in batches] == [rows for ticket in tickets for rows in ticket.rows]
+    assert [len(batch) for batch in batches] == [rows for ticket in tickets for rows in ticket.sizes]
     for ticket, indices in zip(tickets, logical, strict=True):
-        chunks = [batches.pop(0) for _ in ticket.rows]
+        chunks = [batches.pop(0) for _ in ticket.sizes]
         assert list(itertools.chain(*chunks)) == indices
         assert len(chunks) == max(1, math.ceil(len(indices) / physical))
-        assert max(ticket.rows) <= physical
-        assert max(ticket.rows) - min(ticket.rows) <= 1
+        assert max(ticket.sizes) <= physical
+        assert max(ticket.sizes) - min(ticket.sizes) <= 1
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -73,7 +73,7 @@ def test_each_chunk_is_returned_right_before_it_is_given(workers):
     for number, batch in enumerate(private(Fixed([1], [2, 3], [], [4]), recorder=recorder, workers=workers)):
         ticket, chunk = recorder.handed[-1]
         assert len(recorder.handed) == number + 1
-        assert (ticket.step, chunk, ticket.rows) == (number, 0, (len(batch["y"]),))
+        assert (ticket.step, chunk, ticket.sizes) == (number, 0, (len(batch["y"]),))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
@@ -257,7 +257,7 @@ def test_an_error_in_the_data_set_ends_the_pass_and_uses_no_step():
 
 def test_a_logical_batch_knows_its_step_and_rows():
     batch = LogicalBatch(4, (3, 0, 2))
-    assert (batch.step, batch.rows, batch.size) == (4, (3, 0, 2), 5)
+    assert (batch.step, batch.sizes, batch.size) == (4, (3, 0, 2), 5)
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda function: function.__name__)
@@ -295,7 +295,7 @@ def batches_of(rank, ranks):
     source = NoiseSource.seeded(4)
     loader = private_loader(
         DataLoader(range(ROWS), batch_size=6),
-        strategy=PoissonDraws(ROWS, 0.2, STEPS, 9.6),
+        sampling=PoissonDraws(ROWS, 0.2, STEPS, 9.6),
         words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
         on_return=lambda batch, chunk, data: None,
         may_draw=lambda step: True,

@@ -133,7 +133,7 @@ def test_other_loaders_are_rejected_by_name(name):
 def test_a_private_loader_is_rejected_by_name(seeded_words):
     private = private_loader(
         DataLoader(DATA, batch_size=4),
-        strategy=PoissonDraws(10, 0.4, 3, 4.0),
+        sampling=PoissonDraws(10, 0.4, 3, 4.0),
         words=seeded_words(),
         on_return=lambda ticket, chunk, data: None,
         may_draw=lambda step: True,

@@ -48,7 +48,7 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
 
 def _batch_size(loader: Any, spread: bool) -> float:
     if isinstance(loader, PrivateIteration):
-        return loader._batches.strategy.expected_batch_size
+        return loader._batches.sampling.expected_batch_size
     check_map_style(getattr(loader, "dataset", None))
     if spread:
         loader = whole_loader(loader)

@@ -19,7 +19,7 @@ from dpengine.distributed.topology import Topology
 from dpengine.errors import keyword_hints
 from dpengine.sampling.batches import PrivateBatchSampler
 from dpengine.sampling.check import check_loader
-from dpengine.sampling.choose_scheme import strategy_for
+from dpengine.sampling.choose_scheme import draws_for
 from dpengine.sampling.loader import PrivateIteration
 from dpengine.sampling.poisson import PoissonDraws
 from dpengine.sampling.scheme import Draws
@@ -159,7 +159,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         plain: DataLoader[Any] = DataLoader(
             dataset, batch_size=size, collate_fn=collate_fn or default_collate, **kwargs
         )
-        strategy = strategy_for(plain, sample_rate=sample_rate, expected_batch_size=max(sample_rate * rows, 1e-9))
+        strategy = draws_for(plain, sample_rate=sample_rate, expected_batch_size=max(sample_rate * rows, 1e-9))
         private = _private(plain, strategy, generator, distributed, batch_first, rand_on_empty)
         self.__dict__.update(private.__dict__)
 
@@ -187,7 +187,7 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
     @property
     def strategy(self) -> Draws:
         """The sampling scheme."""
-        return self._batches.strategy
+        return self._batches.sampling
 
     @property
     def sample_rate(self) -> float:
@@ -263,7 +263,7 @@ def _private(
     private = reporting_loader(
         plain,
         topology,
-        strategy=strategy,
+        sampling=strategy,
         words=words_for(generator, topology),
         batch_first=batch_first,
         placeholder=rand_on_empty,
@@ -279,8 +279,8 @@ def _private(
 class _BatchSampler(PrivateBatchSampler):
     """Batch sampler with the attributes of Opacus's ``UniformWithReplacementSampler``."""
 
-    num_samples = property(lambda self: self._batches.strategy.num_examples)
-    sample_rate = property(lambda self: self._batches.strategy.sample_rate)
+    num_samples = property(lambda self: self._batches.sampling.num_examples)
+    sample_rate = property(lambda self: self._batches.sampling.sample_rate)
     steps = property(len)
 
 

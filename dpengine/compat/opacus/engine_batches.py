@@ -72,7 +72,7 @@ class BatchReports:
             return
         if chunk == 0:
             optimizer.forget_skips()
-        optimizer.signal_skip_step(do_skip=chunk < len(batch.rows) - 1)
+        optimizer.signal_skip_step(do_skip=chunk < len(batch.sizes) - 1)
 
     def may_draw(self, step: int) -> bool:
         """Returns True: the runs of an optimizer from ``make_private`` of Opacus have no last step."""
@@ -113,7 +113,7 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
     Raises SamplingError for a sampler of another kind.
     """
     topology = topology_for(distributed)
-    strategy = data_loader._batches.strategy if isinstance(data_loader, PrivateIteration) else None
+    strategy = data_loader._batches.sampling if isinstance(data_loader, PrivateIteration) else None
     whole = whole_loader(data_loader, topology)
     if isinstance(strategy, ShuffleDraws):
         if not isinstance(strategy, Shuffled):
@@ -123,7 +123,7 @@ def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology 
         batches: Any = whole.batch_sampler
         scheme = Shuffled if type(batches.sampler) is RandomSampler else InOrder
         strategy = scheme(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    private = reporting_loader(plain(whole), topology, strategy=strategy, words=words_for(None, topology))
+    private = reporting_loader(plain(whole), topology, sampling=strategy, words=words_for(None, topology))
     private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
     return private
 
@@ -160,8 +160,8 @@ def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
     while hasattr(collate, "_collate") or hasattr(collate, "collate"):
         collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
     kept = {name: getattr(loader, name) for name in _KEPT}
-    size = max(1, round(loader._batches.strategy.expected_batch_size))
-    kept["drop_last"] = getattr(loader._batches.strategy, "drop_last", False)
+    size = max(1, round(loader._batches.sampling.expected_batch_size))
+    kept["drop_last"] = getattr(loader._batches.sampling, "drop_last", False)
     return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
 
 

@@ -185,7 +185,7 @@ class Preparation(NotCopyable):
 
     def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
         """Connects the optimizer to the loader and to the engine's ledger."""
-        strategy = loader._batches.strategy
+        strategy = loader._batches.sampling
         delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
         custom_accountant = _OwnAccountant(self, optimizer, strategy.sample_rate if poisson else None)
         step = optimizer._begin_run(

@@ -121,7 +121,7 @@ class _InChunks:
 
     def __len__(self) -> int:
         this: Any = self
-        parts = this._batches.strategy.expected_batch_size / this._physical_batch_size
+        parts = this._batches.sampling.expected_batch_size / this._physical_batch_size
         return math.ceil(len(this.batch_sampler) * max(1.0, parts))
 
 

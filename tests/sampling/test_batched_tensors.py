@@ -10,7 +10,7 @@ from sampling.doubles import Fixed, private
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from dpengine.sampling.whole_tensors import whole_tensors
+from dpengine.sampling.batched_tensors import batched_tensors
 
 
 class ByRow(TensorDataset):
@@ -136,7 +136,7 @@ def test_changes_of_torch_by_the_user_are_respected(change, wrap, workers, monke
 
 
 def test_the_device_that_is_the_default_makes_no_difference():
-    whole = whole_tensors(TensorDataset(torch.arange(20)), default_collate)
+    whole = batched_tensors(TensorDataset(torch.arange(20)), default_collate)
     with torch.device("meta"):
         assert whole.__getitems__([3, 1, 4])[0].tolist() == [3, 1, 4]
 
@@ -221,5 +221,5 @@ def uneven():
 )
 def test_data_that_torch_may_read_differently_is_left_to_torch(dataset, collate_fn):
     default = DataLoader([0]).collate_fn
-    assert whole_tensors(TensorDataset(*tensors()), default) is not None
-    assert whole_tensors(dataset, collate_fn or default) is None
+    assert batched_tensors(TensorDataset(*tensors()), default) is not None
+    assert batched_tensors(dataset, collate_fn or default) is None
