@@ -4,6 +4,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -28,23 +29,19 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 every_mode = pytest.mark.parametrize("mode", MODES)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(FEATURES, 4, 2, batch_first=True), nn.Linear(4, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.lstm(inputs)[0][:, -1])
+@model_of(lambda: {"lstm": nn.LSTM(FEATURES, 4, 2, batch_first=True), "head": nn.Linear(4, CLASSES)})
+def recurrent_model(m, inputs):
+    return m.head(m.lstm(inputs)[0][:, -1])
 
 
-class Attentive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.layer(inputs).mean(dim=1))
+@model_of(
+    lambda: {
+        "layer": nn.TransformerEncoderLayer(FEATURES, 2, 8, dropout=0.0, batch_first=True),
+        "head": nn.Linear(FEATURES, CLASSES),
+    }
+)
+def attentive_model(m, inputs):
+    return m.head(m.layer(inputs).mean(dim=1))
 
 
 class Tied(nn.Module):
@@ -69,8 +66,8 @@ def images():
 ZOO = {
     "mlp": (mlp, ()),
     "images": (images, (2, 5, 5)),
-    "recurrent": (Recurrent, (3, FEATURES)),
-    "attentive": (Attentive, (3, FEATURES)),
+    "recurrent": (recurrent_model, (3, FEATURES)),
+    "attentive": (attentive_model, (3, FEATURES)),
     "tied": (Tied, ()),
 }
 every_model = pytest.mark.parametrize("name", ZOO)

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -45,19 +46,20 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 POISON = [math.nan, math.inf, -math.inf, 1e38, -1e38, 1e30, 1e19, 3e-39, 0.0]
 
 
-class Mixed(nn.Module):
+@model_of(
+    lambda: {
+        "table": nn.Embedding(5, 3),
+        "conv": nn.Conv1d(1, 3, 3, padding=1),
+        "norm": nn.LayerNorm(3),
+        "gru": nn.GRU(3, 3, batch_first=True),
+        "head": nn.Linear(3, CLASSES),
+    }
+)
+def mixed_model(m, inputs):
     """An embedding, a convolution, norms and a recurrent layer, fed by the same numbers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table, self.conv, self.norm = nn.Embedding(5, 3), nn.Conv1d(1, 3, 3, padding=1), nn.LayerNorm(3)
-        self.gru, self.head = nn.GRU(3, 3, batch_first=True), nn.Linear(3, CLASSES)
-
-    def forward(self, inputs):
-        places = inputs.nan_to_num(0, 0, 0).clamp(0, 4).long()
-        mixed = self.table(places) + self.conv(inputs.unsqueeze(1)).transpose(1, 2)
-        return self.head(self.gru(self.norm(mixed))[0][:, -1])
+    places = inputs.nan_to_num(0, 0, 0).clamp(0, 4).long()
+    mixed = m.table(places) + m.conv(inputs.unsqueeze(1)).transpose(1, 2)
+    return m.head(m.gru(m.norm(mixed))[0][:, -1])
 
 
 def fuzzed(choose, rows):
@@ -71,7 +73,7 @@ def fuzzed(choose, rows):
 
 
 @pytest.mark.one_in(2, "mode", "make")
-@pytest.mark.parametrize("make", [mlp, Mixed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mlp, mixed_model], ids=lambda make: make.__name__)
 @every_mode
 @pytest.mark.hazard("D5")
 def test_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(mode, make):
@@ -86,13 +88,9 @@ def test_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(
     assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
-class Scored(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, inputs, targets):
-        return F.cross_entropy(self.net(inputs), targets)
+@model_of(lambda: {"net": mlp()})
+def scored(m, inputs, targets):
+    return F.cross_entropy(m.net(inputs), targets)
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
@@ -107,9 +105,9 @@ def test_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
 
     inputs, targets = tensors()
     rest = [i for i in range(6) if i != 2]
-    expected = release_of(Scored(), (inputs[rest], targets[rest]), step, mode=mode)
+    expected = release_of(scored(), (inputs[rest], targets[rest]), step, mode=mode)
     inputs[2] = math.nan
-    found = release_of(Scored(), (inputs, targets), step, mode=mode)
+    found = release_of(scored(), (inputs, targets), step, mode=mode)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 

@@ -8,6 +8,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -196,57 +197,36 @@ def test_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
 # No false alarms. Thousands more: run the tests of gradients, layers and sensitivity with the probe in front.
 
 
-class Sorting(nn.Module):
+@model_of(lambda: {"net": mlp()})
+def sorting(m, inputs):
     """All layers see the rows in one order, if not in that of the loader: each sample is one row everywhere."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, inputs):
-        order = inputs[:, 0].argsort()
-        return self.net(inputs[order])[order.argsort()]
+    order = inputs[:, 0].argsort()
+    return m.net(inputs[order])[order.argsort()]
 
 
-class Packed(nn.Module):
+@model_of(
+    lambda: {"entry": nn.Linear(FEATURES, 4), "lstm": nn.LSTM(4, 4, batch_first=True), "head": nn.Linear(4, CLASSES)}
+)
+def packed_model(m, inputs):
     """Sequences of different lengths, sorted and put back by torch."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.entry, self.lstm = nn.Linear(FEATURES, 4), nn.LSTM(4, 4, batch_first=True)
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, inputs):
-        lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
-        packed = nn.utils.rnn.pack_padded_sequence(self.entry(inputs), lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.lstm(packed)[1][0][0])
+    lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
+    packed = nn.utils.rnn.pack_padded_sequence(m.entry(inputs), lengths, batch_first=True, enforce_sorted=False)
+    return m.head(m.lstm(packed)[1][0][0])
 
 
-class Trimmed(nn.Module):
+@model_of(lambda: {"entry": nn.Linear(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
+def trimmed_model(m, inputs):
     """Cuts padding off, down to the longest row: shapes, and so dropout, follow from the batch."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.entry, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, inputs):
-        lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
-        longest = int(lengths.max()) if len(inputs) else 1
-        hidden = F.dropout(self.entry(inputs[:, :longest]), 0.5)
-        real = torch.arange(longest) < lengths.unsqueeze(1)
-        return self.head((hidden * real.unsqueeze(2)).sum(dim=1))
+    lengths = 1 + (inputs[:, 0, 0].abs() * 10).long() % inputs.shape[1]
+    longest = int(lengths.max()) if len(inputs) else 1
+    hidden = F.dropout(m.entry(inputs[:, :longest]), 0.5)
+    real = torch.arange(longest) < lengths.unsqueeze(1)
+    return m.head((hidden * real.unsqueeze(2)).sum(dim=1))
 
 
-class TimeMajor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm, self.head = nn.LSTM(FEATURES, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.lstm(inputs)[0].mean(dim=0))
+@model_of(lambda: {"lstm": nn.LSTM(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
+def time_major(m, inputs):
+    return m.head(m.lstm(inputs)[0].mean(dim=0))
 
 
 class Cached(nn.Module):
@@ -275,9 +255,9 @@ class Cached(nn.Module):
     [
         (mlp, ()),
         (lambda: nn.Sequential(mlp(), nn.Dropout(0.5)), ()),
-        (Sorting, ()),
-        (Packed, (5, FEATURES)),
-        (Trimmed, (5, FEATURES)),
+        (sorting, ()),
+        (packed_model, (5, FEATURES)),
+        (trimmed_model, (5, FEATURES)),
         (Cached, (5, FEATURES)),
     ],
     ids=["mlp", "dropout", "sorted-at-entry", "packed", "trimmed", "cached"],
@@ -290,11 +270,11 @@ def test_models_that_keep_rows_apart_pass(make, shape, mode):
         assert release_of(make(), tensors(*shape), mode=mode).norm() > 0
 
 
-@pytest.mark.parametrize("make", [mlp, Sorting, Packed], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mlp, sorting, packed_model], ids=lambda make: make.__name__)
 @pytest.mark.hazard("M2")
 def test_an_inner_loss_is_no_hindrance(make):
-    shape = (5, FEATURES) if make is Packed else ()
-    if make is Sorting:
+    shape = (5, FEATURES) if make is packed_model else ()
+    if make is sorting:
         pytest.skip("with the loss inside, an order of its own cannot be told from mixing: it is refused")
     assert release_of(Scored(make()), tensors(*shape), step_on_inner_loss).norm() > 0
 
@@ -306,7 +286,7 @@ def test_the_batch_on_axis_1_is_probed_there():
     def step(model, optimizer, inputs, targets):
         plain_step(model, optimizer, inputs.transpose(0, 1), targets)
 
-    assert release_of(TimeMajor(), (inputs, targets), step, batch_first=False).norm() > 0
+    assert release_of(time_major(), (inputs, targets), step, batch_first=False).norm() > 0
 
 
 # What a probe leaves behind
@@ -411,21 +391,16 @@ def test_a_batch_of_one_row_waits_for_the_next(monkeypatch):
 # What cannot be probed
 
 
-class Whimsical(nn.Module):
+@model_of(lambda: {"net": mlp(), "generator": random.Random(0)})
+def whimsical(m, inputs):
     """Draws from a generator that a second run does not set back."""
-
-    def __init__(self):
-        super().__init__()
-        self.net, self.generator = mlp(), random.Random(0)
-
-    def forward(self, inputs):
-        return self.net(inputs) * self.generator.random()
+    return m.net(inputs) * m.generator.random()
 
 
 @pytest.mark.hazard("M2")
 def test_a_model_that_does_not_repeat_itself_is_noticed_once():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*could not|DPE012.*is not known whether the model"):
-        release_of(Whimsical(), tensors())
+        release_of(whimsical(), tensors())
 
 
 @dataclass

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from case_calls import Doubled
+from case_models import model_of
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -88,21 +89,17 @@ def test_what_was_saved_may_not_change_before_the_backward_pass(mode, place):
 # Axis 0 is not the batch
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm, self.head = nn.LSTM(FEATURES, 4), nn.Linear(4, CLASSES)  # forgot batch_first=True
-
-    def forward(self, inputs):
-        return self.head(self.lstm(inputs)[0].mean(dim=1))
+@model_of(lambda: {"lstm": nn.LSTM(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
+def time_first(m, inputs):
+    """A model that lacks ``batch_first=True``."""
+    return m.head(m.lstm(inputs)[0].mean(dim=1))
 
 
 @every_mode
 @pytest.mark.hazard("M9")
 def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
     with pytest.raises(BatchMismatchError, match=r"DPE018.*'lstm.*3 (rows|samples)"):
-        release_of(TimeFirst(), tensors(3, FEATURES), mode=mode)
+        release_of(time_first(), tensors(3, FEATURES), mode=mode)
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
@@ -110,7 +107,7 @@ def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
 @pytest.mark.hazard("M9")
 def test_time_as_long_as_the_batch_is_refused_too(mode):
     with pytest.raises(PrivacyError, match=r"DPE0(01|18)"):
-        release_of(TimeFirst(), tensors(6, FEATURES), mode=mode)
+        release_of(time_first(), tensors(6, FEATURES), mode=mode)
 
 
 # Tables that all rows share
@@ -212,20 +209,16 @@ def test_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
 # Custom autograd functions, double backward, complex or sparse parameters
 
 
-class OfFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = mlp()
-
-    def forward(self, inputs):
-        return self.net[2](Doubled.apply(self.net[1](self.net[0](inputs))))
+@model_of(lambda: {"net": mlp()})
+def of_function(m, inputs):
+    return m.net[2](Doubled.apply(m.net[1](m.net[0](inputs))))
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M11")
 def test_a_custom_function_between_layers_is_right(mode):
-    assert_right(OfFunction(), tensors(), mode=mode)
+    assert_right(of_function(), tensors(), mode=mode)
 
 
 def penalised(model, optimizer, inputs, targets):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from faults.neighbours import CLASSES, FEATURES, influence, mlp, plain_step, private, release_of, tensors
 from torch import nn
 
@@ -221,18 +222,12 @@ def test_ghost_refuses_gradients_whose_norm_it_did_not_see():
         release_of(Inside(), tensors(), step, mode="ghost", unused_parameters="zero")
 
 
-class Masked(nn.Module):
+@model_of(lambda: {"body": nn.Linear(FEATURES, 4), "head": nn.Linear(4, CLASSES)})
+def masked(m, inputs, mask):
     """A square mask over positions, which may be as many as rows."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, inputs, mask):
-        hidden = self.body(inputs)
-        weights = (hidden @ hidden.transpose(1, 2)).masked_fill(mask, -1e9).softmax(dim=2)
-        return self.head((weights @ hidden).mean(dim=1))
+    hidden = m.body(inputs)
+    weights = (hidden @ hidden.transpose(1, 2)).masked_fill(mask, -1e9).softmax(dim=2)
+    return m.head((weights @ hidden).mean(dim=1))
 
 
 @pytest.mark.hazard("M2")
@@ -243,7 +238,7 @@ def test_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
         optimizer.step()
 
     with pytest.warns(PrivacyWarning, match=r"DPE012.*has the length of the batch"):
-        assert release_of(Masked(), tensors(6, FEATURES), step).norm() > 0
+        assert release_of(masked(), tensors(6, FEATURES), step).norm() > 0
 
 
 class OwnLoss(nn.Module):
@@ -299,7 +294,7 @@ def test_each_model_is_warned_about():
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("default")  # which shows equal texts from one line once
         for _ in range(2):
-            release_of(Masked(), tensors(6, FEATURES), step)
+            release_of(masked(), tensors(6, FEATURES), step)
     assert sum("has the length of the batch" in str(one.message) for one in seen) == 2
 
 
@@ -452,29 +447,20 @@ def release_of_same(model):
         engine.detach(model)
 
 
-class Pair(nn.Module):
+@model_of(lambda: {"weight": nn.Parameter(torch.randn(FEATURES))})
+def pair_model(m, x):
     """Two outputs by a parameter that no rule follows, of which one comes to nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(FEATURES))
-
-    def forward(self, x):
-        return (x * self.weight).sin(), x + self.weight
+    return (x * m.weight).sin(), x + m.weight
 
 
-class FirstOfPair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.pair, self.head = Pair(), nn.Linear(FEATURES, 2)
-
-    def forward(self, x):
-        first, _ = self.pair(x)
-        return self.head(first - first.mean(dim=0))
+@model_of(lambda: {"pair": pair_model(), "head": nn.Linear(FEATURES, 2)})
+def first_of_pair(m, x):
+    first, _ = m.pair(x)
+    return m.head(first - first.mean(dim=0))
 
 
 @pytest.mark.hazard("M2")
 def test_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
-    wrapped = GradSampleModule(FirstOfPair(), loss_reduction="sum")
+    wrapped = GradSampleModule(first_of_pair(), loss_reduction="sum")
     with pytest.raises(UnsupportedLayerError, match="does not keep the samples of a batch independent"):
         wrapped(torch.randn(5, FEATURES)).square().sum().backward()

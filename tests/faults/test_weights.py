@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from faults.neighbours import (
     CLASSES,
     FEATURES,
@@ -57,27 +58,17 @@ class TiedAcrossKinds(nn.Module):
         return self.out(torch.tanh(self.mix(self.table((inputs * 7).long() % 4).mean(dim=1))))
 
 
-class Siamese(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.tower, self.head = mlp(), nn.Linear(CLASSES, CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.tower(inputs) * self.tower(inputs.flip(1)))
+@model_of(lambda: {"tower": mlp(), "head": nn.Linear(CLASSES, CLASSES)})
+def siamese(m, inputs):
+    return m.head(m.tower(inputs) * m.tower(inputs.flip(1)))
 
 
-class Unrolled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.cell, self.head = nn.GRUCell(2, 3), nn.Linear(3, CLASSES)
-
-    def forward(self, inputs):
-        state = None
-        for part in inputs.split(2, dim=1):
-            state = self.cell(part, state)
-        return self.head(state)
+@model_of(lambda: {"cell": nn.GRUCell(2, 3), "head": nn.Linear(3, CLASSES)})
+def unrolled(m, inputs):
+    state = None
+    for part in inputs.split(2, dim=1):
+        state = m.cell(part, state)
+    return m.head(state)
 
 
 class TiedInBlocks(nn.Module):
@@ -106,7 +97,7 @@ class TiedInBlocks(nn.Module):
 
 @pytest.mark.one_in(6, "mode", "make", others="slow")
 @pytest.mark.one_in(3, "mode", "make")
-@pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, Siamese, Unrolled, TiedInBlocks])
+@pytest.mark.parametrize("make", [Reused, TiedAcrossKinds, siamese, unrolled, TiedInBlocks])
 @every_mode
 @pytest.mark.hazard("M4")
 def test_the_norm_is_that_of_the_sum_over_all_uses(mode, make):
@@ -322,14 +313,9 @@ def test_adapters_are_right_or_refused_by_name(mode, how):
         assert "'0.down'" in str(refusal) or "'0.up'" in str(refusal)
 
 
-class Spare(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.used, self.spare = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, 2)
-
-    def forward(self, inputs):
-        return self.used(inputs)
+@model_of(lambda: {"used": nn.Linear(FEATURES, CLASSES), "spare": nn.Linear(FEATURES, 2)})
+def spare_model(m, inputs):
+    return m.used(inputs)
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
@@ -337,9 +323,9 @@ class Spare(nn.Module):
 @pytest.mark.hazard("M8")
 def test_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped(mode):
     with pytest.raises(MissingGradientError, match=r"DPE002.*'spare\.weight'"):
-        release_of(Spare(), tensors(), mode=mode)
+        release_of(spare_model(), tensors(), mode=mode)
     _, model, optimizer, loader = private(
-        Spare(), tensors(), mode=mode, unused_parameters="zero", noise_multiplier=1.0, max_grad_norm=3.0
+        spare_model(), tensors(), mode=mode, unused_parameters="zero", noise_multiplier=1.0, max_grad_norm=3.0
     )
     plain_step(model, optimizer, *next(iter(loader)))
     assert all(0.3 < float(p.grad.std()) / 3 < 3 for p in model.spare.parameters() if p.numel() > 2)

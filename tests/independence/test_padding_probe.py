@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 from torch.utils.data import DataLoader
@@ -332,15 +333,15 @@ def test_zeros_after_frames_are_padding():
 # Losses for each position
 
 
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.lstm = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True)
-        self.head = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, ids):
-        return self.head(self.lstm(self.embed(ids))[0])
+@model_of(
+    lambda: {
+        "embed": nn.Embedding(WORDS, WIDTH),
+        "lstm": nn.LSTM(WIDTH, WIDTH, batch_first=True),
+        "head": nn.Linear(WIDTH, WORDS),
+    }
+)
+def tagger(m, ids):
+    return m.head(m.lstm(m.embed(ids))[0])
 
 
 def tokens(model, ids, mask, *, ignored):
@@ -372,7 +373,7 @@ def padding_counts(model, ids, mask, size, targets):
 
 @pytest.mark.parametrize("loss_of", [mean_of_real_tokens, sum_of_real_tokens, times_mask], ids=lambda f: f.__name__)
 def test_a_causal_model_whose_loss_leaves_padding_out_is_accepted(loss_of):
-    assert len(quietly(Tagger(), loss_of)) > 1
+    assert len(quietly(tagger(), loss_of)) > 1
 
 
 def divides_by_the_padded_length(model, ids, mask, size, targets):
@@ -388,8 +389,8 @@ def mean_of_masked(model, ids, mask, size, targets):
 @pytest.mark.parametrize("loss_of", [padding_counts, divides_by_the_padded_length, mean_of_masked])
 def test_a_loss_that_counts_padding_is_rejected(loss_of):
     with pytest.raises(BatchDependentLossError, match=REFUSED):
-        trained(Tagger(), loss_of)
-    assert quietly(Tagger(), loss_of, collate=padded(length=LONGEST)) == {LONGEST}
+        trained(tagger(), loss_of)
+    assert quietly(tagger(), loss_of, collate=padded(length=LONGEST)) == {LONGEST}
 
 
 # What is no padding, what cannot be decided, and where there is no loader

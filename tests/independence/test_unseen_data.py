@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from case_models import Parts
+from case_models import Parts, model_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -206,22 +206,17 @@ def test_check_loop_exchanges_labels_that_are_no_tensors(loss_of, collate):
     assert on_two_batches(loss_of, collate).ok
 
 
-class Coder(nn.Module):
+@model_of(lambda: {"encoder": nn.Linear(FEATURES, 4), "decoder": nn.Linear(2, FEATURES)})
+def coder(m, x):
     """Draws random numbers, and returns what it decoded beside what it encoded."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = nn.Linear(FEATURES, 4), nn.Linear(2, FEATURES)
-
-    def forward(self, x):
-        mean, log_variance = self.encoder(x).chunk(2, dim=1)
-        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-        return self.decoder(code), mean, log_variance
+    mean, log_variance = m.encoder(x).chunk(2, dim=1)
+    code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+    return m.decoder(code), mean, log_variance
 
 
 @pytest.mark.slow
 def test_check_loop_accepts_outputs_that_come_from_one_another():
-    model = Coder()
+    model = coder()
 
     def step(x):
         decoded, mean, log_variance = model(x)

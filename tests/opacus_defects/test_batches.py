@@ -7,6 +7,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from opacus_defects.apis import (
     ALL_APIS,
     COMPAT_APIS,
@@ -279,13 +280,9 @@ def test_two_backward_passes_over_two_batches_and_one_step_count_both(api):
 # A step changes flags of torch.backends
 
 
-class Words(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(5, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, tokens):
-        return self.head(self.words(tokens).mean(dim=1))
+@model_of(lambda: {"words": nn.Embedding(5, 4), "head": nn.Linear(4, CLASSES)})
+def words_model(m, tokens):
+    return m.head(m.words(tokens).mean(dim=1))
 
 
 def flags():
@@ -304,7 +301,7 @@ def flags():
 @pytest.mark.hazard("O36")
 def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(api):
     tokens, targets = indices(5, 4), classes()
-    private = api.open(seeded(Words), fixed_loader(ROWS, batch_size=1), poisson=True)
+    private = api.open(seeded(words_model), fixed_loader(ROWS, batch_size=1), poisson=True)
     before, sizes = flags(), set()
     assert before["cudnn", "deterministic"] is False
     for _ in range(20):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from case_inputs import bag_alone, channels_last, flat_bags, sliced, transposed
+from case_models import Parts, model_of
 from opacus_defects.apis import (
     ALL_APIS,
     LAYER_APIS,
@@ -54,18 +55,13 @@ def test_a_convolution_reads_its_input_whatever_the_memory_layout(api, layout):
 # Functional fallback: keyword and second inputs are lost
 
 
-class Scaled(nn.Module):
+@model_of(lambda: {"weight": nn.Parameter(torch.randn(4))})
+def scaled_model(m, x, other=None, *, power=1):
     """A layer that no table knows: its second input comes by place, by keyword, as None or as a pair."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self, x, other=None, *, power=1):
-        if isinstance(x, tuple):
-            x, other = x
-        scaled = x * self.weight**power
-        return scaled if other is None else scaled * other
+    if isinstance(x, tuple):
+        x, other = x
+    scaled = x * m.weight**power
+    return scaled if other is None else scaled * other
 
 
 CALLS = {
@@ -81,7 +77,7 @@ class Calling(nn.Module):
     def __init__(self, name):
         super().__init__()
         self.call = CALLS[name]
-        self.first, self.layer, self.last = nn.Linear(4, 4), Scaled(), nn.Linear(4, CLASSES)
+        self.first, self.layer, self.last = nn.Linear(4, 4), scaled_model(), nn.Linear(4, CLASSES)
 
     def forward(self, x):
         return self.last(self.call(self.layer, torch.tanh(self.first(x))))
@@ -156,16 +152,10 @@ def test_what_a_convolution_is_padded_with_counts(api, mode):
 # A weight that is used outside its module is missed
 
 
-class Borrowed(nn.Module):
+@model_of(lambda: {"embedding": nn.Embedding(CLASSES, 4), "mix": nn.Linear(4, 4)})
+def borrowed(m, tokens):
     """The weight of the embedding is used again, outside its module."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(CLASSES, 4)
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, tokens):
-        return F.linear(torch.tanh(self.mix(self.embedding(tokens))).mean(dim=1), self.embedding.weight)
+    return F.linear(torch.tanh(m.mix(m.embedding(tokens))).mean(dim=1), m.embedding.weight)
 
 
 @through(LAYER_APIS)
@@ -173,7 +163,7 @@ class Borrowed(nn.Module):
 def test_a_weight_used_outside_its_module_is_exact_or_rejected_by_name(api):
     tokens = indices(CLASSES, 5)
     try:
-        assert_right(api, seeded(Borrowed), tokens)
+        assert_right(api, seeded(borrowed), tokens)
     except PrivacyError as refused:
         assert "embedding.weight" in str(refused)
 
@@ -202,18 +192,17 @@ class Tied(nn.Module):
         return self.inner(first + used(self.last, first, inputs))[:, :CLASSES]
 
 
-class Product(nn.Module):
+@model_of(lambda: {"weight": nn.Parameter(torch.randn(4, 4))})
+def product_model(m, x):
     """A layer that no table knows."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return torch.sin(x @ self.weight)
+    return torch.sin(x @ m.weight)
 
 
-LAYERS = {"embedding": lambda: nn.Embedding(4, 4), "linear": lambda: nn.Linear(4, 4, bias=False), "unknown": Product}
+LAYERS = {
+    "embedding": lambda: nn.Embedding(4, 4),
+    "linear": lambda: nn.Linear(4, 4, bias=False),
+    "unknown": product_model,
+}
 PAIRS = list(itertools.product(LAYERS, LAYERS))
 
 
@@ -284,20 +273,15 @@ def test_validation_by_opacuss_names_stays_as_permissive_as_it_was(name):
 # Embedding: padding_idx and scale_grad_by_freq are ignored
 
 
-class Words(nn.Module):
-    def __init__(self, **settings):
-        super().__init__()
-        self.words = nn.Embedding(4, 4, **settings)
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, tokens):
-        return self.head(self.words(tokens).mean(dim=1))
+def words(**settings):
+    run = lambda m, tokens: m.head(m.words(tokens).mean(dim=1))  # noqa: E731
+    return Parts(run, words=nn.Embedding(4, 4, **settings), head=nn.Linear(4, CLASSES))
 
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("O30")
 def test_the_padding_entry_has_no_gradient(api):
-    model = seeded(lambda: Words(padding_idx=1))
+    model = seeded(lambda: words(padding_idx=1))
     batch = (indices(4, 5), classes())
     assert (batch[0] == 1).any()
     found = api.clipped_sum(model, LOSS, batch, NORM)
@@ -309,7 +293,7 @@ def test_the_padding_entry_has_no_gradient(api):
 @pytest.mark.hazard("O30")
 def test_gradients_divided_by_counts_over_the_batch_are_rejected(api):
     with pytest.raises(UnsupportedLayerError, match=r"(?s)words.*scale_grad_by_freq.*dpengine\.fix\(model\)"):
-        api.open(Words(scale_grad_by_freq=True), fixed_loader(ROWS))
+        api.open(words(scale_grad_by_freq=True), fixed_loader(ROWS))
 
 
 # Batch-first attention mixes heads and time

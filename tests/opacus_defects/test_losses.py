@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from opacus_defects.apis import (
     ALL_APIS,
     COMPAT_APIS,
@@ -117,16 +118,10 @@ def test_a_criterion_of_any_shape_gives_the_same_sum_or_is_rejected_with_its_sha
 # The modes disagree for token losses
 
 
-class Tokens(nn.Module):
+@model_of(lambda: {"embedding": nn.Embedding(7, 4), "head": nn.Linear(4, 7)})
+def tokens_model(m, tokens):
     """Scores ``(B, T, V)``."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.head = nn.Linear(4, 7)
-
-    def forward(self, tokens):
-        return self.head(torch.tanh(self.embedding(tokens)))
+    return m.head(torch.tanh(m.embedding(tokens)))
 
 
 def token_batch(*, equal):
@@ -157,7 +152,7 @@ class TokenLoss(nn.Module):
 @pytest.mark.hazard("O29")
 def test_token_losses_with_ignored_positions_give_one_sum_in_all_modes(api):
     torch.manual_seed(1)
-    model, tokens = Tokens(), token_batch(equal=False)
+    model, tokens = tokens_model(), token_batch(equal=False)
     if not api.writes:
         # A mean over all tokens is what the loop asked for: a row has its part of it, times the number of rows.
         truth = true_sum(model, part_of(tokens[1]), tokens, 0.2)
@@ -181,7 +176,7 @@ def part_of(targets):
 @pytest.mark.hazard("O29")
 def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(api):
     torch.manual_seed(1)
-    model, tokens = Tokens(), token_batch(equal=False)
+    model, tokens = tokens_model(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)
     private = api.open(model, fixed_loader(4), criterion=nn.CrossEntropyLoss(), max_grad_norm=0.2)
     next(iter(private.loader))
@@ -195,7 +190,7 @@ def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(api):
 @pytest.mark.hazard("O29")
 def test_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named():
     torch.manual_seed(1)
-    model = Tokens()
+    model = tokens_model()
     with pytest.raises(BatchDependentLossError, match=r"per_example\(loss_fn\)"):
         check_loss(model, flat_tokens, token_batch(equal=False))
     private = DEFAULT_APIS[0].open(model, fixed_loader(4))

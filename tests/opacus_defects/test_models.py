@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from opacus_defects import small_loop
 from opacus_defects.apis import (
     ALL_APIS,
@@ -56,16 +57,10 @@ def test_networks_with_in_place_operations_train_after_fix(api, block):
     assert_sum_is_right(api, model, images(ROWS).tensors, 2.0, rtol=2e-5)
 
 
-class WithSpare(nn.Module):
+@model_of(lambda: {"used": nn.Linear(FEATURES, CLASSES), "other": nn.Linear(FEATURES, CLASSES), "uses_other": True})
+def with_spare(m, x):
     """A layer that never runs, and one that may be left out."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.used, self.other, self.uses_other = nn.Linear(FEATURES, CLASSES), nn.Linear(FEATURES, CLASSES), True
-
-    def forward(self, x):
-        return self.used(x) + self.other(x) if self.uses_other else self.used(x)
+    return m.used(x) + m.other(x) if m.uses_other else m.used(x)
 
 
 def unused_layer(private, rows):
@@ -104,7 +99,7 @@ CAUSES = {
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
 def test_each_cause_of_a_missing_gradient_has_its_own_message(api, cause):
-    private = api.open(WithSpare(), fixed_loader(ROWS), criterion=CRITERION)
+    private = api.open(with_spare(), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
         with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
             cause(private, batch())
@@ -131,32 +126,21 @@ def test_a_forward_pass_without_backward_is_forgotten(api):
     assert_equal(private.sum(), true_sum(model, CRITERION, rows))
 
 
-class Mixed(nn.Module):
+@model_of(lambda: {"weight": nn.Parameter(torch.randn(FEATURES, 6)), "scale": nn.Parameter(torch.randn(6))})
+def mixed_model(m, pair, mask=None, *, shift=None):
     """A layer that no table knows: a tuple, a keyword and None go in, a tuple and a dict come out."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.scale = nn.Parameter(torch.randn(FEATURES, 6)), nn.Parameter(torch.randn(6))
-
-    def forward(self, pair, mask=None, *, shift=None):
-        first, second = pair
-        out = first @ self.weight + (second @ self.weight) ** 2
-        out = out if shift is None else out + shift
-        return (out if mask is None else out * mask, {"gate": torch.tanh(first @ self.weight * self.scale)})
+    first, second = pair
+    out = first @ m.weight + (second @ m.weight) ** 2
+    out = out if shift is None else out + shift
+    return (out if mask is None else out * mask, {"gate": torch.tanh(first @ m.weight * m.scale)})
 
 
-class CallsMixed(nn.Module):
+@model_of(lambda: {"mixed": mixed_model(), "head": nn.Linear(6, CLASSES)})
+def calls_mixed(m, x, *, other, shift):
     """Calls it in several ways."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.mixed, self.head = Mixed(), nn.Linear(6, CLASSES)
-
-    def forward(self, x, *, other, shift):
-        out, extra = self.mixed((x, other), None, shift=shift)
-        again, _ = self.mixed((other, x), mask=out > 0)
-        return self.head(torch.tanh(out * extra["gate"] + again)), None
+    out, extra = m.mixed((x, other), None, shift=shift)
+    again, _ = m.mixed((other, x), mask=out > 0)
+    return m.head(torch.tanh(out * extra["gate"] + again)), None
 
 
 @pytest.mark.filterwarnings("error:.*not known whether the model:dpengine.PrivacyWarning")
@@ -168,7 +152,7 @@ def test_layers_take_tuples_keywords_and_none_and_return_several(api):
         name: torch.randn(ROWS, size, generator=generator) for name, size in {"x": 4, "other": 4, "shift": 6}.items()
     }
     rows, first = (inputs, batch()[1]), lambda outputs, targets: F.cross_entropy(outputs[0], targets)
-    model = CallsMixed()
+    model = calls_mixed()
     if api.mode != "ghost" or not api.compat:
         assert_equal(api.clipped_sum(model, first, rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
         return
@@ -182,34 +166,32 @@ def test_layers_take_tuples_keywords_and_none_and_return_several(api):
     assert_equal(api.clipped_sum(model, PerRow(), rows, 2.0), true_sum(model, first, rows, 2.0), rtol=2e-5)
 
 
-class Nested(nn.Module):
-    """Recurrent layers and attention, some levels down."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.parts = nn.ModuleDict(
+@model_of(
+    lambda: {
+        "parts": nn.ModuleDict(
             {
                 "lstm": nn.LSTM(FEATURES, 4, num_layers=2, bidirectional=True, batch_first=True),
                 "deep": nn.Sequential(nn.ModuleDict({"gru": nn.GRU(8, 4, batch_first=True)})),
                 "attention": nn.ModuleList([nn.MultiheadAttention(4, 2, batch_first=True)]),
             }
-        )
-        self.head = nn.Linear(4, CLASSES)
-
-    def forward(self, x):
-        x, _ = self.parts["lstm"](x)
-        x, _ = self.parts["deep"][0]["gru"](x)
-        causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
-        x, _ = self.parts["attention"][0](x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
-        return self.head(x.mean(dim=1))
+        ),
+        "head": nn.Linear(4, CLASSES),
+    }
+)
+def nested(m, x):
+    """Recurrent layers and attention, some levels down."""
+    x, _ = m.parts["lstm"](x)
+    x, _ = m.parts["deep"][0]["gru"](x)
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    x, _ = m.parts["attention"][0](x, x, x, attn_mask=causal, is_causal=True, need_weights=False)
+    return m.head(x.mean(dim=1))
 
 
 @through_some(LAYER_APIS, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O42")
 def test_checkpoints_of_nested_recurrent_layers_and_attention_load_both_ways(api):
-    plain, x = Nested(), torch.randn(ROWS, 6, FEATURES)
-    mended = fixed(api, Nested())
+    plain, x = nested(), torch.randn(ROWS, 6, FEATURES)
+    mended = fixed(api, nested())
     for source, target in ((plain, mended), (mended, plain)):
         with torch.no_grad():
             for p in source.parameters():

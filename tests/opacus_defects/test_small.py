@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from opacus_defects.apis import (
     LAYER_APIS,
     assert_equal,
@@ -83,13 +84,9 @@ def test_fix_takes_classes_that_cannot_be_pickled(mend):
     assert isinstance(plain.layers[1], nn.BatchNorm1d) and not isinstance(mended.layers[1], nn.BatchNorm1d)
 
 
-class Grid(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 6), nn.Linear(6, CLASSES)
-
-    def forward(self, x):
-        return self.second(torch.tanh(self.first(x))).mean(dim=(1, 2))
+@model_of(lambda: {"first": nn.Linear(FEATURES, 6), "second": nn.Linear(6, CLASSES)})
+def grid(m, x):
+    return m.second(torch.tanh(m.first(x))).mean(dim=(1, 2))
 
 
 class Bag(nn.Module):
@@ -118,7 +115,7 @@ def words_and_weights():
 
 LAYERS = {
     "layer norm without a bias": (norm_without_bias, lambda: torch.randn(ROWS, FEATURES)),
-    "linear on four axes": (Grid, lambda: torch.randn(ROWS, 3, 2, FEATURES)),
+    "linear on four axes": (grid, lambda: torch.randn(ROWS, 3, 2, FEATURES)),
     "bag of rows": (lambda: Bag("rows"), words_and_weights),
     "bag with keywords": (lambda: Bag("keywords"), words_and_weights),
     "bag with offsets": (lambda: Bag("offsets"), words_and_weights),

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from case_models import model_of
 from loops import every_mode, first_batch, make_loop, mlp, state_of
 from torch import nn
 from torch.optim import lr_scheduler
@@ -11,19 +12,17 @@ from torch.optim import lr_scheduler
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-class Recurrent(nn.Module):
+@model_of(
+    lambda: {
+        "rnn": nn.LSTM(4, 4, batch_first=True),
+        "mix": nn.MultiheadAttention(4, 2, batch_first=True),
+        "head": nn.Linear(4, 3),
+    }
+)
+def recurrent(m, inputs):
     """Has layers that are exchanged for twins while they are private."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(3)
-        self.rnn = nn.LSTM(4, 4, batch_first=True)
-        self.mix = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, inputs):
-        hidden = self.rnn(inputs.unsqueeze(1))[0]
-        return self.head(self.mix(hidden, hidden, hidden)[0][:, 0])
+    hidden = m.rnn(inputs.unsqueeze(1))[0]
+    return m.head(m.mix(hidden, hidden, hidden)[0][:, 0])
 
 
 def hooks_of(model):
@@ -42,7 +41,7 @@ def plain_training(model, optimizer, batches):
 
 @pytest.mark.one_in(4, "make_model", "mode", others="slow")
 @pytest.mark.one_in(2, "make_model", "mode")
-@pytest.mark.parametrize("make_model", [mlp, Recurrent])
+@pytest.mark.parametrize("make_model", [mlp, recurrent])
 @every_mode
 def test_after_detach_nothing_is_left(make_model, mode):
     model, never = make_model(), make_model()

@@ -4,6 +4,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from loops import CLASSES, FEATURES, ROWS, every_mode, examples, gradients_of, make_loop, mlp, state_of
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
@@ -11,22 +12,17 @@ from torch.utils.data import Dataset, TensorDataset
 from dpengine.sampling.collate import placeholder_batch
 
 
-class Reshapes(nn.Module):
+@model_of(lambda: {"first": nn.Linear(FEATURES, 4), "second": nn.Linear(4, CLASSES)})
+def reshapes(m, inputs):
     """Reshapes with -1, which torch does not allow for a tensor without elements, as attention of many models does."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(FEATURES, 4), nn.Linear(4, CLASSES)
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        return self.second(hidden.reshape(len(inputs), -1, 2).flatten(1))
+    hidden = m.first(inputs)
+    return m.second(hidden.reshape(len(inputs), -1, 2).flatten(1))
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 def test_a_model_that_cannot_run_without_samples_trains(mode):
-    loop = make_loop(Reshapes(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)
+    loop = make_loop(reshapes(), batch_size=1, grad_sample_mode=mode, noise_multiplier=1.0)
     sizes = []
     for inputs, targets in loop.loader:
         loop.step(inputs, targets)
@@ -54,16 +50,11 @@ def test_nothing_of_a_placeholder_is_released(mode):
         assert all(torch.equal(runs[0][0][name], value) for name, value in state.items())
 
 
-class Lengths(nn.Module):
+@model_of(lambda: {"recurrent": nn.GRU(FEATURES, 4, batch_first=True), "head": nn.Linear(4, CLASSES)})
+def lengths_model(m, sequences, lengths):
     """Takes sequences and their lengths, which must be positive."""
-
-    def __init__(self):
-        super().__init__()
-        self.recurrent, self.head = nn.GRU(FEATURES, 4, batch_first=True), nn.Linear(4, CLASSES)
-
-    def forward(self, sequences, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
-        return self.head(self.recurrent(packed)[1][-1])
+    packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
+    return m.head(m.recurrent(packed)[1][-1])
 
 
 def test_an_error_of_the_model_for_a_placeholder_says_so_and_its_remedy_works():
@@ -71,7 +62,7 @@ def test_an_error_of_the_model_for_a_placeholder_says_so_and_its_remedy_works():
     data = TensorDataset(sequences, lengths, torch.arange(20) % CLASSES)
 
     def train(**options):
-        loop = make_loop(Lengths(), dataset=data, batch_size=1, noise_multiplier=1.0, **options)
+        loop = make_loop(lengths_model(), dataset=data, batch_size=1, noise_multiplier=1.0, **options)
         for sequences, lengths, targets in loop.loader:
             loop.optimizer.zero_grad()
             F.cross_entropy(loop.model(sequences, lengths), targets).backward()

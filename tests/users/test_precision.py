@@ -8,6 +8,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from loops import (
     BATCH,
     CLASSES,
@@ -30,18 +31,12 @@ from dpengine.errors import ScaledGradientError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*lr_scheduler.step")
 
 
-class Small(nn.Module):
+@model_of(
+    lambda: {"conv": nn.Conv1d(1, 4, 2), "norm": nn.GroupNorm(2, 4), "head": nn.Linear(4 * (FEATURES - 1), CLASSES)}
+)
+def small(m, inputs):
     """A convolution, a norm and a dense layer."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(1)
-        self.conv = nn.Conv1d(1, 4, 2)
-        self.norm = nn.GroupNorm(2, 4)
-        self.head = nn.Linear(4 * (FEATURES - 1), CLASSES)
-
-    def forward(self, inputs):
-        return self.head(self.norm(self.conv(inputs.unsqueeze(1))).tanh().flatten(1))
+    return m.head(m.norm(m.conv(inputs.unsqueeze(1))).tanh().flatten(1))
 
 
 # Half precision and autocast
@@ -53,7 +48,7 @@ class Small(nn.Module):
 @pytest.mark.parametrize("max_norm", [0.1, 100.0], ids=["clipping", "not clipping"])
 @pytest.mark.parametrize("how", ["autocast", "parameters"])
 def test_bfloat16_works_in_every_mode(how, max_norm, mode):
-    model = Small()
+    model = small()
     dataset = examples()
     if how == "parameters":
         model.bfloat16()

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import model_of
 from loops import (
     BATCH,
     CLASSES,
@@ -69,13 +70,9 @@ def test_a_batch_norm_names_a_function_that_exists():
     assert trains(make_loop(scope["model"], **NOISE))
 
 
-class TimeFirst(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.words, self.head = nn.Embedding(9, 4), nn.Linear(4, 9)
-
-    def forward(self, ids):
-        return self.head(self.words(ids))
+@model_of(lambda: {"words": nn.Embedding(9, 4), "head": nn.Linear(4, 9)})
+def time_first(m, ids):
+    return m.head(m.words(ids))
 
 
 def time_first_loss(loop):
@@ -85,13 +82,13 @@ def time_first_loss(loop):
 def test_time_on_axis_0_names_batch_first():
     ids = torch.randint(0, 9, (ROWS, TIME), generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(ids, ids)
-    loop = make_loop(TimeFirst(), dataset=dataset, **NOISE)
+    loop = make_loop(time_first(), dataset=dataset, **NOISE)
     with pytest.raises(
         BatchMismatchError, match=r"DPE018.*For inputs \(T, B, ...\), pass batch_first=False to make_private"
     ):
         inputs, targets = first_batch(loop.loader)
         time_first_loss(loop)(inputs, targets).backward()
-    remedy = make_loop(TimeFirst(), dataset=dataset, batch_first=False, **NOISE)
+    remedy = make_loop(time_first(), dataset=dataset, batch_first=False, **NOISE)
     assert trains(remedy, time_first_loss(remedy))
 
 
@@ -352,16 +349,12 @@ def test_a_sum_in_the_loop_says_that_the_sensitivity_grows_and_names_the_argumen
     assert remedy.engine.ledger.steps == len(remedy.loader)
 
 
-class Graph(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(FEATURES, CLASSES)
-
-    def forward(self, nodes, edges):
-        hidden = self.layer(nodes)
-        if edges.layout is not torch.strided:
-            return torch.sparse.mm(edges, hidden)
-        return torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]])
+@model_of(lambda: {"layer": nn.Linear(FEATURES, CLASSES)})
+def graph_model(m, nodes, edges):
+    hidden = m.layer(nodes)
+    if edges.layout is not torch.strided:
+        return torch.sparse.mm(edges, hidden)
+    return torch.zeros_like(hidden).index_add(0, edges[1], hidden[edges[0]])
 
 
 EDGES = torch.randint(0, ROWS, (2, 60), generator=torch.Generator().manual_seed(0))
@@ -370,7 +363,7 @@ GRAPHS = {"edges": EDGES, "adjacency": torch.sparse_coo_tensor(EDGES, torch.ones
 
 @pytest.mark.parametrize("edges", GRAPHS.values(), ids=GRAPHS)
 def test_the_nodes_of_a_graph_are_named_first(edges):
-    loop = make_loop(Graph(), batch_size=ROWS, sample_rate=1.0, **NOISE)
+    loop = make_loop(graph_model(), batch_size=ROWS, sample_rate=1.0, **NOISE)
     ((inputs, targets),) = loop.loader
     with pytest.raises(PrivacyError, match=r"DPE001.*Nodes of one graph share its edges.*make each graph a sample"):
         F.cross_entropy(loop.model(inputs, edges), targets).backward()
@@ -391,7 +384,9 @@ def test_forward_called_by_name_is_reported():
 def test_check_names_the_graph():
     forget_notices()
     with pytest.warns(PrivacyWarning, match="Nodes of one graph"):
-        check(Graph(), F.cross_entropy, ((torch.randn(ROWS, FEATURES), EDGES), torch.zeros(ROWS, dtype=torch.long)))
+        check(
+            graph_model(), F.cross_entropy, ((torch.randn(ROWS, FEATURES), EDGES), torch.zeros(ROWS, dtype=torch.long))
+        )
 
 
 # Several networks, learned weights of losses, losses with masks, folds
