@@ -188,7 +188,7 @@ def test_a_sample_that_was_dropped_leaves_the_others_as_they_are():
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_parameters_of_one_shape_have_the_norms_and_sums_that_they_have_alone(shared):
+def test_parameters_of_one_shape_have_the_norms_and_sums_of_separate_parameters(shared):
     acts, grads = made("random", "short")
     other_acts, other_grads = made("wide-range", "short")
     pairs = [(grads, acts), (other_grads, acts if shared else other_acts), (grads.flip(0), acts)]

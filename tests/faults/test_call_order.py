@@ -219,14 +219,14 @@ def trace_all(seeds, options):
 @pytest.mark.one_in(5, "options", others="slow")
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
-def test_no_order_of_calls_releases_a_batch_twice_or_for_nothing(options):
+def test_no_order_of_calls_releases_a_batch_twice(options):
     trace_all(range(6), options)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options)) or "plain")
 @pytest.mark.hazard("L1")
-def test_no_order_of_ten_thousand_releases_a_batch_twice_or_for_nothing(options):
+def test_no_order_of_ten_thousand_releases_a_batch_twice(options):
     trace_all(range(10, 2010), options)
 
 

@@ -86,7 +86,7 @@ def make(name, dtype=torch.float32):
 @every_model
 @every_mode
 @pytest.mark.hazard("C1", "C3")
-def test_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tolerance):
+def test_a_step_equals_a_loop_over_samples(mode, name, dtype, tolerance):
     model, data = make(name, dtype)
     truth = truth_of(model, data)
     assert float((release_of(model, data, mode=mode) - truth).norm() / truth.norm()) < tolerance
@@ -96,7 +96,7 @@ def test_a_step_of_the_engine_is_that_of_a_loop_over_rows(mode, name, dtype, tol
 @pytest.mark.parametrize("max_norm", [0.01, 1.0, 7.0])
 @every_mode
 @pytest.mark.hazard("C2")
-def test_the_threshold_that_was_given_clips_and_scales_the_noise(mode, max_norm):
+def test_max_grad_norm_clips_and_scales_the_noise(mode, max_norm):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (100 * F.cross_entropy(model(inputs), targets)).backward()
@@ -125,7 +125,7 @@ POLICIES = {
 @pytest.mark.parametrize("name", POLICIES)
 @every_mode
 @pytest.mark.hazard("C4")
-def test_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, name):
+def test_no_sample_adds_more_than_the_sensitivity_of_its_policy(mode, name):
     options = {"mode": mode, "max_grad_norm": None}
     data = tensors()
     whole = release_of(mlp(), data, clipping=POLICIES[name](), **options)
@@ -138,7 +138,7 @@ def test_no_policy_lets_a_row_add_more_than_its_noise_is_scaled_for(mode, name):
 
 
 @pytest.mark.hazard("C8")
-def test_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
+def test_two_runs_with_one_policy_object_have_separate_clipping_norms():
     policy = Adaptive(0.5, learning_rate=1.0)
     options = {"clipping": policy, "max_grad_norm": None, "noise_multiplier": 1.0}
     one, two = (private(mlp(), tensors(), **options) for _ in range(2))
@@ -152,7 +152,7 @@ def test_two_runs_with_one_policy_object_do_not_move_each_others_threshold():
 @pytest.mark.parametrize("chunks", [{}, {"physical_batch_size": 2}, {"accumulation_steps": 4}], ids=str)
 @every_mode
 @pytest.mark.hazard("C5")
-def test_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
+def test_samples_are_clipped_one_by_one_in_physical_batches(mode, chunks):
     def step(model, optimizer, inputs, targets):
         if not optimizer.step_was_skipped:
             optimizer.zero_grad()
@@ -168,7 +168,7 @@ def test_each_row_is_clipped_alone_however_the_batch_is_cut(mode, chunks):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("C7")
-def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
+def test_copies_of_a_sample_are_rejected_and_their_mean_is_clipped_as_one(mode):
     def with_copies(model, optimizer, inputs, targets):
         plain_step(model, optimizer, torch.cat([inputs, inputs.flip(1)]), torch.cat([targets, targets]))
 
@@ -185,7 +185,7 @@ def test_copies_of_a_row_are_refused_and_their_mean_is_clipped_as_one(mode):
 
 
 @pytest.mark.hazard("C8")
-def test_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is_booked():
+def test_one_sample_moves_sum_and_count_by_at_most_the_charged_sensitivity():
     sigma, sigma_b, norm = 2.0, 1.5, 0.5
 
     def joint(data):
@@ -209,7 +209,7 @@ def test_one_row_moves_the_joint_vector_of_sum_and_count_by_no_more_than_is_book
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @every_mode
 @pytest.mark.hazard("C9")
-def test_no_clipped_row_is_longer_than_the_threshold(mode, dtype):
+def test_no_clipped_gradient_exceeds_the_clipping_norm(mode, dtype):
     model = mlp().to(dtype)
     engine, model, *_ = private(model, tensors(), mode=mode, max_grad_norm=0.7)
     passes = inside.passes_of_run(engine)

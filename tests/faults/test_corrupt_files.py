@@ -172,7 +172,7 @@ def attack(name, folder, watch, count):
 
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.hazard("P5")
-def test_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, name):
+def test_a_few_hundred_corrupt_files_are_rejected_or_read(tmp_path, watch, name):
     found = attack(name, tmp_path, watch, 300)
     assert found["refused"] > 50
 
@@ -180,7 +180,7 @@ def test_a_few_hundred_corrupt_files_are_refused_or_read(tmp_path, watch, name):
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", READERS)
 @pytest.mark.hazard("P5")
-def test_a_hundred_thousand_corrupt_files_are_refused_or_read(tmp_path, watch, name):
+def test_a_hundred_thousand_corrupt_files_are_rejected_or_read(tmp_path, watch, name):
     count = READERS[name][1]
     found = attack(name, tmp_path, watch, count)
     assert sum(found.values()) == count and found["refused"] > count / 5

@@ -76,7 +76,7 @@ def fuzzed(choose, rows):
 @pytest.mark.parametrize("make", [mlp, mixed_model], ids=lambda make: make.__name__)
 @every_mode
 @pytest.mark.hazard("D5")
-def test_no_row_makes_a_weight_infinite_or_moves_the_sum_further_than_any_other(mode, make):
+def test_no_sample_makes_a_weight_infinite_or_exceeds_the_clipping_norm(mode, make):
     choose = random.Random(1)
     for _ in range(4):
         data = fuzzed(choose, 6)
@@ -96,7 +96,7 @@ def scored(m, inputs, targets):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("D5")
-def test_a_poisoned_row_of_a_model_with_its_loss_inside_counts_nothing(mode):
+def test_a_nan_sample_of_a_model_that_returns_its_loss_is_dropped(mode):
 
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
@@ -128,7 +128,7 @@ class Broken(Dataset):
 
 @pytest.mark.xfail(strict=True, raises=OSError, reason="an error in the data set ends the pass, which shows the row")
 @pytest.mark.hazard("D5")
-def test_a_row_that_cannot_be_decoded_counts_nothing():
+def test_an_example_that_cannot_be_decoded_is_dropped():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     engine = PrivacyEngine(seed=0)
@@ -155,7 +155,7 @@ def test_two_loops_over_one_loader_never_share_a_logical_batch():
     assert loop.engine.ledger.steps == 5
 
 
-def test_batches_that_were_listed_first_are_charged_and_all_but_the_last_refused():
+def test_batches_that_were_listed_first_are_charged_and_all_but_the_last_rejected():
     loop = make_loop(noise_multiplier=1.0, batch_size=3)
     trained = 0
     for batch in list(loop.loader):
@@ -168,7 +168,7 @@ def test_batches_that_were_listed_first_are_charged_and_all_but_the_last_refused
     assert loop.engine.ledger.steps == 8
 
 
-def test_one_batch_again_and_again_is_one_release():
+def test_a_batch_cannot_be_used_in_two_steps():
     loop = make_loop(noise_multiplier=1.0)
     batch = first_batch(loop.loader)
     loop.step(*batch)
@@ -180,7 +180,7 @@ def test_one_batch_again_and_again_is_one_release():
 # Other models in the same loop
 
 
-def test_a_copy_made_in_the_middle_of_a_step_is_a_plain_model_without_gradients():
+def test_a_copy_from_within_a_step_is_a_plain_model_without_gradients():
     loop = make_loop(noise_multiplier=1.0)
     inputs, targets = first_batch(loop.loader)
     loss = F.cross_entropy(loop.model(inputs), targets)
@@ -234,9 +234,7 @@ def loop_with_workers(data):
 
 
 @pytest.mark.hazard("D7")
-def test_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not_been(
-    tmp_path, deaths_are_found_by_asking
-):
+def test_a_worker_that_fails_in_a_batch_discards_it_and_the_next_is_exact(tmp_path, deaths_are_found_by_asking):
     data = Deadly(7, tmp_path)  # in the last chunk
     loop = loop_with_workers(data)
     before, began = state_of(loop.model), time.monotonic()
@@ -255,7 +253,7 @@ def test_a_worker_that_dies_in_a_batch_voids_it_and_the_next_is_as_if_it_had_not
 
 @pytest.mark.usefixtures("deaths_are_found_by_asking")
 @pytest.mark.hazard("D7")
-def test_a_worker_that_dies_before_its_batch_is_returned_costs_nothing(tmp_path):
+def test_a_worker_that_fails_before_its_batch_is_returned_costs_nothing(tmp_path):
     """The same batch comes again: nothing was made of it, and nothing about it was decided anew."""
     data = Deadly(1, tmp_path)  # in the first chunk
     data.go.touch()
@@ -267,7 +265,7 @@ def test_a_worker_that_dies_before_its_batch_is_returned_costs_nothing(tmp_path)
 
 
 @pytest.mark.hazard("D6")
-def test_a_data_set_that_grows_or_shrinks_between_two_passes_is_refused():
+def test_a_data_set_that_changes_its_length_between_epochs_is_rejected():
     data = list(examples(8))
     loop = loop_with_workers(data)
     train(loop)

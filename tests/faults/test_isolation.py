@@ -152,7 +152,7 @@ def test_as_many_time_steps_as_samples_are_distinguished_in_the_default_mode():
 
 @pytest.mark.hazard("M2")
 @pytest.mark.parametrize("between", [sorted_rows, flipped])
-def test_an_order_that_the_model_restores_is_rejected_by_what_accepts_it(between):
+def test_an_order_that_the_model_restores_is_rejected_and_accepted_by_whole_model(between):
     with pytest.raises(UnsupportedLayerError, match=r"restores it later trains with grad_sample_mode='whole_model'"):
         release_of(Between(between), tensors())
     assert_right(Between(between), tensors(), mode="whole_model")
@@ -164,7 +164,7 @@ def scaled_without_gradient(hidden, layer):
 
 
 @pytest.mark.hazard("M2")
-def test_a_maximum_of_the_batch_is_found_whichever_row_has_it():
+def test_a_maximum_over_the_batch_is_found_in_each_sample():
     inputs, targets = tensors()
     for row in range(len(inputs)):
         longest = inputs.clone()
@@ -183,7 +183,7 @@ def test_every_mode_is_probed(between, mode):
 
 
 @pytest.mark.hazard("M2")
-def test_the_layer_that_sees_other_rows_is_named_and_nothing_is_released():
+def test_the_layer_that_mixes_samples_is_named_and_nothing_is_released():
     model = Between(flipped)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine, model, optimizer, loader = private(model, tensors(), noise_multiplier=1.0)
@@ -263,7 +263,7 @@ class Cached(nn.Module):
     ids=["mlp", "dropout", "sorted-at-entry", "packed", "trimmed", "cached"],
 )
 @pytest.mark.hazard("M2")
-def test_models_that_keep_rows_apart_pass(make, shape, mode):
+def test_models_that_keep_samples_independent_are_accepted(make, shape, mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", message=".*NOT PRIVATE")
@@ -272,7 +272,7 @@ def test_models_that_keep_rows_apart_pass(make, shape, mode):
 
 @pytest.mark.parametrize("make", [mlp, sorting, packed_model], ids=lambda make: make.__name__)
 @pytest.mark.hazard("M2")
-def test_an_inner_loss_is_no_hindrance(make):
+def test_models_that_return_their_loss_are_accepted(make):
     shape = (5, FEATURES) if make is packed_model else ()
     if make is sorting:
         pytest.skip("with the loss inside, an order of its own cannot be told from mixing: it is refused")
@@ -311,7 +311,7 @@ def test_a_probe_changes_nothing(monkeypatch):
 
 
 @pytest.mark.hazard("M2")
-def test_buffers_and_attributes_are_put_back(monkeypatch):
+def test_a_probe_restores_buffers_and_attributes(monkeypatch):
     def after_a_step():
         _, model, optimizer, loader = private(Cached(), tensors(5, FEATURES))
         torch.manual_seed(3)
@@ -336,7 +336,7 @@ def test_buffers_and_attributes_are_put_back(monkeypatch):
 
 
 @pytest.mark.hazard("M2")
-def test_probes_come_again_and_keep_other_rows(monkeypatch):
+def test_probes_repeat_with_other_samples(monkeypatch):
     kept = record_halves(monkeypatch)
     engine, model, optimizer, loader = private(mlp(), tensors(rows=12))
     inside.set_probe_every(engine, 3)
@@ -350,7 +350,7 @@ def test_probes_come_again_and_keep_other_rows(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.hazard("M2")
-def test_the_steps_that_are_probed(monkeypatch):
+def test_the_schedule_of_probes(monkeypatch):
     probed_at, asked = [], record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors())
     steps = []
@@ -376,7 +376,7 @@ def test_much_larger_batches_are_probed_as_well(monkeypatch):
 
 
 @pytest.mark.hazard("M2")
-def test_a_batch_of_one_row_waits_for_the_next(monkeypatch):
+def test_the_first_probe_waits_for_a_batch_of_two_samples(monkeypatch):
     asked = record_probes(monkeypatch, ask=False)
     _, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.2)
     seen = []
@@ -398,7 +398,7 @@ def whimsical(m, inputs):
 
 
 @pytest.mark.hazard("M2")
-def test_a_model_that_does_not_repeat_itself_is_noticed_once():
+def test_a_model_that_cannot_be_run_again_is_reported_once():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*could not|DPE012.*is not known whether the model"):
         release_of(whimsical(), tensors())
 
@@ -418,7 +418,7 @@ class OfDataclass(nn.Module):
 
 
 @pytest.mark.hazard("M2")
-def test_outputs_in_a_dataclass_are_probed_too():
+def test_outputs_in_a_dataclass_are_probed():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs).logits, targets).backward()

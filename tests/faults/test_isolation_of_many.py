@@ -61,7 +61,7 @@ def ordinary():
 
 @pytest.mark.slow
 @pytest.mark.hazard("M2")
-def test_the_probe_raises_no_alarm_over_sixty_models_and_more(ordinary):
+def test_the_probe_accepts_all_ordinary_models(ordinary):
     probed = 0
     for one in ordinary:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_the_probe_raises_no_alarm_over_sixty_models_and_more(ordinary):
 
 @pytest.mark.slow
 @pytest.mark.hazard("M2")
-def test_check_raises_no_alarm_over_them_either(ordinary):
+def test_check_accepts_all_ordinary_models(ordinary):
     asked = 0
     for one in ordinary:
         torch.manual_seed(0)

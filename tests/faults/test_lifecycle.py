@@ -153,7 +153,7 @@ def test_an_unfrozen_parameter_gets_noise_of_its_own():
 @pytest.mark.parametrize("what", ["swap", "freeze", "thaw", "add"])
 @every_mode
 @pytest.mark.hazard("L9")
-def test_inside_a_step_parameters_stay_what_they_are(mode, what, when):
+def test_a_parameter_that_changes_within_a_step_raises(mode, what, when):
     model = loop_mlp()
     model[0].weight.requires_grad_(what != "thaw")
     loop = make_loop(
@@ -188,7 +188,7 @@ def first_batch_inputs(loop):
 
 
 @pytest.mark.hazard("L11")
-def test_a_schedule_that_follows_the_loss_is_warned_of():
+def test_a_schedule_that_depends_on_the_loss_warns():
     model = loop_mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -205,7 +205,7 @@ def test_a_schedule_that_follows_the_loss_is_warned_of():
     ids=["sgd", "adamw"],
 )
 @pytest.mark.hazard("L12")
-def test_momentum_and_decay_follow_from_released_gradients_alone(kind):
+def test_momentum_and_decay_depend_on_released_gradients_only(kind):
     loop = make_loop(make_optimizer=kind, noise_multiplier=1.0)
     replay = copy.deepcopy(loop.model)
     optimizer = kind(replay.parameters())
@@ -223,7 +223,7 @@ def test_momentum_and_decay_follow_from_released_gradients_alone(kind):
 
 
 @pytest.mark.hazard("L13")
-def test_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsys):
+def test_nothing_that_depends_on_samples_is_logged_or_printed(caplog, capsys):
     caplog.set_level(logging.DEBUG)
     loop = make_loop(noise_multiplier=1.0)
     sizes = []
@@ -245,7 +245,7 @@ def test_nothing_that_follows_from_rows_is_logged_or_printed(caplog, capsys):
 @pytest.mark.parametrize("how", ["removed", "replaced"])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @pytest.mark.hazard("L14")
-def test_a_layer_that_runs_another_forward_is_refused(mode, how):
+def test_a_layer_that_runs_another_forward_is_rejected(mode, how):
     loop = make_loop(noise_multiplier=1.0, grad_sample_mode=mode)
     layer = loop.model[0]
     if how == "removed":
@@ -260,7 +260,7 @@ def test_a_layer_that_runs_another_forward_is_refused(mode, how):
 
 
 @pytest.mark.hazard("L14")
-def test_hooks_dropped_from_the_model_itself_change_nothing_that_is_released():
+def test_hooks_that_are_removed_from_the_model_do_not_change_the_gradients():
     loop = make_loop()
     loop.model._forward_pre_hooks.clear()
     loop.model._forward_hooks.clear()
@@ -292,7 +292,7 @@ def test_functional_transforms_of_a_private_model_work_and_leave_no_trace(transf
 
 @pytest.mark.parametrize("leaf", [True, False])
 @pytest.mark.hazard("L14")
-def test_other_tensors_in_the_place_of_parameters_are_refused_by_name(leaf):
+def test_tensors_in_place_of_parameters_are_rejected_by_name(leaf):
     loop = make_loop()
     inputs, targets = first_batch(loop.loader)
     given = {

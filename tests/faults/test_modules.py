@@ -46,7 +46,7 @@ NORMS = {
 
 @pytest.mark.parametrize("name", NORMS)
 @pytest.mark.hazard("M1")
-def test_batch_norm_is_refused_before_training(name):
+def test_batch_norm_is_rejected_before_training(name):
     model = nn.Sequential(nn.Linear(FEATURES, 5), NORMS[name](), nn.Linear(5, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*1"):
         private(model, tensors())
@@ -78,7 +78,7 @@ class Overwrites(nn.Module):
 @pytest.mark.parametrize("place", ["input", "activation"])
 @every_mode
 @pytest.mark.hazard("M6")
-def test_what_was_saved_may_not_change_before_the_backward_pass(mode, place):
+def test_a_saved_tensor_that_changes_before_the_backward_pass_raises(mode, place):
     engine, model, optimizer, loader = private(Overwrites(place), tensors(), mode=mode, noise_multiplier=1.0)
     with pytest.raises((RuntimeError, PrivacyError), match=r"inplace operation|another output"):
         plain_step(model, optimizer, *next(iter(loader)))
@@ -97,7 +97,7 @@ def time_first(m, inputs):
 
 @every_mode
 @pytest.mark.hazard("M9")
-def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
+def test_a_recurrent_layer_with_time_first_is_rejected_by_name(mode):
     with pytest.raises(BatchMismatchError, match=r"DPE018.*'lstm.*3 (rows|samples)"):
         release_of(time_first(), tensors(3, FEATURES), mode=mode)
 
@@ -105,7 +105,7 @@ def test_a_recurrent_layer_with_time_first_is_refused_by_name(mode):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M9")
-def test_time_as_long_as_the_batch_is_refused_too(mode):
+def test_as_many_time_steps_as_samples_are_rejected(mode):
     with pytest.raises(PrivacyError, match=r"DPE0(01|18)"):
         release_of(time_first(), tensors(6, FEATURES), mode=mode)
 
@@ -136,7 +136,7 @@ class Positions(nn.Module):
 @pytest.mark.parametrize("ids", [torch.arange(9).unsqueeze(0), torch.arange(9)], ids=["1-T", "T"])
 @every_mode
 @pytest.mark.hazard("M9")
-def test_position_embeddings_next_to_the_batch_are_right(mode, ids, tied):
+def test_position_embeddings_without_a_batch_axis_are_exact(mode, ids, tied):
     plain = Positions(ids, tied)
     data = tensors(8, FEATURES)
     by_row = copy.deepcopy(plain)
@@ -148,7 +148,7 @@ def test_position_embeddings_next_to_the_batch_are_right(mode, ids, tied):
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.hazard("M9")
-def test_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_other_pass_can_tell(mode):
+def test_as_many_positions_as_samples_are_exact_or_rejected_if_no_other_pass_can_decide(mode):
     data = tensors(6, FEATURES)
     assert_right(Positions(torch.arange(9), False), data, plain=Positions(torch.arange(9), False), mode=mode)
 
@@ -171,7 +171,7 @@ def test_as_many_positions_as_rows_are_right_and_refused_at_first_if_no_other_pa
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M10")
-def test_dropout_is_clipped_with_the_masks_of_its_own_forward_pass(mode):
+def test_dropout_is_clipped_with_the_masks_of_its_forward_pass(mode):
     class Masked(nn.Module):
         """Dropout whose masks come with the rows, so that a row alone has the mask that it had among the others."""
 
@@ -217,7 +217,7 @@ def of_function(m, inputs):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M11")
-def test_a_custom_function_between_layers_is_right(mode):
+def test_a_custom_function_between_layers_is_exact(mode):
     assert_right(of_function(), tensors(), mode=mode)
 
 
@@ -232,7 +232,7 @@ def penalised(model, optimizer, inputs, targets):
 
 @every_mode
 @pytest.mark.hazard("M11")
-def test_a_gradient_penalty_is_refused_and_releases_nothing(mode):
+def test_a_gradient_penalty_is_rejected_and_releases_nothing(mode):
     engine, model, optimizer, loader = private(mlp(), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(RepeatedBackwardError, match=r"DPE017.*create_graph=True.*gradient penalty.*clipped_grad"):
@@ -244,7 +244,7 @@ def test_a_gradient_penalty_is_refused_and_releases_nothing(mode):
 
 @every_mode
 @pytest.mark.hazard("M11")
-def test_a_gradient_penalty_alone_is_refused(mode):
+def test_a_gradient_penalty_without_a_loss_is_rejected(mode):
     engine, model, _, loader = private(mlp(), tensors(), mode=mode, noise_multiplier=1.0)
     inputs, _ = next(iter(loader))
     (grad,) = torch.autograd.grad(model(inputs.requires_grad_()).sum(), inputs, create_graph=True)
@@ -255,7 +255,7 @@ def test_a_gradient_penalty_alone_is_refused(mode):
 
 @every_mode
 @pytest.mark.hazard("M11")
-def test_complex_and_lazy_parameters_are_refused_by_name(mode):
+def test_complex_and_lazy_parameters_are_rejected_by_name(mode):
     class Complex(nn.Module):
         def __init__(self):
             super().__init__()
@@ -272,7 +272,7 @@ def test_complex_and_lazy_parameters_are_refused_by_name(mode):
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("M11")
-def test_sparse_embeddings_are_right(mode):
+def test_sparse_embeddings_are_exact(mode):
     class Sparse(nn.Module):
         def __init__(self):
             super().__init__()
@@ -330,7 +330,7 @@ UNSEEN = {"elsewhere"}
 @pytest.mark.parametrize("name", OUTPUTS)
 @every_mode
 @pytest.mark.hazard("M4")
-def test_a_loss_inside_the_output_is_right_or_refused(mode, name):
+def test_a_loss_inside_the_output_is_exact_or_rejected(mode, name):
     wrap, loss_of = OUTPUTS[name]
 
     def step(model, optimizer, inputs, targets):

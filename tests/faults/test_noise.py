@@ -38,7 +38,7 @@ def noise_of(engine, steps):
 
 
 @pytest.mark.hazard("N1")
-def test_all_randomness_follows_from_256_bits_of_the_operating_system(monkeypatch):
+def test_all_random_numbers_depend_on_256_bits_of_the_operating_system(monkeypatch):
     asked = []
     system = os.urandom
 
@@ -66,7 +66,7 @@ def test_seeds_of_the_user_do_not_reach_masks_or_noise(secure):
 
 
 @pytest.mark.hazard("N1")
-def test_a_seed_that_was_asked_for_is_stamped():
+def test_a_seed_is_shown_and_repeats_the_noise():
     engine, _, optimizer, _ = private(wide(), tensors(40)[:1], noise_multiplier=1.0)
     assert "INSECURE_SEED" in repr(optimizer)
     assert inside.noise_source(engine).insecure_seed
@@ -94,7 +94,7 @@ def test_no_step_epoch_or_run_repeats_the_noise_of_another():
 
 
 @pytest.mark.hazard("N2")
-def test_sums_whose_noise_cannot_be_drawn_are_destroyed():
+def test_sums_are_zeroed_if_their_noise_cannot_be_drawn():
     class Failed(Exception):
         pass
 

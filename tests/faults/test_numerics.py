@@ -39,7 +39,7 @@ def half_precision_step(dtype, reduction):
 @pytest.mark.parametrize("size", [1e-4, 1.0, 1e3, 1e5])
 @every_mode
 @pytest.mark.hazard("U1")
-def test_half_precision_neither_overflows_a_norm_nor_loses_it(mode, size, dtype):
+def test_norms_neither_overflow_nor_underflow_in_half_precision(mode, size, dtype):
     inputs, targets = tensors()
     torch.manual_seed(0)
     step = half_precision_step(dtype, "sum")
@@ -50,7 +50,7 @@ def test_half_precision_neither_overflows_a_norm_nor_loses_it(mode, size, dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.hazard("U1")
-def test_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_more(dtype):
+def test_a_mean_in_half_precision_moves_other_samples_by_rounding_only(dtype):
     """A row more changes the divisor of the mean, and so the rounding of every gradient: a known gap, of this size."""
     torch.manual_seed(0)
     moved = influence(nn.Linear(FEATURES, CLASSES), tensors(), half_precision_step(dtype, "mean"))
@@ -62,7 +62,7 @@ def test_a_mean_in_half_precision_moves_the_other_rows_by_rounding_and_no_more(d
 @pytest.mark.parametrize("size", [1e-30, 1e-22, 1e-19, 1e19, 1e22, 1e30])
 @every_mode
 @pytest.mark.hazard("U1")
-def test_squares_that_leave_the_range_of_float32_do_no_harm(mode, size):
+def test_squares_outside_the_range_of_float32_are_clipped(mode, size):
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         (size * F.cross_entropy(model(inputs), targets)).backward()
@@ -113,7 +113,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 @every_mode
 @pytest.mark.hazard("U2")
-def test_parts_that_cancel_within_a_row_do_not_round_away_the_other_rows(mode, name, size):
+def test_cancellation_within_a_sample_does_not_round_other_samples_away(mode, name, size):
     """One row has two positions with opposite gradients: their sum is zero, their sizes are not."""
     make, call = LAYERS[name]
     torch.manual_seed(0)
@@ -172,7 +172,7 @@ def test_a_gradient_whose_factors_have_squares_below_all_floats_is_clipped(mode,
 @pytest.mark.parametrize("name", ["embedding", "bag", "linear"])
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.hazard("U2")
-def test_a_long_sum_of_parts_that_cancel_leaves_no_more_than_the_threshold(mode, name):
+def test_a_long_sum_with_cancellation_stays_within_the_clipping_norm(mode, name):
     """Small parts get lost beside large ones, but after the factor they would not: norm and sum must see the same."""
     large, count, factor = 6144.0, 512, 0.53
     parts = [large / count] * count + [0.49 * 2**-11] * count + [-large / count] * count + [1 / factor]
@@ -219,7 +219,7 @@ def test_a_sum_of_small_half_precision_gradients_does_not_stagnate(mode):
 
 
 @pytest.mark.hazard("U5")
-def test_the_order_of_rows_moves_a_sum_by_less_than_the_slack():
+def test_the_order_of_samples_moves_a_sum_by_less_than_the_slack():
     engine, model, *_ = private(mlp(), tensors())
     passes = inside.passes_of_run(engine)
     inputs, targets = tensors(rows=2000)

@@ -74,7 +74,7 @@ def test_operations_that_keep_norms_or_shapes_in_part_are_found(run, shape, mode
 
 
 @pytest.mark.hazard("M2")
-def test_nearly_every_exchange_of_two_rows_is_found_at_once():
+def test_every_exchange_of_two_samples_is_found_at_once():
     found = 0
     for pair in itertools.combinations(range(6), 2):
 
@@ -171,20 +171,20 @@ def with_a_loss_beside(model, optimizer, inputs, targets):
     ],
 )
 @pytest.mark.hazard("M2")
-def test_gradients_that_do_not_come_through_the_outputs_are_noticed(step, says):
+def test_gradients_that_do_not_come_through_the_outputs_are_reported(step, says):
     with pytest.warns(PrivacyWarning, match=rf"DPE012.*{says}.*not known whether"):
         release_of(TwoDoors(), tensors(), step)
 
 
 @pytest.mark.hazard("C1")
-def test_ghost_refuses_gradients_that_it_cannot_run_again():
+def test_ghost_rejects_gradients_that_it_cannot_compute_again():
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*Layer 'net\.[02]' had other gradients.*return"):
         release_of(TwoDoors(), tensors(), with_a_loss_beside, mode="ghost")
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.mark.hazard("C1")
-def test_ghost_refuses_another_output_though_its_gradients_have_the_same_norms():
+def test_ghost_rejects_another_output_with_the_same_gradient_norms():
     signs = itertools.chain([1.0], itertools.repeat(-1.0))
 
     class Turned(nn.Module):
@@ -212,7 +212,7 @@ class Inside(nn.Module):
 
 
 @pytest.mark.hazard("C1")
-def test_ghost_refuses_gradients_whose_norm_it_did_not_see():
+def test_ghost_rejects_gradients_without_a_norm():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs), targets).backward(inputs=[model.hidden])
@@ -231,7 +231,7 @@ def masked(m, inputs, mask):
 
 
 @pytest.mark.hazard("M2")
-def test_a_mask_as_long_as_the_batch_is_noticed_and_not_refused():
+def test_a_mask_as_long_as_the_batch_is_accepted_with_a_warning():
     def step(model, optimizer, inputs, targets):
         optimizer.zero_grad()
         F.cross_entropy(model(inputs, torch.ones(6, 6).triu(1).bool()), targets).backward()
@@ -257,7 +257,7 @@ class OwnLoss(nn.Module):
 
 
 @both_kinds
-def test_a_mean_over_tokens_inside_the_model_is_refused_and_named(mode):
+def test_a_mean_over_tokens_inside_the_model_is_rejected_and_named(mode):
     def step(model, optimizer, inputs, targets):
         labels = torch.arange(30).reshape(6, 5) % CLASSES
         labels[:, 1:][torch.arange(4) >= torch.arange(6)[:, None]] = -100  # of different numbers
@@ -335,7 +335,7 @@ def scale_of_numpy(model, inputs):
     ids=lambda run: run.__name__,
 )
 @pytest.mark.hazard("M2")
-def test_random_numbers_are_no_hindrance(run, mode):
+def test_random_numbers_are_accepted(run, mode):
     model = Made(run)
     if run is own_generator:
         model.generator = torch.Generator().manual_seed(3)
@@ -385,7 +385,7 @@ def likelihood(model, optimizer, inputs, targets):
 
 
 @both_kinds
-def test_a_distribution_made_of_others_is_followed_and_probed(mode):
+def test_a_mixture_distribution_is_probed(mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         warnings.filterwarnings("ignore", message=".*NOT PRIVATE")
@@ -403,7 +403,7 @@ def counting(model, inputs):
 
 @both_kinds
 @pytest.mark.hazard("M2")
-def test_what_a_forward_pass_keeps_on_the_model_is_kept_once(mode):
+def test_attributes_that_a_forward_pass_sets_are_set_once(mode):
     model = Made(counting)
     model.calls, model.seen, model.total = [], {}, torch.zeros(())
     _, model, optimizer, loader = private(model, tensors(), mode=mode)
@@ -430,7 +430,7 @@ def average_in_a_frozen_weight(model, inputs):
 
 @pytest.mark.parametrize("run", [data_in_a_bias, average_in_a_frozen_weight], ids=lambda run: run.__name__)
 @pytest.mark.hazard("M3")
-def test_a_parameter_that_forward_writes_is_refused_and_put_back(run):
+def test_a_parameter_that_forward_writes_is_rejected_and_restored(run):
     model = Made(run)
     model.frozen = nn.Parameter(torch.zeros(FEATURES), requires_grad=False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -460,7 +460,7 @@ def first_of_pair(m, x):
 
 
 @pytest.mark.hazard("M2")
-def test_a_layer_with_an_unused_output_does_not_hide_that_rows_mix():
+def test_mixing_is_found_through_a_layer_with_an_unused_output():
     wrapped = GradSampleModule(first_of_pair(), loss_reduction="sum")
     with pytest.raises(UnsupportedLayerError, match="does not keep the samples of a batch independent"):
         wrapped(torch.randn(5, FEATURES)).square().sum().backward()

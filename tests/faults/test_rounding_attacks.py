@@ -75,7 +75,7 @@ def test_a_vector_is_summed_from_the_gradients_that_were_normed(kind, mode, budg
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("rows", [9, 257])
 @pytest.mark.hazard("U2")
-def test_a_float64_row_that_cancels_does_not_wipe_out_the_others(rows, mode):
+def test_a_float64_sample_that_cancels_does_not_round_others_away(rows, mode):
     torch.manual_seed(0)
     model = nn.Linear(4, 4, bias=False).double()
     nn.init.zeros_(model.weight)
@@ -116,7 +116,7 @@ def test_a_factor_below_all_normal_numbers_is_not_rounded_up():
 
 
 @pytest.mark.hazard("C1")
-def test_ghost_refuses_a_layer_that_gets_another_input_when_it_runs_again():
+def test_ghost_rejects_a_layer_that_gets_another_input_when_it_runs_again():
     count = itertools.count()  # state outside the model, which cannot be put back
 
     class Counting(nn.Module):
@@ -136,7 +136,7 @@ def test_ghost_refuses_a_layer_that_gets_another_input_when_it_runs_again():
         clipped(Counting(), lambda m: m(inputs).sum(), mode="ghost", bound=0.1)
 
 
-def test_rows_that_are_crafted_to_cancel_stay_near_the_threshold():
+def test_samples_that_are_crafted_to_cancel_stay_near_the_clipping_norm():
     """Float32 rounding leaves 0.8 % here; the bound that the code states is a 32nd."""
     length = 2048
     parts = torch.full((length,), 1.51)

@@ -30,7 +30,7 @@ def private_loader(dataset, batch_size, *, seed=0, shuffle=True, **options):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.hazard("S1")
-def test_batches_are_poisson_whatever_the_order_of_the_users_loader(shuffle):
+def test_batches_are_poisson_with_and_without_shuffle(shuffle):
     found = masks(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1], DRAWS, ROWS)
     assert found.max() == 1
     assert min(p_values(found, BATCH / ROWS).values()) > 1e-4
@@ -102,7 +102,7 @@ def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
     ],
 )
 @pytest.mark.hazard("S3")
-def test_the_booked_rate_is_above_every_rate_that_may_be_drawn(rate):
+def test_the_accounted_rate_is_above_every_rate_that_may_be_drawn(rate):
     engine, _, _, _ = private(mlp(), tensors(), sample_rate=rate, noise_multiplier=1.0)
     booked = inside.event(engine).sample_rate
     assert Fraction(booked) >= Fraction(rate) + Fraction(1, 2**61)
@@ -123,7 +123,7 @@ def test_no_step_is_lost_in_rounding():
 
 @pytest.mark.parametrize(("rows", "batch_size", "epochs"), [(7, 3, 3), (49, 7, 2), (10, 10, 5)])
 @pytest.mark.hazard("S4")
-def test_the_noise_lasts_for_all_epochs_that_were_planned(rows, batch_size, epochs):
+def test_the_noise_covers_all_planned_epochs(rows, batch_size, epochs):
     engine, model, optimizer, loader = derived(
         rows, batch_size, accountant="rdp", target_epsilon=3.0, target_delta=1e-3, epochs=epochs
     )
@@ -155,14 +155,14 @@ def test_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
 
 
 @pytest.mark.hazard("S5")
-def test_batches_have_the_law_where_most_are_empty():
+def test_batches_are_poisson_if_most_are_empty():
     found = masks(inside.without_placeholders(private_loader(range(10), 1)[1]), 1500, 10)
     assert (found.sum(1) == 0).mean() == pytest.approx(0.9**10, abs=0.06)
     assert min(p_values(found, 0.1).values()) > 1e-4
 
 
 @pytest.mark.hazard("S12")
-def test_nothing_that_happens_in_a_run_moves_its_rate_or_noise_and_each_step_is_booked_as_drawn():
+def test_rate_and_noise_are_constant_and_each_step_is_charged_as_drawn():
     """Counters inside the primitive functions against the ledger: detector DL."""
     engine, model, optimizer, loader = private(mlp(), tensors(), sample_rate=0.5, noise_multiplier=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -185,7 +185,7 @@ def empty_tensors():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("S6")
-def test_an_empty_batch_adds_nothing_so_that_one_row_moves_the_sum_by_its_clipped_gradient(mode):
+def test_an_empty_batch_adds_nothing_to_the_sum(mode):
     example = tuple(t[0] for t in tensors())
     nothing = release_of(mlp(), empty_tensors(), mode=mode, example_input=example)
     assert not nothing.any()
@@ -194,7 +194,7 @@ def test_an_empty_batch_adds_nothing_so_that_one_row_moves_the_sum_by_its_clippe
 
 
 @pytest.mark.hazard("S5")
-def test_the_number_and_order_of_releases_does_not_follow_from_the_rows():
+def test_the_number_and_order_of_steps_do_not_depend_on_the_examples():
     def kinds(rows):
         data = [t[:rows] for t in tensors()]
         example = tuple(t[0] for t in tensors())

@@ -134,7 +134,7 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 @every_mode
 @pytest.mark.hazard("M4")
-def test_layers_that_compute_their_weight_are_right(mode, name):
+def test_layers_that_compute_their_weight_are_exact(mode, name):
     torch.manual_seed(0)
     model = nn.Sequential(VARIANTS[name](), nn.Tanh(), nn.Linear(5, CLASSES))
     if name == "quantised":
@@ -146,7 +146,7 @@ def test_layers_that_compute_their_weight_are_right(mode, name):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M4")
-def test_a_container_with_a_way_of_its_own_is_right(mode):
+def test_a_container_with_its_own_forward_is_exact(mode):
     torch.manual_seed(0)
     assert_right(Skipping(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, CLASSES)), tensors(), mode=mode)
 
@@ -176,14 +176,14 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.hazard("M5")
-def test_a_weight_used_past_its_layer_is_right_in_the_default_mode(use):
+def test_a_weight_used_outside_its_layer_is_exact_in_the_default_mode(use):
     assert_right(Functional(USES[use]), tensors())
 
 
 @pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "auto"])
 @pytest.mark.hazard("M5")
-def test_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
+def test_a_weight_used_outside_its_layer_is_rejected_and_charged(mode, use):
     engine, model, optimizer, loader = private(Functional(USES[use]), tensors(), mode=mode, noise_multiplier=1.0)
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(MissingGradientError, match=r"DPE002.*'(first|second)\.(weight|bias)'"):
@@ -195,7 +195,7 @@ def test_a_weight_used_past_its_layer_is_refused_and_charged(mode, use):
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("thawed", ["first", "second"])
 @every_mode
-def test_a_weight_that_is_unfrozen_later_and_used_past_its_layer_is_refused(mode, thawed):
+def test_a_weight_that_is_unfrozen_later_and_used_outside_its_layer_is_rejected(mode, thawed):
     model = Functional(USES["beside-its-layer"] if thawed == "first" else USES["instead-of-its-layer"])
     getattr(model, thawed).requires_grad_(False)
     engine, model, optimizer, loader = private(model, tensors(), mode=mode, make_optimizer=_every_parameter_of(model))
@@ -230,20 +230,20 @@ class Whole(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
 @pytest.mark.hazard("M7")
-def test_checkpointed_blocks_with_tied_weights_are_right(mode, reentrant):
+def test_checkpointed_blocks_with_tied_weights_are_exact(mode, reentrant):
     assert_right(TiedInBlocks(reentrant), tensors(), plain=TiedInBlocks(), mode=mode)
 
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M7")
-def test_a_model_that_is_one_checkpoint_is_right(mode):
+def test_a_model_in_one_checkpoint_is_exact(mode):
     assert_right(Whole(False), tensors(), plain=Whole(None), mode=mode)
 
 
 @every_mode
 @pytest.mark.hazard("M7")
-def test_a_reentrant_checkpoint_without_gradients_to_pass_on_is_refused(mode):
+def test_a_reentrant_checkpoint_without_input_gradients_is_rejected(mode):
     with pytest.raises(RuntimeError, match=r"does not require grad|DPE002"):
         release_of(Whole(True), tensors(), mode=mode)
 
@@ -263,7 +263,7 @@ def around(reentrant):
 @pytest.mark.parametrize("reentrant", [False, True])
 @every_mode
 @pytest.mark.hazard("M7")
-def test_a_checkpoint_around_the_model_is_right_or_refused(mode, reentrant):
+def test_a_checkpoint_around_the_model_is_exact_or_rejected(mode, reentrant):
     try:
         assert_right(mlp(), tensors(), around(reentrant), mode=mode)
     except PrivacyError:
@@ -305,7 +305,7 @@ def adapted(how):
 @pytest.mark.parametrize("how", ["modules", "linear", "matmul", "merged"])
 @every_mode
 @pytest.mark.hazard("M8")
-def test_adapters_are_right_or_refused_by_name(mode, how):
+def test_adapters_are_exact_or_rejected_by_name(mode, how):
     try:
         assert_right(adapted(how), tensors(), mode=mode)
     except UnsupportedLayerError as refusal:
@@ -321,7 +321,7 @@ def spare_model(m, inputs):
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
 @pytest.mark.hazard("M8")
-def test_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped(mode):
+def test_an_unused_parameter_is_rejected_or_gets_noise(mode):
     with pytest.raises(MissingGradientError, match=r"DPE002.*'spare\.weight'"):
         release_of(spare_model(), tensors(), mode=mode)
     _, model, optimizer, loader = private(

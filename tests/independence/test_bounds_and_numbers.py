@@ -426,7 +426,7 @@ def test_a_bound_on_the_loss_of_each_sample_is_accepted(loss, last):
     assert not shown
 
 
-def test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_batch():
+def test_a_loss_that_rejects_outputs_far_away_is_checked_with_those_of_the_batch():
     def loss_of(o, y, *_):
         loss_B = F.binary_cross_entropy(o, F.one_hot(y, CLASSES).float(), reduction="none").mean(1)
         return (loss_B * WEIGHTS[y]).sum() / WEIGHTS[y].sum()

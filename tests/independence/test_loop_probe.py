@@ -145,7 +145,7 @@ BY_NUMBERS = {
 
 @pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", SOUND.values(), ids=SOUND)
-def test_a_loss_that_keeps_samples_apart_is_accepted_without_a_warning(loss):
+def test_a_loss_of_independent_samples_is_accepted_without_a_warning(loss):
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         warnings.filterwarnings("ignore", message=".*INSECURE|.*seed", category=PrivacyWarning)
@@ -296,7 +296,7 @@ UNDECIDED = {
 
 
 @pytest.mark.parametrize("loss_of", UNDECIDED.values(), ids=UNDECIDED)
-def test_what_cannot_be_decided_is_accepted_with_one_warning(loss_of):
+def test_an_undecided_loop_is_accepted_with_one_warning(loss_of):
     with pytest.warns(PrivacyWarning) as shown, contextlib.suppress(BatchDependentLossError):
         engine = trained(loss_of, steps=10)
         assert inside.checked_loops(engine) == 0

@@ -171,7 +171,7 @@ def test_memory_of_two_attributes_that_hold_one_object_is_rejected():
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE012.*later one")
-def test_a_wrapped_model_is_checked_too():
+def test_a_wrapped_model_is_checked():
     wrapped = GradSampleModule(Made(last_batch), loss_reduction="sum")
     with pytest.raises(BufferUpdateError, match="'kept'"):
         for seed in range(2):
@@ -336,7 +336,7 @@ def test_a_momentum_encoder_is_accepted():
     trained(Momentum(), step)
 
 
-def test_what_a_check_runs_leaves_no_trace():
+def test_a_check_adds_nothing_to_attributes():
     model = Made(detached_for_inspection)
     trained(model, steps=3)
     assert len(model.rows) == 3 and [len(rows) for rows in model.rows] == [6, 6, 6]

@@ -127,13 +127,13 @@ GUARDS = [
         "a parameter that took no part",
         'step.unused_parameters == "error" and any(',
         "False and any(",
-        "faults/test_weights.py::test_an_unused_parameter_is_named_or_gets_noise_and_is_never_dropped",
+        "faults/test_weights.py::test_an_unused_parameter_is_rejected_or_gets_noise",
     ),
     Guard(
         "a gradient that autograd filled",
         "        if self.capture.leaks:\n            self.check_leaks()\n",
         "",
-        "faults/test_weights.py::test_a_weight_used_past_its_layer_is_refused_and_charged",
+        "faults/test_weights.py::test_a_weight_used_outside_its_layer_is_rejected_and_charged",
     ),
     Guard(
         "samples without a finite norm are dropped",
@@ -235,7 +235,7 @@ GUARDS = [
         "a gradient that somebody wrote",
         "            if present is not None and self._was_changed(parameter, present):",
         "            if False:",
-        "users/test_step.py::test_edits_before_the_step_change_nothing_and_are_noticed",
+        "users/test_step.py::test_gradients_that_were_changed_before_the_step_are_ignored_with_a_warning",
     ),
     Guard(
         "backward over a discarded batch",
@@ -253,7 +253,7 @@ GUARDS = [
         "a gradient of a parameter that does not train",
         "        if unknown:\n            raise UnknownParameterError",
         "        if False:\n            raise UnknownParameterError",
-        "faults/test_lifecycle.py::test_inside_a_step_parameters_stay_what_they_are",
+        "faults/test_lifecycle.py::test_a_parameter_that_changes_within_a_step_raises",
     ),
     Guard(
         "counts of all ranks move an adaptive threshold",
@@ -271,7 +271,7 @@ GUARDS = [
         "taken sums are destroyed where noise fails",
         "                flat.zero_()",
         "                pass",
-        "faults/test_noise.py::test_sums_whose_noise_cannot_be_drawn_are_destroyed",
+        "faults/test_noise.py::test_sums_are_zeroed_if_their_noise_cannot_be_drawn",
     ),
     Guard(
         "a backward pass that broke off voids its batch",

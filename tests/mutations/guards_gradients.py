@@ -13,7 +13,7 @@ GUARDS = [
         "leaks of parameters that are unfrozen later",
         "            self.watch_leaks()\n        self.rows = rows",
         "            pass\n        self.rows = rows",
-        "faults/test_weights.py::test_a_weight_that_is_unfrozen_later_and_used_past_its_layer_is_refused",
+        "faults/test_weights.py::test_a_weight_that_is_unfrozen_later_and_used_outside_its_layer_is_rejected",
     ),
     Guard(
         "the current stream waits for those on which gradients were computed",
@@ -212,7 +212,7 @@ GUARDS = [
         "other gradients in the second pass",
         "        self._check_equal_passes()\n\n",
         "\n",
-        "faults/test_probe.py::test_ghost_refuses_gradients_that_it_cannot_run_again",
+        "faults/test_probe.py::test_ghost_rejects_gradients_that_it_cannot_compute_again",
     ),
     Guard(
         "gradients are clipped without autocast",
@@ -285,13 +285,13 @@ GUARDS = [
         "half precision is widened",
         "            call = widened(call)\n        else:\n",
         "            pass\n        else:\n",
-        "faults/test_numerics.py::test_half_precision_neither_overflows_a_norm_nor_loses_it",
+        "faults/test_numerics.py::test_norms_neither_overflow_nor_underflow_in_half_precision",
     ),
     Guard(
         "norms are raised where parts cancel",
         "torch.maximum(sq_norm_B.to(floor_B.dtype), floor_B)",
         "sq_norm_B.to(floor_B.dtype)",
-        "faults/test_numerics.py::test_parts_that_cancel_within_a_row_do_not_round_away_the_other_rows",
+        "faults/test_numerics.py::test_cancellation_within_a_sample_does_not_round_other_samples_away",
     ),
     Guard(
         "the first pass is probed",
@@ -303,7 +303,7 @@ GUARDS = [
         "samples that exchange gradients change their norms by their weights",
         "            self._weight_B = square_B.sqrt()\n",
         "            square_B = torch.ones_like(square_B)\n",
-        "faults/test_probe.py::test_nearly_every_exchange_of_two_rows_is_found_at_once",
+        "faults/test_probe.py::test_every_exchange_of_two_samples_is_found_at_once",
     ),
     Guard(
         "outputs of kept samples do not change with the data of others",
@@ -370,7 +370,7 @@ GUARDS = [
         "a second derivative through a hooked layer",
         "return reject_second_derivative(grad) if grad.requires_grad else None",
         "return None",
-        "faults/test_modules.py::test_a_gradient_penalty_is_refused_and_releases_nothing[auto]",
+        "faults/test_modules.py::test_a_gradient_penalty_is_rejected_and_releases_nothing[auto]",
     ),
     Guard(
         "inputs inside a checkpoint are saved by autograd",
@@ -474,13 +474,13 @@ GUARDS = [
         "the other rows get other data",
         "torch.where(_broadcast(self._keep_B, front), front, first)",
         "front",
-        "faults/test_isolation.py::test_a_maximum_of_the_batch_is_found_whichever_row_has_it",
+        "faults/test_isolation.py::test_a_maximum_over_the_batch_is_found_in_each_sample",
     ),
     Guard(
         "rows that do not stay apart",
         "        self._raise(same, changed)\n",
         "        pass\n",
-        "faults/test_isolation.py::test_the_layer_that_sees_other_rows_is_named_and_nothing_is_released",
+        "faults/test_isolation.py::test_the_layer_that_mixes_samples_is_named_and_nothing_is_released",
     ),
     Guard(
         "the largest factor of automatic clipping",
@@ -510,7 +510,7 @@ GUARDS = [
         "another output of the second pass",
         "old.shape != new.shape or not torch.allclose(",
         "old.shape != new.shape or False and torch.allclose(",
-        "faults/test_probe.py::test_ghost_refuses_another_output_though_its_gradients_have_the_same_norms",
+        "faults/test_probe.py::test_ghost_rejects_another_output_with_the_same_gradient_norms",
     ),
     Guard(
         "layers that disagree on the batch size",

@@ -245,7 +245,7 @@ GUARDS = [
         "a gradient that changes with other samples",
         "        change = self.largest_change(baseline.grads, run.grads, kept)",
         "        change = 0.0",
-        "independence/test_bounds_and_numbers.py::test_a_loss_that_refuses_outputs_far_away_is_checked_with_those_of_the_"
+        "independence/test_bounds_and_numbers.py::test_a_loss_that_rejects_outputs_far_away_is_checked_with_those_of_the_"
         "batch",
         also=(
             (
@@ -424,7 +424,7 @@ GUARDS = [
         "a loop that gives other gradients when it runs again",
         '            return "running it again gives other gradients, so a part of it is not recorded"',
         "            pass",
-        "independence/test_loop_probe.py::test_what_cannot_be_decided_is_accepted_with_one_warning[gradient hook]",
+        "independence/test_loop_probe.py::test_an_undecided_loop_is_accepted_with_one_warning[gradient hook]",
     ),
     Guard(
         "a pass over the loader that is left closes the record",

@@ -187,7 +187,7 @@ GUARDS = [
         "a loss that is reduced already",
         "        if loss_B.dim() != 1:",
         "        if False:",
-        "users/test_losses.py::test_backward_of_the_engine_wants_one_loss_for_each_row",
+        "users/test_losses.py::test_backward_of_the_engine_needs_one_loss_per_sample",
     ),
     Guard(
         "a scheduler skips with its optimizer",
@@ -199,7 +199,7 @@ GUARDS = [
         "the scale of a scaler is frozen",
         '        "update": _update,\n',
         "",
-        "users/test_precision.py::test_no_row_makes_the_scaler_skip_a_step",
+        "users/test_precision.py::test_no_sample_makes_the_scaler_skip_a_step",
     ),
     Guard(
         "gradients that are scaled by a scaler of one's own",

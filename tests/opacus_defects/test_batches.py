@@ -42,7 +42,7 @@ NORM = 1.5  # about the median: where all rows are clipped, a row that counts tw
 @pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=pytest.mark.slow)])
 @through(ALL_APIS)
 @pytest.mark.hazard("O14")
-def test_a_row_that_is_not_finite_is_dropped_and_the_others_count(api, value):
+def test_a_sample_that_is_not_finite_is_dropped(api, value):
     inputs, targets = batch()
     inputs[2, 1] = value
     others = [0, 1, 3, 4, 5]
@@ -115,7 +115,7 @@ def test_a_batch_that_was_interrupted_leaves_nothing_to_the_next(api, workers, e
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O16")
-def test_gradients_that_were_written_by_hand_are_no_step(api):
+def test_a_step_on_gradients_that_were_set_by_hand_raises(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
@@ -129,7 +129,7 @@ def test_gradients_that_were_written_by_hand_are_no_step(api):
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("O16")
-def test_a_gradient_that_went_around_the_model_raises_before_the_weights_change(api):
+def test_a_gradient_that_bypasses_the_model_raises_before_the_weights_change(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     before = weights_of(private.bare)
     next(iter(private.loader))
@@ -164,7 +164,7 @@ def test_the_optimizer_from_before_has_nothing_to_apply(api):
 
 @through([api for api in COMPAT_APIS if not api.writes])
 @pytest.mark.hazard("O16")
-def test_a_loop_that_calls_the_module_in_the_wrapper_is_private_all_the_same(api):
+def test_a_loop_that_calls_the_module_inside_the_wrapper_is_private(api):
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=NORM)
     private.model = private.bare  # as a LightningModule that made itself private calls itself
     assert_run_is_right(private, batch(), NORM)
@@ -231,7 +231,7 @@ ADAPTIVE = {"target_unclipped_quantile": 0.5, "clipbound_learning_rate": 0.5, "m
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_compat_threshold_depends_on_the_whole_batch(api, chunk):
+def test_the_next_clipping_norm_of_compat_depends_on_the_whole_batch(api, chunk):
     options = {"clipping": "adaptive", "min_clipbound": 1e-8, "unclipped_num_std": 1e-9, **ADAPTIVE}
     private = api.open(mlp(), fixed_loader(ROWS), max_grad_norm=2.0, **options)
     assert next_threshold(api, private, chunk) == pytest.approx(expected_threshold(2.0), rel=1e-5)
@@ -240,7 +240,7 @@ def test_the_next_compat_threshold_depends_on_the_whole_batch(api, chunk):
 @pytest.mark.parametrize("chunk", [2, 6])
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O23")
-def test_the_next_threshold_of_the_adaptive_engine_depends_on_the_whole_batch(api, chunk):
+def test_the_next_clipping_norm_of_the_adaptive_engine_depends_on_the_whole_batch(api, chunk):
     engine = opacus("utils.adaptive_clipping").PrivacyEngineAdaptiveClipping
     seeded = torch.Generator().manual_seed(0)  # noise of the usual size, ROWS / 20 of a count: 2.5 % of the threshold
     options = {"min_clipbound": 1e-8, **ADAPTIVE, "make_engine": engine, "noise_generator": seeded}
@@ -314,6 +314,6 @@ def test_an_empty_batch_of_an_embedding_changes_no_setting_of_the_process(api):
     assert flags() == before
 
 
-def test_these_rows_lie_on_both_sides_of_the_threshold():
+def test_some_of_these_samples_are_clipped():
     norms = norms_of(mlp(), *batch())
     assert 2 <= int((norms < NORM).sum()) <= 4

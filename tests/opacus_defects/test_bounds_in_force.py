@@ -49,7 +49,7 @@ def std_of(total):
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O4")
-def test_adaptive_clipping_obeys_the_threshold_of_the_same_step(api):
+def test_adaptive_clipping_uses_the_clipping_norm_of_the_same_step(api):
     policy = Adaptive(0.5, count_noise_multiplier=1.0)
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=None, clipping=policy)
     seen = set()
@@ -73,7 +73,7 @@ def open_adaptive(api, model, **options):
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O4")
-def test_adaptive_clipping_of_every_compat_mode_too(api):
+def test_adaptive_clipping_of_compat_uses_the_clipping_norm_of_the_same_step(api):
     private = open_adaptive(api, mlp(), max_grad_norm=0.5)
     seen = []
     for _ in range(2):
@@ -87,7 +87,7 @@ def test_adaptive_clipping_of_every_compat_mode_too(api):
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O5")
-def test_a_grad_clip_scheduler_moves_the_clip(api):
+def test_a_grad_clip_scheduler_changes_the_clipping_norm(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.0)
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for threshold in (1.0, 0.1):
@@ -100,7 +100,7 @@ def test_a_grad_clip_scheduler_moves_the_clip(api):
 
 @through(GHOST_APIS)
 @pytest.mark.hazard("O5")
-def test_a_threshold_written_on_the_module_warns_that_it_changes_nothing(api):
+def test_a_clipping_norm_set_on_the_module_warns_that_it_has_no_effect(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=1.5)
     with pytest.warns(UserWarning, match=r"Set optimizer\.max_grad_norm"):
         private.module.max_grad_norm = 0.1
@@ -157,7 +157,7 @@ def layer_of(name):
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O6")
-def test_each_layer_is_clipped_to_its_own_threshold_and_noise_has_the_norm_of_all(api):
+def test_each_layer_has_its_clipping_norm_and_noise_follows_their_norm(api):
     options = {"max_grad_norm": [0.3, 0.05], "clipping": "per_layer"}
     found = api.clipped_sum(mlp(), nn.CrossEntropyLoss(), batch(), **options)
     bounds = {"0": 0.3, "2": 0.05}
@@ -173,7 +173,7 @@ BOUNDS = [0.3, 0.2, 0.05, 0.4]
 
 @through(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
-def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(api):
+def test_a_grad_clip_scheduler_changes_the_clipping_norm_of_each_parameter(api):
     private = api.open(mlp(), fixed_loader(COUNT), max_grad_norm=BOUNDS, clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     for factor in (1.0, 0.1):
@@ -186,7 +186,7 @@ def test_a_grad_clip_scheduler_moves_the_threshold_of_every_parameter(api):
 
 @through(PER_LAYER_APIS)
 @pytest.mark.hazard("O6")
-def test_the_noise_follows_the_norm_of_the_thresholds_in_force(api):
+def test_the_noise_follows_the_norm_of_the_current_clipping_norms(api):
     private, nothings = open_silent(api, max_grad_norm=[0.6, 0.8], clipping="per_layer")
     scheduler = opacus("schedulers").ExponentialGradClip(private.optimizer, gamma=0.1)
     scheduler.step()

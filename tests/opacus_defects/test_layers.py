@@ -46,7 +46,7 @@ def images():
 @pytest.mark.parametrize("layout", [channels_last, transposed, sliced])
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O7")
-def test_a_convolution_reads_its_input_whatever_the_memory_layout(api, layout):
+def test_a_convolution_is_exact_in_every_memory_layout(api, layout):
     model, inputs = seeded(images), layout(rows(3, 5, 4))
     assert not inputs.is_contiguous()
     assert_right(api, model, inputs)
@@ -86,7 +86,7 @@ class Calling(nn.Module):
 @pytest.mark.parametrize("name", CALLS)
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O8")
-def test_a_layer_may_be_called_with_keywords_pairs_and_nothing(api, name):
+def test_a_layer_takes_keywords_pairs_and_none(api, name):
     assert_right(api, seeded(lambda: Calling(name)), rows(4))
 
 
@@ -116,7 +116,7 @@ def test_an_entry_that_a_bag_has_twice_counts_twice(api, mode):
 @pytest.mark.parametrize("mode", ["sum", "mean", "max", "weights"])
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O9")
-def test_bags_with_offsets_and_weights_too(api, mode):
+def test_bags_with_offsets_and_weights_are_exact(api, mode):
     model = seeded(lambda: Bags("sum" if mode == "weights" else mode))
     entries, offsets, *weights = flat_bags(5, weights=mode == "weights")(5, torch.float32)
     assert_right(api, model, (entries, offsets, *weights), classes(5), row=bag_alone())
@@ -145,7 +145,7 @@ class Padded(nn.Module):
 @pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
 @through(LAYER_APIS, quick=BOTH)
 @pytest.mark.hazard("O10")
-def test_what_a_convolution_is_padded_with_counts(api, mode):
+def test_a_convolution_is_exact_in_every_padding_mode(api, mode):
     assert_right(api, seeded(lambda: Padded(mode)), rows(1, 3, 2, 2))
 
 
@@ -232,7 +232,7 @@ EXCEEDED = {  # by Opacus's ghost mode: 24.9, 100, 50, 1.56 and 2.5 times the bo
 @pytest.mark.parametrize("name", EXCEEDED)
 @through(LAYER_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O7", "O8", "O9", "O10", "O12")
-def test_a_row_adds_no_more_than_the_bound(api, name):
+def test_no_sample_adds_more_than_the_clipping_norm(api, name):
     make, inputs = EXCEEDED[name]
     assert_bounded(api, seeded(make), LOSS, (inputs(), classes()), NORM)
 
@@ -256,7 +256,7 @@ def test_a_batch_norm_without_trainable_parameters_is_rejected_by_name(api, name
 
 @pytest.mark.parametrize("name", MIXING)
 @pytest.mark.hazard("O13")
-def test_check_shows_that_a_row_is_moved_by_its_neighbours(name):
+def test_check_reports_a_layer_that_mixes_samples(name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     (finding,) = dpengine.check(model).blocked
     assert (finding.name, finding.type) == ("1", "BatchNorm1d")
@@ -265,7 +265,7 @@ def test_check_shows_that_a_row_is_moved_by_its_neighbours(name):
 
 @pytest.mark.parametrize("name", MIXING)
 @pytest.mark.hazard("O13")
-def test_validation_by_opacuss_names_stays_as_permissive_as_it_was(name):
+def test_the_module_validator_of_compat_accepts_them_as_opacus_does(name):
     model = nn.Sequential(nn.Linear(4, 4), MIXING[name](), nn.Linear(4, CLASSES))
     assert opacus("validators").ModuleValidator.is_valid(model)
 

@@ -142,7 +142,7 @@ def test_without_poisson_sampling_no_amplification_is_claimed(api):
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O19")
-def test_the_event_says_how_batches_were_drawn(api):
+def test_the_event_states_the_sampling_scheme(api):
     for poisson, kind in ((True, PoissonGaussianEvent), (False, UnclaimedEvent)):
         private = api.open(mlp(), fixed_loader(16, batch_size=8), poisson=poisson, noise_multiplier=2.0)
         a_step(private)
@@ -157,7 +157,7 @@ def test_the_event_says_how_batches_were_drawn(api):
 
 @through(COMPAT_APIS)
 @pytest.mark.hazard("O21")
-def test_a_hook_of_the_users_own_does_not_remove_the_accounting(api):
+def test_a_step_hook_does_not_remove_the_accounting(api):
     private = api.open(mlp(), fixed_loader(16), noise_multiplier=1.0)
     seen = []
     for name in ("first", "second"):
@@ -278,7 +278,7 @@ LENGTHS = (1, 49, 93, 99, 105)  # the last three lose a batch in int(1 / q)
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O35")
-def test_the_private_loader_is_as_long_as_the_users(api):
+def test_the_private_loader_has_the_length_of_the_original(api):
     for batches in LENGTHS:
         loader = fixed_loader(batches, batch_size=1)
         options = {} if api.compat else {"target_delta": DELTA}

@@ -135,7 +135,7 @@ def has_a_second_loss(private, rows):
 
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O40")
-def test_each_cause_of_apparent_accumulation_has_its_own_message(api):
+def test_each_cause_of_apparent_accumulation_has_a_message(api):
     said = []
     for cause, expected in ((forgets_zero_grad, "zero_grad"), (has_a_second_loss, "backward")):
         private = opened(api, poisson=True)
@@ -222,7 +222,7 @@ def test_the_memory_manager_takes_batches_of_none(api):
 
 
 @pytest.mark.hazard("O57")
-def test_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_drawn():
+def test_batches_padded_to_one_size_give_the_sum_of_the_drawn_examples():
     x, y = batch(40)
     weight = torch.randn(FEATURES, CLASSES)
     gradient = clipped_grad(
@@ -248,7 +248,7 @@ def test_batches_padded_to_one_size_give_the_sum_of_the_rows_that_were_drawn():
 
 
 @pytest.mark.hazard("O57")
-def test_a_reshape_to_a_fixed_size_is_named_when_it_breaks():
+def test_a_reshape_to_a_fixed_size_raises():
     class Fixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -281,7 +281,7 @@ def plain_gradients(model, rows):
 @pytest.mark.parametrize("when", ["before the pass", "between forward and backward", "before the step", "after it"])
 @through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O62")
-def test_a_public_pass_gives_an_ordinary_gradient_costs_nothing_and_stays_apart(api, when):
+def test_a_public_pass_gives_an_ordinary_gradient_and_is_not_charged(api, when):
     model, rows, others = mlp(), batch(), batch(9, seed=8)
     private = opened(api, model, max_grad_norm=0.1)
     public_gradients, truth = plain_gradients(model, others), true_sum(model, CRITERION, rows, 0.1)
@@ -337,7 +337,7 @@ def test_the_hooks_of_compat_can_be_switched_off_and_on(api):
 @pytest.mark.one_in(4, "api", others="slow")
 @through_some(ALL_APIS, always={"default-auto", "compat-hooks", "compat-ghost", "compat-no_op"})
 @pytest.mark.hazard("O63")
-def test_without_noise_and_without_a_threshold_it_is_ordinary_training(api):
+def test_without_noise_and_clipping_it_is_ordinary_training(api):
     plain, (x, y) = mlp(), batch(24)
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.3, momentum=0.9)
     private = opened(

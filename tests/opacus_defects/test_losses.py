@@ -41,7 +41,7 @@ def test_the_users_own_criterion_is_clipped_like_the_one_that_was_returned(api):
 
 @through(COMPAT_APIS, quick=("compat-ghost",))
 @pytest.mark.hazard("O1")
-def test_no_row_adds_more_than_the_bound_of_0_016_through_the_plain_criterion(api):
+def test_no_sample_exceeds_a_clipping_norm_of_0_016_with_the_users_criterion(api):
     assert_bounded(api, mlp(), nn.CrossEntropyLoss(), batch(), 0.016, plain=True)
 
 
@@ -75,14 +75,14 @@ def one_output():
 )
 @through(ALL_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_with_a_column_per_row_are_not_spread_over_the_batch(api, criterion):
+def test_losses_with_a_column_per_sample_are_not_broadcast(api, criterion):
     model, rows16 = one_output()
     assert_equal(api.clipped_sum(model, criterion, rows16, 0.3), true_sum(model, criterion, rows16, 0.3))
 
 
 @through(DEFAULT_APIS)
 @pytest.mark.hazard("O3")
-def test_losses_of_rows_are_taken_as_a_vector_and_rejected_with_the_shape_otherwise(api):
+def test_backward_takes_a_vector_of_losses_and_rejects_other_shapes(api):
     model, (inputs, targets) = one_output()
     truth = true_sum(model, nn.BCEWithLogitsLoss(), (inputs, targets), 0.3)
     private = api.open(model, fixed_loader(16), max_grad_norm=0.3)
@@ -174,7 +174,7 @@ def part_of(targets):
 
 @through(GHOST_APIS)
 @pytest.mark.hazard("O29")
-def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(api):
+def test_a_criterion_with_a_shape_takes_the_mean_over_tokens_of_each_sample(api):
     torch.manual_seed(1)
     model, tokens = tokens_model(), token_batch(equal=False)
     truth = true_sum(model, flat_tokens, tokens, 0.2)
@@ -188,7 +188,7 @@ def test_with_the_shape_each_row_is_the_mean_over_its_own_tokens(api):
 
 
 @pytest.mark.hazard("O29")
-def test_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named():
+def test_token_losses_that_mix_samples_are_rejected():
     torch.manual_seed(1)
     model = tokens_model()
     with pytest.raises(BatchDependentLossError, match=r"per_example\(loss_fn\)"):
@@ -199,5 +199,5 @@ def test_losses_that_mix_rows_are_found_and_the_shape_of_ambiguous_ones_is_named
         private.engine.backward(private.model(token_batch(equal=True)[0]).sum(dim=2))
 
 
-def test_opacus_is_not_what_is_tested_by_chance():
+def test_compat_is_the_package_under_test():
     assert opacus().__name__ == "dpengine.compat.opacus"

@@ -32,7 +32,7 @@ FRUGAL = [d for d in LAYER_APIS if d.mode in ("auto", "ghost") or (d.compat and 
 MIB = 2**20
 
 
-def test_the_peak_is_what_was_held_at_once():
+def test_the_measured_peak_is_the_largest_memory_at_one_time():
     def run():
         first = torch.zeros(MIB // 4)
         second = first + 1
@@ -56,7 +56,7 @@ def peak_of_a_step(private, x, y):
 
 @through_some(FRUGAL, always={"default-auto", "compat-hooks"})
 @pytest.mark.hazard("O51")
-def test_a_large_embedding_needs_memory_for_its_tokens_and_not_for_rows_times_entries(api):
+def test_memory_of_a_large_embedding_does_not_grow_with_the_batch(api):
     entries, width = 10**6, 2
     table = 4 * entries * width
     peaks = {}
@@ -99,7 +99,7 @@ def test_a_convolution_does_not_unfold_its_input(api, by_estimates):
 
 
 @pytest.mark.hazard("O52")
-def test_without_a_budget_nothing_large_is_kept_and_the_sums_are_right():
+def test_without_a_memory_budget_gradients_are_computed_twice_and_exact():
     rows, width = 32, 256
     torch.manual_seed(1)
     model = nn.Sequential(

@@ -98,7 +98,7 @@ CAUSES = {
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O38")
-def test_each_cause_of_a_missing_gradient_has_its_own_message(api, cause):
+def test_each_cause_of_a_missing_gradient_has_a_message(api, cause):
     private = api.open(with_spare(), fixed_loader(ROWS), criterion=CRITERION)
     for _ in private.loader:
         with pytest.raises(REFUSALS, match=f"(?s){CAUSES[cause]}"):
@@ -226,7 +226,7 @@ class WithMethods(nn.Module):
 
 @through(ALL_APIS)
 @pytest.mark.hazard("O46")
-def test_the_users_model_and_what_it_has_are_reachable(api):
+def test_attributes_of_the_users_model_are_reachable(api):
     model = WithMethods()
     private = api.open(model, fixed_loader(ROWS), criterion=CRITERION)
     if not api.compat or api.id.endswith("unwrapped"):
@@ -299,7 +299,7 @@ def test_buffers_that_forward_does_not_write_are_accepted(api, make):
 @buffered
 @through_some(STRICT)
 @pytest.mark.hazard("O58")
-def test_compat_is_as_strict_as_it_says_and_its_remedy_works(api, make):
+def test_compat_rejects_buffers_and_strict_false_accepts_them(api, make):
     torch.manual_seed(1)
     model, rows = make(), batch()
     with pytest.raises(NotImplementedError, match=r"strict=False.*harmless"):

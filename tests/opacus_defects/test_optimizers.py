@@ -79,7 +79,7 @@ def test_a_step_raises_if_every_parameter_was_replaced_after_the_call(api):
 
 @through(LAYER_APIS)
 @pytest.mark.hazard("L9", "O26")
-def test_a_single_replaced_parameter_is_noticed(api):
+def test_a_single_replaced_parameter_is_reported(api):
     private = api.open(mlp(), fixed_loader(ROWS))
     private.bare[2].weight = nn.Parameter(private.bare[2].weight.detach().clone())
     with warnings.catch_warnings():

@@ -52,7 +52,7 @@ RUNS = [  # noise multiplier, rate, steps, delta: ten rows, hardly any noise, lo
 @pytest.mark.one_in(2, "run")
 @pytest.mark.parametrize("run", RUNS, ids=str)
 @pytest.mark.hazard("O43")
-def test_prv_gives_an_upper_bound_or_says_what_to_ask_instead(run):
+def test_prv_gives_an_upper_bound_or_names_another_accountant(run):
     sigma, rate, steps, delta = run
     asked = {"noise_multiplier": sigma, "sample_rate": rate, "steps": steps, "delta": delta}
     lower = epsilon_bounds(**asked)[0]
@@ -130,7 +130,7 @@ class Autocast(nn.Module):
 @pytest.mark.slow
 @through_some(LAYER_APIS)
 @pytest.mark.hazard("O45")
-def test_under_autocast_no_row_exceeds_the_threshold(api):
+def test_under_autocast_no_sample_exceeds_the_clipping_norm(api):
     model, rows, criterion = Autocast(mlp()), batch(scale=3.0), nn.CrossEntropyLoss(reduction="sum")
 
     def sum_of(*rows):  # of losses that are added: a mean would round the other rows anew when one is left out
@@ -171,7 +171,7 @@ def test_a_scaler_that_is_unknown_is_rejected_with_the_remedy(api):
 @pytest.mark.parametrize("multiplier", [0.01, 1, 3.7])
 @through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O50")
-def test_adaptive_clipping_needs_no_more_than_its_name(api, multiplier):
+def test_adaptive_clipping_has_defaults_and_takes_empty_batches(api, multiplier):
     model, sizes = mlp(), []
     x, y = batch(8)
     private = api.open(
@@ -216,7 +216,7 @@ def test_adaptive_clipping_of_compat_has_defaults_and_takes_empty_batches(api, m
 
 @pytest.mark.slow
 @pytest.mark.hazard("O64")
-def test_describe_says_what_noise_divisor_and_epsilon_depend_on_in_one_screen():
+def test_describe_states_noise_divisor_and_epsilon_in_one_screen():
     model = mlp()
     engine = PrivacyEngine(seed=0)
     data = DataLoader(TensorDataset(*batch(40)), batch_size=8)
@@ -260,7 +260,7 @@ class Half(AbstractClip):
 
 @through_some(DEFAULT_APIS)
 @pytest.mark.hazard("O65")
-def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(api):
+def test_a_clipping_policy_of_a_user_sets_factors_and_noise(api):
     model, rows, bound = mlp(), batch(), 0.3
     options = {"clipping": Half(bound), "max_grad_norm": None}
     private = api.open(copy.deepcopy(model), fixed_loader(ROWS), criterion=CRITERION, **options)
@@ -280,7 +280,7 @@ def test_a_policy_of_a_user_is_factors_and_a_bound_and_the_noise_follows(api):
 
 @through(DEFAULT_APIS[:1])
 @pytest.mark.hazard("O65")
-def test_a_policy_without_a_bound_cannot_be_made(api):
+def test_a_clipping_policy_without_bounds_raises(api):
     class Boundless(AbstractClip):
         def group_of(self, names):
             return [0] * len(names)

@@ -70,7 +70,7 @@ def test_wrapping_ten_times_in_compat_leaves_nothing(functorch):
 
 
 @pytest.mark.hazard("O47")
-def test_a_wrapper_is_made_private_again_and_again_in_compat_and_engines_compose():
+def test_a_wrapper_is_made_private_repeatedly_in_compat_and_engines_compose():
     model, (x, y) = mlp(), batch(20)
     wrapper, accountants = model, []
     for _ in range(3):  # rounds of a federated loop, each with an engine of its own

@@ -128,7 +128,7 @@ def test_one_step_after_all_chunks_is_the_same():
     assert parts.engine.ledger.history == whole.engine.ledger.history
 
 
-def test_the_loop_without_noise_is_the_loop_over_rows():
+def test_merged_batches_without_noise_equal_a_loop_over_samples():
     loop = make_loop(accumulation_steps=2, max_grad_norm=0.1)
     chunks = iter(loop.loader)
     for _ in range(len(loop.loader)):
@@ -223,7 +223,7 @@ def test_fetching_further_ahead_than_declared_is_an_error():
         released(loop, fetching_ahead(loop.loader, 3))
 
 
-def test_the_declaration_may_be_withdrawn():
+def test_fetch_ahead_can_be_switched_off():
     loop = make_loop()
     fetch_ahead(loop.engine, 2)
     fetch_ahead(loop.engine, 0)
@@ -243,7 +243,7 @@ def test_the_number_of_batches_is_checked(batches, error, words):
         fetch_ahead(make_loop().engine, batches)
 
 
-def test_look_ahead_is_declared_of_a_private_run():
+def test_fetch_ahead_needs_a_private_run():
     with pytest.raises(InvalidBudgetError, match=r"DPE007.*Call make_private first"):
         fetch_ahead(PrivacyEngine(), 2)
     with pytest.raises(TypeError, match="Did you mean 'batches'"):

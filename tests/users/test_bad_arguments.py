@@ -302,7 +302,7 @@ def test_a_model_with_more_parameters_than_the_optimizer_is_reported():
 
 
 @pytest.mark.hazard("B14")
-def test_an_empty_data_set_trains_on_noise_alone():
+def test_an_empty_data_set_trains_with_noise_only():
     loop = make_loop(
         dataset=TensorDataset(torch.zeros(0, 4), torch.zeros(0, dtype=torch.long)),
         noise_multiplier=1.0,
@@ -321,7 +321,7 @@ def test_an_empty_data_set_trains_on_noise_alone():
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.mark.hazard("B13")
-def test_a_second_make_private_after_detach_is_fine():
+def test_make_private_works_again_after_detach():
     loop = make_loop()
     loop.engine.detach(loop.model)
     with pytest.raises(errors.UnknownParameterError, match="private in this engine, or was detached before"):

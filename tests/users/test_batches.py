@@ -113,7 +113,7 @@ EMPTY_MODELS = {
 @pytest.mark.one_in(3, "mode", "make_model")
 @every_mode
 @pytest.mark.parametrize(("make_model", "shape"), EMPTY_MODELS.values(), ids=EMPTY_MODELS)
-def test_layers_take_batches_without_rows(make_model, shape, mode):
+def test_layers_take_batches_without_samples(make_model, shape, mode):
     torch.manual_seed(0)
     inputs = torch.randint(0, 5, (6, *shape)) if shape == (3,) else torch.randn(6, *shape)
     dataset = TensorDataset(inputs, torch.randint(0, CLASSES, (6,)))
@@ -244,7 +244,7 @@ def engine_with(state):
     return engine
 
 
-def test_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
+def test_an_engine_for_each_epoch_is_reported_after_the_first_was_collected():
     dataset = examples()
     one_epoch(dataset)
     gc.collect()
@@ -252,7 +252,7 @@ def test_an_engine_for_each_epoch_is_noticed_though_the_first_is_gone():
         one_epoch(dataset)
 
 
-def test_a_run_that_outlives_its_engine_is_noticed():
+def test_a_run_that_outlives_its_engine_is_reported():
     dataset = examples()
     kept = make_loop(dataset=dataset, **NOISE)
     engine = weakref.ref(kept.engine)

@@ -74,7 +74,7 @@ def test_after_detach_nothing_is_left(make_model, mode):
     assert all(torch.equal(found[name], truth[name]) for name in truth)
 
 
-def test_a_scheduler_from_in_between_goes_on_counting_after_detach():
+def test_a_scheduler_of_the_private_optimizer_continues_after_detach():
     loop = make_loop()
     scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.5)
     loop.step(*first_batch(loop.loader))

@@ -57,7 +57,7 @@ def lengths_model(m, sequences, lengths):
     return m.head(m.recurrent(packed)[1][-1])
 
 
-def test_an_error_of_the_model_for_a_placeholder_says_so_and_its_remedy_works():
+def test_an_error_of_the_model_for_a_placeholder_names_the_remedy():
     sequences, lengths = torch.randn(20, 5, FEATURES), torch.arange(20) % 5 + 1
     data = TensorDataset(sequences, lengths, torch.arange(20) % CLASSES)
 

@@ -246,7 +246,7 @@ def test_errors_every_code_of_the_training_loop_has_a_row():
 
 
 @quiet
-def test_errors_dpe001_fix_mends_the_model():
+def test_errors_dpe001_fix_replaces_the_layer():
     model, changes = dpengine.fix(batch_norm())
     assert len(changes) == 1
     assert one_step(make_loop(model)).engine.ledger.steps == 1
@@ -267,19 +267,19 @@ def test_errors_dpe007_the_suggested_delta_is_accepted():
     make_loop(target_delta=0.5, allow_large_delta=True, noise_multiplier=1.0)
 
 
-def test_errors_dpe010_per_example_mends_the_loss():
+def test_errors_dpe010_per_example_fixes_the_loss():
     check_loss(mlp(), per_example(mixed_tokens), token_batch())
 
 
 @quiet
-def test_errors_dpe016_detach_first_and_add_then():
+def test_errors_dpe016_a_group_can_be_added_after_detach():
     loop = make_loop()
     loop.engine.detach(loop.model)
     loop.optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
 
 
 @quiet
-def test_errors_dpe022_the_loop_goes_on_after_each_refusal():
+def test_errors_dpe022_training_continues_after_each_error():
     loop = make_loop()
     chunks = iter(loop.loader)
     for spoil in (lambda *_: None, lambda *b: backward_only_eval(loop, *b)):

@@ -98,7 +98,7 @@ def test_every_public_name_loads_without_the_optional_packages():
 
 
 @pytest.mark.slow
-def test_importing_leaves_the_root_logger_and_the_warnings_alone():
+def test_importing_does_not_change_the_root_logger_or_the_warnings():
     then = (
         "import logging, warnings\nassert not logging.root.handlers\nassert logging.root.level == logging.WARNING\n"
         "assert all('dpengine' not in str(f) for f in warnings.filters)"
@@ -109,7 +109,7 @@ def test_importing_leaves_the_root_logger_and_the_warnings_alone():
 METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_an_installed_torch_is_left_alone():
+def test_an_installed_torch_is_not_replaced():
     # A lower bound is the only condition on torch, so any newer one that is there satisfies it
     (torch_line,) = [line for line in METADATA["project"]["dependencies"] if line.startswith("torch")]
     assert torch_line == "torch>=2.6"

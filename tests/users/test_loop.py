@@ -105,7 +105,7 @@ def test_zero_grad_of_the_model_or_after_the_step_is_accepted(after):
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_a_forgotten_zero_grad_is_seen_on_an_empty_batch_too():
+def test_a_forgotten_zero_grad_is_found_on_an_empty_batch():
     loop = make_loop(batch_size=1)
     stepped = False
     with pytest.raises(StaleGradientError):

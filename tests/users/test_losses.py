@@ -51,7 +51,7 @@ def test_a_summed_loss_is_found_where_a_mean_was_declared():
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
-def test_a_declared_sum_gives_the_same_sums(mode):
+def test_a_loss_that_is_declared_as_a_sum_gives_the_same_gradients(mode):
     loop = make_loop(loss_reduction="sum", grad_sample_mode=mode)
     inputs, targets = first_batch(loop.loader)
     expected = expected_gradients(loop.model, [(inputs, targets)], divisor=1)
@@ -60,7 +60,7 @@ def test_a_declared_sum_gives_the_same_sums(mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_a_loss_that_mixes_rows_is_found_and_its_remedy_works():
+def test_a_loss_that_mixes_samples_is_found_and_its_remedy_works():
     with pytest.raises(
         BatchDependentLossError, match=r"DPE010.*sample 0 depends on the other samples.*per_example\(loss_fn\)"
     ):
@@ -77,7 +77,7 @@ def per_row_tokens(outputs, targets):
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @every_mode
-def test_backward_of_the_engine_keeps_rows_apart(reduction, mode):
+def test_backward_of_the_engine_clips_losses_of_single_samples(reduction, mode):
     dataset = torch.utils.data.TensorDataset(*token_batch())
     loop = make_loop(dataset=dataset, batch_size=3, loss_reduction=reduction, grad_sample_mode=mode, max_grad_norm=0.8)
     inputs, targets = first_batch(loop.loader, least=2)
@@ -91,7 +91,7 @@ def test_backward_of_the_engine_keeps_rows_apart(reduction, mode):
 
 @pytest.mark.parametrize("shape", [(), (5, 7)])
 @pytest.mark.hazard("B16")
-def test_backward_of_the_engine_wants_one_loss_for_each_row(shape):
+def test_backward_of_the_engine_needs_one_loss_per_sample(shape):
     loop = make_loop()
     next(iter(loop.loader))
     with pytest.raises(BatchDependentLossError, match=r'DPE010.*one number per sample.*reduction="none"'):

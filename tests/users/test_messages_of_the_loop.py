@@ -106,7 +106,7 @@ def test_the_end_of_the_plan_is_silent(recwarn):
     assert not [one for one in recwarn if "DPE011" in str(one.message)]
 
 
-def test_a_loader_that_ends_early_says_why():
+def test_a_loader_that_ends_early_states_the_reason():
     loop = make_loop(target_epsilon=3.0, target_delta=1e-3, epochs=1)
     with pytest.warns(
         PrivacyWarning, match=r"DPE011.*ended after 1 of 4 planned batches: another step.*accumulation_steps="
@@ -191,7 +191,7 @@ def test_detach_of_an_engine_names_the_function_for_other_objects():
         dpengine.detach(loop.model)
 
 
-def test_detach_rejects_what_is_not_private():
+def test_detach_rejects_other_objects():
     with pytest.raises(UnknownParameterError, match=r"DPE016.*Linear"):
         dpengine.detach(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="str is not a model"):

@@ -8,22 +8,22 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 
-def test_connecting_is_refused_even_to_this_machine(network_refused):
+def test_connections_are_rejected(network_refused):
     with socket.socket(socket.AF_INET) as client, pytest.raises(network_refused, match=r"127\.0\.0\.1"):
         client.connect(("127.0.0.1", 9))
 
 
-def test_looking_up_a_foreign_name_is_refused(network_refused):
+def test_name_lookups_are_rejected(network_refused):
     with pytest.raises(network_refused, match=r"example\.org"):
         socket.getaddrinfo("example.org", 443)
 
 
-def test_a_datagram_is_refused(network_refused):
+def test_datagrams_are_rejected(network_refused):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender, pytest.raises(network_refused):
         sender.sendto(b"x", ("127.0.0.1", 9))
 
 
-def test_urllib_is_refused(network_refused):
+def test_urllib_is_rejected(network_refused):
     with pytest.raises(network_refused):
         urllib.request.urlopen("http://example.org", timeout=1)
 

@@ -83,7 +83,7 @@ class Shadow:
 
 @pytest.mark.one_in(3, "kind", others="slow")
 @every_optimizer
-def test_the_objects_stay_what_they_are(kind):
+def test_the_optimizer_keeps_its_class_groups_and_state(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
     groups, state, defaults, keys = optimizer.param_groups, optimizer.state, optimizer.defaults, optimizer.state_dict()
@@ -101,7 +101,7 @@ def test_the_objects_stay_what_they_are(kind):
 @pytest.mark.one_in(3, "kind")
 @every_optimizer
 @pytest.mark.hazard("L10")
-def test_a_scheduler_from_before_counts_private_steps(kind):
+def test_a_scheduler_built_before_make_private_counts_private_steps(kind):
     model = mlp(bias=False)
     optimizer = kind(model.parameters(), lr=0.05)
     scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -143,7 +143,7 @@ def test_the_learning_rate_follows_the_schedule(schedule, before):
 @pytest.mark.one_in(6, "kind", others="slow")
 @pytest.mark.one_in(3, "kind")
 @every_optimizer
-def test_a_scheduler_from_after_sets_the_rate_of_the_next_step(kind):
+def test_a_scheduler_built_after_make_private_sets_the_rate_of_the_next_step(kind):
     loop = loop_with(kind)
     scheduler = lr_scheduler.StepLR(loop.optimizer, 1, gamma=0.1)
     shadow = Shadow(loop.model, kind)
@@ -294,7 +294,7 @@ def test_a_copy_can_be_attached_again():
 
 
 @every_optimizer
-def test_the_repr_says_that_it_is_private(kind):
+def test_the_repr_shows_the_private_settings(kind):
     loop = loop_with(kind, noise_multiplier=1.25, max_grad_norm=0.5)
     assert repr(loop.optimizer).startswith(f"DP{kind.__name__}(noise_multiplier=1.25, max_grad_norm=0.5")
     assert "INSECURE_SEED" in repr(loop.optimizer)
@@ -331,7 +331,7 @@ def test_a_detached_copy_takes_groups():
 @pytest.mark.one_in(4, "kind", "set_to_none")
 @every_optimizer
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_works_either_way(kind, set_to_none):
+def test_zero_grad_works_with_and_without_set_to_none(kind, set_to_none):
     loop = loop_with(kind)
     shadow = Shadow(loop.model, kind)
     with warnings.catch_warnings():

@@ -145,7 +145,7 @@ def test_a_scaler_that_was_not_passed_is_rejected(unscale):
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_a_scaler_that_is_off_is_no_hindrance(given):
+def test_a_disabled_scaler_is_accepted(given):
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     loop = make_loop(grad_scaler=scaler if given else None)
     inputs, targets = first_batch(loop.loader)
@@ -160,7 +160,7 @@ def test_a_scaler_that_is_off_is_no_hindrance(given):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_no_row_makes_the_scaler_skip_a_step(bad):
+def test_no_sample_makes_the_scaler_skip_a_step(bad):
     dataset = examples()
     dataset.tensors[0][::2] = bad
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=1)
@@ -178,7 +178,7 @@ def test_no_row_makes_the_scaler_skip_a_step(bad):
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_a_loss_that_overflows_releases_noise_alone():
+def test_a_loss_that_overflows_releases_noise_only():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     loop = make_loop(grad_scaler=scaler)
     inputs, targets = first_batch(loop.loader, least=3)

@@ -79,7 +79,7 @@ def time_first_loss(loop):
     return lambda ids, targets: F.cross_entropy(loop.model(ids.t()).flatten(0, 1), targets.t().flatten())
 
 
-def test_time_on_axis_0_names_batch_first():
+def test_time_on_axis_0_is_rejected_and_batch_first_accepts_it():
     ids = torch.randint(0, 9, (ROWS, TIME), generator=torch.Generator().manual_seed(0))
     dataset = TensorDataset(ids, ids)
     loop = make_loop(time_first(), dataset=dataset, **NOISE)

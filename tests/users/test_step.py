@@ -33,7 +33,7 @@ def clipped_by_hand(model):
 @every_mode
 @pytest.mark.parametrize(("edit", "set_to_none"), [(assigned, True), (assigned, False), (clipped_by_hand, False)])
 @pytest.mark.hazard("L8")
-def test_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none, mode):
+def test_gradients_that_were_changed_before_the_step_are_ignored_with_a_warning(edit, set_to_none, mode):
     loop = make_loop(grad_sample_mode=mode)
     batches = iter(loop.loader)
     loop.step(*next(batches))
@@ -47,7 +47,7 @@ def test_edits_before_the_step_change_nothing_and_are_noticed(edit, set_to_none,
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_no_gradient_is_there_before_the_step():
+def test_p_grad_is_none_before_the_step():
     loop = make_loop()
     loop.backward(*first_batch(loop.loader))
     assert all(p.grad is None for p in loop.model.parameters())

@@ -16,7 +16,7 @@ from dpengine import PrivacyEngine
 ROOT = Path(dpengine.__file__).parents[1]
 
 
-def test_the_package_says_that_it_is_typed():
+def test_the_package_has_a_type_marker():
     assert (Path(dpengine.__file__).parent / "py.typed").is_file()
 
 

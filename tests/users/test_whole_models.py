@@ -179,7 +179,7 @@ def test_a_model_is_clipped_as_by_a_loop_over_samples(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_is_clipped_so_in_the_default_mode_and_its_smallest_parts_run_alone(name):
+def test_a_model_is_exact_in_the_default_mode_and_its_smallest_parts_run_each_sample_alone(name):
     model, inputs_of = made(name)
     gradients_of = lambda m, inputs: per_sample_gradients(in_double(m), loss_of, inputs, WEIGHTS)  # noqa: E731
     with warnings.catch_warnings(record=True) as seen:
