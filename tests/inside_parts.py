@@ -20,7 +20,7 @@ import dpengine.engine.run_report
 import dpengine.engine.watch_model
 from dpengine.accounting.run_events import accounted_sample_rate
 from dpengine.clipping import Flat
-from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
+from dpengine.compat.opacus.grad_sample.pending_passes import PendingPasses
 from dpengine.distributed.topology import SINGLE
 from dpengine.engine import amp_and_lr_schedulers
 from dpengine.engine.add_clipped import ClipStatistics
@@ -157,9 +157,9 @@ class ShownPasses:
     """
 
     def __init__(self, model, clips, **settings):
-        self._waiting = WaitingPasses(model, **settings)
-        self._waiting.clipper.policy = clips
-        self._waiting.attach()
+        self._pending_passes = PendingPasses(model, **settings)
+        self._pending_passes.clipper.policy = clips
+        self._pending_passes.attach()
         self._rows = None
         self.statistics = ClipStatistics()
 
@@ -168,53 +168,53 @@ class ShownPasses:
         rows = self._rows
         if rows is not None and recorded.samples != rows:
             raise AssertionError(f"{recorded.samples} rows, not {rows}")
-        self.statistics = self._waiting.clipper.clip(recorded)
+        self.statistics = self._pending_passes.clipper.clip(recorded)
 
     def clip(self, *, rows=None):
         """Clips the pass that has waited longest."""
         self._rows = rows
-        self._waiting._deliver_next(self)
+        self._pending_passes._deliver_next(self)
         self._rows = None
         return SimpleNamespace(largest_norm=self.statistics.largest_norm)
 
     def own(self):
         """Clips passes as an optimizer does that was built over the model."""
         owner = SimpleNamespace(_step=self)
-        self._waiting.owner = lambda: owner
+        self._pending_passes.owner = lambda: owner
 
     def totals(self):
         """The clipped sums, by name, as copies."""
-        return totals_of(self._waiting.clipper)
+        return totals_of(self._pending_passes.clipper)
 
     def norms(self):
         """Norms of the last pass."""
-        return self._waiting.norms()
+        return self._pending_passes.norms()
 
     def waiting(self):
         """Returns whether a pass waits, the number of passes, and the rows of the first."""
-        parts = next(iter(self._waiting._parts().values()), None)
-        rows = len(parts[0]) if parts else self._waiting._waiting[0].gradients.samples
-        return self._waiting.pending, self._waiting.count, rows
+        parts = next(iter(self._pending_passes._parts().values()), None)
+        rows = len(parts[0]) if parts else self._pending_passes._pending[0].gradients.samples
+        return self._pending_passes.pending, self._pending_passes.count, rows
 
     def pending(self):
         """Returns True if a pass waits to be clipped."""
-        return self._waiting.pending
+        return self._pending_passes.pending
 
     def refuse_accumulation(self):
         """Allows one waiting pass at a time."""
-        self._waiting.allows_accumulation = False
+        self._pending_passes.allows_accumulation = False
 
     def restrict(self, parameters):
         """Clips and sums these parameters alone."""
-        self._waiting.clipper.only = frozenset(parameters)
+        self._pending_passes.clipper.only = frozenset(parameters)
 
     def released(self):
         """Marks what was clipped as used by a step."""
-        self._waiting.mark_released()
+        self._pending_passes.mark_released()
 
     def clear_shown(self):
         """Sets ``p.grad_sample`` to None."""
-        self._waiting.clear()
+        self._pending_passes.clear()
 
 
 def share_units(model, inputs, others):

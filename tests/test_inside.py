@@ -28,7 +28,7 @@ from source_trees import tree_of
 TESTS = Path(__file__).resolve().parent
 PACKAGE = TESTS.parent / "dpengine"
 
-STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_waiting", "_engine_ledger", "_built_step"}
+STEP_ATTRIBUTES = {"passes", "_step", "_dpengine", "_pending_passes", "_engine_ledger", "_built_step"}
 STEP_MODULES = {
     "add_clipped",
     "amp_and_lr_schedulers",
@@ -48,12 +48,12 @@ STEP_MODULES = {
     "step",
     "step_checks",
     "step_of",
-    "waiting_passes",
+    "pending_passes",
 }
 STEP_NAMES = {
     "PassClipper",
     "PrivateStep",
-    "WaitingPasses",
+    "PendingPasses",
     "watch_model",
     "BookKeeping",
     "Reweight",
@@ -77,7 +77,7 @@ PUBLIC = {
     "_backward_hooks",
 }
 IN_STRINGS = re.compile(
-    r"\.runs\[|\.passes\.|\b(?:_dpengine|_engine_ledger)\b|import (?:PassClipper|PrivateStep|WaitingPasses)"
+    r"\.runs\[|\.passes\.|\b(?:_dpengine|_engine_ledger)\b|import (?:PassClipper|PrivateStep|PendingPasses)"
     rf"|\bdpengine\.(?:\w+\.)*(?:{'|'.join(sorted(STEP_MODULES))})\b"
 )
 
@@ -153,7 +153,7 @@ def read_module(file: Path, private: Collection[str]) -> Module:
 
 def _is_of_step(module: str, name: str) -> bool:
     parts = module.split(".")
-    if parts[0] != "dpengine" or (parts[1:2] == ["compat"] and not {"step_of", "waiting_passes"} & {*parts, name}):
+    if parts[0] != "dpengine" or (parts[1:2] == ["compat"] and not {"step_of", "pending_passes"} & {*parts, name}):
         return False
     if name in OF_THEIR_OWN:
         return False

@@ -1,1 +1,1 @@
-"""Other packages' names for what dpengine does, so that scripts written for them run."""
+"""Interfaces of other packages, implemented by dpengine, so that scripts written for them run."""

@@ -184,7 +184,7 @@ OTHER_MODES = ["hooks", "functorch", "ew", "ghost"]
 def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
     wrapped, optimizer, loader = of_compat(Encodes(), grad_sample_mode=mode)
     wrapped.encode(next(iter(loader))[0]).square().mean().backward()
-    with pytest.raises(BatchStateError, match=r"'first'.*model\.encode\(x\).*forward choose"):
+    with pytest.raises(BatchStateError, match=r"'first'.*model\.encode\(x\).*forward may choose"):
         optimizer.step()
 
 
@@ -212,7 +212,7 @@ def test_rows_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
     wrapped, optimizer = by_hand(Encodes())
     wrapped.encode(batch()[0] + 1).square().mean().backward()
     if not cleared:
-        with pytest.raises(BatchStateError, match="come through"):
+        with pytest.raises(BatchStateError, match="was not called by the model"):
             wrapped(batch()[0])
     optimizer.zero_grad()
     expected = truth(wrapped._module, *batch())
@@ -266,9 +266,7 @@ def test_thresholds_for_each_parameter_are_written_anew_where_one_was_frozen():
     ],
 )
 def test_settings_of_adaptive_clipping_are_rejected_by_the_name_that_they_were_given(setting):
-    with pytest.raises(
-        ValueError, match=f"{next(iter(setting))}=.*must be a plain number, above 0 and (finite|below 1)"
-    ):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))}=.*must be a number above 0 and (finite|below 1)"):
         of_compat(clipping="adaptive", **setting)
 
 

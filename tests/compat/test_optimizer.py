@@ -237,7 +237,7 @@ def test_thresholds_for_each_parameter_bound_each_by_its_own():
     optimizer.max_grad_norms = [2 * bound for bound in bounds]
     backward(wrapped)
     assert inside.state(optimizer).noise_std == pytest.approx(4 * math.hypot(*bounds))
-    with pytest.raises(ValueError, match="3 thresholds"):
+    with pytest.raises(ValueError, match="3 clipping norms"):
         optimizer.max_grad_norms = bounds[:3]
 
 

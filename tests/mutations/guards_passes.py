@@ -37,13 +37,13 @@ GUARDS = [
         "parameters of another optimizer are not clipped",
         "p.requires_grad and (only is None or p in only)",
         "p.requires_grad",
-        "compat/test_waiting_passes.py::test_a_part_of_the_parameters_is_clipped_by_its_own_norm",
+        "compat/test_pending_passes.py::test_a_part_of_the_parameters_is_clipped_by_its_own_norm",
     ),
     Guard(
         "layer calls of another optimizer's parameters are left out",
         "            mode.keep(self.only)\n",
         "            pass\n",
-        "compat/test_waiting_passes.py::test_a_part_of_the_parameters_is_clipped_by_its_own_norm",
+        "compat/test_pending_passes.py::test_a_part_of_the_parameters_is_clipped_by_its_own_norm",
     ),
     Guard(
         "the probe compares samples, not privacy units",
@@ -91,27 +91,27 @@ GUARDS = [
     ),
     Guard(
         "gradients of the last step that are still shown",
-        "            if self.shows and _is_shown(parameter, one):",
+        "            if self.writes_grad_sample and _is_shown(parameter, one):",
         "            if False:",
-        "compat/test_waiting_passes.py::test_released_gradients_must_be_cleared_before_the_next_pass",
+        "compat/test_pending_passes.py::test_released_gradients_must_be_cleared_before_the_next_pass",
     ),
     Guard(
         "a second pass of Poisson batches before the step",
-        "self.allows_accumulation or not (self._waiting or unused)",
+        "self.allows_accumulation or not (self._pending or unused)",
         "True",
-        "compat/test_waiting_passes.py::test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice",
+        "compat/test_pending_passes.py::test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice",
     ),
     Guard(
         "a pass that waited is clipped once",
-        "                first.use_up()\n                del self._waiting[:1]",
+        "                first.invalidate()\n                del self._pending[:1]",
         "                first.use_up()",
-        "compat/test_waiting_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
+        "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
     ),
     Guard(
         "a shown gradient is clipped once",
         "self._used.setdefault(parameter, []).append(grad_sample)",
         "pass",
-        "compat/test_waiting_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
+        "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
     ),
     Guard(
         "a gradient that was written is what is clipped",
@@ -123,7 +123,7 @@ GUARDS = [
         "parameters of unequally many passes",
         "len({len(shown) for shown in parts.values()}) > 1",
         "False",
-        "compat/test_waiting_passes.py::test_parameters_used_in_other_passes_are_rejected",
+        "compat/test_pending_passes.py::test_parameters_used_in_other_passes_are_rejected",
     ),
     Guard(
         "an interrupted pass discards the batch of the optimizer",
@@ -153,7 +153,7 @@ GUARDS = [
         "a batch that was overwritten after its pass",
         "            self._check_unchanged(first)\n",
         "",
-        "compat/test_waiting_passes.py::test_a_batch_that_was_overwritten_after_its_pass_is_not_clipped",
+        "compat/test_pending_passes.py::test_a_batch_that_was_overwritten_after_its_pass_is_not_clipped",
     ),
     Guard(
         "an interrupted pass is not clipped with the one before",

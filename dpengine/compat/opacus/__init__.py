@@ -1,6 +1,7 @@
-"""Opacus's names over dpengine: in a script that was written for Opacus, only the import line changes.
+"""Interface of Opacus, implemented by dpengine. In a script that was written for Opacus, only the imports change.
 
-A leading ``opacus`` becomes ``dpengine.compat.opacus``, at any depth. Every submodule is an attribute after the import.
+Replace a leading ``opacus`` in imports, at any depth, by ``dpengine.compat.opacus``. The import also loads all
+submodules except ``lightning``.
 """
 
 import importlib
@@ -63,7 +64,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports ``lightning`` when it is asked for: where the package of that name is installed, it takes seconds."""
+    """Imports ``lightning`` at first use, because importing the package of that name takes seconds."""
     if name == "lightning":
         return importlib.import_module(".lightning", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

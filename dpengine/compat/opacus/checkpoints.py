@@ -1,4 +1,4 @@
-"""Checkpoints in Opacus's layout: one file, without the state of randomness and batches."""
+"""Checkpoints in the layout of Opacus: one file, without the state of random generators and batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Checkpoints:
 
     accountant: Any
     engine: dpengine.PrivacyEngine
-    _steps_at_load = 0  # of the engine, when a checkpoint was loaded last
+    _steps_at_load = 0  # steps of the engine when a checkpoint was last loaded
 
     @keyword_hints
     def save_checkpoint(
@@ -78,20 +78,20 @@ class Checkpoints:
             noise_scheduler: Scheduler of the noise multiplier.
             grad_clip_scheduler: Scheduler of the clipping norm.
             module_load_dict_kwargs: Arguments of ``module.load_state_dict``.
-            torch_load_kwargs: Arguments of ``torch.load``. ``weights_only`` is True by default; without it, a file may
-                run code.
+            torch_load_kwargs: Arguments of ``torch.load``. ``weights_only`` is True by default; with False, a file
+                may run code.
 
         Returns:
             The content without the states of optimizer and schedulers.
 
         Raises:
-            ValueError: If the file is no such checkpoint, or belongs to another accountant, or holds objects that
+            ValueError: If the file is not such a checkpoint, is of another accountant, or contains objects that
                 ``weights_only`` does not load.
         """
         content = _loaded(path, {"weights_only": True, **(torch_load_kwargs or {})})
         missing = [key for key in (MODULE, ACCOUNTANT) if key not in content]
         if missing:
-            raise ValueError(f"{path} holds no {missing[0]!r}, as save_checkpoint writes it; it has {list(content)}.")
+            raise ValueError(f"{path} has no {missing[0]!r}, which save_checkpoint writes. It has {list(content)}.")
         states = [content.pop(f"{name}_state_dict", None) for name in PARTS]
         steps = self.engine.ledger.steps
         _load_accountant(self.accountant, content[ACCOUNTANT], steps - self._steps_at_load, steps)
@@ -100,50 +100,51 @@ class Checkpoints:
             if part is not None and state is not None:
                 part.load_state_dict(state)
             elif (part is None) != (state is None):
-                said = "is in the checkpoint, and none was passed" if part is None else "was passed, and is not in it"
-                warnings.warn(f"The {name.replace('_', ' ')} {said}: its state stays as it is.", stacklevel=3)
+                problem = "was not passed, but is in the checkpoint" if part is None else "is not in the checkpoint"
+                warnings.warn(f"The {name.replace('_', ' ')} {problem}. Its state is not loaded.", stacklevel=3)
         self._steps_at_load = steps
         return content
 
 
-def _loaded(path: Any, how: dict[str, Any]) -> dict[str, Any]:
+def _loaded(path: Any, options: dict[str, Any]) -> dict[str, Any]:
     try:
-        return dict(torch.load(path, **how))
+        return dict(torch.load(path, **options))
     except pickle.UnpicklingError as error:
-        if not how["weights_only"]:
+        if not options["weights_only"]:
             raise
         raise ValueError(
-            f"{path} holds objects other than tensors and plain values, and loading them may run code that is in the "
+            f"{path} contains objects other than tensors and plain values, and loading them may run code in the "
             "file. If you trust the file, pass torch_load_kwargs={'weights_only': False}."
         ) from error
 
 
 def _load_accountant(accountant: Any, state: Any, steps_since_load: int, steps: int) -> None:
-    """Replaces an accountant's history; warns if steps of the engine may no longer be accounted."""
+    """Replaces an accountant's history. Warns if steps of the engine may no longer be accounted."""
     before = _steps(accountant)
     accountant.load_state_dict(state)
     after = _steps(accountant)
     more = after.total() - before.total()
     if more < 0:
-        what = f"The account goes back from {before.total()} steps to the {after.total()} of the checkpoint."
+        what = f"The accountant goes back from {before.total()} steps to the {after.total()} steps of the checkpoint."
         _notice_lost(accountant, "back", what)
     elif (steps_since_load and more) or (steps and before - after):
-        what = f"Unless the checkpoint has them too, steps made here count no more: {steps_since_load or steps}."
+        lost = steps_since_load or steps
+        what = f"{lost} steps of this engine are no longer accounted, unless the checkpoint includes them."
         _notice_lost(accountant, "other", what)
 
 
 def _notice_lost(accountant: Any, key: str, what: str) -> None:
     notice(
         "DPE021",
-        f"{what} That is right only if nothing was kept or shown of what was trained since. Else load the weights "
-        "alone, by module.load_state_dict.",
+        f"{what} This is correct only if no result of the lost steps is kept or shown. Otherwise load only the "
+        "weights, by module.load_state_dict.",
         key=key,
         of=accountant,
     )
 
 
 def _steps(accountant: Any) -> Counter[str]:
-    """Counts the steps of each kind in a history, as far as it holds triples."""
+    """Counts the steps of each kind in the triples of a history."""
     steps = Counter[str]()
     for entry in accountant.history:
         with contextlib.suppress(TypeError, ValueError):  # a user's accountant may store other entries

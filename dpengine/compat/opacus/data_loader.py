@@ -1,4 +1,4 @@
-"""``DPDataLoader``: Poisson batches drawn by the engine, empty ones included."""
+"""``DPDataLoader``: Poisson batches, which may be empty, drawn by the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wrap_collate_with_empty(
     sample_empty_shapes: Sequence[tuple[int, ...]] | None = None,
     dtypes: Sequence[torch.dtype | type] | None = None,
 ) -> CollateFnWithEmpty:
-    """Returns a ``CollateFnWithEmpty`` of these arguments."""
+    """Returns a ``CollateFnWithEmpty`` with these arguments."""
     return CollateFnWithEmpty(collate_fn, batch_first, rand_on_empty, sample_empty_shapes, dtypes)
 
 
@@ -48,7 +48,7 @@ class CollateFnWithEmpty:
         collator_fn: Function from a list of examples to a batch; None returns the list.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
         rand_on_empty: Whether an empty batch has one sample of zeros and ones.
-        sample_empty_shapes: Shapes of the tensors of an empty batch before the first other one.
+        sample_empty_shapes: Shapes of the tensors of an empty batch that precedes all nonempty ones.
         dtypes: Their dtypes.
     """
 
@@ -68,7 +68,7 @@ class CollateFnWithEmpty:
         self.first_batch: Any = None
 
     def __call__(self, batch: list[Any]) -> Any:
-        """Returns the batch of the examples, or an empty one; TypeError if its structure holds other than tensors."""
+        """Collates the examples, or returns an empty batch. Raises TypeError if a batch contains other than tensors."""
         if len(batch):
             collated = batch if self.wrapped_collator_fn is None else self.wrapped_collator_fn(batch)
             if self.first_batch is None:
@@ -91,7 +91,7 @@ class CollateFnWithEmpty:
         if isinstance(sample, (list, tuple)):
             return type(sample)(map(self._make_empty_batch, sample))
         raise TypeError(
-            f"A batch holds a {type(sample).__name__}, which has no empty form. Collate to tensors in dictionaries, "
+            f"A batch contains a {type(sample).__name__}, which has no empty form. Collate to tensors in dictionaries, "
             "lists or tuples, or use a DPDataLoader."
         )
 
@@ -128,9 +128,9 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         dataset: A map-style data set.
         sample_rate: Probability of each example to be in a batch, in (0, 1].
         collate_fn: Function from a list of examples to a batch; None for torch's default.
-        drop_last: Without effect: the last batch is like all others.
+        drop_last: Has no effect, because the last batch is not shorter.
         generator: Source of the seed of reproducible batches, for tests.
-        distributed: Whether each process loads its own part of every batch; or the topology of the model.
+        distributed: Whether each process loads its own part of every batch, or the topology of the model.
         batch_first: Whether axis 0 of tensors is the batch; else axis 1.
         rand_on_empty: Whether an empty batch has one sample of zeros and ones, whose gradient is dropped.
         kwargs: Further arguments of ``torch.utils.data.DataLoader``.
@@ -154,13 +154,14 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
     ):
         check_map_style(dataset)
         _check_keywords(kwargs)
-        rows = len(dataset)  # type: ignore[arg-type]
-        size = max(1, round(sample_rate * rows))
+        num_examples = len(dataset)  # type: ignore[arg-type]
+        size = max(1, round(sample_rate * num_examples))
         plain: DataLoader[Any] = DataLoader(
             dataset, batch_size=size, collate_fn=collate_fn or default_collate, **kwargs
         )
-        strategy = draws_for(plain, sample_rate=sample_rate, expected_batch_size=max(sample_rate * rows, 1e-9))
-        private = _private(plain, strategy, generator, distributed, batch_first, rand_on_empty)
+        expected = max(sample_rate * num_examples, 1e-9)
+        scheme = draws_for(plain, sample_rate=sample_rate, expected_batch_size=expected)
+        private = _private(plain, scheme, generator, distributed, batch_first, rand_on_empty)
         self.__dict__.update(private.__dict__)
 
     @classmethod
@@ -174,15 +175,15 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         batch_first: bool = True,
         rand_on_empty: bool = False,
     ) -> DPDataLoader:
-        """Returns a loader with the data set and settings of another one, and as many batches in a pass.
+        """Returns a loader with the data set and settings of another loader, and the same number of batches per epoch.
 
-        ``data_loader`` is a plain loader, whose batch size is that of all processes together; with a
-        ``DistributedSampler``, that of each. ``generator=None`` uses its generator. The other arguments are those of
-        the class. Raises ValueError for an ``IterableDataset`` or a custom sampler.
+        The batch size of ``data_loader``, a plain loader, is that of all processes together, or with a
+        ``DistributedSampler`` that of each process. ``generator=None`` uses the generator of ``data_loader``. The other
+        arguments are those of the class. Raises ValueError for an ``IterableDataset`` or a custom sampler.
         """
         generator = data_loader.generator if generator is None else generator
-        strategy, whole = _drawn_as(data_loader, distributed)
-        return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
+        scheme, whole = _scheme_and_loader(data_loader, distributed)
+        return _private(plain(whole), scheme, generator, distributed, batch_first, rand_on_empty)
 
     @property
     def strategy(self) -> Draws:
@@ -195,44 +196,45 @@ class DPDataLoader(PrivateIteration, DataLoader):  # type: ignore[misc]
         return self.strategy.sample_rate
 
 
-def private_form(
+def private_loader_for(
     data_loader: DataLoader[Any],
     *,
-    repeats: bool,
+    reproducible: bool,
     distributed: bool | Topology,
     batch_first: bool,
     rand_on_empty: bool,
 ) -> DPDataLoader:
     """Returns the private loader of a run, with secret batches.
 
-    With ``repeats``, the generator of the loader draws them, for tests with reproducible noise.
+    If ``reproducible``, the generator of the loader draws them, for tests with reproducible noise.
     """
-    generator = data_loader.generator if repeats else None
+    generator = data_loader.generator if reproducible else None
     if generator is not data_loader.generator:
         warnings.warn(
             "The generator of the loader is not used: batches must be secret for privacy amplification by sampling. "
             "For reproducible tests, pass noise_generator= as well.",
             stacklevel=5,
         )
-    strategy, whole = _drawn_as(data_loader, distributed)
-    return _private(plain(whole), strategy, generator, distributed, batch_first, rand_on_empty)
+    scheme, whole = _scheme_and_loader(data_loader, distributed)
+    return _private(plain(whole), scheme, generator, distributed, batch_first, rand_on_empty)
 
 
-def _drawn_as(data_loader: DataLoader[Any], distributed: bool | Topology) -> tuple[Draws, DataLoader[Any]]:
-    """Returns the sampling scheme of a loader's private form, and the loader of the batches of all processes."""
+def _scheme_and_loader(data_loader: DataLoader[Any], distributed: bool | Topology) -> tuple[Draws, DataLoader[Any]]:
+    """Returns the sampling scheme of the private loader, and a loader of the batches of all processes."""
     check_map_style(data_loader.dataset)
     if isinstance(data_loader, DPDataLoader):
         return data_loader.strategy, data_loader
     steps, data_loader = len(data_loader), whole_loader(plain(data_loader), topology_for(distributed))
     check_loader(data_loader)
     batches: Any = data_loader.batch_sampler
-    rows, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
-    return PoissonDraws(rows, min(1.0, 1 / max(steps, 1)), steps, float(min(size, rows))), data_loader
+    num_examples, size = len(data_loader.dataset), batches.batch_size  # type: ignore[arg-type]
+    scheme = PoissonDraws(num_examples, min(1.0, 1 / max(steps, 1)), steps, float(min(size, num_examples)))
+    return scheme, data_loader
 
 
 @keyword_hints
 def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator) -> DataLoader[Any]:
-    """Returns a copy of a loader whose sampler and workers use another generator.
+    """Returns a copy of a loader whose sampler and workers use the given generator.
 
     Raises:
         ValueError: If the loader has no batches, or its sampler has no generator.
@@ -253,7 +255,7 @@ def switch_generator(*, data_loader: DataLoader[Any], generator: torch.Generator
 
 def _private(
     plain: DataLoader[Any],
-    strategy: Draws,
+    scheme: Draws,
     generator: torch.Generator | None,
     distributed: bool | Topology,
     batch_first: bool,
@@ -263,7 +265,7 @@ def _private(
     private = reporting_loader(
         plain,
         topology,
-        sampling=strategy,
+        sampling=scheme,
         words=words_for(generator, topology),
         batch_first=batch_first,
         placeholder=rand_on_empty,
@@ -286,7 +288,7 @@ class _BatchSampler(PrivateBatchSampler):
 
 @functools.cache
 def _class_for(kind: type[DataLoader[Any]]) -> type[DPDataLoader]:
-    """Returns ``DPDataLoader``, or its subclass that inherits from the user's loader class, too."""
+    """Returns ``DPDataLoader``, or a subclass of it and of the user's loader class."""
     if kind is DataLoader:
         return DPDataLoader
     return type(f"DP{kind.__name__}", (DPDataLoader, kind), {"__module__": __name__, "__doc__": kind.__doc__})
@@ -297,7 +299,7 @@ def _check_keywords(kwargs: Mapping[str, Any]) -> None:
     for name in kwargs:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else " It takes its own arguments and those of DataLoader."
+            hint = f" Did you mean {near[0]!r}?" if near else " Its arguments include those of DataLoader."
             raise TypeError(f"DPDataLoader() has no argument {name!r}.{hint}")
 
 

@@ -1,4 +1,4 @@
-"""Models that several processes train, each with a whole copy."""
+"""Data-parallel models, of which each process has a replica."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 def average_gradients(model: nn.Module) -> None:
     """Sums ``p.grad`` over all processes and divides it by their number, in place.
 
-    A process without a gradient for a parameter counts as one with zeros, if another has one.
+    If only some processes have a gradient for a parameter, the others contribute zeros.
 
     Args:
-        model: The same on every process.
+        model: The model, with the same parameters on every process.
     """
     size = torch.distributed.get_world_size()
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         return
     present = torch.tensor([float(p.grad is not None) for p in trainable], device=trainable[0].device)
-    torch.distributed.all_reduce(present)  # else a process would wait for a sum that another one leaves out
+    torch.distributed.all_reduce(present)  # otherwise a process would wait for an all-reduce that another one skips
     for parameter, count in zip(trainable, present.tolist(), strict=True):
         if count:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -30,13 +30,13 @@ def average_gradients(model: nn.Module) -> None:
 
 
 class DifferentiallyPrivateDistributedDataParallel(nn.Module):
-    """Marks a model as one that several processes train, and gives all of them the weights of the first.
+    """Marks a model as data-parallel, and broadcasts the weights of the first process.
 
-    Unlike ``torch.nn.parallel.DistributedDataParallel``, which goes with it too, it adds up nothing in a backward pass:
-    the optimizer does, after clipping.
+    It reduces no gradients in the backward pass; the optimizer reduces the sums after clipping. The private engine also
+    supports ``torch.nn.parallel.DistributedDataParallel``.
 
     Args:
-        model: The model. ``torch.distributed`` must be initialised.
+        model: The model. ``torch.distributed`` must be initialized.
     """
 
     def __init__(self, model: nn.Module):

@@ -1,4 +1,4 @@
-"""Batches of a loader, and the part of them that each of several processes loads."""
+"""Private loaders that report their batches to an optimizer, also in several processes."""
 
 from __future__ import annotations
 
@@ -59,23 +59,23 @@ class BatchReports:
         self._optimizer: weakref.ref[DPOptimizer] | None = None
 
     def report_to(self, optimizer: DPOptimizer) -> None:
-        """Reports to this optimizer from now on, and to no other. The reference is weak."""
+        """Reports to this optimizer from now on, instead of any other. The reference is weak."""
         self._optimizer = weakref.ref(optimizer)
 
     def batch_returned(self, batch: LogicalBatch, chunk: int, data: Any) -> None:
-        """The loader returns a physical batch to the user."""
+        """Called when the loader returns a physical batch to the user."""
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None:
             return
         if not optimizer.has_external_batches:
-            optimizer._waiting.batch_returned(optimizer._step, batch, chunk, data)
+            optimizer._pending_passes.batch_returned(optimizer._step, batch, chunk, data)
             return
         if chunk == 0:
             optimizer.forget_skips()
         optimizer.signal_skip_step(do_skip=chunk < len(batch.sizes) - 1)
 
     def may_draw(self, step: int) -> bool:
-        """Returns True: the runs of an optimizer from ``make_private`` of Opacus have no last step."""
+        """Returns True, because runs with the interface of Opacus have no last step."""
         return True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BatchReports:
@@ -97,41 +97,41 @@ def reporting_loader(loader: DataLoader[Any], topology: Topology, **options: Any
 
 
 def report_to(loader: Any, optimizer: DPOptimizer) -> None:
-    """Has the batches of a private loader reported to an optimizer, in the place of any other."""
+    """Reports the batches of a private loader to an optimizer, instead of any other."""
     reports = loader.__dict__.get("_reports")
     if reports is None:
         raise TypeError(
-            "This loader reports its batches to a private optimizer of dpengine.PrivacyEngine, and cannot report them "
-            "to another one. Pass a DPDataLoader or a plain DataLoader."
+            "This loader reports its batches to a private optimizer of dpengine.PrivacyEngine, and cannot be used "
+            "with another one. Pass a DPDataLoader or a plain DataLoader."
         )
     reports.report_to(optimizer)
 
 
 def unsampled_loader(data_loader: DataLoader[Any], distributed: bool | Topology = False) -> DataLoader[Any]:
-    """Returns a loader with the batches of another one, in its order or shuffled, that reports them to the engine.
+    """Returns a loader with the batches of another loader, in order or shuffled, that reports them to the engine.
 
-    Raises SamplingError for a sampler of another kind.
+    Raises SamplingError for other samplers.
     """
     topology = topology_for(distributed)
-    strategy = data_loader._batches.sampling if isinstance(data_loader, PrivateIteration) else None
+    scheme = data_loader._batches.sampling if isinstance(data_loader, PrivateIteration) else None
     whole = whole_loader(data_loader, topology)
-    if isinstance(strategy, ShuffleDraws):
-        if not isinstance(strategy, Shuffled):
-            strategy = Shuffled(strategy.num_examples, strategy.batch_size, strategy.drop_last)
+    if isinstance(scheme, ShuffleDraws):
+        if not isinstance(scheme, Shuffled):
+            scheme = Shuffled(scheme.num_examples, scheme.batch_size, scheme.drop_last)
     else:
         check_loader(whole)
         batches: Any = whole.batch_sampler
-        scheme = Shuffled if type(batches.sampler) is RandomSampler else InOrder
-        strategy = scheme(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
-    private = reporting_loader(plain(whole), topology, sampling=strategy, words=words_for(None, topology))
-    private.__dict__["sampler"] = data_loader.sampler  # of which scripts call set_epoch
+        scheme_class = Shuffled if type(batches.sampler) is RandomSampler else InOrder
+        scheme = scheme_class(len(whole.dataset), batches.batch_size, batches.drop_last)  # type: ignore[arg-type]
+    private = reporting_loader(plain(whole), topology, sampling=scheme, words=words_for(None, topology))
+    private.__dict__["sampler"] = data_loader.sampler  # because scripts call sampler.set_epoch
     return private
 
 
 def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None) -> DataLoader[Any]:
-    """Returns a loader of the batches of all processes for one with a ``DistributedSampler``; others as they are.
+    """Returns a loader of the batches of all processes for a ``DistributedSampler``; else the same loader.
 
-    Raises SamplingError if the sampler is for another number of processes than the topology, if that is given.
+    Raises SamplingError if the sampler and the given topology have different numbers of processes.
     """
     batches: Any = data_loader.batch_sampler
     sampler = getattr(batches, "sampler", None)
@@ -139,9 +139,9 @@ def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None)
         return data_loader
     if topology is not None and sampler.num_replicas != topology.ranks:
         raise SamplingError(
-            f"DistributedSampler(num_replicas={sampler.num_replicas}) shares rows out, and {topology.ranks} processes "
-            "share the rows of a batch of this model.",
-            fix="Wrap the model in DifferentiallyPrivateDistributedDataParallel or torch's own, or pass "
+            f"The loader has DistributedSampler(num_replicas={sampler.num_replicas}), but {topology.ranks} processes "
+            "share the batches of this model.",
+            fix="Wrap the model in DifferentiallyPrivateDistributedDataParallel or DistributedDataParallel, or pass "
             "DataLoader(dataset, batch_size=..., shuffle=True) with the batch size of all processes together.",
         )
     dataset: Any = data_loader.dataset
@@ -153,19 +153,19 @@ def whole_loader(data_loader: DataLoader[Any], topology: Topology | None = None)
 
 
 def plain(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader that can be made private again."""
+    """Returns a plain loader with the settings of a private one; other loaders are returned unchanged."""
     if not isinstance(loader, PrivateIteration):
         return loader
     collate = loader.collate_fn
     while hasattr(collate, "_collate") or hasattr(collate, "collate"):
         collate = getattr(collate, "_collate", None) or collate.collate  # type: ignore[union-attr]
-    kept = {name: getattr(loader, name) for name in _KEPT}
+    settings = {name: getattr(loader, name) for name in _SETTINGS}
     size = max(1, round(loader._batches.sampling.expected_batch_size))
-    kept["drop_last"] = getattr(loader._batches.sampling, "drop_last", False)
-    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **kept)
+    settings["drop_last"] = getattr(loader._batches.sampling, "drop_last", False)
+    return DataLoader(loader.dataset, batch_size=size, collate_fn=collate, **settings)
 
 
-_KEPT = (
+_SETTINGS = (
     "num_workers",
     "pin_memory",
     "timeout",
@@ -182,13 +182,13 @@ def topology_for(distributed: bool | Topology) -> Topology:
     if isinstance(distributed, Topology) or not distributed:
         return distributed or SINGLE
     if not torch.distributed.is_initialized():
-        raise ValueError("distributed=True, and there is no process group. Call torch.distributed.init_process_group.")
+        raise ValueError("distributed=True, but there is no process group. Call torch.distributed.init_process_group.")
     return topology_of(torch.nn.Module())
 
 
 def words_for(generator: torch.Generator | None, topology: Topology) -> Any:
-    """The randomness of batches, the same on all processes that share them."""
-    # All draw the same batches, each for its own part: with seeds that differ, a row might come twice.
+    """Returns the random words of batches, which are equal on all processes that share them."""
+    # Each process draws the same batch and loads its part. With different seeds, parts could overlap.
     seed = topology.everyone.broadcast(seed_of(generator))
     source: NoiseSource = source_for(topology, DEFAULT_KIND, seed, run=0)
 

@@ -1,4 +1,4 @@
-"""A Lightning data module whose training loader draws Poisson batches. Needs the package ``lightning``."""
+"""Lightning data module whose training loader draws Poisson batches. Requires the package ``lightning``."""
 
 from __future__ import annotations
 

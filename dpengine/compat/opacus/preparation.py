@@ -26,9 +26,9 @@ from dpengine.kernels.memory import keep_freed_memory
 
 from .accountants.entries import charges_of
 from .accountants.ledger_accountant import LedgerAccountant
-from .data_loader import private_form
+from .data_loader import private_loader_for
 from .engine_batches import report_to, unsampled_loader
-from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_spread
+from .grad_sample.gsm_base import AbstractGradSampleHooks, AbstractGradSampleModule, is_distributed
 from .grad_sample.prepare import GHOST, get_gsm_class, prepare_module
 from .optimizers import DPOptimizer, get_optimizer_class
 from .utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
@@ -42,7 +42,7 @@ class Preparation(NotCopyable):
         secure_mode: Whether all noise comes from a cryptographic generator on the CPU.
         dataset: The data set of the last run.
         engine: The engine of dpengine, which has the ledger.
-        own_accountants: Count the steps of each run in accountants that do not follow the ledger.
+        own_accountants: For each run, an object that counts its steps in accountants that do not follow the ledger.
     """
 
     accountant: Any
@@ -52,7 +52,7 @@ class Preparation(NotCopyable):
     own_accountants: list[_OwnAccountant]
 
     _to_keep = "copy.deepcopy(engine.accountant)"
-    _repeats = False  # whether the batches of the next run are reproducible, for tests
+    _reproducible = False  # whether the batches of the next run are reproducible, for tests
 
     def _has_private_models(self) -> bool:
         return bool(self.engine.runs)
@@ -96,16 +96,16 @@ class Preparation(NotCopyable):
         """Returns the private form of a loader."""
         if self.dataset is not None and self.dataset is not data_loader.dataset:
             warnings.warn(
-                "This engine was used with another data set before, and its epsilon covers both. Use an engine for "
-                "each data set, unless they are the same.",
+                "This engine was used with another data set before, and its epsilon covers both. Use one engine for "
+                "each data set, unless they have common examples.",
                 stacklevel=3,
             )
         self.dataset = data_loader.dataset
         if not poisson_sampling:
             return unsampled_loader(data_loader, distributed)
-        return private_form(
+        return private_loader_for(
             data_loader,
-            repeats=self._repeats,
+            reproducible=self._reproducible,
             distributed=distributed,
             batch_first=batch_first,
             rand_on_empty=rand_on_empty,
@@ -123,13 +123,13 @@ class Preparation(NotCopyable):
     ) -> AbstractGradSampleHooks:
         """Returns the wrapper of a model, or the hooks on it."""
         if wrap_model and isinstance(module, AbstractGradSampleModule):
-            wanted = (get_gsm_class(grad_sample_mode), batch_first, loss_reduction)
+            expected = (get_gsm_class(grad_sample_mode), batch_first, loss_reduction)
             found = (type(module), module.batch_first, module.loss_reduction)
-            if wanted != found:
+            if expected != found:
                 raise ValueError(
                     f"The model is a {found[0].__name__} with batch_first={found[1]}, loss_reduction={found[2]!r}; "
-                    f"expected a {wanted[0].__name__} with {wanted[1]}, {wanted[2]!r}. Pass module._module, or call "
-                    "module.to_standard_module() first."
+                    f"expected a {expected[0].__name__} with {expected[1]}, {expected[2]!r}. Pass module._module, or "
+                    "call module.to_standard_module() first."
                 )
             return module
         more = {"max_grad_norm": max_grad_norm} if grad_sample_mode in GHOST else {}
@@ -159,18 +159,20 @@ class Preparation(NotCopyable):
         of_loader: Mapping[str, Any],
         of_optimizer: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """Returns the private parts, given the keyword arguments of each; on an error, removes the hooks again."""
+        """Creates all private parts, given the keyword arguments of each. Removes the hooks on an error."""
         hooks: Any = self._prepare_model(module, **of_model)
         topology: Topology = hooks._topology
         try:
-            self._repeats = of_optimizer["noise_generator"] is not None
+            self._reproducible = of_optimizer["noise_generator"] is not None
             loader = self._prepare_data_loader(
                 data_loader, distributed=topology is not SINGLE and topology, **of_loader
             )
             private = self._prepare_optimizer(
-                expected_batch_size=batch_size / topology.ranks, distributed=is_spread(hooks._module), **of_optimizer
+                expected_batch_size=batch_size / topology.ranks,
+                distributed=is_distributed(hooks._module),
+                **of_optimizer,
             )
-            self._join(hooks, private, loader, of_loader["poisson_sampling"])
+            self._connect(hooks, private, loader, of_loader["poisson_sampling"])
         except BaseException:
             if hooks is not module:
                 hooks.cleanup()
@@ -183,13 +185,13 @@ class Preparation(NotCopyable):
         )
         return hooks, private, wrapped, loader
 
-    def _join(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
+    def _connect(self, hooks: AbstractGradSampleHooks, optimizer: DPOptimizer, loader: Any, poisson: bool) -> None:
         """Connects the optimizer to the loader and to the engine's ledger."""
-        strategy = loader._batches.sampling
-        delta = suggested_delta(max(2, strategy.num_examples))  # a single example has none; the caller then passes one
-        custom_accountant = _OwnAccountant(self, optimizer, strategy.sample_rate if poisson else None)
+        scheme = loader._batches.sampling
+        delta = suggested_delta(max(2, scheme.num_examples))  # one example has no suggested delta
+        custom_accountant = _OwnAccountant(self, optimizer, scheme.sample_rate if poisson else None)
         step = optimizer._begin_run(
-            strategy,
+            scheme,
             self.engine.ledger,
             custom_accountant.count_step,
             budget=Budget(None, delta, None, "warn", self.engine.accountant),
@@ -210,7 +212,7 @@ class Preparation(NotCopyable):
 
 
 def follow(accountant: Any, ledger: Ledger) -> bool:
-    """Adds future charges of a ledger to an accountant. Returns False if it must count each step itself."""
+    """Adds future charges of a ledger to an accountant. Returns False if the accountant must count steps itself."""
     if not isinstance(accountant, LedgerAccountant) or accountant.counts_by_itself():
         return False
     accountant.follow(ledger)
@@ -227,7 +229,7 @@ class _OwnAccountant:
     """
 
     def __init__(self, engine: Preparation, optimizer: DPOptimizer, sample_rate: float | None):
-        self._engine = weakref.ref(engine)  # a script may drop it and continue with another one
+        self._engine = weakref.ref(engine)  # a script may delete it and continue with another one
         self._ledger = engine.engine.ledger
         self._accountant = engine.accountant
         self._optimizer = optimizer
@@ -266,12 +268,12 @@ class _OwnAccountant:
         accountant.get_optimizer_hook_fn(sample_rate=self._rate)(self._optimizer)
 
     def count_discarded(self) -> None:
-        """Counts batches that were charged without a step since: discarded ones, and those of a failed step."""
-        before, optimizer = self._discarded, self._optimizer
+        """Counts batches that were charged without a step since the last call: discarded, or of a failed step."""
+        counted, optimizer = self._discarded, self._optimizer
         self._discarded = optimizer._step.batches.discarded + optimizer._failed_batches
         accountant = self.accountant
         if self._rate is not None and not follow(accountant, self._ledger):
-            for _ in range(self._discarded - before):
+            for _ in range(self._discarded - counted):
                 accountant.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=self._rate)
 
 

@@ -1,4 +1,4 @@
-"""``PrivacyEngine`` with Opacus's arguments: wraps model, optimizer and loader."""
+"""``PrivacyEngine`` with the interface of Opacus: wraps model, optimizer and loader."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpengine.report.report import PrivacyReport
 from .accountants import create_accountant
 from .accountants.ledger_accountant import LedgerAccountant
 from .accountants.utils import get_noise_multiplier
-from .admission import adaptive_settings, admit
+from .argument_checks import adaptive_settings, check_arguments
 from .checkpoints import Checkpoints
 from .preparation import Preparation, follow
 from .validators import ModuleValidator
@@ -38,11 +38,11 @@ class PrivacyEngine(Preparation, Checkpoints):
         )
 
     Args:
-        accountant: ``"prv"``, ``"rdp"``, ``"gdp"`` or a registered name; others are a ``ValueError``.
+        accountant: ``"prv"``, ``"rdp"``, ``"gdp"`` or a registered name. Other names raise ``ValueError``.
         secure_mode: Whether all noise comes from a cryptographic generator on the CPU, without a seed.
     """
 
-    _flat_adapts: ClassVar[dict[str, float] | None] = None  # settings, if "flat" means adaptive
+    _adaptive_settings: ClassVar[dict[str, float] | None] = None  # set if "flat" means adaptive clipping
 
     @keyword_hints
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False):
@@ -91,29 +91,31 @@ class PrivacyEngine(Preparation, Checkpoints):
 
         Args:
             module: The model, or a wrapper of the same class and settings.
-            optimizer: Over parameters of the model, and no others.
+            optimizer: Optimizer of parameters of the model, and no others.
             criterion: The criterion that ghost modes wrap.
-            data_loader: A plain loader. The returned loader draws as many Poisson batches in a pass.
+            data_loader: A plain loader. The private loader draws the same number of Poisson batches per epoch.
             noise_multiplier: Standard deviation of the noise over ``max_grad_norm``.
             max_grad_norm: Clipping norm; with ``"per_layer"`` a list with one for each parameter.
             batch_first: Whether axis 0 of the model's inputs is the batch; else axis 1.
             loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
-            poisson_sampling: False keeps the batches of the loader. Epsilon is then without amplification.
+            poisson_sampling: Whether to draw Poisson batches. False keeps the batches of the loader, and epsilon is
+                then without amplification by sampling.
             clipping: ``"flat"``, ``"per_layer"`` or ``"adaptive"``.
             noise_generator: Generator of reproducible noise, for tests. The result is not private.
             grad_sample_mode: ``"hooks"``, ``"functorch"``, ``"ew"``, ``"ghost"``, ``"ghost_fsdp"``, ``"ghost_tp"`` or
                 ``"no_op"``.
-            wrap_model: False puts hooks on the model itself and returns them as first value.
+            wrap_model: Whether to wrap the model. False attaches hooks to it and returns the hooks in place of the
+                wrapper.
             rand_on_empty: Whether an empty batch has one sample of zeros and ones, whose gradient is dropped.
-            target_unclipped_quantile: Of ``"adaptive"``: see ``AdaClipDPOptimizer``. Default 0.5.
-            clipbound_learning_rate: Of ``"adaptive"``. Default 0.2.
-            max_clipbound: Of ``"adaptive"``. Default 1e6.
-            min_clipbound: Of ``"adaptive"``. Default 1e-6.
-            unclipped_num_std: Of ``"adaptive"``. Default a twentieth of the batch size, at least the noise multiplier.
+            target_unclipped_quantile: For ``"adaptive"``: see ``AdaClipDPOptimizer``. Default 0.5.
+            clipbound_learning_rate: For ``"adaptive"``. Default 0.2.
+            max_clipbound: For ``"adaptive"``. Default 1e6.
+            min_clipbound: For ``"adaptive"``. Default 1e-6.
+            unclipped_num_std: For ``"adaptive"``. Default a twentieth of the batch size, at least the noise multiplier.
 
         Returns:
-            Model, optimizer and loader; with a ghost mode the criterion before the loader. Arguments that cannot be
-            made private raise, and leave all objects unchanged.
+            Model, optimizer and loader; in a ghost mode also the criterion, before the loader. Arguments that cannot
+            be made private raise an error, and all objects remain unchanged.
         """
         settings = {
             "target_unclipped_quantile": target_unclipped_quantile,
@@ -122,16 +124,16 @@ class PrivacyEngine(Preparation, Checkpoints):
             "min_clipbound": min_clipbound,
             "unclipped_num_std": unclipped_num_std,
         }
-        size = admit(module, optimizer, data_loader, noise_generator, self.secure_mode)
-        if clipping == "flat" and self._flat_adapts is not None:
+        size = check_arguments(module, optimizer, data_loader, noise_generator, self.secure_mode)
+        if clipping == "flat" and self._adaptive_settings is not None:
             clipping = "adaptive"
-            settings = {**self._flat_adapts, **{k: v for k, v in settings.items() if v is not None}}
-        adapts: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
+            settings = {**self._adaptive_settings, **{k: v for k, v in settings.items() if v is not None}}
+        adaptive: dict[str, Any] = adaptive_settings(clipping, settings, noise_multiplier, size)
         shared = {"loss_reduction": loss_reduction, "grad_sample_mode": grad_sample_mode}
         of_model = {"batch_first": batch_first, "max_grad_norm": max_grad_norm, "wrap_model": wrap_model}
         of_loader = {"poisson_sampling": poisson_sampling, "batch_first": batch_first, "rand_on_empty": rand_on_empty}
         of_optimizer = {"optimizer": optimizer, "noise_multiplier": noise_multiplier, "max_grad_norm": max_grad_norm}
-        of_optimizer |= {"noise_generator": noise_generator, "clipping": clipping, **adapts}
+        of_optimizer |= {"noise_generator": noise_generator, "clipping": clipping, **adaptive}
         return self._parts(
             module,
             data_loader,
@@ -172,16 +174,16 @@ class PrivacyEngine(Preparation, Checkpoints):
         eps_error: float | None = None,
         delta_error: float | None = None,
     ) -> tuple[Any, ...]:
-        """Calls ``make_private`` with the noise multiplier at which ``epochs`` passes cost the target.
+        """Calls ``make_private`` with the noise multiplier for which ``epochs`` epochs cost the target.
 
-        ``target_epsilon`` at ``target_delta`` is the cost of the planned passes alone: a warning says that it adds to
-        earlier steps. The planned passes may stay below the target by ``epsilon_tolerance``. ``alphas`` are the orders
-        of the RDP accountant; ``eps_error`` and ``delta_error`` belong to the PRV accountant. All other arguments, and
-        the result, are those of ``make_private``.
+        ``target_epsilon`` at ``target_delta`` is the cost of the planned epochs alone; a warning is given if earlier
+        steps add to it. The planned epochs may cost less than the target by ``epsilon_tolerance``. ``alphas`` are the
+        orders of the RDP accountant; ``eps_error`` and ``delta_error`` are for the PRV accountant. All other arguments,
+        and the result, are those of ``make_private``.
         """
         given = {"alphas": alphas, "eps_error": eps_error, "delta_error": delta_error}
-        steps = len(data_loader) if poisson_sampling else 1  # else a pass is one release over all examples
-        sigma = self._noise(target_epsilon, target_delta, steps, epochs, epsilon_tolerance, given)
+        steps = len(data_loader) if poisson_sampling else 1  # otherwise an epoch is one release of all examples
+        sigma = self._calibrated_noise(target_epsilon, target_delta, steps, epochs, epsilon_tolerance, given)
         return self.make_private(
             module=module,
             optimizer=optimizer,
@@ -204,14 +206,12 @@ class PrivacyEngine(Preparation, Checkpoints):
             unclipped_num_std=unclipped_num_std,
         )
 
-    def _noise(
+    def _calibrated_noise(
         self, epsilon: float, delta: float, steps: int, epochs: int, tolerance: float, given: Mapping[str, Any]
     ) -> float:
-        """Returns the noise multiplier for a target."""
+        """Returns the noise multiplier for a target epsilon."""
         if len(self.accountant) > 0:
-            warnings.warn(
-                "This engine has accounted steps before; the target is that of the new run alone.", stacklevel=4
-            )
+            warnings.warn("This engine has accounted steps before. The target is for the new run alone.", stacklevel=4)
         return get_noise_multiplier(
             target_epsilon=epsilon,
             target_delta=delta,
@@ -224,7 +224,7 @@ class PrivacyEngine(Preparation, Checkpoints):
 
     @keyword_hints
     def get_epsilon(self, delta: float) -> float:
-        """Returns epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
+        """Returns the epsilon so far at ``delta``: 0 before the first step, infinite without noise."""
         for custom_accountant in self.own_accountants:
             custom_accountant.count_discarded()
         return float(self.accountant.get_epsilon(delta))
@@ -237,28 +237,29 @@ class PrivacyEngine(Preparation, Checkpoints):
         utility: Mapping[str, Any] | None = None,
         excludes: Sequence[str] = (),
     ) -> PrivacyReport:
-        """Returns the report of all accounted steps, loaded histories included; see ``dpengine.PrivacyEngine.report``.
+        """Returns the report of all accounted steps, including loaded histories; see ``dpengine.PrivacyEngine.report``.
 
         Raises:
-            LedgerError: If the accountant was given a history with less than the steps of this engine.
+            LedgerError: If the history of the accountant costs less than the steps of this engine.
         """
         if not (isinstance(self.accountant, LedgerAccountant) and self.engine.runs):
             return self.engine.report(data=data, utility=utility, excludes=excludes)
-        ledger, spent = self.accountant.ledger, self.engine.ledger.steps
+        ledger, num_steps = self.accountant.ledger, self.engine.ledger.steps
         loaded = set() if set(ledger.totals) == set(self.engine.ledger.totals) else {Origin()}
         origins = origins_of(self.engine) | loaded
         relation = relation_of(origins)
-        told, true = (epsilon_of(one.totals, 1e-5, relation=relation) for one in (ledger, self.engine.ledger))
-        if ledger.steps < spent or told < true:
+        histories = (ledger.totals, self.engine.ledger.totals)
+        stated, actual = (epsilon_of(totals, 1e-5, relation=relation) for totals in histories)
+        if ledger.steps < num_steps or stated < actual:
             raise LedgerError(
-                f"The accountant's history has {ledger.steps} steps that cost less than the {spent} this engine made.",
-                fix="Leave accountant.history as it is, or ask privacy_engine.engine.report().",
+                f"The accountant's history of {ledger.steps} steps costs less than the {num_steps} of this engine.",
+                fix="Do not change accountant.history, or call privacy_engine.engine.report().",
             )
         check_report_arguments(data, utility, excludes)
         return report_of_run(self.engine.runs[-1], ledger, origins, data, utility, excludes)
 
     def is_compatible(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> bool:
-        """Returns whether the model is valid. ``make_private`` checks optimizer and loader."""
+        """Returns True if the model is valid. ``make_private`` checks optimizer and loader."""
         return ModuleValidator.is_valid(module)
 
     def validate(self, *, module: nn.Module, optimizer: Any, data_loader: Any) -> None:

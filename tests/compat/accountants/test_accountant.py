@@ -219,10 +219,10 @@ def test_charges_that_triples_cannot_express_survive_save_and_load():
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (None, "holds nothing"),
-        ({}, "holds nothing"),
-        ({"mechanism": "rdp"}, "lacks 'history'"),
-        ({"history": []}, "lacks 'mechanism'"),
+        (None, "is empty"),
+        ({}, "is empty"),
+        ({"mechanism": "rdp"}, "has no 'history'"),
+        ({"history": []}, "has no 'mechanism'"),
         ({"history": [], "mechanism": "prv"}, r"create_accountant\('prv'\)"),
         ({"history": [(1.0,)], "mechanism": "rdp"}, "triples"),
         ({"history": [], "mechanism": "rdp", "ledger": {"schema": 99}}, "cannot be read"),

@@ -176,7 +176,7 @@ def test_a_model_with_loss_gives_each_sample_its_own(reduction):
 
 
 def test_an_unknown_reduction_is_rejected():
-    with pytest.raises(ValueError, match="'none' is not known"):
+    with pytest.raises(ValueError, match="'none' is unknown"):
         ModelWithLoss(nn.Linear(3, 2), "none")
 
 

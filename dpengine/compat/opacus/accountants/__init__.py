@@ -1,4 +1,4 @@
-"""Accountants by Opacus's names, over the ledger and the bounds of `dpengine.accounting`."""
+"""Accountants with the interface of Opacus, based on the ledger and the bounds of `dpengine.accounting`."""
 
 from . import analysis, utils
 from .accountant import IAccountant

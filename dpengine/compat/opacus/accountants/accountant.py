@@ -1,4 +1,4 @@
-"""Base class of all accountants, those of users included."""
+"""Base class of all accountants, including those of users."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class IAccountant(abc.ABC):
-    """Keeps what was released, and tells what it costs.
+    """Records releases and computes their privacy cost.
 
-    A class of one's own fills in the five abstract members and is made known by `register_accountant`. Its ``history``
-    is an ordinary list. Those of this package keep theirs in a ledger: see `LedgerAccountant`.
+    A user's accountant implements the five abstract methods and is registered by `register_accountant`. Its ``history``
+    is an ordinary list. Accountants of this package store their history in a ledger: see `LedgerAccountant`.
 
     Attributes:
         history: Triples ``(noise_multiplier, sample_rate, steps)``.
@@ -31,7 +31,7 @@ class IAccountant(abc.ABC):
 
         Args:
             noise_multiplier: Standard deviation of the noise over the sensitivity.
-            sample_rate: Chance of each row to be in the batch.
+            sample_rate: Probability that an example is in the batch.
         """
 
     @abc.abstractmethod
@@ -40,7 +40,7 @@ class IAccountant(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Returns the number of entries of the history, in each of which are one or more equal steps."""
+        """Returns the number of entries of the history. Each stands for one or more equal steps."""
 
     @classmethod
     @abc.abstractmethod
@@ -48,14 +48,14 @@ class IAccountant(abc.ABC):
         """Returns the name under which the class is registered."""
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[Any], None]:
-        """Returns what counts a step of an optimizer: pass it to ``optimizer.attach_step_hook``.
+        """Returns a function that counts a step of an optimizer, for ``optimizer.attach_step_hook``.
 
         Args:
-            sample_rate: Chance of each row to be in one batch. An optimizer that gathers several batches for a step
-                counts with so many times the rate.
+            sample_rate: Probability that an example is in one batch. It is multiplied by the number of batches that
+                the optimizer accumulates for a step.
 
         Returns:
-            A function of the optimizer, which reads ``noise_multiplier`` and ``accumulated_iterations`` from it.
+            A function of the optimizer that reads its ``noise_multiplier`` and ``accumulated_iterations``.
         """
 
         def count_step(optim: Any) -> None:
@@ -68,10 +68,10 @@ class IAccountant(abc.ABC):
         """Returns the state: ``history`` and ``mechanism``.
 
         Args:
-            destination: Where to put it; None makes an ordered dictionary.
+            destination: Mapping to write the state to; None creates an ordered dictionary.
 
         Returns:
-            The destination.
+            The mapping.
         """
         state: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
         state["history"] = copy.deepcopy(self.history)
@@ -79,27 +79,27 @@ class IAccountant(abc.ABC):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replaces the history by a stored one.
+        """Replaces the history by a saved one.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: Result of `state_dict`.
 
         Raises:
-            ValueError: If it is empty, incomplete, or of another mechanism. The history is then as it was.
-        """  # noqa: DOC502 - the check raises on our behalf
+            ValueError: If the state is empty, incomplete, or of another mechanism. The history does not change then.
+        """  # noqa: DOC502 - raised by check_state
         check_state(state_dict, self.mechanism())
         self.history = state_dict["history"]
 
 
 def check_state(state: Mapping[str, Any] | None, mechanism: str) -> None:
-    """Checks that a state is that of an accountant of this mechanism."""
+    """Raises ValueError if a state is not that of an accountant of this mechanism."""
     if not state:
-        raise ValueError(f"The state is {state!r}, which holds nothing. Pass what accountant.state_dict() returned.")
+        raise ValueError(f"The state is {state!r}, which is empty. Pass the result of accountant.state_dict().")
     missing = [key for key in ("history", "mechanism") if key not in state]
     if missing:
-        raise ValueError(f"The state lacks {missing[0]!r}; it has {', '.join(map(repr, state))}.")
+        raise ValueError(f"The state has no {missing[0]!r}; it has {', '.join(map(repr, state))}.")
     if state["mechanism"] != mechanism:
         raise ValueError(
-            f"The state is of mechanism {state['mechanism']!r}, and this accountant is of {mechanism!r}. "
+            f"The state is of mechanism {state['mechanism']!r}, but this accountant is of {mechanism!r}. "
             f"Use create_accountant({state['mechanism']!r})."
         )

@@ -3,12 +3,12 @@
 Charges without such a form become triples of at least the same cost, if there are any:
 
 - cyclic batches: noise and rate within the group, although not all steps can include the same example;
-- correlated noise: all steps of the run form one Gaussian mechanism; as many independent ones of that total cost;
-- fixed-size or truncated batches: half the noise and rate 1, since one example may displace another;
+- correlated noise, whose steps form one Gaussian mechanism: the same number of independent steps of that total cost;
+- fixed-size or truncated batches: half the noise and rate 1, because one example may displace another;
 - units with several examples: noise relative to the largest norm, and rate 1;
-- events without a bound by noise and rate alone, such as one without a claim: noise 0.
+- events that noise and rate do not bound, such as events without a claimed epsilon: noise 0.
 
-Such a triple keeps the charges that it stands for, from which epsilon is computed.
+Such a triple stores the charges that it stands for, from which epsilon is computed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 
 
 class Entry(tuple):
-    """A triple that keeps its charges: adding it to a history again adds these."""
+    """Triple that stores its charges. Adding it to a history adds these charges."""
 
     charges: tuple[Charge, ...]
 
@@ -44,7 +44,7 @@ class Entry(tuple):
 
 
 def event_of(noise_multiplier: Any, sample_rate: Any) -> Event:
-    """Returns the event of a step, from numbers or from arrays or tensors that hold one."""
+    """Returns the event of a step, from numbers or arrays or tensors of one element."""
     sigma, rate = (getattr(value, "item", lambda value=value: value)() for value in (noise_multiplier, sample_rate))
     if isinstance(rate, float) and 1 < rate <= 1 + _ROUNDING:
         rate = 1.0
@@ -53,33 +53,31 @@ def event_of(noise_multiplier: Any, sample_rate: Any) -> Event:
 
 
 def charges_of(entries: Iterable[Sequence[Any]]) -> list[Charge]:
-    """Returns the charges of the entries of a history; entries of no steps have none."""
-    found: list[Charge] = []
+    """Returns the charges of the entries of a history. Entries with 0 steps have none."""
+    charges: list[Charge] = []
     for entry in entries:
         if isinstance(entry, Entry):
-            found += entry.charges
+            charges += entry.charges
             continue
         if not isinstance(entry, Sequence) or len(entry) != 3:
-            raise ValueError(
-                f"A history holds triples (noise_multiplier, sample_rate, steps), and this one holds {entry!r}."
-            )
+            raise ValueError(f"A history must contain triples (noise_multiplier, sample_rate, steps), got {entry!r}.")
         sigma, rate, steps = entry
         event = event_of(sigma, rate)
         count = getattr(steps, "item", lambda steps=steps: steps)()
         if isinstance(count, float) and count.is_integer():
             count = int(count)
         if count != 0:
-            found.append(Charge(event, count))
-    return found
+            charges.append(Charge(event, count))
+    return charges
 
 
 def entries_of(charges: Iterable[Charge]) -> list[Triple]:
-    """Returns the triples of charges, equal neighbors merged; an `Entry` if the event is not only noise and rate."""
+    """Returns the triples of charges, with equal successive events merged; an `Entry` if a triple is incomplete."""
     return [_entry(list(run)) for _, run in itertools.groupby(charges, key=lambda charge: charge.event)]
 
 
-def has_plain_form(charge: Charge) -> bool:
-    """Returns whether the charge is fully described by a triple."""
+def is_triple(charge: Charge) -> bool:
+    """Returns True if a triple fully describes the charge."""
     return isinstance(charge.event, (GaussianEvent, PoissonGaussianEvent))
 
 
@@ -89,7 +87,7 @@ def _entry(run: list[Charge]) -> Triple:
         return event.noise_multiplier, event.sample_rate, count
     if isinstance(event, GaussianEvent):
         return event.noise_multiplier, 1.0, count
-    steps = steps_of(Charge(one.event, one.count) for one in run)
+    steps = steps_of(Charge(charge.event, charge.count) for charge in run)
     sigma, rate = _FORMS.get(type(event), _no_bound)(event, steps)
     entry = Entry((sigma, rate, steps))
     entry.charges = tuple(run)

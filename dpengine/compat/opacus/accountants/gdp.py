@@ -12,11 +12,11 @@ from .ledger_accountant import KEYWORDS, LedgerAccountant
 
 
 class GaussianAccountant(LedgerAccountant):
-    """Computes epsilon exactly without sampling, and bounds it by privacy loss distributions otherwise.
+    """Computes epsilon exactly without sampling, and otherwise bounds it by privacy loss distributions.
 
-    Opacus computes the limit for many steps and small rates, which usually underestimates epsilon. That value is still
-    available as ``analysis.gdp.compute_eps_poisson``. This class never underestimates. Noise and rate may change from
-    step to step.
+    Opacus computes the limit for many steps and small rates, which usually underestimates epsilon and is still
+    available as ``analysis.gdp.compute_eps_poisson``. This class never underestimates epsilon. Noise and rate may
+    change from step to step.
     """
 
     def get_epsilon(self, delta: float, poisson: bool = True, **kwargs: Any) -> float:
@@ -24,9 +24,9 @@ class GaussianAccountant(LedgerAccountant):
 
         Args:
             delta: Strictly between 0 and 1.
-            poisson: Whether batches included each example independently with the given rate. False assumes no
+            poisson: Whether batches include each example independently with the given rate. False claims no
                 amplification by sampling: every step counts as one over all examples. This also bounds shuffled
-                batches and batches of one size, for zero-out neighbors and a public number of examples.
+                and fixed-size batches, for zero-out neighbors and a public number of examples.
             kwargs: Arguments of other accountants, which are ignored.
 
         Returns:
@@ -34,7 +34,7 @@ class GaussianAccountant(LedgerAccountant):
 
         Raises:
             ValueError: If ``delta`` is out of range.
-        """  # noqa: DOC502 - the check raises on our behalf
+        """  # noqa: DOC502 - raised by _epsilon
         check_keywords("GaussianAccountant.get_epsilon", kwargs, KEYWORDS)
         charges = self.ledger.totals if poisson else tuple(map(_unsampled, self.ledger.totals))
         unsampled = all(isinstance(charge.event, GaussianEvent) for charge in charges)

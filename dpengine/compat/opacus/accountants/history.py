@@ -1,4 +1,4 @@
-"""History of an accountant as a list. Added entries are charged to the ledger; other changes replace it."""
+"""History of an accountant as a list. New entries are charged to the ledger; other changes replace the ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class History(list):
     content, because charges cannot be removed from a ledger.
 
     Args:
-        keeper: The accountant.
+        owner: The accountant.
     """
 
     def __init__(self, owner: HistoryOwner):

@@ -12,29 +12,29 @@ from dpengine.accounting.rdp import ORDERS
 from dpengine.errors import LedgerError, notice
 
 from .accountant import IAccountant, check_state
-from .entries import charges_of, entries_of, event_of, has_plain_form
+from .entries import charges_of, entries_of, event_of, is_triple
 from .history import History
 
 KEYWORDS = ("delta", "alphas", "eps_error", "delta_error", "poisson")
-"""Keywords of any accountant's ``get_epsilon``. The others ignore them: calibration passes them to all."""
+"""Keywords of ``get_epsilon`` of all accountants. Each accepts and ignores those of the others."""
 
-USUAL_ORDERS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
+OPACUS_ORDERS = [1 + x / 10.0 for x in range(1, 100)] + list(range(12, 64))
 """Orders of Renyi divergences, as in Opacus."""
 
-ALL_ORDERS = (*USUAL_ORDERS, *(order for order in ORDERS if order > USUAL_ORDERS[-1]))
+ALL_ORDERS = (*OPACUS_ORDERS, *(order for order in ORDERS if order > OPACUS_ORDERS[-1]))
 """These and larger orders, which give smaller bounds if epsilon is small."""
 
-_OTHERS = ("rdp", "pld", "monte_carlo")  # fallbacks of an accountant without an answer
+_FALLBACKS = ("rdp", "pld", "monte_carlo")  # for histories that an accountant cannot bound
 
 
 class LedgerAccountant(IAccountant):
     """Accountant that charges a `dpengine.accounting.Ledger` and computes its cost by `dpengine.accounting`.
 
     Attributes:
-        ledger: The charges. It may be set to the ledger of an engine, whose charges then appear here at once. Discarded
+        ledger: The charges. If it is set to the ledger of an engine, it includes all charges of that engine. Discarded
             batches count as steps, because the reason for discarding them may depend on the data.
-        history: The charges as triples; see `History` for the effect of changes, and ``entries.py`` for charges without
-            such a form. Setting it replaces all. Later charges of a shared ledger are added.
+        history: The charges as triples; see `History` for the effect of changes, and ``entries.py`` for charges that
+            are not triples. Setting it replaces all charges; later charges of a followed ledger are added.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class LedgerAccountant(IAccountant):
         if not isinstance(ledger, Ledger):
             raise TypeError(f"ledger is a {type(ledger).__name__}; pass a dpengine.accounting.Ledger.")
         self._sources = [_Source(ledger)]
-        self._own: Ledger | None = None  # set if the history is not that of one ledger
+        self._own: Ledger | None = None  # set if the history differs from that of the one ledger
 
     def follow(self, ledger: Ledger) -> None:
         """Adds future charges of an engine's ledger to the history."""
@@ -65,18 +65,18 @@ class LedgerAccountant(IAccountant):
 
     @classmethod
     def counts_by_itself(cls) -> bool:
-        """Returns whether the class overrides how a step is counted, which no ledger can replace."""
+        """Returns True if the class overrides `step`, so that it must count each step itself."""
         return cls.step is not LedgerAccountant.step
 
     @property
     def history(self) -> Any:
-        """Triples ``(noise_multiplier, sample_rate, steps)``, equal neighbours merged."""
+        """Triples ``(noise_multiplier, sample_rate, steps)``, with equal successive entries merged."""
         self._list._refresh()
         return self._list
 
     @history.setter
     def history(self, entries: Iterable[Sequence[Any]]) -> None:
-        if entries is not self._list:  # as `history += ...` ends
+        if entries is not self._list:  # `history += ...` assigns the list itself
             self._replace(list(entries))
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
@@ -85,7 +85,7 @@ class LedgerAccountant(IAccountant):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._list = History(self)  # what was stored is a plain list
+        self._list = History(self)  # it is pickled as a plain list
 
     def __len__(self) -> int:
         return len(self._entries())
@@ -93,7 +93,7 @@ class LedgerAccountant(IAccountant):
     def state_dict(self, destination: MutableMapping[str, Any] | None = None) -> MutableMapping[str, Any]:
         """Returns ``history``, ``mechanism`` and, if triples are incomplete, ``ledger``, all as plain values."""
         state = super().state_dict(destination)
-        if not all(map(has_plain_form, self.ledger.history)):
+        if not all(map(is_triple, self.ledger.history)):
             state["ledger"] = self.ledger.state_dict()
         return state
 
@@ -107,7 +107,7 @@ class LedgerAccountant(IAccountant):
         try:
             stored.load_state_dict(state_dict["ledger"])
         except LedgerError as error:
-            raise ValueError(f"The state holds a ledger that cannot be read: {error}") from error
+            raise ValueError(f"The ledger in the state cannot be read: {error}") from error
         self._replace_charges(stored.history)
 
     def _entries(self) -> list[Any]:
@@ -130,29 +130,29 @@ class LedgerAccountant(IAccountant):
         self._sources = [_Source(source.ledger, *_end(source.ledger)) for source in self._sources]
 
     def _epsilon(self, delta: float, accountant: str, charges: Sequence[Charge] | None = None) -> float:
-        """Returns the upper bound of one accountant, or with a warning that of another if it has none."""
+        """Returns the upper bound of an accountant. If it has none, warns and returns that of another accountant."""
         answer = first_answer(
-            self.ledger.totals if charges is None else charges, delta, (accountant, *_OTHERS), orders=ALL_ORDERS
+            self.ledger.totals if charges is None else charges, delta, (accountant, *_FALLBACKS), orders=ALL_ORDERS
         )
         if answer.refusals and answer.accountant_used != accountant:
-            who = answer.accountant_used
-            said = f"accountant {who!r} answered instead" if who else "epsilon is infinite"
-            notice("DPE025", f"{answer.refusals[0]} So {said}.", key=f"{answer.refusals[0]} {who}", of=self)
+            used = answer.accountant_used
+            result = f"accountant {used!r} was used instead" if used else "epsilon is infinite"
+            notice("DPE025", f"{answer.refusals[0]} Therefore {result}.", key=f"{answer.refusals[0]} {used}", of=self)
         return answer.epsilon
 
 
 @dataclass
 class _Source:
-    """A followed ledger and the position up to which it was read: charges, and the count of the last one."""
+    """Followed ledger, with the number of charges read so far and the count of the last one."""
 
     ledger: Ledger
-    place: int = 0
+    position: int = 0
     count: int = 0
 
     def catch_up(self, own: Ledger) -> None:
         """Adds new charges to ``own``."""
-        charges, count = self.ledger.history[max(self.place - 1, 0) :], self.count
-        self.place, self.count = _end(self.ledger)
+        charges, count = self.ledger.history[max(self.position - 1, 0) :], self.count
+        self.position, self.count = _end(self.ledger)
         for charge in charges:
             more, count = charge.count - count, 0
             if more > 0:

@@ -1,4 +1,4 @@
-"""Privacy random variables."""
+"""Accountant by numerical composition of privacy losses."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class PRVAccountant(LedgerAccountant):
         """Returns an upper bound on the epsilon spent so far.
 
         The losses are composed by the PLD accountant, which is faster than the engine's PRV and as accurate.
-        If it has no valid bound, as for tiny noise, `RDPAccountant` or another accountant is used, with a warning.
+        If it has no valid bound, for example for tiny noise, it warns and uses `RDPAccountant` or another accountant.
 
         Args:
             delta: Strictly between 0 and 1.
-            eps_error: Positive. Ignored, because the bound includes all errors; for compatibility.
-            delta_error: Positive, or None. Ignored, too.
+            eps_error: Positive. Accepted for compatibility and ignored, because the bound includes all errors.
+            delta_error: Positive, or None. Ignored as well.
             kwargs: Arguments of other accountants, which are ignored.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Renyi differential privacy."""
+"""Accountant by Renyi differential privacy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 from dpengine.accounting.renyi_orders import epsilon_by_orders
 from dpengine.errors import AccountingRefusedError, check_keywords
 
-from .ledger_accountant import ALL_ORDERS, KEYWORDS, USUAL_ORDERS, LedgerAccountant
+from .ledger_accountant import ALL_ORDERS, KEYWORDS, OPACUS_ORDERS, LedgerAccountant
 
 
 class RDPAccountant(LedgerAccountant):
     """Bounds epsilon by Renyi divergences: fast, and looser than ``PRVAccountant``."""
 
-    DEFAULT_ALPHAS: ClassVar[list[float]] = USUAL_ORDERS
+    DEFAULT_ALPHAS: ClassVar[list[float]] = OPACUS_ORDERS
 
     def get_privacy_spent(self, *, delta: float, alphas: Sequence[float] | None = None) -> tuple[float, float]:
-        """Returns an upper bound on epsilon, and its order.
+        """Returns an upper bound on epsilon, and the order that gives it.
 
         Args:
             delta: Strictly between 0 and 1.

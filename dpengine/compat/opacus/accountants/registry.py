@@ -1,4 +1,4 @@
-"""Accountants by name."""
+"""Registry of accountants by name."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _ACCOUNTANTS: dict[str, type[IAccountant]] = {
 
 @keyword_hints
 def register_accountant(mechanism: str, accountant: type[IAccountant], force: bool = False) -> None:
-    """Makes a class of accountants known by a name.
+    """Registers an accountant class under a name.
 
     Args:
         mechanism: The name.
-        accountant: Made without arguments; has the members of `IAccountant`.
-        force: Whether it may take the place of another one.
+        accountant: Class with the members of `IAccountant` and a constructor without arguments.
+        force: Whether to replace a registered class.
 
     Raises:
-        ValueError: If the name is taken and ``force`` is not set.
+        ValueError: If the name is registered and ``force`` is False.
     """
     if mechanism in _ACCOUNTANTS and not force:
         raise ValueError(
@@ -37,8 +37,10 @@ def register_accountant(mechanism: str, accountant: type[IAccountant], force: bo
 
 @keyword_hints
 def create_accountant(mechanism: str) -> IAccountant:
-    """Returns a new accountant: ``"rdp"``, ``"gdp"``, ``"prv"`` or a registered one; else raises ``ValueError``."""
+    """Creates an accountant: ``"rdp"``, ``"gdp"``, ``"prv"`` or a registered name. Raises ``ValueError`` for others."""
     if mechanism not in _ACCOUNTANTS:
         known = ", ".join(map(repr, _ACCOUNTANTS))
-        raise ValueError(f"No accountant is called {mechanism!r}. Choose {known}, or add one by register_accountant.")
+        raise ValueError(
+            f"Accountant {mechanism!r} is unknown. Choose one of: {known}; or register one with register_accountant."
+        )
     return _ACCOUNTANTS[mechanism]()

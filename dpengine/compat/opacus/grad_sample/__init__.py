@@ -1,4 +1,4 @@
-"""Wrappers that leave per-sample gradients on parameters, and rules for them, by Opacus's names."""
+"""Wrappers that write per-sample gradients to parameters, and grad samplers, with the interface of Opacus."""
 
 from . import functorch, utils
 from .conv import compute_conv_grad_sample

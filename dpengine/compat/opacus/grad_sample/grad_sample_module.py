@@ -1,4 +1,4 @@
-"""``GradSampleModule``: per-sample gradients that are formed when they are read."""
+"""``GradSampleModule``: per-sample gradients that are materialized when they are read."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def promote_current_grad_sample(p: nn.Parameter) -> None:
 
 
 class GradSampleHooks(AbstractGradSampleHooks):
-    """Hooks on a model that leave per-sample gradients.
+    """Hooks on a model that write per-sample gradients to its parameters.
 
     Args:
         m: The model.
@@ -68,9 +68,9 @@ class GradSampleHooks(AbstractGradSampleHooks):
         force_functorch: bool = False,
     ):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._begin(strict=strict, force_functorch=force_functorch)
+        self._initialize(strict=strict, force_functorch=force_functorch)
 
-    def _begin(self, *, strict: bool, force_functorch: bool) -> None:
+    def _initialize(self, *, strict: bool, force_functorch: bool) -> None:
         self.strict = strict
         self.force_functorch = force_functorch
         if strict:
@@ -81,21 +81,21 @@ class GradSampleHooks(AbstractGradSampleHooks):
 
     @property
     def hooks_enabled(self) -> bool:
-        """True if backward passes leave per-sample gradients."""
-        return self._waiting is not None and self._waiting.clipper.capture.state is CaptureState.ATTACHED
+        """True if backward passes write per-sample gradients."""
+        return self._pending_passes is not None and self._pending_passes.clipper.capture.state is CaptureState.ATTACHED
 
     def add_hooks(
         self, *, loss_reduction: str = "mean", batch_first: bool = True, force_functorch: bool = False
     ) -> None:
-        """Attaches the hooks with the arguments of the class; ValueError if they are attached."""
-        if self._waiting is not None:
+        """Attaches the hooks, with the arguments of the class. Raises ValueError if they are attached already."""
+        if self._pending_passes is not None:
             raise ValueError("The hooks are attached already. Call remove_hooks() first.")
         self.loss_reduction, self.batch_first, self.force_functorch = loss_reduction, batch_first, force_functorch
-        self._watch("functorch" if force_functorch else self.mode)
+        self._attach("functorch" if force_functorch else self.mode)
 
     def remove_hooks(self) -> None:
         """Removes the hooks, if they are attached."""
-        self._unwatch()
+        self._detach()
 
     def disable_hooks(self) -> None:
         """Stops recording passes."""
@@ -106,12 +106,12 @@ class GradSampleHooks(AbstractGradSampleHooks):
         self._switch(enabled=True)
 
     def _switch(self, *, enabled: bool) -> None:
-        if self._waiting is not None:
-            self._waiting.clipper.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
+        if self._pending_passes is not None:
+            self._pending_passes.clipper.capture.state = CaptureState.ATTACHED if enabled else CaptureState.PAUSED
 
     def iterate_submodules(self, module: nn.Module) -> Iterable[nn.Module]:
         """Returns the modules of a model with trainable parameters of their own, outermost first."""
-        return (one for one in module.modules() if any(p.requires_grad for p in one.parameters(recurse=False)))
+        return (layer for layer in module.modules() if any(p.requires_grad for p in layer.parameters(recurse=False)))
 
     @classmethod
     def is_supported(cls, module: nn.Module) -> bool:
@@ -157,4 +157,4 @@ class GradSampleModule(GradSampleHooks, AbstractGradSampleModule):
         force_functorch: bool = False,
     ):
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._begin(strict=strict, force_functorch=force_functorch)
+        self._initialize(strict=strict, force_functorch=force_functorch)

@@ -29,7 +29,7 @@ def create_norm_sample(*, param: Tensor, grad_sample: Tensor, max_batch_len: int
 
 
 class GradSampleHooksFastGradientClipping(GradSampleHooks):
-    """Hooks that leave the norms of per-sample gradients.
+    """Hooks that compute the norms of per-sample gradients.
 
     Args:
         m: The model.
@@ -38,11 +38,11 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         strict: Whether a trainable layer with a buffer raises.
         force_functorch: Whether every layer uses the ``torch.func`` fallback.
         max_grad_norm: Clipping norm of ``get_clipping_coef`` until there is an optimizer.
-        use_ghost_clipping: Without effect: the method for each norm is chosen by its cost.
+        use_ghost_clipping: Has no effect: the method for each norm is chosen by its cost.
     """
 
     mode: ClassVar[str] = "auto"  # uses registered norm samplers
-    shows: ClassVar[bool] = False
+    writes_grad_sample: ClassVar[bool] = False
     NORM_SAMPLERS: ClassVar[MutableMapping[type[nn.Module], Any]] = NORM_SAMPLERS
 
     @keyword_hints
@@ -57,26 +57,26 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
         max_grad_norm: float = 1,
         use_ghost_clipping: bool = True,
     ):
-        self._clips(max_grad_norm, use_ghost_clipping)
+        self._set_clipping(max_grad_norm, use_ghost_clipping)
         super().__init__(
             m, batch_first=batch_first, loss_reduction=loss_reduction, strict=strict, force_functorch=force_functorch
         )
 
-    def _clips(self, max_grad_norm: float, use_ghost_clipping: bool) -> None:
+    def _set_clipping(self, max_grad_norm: float, use_ghost_clipping: bool) -> None:
         self._own_max_grad_norm = max_grad_norm
         self._first_policy: Any = None  # the policy before there is an optimizer
         self.use_ghost_clipping = use_ghost_clipping
 
-    def _watch(self, mode: str) -> None:
-        super()._watch(mode)
-        self._first_policy = None if self._waiting is None else self._waiting.clipper.policy
+    def _attach(self, mode: str) -> None:
+        super()._attach(mode)
+        self._first_policy = None if self._pending_passes is None else self._pending_passes.clipper.policy
 
     @property
     def max_grad_norm(self) -> float:
         """Clipping norm of the optimizer, which changes it; before there is one, the argument."""
-        if self._waiting is None or self._waiting.clipper.policy is self._first_policy:
+        if self._pending_passes is None or self._pending_passes.clipper.policy is self._first_policy:
             return self._own_max_grad_norm
-        return float(self._waiting.clipper.policy.max_grad_norm)
+        return float(self._pending_passes.clipper.policy.max_grad_norm)
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float) -> None:
@@ -104,7 +104,7 @@ class GradSampleHooksFastGradientClipping(GradSampleHooks):
     @property
     def per_sample_gradient_norms(self) -> Tensor:
         """Norms ``(B,)`` of the last backward pass. Not private."""
-        found = None if self._waiting is None else self._waiting.norms()
+        found = None if self._pending_passes is None else self._pending_passes.norms()
         if found is None:
             raise AttributeError("No norms yet. Run a backward pass over a batch in train mode.")
         return found
@@ -130,5 +130,5 @@ class GradSampleModuleFastGradientClipping(GradSampleHooksFastGradientClipping, 
         use_ghost_clipping: bool = True,
     ):
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._clips(max_grad_norm, use_ghost_clipping)
-        self._begin(strict=strict, force_functorch=force_functorch)
+        self._set_clipping(max_grad_norm, use_ghost_clipping)
+        self._initialize(strict=strict, force_functorch=force_functorch)

@@ -18,31 +18,31 @@ from dpengine.distributed.detect import topology_of, unwrapped
 from dpengine.distributed.local_shards import is_dtensor
 from dpengine.distributed.topology import SINGLE, Topology
 
-from .waiting_passes import WaitingPasses
+from .pending_passes import PendingPasses
 
-_waiting_of: Any = WeakTensorKeyDictionary()  # the backward passes of each parameter, weakly
-_SPREAD = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)
+_passes_by_parameter: Any = WeakTensorKeyDictionary()  # weak references
+_DISTRIBUTED = (DistributedDataParallel, DifferentiallyPrivateDistributedDataParallel, FSDPModule)
 
 
-def waiting_of(parameter: nn.Parameter) -> WaitingPasses | None:
-    """Returns the backward passes over the model of a parameter, while its hooks are attached."""
-    found = _waiting_of.get(parameter)
+def pending_passes_of(parameter: nn.Parameter) -> PendingPasses | None:
+    """Returns the pending passes of the model of a parameter; None if its hooks are not attached."""
+    found = _passes_by_parameter.get(parameter)
     return None if found is None else found()
 
 
-def is_spread(module: nn.Module) -> bool:
-    """Returns whether a model is wrapped for training by several processes."""
-    return isinstance(module, _SPREAD)
+def is_distributed(module: nn.Module) -> bool:
+    """Returns True if a model is wrapped for training by several processes."""
+    return isinstance(module, _DISTRIBUTED)
 
 
 def _topology_for(module: nn.Module) -> Topology:
     """Returns how a model is distributed; without a wrapper, each process trains its own model."""
     is_split = any(map(is_dtensor, module.parameters()))
-    return topology_of(module) if is_split or is_spread(module) else SINGLE
+    return topology_of(module) if is_split or is_distributed(module) else SINGLE
 
 
 class AbstractGradSampleHooks(ABC):
-    """Leaves ``p.grad_sample`` on the trainable parameters of a model, from hooks on it.
+    """Base class of hooks that write ``p.grad_sample`` of the trainable parameters of a model.
 
     Args:
         m: The model. It is not copied.
@@ -51,7 +51,7 @@ class AbstractGradSampleHooks(ABC):
     """
 
     mode: ClassVar[str] = "hooks"  # grad mode of the engine
-    shows: ClassVar[bool] = True  # whether p.grad_sample is set between backward and step
+    writes_grad_sample: ClassVar[bool] = True  # whether p.grad_sample is set between backward and step
 
     _module: nn.Module
 
@@ -61,28 +61,28 @@ class AbstractGradSampleHooks(ABC):
         self.loss_reduction = loss_reduction
         self.grad_accumulation_hook = None
         self.grad_accumulation_allowed = True
-        self._waiting: WaitingPasses | None = None
+        self._pending_passes: PendingPasses | None = None
 
-    def _watch(self, mode: str) -> None:
+    def _attach(self, mode: str) -> None:
         """Attaches the hooks."""
         layout: dict[str, Any] = {"batch_first": self.batch_first, "loss_reduction": self.loss_reduction}
         layout["topology"] = _topology_for(self._module)
-        waiting = WaitingPasses(unwrapped(self._module), mode=mode, shows=self.shows, **layout)
-        waiting.attach()
-        waiting.allows_accumulation = self.grad_accumulation_allowed
-        self._waiting = waiting
-        for parameter in waiting.parameters.values():
-            _waiting_of[parameter] = weakref.ref(waiting)
+        passes = PendingPasses(unwrapped(self._module), mode=mode, writes_grad_sample=self.writes_grad_sample, **layout)
+        passes.attach()
+        passes.allows_accumulation = self.grad_accumulation_allowed
+        self._pending_passes = passes
+        for parameter in passes.parameters.values():
+            _passes_by_parameter[parameter] = weakref.ref(passes)
 
     @property
     def _topology(self) -> Topology:
         """Distribution of the model over processes."""
-        return _topology_for(self._module) if self._waiting is None else self._waiting.clipper.topology
+        return _topology_for(self._module) if self._pending_passes is None else self._pending_passes.clipper.topology
 
     def set_grad_sample_to_none(self) -> None:
-        """Sets ``p.grad_sample`` to None, which drops passes that are not clipped yet."""
-        if self._waiting is not None:
-            self._waiting.clear()
+        """Sets ``p.grad_sample`` to None, which drops pending passes."""
+        if self._pending_passes is not None:
+            self._pending_passes.clear()
 
     def del_grad_sample(self) -> None:
         """Deletes ``p.grad_sample`` from all parameters."""
@@ -101,19 +101,19 @@ class AbstractGradSampleHooks(ABC):
 
     def _allow(self, allowed: bool) -> None:
         self.grad_accumulation_allowed = allowed
-        if self._waiting is not None:
-            self._waiting.allows_accumulation = allowed
+        if self._pending_passes is not None:
+            self._pending_passes.allows_accumulation = allowed
 
     @abstractmethod
     def remove_hooks(self) -> None:
         """Removes the hooks."""
 
-    def _unwatch(self) -> None:
-        if self._waiting is not None:
-            self._waiting.detach()
+    def _detach(self) -> None:
+        if self._pending_passes is not None:
+            self._pending_passes.detach()
             for parameter in self._module.parameters():
-                _waiting_of.pop(parameter, None)
-            self._waiting = None
+                _passes_by_parameter.pop(parameter, None)
+            self._pending_passes = None
 
     def cleanup(self) -> None:
         """Removes the hooks and all attributes that were set on parameters."""

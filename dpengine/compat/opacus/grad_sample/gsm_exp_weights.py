@@ -1,4 +1,4 @@
-"""Wrapper of mode ``"ew"``, whose gradients are those of every other mode."""
+"""Wrapper of mode ``"ew"``, whose gradients equal those of all other modes."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from .gsm_base import AbstractGradSampleModule
 
 
 class GradSampleModuleExpandedWeights(AbstractGradSampleModule):
-    """Per-sample gradients, by the fastest exact method.
+    """Wraps a model, and computes per-sample gradients by the fastest exact method.
 
     Args:
         m: The model.
         batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
-        loss_reduction: ``"mean"`` or ``"sum"``: what the loss does over rows.
+        loss_reduction: Reduction of the loss over samples, ``"mean"`` or ``"sum"``.
     """
 
     @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._watch(self.mode)
+        self._attach(self.mode)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self._module(x, *args, **kwargs)
 
     def remove_hooks(self) -> None:
         """Removes the hooks."""
-        self._unwatch()
+        self._detach()

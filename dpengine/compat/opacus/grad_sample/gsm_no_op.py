@@ -17,7 +17,7 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
     Args:
         m: The model.
         batch_first: Stored only.
-        loss_reduction: Stored only. ``p.grad_sample`` must hold the gradients of the per-sample losses.
+        loss_reduction: Stored only. ``p.grad_sample`` must be the gradients of the per-sample losses.
     """
 
     mode: ClassVar[str] = "no_op"
@@ -25,20 +25,20 @@ class GradSampleHooksNoOp(AbstractGradSampleHooks):
     @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         super().__init__(m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._watch(self.mode)
+        self._attach(self.mode)
 
     def remove_hooks(self) -> None:
         """Stops watching the parameters."""
-        self._unwatch()
+        self._detach()
 
 
 class GradSampleModuleNoOp(GradSampleHooksNoOp, AbstractGradSampleModule):
-    """``GradSampleHooksNoOp`` as a module around the model."""
+    """Wraps a model, with the arguments of ``GradSampleHooksNoOp``."""
 
     @keyword_hints
     def __init__(self, m: nn.Module, *, batch_first: bool = True, loss_reduction: str = "mean"):
         AbstractGradSampleModule.__init__(self, m, batch_first=batch_first, loss_reduction=loss_reduction)
-        self._watch(self.mode)
+        self._attach(self.mode)
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         return self._module(x, *args, **kwargs)

@@ -33,7 +33,7 @@ _CLASSES: dict[str, tuple[type[AbstractGradSampleModule], type[AbstractGradSampl
     "no_op": (GradSampleModuleNoOp, GradSampleHooksNoOp),
 }
 GHOST = frozenset(mode for mode in _CLASSES if "ghost" in mode)
-"""Modes of which ``make_private`` returns four values."""
+"""Modes for which ``make_private`` returns four values."""
 
 
 def get_gsm_class(grad_sample_mode: str) -> type[AbstractGradSampleModule]:
@@ -77,4 +77,4 @@ def prepare_module(
 
 
 wrap_model = prepare_module
-"""The older name."""
+"""Older name of ``prepare_module``."""

@@ -1,4 +1,4 @@
-"""Registration of rules, and the engine's tables of rules, by Opacus's names."""
+"""Registration of grad samplers, and views of the engine's tables, with the interface of Opacus."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def register_grad_sampler(target_class_or_classes: type[nn.Module] | Sequence[ty
     """Returns a decorator that registers a function as the rule for the per-sample gradients of layer classes.
 
     The function takes ``(layer, activations, backprops)`` with the batch on axis 0, where ``backprops`` are gradients
-    of each sample's own loss: under ``loss_reduction="mean"`` they are multiplied by the batch size. It returns
-    ``{parameter: (B, *parameter.shape)}``. The rule holds in the whole of ``dpengine``; see
+    of the per-sample losses: under ``loss_reduction="mean"`` they are multiplied by the batch size. It returns
+    ``{parameter: (B, *parameter.shape)}``. The rule applies in all of ``dpengine``; see
     ``dpengine.register_grad_sampler``.
 
     Args:
@@ -47,7 +47,7 @@ def register_norm_sampler(target_class_or_classes: type[nn.Module] | Sequence[ty
 class Samplers(MutableMapping[type[nn.Module], Function]):
     """Live view of one of the engine's tables of rules, ``{layer class: function}``.
 
-    Writing registers a rule. A built-in rule that is deleted is unused until it is written back.
+    Assignment registers a rule. A deleted built-in rule is unused until it is assigned again.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Samplers(MutableMapping[type[nn.Module], Function]):
         return found
 
     def __setitem__(self, layer_class: type[nn.Module], function: Function) -> None:
-        if self._builtin.get(layer_class) is function:  # the rule itself is faster than its function
+        if self._builtin.get(layer_class) is function:  # the built-in rule is faster than this function
             self._registered.pop(layer_class, None)
         else:
             self._register(layer_class)(function)

@@ -49,7 +49,7 @@ def compute_conv_grad_sample(
 def convolution2d_backward_as_a_convolution(
     layer: nn.Conv2d, activations: Sequence[Any], backprops: Tensor
 ) -> PerSample:
-    """Same as ``compute_conv_grad_sample``: the engine has one rule, which chooses an algorithm by size."""
+    """Equals ``compute_conv_grad_sample``: the engine has one rule, which chooses an algorithm by size."""
     return _gradients(nn.Conv2d, layer, activations, backprops)
 
 
@@ -109,7 +109,7 @@ def _norms(kind: type[nn.Module], layer: nn.Module, activations: Sequence[Any], 
 
 def _call(layer: nn.Module, activations: Sequence[Any], backprops: Tensor) -> LayerCall:
     check_embedding(layer)
-    dtype = torch.promote_types(backprops.dtype, torch.float32)  # sums in half precision are not exact enough
+    dtype = torch.promote_types(backprops.dtype, torch.float32)  # sums in half precision are too inexact
     inputs = [t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t for t in activations]
     return LayerCall(layer, tuple(inputs), backprops.to(dtype))
 

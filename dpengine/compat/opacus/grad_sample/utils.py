@@ -1,4 +1,4 @@
-"""Modes and rules by the path that Opacus has for them."""
+"""Modes and grad samplers, under the module path of Opacus."""
 
 from .prepare import get_gsm_class, get_hooks_class, prepare_module, wrap_model
 from .registries import GRAD_SAMPLERS, NORM_SAMPLERS, register_grad_sampler, register_norm_sampler

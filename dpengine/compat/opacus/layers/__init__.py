@@ -1,4 +1,4 @@
-"""Recurrent and attention layers under Opacus's names: torch's own, whose rows the engine can tell apart."""
+"""Recurrent and attention layers with per-sample gradients, under the names of Opacus."""
 
 from .dp_multihead_attention import DPMultiheadAttention, SequenceBias
 from .dp_rnn import DPGRU, DPLSTM, DPRNN

@@ -77,7 +77,7 @@ class DPRNNCell(DPRNNCellBase):
     def __init__(self, input_size: int, hidden_size: int, bias: bool, nonlinearity: str = "tanh") -> None:
         super().__init__(input_size, hidden_size, bias, num_chunks=1)
         if nonlinearity not in _NONLINEARITIES:
-            raise ValueError(f"nonlinearity={nonlinearity!r} is not known. Choose one of: 'tanh', 'relu'.")
+            raise ValueError(f"nonlinearity={nonlinearity!r} is unknown. Choose one of: 'tanh', 'relu'.")
         self.nonlinearity = nonlinearity
 
     def forward(self, input: Tensor, hx: Tensor | None = None, batch_size_t: int | None = None) -> Tensor:
@@ -147,7 +147,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
         cell_params: Further keywords for each cell.
 
     Raises:
-        ValueError: If the mode is not known, ``dropout`` no probability, or ``proj_size`` negative.
+        ValueError: If the mode is unknown, ``dropout`` is not a probability, or ``proj_size`` is negative.
         NotImplementedError: If ``proj_size`` is positive.
     """
 
@@ -166,7 +166,7 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
     ) -> None:
         super().__init__()
         if isinstance(mode, str) and mode not in RNN_CELL_TYPES:
-            raise ValueError(f"mode={mode!r} is not known. Choose one of: {', '.join(map(repr, RNN_CELL_TYPES))}.")
+            raise ValueError(f"mode={mode!r} is unknown. Choose one of: {', '.join(map(repr, RNN_CELL_TYPES))}.")
         _check_settings(dropout, num_layers, proj_size)
         self.cell_type, defaults = RNN_CELL_TYPES[mode] if isinstance(mode, str) else (mode, {})
         self.cell_params = {**defaults, **(cell_params or {})}
@@ -181,17 +181,17 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
         """Creates the cells ``l0``, ``l0_reverse``, ``l1`` and so on."""
         cells: list[DPRNNCellBase] = []
         names: dict[str, str] = {}
-        for place, layer, _ in self._places():
+        for name, layer, _ in self._cell_names():
             size = self.input_size if layer == 0 else self.hidden_size * self.num_directions
             cell = self.cell_type(size, self.hidden_size, bias=self.bias, **self.cell_params)  # type: ignore[call-arg]
-            self.add_module(place, cell)
+            self.add_module(name, cell)
             cells.append(cell)
             kinds = ("weight", "bias") if self.bias else ("weight",)
-            names |= {f"{place}.{part}.{kind}": f"{kind}_{part}_{place}" for kind in kinds for part in ("ih", "hh")}
+            names |= {f"{name}.{part}.{kind}": f"{kind}_{part}_{name}" for kind in kinds for part in ("ih", "hh")}
         self.set_rename_map(names)
         return cells
 
-    def _places(self) -> Iterator[tuple[str, int, int]]:
+    def _cell_names(self) -> Iterator[tuple[str, int, int]]:
         for layer in range(self.num_layers):
             for direction in range(self.num_directions):
                 yield f"l{layer}_reverse" if direction else f"l{layer}", layer, direction
@@ -205,21 +205,21 @@ class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
 
 def _check_settings(dropout: Any, num_layers: int, proj_size: int) -> None:
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout <= 1:
-        raise ValueError(f"dropout={dropout!r} must be a probability, from 0 to 1.")
+        raise ValueError(f"dropout={dropout!r} must be a probability from 0 to 1.")
     if proj_size < 0:
-        raise ValueError(f"proj_size={proj_size} must be 0, for no projection, or more.")
+        raise ValueError(f"proj_size={proj_size} must be at least 0, where 0 means no projection.")
     if proj_size > 0:
-        raise NotImplementedError(f"proj_size={proj_size}: cells of one's own have no projection; DPLSTM has.")
+        raise NotImplementedError(f"proj_size={proj_size}: custom cells have no projection. Use DPLSTM.")
     if dropout > 0 and num_layers == 1:
-        message = f"dropout={dropout} does nothing: it acts between layers, and there is one."
+        message = f"dropout={dropout} has no effect: it acts between layers, but there is only one layer."
         warnings.warn(message, UserWarning, stacklevel=3)
 
 
 class _OpacusLayer(RenameParamsMixin):
-    """Opacus's argument ``state_init``, and loading of Opacus's keys, which a file may have in addition to torch's."""
+    """Mixin with Opacus's argument ``state_init``, which also loads state dicts with Opacus's keys."""
 
     def forward(self, input: Tensor | PackedSequence, state_init: Any = None) -> Any:
-        """Runs the layer as in torch; input without a batch axis is a ``ValueError``."""
+        """Runs the layer as in torch. Raises ValueError for input without a batch axis."""
         return super().forward(input, state_init)  # type: ignore[misc]
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:

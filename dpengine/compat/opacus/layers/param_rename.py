@@ -16,9 +16,10 @@ def filter_out_old_keys(self: Any, state_dict: Mapping[str, Any], prefix: str, l
 
 
 class RenameParamsMixin:
-    """Renames parameters in the state dict of a module, at any depth of a model. List it before ``nn.Module``.
+    """Mixin that renames parameters in the state dict of a module, at any depth of a model.
 
-    The new name is also an attribute. ``named_parameters`` returns the old name.
+    It must precede ``nn.Module`` in the bases. The new name is also an attribute. ``named_parameters`` returns the old
+    name.
     """
 
     old_to_new: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +37,7 @@ class RenameParamsMixin:
         """Returns ``nn.Module.state_dict`` under the new names."""
         destination = super().state_dict(*args, **kwargs)  # type: ignore[misc]
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        for name in list(destination):  # removes and inserts each, which keeps the order
+        for name in list(destination):  # removes and inserts each item, which preserves the order
             value = destination.pop(name)
             local_name = name.removeprefix(prefix) if name.startswith(prefix) else None
             destination[name if local_name is None else prefix + self.old_to_new.get(local_name, local_name)] = value

@@ -1,4 +1,4 @@
-"""Optimizers that clip and add noise, by Opacus's names."""
+"""Optimizers that clip and add noise, with the interface of Opacus."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "get_optimizer_class",
 ]
 
-# By clipping and whether several processes train the model.
+# Class by clipping and by whether several processes train the model.
 _CLASSES: dict[tuple[str, bool], type[DPOptimizer]] = {
     ("flat", False): DPOptimizer,
     ("flat", True): DistributedDPOptimizer,

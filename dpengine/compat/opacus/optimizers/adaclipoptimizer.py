@@ -13,10 +13,10 @@ from dpengine.clipping.adaptive import Adaptive
 from dpengine.clipping.policy import AbstractClip
 from dpengine.errors import InvalidBudgetError, keyword_hints
 
-from .ddpoptimizer import SharedAmongRanks
+from .ddpoptimizer import DistributedMixin
 from .optimizer import DPOptimizer
 
-_OF_ADAPTIVE = {
+_ADAPTIVE_ARGUMENTS = {
     "target_unclipped_quantile": "target_quantile",
     "clipbound_learning_rate": "learning_rate",
     "max_clipbound": "max_norm",
@@ -27,19 +27,20 @@ _OF_ADAPTIVE = {
 
 
 def _setting(name: str, documentation: str) -> property:
-    """Returns a property for one of the settings in ``_adapts``."""
+    """Returns a property for one of the settings in ``_adaptive_settings``."""
     return property(
-        lambda self: float(self._adapts[name]), lambda self, value: self._set(name, value), doc=documentation
+        lambda self: float(self._adaptive_settings[name]), lambda self, value: self._set(name, value), doc=documentation
     )
 
 
 @keyword_hints
 class AdaClipDPOptimizer(DPOptimizer):
-    """``DPOptimizer`` that updates ``max_grad_norm`` after each step from a noisy count, which is part of the cost.
+    """``DPOptimizer`` that updates ``max_grad_norm`` after each step from a noisy count, whose cost is included.
 
     Args:
         optimizer: The wrapped optimizer.
-        noise_multiplier: Noise multiplier that each step costs, the count included. Below ``2 * unclipped_num_std``.
+        noise_multiplier: Noise multiplier that determines the cost of a step, including the count. It must be below
+            ``2 * unclipped_num_std``.
         target_unclipped_quantile: Target fraction of unclipped samples.
         clipbound_learning_rate: Step size of the update of the logarithm of the clipping norm.
         max_clipbound: Upper limit of the clipping norm.
@@ -81,9 +82,9 @@ class AdaClipDPOptimizer(DPOptimizer):
         if noise_multiplier >= 2 * unclipped_num_std:
             raise ValueError(
                 f"noise_multiplier={noise_multiplier!r} must be below twice unclipped_num_std={unclipped_num_std!r}: "
-                "the noised count alone costs the whole step. Raise unclipped_num_std."
+                "otherwise the count alone costs the whole step. Increase unclipped_num_std."
             )
-        self._adapts: dict[str, Any] = {
+        self._adaptive_settings: dict[str, Any] = {
             "target_unclipped_quantile": target_unclipped_quantile,
             "clipbound_learning_rate": clipbound_learning_rate,
             "max_clipbound": max_clipbound,
@@ -101,26 +102,26 @@ class AdaClipDPOptimizer(DPOptimizer):
         )
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
-        for name, value in self._adapts.items():
-            share = name == "target_unclipped_quantile"
-            limit = 1.0 if share else sys.float_info.max
+        for name, value in self._adaptive_settings.items():
+            is_fraction = name == "target_unclipped_quantile"
+            limit = 1.0 if is_fraction else sys.float_info.max
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not 0 < value < limit:
-                below = "below 1" if share else "finite"
-                raise InvalidBudgetError(f"{name}={value!r} must be a plain number, above 0 and {below}.")
-        least, most = self._adapts["min_clipbound"], self._adapts["max_clipbound"]
-        if most <= least:
-            raise InvalidBudgetError(f"max_clipbound={most!r} must be above min_clipbound={least!r}.")
-        norm = min(max(max_grad_norm, least), most)
-        return Adaptive(norm, **{_OF_ADAPTIVE[name]: value for name, value in self._adapts.items()})
+                upper = "below 1" if is_fraction else "finite"
+                raise InvalidBudgetError(f"{name}={value!r} must be a number above 0 and {upper}.")
+        lower, upper = self._adaptive_settings["min_clipbound"], self._adaptive_settings["max_clipbound"]
+        if upper <= lower:
+            raise InvalidBudgetError(f"max_clipbound={upper!r} must be above min_clipbound={lower!r}.")
+        norm = min(max(max_grad_norm, lower), upper)
+        return Adaptive(norm, **{_ADAPTIVE_ARGUMENTS[name]: value for name, value in self._adaptive_settings.items()})
 
     def _set(self, name: str, value: float) -> None:
-        before = self._adapts
-        self._adapts = {**before, name: value}
+        previous = self._adaptive_settings
+        self._adaptive_settings = {**previous, name: value}
         try:
             self._change(clipping=self._policy(self.max_grad_norm))
         except BaseException:
-            self._adapts = before
+            self._adaptive_settings = previous
             raise
 
     @property
@@ -131,15 +132,15 @@ class AdaClipDPOptimizer(DPOptimizer):
     @property
     def unclipped_num(self) -> int:
         """Number of its unclipped samples. Not private: the update uses the noisy count of the logical batch."""
-        shown = self._step.statistics
-        return shown.samples - shown.clipped - shown.dropped
+        statistics = self._step.statistics
+        return statistics.samples - statistics.clipped - statistics.dropped
 
     def update_max_grad_norm(self) -> None:
         """Does nothing: the step updates the clipping norm from the noisy count over the logical batch."""
 
 
 @keyword_hints
-class DistributedAdaClipDPOptimizer(SharedAmongRanks, AdaClipDPOptimizer):
+class DistributedAdaClipDPOptimizer(DistributedMixin, AdaClipDPOptimizer):
     """``AdaClipDPOptimizer`` of a model wrapped for several processes, which Opacus lacks.
 
     Counts are summed over processes; ``expected_batch_size`` is that of this process.

@@ -1,4 +1,4 @@
-"""Optimizer of a model that several processes train, each with a replica."""
+"""Optimizer of a data-parallel model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dpengine.errors import keyword_hints
 from .optimizer import DPOptimizer
 
 
-class SharedAmongRanks:
-    """Ranks of a distributed optimizer. Each rank adds its share of the noise before the sums are all-reduced."""
+class DistributedMixin:
+    """Mixin of distributed optimizers. Each rank adds its share of the noise before the sums are all-reduced."""
 
     _over_ranks: ClassVar[bool] = True
 
@@ -27,9 +27,9 @@ class SharedAmongRanks:
         return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
     def reduce_gradients(self) -> None:
-        """Does nothing: ``p.grad`` is the same on all processes as soon as it has its noise."""
+        """Does nothing: ``p.grad`` is reduced when the noise is added."""
 
 
 @keyword_hints
-class DistributedDPOptimizer(SharedAmongRanks, DPOptimizer):
+class DistributedDPOptimizer(DistributedMixin, DPOptimizer):
     """``DPOptimizer`` of a model wrapped for several processes; ``expected_batch_size`` is that of this process."""

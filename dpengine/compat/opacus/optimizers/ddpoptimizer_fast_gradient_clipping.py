@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dpengine.errors import keyword_hints
 
-from .ddpoptimizer import SharedAmongRanks
+from .ddpoptimizer import DistributedMixin
 from .optimizer_fast_gradient_clipping import DPOptimizerFastGradientClipping
 
 
 @keyword_hints
-class DistributedDPOptimizerFastGradientClipping(SharedAmongRanks, DPOptimizerFastGradientClipping):
+class DistributedDPOptimizerFastGradientClipping(DistributedMixin, DPOptimizerFastGradientClipping):
     """``DistributedDPOptimizer`` of the ghost modes."""

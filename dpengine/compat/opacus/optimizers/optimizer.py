@@ -1,4 +1,4 @@
-"""``DPOptimizer``: wraps an optimizer and gives it clipped, noised sums as gradients."""
+"""``DPOptimizer``: wraps an optimizer, whose gradients become clipped sums with noise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .own_steps import _check_processed_flag as _check_processed_flag
 from .own_steps import _generate_noise as _generate_noise
 from .own_steps import _mark_as_processed as _mark_as_processed
 from .utils import params
-from .written_sums import SumsShown
+from .written_sums import WrittenSums
 
 StepHook = Callable[["DPOptimizer"], None]
 
@@ -32,8 +32,8 @@ StepHook = Callable[["DPOptimizer"], None]
 class DPOptimizer(Optimizer):
     """Clips and sums per-sample gradients, adds noise, and steps the wrapped optimizer with the result.
 
-    ``PrivacyEngine.make_private`` returns one. Built by hand over the parameters of a ``GradSampleModule``, it accounts
-    for nothing except what ``attach_step_hook`` receives.
+    ``PrivacyEngine.make_private`` returns one. A ``DPOptimizer`` that is built manually over the parameters of a
+    ``GradSampleModule`` has no accounting, unless ``attach_step_hook`` adds it.
 
     Args:
         optimizer: The wrapped optimizer.
@@ -49,8 +49,8 @@ class DPOptimizer(Optimizer):
             combined with a generator.
     """
 
-    _step_supports_amp_scaling = True  # else a GradScaler looks for gradients before the step, where there are none
-    _over_ranks: ClassVar[bool] = False  # whether sums are reduced over all processes, however the model is wrapped
+    _step_supports_amp_scaling = True  # otherwise a GradScaler requires gradients before the step
+    _over_ranks: ClassVar[bool] = False  # whether sums are reduced over all processes for any model
 
     def __init__(
         self,
@@ -70,23 +70,25 @@ class DPOptimizer(Optimizer):
         self._generator = generator
         self._expected_batch_size = expected_batch_size
         self._hooks: list[StepHook] = []
-        self._on_release: Callable[[], None] | None = None  # of the engine
+        self._on_release: Callable[[], None] | None = None  # callback of the engine
         self._skips: list[bool] = []
-        self.current_pass: object = None  # the pass over parts of batches that signalled last
-        self._current_part: tuple[object, int] | None = None  # its pass and batch, if a loader signals them
+        self.current_pass: object = None  # iteration over parts of batches that signaled last
+        self._current_part: tuple[object, int] | None = (
+            None  # iteration and batch of the current part, if a loader signals them
+        )
         self._fetched_ahead = False  # whether parts of several batches were returned without a step
         self._skipped_batches: frozenset[int] = frozenset()  # step numbers of batches that skipped steps added
         self._is_last_step_skipped = False
         self._initial_settings = (float(noise_multiplier), self._policy(max_grad_norm))  # until the step is built
         self._built_step: PrivateStep | None = None
-        self._waiting: Any = None  # the WaitingPasses whose passes the step clips
+        self._pending_passes: Any = None  # the PendingPasses that the step clips
         self._failed_batches = 0  # number of charged batches whose step failed after the charge
-        self._replaces_accounted = False  # whether an engine accounts for another optimizer over this model
-        self._sums_shown: SumsShown | None = None  # while a logical batch is in the sums
+        self._replaces_accounted = False  # whether an engine accounts for another optimizer of this model
+        self._written_sums: WrittenSums | None = None  # set while a logical batch is in the sums
         for parameter in self.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
         step_of.check_settings(self)
-        step_of.claim(self)
+        step_of.take_ownership(self)
 
     def _policy(self, max_grad_norm: Any) -> AbstractClip:
         """Returns the clipping policy of this class."""
@@ -142,12 +144,12 @@ class DPOptimizer(Optimizer):
 
     def _change(self, **constants: Any) -> None:
         if self._built_step is None:
-            before = (sigma, clipping) = self._initial_settings
+            previous = (sigma, clipping) = self._initial_settings
             self._initial_settings = (constants.get("noise_multiplier", sigma), constants.get("clipping", clipping))
             try:
                 step_of.check_settings(self)
             except BaseException:
-                self._initial_settings = before
+                self._initial_settings = previous
                 raise
         else:
             self._built_step.change(**constants)
@@ -219,8 +221,8 @@ class DPOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: the copy would draw the same noise again, and nothing "
-            "would account for its steps. Use optimizer.state_dict(), and call make_private for the other model."
+            f"{type(self).__name__} cannot be copied or pickled: the copy would draw the same noise again, and its "
+            "steps would not be accounted. Use optimizer.state_dict(), and call make_private for the other model."
         )
 
     def __repr__(self) -> str:
@@ -239,28 +241,30 @@ class DPOptimizer(Optimizer):
         return [self._get_flat_grad_sample(parameter) for parameter in self.params]
 
     def _get_flat_grad_sample(self, p: nn.Parameter) -> Tensor:
-        shown = getattr(p, "grad_sample", None)
-        if shown is None:
+        grad_sample = getattr(p, "grad_sample", None)
+        if grad_sample is None:
             name = step_of.name_of(self, p)
             raise ValueError(
                 f"Parameter {name} has no grad_sample. Run forward in train mode and backward through a "
                 "GradSampleModule, or freeze the parameter."
             )
-        return torch.cat(list(shown), dim=0) if isinstance(shown, list) else shown  # type: ignore[no-any-return]
+        if isinstance(grad_sample, list):
+            return torch.cat(grad_sample, dim=0)
+        return grad_sample  # type: ignore[no-any-return]
 
     @property
     def accumulated_iterations(self) -> int:
         """Number of batches in the current step so far. Accountants multiply the sampling rate by it."""
-        batches, waiting = self._step.batches, self._waiting
+        batches, passes = self._step.batches, self._pending_passes
         if batches.stage is Stage.RELEASED:
             return batches.merged
         if not batches.external:
-            to_come = batches.stage is Stage.OPEN and not (batches.done or waiting.pending)
-            return max(1, len(batches.batches) - to_come)
+            awaits_pass = batches.stage is Stage.OPEN and not (batches.done or passes.pending)
+            return max(1, len(batches.batches) - awaits_pass)
         clipped = len(batches.batches) if batches.stage is Stage.CLIPPED else 0
-        return max(1, clipped + (0 if clipped and batches.continues else waiting.count))
+        return max(1, clipped + (0 if clipped and batches.continues else passes.count))
 
-    # A step
+    # Step
 
     def attach_step_hook(self, fn: StepHook) -> None:
         """Adds a function that each step calls as ``fn(optimizer)`` between noise and update, unless it is skipped.
@@ -283,17 +287,17 @@ class DPOptimizer(Optimizer):
             hook(optimizer)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
-        """Declares whether the next step without a declaration only clips and sums."""
+        """Declares whether the next undeclared step only clips and sums."""
         self._skips.append(do_skip)
 
     def signal_part(self, of_pass: object, batch: int, *, do_skip: bool) -> None:
-        """Signals that a loader returns a part of a batch, in the pass that ``of_pass`` identifies.
+        """Signals that a loader returns a part of a batch, in the iteration that ``of_pass`` identifies.
 
-        ``do_skip`` is True if further parts follow. A part of another batch discards an incomplete batch before it.
+        ``do_skip`` is True if further parts follow. A part of a new batch discards an incomplete earlier batch.
         """
         part = (of_pass, batch)
         if self._current_part != part:
-            if self._skips:  # for parts without a step: left out, or still to come
+            if self._skips:  # for parts without a step, which were skipped or are still to come
                 self._fetched_ahead = True
             else:
                 self.forget_skips()
@@ -324,11 +328,11 @@ class DPOptimizer(Optimizer):
 
     @property
     def _clips_by_itself(self) -> bool:
-        """True if a subclass does its own clipping, and is responsible for the values in ``p.summed_grad``."""
+        """True if a subclass implements clipping, and is responsible for the values in ``p.summed_grad``."""
         return type(self).clip_and_accumulate is not DPOptimizer.clip_and_accumulate
 
     def clip_and_accumulate(self) -> None:
-        """Clips the waiting backward passes and adds them to ``p.summed_grad``."""
+        """Clips the pending backward passes and adds them to ``p.summed_grad``."""
         step_of.gather(self, self._step)
 
     def add_noise(self) -> None:
@@ -346,7 +350,7 @@ class DPOptimizer(Optimizer):
         """Runs a step without the update, and without the closure.
 
         Returns:
-            Whether ``p.grad`` was written: False for all but the last part of a logical batch.
+            True if ``p.grad`` was written, which only the last part of a logical batch does.
         """
         step = self._step
         self.clip_and_accumulate()
@@ -366,7 +370,7 @@ class DPOptimizer(Optimizer):
         return True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """Runs one step; only clips and sums if the logical batch is incomplete. Returns the loss of the closure."""
+        """Runs one step, which only clips and sums if the batch is incomplete. Returns the loss of the closure."""
         step_of.check_unscaled(self)
         loss = None
         if closure is not None:

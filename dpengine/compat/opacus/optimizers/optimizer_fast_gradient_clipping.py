@@ -1,4 +1,4 @@
-"""Optimizer of ghost modes, which is that of all modes."""
+"""Optimizer of ghost modes, which works as in all modes."""
 
 from __future__ import annotations
 

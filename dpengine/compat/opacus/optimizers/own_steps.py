@@ -35,9 +35,9 @@ def _generate_noise(
 
     Args:
         std: Standard deviation.
-        reference: Shape, dtype and device are those of this tensor.
-        generator: Makes noise reproducible, for tests: its next number is the seed.
-        secure_mode: Draws from a cryptographic generator on the CPU.
+        reference: Tensor whose shape, dtype and device the noise has.
+        generator: Generator of the seed of reproducible noise, for tests.
+        secure_mode: Whether noise comes from a cryptographic generator on the CPU.
 
     Returns:
         A new tensor.

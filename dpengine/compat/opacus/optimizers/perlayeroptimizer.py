@@ -32,8 +32,8 @@ class DPPerLayerOptimizer(DPOptimizer):
             max_grad_norm = [max_grad_norm / math.sqrt(max(len(parameters), 1))] * len(parameters)
         if len(max_grad_norm) != len(parameters):
             raise ValueError(
-                f"max_grad_norm has {len(max_grad_norm)} thresholds for the {len(parameters)} trainable parameters of "
-                "the optimizer. Pass one for each, in their order, or one number for all together."
+                f"max_grad_norm has {len(max_grad_norm)} clipping norms for the {len(parameters)} trainable parameters "
+                "of the optimizer. Pass one for each, in their order, or one number for all together."
             )
         names = step_of.dotted_names(parameters)
         return Groups(dict(zip(names, max_grad_norm, strict=True)))

@@ -1,4 +1,4 @@
-"""Private step of an optimizer, in the phases and with the attributes of Opacus."""
+"""Private step of a ``DPOptimizer``, in the phases and with the attributes of Opacus."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dpengine.accounting.events import Relation
 from dpengine.accounting.ledger import Ledger
 from dpengine.capture.capture import CaptureState
 from dpengine.clipping.policy import AbstractClip
-from dpengine.compat.opacus.grad_sample.gsm_base import waiting_of
-from dpengine.compat.opacus.grad_sample.waiting_passes import WaitingPasses
+from dpengine.compat.opacus.grad_sample.gsm_base import pending_passes_of
+from dpengine.compat.opacus.grad_sample.pending_passes import PendingPasses
 from dpengine.distributed.data_parallel import check_equal_weights
 from dpengine.distributed.detect import topology_of
 from dpengine.distributed.topology import SINGLE, Topology
@@ -35,39 +35,39 @@ from dpengine.sampling.external import ExternalBatches
 from dpengine.sampling.scheme import Draws
 
 from .utils import params
-from .written_sums import SumsShown, reject_or_take
+from .written_sums import WrittenSums, reject_or_adopt
 
 if TYPE_CHECKING:
     from .optimizer import DPOptimizer
 
 
 def check_arguments(optimizer: Any, loss_reduction: str, size: float | None, generator: Any, secure: bool) -> None:
-    """Checks the arguments of an optimizer."""
+    """Raises TypeError or ValueError for invalid arguments of an optimizer."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer is {torch.typename(optimizer)}; pass an optimizer of torch.optim.")
     if not hasattr(optimizer, "original_optimizer"):  # a user may wrap a private optimizer on purpose
         check_optimizer(optimizer)
     if loss_reduction not in REDUCTIONS:
-        raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+        raise ValueError(f"loss_reduction={loss_reduction!r} is unknown. Choose one of: 'mean', 'sum'.")
     if loss_reduction == "mean" and size is None:
         raise ValueError("expected_batch_size=None: loss_reduction='mean' divides by it. Pass the batch size.")
     if secure and generator is not None:
-        raise ValueError("secure_mode=True with a generator: a seed makes noise repeat. Pass one of them.")
+        raise ValueError("secure_mode=True with a generator: a seed makes noise reproducible. Pass only one of them.")
 
 
 def check_settings(optimizer: DPOptimizer) -> None:
-    """Checks the ranges of an optimizer's settings."""
+    """Raises ValueError if a setting of the optimizer is out of range."""
     _plan(optimizer, *optimizer._initial_settings, ranks=1)
 
 
 def external_step(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip) -> PrivateStep:
-    """Returns a step for external batches: each backward pass is one, and no epsilon is claimed."""
-    waiting = optimizer._waiting = _passes(optimizer)
-    topology = waiting.clipper.topology
+    """Returns a step for external batches: each backward pass is a batch, and no epsilon is claimed."""
+    pending = optimizer._pending_passes = _passes(optimizer)
+    topology = pending.clipper.topology
     plan = _plan(optimizer, noise_multiplier, clipping, ranks=topology.ranks)
-    clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
+    clipping.group_of(list(pending.clipper.trainable()))  # raises if the policy does not fit the model
     batches = BatchState(external=True)
-    return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), Ledger(), batches=batches)
+    return PrivateStep(plan, lambda _: pending.clipper, source(optimizer, topology), Ledger(), batches=batches)
 
 
 def engine_step(optimizer: DPOptimizer, sampling: Draws, ledger: Ledger, **parts: Any) -> PrivateStep:
@@ -75,41 +75,41 @@ def engine_step(optimizer: DPOptimizer, sampling: Draws, ledger: Ledger, **parts
 
     ``parts`` are ``budget`` and ``dataset_check`` of the step.
     """
-    waiting = optimizer._waiting = _passes(optimizer)
-    topology, run = waiting.clipper.topology, name_for(waiting.clipper.topology)
+    pending = optimizer._pending_passes = _passes(optimizer)
+    topology, run = pending.clipper.topology, name_for(pending.clipper.topology)
     plan = _plan(optimizer, *optimizer._initial_settings, ranks=topology.ranks)
-    plan.clipping.group_of(list(waiting.clipper.trainable()))  # raises if the policy does not fit the model
+    plan.clipping.group_of(list(pending.clipper.trainable()))  # raises if the policy does not fit the model
     plan = replace(plan, relation=Relation.ZERO_OUT, sampling=sampling, run=run)
-    return PrivateStep(plan, lambda _: waiting.clipper, source(optimizer, topology), ledger, **parts)
+    return PrivateStep(plan, lambda _: pending.clipper, source(optimizer, topology), ledger, **parts)
 
 
 def follow_hooks(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Continues with other hooks, if the hooks of the model were removed and attached again."""
+    """Continues with the new hooks if the hooks of the model were removed and attached again."""
     held = params(optimizer)
-    present = waiting_of(held[0]) if held else None
-    if present is not None and present is not optimizer._waiting:
-        optimizer._waiting = _passes(optimizer)
+    present = pending_passes_of(held[0]) if held else None
+    if present is not None and present is not optimizer._pending_passes:
+        optimizer._pending_passes = _passes(optimizer)
         if not step.passes.buffer.clean:
             step.discard()
-        step.passes = optimizer._waiting.clipper
+        step.passes = optimizer._pending_passes.clipper
         step.passes.policy = step.plan.clipping
 
 
-def claim(optimizer: DPOptimizer) -> None:
-    """Makes this optimizer the one that clips the backward passes of the model, if it has hooks."""
+def take_ownership(optimizer: DPOptimizer) -> None:
+    """Makes this optimizer the owner of the backward passes of the model, if it has hooks."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    for waiting in _distinct(map(waiting_of, held)):
-        before = None if waiting.owner is None else waiting.owner()
+    for pending in _distinct(map(pending_passes_of, held)):
+        before = None if pending.owner is None else pending.owner()
         optimizer._replaces_accounted |= before is not None and _is_accounted_for(before)
-        waiting.owner = weakref.ref(optimizer)
+        pending.owner = weakref.ref(optimizer)
 
 
-def _distinct(found: Iterable[WaitingPasses | None]) -> list[WaitingPasses]:
-    return list(dict.fromkeys(one for one in found if one is not None))
+def _distinct(found: Iterable[PendingPasses | None]) -> list[PendingPasses]:
+    return list(dict.fromkeys(passes for passes in found if passes is not None))
 
 
 def _is_accounted_for(optimizer: DPOptimizer) -> bool:
-    """Returns whether an engine accounts for the steps of an optimizer."""
+    """Returns True if an engine accounts for the steps of an optimizer."""
     step = optimizer._built_step
     return step is not None and not step.batches.external and step.batches.stage is not Stage.CLOSED
 
@@ -118,36 +118,36 @@ def _check_accounted(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Raises if an engine made the model private and does not account for this optimizer."""
     if step.batches.external and optimizer._replaces_accounted:
         raise ParameterMismatchError(
-            "This optimizer was built by hand over a model that an engine made private. The engine would state an "
-            "epsilon without the steps of this optimizer.",
+            "This optimizer was built manually over a model that an engine made private. The engine would claim an "
+            "epsilon that does not include the steps of this optimizer.",
             fix="Unwrap the model by to_standard_module(), and call make_private with the plain optimizer; or build "
-            "optimizers by hand over models that no engine made private.",
+            "optimizers manually only over models that no engine made private.",
         )
 
 
 def _check_owner(optimizer: DPOptimizer) -> None:
     """Raises if another optimizer clips the backward passes of the model."""
-    owner = None if optimizer._waiting.owner is None else optimizer._waiting.owner()
+    owner = None if optimizer._pending_passes.owner is None else optimizer._pending_passes.owner()
     if owner is not None and owner is not optimizer:
         raise ParameterMismatchError(
-            "Another private optimizer was built over this model later; backward passes are clipped for that one.",
-            fix="Step the newest one. For two optimizers over parts of one model, wrap each part separately.",
+            "Another private optimizer was built over this model later. It clips the backward passes.",
+            fix="Step the newest optimizer. For two optimizers over parts of one model, wrap each part separately.",
         )
 
 
-def _follow_groups(optimizer: DPOptimizer, waiting: WaitingPasses) -> None:
+def _follow_groups(optimizer: DPOptimizer, pending: PendingPasses) -> None:
     """Restricts clipping to the optimizer's current parameters. Raises if one is not in the wrapped model."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
-    every = set(waiting.parameters.values())
+    every = set(pending.parameters.values())
     unknown = [p for p in held if p.requires_grad and p not in every]
     if unknown:
         shapes = ", ".join(str(tuple(p.shape)) for p in unknown[:3])
         raise ParameterMismatchError(
-            f"{len(unknown)} optimizer parameters are not in the wrapped model (shapes {shapes}): they are of "
+            f"{len(unknown)} optimizer parameters are not in the wrapped model (shapes {shapes}): they are from "
             "another model, or were added or replaced later. Their gradients would be neither clipped nor noised.",
             fix="Unwrap the model, build the optimizer over its parameters, after fix(), and call make_private again.",
         )
-    waiting.clipper.only = None if every <= held else frozenset(held)
+    pending.clipper.only = None if every <= held else frozenset(held)
 
 
 def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractClip, *, ranks: int) -> RunPlan:
@@ -156,9 +156,9 @@ def _plan(optimizer: DPOptimizer, noise_multiplier: float, clipping: AbstractCli
 
 
 def source(optimizer: DPOptimizer, topology: Topology) -> NoiseSource:
-    """Returns the source of noise."""
+    """Returns the noise source of the optimizer."""
     kind = SECURE_KIND if optimizer.secure_mode else DEFAULT_KIND
-    # Scripts may give each process its own seed; as in Opacus, the seed of the first process counts.
+    # Processes may have different seeds. As in Opacus, that of the first process is used.
     return source_for(topology, kind, topology.everyone.broadcast(seed_of(optimizer.generator)), run=0)
 
 
@@ -169,51 +169,51 @@ def seed_of(generator: torch.Generator | None) -> int | None:
     return int(torch.randint(2**63 - 1, (), generator=generator, device=generator.device))
 
 
-def _passes(optimizer: DPOptimizer) -> WaitingPasses:
-    """Returns the waiting passes of the model, which reduce sums over processes if the optimizer does."""
-    waiting = _local_passes(optimizer)
-    clipper = waiting.clipper
+def _passes(optimizer: DPOptimizer) -> PendingPasses:
+    """Returns the pending passes of the model, with sums reduced over processes if the optimizer requires it."""
+    pending = _local_passes(optimizer)
+    clipper = pending.clipper
     if optimizer._over_ranks and clipper.topology is SINGLE:
         topology = topology_of(clipper.model)
         if topology is not SINGLE:
             clipper.topology = clipper.capture.topology = topology
             clipper.buffer = FlatBuffer(clipper.trainable().values(), topology)
             check_equal_weights(clipper.model, topology)
-    return waiting
+    return pending
 
 
-def _local_passes(optimizer: DPOptimizer) -> WaitingPasses:
-    """Returns the waiting passes of the wrapped model; without one, passes that read ``p.grad_sample``."""
+def _local_passes(optimizer: DPOptimizer) -> PendingPasses:
+    """Returns the pending passes of the wrapped model; without one, passes that read ``p.grad_sample``."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    found = _distinct(map(waiting_of, held))
+    found = _distinct(map(pending_passes_of, held))
     if len(found) > 1:
         raise ParameterMismatchError(
-            f"The optimizer holds parameters of {len(found)} models, and gradients are clipped over one model.",
-            fix="Put them in one nn.Module and wrap that, or use an optimizer for each.",
+            f"The optimizer has parameters of {len(found)} models, but gradients are clipped over one model.",
+            fix="Put the models in one nn.Module and wrap that, or use one optimizer for each.",
         )
     if not found:
         # The user may write gradients before the step is built.
         written = [getattr(parameter, "grad_sample", None) for parameter in held]
-        waiting = WaitingPasses(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
+        pending = PendingPasses(nn.ParameterList(held), mode="no_op", loss_reduction=optimizer.loss_reduction)
         for parameter, grad_sample in zip(held, written, strict=True):
             parameter.grad_sample = grad_sample  # type: ignore[attr-defined]
-        return waiting
-    (waiting,) = found
-    _follow_groups(optimizer, waiting)
-    if waiting.owner is None:
-        claim(optimizer)
-    return waiting
+        return pending
+    (pending,) = found
+    _follow_groups(optimizer, pending)
+    if pending.owner is None:
+        take_ownership(optimizer)
+    return pending
 
 
 def name_of(optimizer: DPOptimizer, parameter: nn.Parameter) -> str:
     """Returns a parameter's name and shape, for messages."""
-    waiting = waiting_of(parameter)
-    names = {} if waiting is None else {p: name for name, p in waiting.parameters.items()}
-    place = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
-    return f"'{names.get(parameter, f'{place} of the optimizer')}' {tuple(parameter.shape)}"
+    pending = pending_passes_of(parameter)
+    names = {} if pending is None else {p: name for name, p in pending.parameters.items()}
+    index = next((i for i, p in enumerate(params(optimizer)) if p is parameter), "?")
+    return f"'{names.get(parameter, f'{index} of the optimizer')}' {tuple(parameter.shape)}"
 
 
-# The phases of a step of Opacus
+# Phases of a step, as in Opacus
 
 
 def check_unscaled(optimizer: DPOptimizer) -> None:
@@ -221,7 +221,7 @@ def check_unscaled(optimizer: DPOptimizer) -> None:
     if optimizer.__dict__.pop("found_inf", None) is not None:
         del optimizer.__dict__["grad_scale"]
         raise ScaledGradientError(
-            "A GradScaler multiplied the loss, so clipping would use the wrong unit.",
+            "A GradScaler multiplied the loss, so clipping would act on scaled gradients.",
             fix="Use torch.autocast(dtype=torch.bfloat16), which needs no scaler; or "
             "dpengine.PrivacyEngine().make_private(..., grad_scaler=scaler).",
         )
@@ -235,18 +235,18 @@ def check_fetched_parts(optimizer: DPOptimizer, step: PrivateStep | None) -> Non
     if step is not None:
         step.discard()
     raise BatchStateError(
-        "The loader returned parts of several batches since the last step, so the batch of this step is unknown. The "
-        "gradients so far are discarded.",
+        "The loader returned parts of several batches since the last step, so the batch of this step is unknown. All "
+        "gradients since that step are discarded.",
         fix="Call optimizer.step() for each part before the next one is fetched; use num_workers of the loader to "
         "fetch ahead. To leave a part out, multiply its loss by 0.",
     )
 
 
 def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Clips the waiting passes and writes the sums to ``p.summed_grad``."""
-    waiting = optimizer._waiting
-    waiting.settle(step)
-    if step.batches.external and step.batches.stage is Stage.IDLE and not waiting.pending:
+    """Clips the pending passes and writes the sums to ``p.summed_grad``."""
+    pending = optimizer._pending_passes
+    pending.settle(step)
+    if step.batches.external and step.batches.stage is Stage.IDLE and not pending.pending:
         held = params(optimizer)
         raise MissingGradientError(
             f"Parameter {name_of(optimizer, held[0]) if held else '?'} has no per-sample gradient.",
@@ -255,12 +255,12 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
         )
     _check_owner(optimizer)
     _check_accounted(optimizer, step)
-    if waiting.captures:
-        _follow_groups(optimizer, waiting)
+    if pending.captures:
+        _follow_groups(optimizer, pending)
     _follow_written_sums(optimizer, step)
-    waiting.deliver(step)
-    hooked = waiting.clipper.capture.state is CaptureState.ATTACHED or not waiting.clipper.model.training
-    if not hooked and step.batches.awaits_backward and step.batches.samples:
+    pending.deliver(step)
+    records = pending.clipper.capture.state is CaptureState.ATTACHED or not pending.clipper.model.training
+    if not records and step.batches.awaits_backward and step.batches.samples:
         raise BatchStateError(
             "step() has no gradients: the model's hooks are off, so no backward pass was recorded, and no "
             "p.grad_sample was written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
@@ -268,22 +268,22 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
     step.gather()
     for parameter, total in step.passes.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
-    optimizer._sums_shown = None if optimizer._clips_by_itself else SumsShown.of(step)
+    optimizer._written_sums = None if optimizer._clips_by_itself else WrittenSums.of(step)
 
 
 def _follow_written_sums(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Rejects or accepts changes of ``p.summed_grad`` since it was written."""
-    shown = optimizer._sums_shown
+    """Rejects or adopts changes of ``p.summed_grad`` since it was written."""
+    shown = optimizer._written_sums
     changed = [] if shown is None else shown.changed(step)
     if changed:
-        reject_or_take(step, changed, name_of(optimizer, changed[0]))
-        optimizer._sums_shown = SumsShown.of(step)
+        reject_or_adopt(step, changed, name_of(optimizer, changed[0]))
+        optimizer._written_sums = WrittenSums.of(step)
 
 
 def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Replaces the sums by ``p.summed_grad`` as the user's own ``clip_and_accumulate`` wrote it."""
     written = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
-    optimizer._waiting.deliver(step)  # does nothing if that method called the engine's
+    optimizer._pending_passes.deliver(step)  # does nothing if that method called the engine's
     step.gather()
     views = dict(step.passes.buffer)
     for parameter, total in written.items():
@@ -292,7 +292,7 @@ def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def is_complete(step: PrivateStep) -> bool:
-    """Returns whether the whole logical batch is in the sums."""
+    """Returns True if the sums contain the whole logical batch."""
     return step.batches.stage is Stage.CLIPPED
 
 
@@ -308,25 +308,25 @@ def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
         optimizer._failed_batches += count if charged else 0
         raise
     finally:
-        optimizer._sums_shown = None
+        optimizer._written_sums = None
         for parameter in optimizer.params:
             parameter.summed_grad = None  # type: ignore[attr-defined]
     if not step.passes.buffer.clean:  # the user's own add_noise did not drain the sums
         step.passes.buffer.drain()
-    optimizer._waiting.mark_released()
+    optimizer._pending_passes.mark_released()
     held = params(optimizer)
     check_not_replaced(step.writer.released.keys(), held, optimizer)
     every = {p for group in optimizer.param_groups for p in group["params"]}
     for parameter in (step.writer.released.keys() | every) - set(held):
-        parameter.grad = None  # a frozen parameter may hold a raw gradient
+        parameter.grad = None  # a frozen parameter may have an unclipped gradient
 
 
 def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Writes the noised sums to ``p.grad``."""
     if step.batches.stage is Stage.OPEN:
         raise BatchStateError(
-            "add_noise() was called for a part of a logical batch, which is not charged.",
-            fix="Call it once all parts are clipped: pre_step() returns True then.",
+            "add_noise() was called for a part of a logical batch, which has not been charged.",
+            fix="Call it after all parts are clipped, when pre_step() returns True.",
         )
     _follow_written_sums(optimizer, step)
     if optimizer._clips_by_itself and step.batches.stage is Stage.CLIPPED:
@@ -339,7 +339,7 @@ def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 
 def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
-    """Divides ``p.grad`` by public constants."""
+    """Divides ``p.grad`` by the divisor of the plan."""
     if optimizer.loss_reduction == "mean":
         included = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
         count = max(1, len(included)) if step.batches.batches else step.batches.merged
@@ -353,8 +353,8 @@ def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
 
 def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool) -> None:
     """Clears gradients, per-sample gradients and sums for ``zero_grad``."""
-    for waiting in _distinct(map(waiting_of, params(optimizer))):
-        waiting.clear()
+    for pending in _distinct(map(pending_passes_of, params(optimizer))):
+        pending.clear()
     for parameter in optimizer.params:
         parameter.grad_sample = None  # type: ignore[attr-defined]
     if step is None:
@@ -362,7 +362,7 @@ def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool)
     if keeps_sums:
         step.writer.zero_grad(step.passes.buffer.parameters)
         return
-    optimizer._sums_shown = None
+    optimizer._written_sums = None
     for parameter in optimizer.params:
         parameter.summed_grad = None  # type: ignore[attr-defined]
     step.zero_grad()
@@ -370,8 +370,8 @@ def clear(optimizer: DPOptimizer, step: PrivateStep | None, *, keeps_sums: bool)
 
 def dotted_names(parameters: list[nn.Parameter]) -> list[str]:
     """Returns the dotted names of parameters in their model."""
-    waiting = next((one for one in map(waiting_of, parameters) if one is not None), None)
-    if waiting is None:
+    pending = next((one for one in map(pending_passes_of, parameters) if one is not None), None)
+    if pending is None:
         return [str(index) for index in range(len(parameters))]
-    names = {p: name for name, p in waiting.parameters.items()}
+    names = {p: name for name, p in pending.parameters.items()}
     return [names.get(p, f"? {index}") for index, p in enumerate(parameters)]

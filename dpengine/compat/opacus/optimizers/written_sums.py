@@ -1,4 +1,4 @@
-"""``p.summed_grad`` as it was shown after clipping, and what is done where a script changed it since."""
+"""Detects changes of ``p.summed_grad`` by the user between clipping and noise."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dpengine.errors import ScaledGradientError, notice
 
 
 @dataclass(frozen=True, eq=False)
-class SumsShown:
-    """The sums of a logical batch, as far as it was clipped.
+class WrittenSums:
+    """Record of ``p.summed_grad`` after clipping.
 
     Attributes:
-        sums: What ``p.summed_grad`` was set to, and its version then.
-        clipped: Stands for the last backward pass that was clipped: another one writes sums in place.
-        discarded: Number of batches discarded until then; a further one changes sums in place.
+        sums: The tensors of ``p.summed_grad`` and their versions.
+        clipped: Identifies the last clipped backward pass. A later pass changes the sums in place.
+        discarded: Number of discarded batches. Discarding a further batch changes the sums in place.
     """
 
     sums: dict[nn.Parameter, tuple[Tensor, int]]
@@ -27,38 +27,38 @@ class SumsShown:
     discarded: int
 
     @classmethod
-    def of(cls, step: PrivateStep) -> SumsShown:
-        """The sums as they are."""
+    def of(cls, step: PrivateStep) -> WrittenSums:
+        """Records the current sums."""
         sums = {parameter: (total, total._version) for parameter, total in step.passes.buffer}
         return cls(sums, step.statistics, step.batches.discarded)
 
     def changed(self, step: PrivateStep) -> list[nn.Parameter]:
-        """The parameters whose sums are others than those shown, as far as can be told."""
+        """Returns the parameters whose sums changed. In-place changes are not detected if a later pass was clipped."""
         if step.batches.discarded != self.discarded:
             return []
-        whole = step.statistics is self.clipped
-        found = []
+        is_last_pass = step.statistics is self.clipped
+        changed = []
         for parameter, (total, version) in self.sums.items():
-            now = getattr(parameter, "summed_grad", total)
-            if now is not total or (whole and now._version != version):
-                found.append(parameter)
-        return found
+            current = getattr(parameter, "summed_grad", total)
+            if current is not total or (is_last_pass and current._version != version):
+                changed.append(parameter)
+        return changed
 
 
-def reject_or_take(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
-    """Accepts sums that were changed after clipping, with a warning; raises ScaledGradientError if an engine accounts.
+def reject_or_adopt(step: PrivateStep, changed: Sequence[nn.Parameter], name: str) -> None:
+    """Adopts sums that were changed after clipping, with a warning; raises ScaledGradientError if an engine accounts.
 
-    ``name`` is that of the first changed parameter.
+    ``name`` is the name of the first changed parameter.
     """
-    what = f"summed_grad of parameter {name} was changed after its rows were clipped"
-    why = "so what one row adds is not bounded by max_grad_norm any more, and the noise may be too small"
+    what = f"summed_grad of parameter {name} was changed after clipping"
+    why = "so max_grad_norm no longer bounds the contribution of a sample, and the noise may be too small"
     if not step.batches.external:
         raise ScaledGradientError(
             f"{what}, {why}.",
-            fix="Scale the loss, or the learning rate; call optimizer.zero_grad() to drop sums; or do it in "
-            "clip_and_accumulate() of a subclass of DPOptimizer, whose bound is yours to answer for.",
+            fix="Scale the loss, or the learning rate; call optimizer.zero_grad() to drop sums; or change sums in "
+            "clip_and_accumulate() of a subclass of DPOptimizer, where you are responsible for their bound.",
         )
-    notice("DPE012", f"{what}, {why}: its bound is yours to answer for.", key="summed_grad", of=step)
+    notice("DPE012", f"{what}, {why}. You are responsible for its bound.", key="summed_grad", of=step)
     views = dict(step.passes.buffer)
     for parameter in changed:
         total: Any = parameter.summed_grad  # type: ignore[attr-defined]

@@ -8,19 +8,19 @@ from typing import Any, ClassVar
 
 from dpengine.engine.schedulers import in_steps, value_of, write
 
-_OF_THE_SCRIPT = "optimizer"
+_NOT_SAVED = "optimizer"
 
 
 class ByEpoch:
-    """Writes one setting of an optimizer, epoch by epoch. The constructor takes the first step.
+    """Base class of schedulers, which write one setting of an optimizer in each epoch. The constructor takes a step.
 
     Attributes:
         setting: Name of the optimizer's attribute.
-        says: Name of the method that returns its value in epoch ``last_epoch``.
+        getter: Name of the method that returns the value in epoch ``last_epoch``.
     """
 
     setting: ClassVar[str]
-    says: ClassVar[str]
+    getter: ClassVar[str]
 
     def __init__(self, optimizer: Any, *, last_epoch: int = -1):
         value_of(optimizer, self.setting)
@@ -33,11 +33,11 @@ class ByEpoch:
         return {
             name: value
             for name, value in vars(self).items()
-            if name != _OF_THE_SCRIPT and not (callable(value) and not _can_be_pickled(value))
+            if name != _NOT_SAVED and not (callable(value) and not _can_be_pickled(value))
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads a state of this class or of Opacus's scheduler; attributes not in it and the optimizer do not change.
+        """Loads a state of this class or of Opacus's scheduler. Missing attributes and the optimizer do not change.
 
         Args:
             state_dict: The attributes.
@@ -48,21 +48,21 @@ class ByEpoch:
         if "last_epoch" not in state_dict:
             raise ValueError(
                 f"{type(self).__name__}.load_state_dict: no 'last_epoch' among {sorted(state_dict)}. "
-                "Pass what state_dict() returned."
+                "Pass the result of state_dict()."
             )
-        vars(self).update({name: value for name, value in state_dict.items() if name != _OF_THE_SCRIPT})
+        vars(self).update({name: value for name, value in state_dict.items() if name != _NOT_SAVED})
 
     def step(self) -> None:
-        """Enters the next epoch. A value out of range is a ValueError, and the epoch does not change."""
+        """Starts the next epoch. A value out of range raises ValueError, and the epoch does not change."""
         self.last_epoch += 1
         try:
-            write(self.optimizer, self.setting, getattr(self, self.says)())
+            write(self.optimizer, self.setting, getattr(self, self.getter)())
         except BaseException:
             self.last_epoch -= 1
             raise
 
     def _next(self) -> float:
-        raise NotImplementedError(f"{type(self).__name__} must define {self.says}().")
+        raise NotImplementedError(f"{type(self).__name__} must define {self.getter}().")
 
 
 class Exponential(ByEpoch):
@@ -70,7 +70,7 @@ class Exponential(ByEpoch):
 
     Args:
         optimizer: The private optimizer.
-        gamma: The factor; not negative.
+        gamma: The factor, at least 0.
         last_epoch: The epoch before the first one.
     """
 
@@ -92,7 +92,7 @@ class Step(Exponential):
     Args:
         optimizer: The private optimizer.
         step_size: Number of epochs between changes.
-        gamma: The factor; not negative.
+        gamma: The factor, at least 0.
         last_epoch: The epoch before the first one.
     """
 
@@ -104,6 +104,6 @@ class Step(Exponential):
 def _can_be_pickled(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # pickle raises what it likes
+    except Exception:  # pickle may raise any exception
         return False
     return True

@@ -24,7 +24,7 @@ class _GradClipScheduler(ByEpoch):
     """
 
     setting = MAX_GRAD_NORM
-    says = "get_max_grad_norm"
+    getter = "get_max_grad_norm"
 
     def get_max_grad_norm(self) -> float:
         """Returns the value of epoch ``last_epoch``. Subclasses define it."""

@@ -24,7 +24,7 @@ class _NoiseScheduler(ByEpoch):
     """
 
     setting = NOISE_MULTIPLIER
-    says = "get_noise_multiplier"
+    getter = "get_noise_multiplier"
 
     def get_noise_multiplier(self) -> float:
         """Returns the value of epoch ``last_epoch``. Subclasses define it."""

@@ -1,4 +1,4 @@
-"""Tools of Opacus's names."""
+"""Utilities with the interface of Opacus."""
 
 from . import module_utils, packed_sequences, tensor_utils, uniform_sampler
 

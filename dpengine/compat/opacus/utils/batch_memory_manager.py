@@ -1,4 +1,4 @@
-"""Logical batches in physical batches that fit into memory."""
+"""Splits logical batches into physical batches that fit into memory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dpengine.sampling.scheme import checked_integer
 
 
 class BatchSplittingSampler(Sampler[list[int]]):
-    """Splits each batch of a sampler into nearly equal parts, and signals the last one to the optimizer.
+    """Splits each batch of a sampler into nearly equal parts, and signals to the optimizer which part is the last.
 
-    Loaders of ``make_private`` do not need it: see ``BatchMemoryManager``. If a pass ends early, the clipped sums of
-    its last batch are discarded with the iterator, and at the latest when the next pass starts. Parts that were fetched
-    before that, as by ``list(islice(loader, 6))``, are then one step each.
+    Loaders of ``make_private`` do not need it: see ``BatchMemoryManager``. If an iteration ends early, the clipped sums
+    of its last batch are discarded with the iterator, at the latest when the next iteration starts. Parts that were
+    fetched before, as by ``list(islice(loader, 6))``, are then one step each.
 
-    It signals when a part is fetched, so every fetched part must be stepped, in order. ``wrap_data_loader`` and
-    ``BatchMemoryManager`` signal when a part is returned, and the optimizer raises for a step that may be for parts of
-    several batches, because one was skipped or all were fetched ahead.
+    The sampler signals when a part is fetched, so every fetched part must be followed by a step, in order.
+    ``wrap_data_loader`` and ``BatchMemoryManager`` signal when a part is returned. There, the optimizer raises an error
+    for a step that may be for parts of several batches, because a part was skipped or fetched ahead.
 
     Args:
         sampler: Batch sampler.
@@ -41,7 +41,7 @@ class BatchSplittingSampler(Sampler[list[int]]):
     def __init__(self, *, sampler: Sampler[list[int]], max_batch_size: int, optimizer: DPOptimizer):
         if isinstance(sampler, PrivateBatchSampler):
             raise TypeError(
-                "BatchSplittingSampler: the sampler of a private loader is cut by its loader. Use BatchMemoryManager."
+                "BatchSplittingSampler: a private loader splits its batches itself. Use BatchMemoryManager."
             )
         self.sampler = sampler
         self.max_batch_size = checked_integer("BatchSplittingSampler", "max_batch_size", max_batch_size, at_least=1)
@@ -49,18 +49,18 @@ class BatchSplittingSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         self.optimizer.forget_skips()
-        return self._signalled_parts()
+        return self._signaled_parts()
 
-    def _signalled_parts(self) -> Iterator[list[int]]:
-        this_pass = object()
+    def _signaled_parts(self) -> Iterator[list[int]]:
+        iteration = object()
         try:
             for _, is_last, part in self._parts():
-                self.optimizer.current_pass = this_pass
+                self.optimizer.current_pass = iteration
                 self.optimizer.signal_skip_step(do_skip=not is_last)
                 yield part
-        except BaseException:  # left early, or the sampler failed
-            # Another sampler over the optimizer may have signalled since, for a loader that fetches ahead.
-            if self.optimizer.current_pass is this_pass:
+        except BaseException:  # the iteration ended early, or the sampler failed
+            # If a loader fetches ahead, another sampler of the optimizer may have signaled since.
+            if self.optimizer.current_pass is iteration:
                 self.optimizer.forget_skips()
             raise
 
@@ -68,11 +68,11 @@ class BatchSplittingSampler(Sampler[list[int]]):
         """Yields the number of the batch, whether the part is its last, and the part."""
         for number, batch in enumerate(self.sampler):
             parts = np.array_split(list(batch), max(1, math.ceil(len(batch) / self.max_batch_size)))
-            for place, part in enumerate(parts, 1):
-                yield number, place == len(parts), [int(index) for index in part]
+            for position, part in enumerate(parts, 1):
+                yield number, position == len(parts), [int(index) for index in part]
 
     def __len__(self) -> int:
-        """Returns the expected number of parts in a pass."""
+        """Returns the expected number of parts in an epoch."""
         expected = getattr(self.sampler, "batch_size", None)
         if expected is None and hasattr(self.sampler, "sample_rate"):
             sampler: Any = self.sampler
@@ -81,43 +81,43 @@ class BatchSplittingSampler(Sampler[list[int]]):
         return batches if expected is None else math.ceil(batches * max(1.0, expected / self.max_batch_size))
 
 
-class _PartsToHandOut(BatchSplittingSampler):
-    """Splitting sampler for a loader that itself signals which part it returns."""
+class _SignaledSampler(BatchSplittingSampler):
+    """Splitting sampler whose loader signals each part when it returns it."""
 
     def __iter__(self) -> Iterator[list[int]]:
         self.optimizer.forget_skips()
-        self.told = deque[tuple[int, bool]]()  # of each fetched part: its batch, and whether it is the last
-        return self._telling(self.told)
+        self.fetched = deque[tuple[int, bool]]()  # batch of each fetched part, and whether it is the last part
+        return self._recorded_parts(self.fetched)
 
-    def _telling(self, told: deque[tuple[int, bool]]) -> Iterator[list[int]]:
+    def _recorded_parts(self, fetched: deque[tuple[int, bool]]) -> Iterator[list[int]]:
         for number, is_last, part in self._parts():
-            told.append((number, is_last))
+            fetched.append((number, is_last))
             yield part
 
 
-class _PartsLoader(DataLoader[Any]):
-    """Loader of parts that signals each to the optimizer as it is returned, even if workers fetch ahead."""
+class _SignalingLoader(DataLoader[Any]):
+    """Loader that signals each part to the optimizer when it returns it, even if workers fetch ahead."""
 
     def __iter__(self) -> Any:
         parts, sampler = super().__iter__(), self.batch_sampler
-        assert isinstance(sampler, _PartsToHandOut)
-        return _handed_out(parts, sampler.told, sampler.optimizer)
+        assert isinstance(sampler, _SignaledSampler)
+        return _signal_parts(parts, sampler.fetched, sampler.optimizer)
 
 
-def _handed_out(parts: Iterator[Any], told: deque[tuple[int, bool]], optimizer: DPOptimizer) -> Iterator[Any]:
-    this_pass = object()
+def _signal_parts(parts: Iterator[Any], fetched: deque[tuple[int, bool]], optimizer: DPOptimizer) -> Iterator[Any]:
+    iteration = object()
     try:
         for part in parts:
-            number, is_last = told.popleft()
-            optimizer.signal_part(this_pass, number, do_skip=not is_last)
+            number, is_last = fetched.popleft()
+            optimizer.signal_part(iteration, number, do_skip=not is_last)
             yield part
-    finally:  # at its end, left early, or a row could not be read
-        if optimizer.current_pass is this_pass:
+    finally:  # at the end, or if the iteration ended early or failed
+        if optimizer.current_pass is iteration:
             optimizer.forget_skips()
 
 
-class _InChunks:
-    """Loader of a run that splits its logical batches. Its length is about the number of physical batches."""
+class _ChunkedLoader:
+    """Private loader that splits its logical batches. Its length is the expected number of physical batches."""
 
     def __len__(self) -> int:
         this: Any = self
@@ -126,10 +126,10 @@ class _InChunks:
 
 
 @functools.cache
-def _in_chunks(kind: type[Any]) -> type[Any]:
-    """Returns the class of a loader of this class that splits logical batches."""
+def _chunked_class(kind: type[Any]) -> type[Any]:
+    """Returns a subclass of a loader class that splits logical batches."""
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    return kind if issubclass(kind, _InChunks) else type(kind.__name__, (_InChunks, kind), names)
+    return kind if issubclass(kind, _ChunkedLoader) else type(kind.__name__, (_ChunkedLoader, kind), names)
 
 
 @keyword_hints
@@ -141,16 +141,16 @@ def wrap_data_loader(*, data_loader: DataLoader[Any], max_batch_size: int, optim
         chunks: Any = copy.copy(data_loader)
         size = checked_integer("wrap_data_loader", "max_batch_size", max_batch_size, at_least=1)
         chunks.__dict__["_physical_batch_size"] = size
-        chunks.__class__ = _in_chunks(type(data_loader))
+        chunks.__class__ = _chunked_class(type(data_loader))
         return chunks  # type: ignore[no-any-return]
     batches: Any = data_loader.batch_sampler
     if batches is None:
         batches = BatchSampler(data_loader.sampler, 1, drop_last=False)
     if isinstance(batches, BatchSplittingSampler):  # wrapped before
         max_batch_size, batches = min(max_batch_size, batches.max_batch_size), batches.sampler
-    return _PartsLoader(
+    return _SignalingLoader(
         data_loader.dataset,
-        batch_sampler=_PartsToHandOut(sampler=batches, max_batch_size=max_batch_size, optimizer=optimizer),
+        batch_sampler=_SignaledSampler(sampler=batches, max_batch_size=max_batch_size, optimizer=optimizer),
         num_workers=data_loader.num_workers,
         collate_fn=data_loader.collate_fn,
         pin_memory=data_loader.pin_memory,

@@ -1,4 +1,4 @@
-"""Loss classes of ghost clipping. Their backward pass is that of an ordinary loss."""
+"""Loss classes of ghost clipping, whose backward pass is that of an ordinary loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class DPTensorFastGradientClipping:
         return self.reduced.detach()
 
     def backward(self) -> None:
-        """Runs the one backward pass that norms and sums need."""
+        """Runs the single backward pass for norms and sums."""
         self.reduced.backward()
 
     def _with(self, loss_per_sample: Tensor) -> DPTensorFastGradientClipping:
@@ -57,7 +57,7 @@ class DPTensorFastGradientClipping:
             ours, theirs = self.loss_per_sample.shape, other.loss_per_sample.shape
             if ours != theirs:
                 raise ValueError(
-                    f"Losses of shapes {tuple(ours)} and {tuple(theirs)} cannot be added: both must be of one batch."
+                    f"Losses of shapes {tuple(ours)} and {tuple(theirs)} cannot be added. Both must be of one batch."
                 )
             return other.loss_per_sample
         if isinstance(other, Tensor) and other.dim():
@@ -94,7 +94,7 @@ class DPTensorFastGradientClipping:
 
 
 class DPLossFastGradientClipping:
-    """Criterion that returns per-sample losses. An ordinary loop with the criterion itself is equally private.
+    """Criterion that returns per-sample losses. A training loop with the wrapped criterion is equally private.
 
     Args:
         module: The model, wrapped or with hooks.
@@ -105,7 +105,7 @@ class DPLossFastGradientClipping:
 
     def __init__(self, module: Any, optimizer: Any, criterion: Any, loss_reduction: str = "mean"):
         if loss_reduction not in {"mean", "sum"}:
-            raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
+            raise ValueError(f"loss_reduction={loss_reduction!r} is unknown. Choose one of: 'mean', 'sum'.")
         self.module = module
         self.optimizer = optimizer
         self.criterion = criterion
@@ -128,7 +128,7 @@ class DPLossFastGradientClipping:
             return DPTensorFastGradientClipping(self.module, self.optimizer, losses, self.loss_reduction)
         if losses.numel() % samples if samples else losses.numel():
             raise BatchDependentLossError(
-                f"The criterion returned losses of shape {tuple(losses.shape)} for {samples} samples: it must return "
+                f"The criterion returned losses of shape {tuple(losses.shape)} for {samples} samples. It must return "
                 "a whole number of losses per sample.",
                 fix='Use a criterion that supports reduction="none", and pass shape=(B, T) for flattened tokens.',
             )
@@ -142,12 +142,12 @@ class DPLossFastGradientClipping:
     def _number_of_samples(self, args: Any, shape: tuple[int, ...] | None) -> int:
         if shape is not None:
             return int(shape[0])
-        waiting = getattr(self.module, "_waiting", None)
-        seen = None if waiting is None else waiting.clipper.capture.rows
-        first = next((one for one in args if isinstance(one, Tensor) and one.dim()), None)
-        if seen is None or (first is not None and seen and len(first) % seen):
+        passes = getattr(self.module, "_pending_passes", None)
+        samples = None if passes is None else passes.clipper.capture.rows
+        first = next((arg for arg in args if isinstance(arg, Tensor) and arg.dim()), None)
+        if samples is None or (first is not None and samples and len(first) % samples):
             return 0 if first is None else len(first)
-        return int(seen)
+        return int(samples)
 
     def _criterion_reduction(self) -> str:
         return str(getattr(self.criterion, "reduction", self.loss_reduction))
@@ -155,11 +155,11 @@ class DPLossFastGradientClipping:
     def _unreduced(self, *args: Any, **kwargs: Any) -> Tensor:
         criterion: Any = self.criterion
         if isinstance(getattr(criterion, "reduction", None), str):
-            before, criterion.reduction = criterion.reduction, "none"
+            reduction, criterion.reduction = criterion.reduction, "none"
             try:
                 return criterion(*args, **kwargs)  # type: ignore[no-any-return]
             finally:
-                criterion.reduction = before
+                criterion.reduction = reduction
         if _takes_reduction(criterion):
             kwargs = {**kwargs, "reduction": "none"}
         return criterion(*args, **kwargs)  # type: ignore[no-any-return]

@@ -32,7 +32,7 @@ def FSDP2Wrapper(model: nn.Module, **kwargs: Any) -> nn.Module:
             classes to which ``mp_policy`` does not apply.
     """
     precise: tuple[type[nn.Module], ...] = tuple(kwargs.pop("opacus_high_precision_layers", ()))
-    # Without a policy, inputs from layers in a narrower dtype would not be cast to this one.
+    # Without a policy, inputs from layers of a narrower dtype would not be cast.
     full_precision = {**kwargs, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())}
     for layer in list(iterate_submodules(model)):
         if layer is not model:

@@ -26,7 +26,7 @@ from dpengine.grad_modes.modes import MODES
 
 
 def is_batch_empty(batch: Tensor | Sequence[Tensor]) -> bool:
-    """Returns whether a batch, or its first tensor, has no entries."""
+    """Returns True if a batch, or its first tensor, has no entries."""
     first: Tensor = batch if isinstance(batch, Tensor) else batch[0]
     return first.numel() == 0
 
@@ -43,7 +43,7 @@ class ModelWithLoss(nn.Module):
         super().__init__()
         if loss_reduction not in self.supported_reductions:
             raise ValueError(
-                f"ModelWithLoss: loss_reduction={loss_reduction!r} is not known. "
+                f"ModelWithLoss: loss_reduction={loss_reduction!r} is unknown. "
                 f"Choose one of: {', '.join(map(repr, self.supported_reductions))}."
             )
         self.wrapped_module = module
@@ -68,13 +68,13 @@ def compute_microbatch_grad_sample(
         module: The model; only a copy of it runs.
         batch_first: Whether axis 0 of ``x`` and of the output is the batch; else axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
-        chunk_method: Splits ``x``, batch first, into inputs of samples: tensors without the batch axis, or tuples that
-            are batches of one.
+        chunk_method: Splits ``x``, batch first, into samples: tensors without the batch axis, or tuples that are
+            batches of size 1.
     """
     batch = x.transpose(0, 1) if isinstance(x, Tensor) and not batch_first else x
     axis = 0 if batch_first else 1
-    rows = (one if isinstance(one, tuple) else one.unsqueeze(axis) for one in chunk_method(batch))
-    return gradients_alone(module, rows, batch_first=batch_first, loss_reduction=loss_reduction)
+    samples = (x if isinstance(x, tuple) else x.unsqueeze(axis) for x in chunk_method(batch))
+    return gradients_alone(module, samples, batch_first=batch_first, loss_reduction=loss_reduction)
 
 
 def compute_opacus_grad_sample(
@@ -98,7 +98,7 @@ def compute_opacus_grad_sample(
 
 
 def check_torch_version_for_ew_sample() -> bool:
-    """Returns whether expanded weights are available."""
+    """Returns True if expanded weights are available."""
     return "ew" in MODES
 
 
@@ -116,7 +116,7 @@ def check_per_sample_gradients_are_correct(
     rtol: float = 10e-5,
     grad_sample_mode: str = "hooks",
 ) -> bool:
-    """Returns whether the per-sample gradients of a model equal those of each sample alone, for both reductions.
+    """Returns True if the per-sample gradients of a model equal those of each sample alone, for both reductions.
 
     Args:
         x: The batch, with at least one sample.
@@ -143,8 +143,8 @@ def compute_microbatch_grad_sample_tensor_or_seq(
     loss_reduction: str = "mean",
 ) -> dict[str, Tensor]:
     """Calls ``compute_microbatch_grad_sample``. A packed sequence is first unpacked to its original order."""
-    rows = unpacked(x) if isinstance(x, PackedSequence) else x
-    return compute_microbatch_grad_sample(rows, module, batch_first=batch_first, loss_reduction=loss_reduction)
+    inputs = unpacked(x) if isinstance(x, PackedSequence) else x
+    return compute_microbatch_grad_sample(inputs, module, batch_first=batch_first, loss_reduction=loss_reduction)
 
 
 def compute_grad_samples_microbatch_and_opacus(
@@ -162,19 +162,19 @@ def compute_grad_samples_microbatch_and_opacus(
         ValueError: If the results have different parameter names.
     """
     if not isinstance(x, PackedSequence) and is_batch_empty(x):
-        raise RuntimeError("The batch is empty: pass at least one sample, or there is nothing to compare.")
-    rows = unpacked(x) if isinstance(x, PackedSequence) else x
-    alone = compute_microbatch_grad_sample(rows, module, batch_first, loss_reduction, chunk_method)
-    together = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
-    if alone.keys() != together.keys():
+        raise RuntimeError("The batch is empty. Pass at least one sample.")
+    inputs = unpacked(x) if isinstance(x, PackedSequence) else x
+    expected = compute_microbatch_grad_sample(inputs, module, batch_first, loss_reduction, chunk_method)
+    found = compute_opacus_grad_sample(x, module, batch_first, loss_reduction, grad_sample_mode)
+    if expected.keys() != found.keys():
         raise ValueError(
-            f"Parameters with gradients of single samples only: {sorted(alone.keys() - together.keys())}; "
-            f"with gradients of the batch only: {sorted(together.keys() - alone.keys())}."
+            f"Parameters with gradients of single samples only: {sorted(expected.keys() - found.keys())}; "
+            f"with gradients of the batch only: {sorted(found.keys() - expected.keys())}."
         )
-    return alone, together
+    return expected, found
 
 
 def unpack_packedsequences(X: PackedSequence) -> list[Tensor]:
     """Returns the sequences ``(length, ...)`` of a packed one in packed order, longest first."""
     sequences = unpacked(X)
-    return sequences if X.sorted_indices is None else [sequences[place] for place in X.sorted_indices.tolist()]
+    return sequences if X.sorted_indices is None else [sequences[index] for index in X.sorted_indices.tolist()]

@@ -1,4 +1,4 @@
-"""Norms of samples, sums over inner axes, and sliding windows, of tensors in any memory format."""
+"""Per-sample norms, sums over inner axes, and sliding windows, for tensors of any memory format."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def calc_sample_norms(named_params: Iterable[tuple[str, Tensor]], *, flat: bool 
 
 def calc_sample_norms_one_layer(param: Tensor) -> Tensor:
     """Returns the L2 norm ``(B,)`` of each sample of a batch-first tensor, in float32 or wider."""
-    rows = param.reshape(len(param), math.prod(param.shape[1:]))
-    return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32 if param.dtype in _NARROW else None)
+    flat = param.reshape(len(param), math.prod(param.shape[1:]))
+    return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float32 if param.dtype in _NARROW else None)
 
 
 def sum_over_all_but_batch_and_last_n(tensor: Tensor, n_dims: int) -> Tensor:
-    """Sums over every axis but the first and the last ``n_dims``; the tensor itself where there is no other."""
-    between = list(range(1, tensor.dim() - n_dims))
-    return tensor.sum(dim=between) if between else tensor
+    """Sums over all axes except the first and the last ``n_dims``. Returns the tensor itself if there are none."""
+    axes = list(range(1, tensor.dim() - n_dims))
+    return tensor.sum(dim=axes) if axes else tensor
 
 
 def unfold2d(
@@ -75,8 +75,8 @@ def unfold3d(
     """
     if tensor.dim() != 5:
         raise ValueError(f"unfold3d: tensor must be (B, C, D, H, W), got shape {tuple(tensor.shape)}.")
-    sides = padding if isinstance(padding, str) else _three(padding)
-    return _unfolded(tensor, _three(kernel_size), sides, _three(stride), _three(dilation))
+    pads = padding if isinstance(padding, str) else _three(padding)
+    return _unfolded(tensor, _three(kernel_size), pads, _three(stride), _three(dilation))
 
 
 def filter_dilated_rows(
@@ -85,7 +85,7 @@ def filter_dilated_rows(
     dilated_kernel_size: tuple[int, int, int],
     kernel_size: tuple[int, int, int],
 ) -> Tensor:
-    """Returns of each window, in the last axes, the values that a dilated kernel reads.
+    """Selects the values that a dilated kernel reads from each window, which is in the last axes.
 
     These axes have the sizes ``dilated_kernel_size`` in the tensor, and ``kernel_size`` in the result.
     """
@@ -102,8 +102,8 @@ def _unfolded(
     dilation: Sequence[int],
 ) -> Tensor:
     windows = sliding_windows(tensor, kernel, stride, dilation, padding_of(padding, kernel, dilation))
-    places = math.prod(windows.shape[windows.dim() - len(kernel) :])
-    return windows.reshape(len(tensor), math.prod(windows.shape[1 : windows.dim() - len(kernel)]), places)
+    positions = math.prod(windows.shape[windows.dim() - len(kernel) :])
+    return windows.reshape(len(tensor), math.prod(windows.shape[1 : windows.dim() - len(kernel)]), positions)
 
 
 def _three(value: int | tuple[int, int, int]) -> tuple[int, int, int]:

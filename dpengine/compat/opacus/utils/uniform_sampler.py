@@ -17,14 +17,14 @@ from dpengine.sampling.scheme import checked_integer
 
 @keyword_hints
 class UniformWithReplacementSampler(Sampler[list[int]]):
-    """Poisson batches of indices: each example is included independently. Batches may be empty.
+    """Sampler of Poisson batches, which include each example independently. Batches may be empty.
 
     Args:
         num_samples: Size of the data set, at least 1.
         sample_rate: Probability of each example, in (0, 1].
-        generator: Generator of the seed of each pass. The seed reveals the batches. None for the operating system's
-            randomness.
-        steps: Number of batches in a pass; by default ``1 / sample_rate``, rounded down.
+        generator: Generator of the seed of each epoch. The seed reveals the batches. None uses random numbers of the
+            operating system.
+        steps: Number of batches in an epoch; by default ``1 / sample_rate``, rounded down.
     """
 
     def __init__(
@@ -50,17 +50,18 @@ class UniformWithReplacementSampler(Sampler[list[int]]):
 
 @keyword_hints
 class DistributedUniformWithReplacementSampler(Sampler[list[int]]):
-    """Poisson batches of this process, from its share of the data. All processes have the same number of batches.
+    """Sampler of Poisson batches of this process, from its share of the data set.
 
-    The shares are disjoint, and their sizes differ by at most one. Batches may be empty.
+    All processes have the same number of batches, which may be empty. The shares are disjoint, and their sizes differ
+    by at most one.
 
     Args:
         total_size: Size of the data set, at least 1.
         sample_rate: Probability of each example, in (0, 1].
-        shuffle: Whether ``set_epoch`` assigns the data to processes anew.
+        shuffle: Whether ``set_epoch`` reassigns the data to processes.
         shuffle_seed: Seed of the assignment; the same on all processes.
-        steps: Number of batches in a pass; by default ``1 / sample_rate``, rounded down.
-        generator: Source of the seed of each pass. Processes with equal generators draw independently.
+        steps: Number of batches in an epoch; by default ``1 / sample_rate``, rounded down.
+        generator: Generator of the seed of each epoch. Processes with equal generators draw independently.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ def _draws(num_samples: int, sample_rate: float, steps: int) -> PoissonDraws:
 
 
 def _batches(draws: PoissonDraws, generator: torch.Generator | None, *, part: int = 0) -> Iterator[list[int]]:
-    """Yields the batches of one pass. Parts with equal generators draw independently."""
+    """Yields the batches of one epoch. Parts with equal generators draw independently."""
     source = NoiseSource.fresh() if generator is None else NoiseSource.seeded(_seed(generator))
     domain = f"batch {part}"
     for step in range(draws.steps_per_epoch):

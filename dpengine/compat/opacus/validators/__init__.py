@@ -1,4 +1,4 @@
-"""Validation and replacement of layers, by Opacus's names. Importing a module of a layer registers its functions."""
+"""Validation and replacement of layers, with the interface of Opacus. Importing a layer's module registers it."""
 
 from . import batch_norm as batch_norm
 from . import gru as gru

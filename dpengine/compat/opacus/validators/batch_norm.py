@@ -17,8 +17,8 @@ from .utils import register_module_fixer, register_module_validator
 def validate(module: Any) -> list[UnsupportedModuleError]:
     """Returns one error: batch norm must be replaced."""
     message = (
-        f"{type(module).__name__} normalizes each sample of a batch by the others, so one record changes the gradients "
-        "of all. Call fix, which makes group norm of it, or use LayerNorm, GroupNorm or InstanceNorm."
+        f"{type(module).__name__} normalizes each sample with statistics of the batch, so one sample changes the "
+        "gradients of all. Call fix, which replaces it by GroupNorm, or use LayerNorm or InstanceNorm."
     )
     return [ShouldReplaceModuleError(message)]
 
@@ -27,8 +27,8 @@ def validate(module: Any) -> list[UnsupportedModuleError]:
 def fix(module: Any, **kwargs: Any) -> nn.Module:
     """Returns group norm in ``gcd(32, channels)`` groups with the same scale and shift, or instance norm without them.
 
-    Where a sample of ``BatchNorm1d`` may be a vector, groups have several channels: one would be normalized to zero. A
-    single channel becomes instance norm, which rejects vectors.
+    A sample of ``BatchNorm1d`` may be a vector, for which a group of one channel would be normalized to zero. Its
+    groups therefore have several channels. A single channel becomes instance norm, which rejects vectors.
 
     Args:
         module: The layer; it does not change.
@@ -41,34 +41,34 @@ def fix(module: Any, **kwargs: Any) -> nn.Module:
     num_groups = kwargs.get("num_groups")
     if kwargs.get("replace_bn_with_in", False):
         if num_groups is not None:
-            raise ValueError("fix: pass replace_bn_with_in=True or num_groups, not both: they exclude each other.")
+            raise ValueError("fix: replace_bn_with_in=True and num_groups exclude each other. Pass one of them.")
         norm = instance_norm_of(module, affine=False)
         if norm is None:
             raise UnsupportableModuleError(
-                f"{type(module).__name__} does not say its dimensions, so no InstanceNorm can take its place. Leave "
-                "replace_bn_with_in out: GroupNorm takes any."
+                f"{type(module).__name__} does not state its dimensions, so InstanceNorm cannot replace it. Omit "
+                "replace_bn_with_in: GroupNorm supports any."
             )
-        return _as_opacus_has_it(norm)
+        return _with_opacus_eps(norm)
     if type(module) is nn.BatchNorm1d and module.num_features == 1 and num_groups in {None, 1}:
-        return _as_opacus_has_it(instance_norm_of(copied(module)))
-    return _as_opacus_has_it(group_norm_of(copied(module), _groups(module, num_groups)))
+        return _with_opacus_eps(instance_norm_of(copied(module)))
+    return _with_opacus_eps(group_norm_of(copied(module), _groups(module, num_groups)))
 
 
-def _groups(module: Any, asked: int | None) -> int:
+def _groups(module: Any, requested: int | None) -> int:
     channels: int = module.num_features
-    groups = math.gcd(32, channels) if asked is None else asked
+    groups = math.gcd(32, channels) if requested is None else requested
     if groups < 1 or channels % groups:
         raise ValueError(f"num_groups={groups} does not divide the {channels} channels of {type(module).__name__}.")
     if type(module) is not nn.BatchNorm1d or groups < channels:
         return groups
-    if asked is not None:
+    if requested is not None:
         raise ValueError(
-            f"num_groups={groups} leaves one channel in each group of BatchNorm1d({channels}), which normalises "
-            f"vectors to zero. Pass {channels // 2} at most."
+            f"num_groups={groups} leaves one channel in each group of BatchNorm1d({channels}), which normalizes "
+            f"vectors to zero. Pass at most {channels // 2}."
         )
     return group_count(module) or 1
 
 
-def _as_opacus_has_it(norm: Any) -> nn.Module:
-    norm.eps = 1e-5  # whatever batch norm had: a checkpoint must mean the same there and here
+def _with_opacus_eps(norm: Any) -> nn.Module:
+    norm.eps = 1e-5  # as Opacus sets it, so that checkpoints have the same meaning
     return norm  # type: ignore[no-any-return]

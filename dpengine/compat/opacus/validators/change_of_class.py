@@ -1,4 +1,4 @@
-"""Replacement of a layer of torch by the subclass of it that Opacus has, with the same weights and settings."""
+"""Replacement of a torch layer by its private subclass, with the same weights and settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Validator = Callable[[nn.Module], list[UnsupportedModuleError]]
 
 
 def register_replacement(original: type[nn.Module], private: type[M]) -> tuple[Validator, Callable[[nn.Module], M]]:
-    """Registers and returns validator and fixer of a layer; ``private`` subclasses it without state of its own."""
+    """Registers and returns validator and fixer of a layer. ``private`` is a subclass without additional state."""
 
     @register_module_validator(original)
     def validate(module: nn.Module) -> list[UnsupportedModuleError]:
@@ -27,10 +27,10 @@ def register_replacement(original: type[nn.Module], private: type[M]) -> tuple[V
 
     @register_module_fixer(original)
     def fix(module: nn.Module) -> M:
-        """Returns the replacement, with copies of the weights; a subclass is a ``NotYetSupportedModuleError``."""
+        """Returns the replacement, with copies of the weights. Raises NotYetSupportedModuleError for a subclass."""
         if type(module) is not original:
             raise NotYetSupportedModuleError(
-                f"{type(module).__name__} is not exactly {original.__name__} and may compute something else. Build a "
+                f"{type(module).__name__} is a subclass of {original.__name__} and may compute something else. Build a "
                 f"{private.__name__} yourself, or register a fixer with "
                 f"@register_module_fixer({type(module).__name__})."
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dpengine.validation.fix_model import fix as mended
+from dpengine.validation.fix_model import fix as fix_model
 
 from .errors import IllegalModuleConfigurationError, UnsupportedModuleError
 from .utils import register_module_fixer, register_module_validator
@@ -20,8 +20,8 @@ def validate(module: Any) -> list[UnsupportedModuleError]:
     if not module.track_running_stats:
         return []
     message = (
-        f"{type(module).__name__} has track_running_stats=True, which writes statistics of the batch without noise. "
-        "Call fix, or build it without."
+        f"{type(module).__name__} has track_running_stats=True, which writes batch statistics without noise. "
+        "Call fix, or pass track_running_stats=False."
     )
     return [IllegalModuleConfigurationError(message)]
 
@@ -29,4 +29,4 @@ def validate(module: Any) -> list[UnsupportedModuleError]:
 @register_module_fixer(INSTANCENORM)
 def fix(module: Any) -> Any:
     """Returns the layer itself if it tracks no running statistics, else a copy that does not."""
-    return module if not validate(module) else mended(module)[0]
+    return module if not validate(module) else fix_model(module)[0]

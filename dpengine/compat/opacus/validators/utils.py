@@ -42,7 +42,7 @@ def _register(given: type | Sequence[type], table: dict[type[nn.Module], Any]) -
     classes = list(given) if isinstance(given, Sequence) else [given]
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
-            raise TypeError(f"A subclass of torch.nn.Module is needed, or a list of them; got {kind!r}.")
+            raise TypeError(f"Expected a subclass of torch.nn.Module, or a list of them, got {kind!r}.")
 
     def register(function: F) -> F:
         table.update(dict.fromkeys(classes, function))

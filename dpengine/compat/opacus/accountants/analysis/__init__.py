@@ -1,4 +1,4 @@
-"""The formulas behind the accountants, as functions."""
+"""Formulas of the accountants, as functions."""
 
 from . import gdp, prv, rdp
 

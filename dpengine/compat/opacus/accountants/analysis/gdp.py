@@ -1,8 +1,8 @@
 """Gaussian differential privacy of sampled Gaussians, in the limit of many steps and small rates.
 
-For sampled releases these are APPROXIMATIONS (Bu, Dong, Long, Su 2020, arXiv:1911.11607), below the truth more often
-than not. No accountant here claims them. Without sampling, ``mu = sqrt(steps) / noise_multiplier``, and `eps_from_mu`
-is exact.
+For sampled releases these are APPROXIMATIONS (Bu, Dong, Long, Su 2020, arXiv:1911.11607), which usually underestimate
+the privacy cost. No accountant here uses them. Without sampling, ``mu = sqrt(steps) / noise_multiplier``, and
+`eps_from_mu` is exact.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dpengine.errors import keyword_hints
 
 @keyword_hints
 def compute_mu_uniform(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
-    """Returns about the mu of ``steps`` releases over batches of one size: approximate, no bound; see the module."""
+    """Approximates the mu of ``steps`` releases of fixed-size batches. Not a bound: see the module docstring."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, fixed_size=True)
 
 
 @keyword_hints
 def compute_mu_poisson(*, steps: int, noise_multiplier: float, sample_rate: float) -> float:
-    """Returns about the mu of ``steps`` releases over Poisson batches: approximate, no bound; see the module."""
+    """Approximates the mu of ``steps`` releases of Poisson batches. Not a bound: see the module docstring."""
     return central_limit_mu(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps)
 
 
@@ -37,10 +37,10 @@ def eps_from_mu(*, mu: float, delta: float) -> float:
 
 @keyword_hints
 def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
-    """Returns about the epsilon of ``steps`` releases over batches of one size.
+    """Approximates the epsilon of ``steps`` releases of fixed-size batches.
 
-    An approximation by the central limit theorem, which may be BELOW the epsilon that was spent: no bound, and
-    nothing to state as a guarantee. Bounds: ``dpengine.accounting.epsilon_of``, or an accountant's ``get_epsilon``.
+    This approximation by the central limit theorem may be BELOW the true epsilon. It is not a bound and must not be
+    stated as a guarantee. For bounds, see ``dpengine.accounting.epsilon_of`` or an accountant's ``get_epsilon``.
     """
     mu = compute_mu_uniform(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     return eps_from_mu(mu=mu, delta=delta)
@@ -48,10 +48,10 @@ def compute_eps_uniform(*, steps: int, noise_multiplier: float, sample_rate: flo
 
 @keyword_hints
 def compute_eps_poisson(*, steps: int, noise_multiplier: float, sample_rate: float, delta: float) -> float:
-    """Returns about the epsilon of ``steps`` releases over Poisson batches.
+    """Approximates the epsilon of ``steps`` releases of Poisson batches.
 
-    An approximation by the central limit theorem, which may be BELOW the epsilon that was spent: no bound, and
-    nothing to state as a guarantee. Bounds: ``dpengine.accounting.epsilon_of``, or an accountant's ``get_epsilon``.
+    This approximation by the central limit theorem may be BELOW the true epsilon. It is not a bound and must not be
+    stated as a guarantee. For bounds, see ``dpengine.accounting.epsilon_of`` or an accountant's ``get_epsilon``.
     """
     mu = compute_mu_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate)
     return eps_from_mu(mu=mu, delta=delta)

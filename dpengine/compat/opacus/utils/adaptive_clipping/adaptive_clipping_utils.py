@@ -1,4 +1,4 @@
-"""Adaptive clipping in ghost modes, by the engine's policy."""
+"""Adaptive clipping in ghost modes, by the clipping policy of the engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from dpengine.clipping.adaptive import Adaptive
-from dpengine.compat.opacus.admission import count_noise
+from dpengine.compat.opacus.argument_checks import default_count_noise
 from dpengine.compat.opacus.privacy_engine import PrivacyEngine
 from dpengine.compat.opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
@@ -29,7 +29,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         min_clipbound: Lower limit of the clipping norm.
         max_clipbound: Upper limit of the clipping norm.
         clipbound_learning_rate: Step size of the update of the logarithm of the clipping norm.
-        initial_noise_multiplier: Ignored; a step costs the optimizer's ``noise_multiplier``.
+        initial_noise_multiplier: Ignored: the optimizer's ``noise_multiplier`` determines the cost of a step.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DPTensorFastGradientAdaptiveClipping(DPTensorFastGradientClipping):
         initial_noise_multiplier: float = 1.0,
     ):
         super().__init__(module, optimizer, loss_per_sample, loss_reduction)
-        _adapt(optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
+        _make_adaptive(optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
 
 
 class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
@@ -67,19 +67,19 @@ class DPLossFastGradientAdaptiveClipping(DPLossFastGradientClipping):
         initial_noise_multiplier: float = 1.0,
     ):
         super().__init__(module, optimizer, criterion, loss_reduction)
-        _adapt(optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
+        _make_adaptive(optimizer, target_unclipped_quantile, min_clipbound, max_clipbound, clipbound_learning_rate)
 
 
-def _adapt(optimizer: Any, quantile: float, least: float, most: float, rate: float) -> None:
+def _make_adaptive(optimizer: Any, quantile: float, min_norm: float, max_norm: float, rate: float) -> None:
     if isinstance(optimizer._clipping, Adaptive):
         return
     policy = Adaptive(
-        min(max(optimizer.max_grad_norm, least), most),
+        min(max(optimizer.max_grad_norm, min_norm), max_norm),
         target_quantile=quantile,
         learning_rate=rate,
-        count_noise_multiplier=count_noise(optimizer.expected_batch_size or 1, optimizer.noise_multiplier),
-        min_norm=least,
-        max_norm=most,
+        count_noise_multiplier=default_count_noise(optimizer.expected_batch_size or 1, optimizer.noise_multiplier),
+        min_norm=min_norm,
+        max_norm=max_norm,
     )
     optimizer._change(clipping=policy)
 
@@ -87,7 +87,7 @@ def _adapt(optimizer: Any, quantile: float, least: float, most: float, rate: flo
 class PrivacyEngineAdaptiveClipping(PrivacyEngine):
     """``PrivacyEngine`` whose ``clipping="flat"`` is adaptive, with Opacus's defaults, in all modes."""
 
-    _flat_adapts: ClassVar[dict[str, float] | None] = {
+    _adaptive_settings: ClassVar[dict[str, float] | None] = {
         "target_unclipped_quantile": 0.5,
         "min_clipbound": 1,
         "max_clipbound": 1e8,

@@ -1,4 +1,4 @@
-"""Privacy random variables by hand: a loss, cut and put on a grid, composed, and its epsilon."""
+"""Privacy loss random variables: truncation, discretization, composition, and epsilon."""
 
 from .compose import compose_heterogeneous
 from .domain import Domain, compute_safe_domain_size

@@ -1,4 +1,4 @@
-"""Evenly spaced losses."""
+"""Grids of evenly spaced privacy losses."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dpengine.accounting.discrete_losses import safe_reach
 
 @dataclass
 class Domain:
-    """``size`` evenly spaced points from ``t_min`` to ``t_max``.
+    """Grid of ``size`` evenly spaced points from ``t_min`` to ``t_max``.
 
     Args:
         t_min: First point.
         t_max: Last point.
         size: Number of points, even.
-        shifts: Distance by which the points were shifted.
+        shifts: Total distance by which the grid was shifted.
 
     Raises:
         TypeError: If ``size`` is not an int.
-        ValueError: If it is odd.
+        ValueError: If ``size`` is odd.
     """
 
     t_min: float
@@ -35,24 +35,24 @@ class Domain:
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int):
-            raise TypeError(f"size is a {type(self.size).__name__}; it must be an int.")
+            raise TypeError(f"size is a {type(self.size).__name__}. Pass an int.")
         if self.size % 2:
-            raise ValueError(f"size={self.size} must be even.")
+            raise ValueError(f"size={self.size} is odd. Pass an even number.")
 
     @classmethod
     def create_aligned(cls, t_min: float, t_max: float, dt: float) -> Domain:
-        """Returns points that are multiples of ``dt`` and reach from ``t_min`` or below to ``t_max`` or above."""
+        """Returns a grid of multiples of ``dt`` that covers ``t_min`` to ``t_max``."""
         first, last = math.floor(t_min / dt), math.ceil(t_max / dt)
         last += (last - first + 1) % 2
         return cls(first * dt, last * dt, last - first + 1)
 
     def shift_right(self, dt: float) -> Domain:
-        """Returns the same points moved by ``dt``."""
+        """Returns the grid shifted by ``dt``."""
         return Domain(self.t_min + dt, self.t_max + dt, self.size, self.shifts + dt)
 
     @property
     def dt(self) -> float:
-        """The spacing."""
+        """Spacing of the points."""
         return (self.t_max - self.t_min) / (self.size - 1)
 
     @property
@@ -67,13 +67,13 @@ class Domain:
 def compute_safe_domain_size(
     prvs: Sequence[Any], max_self_compositions: Sequence[int], eps_error: float, delta_error: float
 ) -> float:
-    """Returns the largest absolute loss that a domain should hold.
+    """Returns the largest absolute loss that a domain should include.
 
     Args:
         prvs: Subsampled Gaussian mechanisms.
         max_self_compositions: Number of compositions of each.
         eps_error: Width of the interval of epsilon.
-        delta_error: Mass that may lie outside.
+        delta_error: Probability mass that may lie outside.
     """
     pairs = zip(prvs, max_self_compositions, strict=True)
     releases = [(prv.noise_multiplier, prv.sample_rate, int(count)) for prv, count in pairs]

@@ -1,4 +1,4 @@
-"""Privacy losses as random variables: of a sampled Gaussian, cut to a window, and on a grid."""
+"""Privacy loss random variables of sampled Gaussians, truncated to a window, and discretized on a grid."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ Array = npt.NDArray[np.float64]
 
 
 class PoissonSubsampledGaussianPRV:
-    """The loss of one Poisson-sampled Gaussian release where an example is taken away.
+    """Privacy loss of one Poisson-sampled Gaussian release when an example is removed.
 
     Args:
-        sample_rate: Chance of each row to be in the batch, in (0, 1].
+        sample_rate: Probability that an example is in the batch, in (0, 1].
         noise_multiplier: Standard deviation of the noise over the sensitivity, above 0.
     """
 
     def __init__(self, sample_rate: float, noise_multiplier: float) -> None:
         self.sample_rate = sample_rate
         self.noise_multiplier = noise_multiplier
-        self._law = RemovalLoss(sample_rate, noise_multiplier)
+        self._loss = RemovalLoss(sample_rate, noise_multiplier)
 
     def pdf(self, t: npt.ArrayLike) -> Array:
         """Returns the density at losses ``t``."""
-        return self._law.density(t)
+        return self._loss.density(t)
 
     def cdf(self, t: npt.ArrayLike) -> Array:
-        """Returns the chance of a loss of at most ``t``."""
-        return self._law.cdf(t)
+        """Returns the probability of a loss of at most ``t``."""
+        return self._loss.cdf(t)
 
     def rdp(self, alpha: float) -> float:
-        """Returns the Renyi divergence at an order above 1."""
-        found = renyi_divergences(noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, orders=[alpha])
-        return float(found[0])
+        """Returns the Renyi divergence of order ``alpha``, above 1."""
+        divergences = renyi_divergences(
+            noise_multiplier=self.noise_multiplier, sample_rate=self.sample_rate, orders=[alpha]
+        )
+        return float(divergences[0])
 
 
 class TruncatedPrivacyRandomVariable:
-    """A loss, given that it lies in a window.
+    """Privacy loss conditioned on a window.
 
     Args:
-        prv: Has ``cdf`` and ``pdf``.
+        prv: Privacy loss with methods ``cdf`` and ``pdf``.
         t_min: Start of the window.
         t_max: End of the window.
     """
@@ -65,32 +67,32 @@ class TruncatedPrivacyRandomVariable:
         self._remaining_mass = float(prv.cdf(t_max)) - self._below
 
     def pdf(self, t: npt.ArrayLike) -> Array:
-        """Returns the density at losses ``t``; 0 outside of the window."""
+        """Returns the density at losses ``t``; 0 outside the window."""
         inside = (np.asarray(t) >= self.t_min) & (np.asarray(t) < self.t_max)
         return np.where(inside, self._prv.pdf(t) / self._remaining_mass, 0.0)
 
     def cdf(self, t: npt.ArrayLike) -> Array:
-        """Returns the chance of a loss of at most ``t``."""
-        within = np.clip(np.asarray(t, dtype=np.float64), self.t_min, self.t_max)
-        found = (self._prv.cdf(within) - self._below) / self._remaining_mass
-        return np.where(np.asarray(t) >= self.t_max, 1.0, np.clip(found, 0.0, 1.0))
+        """Returns the probability of a loss of at most ``t``."""
+        clipped = np.clip(np.asarray(t, dtype=np.float64), self.t_min, self.t_max)
+        conditional = (self._prv.cdf(clipped) - self._below) / self._remaining_mass
+        return np.where(np.asarray(t) >= self.t_max, 1.0, np.clip(conditional, 0.0, 1.0))
 
     def mean(self) -> float:
-        """Returns the mean, by quadrature."""
+        """Returns the mean, computed by quadrature."""
         return mean_of_losses(self.cdf, self.t_min, self.t_max)
 
 
 @dataclass
 class DiscretePRV:
-    """Masses on a domain.
+    """Discrete privacy loss: probability masses on a domain.
 
-    One that comes from sampled Gaussians, by `discretize` and ``compose_heterogeneous``, remembers them: its epsilon is
-    that of the releases themselves, an upper bound for both directions of add-or-remove, whatever the domain cut off.
-    Any other is what its masses say, and no bound but for the errors that it is given.
+    If `discretize` and ``compose_heterogeneous`` derived it from sampled Gaussians, it records their releases. Its
+    epsilon is then computed from the releases. It is an upper bound for both directions of add-or-remove, whatever mass
+    the domain truncates. Otherwise epsilon is computed from the masses, and is a bound only if the given errors are.
 
     Args:
-        pmf: ``(size of the domain,)``.
-        domain: Where they are.
+        pmf: Masses ``(size of the domain,)``.
+        domain: Losses of the masses.
     """
 
     pmf: Array
@@ -105,19 +107,19 @@ class DiscretePRV:
 
     @property
     def releases(self) -> tuple[tuple[float, float, int], ...]:
-        """``(noise multiplier, sample rate, count)`` of what the masses come from; empty where that is not known."""
+        """Releases ``(noise multiplier, sample rate, count)`` behind the masses; empty if they are unknown."""
         return self._releases if self._pmf_of_releases is self.pmf else ()
 
     def compute_epsilon(self, delta: float, delta_error: float, eps_error: float) -> tuple[float, float, float]:
-        """Returns epsilon from below, about, and from above.
+        """Returns a lower bound, an estimate and an upper bound of epsilon.
 
         Args:
-            delta: Infinite answers where it is not positive.
-            delta_error: How far off the masses may be. Not needed where the releases are known.
-            eps_error: How far off the losses may be. Not needed where the releases are known.
+            delta: The delta. If it is not positive, epsilon is infinite.
+            delta_error: Bound on the error of the masses. Ignored if the releases are known.
+            eps_error: Bound on the error of the losses. Ignored if the releases are known.
 
         Returns:
-            Three numbers, none negative. What may be reported is the last.
+            Three nonnegative numbers. Only the last may be reported as a guarantee.
         """
         if delta <= 0:
             return float("inf"), float("inf"), float("inf")
@@ -129,24 +131,24 @@ class DiscretePRV:
         return max(0.0, below), epsilon_of_losses(losses, masses, delta), above
 
     def compute_delta_estimate(self, eps: float) -> float:
-        """Returns the delta of the masses at an epsilon: no bound."""
+        """Estimates the delta of the masses at an epsilon. Not a bound."""
         return delta_of_losses(self.domain.ts, np.asarray(self.pmf, dtype=np.float64), eps)
 
 
 def discretize(prv: Any, domain: Domain) -> DiscretePRV:
-    """Returns the masses of a `TruncatedPrivacyRandomVariable` on a domain, shifted so that the mean is kept."""
+    """Discretizes a `TruncatedPrivacyRandomVariable` on a domain, which is shifted to preserve the mean."""
     points = domain.ts
     edges = np.concatenate([points - domain.dt / 2, [points[-1] + domain.dt / 2]])
     masses = np.diff(prv.cdf(edges))
-    found = DiscretePRV(masses, domain.shift_right(float(prv.mean() - points @ masses)))
+    discrete = DiscretePRV(masses, domain.shift_right(float(prv.mean() - points @ masses)))
     source = getattr(prv, "_prv", None)
     if isinstance(source, PoissonSubsampledGaussianPRV):
-        remember(found, ((source.noise_multiplier, source.sample_rate, 1),))
-    return found
+        record_releases(discrete, ((source.noise_multiplier, source.sample_rate, 1),))
+    return discrete
 
 
-def remember(prv: DiscretePRV, releases: tuple[tuple[float, float, int], ...]) -> None:
-    """Stores the releases from which the masses are computed."""
+def record_releases(prv: DiscretePRV, releases: tuple[tuple[float, float, int], ...]) -> None:
+    """Records the releases from which the masses are computed."""
     prv._releases, prv._pmf_of_releases = releases, prv.pmf
 
 

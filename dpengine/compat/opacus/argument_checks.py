@@ -16,9 +16,9 @@ from dpengine.validation.check_model import check
 
 from .data_loader import check_map_style
 from .engine_batches import whole_loader
-from .grad_sample.gsm_base import AbstractGradSampleModule, is_spread
+from .grad_sample.gsm_base import AbstractGradSampleModule, is_distributed
 
-_ADAPTS = {
+_ADAPTIVE_DEFAULTS = {
     "target_unclipped_quantile": 0.5,
     "clipbound_learning_rate": 0.2,
     "max_clipbound": 1e6,
@@ -26,10 +26,10 @@ _ADAPTS = {
 }
 
 
-def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure: bool) -> float:
-    """Checks the arguments of ``make_private`` before anything changes, and returns the loader's batch size."""
+def check_arguments(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure: bool) -> float:
+    """Checks the arguments of ``make_private`` before any change, and returns the batch size of the loader."""
     if secure and generator is not None:
-        raise ValueError("noise_generator with secure_mode=True: a seed makes noise repeat. Pass one of them.")
+        raise ValueError("noise_generator with secure_mode=True: a seed makes noise reproducible. Pass one of them.")
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
     inner = module._module if isinstance(module, AbstractGradSampleModule) else module
@@ -37,20 +37,21 @@ def admit(module: Any, optimizer: Any, data_loader: Any, generator: Any, secure:
     check_optimizer(getattr(optimizer, "original_optimizer", optimizer))
     check_not_shared(inner)
     check_foreign_parameters(inner, optimizer)
-    size = _batch_size(data_loader, is_spread(inner))
-    if not inner.training:  # a part may be in eval mode on purpose
+    size = _batch_size(data_loader, is_distributed(inner))
+    if not inner.training:  # submodules may be in eval mode on purpose
         warnings.warn(
-            "The model was in eval mode, in which nothing is recorded: it is in train mode now.", stacklevel=4
+            "The model was in eval mode, which records no gradients. It was switched to train mode.",
+            stacklevel=4,
         )
         inner.train()
     return size
 
 
-def _batch_size(loader: Any, spread: bool) -> float:
+def _batch_size(loader: Any, distributed: bool) -> float:
     if isinstance(loader, PrivateIteration):
         return loader._batches.sampling.expected_batch_size
     check_map_style(getattr(loader, "dataset", None))
-    if spread:
+    if distributed:
         loader = whole_loader(loader)
     check_loader(loader)
     return float(min(loader.batch_sampler.batch_size, len(loader.dataset)))
@@ -60,14 +61,14 @@ def adaptive_settings(
     clipping: str, given: Mapping[str, float | None], noise_multiplier: float, batch_size: float
 ) -> dict[str, float]:
     """Returns all settings of adaptive clipping, with defaults for those not given; nothing for other clipping."""
-    said = {name: value for name, value in given.items() if value is not None}
+    settings = {name: value for name, value in given.items() if value is not None}
     if clipping != "adaptive":
-        if said:
-            raise TypeError(f"{', '.join(said)}: of clipping='adaptive', and it is {clipping!r}.")
+        if settings:
+            raise TypeError(f"{', '.join(settings)} requires clipping='adaptive', got clipping={clipping!r}.")
         return {}
-    return {**_ADAPTS, "unclipped_num_std": count_noise(batch_size, noise_multiplier), **said}
+    return {**_ADAPTIVE_DEFAULTS, "unclipped_num_std": default_count_noise(batch_size, noise_multiplier), **settings}
 
 
-def count_noise(batch_size: float, noise_multiplier: float) -> float:
-    """Returns the default noise on the count of unclipped samples: a twentieth of the batch size."""
+def default_count_noise(batch_size: float, noise_multiplier: float) -> float:
+    """Returns the default noise on the count of unclipped samples, a twentieth of the batch size."""
     return max(batch_size / 20, noise_multiplier)
