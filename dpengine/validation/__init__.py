@@ -1,4 +1,4 @@
-"""Checks of models and losses for private training, and automatic fixes."""
+"""Checks of models, losses and training loops for private training, and automatic fixes of models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Checks a model for private training, layer by layer. Changes nothing."""
+"""Checks layer by layer whether a model can be trained privately. Does not change the model."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Finding:
     """Result for one layer, or for the loss.
 
     Attributes:
-        name: Dotted name in the model; empty for the model itself and for the loss.
-        type: Name of the layer's class, or of the loss function.
+        name: Dotted name of the layer; empty for the model itself and for the loss.
+        type: Class name of the layer, or name of the loss function.
         verdict: ``"supported"``, ``"twin"`` (has a batch-first replacement layer), ``"fallback"``, ``"blocked"`` or
             ``"no trainable parameters"``.
-        how: Computation of the per-sample gradients.
+        how: Method that computes the per-sample gradients.
         why: Reason why a layer is blocked, as the predicate of a sentence whose subject is the layer.
         remedy: Recommended fix for a blocked layer.
         part: ``"layer"`` or ``"loss"``.
@@ -65,7 +65,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """Findings in the order of ``model.named_modules()``. ``str(report)`` is a table."""
+    """Findings of `check`, in the order of ``model.named_modules()``. ``str(report)`` is a table."""
 
     findings: tuple[Finding, ...]
 
@@ -83,7 +83,8 @@ class CheckReport:
         """Raises if the model or the loss is blocked.
 
         Raises:
-            UnsupportedLayerError: If a layer is blocked, with reason and remedy for the first and the names of others.
+            UnsupportedLayerError: If a layer is blocked. Contains the reason and remedy of the first one, and the names
+                of the others.
             BatchDependentLossError: If the first blocked finding is the loss.
         """  # noqa: DOC502 - raised as a variable
         if self.ok:
@@ -113,29 +114,30 @@ def check(
 ) -> CheckReport:
     """Reports for each layer of a model how its per-sample gradients are computed, or why it is not supported.
 
-    Without a batch, layers are checked one by one. Only a batch can show whether unknown layers and the loss keep
-    samples independent. With ``loss_fn`` and ``batch``, the model runs repeatedly on the batch in train mode, while
-    some samples get the data of others. The loss is checked in the same way, and also on each of two samples alone.
-    The first layer whose output for a sample depends on other samples or on the previous batch is blocked. So is a loss
-    that depends on other samples. Dependence that this batch does not trigger is not found. For example, a
-    mean over tokens is only found with samples of different lengths.
+    Without a batch, layers are checked one by one. With ``loss_fn`` and ``batch``, the check also finds layers and
+    losses that do not keep samples independent. For this, the model runs repeatedly on the batch in train mode, with
+    the data of other samples in some samples. The loss is checked in the same way, and also on each of two samples
+    alone. The first layer whose output for a sample depends on other samples or on the previous batch is blocked. A
+    loss that depends on other samples is blocked, too. A dependence that has no effect on this batch is not found. For
+    example, a mean over tokens is found only with samples of different lengths.
 
-    The model is not changed. The batch runs on a copy of it.
+    The model is not changed. The batch runs on a copy of the model.
 
     Args:
         model: The model, before or after ``fix``.
         loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
         batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
             a mapping of keyword inputs. A single mapping is used as inputs and as targets.
-        loss_reduction: Value that will be passed to ``make_private``: ``"mean"`` or ``"sum"``.
-        batch_first: Value that will be passed to ``make_private``: False if the batch is on axis 1 of the inputs.
+        loss_reduction: Same value as for ``make_private``: ``"mean"`` or ``"sum"``.
+        batch_first: Same value as for ``make_private``: False if the batch is on axis 1 of the inputs.
 
     Returns:
-        A report with one row for each module that owns parameters, has no children or is blocked.
+        A report with one finding for each module that owns parameters, has no children or is blocked, and for a
+        blocked loss.
 
     Raises:
         TypeError: If the model is not a ``torch.nn.Module``, if only one of ``loss_fn`` and ``batch`` is passed, or if
-            one of them has a wrong type.
+            one of them has the wrong type.
         ValueError: If the batch has fewer than two samples, the outputs do not have the batch size of the targets, or
             ``loss_reduction`` is unknown.
     """  # noqa: DOC502 - raised by called functions
@@ -160,7 +162,7 @@ def _batch_findings(
     *,
     batch_first: bool,
 ) -> list[Finding]:
-    """Returns the additional findings of a batch."""
+    """Returns the additional findings from running a batch."""
     findings = []
     blocked = {finding.name for finding in layer_findings if finding.verdict == BLOCKED}
     coupling, outputs = CopyIndependenceCheck(model, inputs, size).run()
@@ -181,7 +183,7 @@ def _batch_findings(
 
 
 def _layer_findings(model: nn.Module) -> list[Finding]:
-    """Returns the findings of single layers."""
+    """Returns the findings that need no batch."""
     lookup = _Lookup(model.training)
     watches = {watch.module: watch for watch in watch_list(model, lookup, lambda module: None)}
     in_units = {m for watch in watches.values() if watch.kind is Kind.UNIT for m in watch.module.modules()}
@@ -201,7 +203,7 @@ def _layer_findings(model: nn.Module) -> list[Finding]:
 
 
 class _Lookup:
-    """``sampler_for`` that stores its errors instead of raising them."""
+    """Calls ``sampler_for``, and stores errors instead of raising them. Returns no sampler for blocked layers."""
 
     def __init__(self, model_trains: bool) -> None:
         self.model_trains = model_trains
@@ -228,7 +230,7 @@ def _blocked(name: str, module: nn.Module, lookup: _Lookup) -> Finding | None:
 
 
 def _watched(name: str, watch: Watch) -> Finding:
-    """Returns the finding for a layer with parameters, which may be in a parametrization."""
+    """Returns the finding for a layer that owns parameters, possibly through a parametrization."""
     kind = type(watch.module)
     if not any(getattr(owner._parameters[slot], "requires_grad", False) for owner, slot, _ in watch.slots()):
         return Finding(name, kind.__name__, NOTHING, "frozen")

@@ -23,16 +23,16 @@ BATCH_NORMS: dict[type[nn.Module], type[nn.Module] | None] = {
     nn.BatchNorm1d: nn.InstanceNorm1d,
     nn.BatchNorm2d: nn.InstanceNorm2d,
     nn.BatchNorm3d: nn.InstanceNorm3d,
-    nn.SyncBatchNorm: None,  # its number of dimensions is not known
+    nn.SyncBatchNorm: None,  # does not store its number of dimensions
 }
 """Maps batch norms, by exact type, to the instance norm with the same number of dimensions."""
 
 
 def group_count(batch_norm: Any) -> int | None:
-    """Returns a number of groups with at least two channels in each; None if there is none."""
+    """Returns the number of groups for a group norm with at least two channels per group; None if impossible."""
     channels = batch_norm.num_features
-    # In vectors (BatchNorm1d), a group normalizes over its channels only, so groups must be large, and a group of one
-    # channel would be normalized to zero.
+    # On vectors (BatchNorm1d), a group norm normalizes over the channels of a group only. So groups must be large, and
+    # a group of one channel would be normalized to zero.
     ideal = channels / 16 if type(batch_norm) is nn.BatchNorm1d else 32
     counts = [count for count in range(1, channels // 2 + 1) if channels % count == 0]
     return min(counts, key=lambda count: abs(math.log(count / ideal)), default=None)
@@ -46,7 +46,7 @@ def group_norm_of(batch_norm: Any, groups: int) -> nn.GroupNorm:
 
 
 def instance_norm_of(batch_norm: Any, *, affine: bool | None = None) -> nn.Module | None:
-    """Returns an instance norm with the batch norm's scale and shift, if affine; None for SyncBatchNorm."""
+    """Returns an instance norm, with the scale and shift of the batch norm if affine; None for SyncBatchNorm."""
     kind: Any = BATCH_NORMS[type(batch_norm)]
     if kind is None:
         return None
@@ -59,13 +59,13 @@ def instance_norm_of(batch_norm: Any, *, affine: bool | None = None) -> nn.Modul
 
 @dataclass(frozen=True)
 class Change:
-    """Layer that ``fix`` changed, or could not fix.
+    """Layer that `fix` changed or could not fix.
 
     Attributes:
         name: Dotted name in the model; empty for the model itself.
         before: The original layer.
-        after: The new layer; None if the layer was not fixed and must be replaced manually.
-        why: The reason. For a layer that was not fixed, also the recommended fix.
+        after: The new layer; None if the layer could not be fixed and must be replaced manually.
+        why: Reason for the change. For a layer that could not be fixed, also the recommended fix.
     """
 
     name: str
@@ -83,30 +83,30 @@ def fix(
 ) -> tuple[nn.Module, list[Change]]:
     """Returns a copy of a model that can be trained privately.
 
-    The copy has its own parameters, so run ``fix`` before creating the optimizer. Otherwise the optimizer has
-    parameters that are not in the model (``ParameterMismatchError``, DPE003).
+    The copy has its own parameters. So run ``fix`` before creating the optimizer. Otherwise ``make_private`` raises
+    ``ParameterMismatchError`` (DPE003), because the optimizer has parameters that are not in the model.
 
     - Batch norm is replaced by group norm with the same scale and shift, in groups of at least two channels. A batch
       norm in eval mode, in a model in train mode, is kept, because it normalizes by constants. A batch norm of timm
       with an activation becomes a ``torch.nn.Sequential`` of group norm and activation, which changes the keys of the
-      state dict, so load weights before ``fix``.
+      state dict. So load weights before ``fix``.
     - Recurrent and attention layers are replaced by their batch-first replacement layers.
     - Instance norm stops tracking running statistics.
     - Embeddings lose ``scale_grad_by_freq`` and ``max_norm``.
 
-    Device, dtype, train mode and ``requires_grad`` do not change. A module that is used twice gets one replacement.
-    Group norm computes another function than batch norm, so a pretrained model needs training to recover.
+    Device, dtype, train mode and ``requires_grad`` do not change. A module that is registered twice gets one
+    replacement. Group norm computes another function than batch norm, so a pretrained model needs training to recover.
 
     Args:
         model: Any model. It is not changed.
-        batch_norm: Replacement of batch norm: ``"group"`` norm, or ``"instance"`` norm, which normalizes one channel of
-            a sample at a time and needs channels with several values.
-        num_groups: Number of groups of each group norm; None selects it for each layer. Layers whose channels cannot
-            be divided into that many groups of several channels are not changed.
+        batch_norm: Replacement of batch norm: ``"group"`` for group norm, or ``"instance"`` for instance norm, which
+            normalizes each channel of a sample separately and needs several values per channel.
+        num_groups: Number of groups of each group norm; None to select it for each layer. A layer is not changed if
+            its channels cannot be divided into this number of groups of several channels.
 
     Returns:
-        The copy, and a list of changes. For a layer that could not be fixed ``after`` is None, and ``check(copy)``
-        blocks it.
+        The copy, and a list of changes. For a layer that could not be fixed, ``after`` is None, and ``check(copy)``
+        reports it as blocked.
 
     Raises:
         TypeError: If the model is not a ``torch.nn.Module``.
@@ -126,17 +126,17 @@ def fix(
         if module in submodules:
             continue
         before = _described(module)
-        independent = model.training and uses_fixed_statistics(module)
-        outcome = None if independent else _batch_norm(module, batch_norm, num_groups)
+        keeps_batch_norm = model.training and uses_fixed_statistics(module)
+        outcome = None if keeps_batch_norm else _batch_norm(module, batch_norm, num_groups)
         if outcome is None:
             outcome = next((outcome for fix_layer in _FIXES if (outcome := fix_layer(module)) is not None), None)
         if outcome is None:
             continue
-        other, why = outcome
-        if other is not None and other is not module:
-            replaced[module] = other.train(module.training)
+        after, why = outcome
+        if after is not None and after is not module:
+            replaced[module] = after.train(module.training)
             submodules.update(part for part in module.modules() if part is not module)
-        changes.append(Change(name, before, None if other is None else _described(other), why))
+        changes.append(Change(name, before, None if after is None else _described(after), why))
     fixed = with_replacements(fixed, replaced)
     listed = {change.name for change in changes}
     unfixed = (finding for finding in check(fixed).blocked if finding.name not in listed)
@@ -145,26 +145,26 @@ def fix(
 
 
 Outcome = tuple["nn.Module | None", str]
-"""The new layer and the reason. The layer may be the original with other settings; None if it cannot be fixed."""
+"""The new layer, and the reason. It may be the original with other settings. None if the layer cannot be fixed."""
 
 
 def _batch_norm(module: nn.Module, replacement: str, num_groups: int | None) -> Outcome | None:
     norm, following = _split_batch_norm(module)
     if not isinstance(norm, _BatchNorm):
         return None
-    other, why = _replaced_batch_norm(norm, replacement, num_groups)
-    return (nn.Sequential(other, *following) if other is not None and following else other), why
+    after, why = _replaced_batch_norm(norm, replacement, num_groups)
+    return (nn.Sequential(after, *following) if after is not None and following else after), why
 
 
 def _split_batch_norm(module: Any) -> tuple[nn.Module, list[nn.Module]]:
-    """Splits a batch norm of timm into one of torch, with its scale and shift, and the layers that follow it.
+    """Splits a batch norm of timm into a batch norm of torch with its scale and shift, and the layers that follow.
 
-    Returns other modules unchanged. Classes of timm are recognized by name and attributes, so timm is not imported.
+    Returns other modules unchanged. Recognizes classes of timm by name and attributes, so that timm is not imported.
     """
     kind: type[_BatchNorm]
     following: list[nn.Module]
     if is_batch_evo_norm(module):
-        kind, following = nn.BatchNorm2d, [nn.SiLU()]  # the activation of the sample-based variants
+        kind, following = nn.BatchNorm2d, [nn.SiLU()]  # the activation of the variants that normalize single samples
     elif type(module).__name__ in BATCH_NORMS_OF_TIMM and isinstance(module, _BatchNorm):
         kind = nn.SyncBatchNorm if isinstance(module, nn.SyncBatchNorm) else nn.BatchNorm2d
         children = [getattr(module, name, None) for name in ("drop", "act")]
@@ -183,10 +183,13 @@ def _replaced_batch_norm(module: _BatchNorm, replacement: str, num_groups: int |
             "norm and its other operations."
         )
     if replacement == "instance":
-        other = instance_norm_of(module)
-        if other is None:
+        instance_norm = instance_norm_of(module)
+        if instance_norm is None:
             return None, "SyncBatchNorm does not store its number of dimensions, so use group norm."
-        return other, "batch norm mixes the samples of a batch; instance norm normalizes one channel of one sample"
+        return (
+            instance_norm,
+            "batch norm mixes the samples of a batch; instance norm normalizes one channel of one sample",
+        )
     groups = group_count(module) if num_groups is None else num_groups
     if groups is None:
         return None, "a single channel cannot be normalized within a sample. Remove the layer, or widen it."
@@ -225,14 +228,14 @@ _FIXES = (_instance_norm, _embedding, _replacement)
 
 
 def copied(model: nn.Module) -> nn.Module:
-    """Returns a deep copy, even if ``forward`` stored tensors of an autograd graph on the modules."""
+    """Returns a deep copy, even if ``forward`` stored tensors of an autograd graph in attributes of modules."""
     tensors = (value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor))
     # deepcopy raises for non-leaf tensors. The next forward pass replaces them.
     return copy.deepcopy(model, {id(value): value.detach().clone() for value in tensors if not value.is_leaf})
 
 
 def with_replacements(model: nn.Module, replaced: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Replaces modules of the model, at all places where they are registered. Returns the model."""
+    """Replaces modules of the model wherever they are registered. Returns the model."""
     for parent in list(model.modules()):
         for name, child in parent._modules.items():
             if child in replaced:
@@ -241,5 +244,5 @@ def with_replacements(model: nn.Module, replaced: dict[nn.Module, nn.Module]) ->
 
 
 def _described(module: nn.Module) -> str:
-    """Returns a description of the module in one line."""
+    """Returns the class and settings of the module, in one line."""
     return f"{type(module).__name__}({module.extra_repr()})"

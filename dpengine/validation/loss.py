@@ -15,7 +15,7 @@ from dpengine.capture.model_state import preserve_modes
 from dpengine.errors import BatchDependentLossError, ReductionError, keyword_hints
 from dpengine.independence.copy_probe import call, has_batch_axis, keep_masks, with_others_replaced
 
-from .sequence_first import LossFunction, batch_first_parts, per_sample_rows
+from .sequence_first import LossFunction, batch_first_parts, per_sample_losses
 
 _HALF = {torch.float16, torch.bfloat16}
 _PER_EXAMPLE_FIX = {
@@ -42,22 +42,22 @@ def check_loss(
 ) -> None:
     """Recomputes a few samples of a batch one by one, and compares the results with those of the batch.
 
-    The model runs in eval mode, so that dropout does not affect the comparison, and is not changed. The report of a run
-    states whether the last check of its model passed.
+    The model runs in eval mode, so that dropout does not affect the comparison. The model is not changed. The report of
+    a run states whether the last check of its model passed.
 
     Args:
         model: The model.
         loss_fn: Called as ``loss_fn(model(inputs), targets)``. It may return a loss that the model computes.
         batch: ``(inputs, targets)`` with at least two samples. Inputs may be a tensor, a tuple of positional inputs or
             a mapping of keyword inputs. A single mapping is used as inputs and as targets.
-        loss_reduction: Value that is passed to ``make_private``.
+        loss_reduction: Same value as for ``make_private``: ``"mean"`` or ``"sum"``.
         rows: Number of samples to recompute.
-        batch_first: Value that is passed to ``make_private``: False if the batch is on axis 1 of the inputs.
+        batch_first: Same value as for ``make_private``: False if the batch is on axis 1 of the inputs.
 
     Raises:
         BatchDependentLossError: If an output or a loss gradient of a sample depends on other samples.
         ReductionError: If the loss is a sum but ``loss_reduction`` is ``"mean"``, or vice versa.
-        TypeError: If an argument has a wrong type.
+        TypeError: If an argument has the wrong type.
         ValueError: If the batch has fewer than two samples, or ``loss_reduction`` is unknown.
     """  # noqa: DOC502 - raised by called functions
     original = model
@@ -71,13 +71,11 @@ def check_loss(
             compare_model_loss(model, loss_fn, inputs, targets, size, loss_reduction)
             _checked.add(original)
             return
-        for row in range(min(rows, size)):
-            select = lambda leaf, row=row: leaf[row : row + 1] if has_batch_axis(leaf, size) else leaf  # noqa: E731
-            alone, grads_alone = _loss_gradients(
-                model, loss_fn, pytree.tree_map(select, inputs), pytree.tree_map(select, targets)
-            )
-            _compare_outputs(row, [select(o) for o in outputs], alone)
-            _compare_gradients(row, size, loss_reduction, [select(g) for g in output_grads], grads_alone, batch_first)
+        for i in range(min(rows, size)):
+            sample = _sample((inputs, targets), i, size)
+            single_outputs, single_grads = _loss_gradients(model, loss_fn, *sample)
+            _compare_outputs(i, _sample(outputs, i, size), single_outputs)
+            _compare_gradients(i, size, loss_reduction, _sample(output_grads, i, size), single_grads, batch_first)
     _checked.add(original)
 
 
@@ -87,7 +85,7 @@ def loss_was_checked(model: nn.Module) -> bool:
 
 
 def note_checked(models: Iterable[nn.Module], *, passed: bool) -> None:
-    """Stores the result of a check of these models."""
+    """Stores whether a check of these models passed."""
     for model in models:
         (_checked.add if passed else _checked.discard)(model)
 
@@ -95,11 +93,13 @@ def note_checked(models: Iterable[nn.Module], *, passed: bool) -> None:
 def with_batch_first(
     caller: str, model: nn.Module, loss_fn: LossFunction, batch: Any, *, batch_first: bool
 ) -> tuple[nn.Module, LossFunction, Any]:
-    """Returns model, loss and batch with the batch axis in front. Converts a mapping to (inputs, targets)."""
+    """Returns the model, loss and batch, adapted to the batch on axis 0. Converts a mapping to (inputs, targets)."""
     if isinstance(batch, Mapping):
         batch = (batch, batch)
-    usable = isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, (tuple, list)) and len(batch) == 2
-    if batch_first or not usable:  # `validated_batch` raises if the arguments are not usable
+    is_valid = (
+        isinstance(model, nn.Module) and callable(loss_fn) and isinstance(batch, (tuple, list)) and len(batch) == 2
+    )
+    if batch_first or not is_valid:  # `validated_batch` will raise the error
         return model, loss_fn, batch
     if not any(isinstance(leaf, Tensor) and leaf.dim() > 1 for leaf in pytree.tree_leaves(batch[0])):
         raise TypeError(f"{caller}: batch_first=False needs an input with the batch on axis 1.")
@@ -124,17 +124,17 @@ def compare_model_loss(
             )
         return torch.cat([grad.detach().flatten().double() for grad in grads])
 
-    together = gradient((inputs, targets))
-    total = torch.zeros_like(together)
+    batch_grad = gradient((inputs, targets))
+    total = torch.zeros_like(batch_grad)
     for i in range(size):
-        total += gradient(_row((inputs, targets), i, size))
+        total += gradient(_sample((inputs, targets), i, size))
     expected = {"mean": total / size, "sum": total}
-    close = {name: bool((together - grad).norm() <= 1e-3 * grad.norm() + 1e-7) for name, grad in expected.items()}
+    close = {name: bool((batch_grad - grad).norm() <= 1e-3 * grad.norm() + 1e-7) for name, grad in expected.items()}
     if close[declared]:
         return
     other = "sum" if declared == "mean" else "mean"
     if close[other]:
-        raise _wrong_reduction(other, declared, float(together.norm() / expected[declared].norm().clamp(min=1e-30)))
+        raise _reduction_error(other, declared, float(batch_grad.norm() / expected[declared].norm().clamp(min=1e-30)))
     raise BatchDependentLossError(
         "The loss that the model computes mixes samples: its gradient is neither the mean nor the sum of the "
         "gradients of single samples. A typical cause is a mean over all tokens of the batch.",
@@ -142,7 +142,7 @@ def compare_model_loss(
     )
 
 
-def _wrong_reduction(reduction: str, declared: str, ratio: float) -> ReductionError:
+def _reduction_error(reduction: str, declared: str, ratio: float) -> ReductionError:
     return ReductionError(
         f"Loss looks like a {reduction}, expected a {declared} (ratio {ratio:.3g}). Gradients would be scaled by "
         "the batch size, which is private: one sample would change the sum by up to twice the clipping norm.",
@@ -158,23 +158,22 @@ def check_independent_loss(
     for keep_B in keep_masks(size):
         new_outputs, new_targets = with_others_replaced((outputs, targets), keep_B)
         _, changed = gradients_at(new_outputs, loss_fn, new_targets)
-        for one, other in zip(original, changed, strict=True):
-            rows = keep_B.to(one.device).nonzero().flatten()
-            a, b = (grad[rows] if has_batch_axis(grad, size) else grad for grad in (one, other))
+        for grad, new_grad in zip(original, changed, strict=True):
+            kept = keep_B.to(grad.device).nonzero().flatten()
+            a, b = (g[kept] if has_batch_axis(g, size) else g for g in (grad, new_grad))
             if not torch.allclose(a * size, b * size, rtol=1e-3, atol=1e-7):
                 raise BatchDependentLossError(
                     "The loss gradient of a sample changed when other samples got different outputs and targets. "
                     "Typical causes are a mean over tokens, class weights, or a loss between samples.",
                     fix=_PER_EXAMPLE_FIX[batch_first],
                 )
-    for row in range(2):
-        _, alone = gradients_at(_row(outputs, row, size), loss_fn, _row(targets, row, size))
-        own = [_row(grad, row, size) for grad in original]
-        _compare_gradients(row, size, loss_reduction, own, alone, batch_first)
+    for i in range(2):
+        _, single = gradients_at(_sample(outputs, i, size), loss_fn, _sample(targets, i, size))
+        _compare_gradients(i, size, loss_reduction, _sample(original, i, size), single, batch_first)
 
 
 def validated_batch(caller: str, model: Any, loss_fn: Any, batch: Any, loss_reduction: Any) -> tuple[Any, Any, int]:
-    """Validates the arguments and returns inputs, targets and batch size."""
+    """Validates the arguments of ``caller``. Returns inputs, targets and batch size."""
     usage = f"Call {caller}(model, loss_fn, (inputs, targets))."
     if not isinstance(model, nn.Module) or isinstance(model, _Loss):
         kind = "a loss" if isinstance(model, _Loss) else "not a torch.nn.Module"
@@ -199,32 +198,33 @@ def validated_batch(caller: str, model: Any, loss_fn: Any, batch: Any, loss_redu
 
 
 def per_example(loss_fn: Callable[..., Tensor], *, batch_first: bool = True) -> Callable[..., Tensor]:
-    """Converts any loss to the mean of the losses of single samples, which keeps samples independent.
+    """Converts a loss to the mean of the losses of single samples, which keeps samples independent.
 
-    Class weights of a weighted mean, such as ``nn.CrossEntropyLoss(weight=...)``, cancel for a single sample. To keep
-    them, use ``reduction="none"`` and take the mean of the losses instead.
+    Class weights of a weighted mean, such as ``nn.CrossEntropyLoss(weight=...)``, have no effect on a single sample. To
+    keep their effect, use ``reduction="none"`` and take the mean of the losses instead.
 
     Args:
         loss_fn: Called with one sample at a time, as a batch of one.
         batch_first: False if the batch is on axis 1 of the outputs, ``(T, B, ...)``. Targets may be flat, ``(T * B,)``.
 
     Returns:
-        A function of the outputs of the model and any number of targets or masks, which returns the loss of a batch.
-        The loss of an empty batch is zero.
+        A function of the model outputs and any number of targets or masks. It returns the loss of a batch, which is
+        zero for an empty batch.
     """
 
-    def of_batch(outputs: Any, *targets: Any) -> Tensor:
+    def batch_loss(outputs: Any, *targets: Any) -> Tensor:
         if not batch_first:
-            return torch.stack(per_sample_rows(outputs, targets, lambda o, t: loss_fn(o, *t))).mean()
+            return torch.stack(per_sample_losses(outputs, targets, lambda o, t: loss_fn(o, *t))).mean()
         tensors = [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor)]
         size = tensors[0].shape[0]
-        losses = [loss_fn(*_row((outputs, *targets), i, size)) for i in range(size)]
+        losses = [loss_fn(*_sample((outputs, *targets), i, size)) for i in range(size)]
         return torch.stack(losses).mean() if losses else tensors[0].sum() * 0.0
 
-    return of_batch
+    return batch_loss
 
 
-def _row(tree: Any, i: int, size: int) -> Any:
+def _sample(tree: Any, i: int, size: int) -> Any:
+    """Returns sample i of a batch, as a batch of one."""
     return pytree.tree_map(lambda leaf: leaf[i : i + 1] if has_batch_axis(leaf, size) else leaf, tree)
 
 
@@ -232,16 +232,16 @@ def _loss_gradients(
     model: nn.Module, loss_fn: LossFunction, inputs: Any, targets: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
     with torch.no_grad():
-        raw = call(model, inputs)
-    return gradients_at(raw, loss_fn, targets)
+        outputs = call(model, inputs)
+    return gradients_at(outputs, loss_fn, targets)
 
 
-def gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the floating-point outputs, and the gradients of the loss with respect to them."""
-    leaves, spec = pytree.tree_flatten(raw)
+def gradients_at(outputs: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the floating-point tensors in the outputs, and the gradients of the loss with respect to them."""
+    leaves, spec = pytree.tree_flatten(outputs)
     # At least float32, because rounding errors of a loss in half precision exceed the tolerance.
-    leaves = [_wide(leaf.detach().clone()).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
-    outputs = [leaf for leaf in leaves if _is_float(leaf)]
+    leaves = [_at_least_float32(leaf.detach().clone()).requires_grad_() if _is_float(leaf) else leaf for leaf in leaves]
+    tensors = [leaf for leaf in leaves if _is_float(leaf)]
     with torch.enable_grad():
         loss = loss_fn(pytree.tree_unflatten(leaves, spec), targets)
         if not isinstance(loss, Tensor) or loss.dim():
@@ -250,11 +250,11 @@ def gradients_at(raw: Any, loss_fn: LossFunction, targets: Any) -> tuple[list[Te
                 f"loss_fn returned {kind}; expected the loss of the batch, a tensor of one number. A model that "
                 "computes its loss needs the targets among its inputs: pass ((inputs, targets), targets) as the batch."
             )
-        grads = torch.autograd.grad(loss, outputs, allow_unused=True)
-    return outputs, [torch.zeros_like(o) if g is None else g for o, g in zip(outputs, grads, strict=True)]
+        grads = torch.autograd.grad(loss, tensors, allow_unused=True)
+    return tensors, [torch.zeros_like(t) if g is None else g for t, g in zip(tensors, grads, strict=True)]
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _HALF else tensor
 
 
@@ -262,33 +262,33 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
-def _compare_outputs(row: int, together: list[Tensor], alone: list[Tensor]) -> None:
-    for a, b in zip(together, alone, strict=True):
+def _compare_outputs(i: int, in_batch: list[Tensor], single: list[Tensor]) -> None:
+    for a, b in zip(in_batch, single, strict=True):
         if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-3, atol=1e-5, equal_nan=True):
             raise BatchDependentLossError(
-                f"The model's output for sample {row} depends on the other samples of the batch.",
+                f"The model's output for sample {i} depends on the other samples of the batch.",
                 fix="If axis 0 is time, pass batch_first=False. Else find the layer with dpengine.check(model, "
                 "loss_fn, batch), and replace it or try dpengine.fix(model).",
             )
 
 
 def _compare_gradients(
-    row: int, size: int, declared: str, together: list[Tensor], alone: list[Tensor], batch_first: bool
+    i: int, size: int, declared: str, in_batch: list[Tensor], single: list[Tensor], batch_first: bool
 ) -> None:
     def close(scale: float) -> bool:
-        return all(torch.allclose(a * scale, b, rtol=1e-3, atol=1e-7) for a, b in zip(together, alone, strict=True))
+        return all(torch.allclose(a * scale, b, rtol=1e-3, atol=1e-7) for a, b in zip(in_batch, single, strict=True))
 
     agrees = {"mean": close(float(size)), "sum": close(1.0)}
     if agrees[declared]:
         return
-    norms = [float(torch.stack([t.norm() for t in tensors]).norm()) for tensors in (together, alone)]
+    norms = [float(torch.stack([t.norm() for t in tensors]).norm()) for tensors in (in_batch, single)]
     other = "sum" if declared == "mean" else "mean"
     if agrees[other]:
         ratio = norms[0] * (size if declared == "mean" else 1) / max(norms[1], 1e-30)
-        raise _wrong_reduction(other, declared, ratio)
-    in_batch = norms[0] * (size if declared == "mean" else 1)
+        raise _reduction_error(other, declared, ratio)
+    norm_in_batch = norms[0] * (size if declared == "mean" else 1)
     raise BatchDependentLossError(
-        f"The loss of sample {row} depends on the other samples of the batch (gradient norm {in_batch:.3g}, and "
+        f"The loss of sample {i} depends on the other samples of the batch (gradient norm {norm_in_batch:.3g}, and "
         f"{norms[1]:.3g} alone). Typical causes are a mean over tokens, class weights, or a loss between samples.",
         fix=_PER_EXAMPLE_FIX[batch_first],
     )

@@ -18,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from dpengine.capture.batch_statistics import can_use_fixed_statistics
 
 BATCH_NORMS_OF_TIMM = frozenset({"BatchNormAct2d", "SyncBatchNormAct", "SplitBatchNorm2d"})
-"""Names of subclasses of batch norm with ``drop`` and ``act``, the layers that follow it."""
+"""Names of batch norms of timm, which also contain the layers ``drop`` and ``act`` that follow the batch norm."""
 
 FIX = "Run before creating the optimizer: model, changes = dpengine.fix(model)"
 
@@ -28,8 +28,8 @@ class Obstacle:
     """Reason why a layer cannot be trained privately.
 
     Attributes:
-        applies: Returns True if a module has this obstacle. Submodules do not count.
-        why: The reason, as the predicate of a sentence whose subject is the layer.
+        applies: Function that returns True if a module has this obstacle. Submodules do not count.
+        why: Reason, as the predicate of a sentence whose subject is the layer.
         remedy: Recommended fix, preferably as a line of code.
     """
 
@@ -41,14 +41,14 @@ class Obstacle:
 def obstacle_of(module: nn.Module, *, model_trains: bool = True) -> Obstacle | None:
     """Returns the first obstacle of a module, without those of its submodules; None if there is none.
 
-    If the whole model is in eval mode, a batch norm is an obstacle, too, because training puts it into train mode.
+    If the model is in eval mode, each batch norm is an obstacle, because training will put it into train mode.
     """
     obstacle = next((obstacle for obstacle in (SCRIPTED, *OBSTACLES) if obstacle.applies(module)), None)
     return _BATCH_NORM if obstacle is None and not model_trains and isinstance(module, _BatchNorm) else obstacle
 
 
 def has_spectral_norm(module: nn.Module) -> bool:
-    """Returns True if a weight of the module has spectral norm, by a hook or by a parametrization."""
+    """Returns True if a weight of the module has spectral norm, through a hook or a parametrization."""
     if any(isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()):
         return True
     parts = module.get_submodule("parametrizations").modules() if parametrize.is_parametrized(module) else ()
@@ -74,7 +74,9 @@ def _mixes_samples(module: nn.Module) -> bool:
         return True
     if not isinstance(module, _BatchNorm):
         return False
-    return module.training or not can_use_fixed_statistics(module)  # capture checks that it stays in eval mode
+    return module.training or not can_use_fixed_statistics(
+        module
+    )  # during training, `Capture` checks that it stays in eval mode
 
 
 def _is_custom_batch_norm(module: nn.Module) -> bool:
@@ -107,7 +109,7 @@ SCRIPTED = Obstacle(
     "is compiled by torch.jit, which supports no hooks, so its per-sample gradients and independence are unknown",
     "Pass the original module, and script it after training",
 )
-"""Checked before all other obstacles, because the types of submodules are not available."""
+"""Obstacle that is checked first, because the types of scripted submodules are not available."""
 
 _MIXES = "mixes the samples of a batch, so one sample changes the gradients of others"
 _BATCH_NORM = Obstacle(
@@ -161,4 +163,4 @@ OBSTACLES = (
         "Freeze them: layer.requires_grad_(False), or store real parameters: torch.view_as_real(parameter)",
     ),
 )
-"""Obstacles in the order of importance. The first one that applies is reported."""
+"""Obstacles in order of importance. The first one that applies is reported."""

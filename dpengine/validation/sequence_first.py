@@ -12,7 +12,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 
 class _Shared(list[bool]):
-    """A list that is shared by copies of a model."""
+    """List that copies of a model share."""
 
     def __deepcopy__(self, memo: Any) -> _Shared:
         return self
@@ -21,7 +21,7 @@ class _Shared(list[bool]):
 class BatchFirst(nn.Module):
     """Wraps a model with the batch on axis 1, so that it is called with the batch on axis 0.
 
-    Tensors in which both axes are flattened, such as targets ``(T * B,)``, count as tensors with the batch on axis 1.
+    Flat tensors, in which both axes are merged, such as targets ``(T * B,)``, are supported as well.
     """
 
     def __init__(self, model: nn.Module, inputs: Any):
@@ -29,7 +29,7 @@ class BatchFirst(nn.Module):
         self.model = model
         first = next(leaf for leaf in pytree.tree_leaves(inputs) if _has_axis_1(leaf))
         self.length, self.size = first.shape[:2]
-        self._flat = _Shared()  # for each leaf of the last outputs, whether it was flat
+        self._flat = _Shared()  # True for each leaf of the last outputs that was flat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = pytree.tree_map(_swapped, (args, kwargs))
@@ -38,7 +38,7 @@ class BatchFirst(nn.Module):
         return outputs
 
     def to_front(self, tree: Any, size: int) -> tuple[Any, list[bool]]:
-        """Returns the tree, of ``size`` samples, with the batch on axis 0, and for each leaf whether it was flat."""
+        """Returns a tree of ``size`` samples with the batch on axis 0, and for each leaf True if it was flat."""
         leaves, spec = pytree.tree_flatten(tree)
         flat = [self._is_flat(leaf, size) for leaf in leaves]
         fronts = [
@@ -49,10 +49,10 @@ class BatchFirst(nn.Module):
     def loss(self, loss_fn: LossFunction, flat_targets: list[bool]) -> LossFunction:
         """Returns the loss as a function of outputs and targets with the batch on axis 0."""
 
-        def of_batch(outputs: Any, targets: Any) -> Tensor:
+        def batch_loss(outputs: Any, targets: Any) -> Tensor:
             return loss_fn(_restored(outputs, self._flat), _restored(targets, flat_targets))
 
-        return of_batch
+        return batch_loss
 
     def _is_flat(self, leaf: Any, size: int) -> bool:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or (_has_axis_1(leaf) and leaf.shape[1] == size):
@@ -63,28 +63,28 @@ class BatchFirst(nn.Module):
         return leaf.reshape(self.length, -1, *leaf.shape[1:])
 
 
-def per_sample_rows(outputs: Any, targets: Any, loss_fn: LossFunction) -> list[Tensor]:
+def per_sample_losses(outputs: Any, targets: Any, loss_fn: LossFunction) -> list[Tensor]:
     """Returns the losses of single samples, for outputs and targets with the batch on axis 1."""
-    moved = BatchFirst(nn.Identity(), outputs)
-    front, moved._flat[:] = moved.to_front(outputs, moved.size)
-    front_targets, flat = moved.to_front(targets, moved.size)
-    of_batch = moved.loss(loss_fn, flat)
+    adapter = BatchFirst(nn.Identity(), outputs)
+    front, adapter._flat[:] = adapter.to_front(outputs, adapter.size)
+    front_targets, flat = adapter.to_front(targets, adapter.size)
+    batch_loss = adapter.loss(loss_fn, flat)
 
-    def row(tree: Any, i: int) -> Any:
-        return pytree.tree_map(lambda leaf: leaf[i : i + 1] if _has_rows(leaf, moved.size) else leaf, tree)
+    def sample(tree: Any, i: int) -> Any:
+        return pytree.tree_map(lambda leaf: leaf[i : i + 1] if _has_samples(leaf, adapter.size) else leaf, tree)
 
-    return [of_batch(row(front, i), row(front_targets, i)) for i in range(moved.size)]
+    return [batch_loss(sample(front, i), sample(front_targets, i)) for i in range(adapter.size)]
 
 
 def batch_first_parts(model: nn.Module, loss_fn: LossFunction, batch: Any) -> tuple[nn.Module, LossFunction, Any]:
-    """Returns model, loss and batch, adapted to the batch on axis 0."""
+    """Returns the model, loss and batch, adapted to the batch on axis 0."""
     inputs, targets = batch
-    front = BatchFirst(model, inputs)
-    targets, flat = front.to_front(targets, front.size)
-    return front, front.loss(loss_fn, flat), (pytree.tree_map(_swapped, inputs), targets)
+    adapter = BatchFirst(model, inputs)
+    targets, flat = adapter.to_front(targets, adapter.size)
+    return adapter, adapter.loss(loss_fn, flat), (pytree.tree_map(_swapped, inputs), targets)
 
 
-def _has_rows(leaf: Any, size: int) -> bool:
+def _has_samples(leaf: Any, size: int) -> bool:
     return isinstance(leaf, Tensor) and leaf.dim() > 0 and leaf.shape[0] == size
 
 
