@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 from torch.nn.utils import parametrize
 
-from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
+from dpengine.layers.replacements import REPLACEMENTS, is_replacement_layer
 
 if TYPE_CHECKING:
     from .capture import Capture
@@ -100,7 +100,7 @@ def watch_list(
                 return
         for child_name, child in module.named_children():
             dotted = f"{name}.{child_name}" if name else child_name
-            visit(child, dotted, type(module) in _REPLACED_TYPES or is_made_of_operations(module))
+            visit(child, dotted, type(module) in _REPLACED_TYPES or is_replacement_layer(module))
 
     visit(model, "", False)
     return watches
@@ -118,7 +118,7 @@ def _watch(
     rule = lookup(module)
     if rule is not None:
         return Watch(name, module, Kind.LAYER, rule)
-    if is_made_of_operations(module):
+    if is_replacement_layer(module):
         return Watch(name, module, Kind.OPERATIONS)
     if by_operations and any(has_own_parameters(child) or _is_dropout(child) for child in _submodules(module)):
         return Watch(name, module, Kind.OPERATIONS)

@@ -3,7 +3,7 @@
 During the forward of the module, each such parameter is a ``WatchedParameter``: a tensor that intercepts the operations
 on it. Three uses are supported:
 
-* ``F.linear(x, weight, bias)`` or ``linear_place`` is captured like a Linear layer.
+* ``F.linear(x, weight, bias)`` or ``linear_node`` is captured like a Linear layer.
 * For an elementwise operation with a batched tensor, a product ``x @ parameter`` or ``einsum``, or the bias of
   ``scaled_dot_product_attention``, the parameter is repeated for each sample (``tap_rows``).
 * For ``parameter.expand(B, ...)`` or ``repeat``, later concatenated with a batched tensor, it is repeated as well.
@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
-from dpengine.layers.linear_place import linear_place
+from dpengine.layers.linear_node import linear_node
 
 
 def remedy(*, sharded: bool) -> str:
@@ -366,7 +366,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys([Tensor.expand, Tensor.repeat], _expand),
     **dict.fromkeys([torch.cat, torch.concat, torch.concatenate], _join),
-    **dict.fromkeys([F.linear, linear_place], _linear),
+    **dict.fromkeys([F.linear, linear_node], _linear),
     **dict.fromkeys([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm], _product),
     torch.einsum: _einsum,
     torch.where: _where,

@@ -1,4 +1,4 @@
-"""Batch-first replacements for torch's recurrent and attention layers."""
+"""Replacements of torch's recurrent and attention layers, with per-sample gradients."""
 
 from typing import TYPE_CHECKING
 

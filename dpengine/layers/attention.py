@@ -1,4 +1,4 @@
-"""Batch-first replacement of torch's attention layer that uses each weight through ``F.linear``.
+"""Replacement of ``nn.MultiheadAttention`` that uses each weight in ``F.linear``, which capture supports.
 
 Axes: B samples, L queries, S keys, E embedding, N heads, D = E / N.
 """
@@ -19,7 +19,7 @@ class SequenceBias(nn.Module):
     """Appends one learned element to each sequence.
 
     Attributes:
-        bias: The element, ``(embed_dim,)``, initialized from a normal distribution.
+        bias: The learned element, ``(embed_dim,)``, initialized from a normal distribution.
 
     Args:
         embed_dim: Size of an element.
@@ -54,8 +54,8 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
     """``nn.MultiheadAttention`` with per-sample gradients. Takes batched (3-D) input.
 
     The class has no additional state, so ``module.__class__ = PrivateMultiheadAttention`` converts the original in
-    place, and ``module.__class__ = nn.MultiheadAttention`` converts it back. Output and gradient are those of the
-    original.
+    place, and ``module.__class__ = nn.MultiheadAttention`` converts it back. Outputs and gradients equal those of
+    the original.
     """
 
     def forward(
@@ -71,17 +71,17 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """See ``nn.MultiheadAttention.forward``. Raises ValueError for input without a batch axis."""
         batch_first = _batch_first(self, query, key, value)
-        rows, queries, keys = batch_first[0].shape[0], batch_first[0].shape[1], batch_first[1].shape[1]
-        padding_BS = _additive("key_padding_mask", key_padding_mask, query.dtype, [(rows, keys)])
-        shapes = [(queries, keys), (rows * self.num_heads, queries, keys)]
+        (batch_size, queries), keys = batch_first[0].shape[:2], batch_first[1].shape[1]
+        padding_BS = _additive("key_padding_mask", key_padding_mask, query.dtype, [(batch_size, keys)])
+        shapes = [(queries, keys), (batch_size * self.num_heads, queries, keys)]
         mask = _additive("attn_mask", attn_mask, query.dtype, shapes)
         if is_causal and mask is None:
             raise ValueError("is_causal is a hint about attn_mask, which is missing. Pass attn_mask as well.")
-        # With other masks, or to return weights, the kernel needs the mask itself.
+        # If there are other masks, or the weights are returned, the mask itself is needed.
         causal = is_causal and padding_BS is None and not need_weights
         q, k, v = _projected(self, *batch_first)
-        k, v, added = _extended(self, k, v)
-        mask = None if causal else _merged(mask, padding_BS, added, self.num_heads)
+        k, v, num_added = _with_added_positions(self, k, v)
+        mask = None if causal else _merged(mask, padding_BS, num_added, self.num_heads)
         q, k, v = (x.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for x in (q, k, v))
         dropout = self.dropout if self.training else 0.0
         if need_weights:
@@ -106,26 +106,26 @@ def _batch_first(module: nn.MultiheadAttention, *inputs: Tensor) -> list[Tensor]
     query, key, value = inputs
     if key.shape[:2] != value.shape[:2] or query.shape[batch] != key.shape[batch]:
         raise ValueError(
-            f"query, key and value must agree in batch size, key and value also in length; got {tuple(query.shape)}, "
-            f"{tuple(key.shape)} and {tuple(value.shape)}."
+            "query, key and value must have the same batch size, and key and value the same length; got "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}."
         )
     if module.batch_first:
         return list(inputs)
     # If inputs are the same tensor, their transposes must also be the same tensor.
-    swapped = {id(tensor): tensor.transpose(0, 1) for tensor in inputs}
-    return [swapped[id(tensor)] for tensor in inputs]
+    transposed = {id(tensor): tensor.transpose(0, 1) for tensor in inputs}
+    return [transposed[id(tensor)] for tensor in inputs]
 
 
 def _projected(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
     size = module.embed_dim
     if module.in_proj_weight is None:
         weights = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-        biases = (_slice(module, "in_proj_bias", at, at + 1) for at in range(3))
+        biases = (_slice(module, "in_proj_bias", i, i + 1) for i in range(3))
         triples = zip((query, key, value), weights, biases, strict=True)
         return tuple(F.linear(x, getattr(module, name), bias) for x, name, bias in triples)
     if query is key and key is value:
         return F.linear(query, module.in_proj_weight, module.in_proj_bias).split(size, dim=-1)
-    # One product for adjacent projections of the same input.
+    # Adjacent projections of the same input are computed by one product.
     groups = [(query, 0, 1), (key, 1, 3)] if key is value else [(query, 0, 1), (key, 1, 2), (value, 2, 3)]
     projected: list[Tensor] = []
     for x, first, last in groups:
@@ -140,21 +140,21 @@ def _slice(module: nn.MultiheadAttention, name: str, first: int, last: int) -> A
     return None if parameter is None else parameter[first * module.embed_dim : last * module.embed_dim]
 
 
-def _extended(module: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
+def _with_added_positions(module: nn.MultiheadAttention, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int]:
     """Appends the learned and the zero position to keys and values. Returns both, and the number of positions added."""
-    rows, added = key.shape[0], 0
+    batch_size, num_added = key.shape[0], 0
     if module.bias_k is not None and module.bias_v is not None:
-        key = torch.cat([key, module.bias_k.expand(rows, -1, -1)], dim=1)
-        value = torch.cat([value, module.bias_v.expand(rows, -1, -1)], dim=1)
-        added += 1
+        key = torch.cat([key, module.bias_k.expand(batch_size, -1, -1)], dim=1)
+        value = torch.cat([value, module.bias_v.expand(batch_size, -1, -1)], dim=1)
+        num_added += 1
     if module.add_zero_attn:
         key, value = F.pad(key, (0, 0, 0, 1)), F.pad(value, (0, 0, 0, 1))
-        added += 1
-    return key, value, added
+        num_added += 1
+    return key, value, num_added
 
 
 def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, shapes: list[tuple[int, ...]]) -> Tensor | None:
-    """Converts the mask to an addend of the scores. True in a bool mask means not allowed."""
+    """Converts a mask to numbers that are added to the scores. True in a bool mask forbids attention."""
     if mask is None:
         return None
     if tuple(mask.shape) not in shapes:
@@ -166,26 +166,26 @@ def _additive(name: str, mask: Tensor | None, dtype: torch.dtype, shapes: list[t
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-def _merged(mask: Tensor | None, padding_BS: Tensor | None, added: int, heads: int) -> Tensor | None:
+def _merged(mask: Tensor | None, padding_BS: Tensor | None, num_added: int, heads: int) -> Tensor | None:
     """Merges both masks to one that broadcasts to (B, N, L, S) and does not mask the appended positions."""
     if mask is not None:
-        mask = F.pad(mask, (0, added))
+        mask = F.pad(mask, (0, num_added))
         mask = mask if mask.dim() == 2 else mask.reshape(mask.shape[0] // heads, heads, *mask.shape[1:])
     if padding_BS is None:
         return mask
-    padding = F.pad(padding_BS, (0, added))[:, None, None]
+    padding = F.pad(padding_BS, (0, num_added))[:, None, None]
     return padding if mask is None else mask + padding
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> Tensor:
-    # The fast kernels have no batching rule, so a function transform would run them per sample and warn.
+    # The fused kernels have no batching rule, so torch.func would run them in a loop over samples, with a warning.
     transformed = torch._C._are_functorch_transforms_active()
     with sdpa_kernel(SDPBackend.MATH) if transformed else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
 
 
 def _attend_with_weights(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> tuple[Tensor, Tensor]:
-    """Computes attention and also returns its weights (B, N, L, S)."""
+    """Computes attention. Returns the output of each head (B, N, L, D) and the attention weights (B, N, L, S)."""
     scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
     weights = (scores if mask is None else scores + mask).softmax(dim=-1)
     weights = F.dropout(weights, dropout) if dropout > 0 else weights

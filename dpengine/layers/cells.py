@@ -1,9 +1,9 @@
 """Cells of RNN, LSTM and GRU: one step, and all steps with a custom backward pass.
 
-Each cell has two implementations. ``step`` is the definition, in ordinary operations. ``run`` and ``back`` compute all
-steps in place and outside the autograd graph. In ``back``, the gradient with respect to a pre-activation is the product
-of a slope, computed for all steps at once, and the gradient with respect to the state, which the loop updates. If
-``native`` has compiled code for a cell, it replaces ``run`` and ``back``.
+Each cell has two implementations. ``step`` computes one step by ordinary operations, and defines the cell. ``run`` and
+``back`` compute all steps in place and outside the autograd graph. In ``back``, the gradient with respect to a
+pre-activation is a product of two terms: the derivative of the step, computed for all steps at once, and the gradient
+with respect to the state, which the loop updates. ``run`` and ``back`` use compiled code if `native` has it.
 
 Axes: B samples, T time, S = T + 1 slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
@@ -28,7 +28,7 @@ Deltas = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class HiddenWeights:
-    """Values of the recurrent weights, outside the graph. ``project_PH`` is ``weight_hr`` of an LSTM."""
+    """Values of the recurrent weights, outside the autograd graph. ``project_PH`` is ``weight_hr`` of an LSTM."""
 
     hidden_GP: Tensor
     bias_G: Tensor | None = None
@@ -37,12 +37,12 @@ class HiddenWeights:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Results of a loop over time, for the output and for the backward pass. A field is None if the cell has none."""
+    """Results of a loop over time, for the output and the backward pass. Fields that a cell does not have are None."""
 
     states_BSP: Tensor
     cells_BSH: Any  # LSTM
-    gates_BTG: Any = None  # LSTM, GRU: after their nonlinearity
-    extra_BTH: Any = None  # GRU: hidden part of the candidate; LSTM: output before projection, if there is one
+    gates_BTG: Any = None  # LSTM, GRU: after the nonlinearity
+    extra_BTH: Any = None  # GRU: hidden part of the candidate; LSTM with projection: output before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,10 +52,10 @@ class Cell:
     Attributes:
         step: ``(input part, hidden part, state, cell state or None) -> (output, cell state or None)`` for one step.
         run: ``(input part (B, T, G), weights, states (B, S, P), cell states (B, S, H) or None, schedule) -> (gates,
-            extra)``. Fills the states from the initial ones; may overwrite the input part.
+            extra)``. Computes all states from the initial states, in place. May overwrite the input part.
         back: ``(trace, weights, schedule, gradient of the states (B, S, P), gradient of the last cell state) ->
-            (gradient of the input part, of the hidden part)``. Overwrites the two given gradients with the full
-            gradients of every state and of the first cell state.
+            (gradient of the input part, gradient of the hidden part)``. Overwrites the given gradients: the first one
+            with the total gradient of every state, the second one with the gradient of the first cell state.
     """
 
     step: Callable[[Tensor, Tensor, Tensor, Any], Step]
@@ -63,7 +63,7 @@ class Cell:
     back: Callable[[Trace, HiddenWeights, Schedule, Tensor, Any], Deltas]
 
 
-def _rnn(nonlinearity: Elementwise, in_place: Elementwise, slope: Elementwise) -> Cell:
+def _rnn(nonlinearity: Elementwise, in_place: Elementwise, derivative: Elementwise) -> Cell:
     def step(inputs: Tensor, hidden: Tensor, _state: Tensor, _cell: Any) -> Step:
         return nonlinearity(inputs + hidden), None
 
@@ -75,7 +75,7 @@ def _rnn(nonlinearity: Elementwise, in_place: Elementwise, slope: Elementwise) -
         return None, None
 
     def back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_states: Tensor, _grad_c: Any) -> Deltas:
-        deltas = slope(schedule.after(trace.states_BSP))
+        deltas = derivative(schedule.after(trace.states_BSP))
         buffers = (deltas, schedule.after(grad_states), schedule.before(grad_states))
         for delta, g_new, g_old in schedule.steps_back(*buffers):
             g_old.addmm_(delta.mul_(g_new), weights.hidden_GP)
@@ -120,7 +120,7 @@ def _lstm_back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_st
     size, project = grad_c.shape[-1], weights.project_PH
     c_before, tanh_c = schedule.before(trace.cells_BSH), schedule.after(trace.cells_BSH).tanh()
     i, f, g, o = trace.gates_BTG.split(size, dim=-1)
-    # i, f and g affect the cell state, o the output.
+    # i, f and g change the cell state, and o changes the output.
     deltas = torch.cat([g * i * (1 - i), c_before * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)], dim=-1)
     through_c = o * (1 - tanh_c * tanh_c)
     by_cell, by_output = deltas[..., : 3 * size].unflatten(-1, (3, size)), deltas[..., 3 * size :]
@@ -167,7 +167,7 @@ def _gru_back(trace: Trace, weights: HiddenWeights, schedule: Schedule, grad_sta
     r, z, n = trace.gates_BTG.split(size, dim=-1)
     by_n = (1 - z) * (1 - n * n)
     by_z = (schedule.before(trace.states_BSP) - n) * z * (1 - z)
-    # The candidate's hidden part is scaled by r, its input part is not.
+    # r scales the hidden part of the candidate, but not its input part.
     deltas = torch.cat([by_n * trace.extra_BTH * r * (1 - r), by_z, by_n * r, by_n], dim=-1)
     hidden = deltas[..., : 3 * size]
     buffers = (deltas.unflatten(-1, (4, size)), hidden, z, schedule.after(grad_states), schedule.before(grad_states))

@@ -1,7 +1,7 @@
-"""LSTM and GRU over all steps with the compiled kernels of ``dpengine.kernels`` and matrix products of torch.
+"""LSTM and GRU over all steps, by the compiled kernels of ``dpengine.kernels`` and matrix products of torch.
 
-The functions implement ``Cell.run`` and ``Cell.back``, with the library as first argument. For each buffer, the library
-is passed the address of time t and the stride between samples.
+The functions implement ``Cell.run`` and ``Cell.back``, with the library as first argument. The kernels get the address
+of time t in each buffer, and the stride between samples.
 
 Axes: B samples, T time, S slots (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
@@ -23,18 +23,18 @@ _BYTES = 4
 
 def native_for(*tensors: Tensor | None) -> ctypes.CDLL | None:
     """Returns the library if it is available and supports these tensors; else None."""
-    fits = all(
+    supported = all(
         type(t) is Tensor and t.device.type == "cpu" and t.dtype == torch.float32 and t.is_contiguous()
         for t in tensors
         if t is not None
     )
-    return native_library() if fits else None
+    return native_library() if supported else None
 
 
 def lstm_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, cells: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor | None]:
-    """Fills states and cell states. Returns the gates, and the output before projection (None without projection)."""
+    """Computes states and cell states in place. Returns the gates, and the output before projection, if any."""
     samples, size, project = len(gates), cells.shape[-1], weights.project_PH
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
@@ -43,7 +43,7 @@ def lstm_run(
     packed = gates.new_empty(samples, size) if project is not None else state
     buffer = states if outputs is None else outputs
     strides = (size, gates.stride(0), cells.stride(0), buffer.stride(0))
-    for time, count, before, after in schedule.visits(samples):
+    for time, count, before, after in schedule.step_indices(samples):
         torch.mm(_first(state, count), weight, out=_first(hidden, count))
         library.lstm_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(cells, before)),
@@ -58,14 +58,14 @@ def lstm_run(
 def lstm_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor, grad_c: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients with respect to the input and hidden part of the pre-activations, which are one tensor."""
+    """Returns the gradients of the input part and the hidden part of the pre-activations, which are the same tensor."""
     gates, cells, project = trace.gates_BTG, trace.cells_BSH, weights.project_PH
     samples, size = grad_c.shape
     deltas, packed = torch.empty_like(gates), gates.new_empty(samples, gates.shape[-1])
     g_output = None if project is None else gates.new_empty(samples, size)
     slots = grad_states.unbind(1)
     strides = (size, gates.stride(0), cells.stride(0), (grad_states if g_output is None else g_output).stride(0))
-    for time, count, before, after in schedule.visits(samples)[::-1]:
+    for time, count, before, after in schedule.step_indices(samples)[::-1]:
         if g_output is not None:
             torch.mm(_first(slots[after], count), project, out=_first(g_output, count))
         library.lstm_back_f32(
@@ -80,14 +80,14 @@ def lstm_back(
 def gru_run(
     library: ctypes.CDLL, gates: Tensor, weights: Any, states: Tensor, schedule: Schedule
 ) -> tuple[Tensor, Tensor]:
-    """Fills the states. Returns the gates, and the hidden part of the candidate."""
+    """Computes the states in place. Returns the gates, and the hidden part of the candidate."""
     samples, size = len(gates), states.shape[-1]
     hidden, bias = _scratch(gates, weights)
     weight = weights.hidden_GP.t()
     state = states[schedule.start(states)].clone(memory_format=torch.contiguous_format)
     extra = gates.new_zeros(samples, schedule.steps, size)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
-    for time, count, before, after in schedule.visits(samples):
+    for time, count, before, after in schedule.step_indices(samples):
         torch.mm(_first(state, count), weight, out=_first(hidden, count))
         library.gru_step_f32(
             *(count, *strides, hidden.data_ptr(), bias.data_ptr(), _at(gates, time), _at(extra, time)),
@@ -99,13 +99,13 @@ def gru_run(
 def gru_back(
     library: ctypes.CDLL, trace: Any, weights: Any, schedule: Schedule, grad_states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradients with respect to the input part and the hidden part of the pre-activations."""
+    """Returns the gradients of the input part and of the hidden part of the pre-activations."""
     gates, states, extra = trace.gates_BTG, trace.states_BSP, trace.extra_BTH
     samples, size = len(gates), states.shape[-1]
     deltas, by_hidden = torch.empty_like(gates), torch.empty_like(gates)
     packed, slots = gates.new_empty(samples, gates.shape[-1]), grad_states.unbind(1)
     strides = (size, gates.stride(0), states.stride(0), extra.stride(0))
-    for time, count, before, after in schedule.visits(samples)[::-1]:
+    for time, count, before, after in schedule.step_indices(samples)[::-1]:
         library.gru_back_f32(
             *(count, *strides, _at(gates, time), _at(extra, time), _at(states, before), _at(grad_states, after)),
             *(_at(grad_states, before), _at(deltas, time), _at(by_hidden, time), packed.data_ptr()),
@@ -115,7 +115,7 @@ def gru_back(
 
 
 def _scratch(gates: Tensor, weights: Any) -> tuple[Tensor, Tensor]:
-    """Returns scratch memory for the hidden part of the gates at one time, and its bias."""
+    """Returns scratch memory for the hidden part of the gates in one step, and the bias."""
     width = gates.shape[-1]
     return gates.new_empty(len(gates), width), gates.new_zeros(width) if weights.bias_G is None else weights.bias_G
 

@@ -1,4 +1,4 @@
-"""Backward passes that raise RepeatedBackwardError if they are differentiated again."""
+"""Custom backward passes that raise RepeatedBackwardError if they are differentiated."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def not_twice_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]
 
 
 def reject_second_derivative(grad: Tensor) -> Tensor:
-    """Returns a gradient with the same values. Its derivative raises RepeatedBackwardError."""
+    """Returns a gradient with the same values. Differentiation of the result raises RepeatedBackwardError."""
     result: Tensor = _RaisesInBackward.apply(grad.detach().requires_grad_())
     return result
 

@@ -1,8 +1,8 @@
-"""Batch-first replacements of torch's recurrent layers and cells that use each weight once through ``F.linear``.
+"""Replacements of torch's recurrent layers and cells that use each weight once, in ``F.linear``.
 
 A replacement has no additional state, so ``module.__class__ = PrivateLSTM`` converts an ``nn.LSTM`` in place, and
-``module.__class__ = nn.LSTM`` converts it back. Output and gradients are those of the original. Capture computes
-per-sample gradients from the uses of the weights.
+``module.__class__ = nn.LSTM`` converts it back. Outputs and gradients are equal to those of the original. Capture
+records the uses of the weights, from which per-sample gradients are computed.
 
 Axes: B samples, T time, F features, G gates, H hidden, P hidden after projection, L layers times directions.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from .cells import CELLS, HiddenWeights
-from .linear_place import linear_place
+from .linear_node import linear_node
 from .scan import Results, scan, unroll
 from .schedule import Ragged, Schedule
 
@@ -56,10 +56,10 @@ class PrivateLSTM(nn.LSTM):
 def run_cells(module: Any, cells: Sequence[CustomCell], inputs: Any, hx: State | None) -> tuple[Any, State]:
     """Runs custom cells over time, in layers and directions, like ``nn.RNN``.
 
-    There is one cell, ``(input (B, F), state) -> state``, for each layer and direction. A state is a tensor ``(B, H)``,
-    or a pair of such tensors if ``module.has_cell_state``; the first is the output. ``hx`` has shape ``(L, B, H)``;
-    None is zeros. Each call of a cell has all samples of the batch, in order. For sequences of different length,
-    outputs of a cell after the end of a sequence are dropped.
+    ``cells`` has one cell, ``(input (B, F), state) -> state``, for each layer and direction. A state is a tensor
+    ``(B, H)``, or a pair of such tensors if ``module.has_cell_state``. The first tensor is the output. ``hx`` has shape
+    ``(L, B, H)``; None means zeros. Each call of a cell gets all samples of the batch, in order. If sequences have
+    different lengths, outputs of a cell after the end of a sequence are discarded.
     """
     directions = 2 if module.bidirectional else 1
 
@@ -78,7 +78,7 @@ def _over_time(cell: CustomCell, inputs_BTF: Tensor, start: State, schedule: Sch
         result = cell(inputs_BTF[:, time], state[0] if len(state) == 1 else state)
         new = (result,) if isinstance(result, Tensor) else tuple(result)
         if ended_BT1 is not None:
-            new = tuple(torch.where(ended_BT1[:, time], then, now) for then, now in zip(state, new, strict=True))
+            new = tuple(torch.where(ended_BT1[:, time], x, y) for x, y in zip(state, new, strict=True))
         state, outputs_B[time] = new, new[0]
     return torch.stack(outputs_B, dim=1), state[0], state[1] if len(state) > 1 else None
 
@@ -86,9 +86,9 @@ def _over_time(cell: CustomCell, inputs_BTF: Tensor, start: State, schedule: Sch
 def _forward(
     module: Any, inputs: Tensor | PackedSequence, hx: State | None, direction: Direction | None = None
 ) -> tuple[Any, State]:
-    # Without gradients, torch's kernels are sufficient.
+    # Without gradients, the kernels of torch are used.
     native = direction is None and not torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active()
-    direction = direction or _direction
+    direction = direction or _run_direction
     if isinstance(inputs, PackedSequence):
         _check(module, inputs.data, int(inputs.batch_sizes[0]), len(inputs.batch_sizes), hx)
         return _native_packed(module, inputs, hx) if native else _packed(module, inputs, hx, direction)
@@ -99,10 +99,10 @@ def _forward(
             f"input.unsqueeze({0 if module.batch_first else 1})."
         )
     inputs_BTF = inputs if module.batch_first else inputs.transpose(0, 1)
-    rows, steps = inputs_BTF.shape[:2]
-    _check(module, inputs, rows, steps, hx)
+    batch_size, steps = inputs_BTF.shape[:2]
+    _check(module, inputs, batch_size, steps, hx)
     if native:
-        return _native(module, (inputs,), _start(module, inputs, rows, hx), (module.batch_first,))
+        return _native(module, (inputs,), _start(module, inputs, batch_size, hx), (module.batch_first,))
     output_BTP, last = _layers(module, inputs_BTF, hx, None, direction)
     return output_BTP if module.batch_first else output_BTP.transpose(0, 1), last
 
@@ -121,14 +121,14 @@ def _packed(
 def _native_packed(module: nn.RNNBase, inputs: PackedSequence, hx: State | None) -> tuple[PackedSequence, State]:
     first = _start(module, inputs.data, int(inputs.batch_sizes[0]), hx)
     if inputs.sorted_indices is not None:
-        first = [_picked(state, inputs.sorted_indices) for state in first]
+        first = [_select(state, inputs.sorted_indices) for state in first]
     data, last = _native(module, (inputs.data, inputs.batch_sizes), first, ())
     if inputs.unsorted_indices is not None:
-        last = _picked(last, inputs.unsorted_indices, dim=1)
+        last = _select(last, inputs.unsorted_indices, dim=1)
     return inputs._replace(data=data), last
 
 
-def _picked(state: State, index_B: Tensor, dim: int = 0) -> State:
+def _select(state: State, index_B: Tensor, dim: int = 0) -> State:
     return state[0].index_select(dim, index_B), None if state[1] is None else state[1].index_select(dim, index_B)
 
 
@@ -147,9 +147,9 @@ def _native(
 def _layers(
     module: Any, inputs_BTF: Tensor, hx: State | None, ragged: Ragged | None, direction: Direction
 ) -> tuple[Tensor, State]:
-    rows, steps = inputs_BTF.shape[:2]
+    batch_size, steps = inputs_BTF.shape[:2]
     directions = 2 if module.bidirectional else 1
-    first = iter(_start(module, inputs_BTF, rows, hx))
+    first = iter(_start(module, inputs_BTF, batch_size, hx))
     last: list[Results] = []
     output = inputs_BTF
     for layer in range(module.num_layers):
@@ -163,7 +163,7 @@ def _layers(
     return output, (torch.stack([state for _, state, _ in last]), torch.stack(cells) if cells else None)
 
 
-def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State, schedule: Schedule) -> Results:
+def _run_direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State, schedule: Schedule) -> Results:
     suffix = f"l{layer}_reverse" if schedule.reverse else f"l{layer}"
 
     def weight(kind: str) -> Any:
@@ -177,7 +177,7 @@ def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State,
         return hidden_linear(outputs, weight("weight_hr"))
 
     transformed = torch._C._are_functorch_transforms_active()
-    hidden_linear: Callable[..., Tensor] = F.linear if transformed else linear_place
+    hidden_linear: Callable[..., Tensor] = F.linear if transformed else linear_node
     gates_BTG = F.linear(inputs_BTF, weight("weight_ih"), weight("bias_ih"))
     cell = CELLS[module.mode]
     dtype = gates_BTG.dtype  # differs from that of the weights under autocast
@@ -191,7 +191,7 @@ def _direction(module: nn.RNNBase, inputs_BTF: Tensor, layer: int, start: State,
 
 
 def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
-    """Returns the detached value as an ordinary tensor, without a `WatchedParameter`. None stays None."""
+    """Returns the value of a weight as an ordinary tensor, neither tracked by autograd nor a `WatchedParameter`."""
     if weight is None:
         return None
     with torch._C.DisableTorchFunctionSubclass():
@@ -199,24 +199,24 @@ def _value(weight: Any, dtype: torch.dtype | None = None) -> Any:
     return value if dtype is None else value.to(dtype)
 
 
-def _start(module: Any, like: Tensor, rows: int, hx: State | None) -> list[State]:
+def _start(module: Any, like: Tensor, batch_size: int, hx: State | None) -> list[State]:
     """Returns the initial states of each layer and direction. The default is zeros."""
     count = module.num_layers * (2 if module.bidirectional else 1)
-    hidden, memory = (None, None) if hx is None else hx
+    hidden, cell = (None, None) if hx is None else hx
     if hidden is None:
-        states = [like.new_zeros(rows, module.proj_size or module.hidden_size)] * count
+        states = [like.new_zeros(batch_size, module.proj_size or module.hidden_size)] * count
     else:
         states = list(hidden.unbind(0))
-    has_memory = module.mode == "LSTM" if isinstance(module, nn.RNNBase) else module.has_cell_state
-    if memory is None:
-        cells = [like.new_zeros(rows, module.hidden_size) if has_memory else None] * count
+    has_cell_state = module.mode == "LSTM" if isinstance(module, nn.RNNBase) else module.has_cell_state
+    if cell is None:
+        cells = [like.new_zeros(batch_size, module.hidden_size) if has_cell_state else None] * count
     else:
-        cells = list(memory.unbind(0))
+        cells = list(cell.unbind(0))
     return list(zip(states, cells, strict=True))
 
 
-def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -> None:
-    """Checks shapes with torch's error messages. Torch's own check is not used because it accesses the weights."""
+def _check(module: Any, data: Tensor, batch_size: int, steps: int, hx: State | None) -> None:
+    """Checks shapes, with the error messages of torch. Unlike the check of torch, it does not access the weights."""
     if steps == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     if data.shape[-1] != module.input_size:
@@ -226,7 +226,7 @@ def _check(module: Any, data: Tensor, rows: int, steps: int, hx: State | None) -
     layers = module.num_layers * (2 if module.bidirectional else 1)
     sizes = (module.proj_size or module.hidden_size, module.hidden_size)
     for index, state in enumerate(hx or ()):
-        expected = (layers, rows, sizes[index])
+        expected = (layers, batch_size, sizes[index])
         if state is not None and tuple(state.shape) != expected:
             raise RuntimeError(f"Expected hidden[{index}] size {expected}, got {tuple(state.shape)}")
 
@@ -267,35 +267,35 @@ def _step(
             )
     gates_BG = F.linear(inputs_BF, module.weight_ih, module.bias_ih)
     zeros_BH = inputs_BF.new_zeros(inputs_BF.shape[0], module.hidden_size)
-    state, memory = (zeros_BH if initial is None else initial for initial in (h0_BH, c0_BH))
-    return CELLS[mode].step(gates_BG, F.linear(state, module.weight_hh, module.bias_hh), state, memory)
+    state, cell = (zeros_BH if initial is None else initial for initial in (h0_BH, c0_BH))
+    return CELLS[mode].step(gates_BG, F.linear(state, module.weight_hh, module.bias_hh), state, cell)
 
 
 class RNNLinear(nn.Linear):
     """``nn.Linear`` for the steps of a recurrence, in which late steps may have fewer samples than the batch.
 
-    Row i of a call belongs to sample i of the batch. If some sequences have ended, active ones must come first, and
-    ``max_batch_len`` must be the batch size. Missing samples then get no gradient.
+    Row i of the input belongs to sample i of the batch. If sequences have ended, the active sequences must come first,
+    and ``max_batch_len`` must be the batch size. The gradients of the missing samples are zero.
 
     Args:
-        in_features: Size of each input row.
-        out_features: Size of each output row.
+        in_features: Size of each input sample.
+        out_features: Size of each output sample.
         bias: Whether a bias is added.
     """
 
     max_batch_len: int | None = None
-    """Batch size, if calls may have fewer samples; None if each call has all samples."""
+    """Batch size if calls may have fewer samples; None if each call has all samples."""
 
     def forward(self, input: Tensor) -> Tensor:
         """See ``nn.Linear.forward``. Raises ValueError for more samples than ``max_batch_len``."""
-        rows, missing = len(input), 0 if self.max_batch_len is None else self.max_batch_len - len(input)
+        num_samples, missing = len(input), 0 if self.max_batch_len is None else self.max_batch_len - len(input)
         if missing < 0:
             raise ValueError(
-                f"RNNLinear: the input has {rows} rows, which exceeds max_batch_len={self.max_batch_len}. Set "
+                f"RNNLinear: the input has {num_samples} rows, which exceeds max_batch_len={self.max_batch_len}. Set "
                 "max_batch_len to the size of the batch, or to None."
             )
         if missing == 0:
             return F.linear(input, self.weight, self.bias)
-        # Padded to the batch size, so that the use of the weight has a per-sample gradient for each sample.
+        # The input is padded to the batch size, so that each sample has a per-sample gradient.
         padded = F.pad(input, (*[0] * (2 * input.dim() - 1), missing))
-        return F.linear(padded, self.weight, self.bias)[:rows]
+        return F.linear(padded, self.weight, self.bias)[:num_samples]

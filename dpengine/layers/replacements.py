@@ -1,4 +1,4 @@
-"""Table of batch-first replacement layers, and conversion by a change of class."""
+"""Table of replacement layers, and conversion of layers by a change of their class."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: PrivateLSTMCell,
     nn.MultiheadAttention: PrivateMultiheadAttention,
 }
-"""Maps original layers to their replacements, by exact type, because a subclass may have another ``forward``."""
+"""Replacement of each layer class. Only the exact class matches, because a subclass may have another ``forward``."""
 
-_BY_OPERATIONS = (*REPLACEMENTS.values(), RNNLinear, SequenceBias)
+_REPLACEMENT_CLASSES = (*REPLACEMENTS.values(), RNNLinear, SequenceBias)
 
 
-def is_made_of_operations(module: nn.Module) -> bool:
-    """Returns True for modules whose parameter uses can all be captured: replacement layers and their subclasses."""
-    return isinstance(module, _BY_OPERATIONS)
+def is_replacement_layer(module: nn.Module) -> bool:
+    """Returns True for replacement layers and their subclasses. Capture supports all uses of their parameters."""
+    return isinstance(module, _REPLACEMENT_CLASSES)
 
 
 ORIGINALS = {replacement: original for original, replacement in REPLACEMENTS.items()}
 
 
 def to_replacement(module: nn.Module) -> nn.Module | None:
-    """Converts a module to its replacement in place. Keeps parameters and ``state_dict`` keys.
+    """Converts a module to its replacement layer in place. Keeps parameters and ``state_dict`` keys.
 
-    Returns the module; None if it has no replacement.
+    Returns the module; None if there is no replacement.
     """
-    return _change(module, REPLACEMENTS)
+    return _change_class(module, REPLACEMENTS)
 
 
 def to_original(module: nn.Module) -> nn.Module | None:
-    """Converts a replacement layer to the original in place. Returns it; None for other modules."""
-    return _change(module, ORIGINALS)
+    """Converts a replacement layer to the original layer in place. Returns the module; None for other modules."""
+    return _change_class(module, ORIGINALS)
 
 
-def _change(module: nn.Module, table: dict[type[nn.Module], type[nn.Module]]) -> nn.Module | None:
-    other = table.get(type(module))
-    if other is None:
+def _change_class(module: nn.Module, table: dict[type[nn.Module], type[nn.Module]]) -> nn.Module | None:
+    new_class = table.get(type(module))
+    if new_class is None:
         return None
-    module.__class__ = other
+    module.__class__ = new_class
     return module

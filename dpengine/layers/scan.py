@@ -1,10 +1,10 @@
 """Recurrence over time that uses each weight once.
 
 Note [two passes]: autograd through a loop over time would use the hidden weight in every step, and capture would record
-every use. Here the loop runs outside the graph. Then ``linear_place`` combines the previous states of all steps with
-the hidden weight: it is a node with the gradients of ``F.linear``, but without its value. Its output gradient is the
-gradient with respect to all pre-activations, which ``Scan`` computes by backpropagation through time. For the weight,
-time is an ordinary axis.
+every use. Here the loop runs outside the autograd graph. Then `linear_node` adds one node to the graph. Its inputs are
+the previous states of all steps and the hidden weight. It has the gradients of ``F.linear``, but does not compute its
+output. The output gradient of this node is the gradient with respect to the pre-activations of all steps, which
+``Scan`` computes by backpropagation through time. Time is thus an ordinary axis of one use of the weight.
 
 Axes: B samples, T time, S slots of states (see Note [slots]), H hidden, P hidden after projection, G gates times H.
 """
@@ -34,7 +34,7 @@ def scan(
     hidden: Linear,
     project: Linear | None,
 ) -> Results:
-    """Runs a cell over time, and overwrites ``inputs_BTG``. ``values`` are the recurrent weights, outside the graph."""
+    """Runs a cell over time. Overwrites ``inputs_BTG``. ``values`` are the recurrent weights, outside the graph."""
     trace = _trace(cell, inputs_BTG, start, schedule, values)
     hidden_BTG = hidden(schedule.for_caller(schedule.before(trace.states_BSP)))
     projected_BTP = None if project is None else project(schedule.for_caller(trace.extra_BTH))
@@ -51,7 +51,7 @@ def unroll(
     project: Linear | None,
 ) -> Results:
     """Runs a cell over time with ordinary operations, for ``torch.func`` transforms, which ``scan`` rejects."""
-    # All sequences have equal length here, because unpacking in torch does not support these transforms either.
+    # All sequences have equal length, because torch does not support packed sequences in these transforms.
     state, memory = start
     outputs = []
     for (inputs,) in schedule.steps_of(inputs_BTG):
@@ -72,14 +72,14 @@ def _trace(
 
 
 def _slots(first_B: Tensor, schedule: Schedule) -> Tensor:
-    # For sequences of different length, some slots are never written. Results computed from them are masked.
+    # If sequences have different lengths, slots after the end of a sequence are not written. They are masked.
     buffer = first_B.new_empty((len(first_B), schedule.steps + 1, *first_B.shape[1:]))
     buffer[schedule.start(buffer)] = schedule.ordered(first_B)
     return buffer
 
 
 def _results(trace: Trace, schedule: Schedule) -> Results:
-    # Copies, because the caller may change them in place.
+    # Copied, because the caller may modify the results in place.
     output_BTP = schedule.for_caller(schedule.after(trace.states_BSP)).clone(memory_format=torch.contiguous_format)
     last_cell = None if trace.cells_BSH is None else _last(trace.cells_BSH, schedule)
     return output_BTP, _last(trace.states_BSP, schedule), last_cell
@@ -90,7 +90,7 @@ def _last(buffer_BS: Tensor, schedule: Schedule) -> Tensor:
 
 
 class Scan(torch.autograd.Function):
-    """Adds a trace to the autograd graph. See Note [two passes]."""
+    """Adds the results of a loop over time to the autograd graph. See Note [two passes]."""
 
     @staticmethod
     def forward(ctx: Any, inputs, hidden, projected, h0, c0, cell, schedule, values, trace) -> Results:  # type: ignore[no-untyped-def,override]
@@ -125,7 +125,7 @@ class Scan(torch.autograd.Function):
             grad_c = grad_c.clone(memory_format=torch.contiguous_format)
         by_inputs, by_hidden = ctx.cell.back(trace, values, schedule, grad_states, grad_c)
         grad_inputs = schedule.for_caller(by_inputs)
-        # The same tensor if both are equal, so that computations on it can be shared.
+        # One tensor if both gradients are equal, so that computations on it can be shared.
         grad_hidden = grad_inputs if by_hidden is by_inputs else schedule.for_caller(by_hidden)
         grad_projected = None
         if values.project_PH is not None:

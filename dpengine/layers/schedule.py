@@ -1,7 +1,7 @@
-"""Order of the time steps of a recurrence, and the active sequences of each step.
+"""Order of the time steps of a recurrence, and the sequences that are active in each step.
 
-Note [slots]: the states before and after each step are stored in one buffer of S = T + 1 slots. Step t goes from slot t
-to slot t + 1, or from slot t + 1 to slot t if time runs backwards.
+Note [slots]: the states before and after each step are stored in one buffer of S = T + 1 slots. Step t reads slot t and
+writes slot t + 1. If time runs backwards, it reads slot t + 1 and writes slot t.
 
 Axes: B samples, T time, S slots. Buffers are batch-first, like the caller's tensors, but sorted by decreasing length.
 """
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Sequences of different length, the longest first."""
+    """Sequences of different lengths, sorted by decreasing length."""
 
     active: tuple[int, ...]  # number of active sequences at each time
     lengths_B: Tensor
@@ -42,8 +42,8 @@ class Ragged:
         )
 
 
-class Visit(NamedTuple):
-    """One step: its time, the number of active sequences, and the slots of the states before and after it."""
+class StepIndices(NamedTuple):
+    """Time of a step, number of active sequences, and slots of the states before and after the step."""
 
     time: int
     active: int
@@ -68,11 +68,11 @@ class Schedule:
         return buffer_BS[:, :-1] if self.reverse else buffer_BS[:, 1:]
 
     def start(self, buffer_BS: Tensor) -> tuple[Any, Any]:
-        """Returns the index of the slots with the initial states."""
+        """Returns the index of the slot with the initial state of each sequence."""
         return self._boundary(buffer_BS, late=self.reverse)
 
     def end(self, buffer_BS: Tensor) -> tuple[Any, Any]:
-        """Returns the index of the slots with the final states."""
+        """Returns the index of the slot with the final state of each sequence."""
         return self._boundary(buffer_BS, late=not self.reverse)
 
     def _boundary(self, buffer_BS: Tensor, *, late: bool) -> tuple[Any, Any]:
@@ -82,24 +82,24 @@ class Schedule:
 
     def steps_of(self, *buffers_BT: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Returns the views of the buffers at each step, in order, for the active sequences."""
-        columns = [self._views(buffer) for buffer in buffers_BT]
-        return zip(*(reversed(views) if self.reverse else views for views in columns), strict=True)
+        views = [self._views(buffer) for buffer in buffers_BT]
+        return zip(*(reversed(v) if self.reverse else v for v in views), strict=True)
 
     def steps_back(self, *buffers_BT: Tensor) -> Iterable[tuple[Tensor, ...]]:
-        """Returns the views of ``steps_of`` from the last step to the first."""
-        columns = [self._views(buffer) for buffer in buffers_BT]
-        return zip(*(views if self.reverse else reversed(views) for views in columns), strict=True)
+        """Returns the views of ``steps_of`` in reverse order."""
+        views = [self._views(buffer) for buffer in buffers_BT]
+        return zip(*(v if self.reverse else reversed(v) for v in views), strict=True)
 
     def _views(self, buffer_BT: Tensor) -> list[Tensor]:
         views = list(buffer_BT.unbind(1))
         return views if self.ragged is None else [v[:n] for v, n in zip(views, self.ragged.active, strict=True)]
 
-    def visits(self, samples: int) -> list[Visit]:
-        """Returns the steps of ``steps_of`` as indices, for ``samples`` sequences."""
+    def step_indices(self, samples: int) -> list[StepIndices]:
+        """Returns the indices of each step, in the order of ``steps_of``, for ``samples`` sequences."""
         counts = [samples] * self.steps if self.ragged is None else self.ragged.active
-        first, second = (1, 0) if self.reverse else (0, 1)
-        visits = [Visit(time, count, time + first, time + second) for time, count in enumerate(counts)]
-        return visits[::-1] if self.reverse else visits
+        before, after = (1, 0) if self.reverse else (0, 1)
+        steps = [StepIndices(time, count, time + before, time + after) for time, count in enumerate(counts)]
+        return steps[::-1] if self.reverse else steps
 
     def for_caller(self, buffer_BT: Tensor) -> Tensor:
         """Returns the buffer, or a copy, in the caller's order, with zeros after the end of a sequence."""
@@ -109,12 +109,12 @@ class Schedule:
 
     def ordered(self, tensor_B: Tensor) -> Tensor:
         """Returns the samples in the order of the buffers."""
-        return _picked(tensor_B, None if self.ragged is None else self.ragged.order_B)
+        return _select(tensor_B, None if self.ragged is None else self.ragged.order_B)
 
     def restored(self, tensor_B: Tensor) -> Tensor:
         """Returns the samples in the caller's order."""
-        return _picked(tensor_B, None if self.ragged is None else self.ragged.restore_B)
+        return _select(tensor_B, None if self.ragged is None else self.ragged.restore_B)
 
 
-def _picked(tensor_B: Tensor, index_B: Tensor | None) -> Tensor:
+def _select(tensor_B: Tensor, index_B: Tensor | None) -> Tensor:
     return tensor_B if index_B is None else tensor_B.index_select(0, index_B)

@@ -15,7 +15,7 @@ from dpengine.errors import BatchDependentLossError, PrivacyError, ReductionErro
 from dpengine.grad_samplers.registered import REGISTERED
 from dpengine.grad_samplers.table import sampler_for
 from dpengine.independence.copy_probe import CopyIndependenceCheck
-from dpengine.layers.replacements import REPLACEMENTS, is_made_of_operations
+from dpengine.layers.replacements import REPLACEMENTS, is_replacement_layer
 
 from .loss import (
     check_independent_loss,
@@ -234,7 +234,7 @@ def _watched(name: str, watch: Watch) -> Finding:
     kind = type(watch.module)
     if not any(getattr(owner._parameters[slot], "requires_grad", False) for owner, slot, _ in watch.slots()):
         return Finding(name, kind.__name__, NOTHING, "frozen")
-    if kind in REPLACEMENTS or (watch.kind is Kind.OPERATIONS and is_made_of_operations(watch.module)):
+    if kind in REPLACEMENTS or (watch.kind is Kind.OPERATIONS and is_replacement_layer(watch.module)):
         return Finding(name, kind.__name__, TWIN, f"{REPLACEMENTS.get(kind, kind).__name__}, operation by operation")
     if watch.kind is Kind.OPERATIONS:
         return Finding(name, kind.__name__, SUPPORTED, "bare parameter, operation by operation")

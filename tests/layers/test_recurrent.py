@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from dpengine.layers.linear_place import linear_place
+from dpengine.layers.linear_node import linear_node
 from dpengine.layers.replacements import to_original, to_replacement
 
 ROWS, STEPS, FEATURES, HIDDEN = 5, 6, 3, 4
@@ -241,7 +241,7 @@ class Watched(Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         with torch._C.DisableTorchFunctionSubclass():
-            if func in {F.linear, linear_place}:
+            if func in {F.linear, linear_node}:
                 inputs, *weights = args
                 for weight in (w for w in weights if isinstance(w, Watched)):
                     weight.uses.append(tuple(inputs.shape))

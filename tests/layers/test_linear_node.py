@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dpengine.layers.linear_place import linear_place
+from dpengine.layers.linear_node import linear_node
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
     wanted = [t.requires_grad_() for t, need in zip(operands, needed, strict=False) if need]
     expected = F.linear(*operands)
     cotangent = torch.randn_like(expected)
-    got = linear_place(*operands)
+    got = linear_node(*operands)
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
     pairs = [torch.autograd.grad(output, wanted, cotangent) for output in (got, expected)]
@@ -28,14 +28,14 @@ def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
 
 
 def test_its_zeros_take_the_room_of_one():
-    output = linear_place(torch.randn(100, 50, 3), torch.randn(70, 3, requires_grad=True))
+    output = linear_node(torch.randn(100, 50, 3), torch.randn(70, 3, requires_grad=True))
     assert output.shape == (100, 50, 70)
     assert output.untyped_storage().nbytes() == 4
     assert not output.any()
 
 
 def test_it_is_not_a_view():
-    output = linear_place(torch.randn(4, 3), torch.randn(2, 3))
+    output = linear_node(torch.randn(4, 3), torch.randn(2, 3))
     assert output._base is None  # which would be part of the graph
 
 
@@ -48,10 +48,10 @@ def test_it_can_be_overridden_by_any_operand(place):
 
     operands = [torch.randn(4, 3), torch.randn(2, 3), torch.randn(2)]
     operands[place] = operands[place].as_subclass(Mine)
-    assert linear_place(*operands) == (linear_place, 3)
+    assert linear_node(*operands) == (linear_node, 3)
 
 
 def test_a_weight_of_another_type_gets_its_gradient_in_its_own():
     weight, bias = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)
-    linear_place(torch.randn(4, 5, 3, dtype=torch.bfloat16), weight, bias).sum().backward()
+    linear_node(torch.randn(4, 5, 3, dtype=torch.bfloat16), weight, bias).sum().backward()
     assert weight.grad.dtype == bias.grad.dtype == torch.float32
