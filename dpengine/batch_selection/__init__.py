@@ -1,4 +1,4 @@
-"""The sampling schemes under the name of JAX Privacy's module: ``scheme.batch_iterator(num_examples, rng)``."""
+"""Sampling schemes under the module name of JAX Privacy. Use them as ``scheme.batch_iterator(num_examples, rng)``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,7 @@
-"""UCI Adult: does a person of the 1994 census earn more than 50,000 dollars a year? Shipped with the package."""
+"""The UCI Adult data set, which is part of the package.
+
+The task is to predict if a person of the 1994 census earns more than 50,000 dollars a year.
+"""
 
 import csv
 import hashlib
@@ -11,7 +14,7 @@ import torch
 from torch import Tensor
 
 _FOLDER = Path(__file__).parent / "adult"
-_SHA256 = {  # of the files as they were published, uncompressed
+_SHA256 = {  # digests of the published files, uncompressed
     "adult.data": "5b00264637dbfec36bdeaab5676b0b309ff9eb788d63554ca0a249491c86603d",
     "adult.test": "a2a9044bc167a35b2361efbabec64e89d69ce82d9790d2980119aac5fd7e9c05",
 }
@@ -21,8 +24,8 @@ _COLUMNS = (
     "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country",
 )  # fmt: skip
 
-# Ranges and value lists are from the documentation or fixed by hand, not computed from the examples: a maximum of
-# private values would be an additional release.
+# Ranges and value lists are from the documentation, or were chosen without the examples. Ranges that are computed from
+# the examples would reveal private values.
 _RANGES = {
     "age": (17, 90),
     "education_num": (1, 16),
@@ -64,7 +67,7 @@ class LabelledData:
     """A classification task with a fixed split.
 
     Attributes:
-        name: Short name, such as ``"adult"``. Results on different names must not share a row of a table.
+        name: Short name, such as ``"adult"``. Results of data sets with different names must not be compared.
         title: Full name.
         train_inputs: ``(N, ...)`` float32, scaled by public ranges only.
         train_labels: ``(N,)`` int64.
@@ -73,9 +76,9 @@ class LabelledData:
         classes: Number of classes.
         source: Place of publication.
         licence: License of the data.
-        sha256: Digest of each file, uncompressed for Adult.
-        feature_names: One name for each input column, empty for images.
-        note: Remark for ``describe``, such as that the set replaces another one; may be empty.
+        sha256: Digest of each file. For Adult, digests are of the uncompressed files.
+        feature_names: Name of each input column. Empty for images.
+        note: Note for ``describe``, for example that this data set replaces another one. May be empty.
     """
 
     name: str
@@ -92,7 +95,7 @@ class LabelledData:
     note: str = ""
 
     def describe(self) -> str:
-        """Returns title, sizes, license and note on one line."""
+        """Returns the title, sizes, license and note in one line."""
         line = f"{self.title} ({len(self.train_labels):,} train / {len(self.test_labels):,} test, {self.licence})"
         return f"{line}. {self.note}" if self.note else line
 
@@ -100,17 +103,17 @@ class LabelledData:
 def load_adult() -> LabelledData:
     """Reads UCI Adult from the files that are part of the package.
 
-    There are 107 input columns: five numbers, clamped to fixed public ranges and scaled to [0, 1], then eight
-    categories as one-hot columns over the documented values, with "?" (missing) as a value of its own. No row is
-    dropped. ``fnlwgt``, a survey weight, is left out.
+    There are 107 input columns: five numbers, clamped to fixed public ranges and scaled to [0, 1], and eight categories
+    as one-hot columns over the documented values, including "?" for missing values. All examples are included.
+    ``fnlwgt``, a survey weight, is omitted.
 
     Returns:
-        32,561 training rows and 16,281 test rows; label 1 is an income above 50,000 dollars.
+        32,561 training examples and 16,281 test examples. Label 1 means an income above 50,000 dollars.
 
     Raises:
         ValueError: If a file is damaged.
-    """  # noqa: DOC502 - raised by _rows
-    train, test = (_rows(file) for file in _SHA256)
+    """  # noqa: DOC502 - raised by _read_examples
+    train, test = (_read_examples(file) for file in _SHA256)
     return LabelledData(
         name="adult",
         title="UCI Adult",
@@ -126,40 +129,41 @@ def load_adult() -> LabelledData:
     )
 
 
-def _rows(file: str) -> list[list[str]]:
+def _read_examples(file: str) -> list[list[str]]:
     path = _FOLDER / f"{file}.xz"
     content = lzma.decompress(path.read_bytes())
     digest = hashlib.sha256(content).hexdigest()
     if digest != _SHA256[file]:
         raise ValueError(
-            f"data.load_adult: {path} has sha256 {digest}, expected {_SHA256[file]}: the file is damaged. "
-            "Install dpengine again."
+            f"data.load_adult: {path} is damaged: its sha256 is {digest}, expected {_SHA256[file]}. Install dpengine "
+            "again."
         )
     lines = content.decode("ascii").splitlines()
     if file == "adult.test":
-        lines = lines[1:]  # a remark, not a header
-    return [row for row in csv.reader(lines, skipinitialspace=True) if row]  # both files end in a blank line
+        lines = lines[1:]  # a comment, not a header
+    return [example for example in csv.reader(lines, skipinitialspace=True) if example]  # the last line is empty
 
 
-def _inputs(rows: list[list[str]]) -> Tensor:
-    columns = dict(zip(_COLUMNS, zip(*rows, strict=True), strict=False))  # without the label, which is last
+def _inputs(examples: list[list[str]]) -> Tensor:
+    columns = dict(zip(_COLUMNS, zip(*examples, strict=True), strict=False))  # without the label, which is last
     numbers = [_scaled(columns[name], *_RANGES[name]) for name in _RANGES]
     categories = [_one_hot(columns[name], _values(name)) for name in _VALUES]
     return torch.cat([torch.stack(numbers, dim=1), *categories], dim=1)
 
 
-def _labels(rows: list[list[str]]) -> Tensor:
-    return torch.tensor([_LABELS[row[-1].rstrip(".")] for row in rows])  # labels of adult.test end in a full stop
+def _labels(examples: list[list[str]]) -> Tensor:
+    labels = [example[-1].rstrip(".") for example in examples]  # labels of adult.test end with a period
+    return torch.tensor([_LABELS[label] for label in labels])
 
 
 def _scaled(column: tuple[str, ...], low: int, high: int) -> Tensor:
-    numbers = torch.tensor([float(cell) for cell in column])
+    numbers = torch.tensor([float(value) for value in column])
     return ((numbers - low) / (high - low)).clamp(0, 1)
 
 
 def _one_hot(column: tuple[str, ...], values: tuple[str, ...]) -> Tensor:
     index = {value: i for i, value in enumerate(values)}
-    return torch.nn.functional.one_hot(torch.tensor([index[cell] for cell in column]), len(values)).float()
+    return torch.nn.functional.one_hot(torch.tensor([index[value] for value in column]), len(values)).float()
 
 
 def _values(name: str) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dpengine.capture.record import LayerCall, TensorCall, Use
 from dpengine.grad_samplers.sampler import GradSampler
-from dpengine.kernels.products import Job, job_table, outer_sums, sq_norms, takes
+from dpengine.kernels.products import Job, has_kernels, job_table, outer_sums, sq_norms
 
 from .flat_buffer import Columns
 from .method import Algorithm, Choice, Method
@@ -176,7 +176,7 @@ class Outers:
             sources.append((wide or 0, narrow or 0))
             jobs.append(job)
         table = job_table(jobs)
-        table["out"], table["out_row"] = 4 * np.array(columns.starts[: len(grads)]), columns.width
+        table["out"], table["out_row_stride"] = 4 * np.array(columns.starts[: len(grads)]), columns.width
         table["sq_norm"][alone_first] = 8 * np.arange(len(grads))
         return cls(table, np.array(sources).T, prepared, added.count(False))
 
@@ -339,9 +339,9 @@ def _stacks_of(first: TensorCall, indices: tuple[int, ...], parts: Mapping[str, 
 
 def _is_compiled(call: LayerCall, sampler: GradSampler) -> bool:
     """Returns True if compiled code forms gradients of such calls."""
-    if sampler.job is None or not call.grad_output.numel() or not takes(call.grad_output):
+    if sampler.job is None or not call.grad_output.numel() or not has_kernels(call.grad_output):
         return False
-    return sampler.job(call).fit()
+    return sampler.job(call).is_supported()
 
 
 def _job(sampler: GradSampler, call: TensorCall, inputs: Tensor, grad: Tensor) -> Job:

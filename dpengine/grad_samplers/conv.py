@@ -208,7 +208,7 @@ def _compiled_grad(call: LayerCall) -> Tensor:
 
 def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
     windows = _windows(call)
-    if windows.fit():
+    if windows.is_supported():
         return native.window_grads(windows, out)
     _write_unfolded_grad(call, out)
     return None
@@ -216,7 +216,7 @@ def _write_compiled_grad(call: LayerCall, out: Tensor) -> Tensor | None:
 
 def _compiled_sq_norm(call: LayerCall) -> Tensor:
     windows = _windows(call)
-    return native.window_grads(windows) if windows.fit() else _gram_sq_norm(call)
+    return native.window_grads(windows) if windows.is_supported() else _gram_sq_norm(call)
 
 
 def _gram_sq_norm(call: LayerCall) -> Tensor:
@@ -280,7 +280,7 @@ def _weight_cost(call: LayerCall) -> Cost:
         grads = {"unfold": grads["unfold"]}
     gram = gram_operations(length, (channels, window), c.wide.dtype, device)
     sq_norms = {} if gram is None else {"gram": gram * c.groups + traffic}
-    if native.Windows(c.wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation).fit():
+    if native.Windows(c.wide, c.narrow, c.groups, c.kernel, c.stride, c.dilation).is_supported():
         grads["compiled"] = sq_norms["compiled"] = 1.5 * product + one_call / call.batch_size
     if fast_in_float64(device) and c.wide.dtype is not torch.float64:
         padded_length = math.prod(n + 2 * p for n, p in zip(c.wide.shape[2:], c.padding, strict=True))

@@ -93,7 +93,7 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
     tensors = {elements_key(factor): factor for factors in products for factor in factors}
     # The guard for float32 depends on values, which a traced tensor does not have.
     in_float64 = fast_in_float64(products[0][0].device) or traced(products[0][0])
-    if in_float64 and native.takes(*tensors.values()) and native.gram_fits(length, len(tensors)):
+    if in_float64 and native.has_kernels(*tensors.values()) and native.has_gram_kernel(length, len(tensors)):
         index = {key: i for i, key in enumerate(tensors)}
         indices = [[index[elements_key(factor)] for factor in factors] for factors in products]
         sq_norms, scales = native.gram_norms([*tensors.values()], indices)
@@ -127,7 +127,7 @@ def gram_operations(length: int, features: Sequence[int], dtype: torch.dtype, de
     if length > 1 and not fast_in_float64(device) and _guard(features, wide) * length >= _MAX_GUARD / 2:
         return None
     symmetry_factor = 0.625 if length >= 128 else 1.0  # 4 x 4 tiles, of which 10 are computed
-    if device.type == "cpu" and dtype is torch.float32 and native.gram_fits(length, len(features)):
+    if device.type == "cpu" and dtype is torch.float32 and native.has_gram_kernel(length, len(features)):
         symmetry_factor = 0.5
     dtype_factor = 2.0 if fast_in_float64(device) else 1.0
     return symmetry_factor * length**2 * (2 * sum(features) + 4) * dtype_factor

@@ -36,8 +36,8 @@ def _group_norm_job(call: LayerCall) -> Normed:
     layer: Any = call.layer
     batch_size, channels = call.grad_output.shape[:2]
     wide, narrow = (t.reshape(batch_size, layer.num_groups, -1) for t in (call.inputs[0], call.grad_output))
-    run = call.grad_output.shape[2:].numel()
-    return Normed(wide, narrow, run, channels, apart=True, eps=layer.eps)
+    positions = call.grad_output.shape[2:].numel()
+    return Normed(wide, narrow, positions, channels, separate_features=True, eps=layer.eps)
 
 
 def _group_norm_bias_windows(call: LayerCall) -> Windows:
@@ -102,7 +102,7 @@ def _normed(call: LayerCall, eps: float, *, centered: bool) -> Normed:
     reject_batch_axis(call, layer.normalized_shape)
     width = math.prod(layer.normalized_shape)
     wide, narrow = (t.reshape(len(t), -1, width) for t in (call.inputs[0], call.grad_output))
-    return Normed(wide, narrow, 1, width, apart=False, eps=eps, centered=centered)
+    return Normed(wide, narrow, 1, width, separate_features=False, eps=eps, centered=centered)
 
 
 def _layer_norm_bias_windows(call: LayerCall) -> Windows:

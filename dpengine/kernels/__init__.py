@@ -1,1 +1,1 @@
-"""Optional C code, and the fallback that computes the same without it."""
+"""Optional compiled C code, and Python code that computes the same without it."""

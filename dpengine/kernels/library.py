@@ -1,4 +1,4 @@
-"""Loads the compiled library, which setup.py builds if there is a C compiler, and detects traced tensors."""
+"""Loads the compiled library, which ``setup.py`` builds if there is a C compiler. Detects traced tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 _HERE = Path(__file__).resolve().parent
-_VERSION = 4  # version of the functions' arguments; interface_version() in vectors.c
+_VERSION = 4  # version of the arguments of the functions; must equal interface_version() in vectors.c
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_double
 _RECURRENT = {"lstm_step_f32": 7, "lstm_back_f32": 7, "gru_step_f32": 7, "gru_back_f32": 8}
 _PRODUCTS = {
@@ -25,13 +25,13 @@ _PRODUCTS = {
 
 @functools.cache
 def native_library() -> Any:
-    """Returns the library; None if it was not built for this version, or cannot be loaded. Calls release the GIL."""
+    """Returns the library; None if it cannot be loaded or was built from another version. Calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
         if path.exists():
             try:
-                return _typed(ctypes.CDLL(str(path)))
-            except (OSError, AttributeError):  # built for another machine, or by another version
+                return _with_types(ctypes.CDLL(str(path)))
+            except (OSError, AttributeError):  # built for another machine, or from another version
                 continue
     return None
 
@@ -40,7 +40,7 @@ def native_library() -> Any:
 def thread_team() -> int | None:
     """Returns the address of ``GOMP_parallel`` in the OpenMP library of torch; None if the library lacks it.
 
-    Returns None in a forked process, because its copy of the team has no threads, and a call would never return.
+    Returns None in a forked process, where the team has no threads and a call would never return.
     """
     if _forked:
         return None
@@ -50,7 +50,8 @@ def thread_team() -> int | None:
         return None
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     candidates = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
-    for path in sorted(candidates, key=lambda path: ("/torch" not in path, path)):  # other packages may load their own
+    # Other packages may load another OpenMP library, so that of torch comes first.
+    for path in sorted(candidates, key=lambda path: ("/torch" not in path, path)):
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER).value
         except (OSError, AttributeError):
@@ -58,7 +59,7 @@ def thread_team() -> int | None:
     return None
 
 
-def _notice_fork() -> None:
+def _after_fork() -> None:
     global _forked
     _forked = True
     thread_team.cache_clear()
@@ -66,12 +67,12 @@ def _notice_fork() -> None:
 
 _forked = False
 if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
-    os.register_at_fork(after_in_child=_notice_fork)
+    os.register_at_fork(after_in_child=_after_fork)
 
 
-def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
+def _with_types(library: ctypes.CDLL) -> ctypes.CDLL:
     if library.interface_version() != _VERSION:
-        raise OSError("built from another version of dpengine; install it again")
+        raise OSError("The library was built from another version of dpengine. Install dpengine again.")
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
         function.argtypes = (ctypes.c_char_p, *[_COUNT] * 4, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)
@@ -91,6 +92,6 @@ def _typed(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def traced(tensor: Tensor) -> bool:
-    """Returns True if the tensor has no values, because the code is traced to run later."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")  # not imported, which takes a second
+    """Returns True if the tensor has no values, because the code is being traced."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # not imported here, because the import takes a second
     return module is not None and isinstance(tensor, module.FakeTensor)

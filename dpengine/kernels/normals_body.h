@@ -21,7 +21,7 @@ enum { COLUMNS = 16, PARTS = 3, BLOCKS = PARTS * COLUMNS, PAIRS = 256, GROUP = 2
     c += d; b ^= c; b = (b << 7) | (b >> 25);
 #endif
 
-/* LANES blocks of keystream, from number `first` on: word w of block l goes to out[COLUMNS * w + l]. */
+/* Generates LANES blocks of keystream, from block `first` on. Word w of block l is written to out[COLUMNS * w + l]. */
 INLINE(TARGET) void NAMED(blocks)(const uint32_t *key, uint64_t first, uint32_t *out) {
     words x[16], start[16];
     for (int w = 0; w < 16; w++) start[w] = (words){0};
@@ -56,7 +56,7 @@ INLINE(TARGET) bits NAMED(as_bits)(reals x) {
 /* Converts integers below 2**32 to reals: writes them to the last bits of 2**52, and subtracts 2**52. */
 INLINE(TARGET) reals NAMED(whole)(bits x) { return NAMED(as_reals)(x | 0x4330000000000000ull) - 0x1p52; }
 
-/* sqrt(-ln u), u = (word + 1/2) / 2**64 */
+/* Returns sqrt(-ln u), where u = (word + 1/2) / 2**64. */
 INLINE(TARGET) reals NAMED(radius)(bits word) {
     const uint64_t root = 0x3fe6a09e667f3bcdull; /* sqrt(1/2) */
     reals u = (NAMED(whole)(word >> 32) * 0x1p32 + NAMED(whole)(word & 0xffffffffull)) + 0.5;
@@ -76,7 +76,7 @@ INLINE(TARGET) reals NAMED(radius)(bits word) {
     return root_of;
 }
 
-/* The normals of one group, times std. */
+/* Computes std times the normals of one group. */
 INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double std, double *z) {
     uint32_t drawn[PARTS * 16 * COLUMNS] __attribute__((aligned(64)));
     for (int part = 0; part < PARTS; part++)
@@ -112,14 +112,14 @@ INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double s
     TARGET static void NAMED(name)(const uint32_t *key, uint64_t first, uint64_t rows, uint64_t length,                \
                                    uint64_t stride, double std, double scale, number *to) {                            \
         double z[GROUP] __attribute__((aligned(64)));                                                                  \
-        uint64_t held = UINT64_MAX; /* the group in z: short rows may share one */                                     \
+        uint64_t held = UINT64_MAX; /* group in z, which several short rows may use */                                 \
         for (uint64_t row = 0; row < rows; row++, first += stride, to += length)                                       \
             for (uint64_t done = 0; done < length;) {                                                                  \
-                uint64_t place = first + done, low = place % GROUP;                                                    \
-                uint64_t here = GROUP - low < length - done ? GROUP - low : length - done;                             \
-                if (held != place / GROUP) NAMED(normals)(key, held = place / GROUP, std, z);                          \
-                for (uint64_t k = 0; k < here; k++) to[done + k] = (number)((to[done + k] + z[low + k]) * scale);      \
-                done += here;                                                                                          \
+                uint64_t index = first + done, low = index % GROUP;                                                    \
+                uint64_t count = GROUP - low < length - done ? GROUP - low : length - done;                            \
+                if (held != index / GROUP) NAMED(normals)(key, held = index / GROUP, std, z);                          \
+                for (uint64_t k = 0; k < count; k++) to[done + k] = (number)((to[done + k] + z[low + k]) * scale);     \
+                done += count;                                                                                         \
             }                                                                                                          \
     }
 

@@ -1,4 +1,4 @@
-"""Contexts in which gradients, norms and sums are computed: no autocast, and products in full float32."""
+"""Contexts for the computation of gradients, norms and sums: without autocast, and with products in full float32."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-_NOTHING = contextlib.nullcontext()
+_NO_CHANGE = contextlib.nullcontext()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[object]:
-    """Returns a context without autocast. If backward runs under autocast, it would round gradients, norms and sums."""
+    """Returns a context without autocast, which would round gradients, norms and sums in the backward pass."""
     if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
-        return _NOTHING
+        return _NO_CHANGE
     stack = contextlib.ExitStack()
     for device_type in ("cpu", "cuda"):
         stack.enter_context(torch.autocast(device_type, enabled=False))
@@ -27,20 +27,20 @@ def full_precision() -> Iterator[None]:
     """Disables TF32 and bfloat16 in float32 products, and restores the settings of the user on exit.
 
     The norm of a gradient and the clipped sum are computed by different products. TF32 rounds each operand to 11 bits,
-    so the norm of the sum could exceed the clipping norm by a factor of 1.001.
+    so the norm of a clipped gradient could exceed the clipping norm by a factor of 1.001.
     """
     settings = _lower_precision_settings()
-    for put, exact, _ in settings:
-        put(exact)
+    for setter, exact, _ in settings:
+        setter(exact)
     try:
         yield
     finally:
-        for put, _, before in settings:
-            put(before)
+        for setter, _, before in settings:
+            setter(before)
 
 
 def _lower_precision_settings() -> list[tuple[Callable[[Any], None], Any, Any]]:
-    """Returns setter, exact value and current value of each setting that allows less precision than float32."""
+    """Returns the setter, exact value and current value of each setting that allows less precision than float32."""
     backends: Any = torch.backends
     try:
         matmul, conv = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32

@@ -1,9 +1,9 @@
-/* Elementwise part of one step of LSTM and GRU, without the matrix products. The definitions are in
-   dpengine/layers/cells.py. Here exp is a polynomial; the error of sigmoid and tanh is at most 2e-7.
+/* Elementwise part of one step of LSTM and GRU, without the matrix products. dpengine/layers/cells.py defines the
+   steps. Here exp is a polynomial, and the error of sigmoid and tanh is at most 2e-7.
 
-   A row has `size` numbers for each gate. Rows of a tensor have a stride: `wide` for the gates and their gradients,
-   `narrow` for states. Operands and results of matrix products are packed: rows follow each other. All numbers are
-   float32. Rows are independent, so a value that is not finite affects only its own row. */
+   A row (sample) has `size` numbers for each gate. The stride between rows is `wide` for the gates and their gradients,
+   and `narrow` for states. Operands and results of matrix products are packed, without gaps between rows. All numbers
+   are float32. Rows are independent, so a value that is not finite affects only its own row. */
 
 #include <stdint.h>
 #include <string.h>

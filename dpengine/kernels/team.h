@@ -1,11 +1,12 @@
-/* A team of threads: GOMP_parallel of the OpenMP library that torch has loaded. Other threads would compete with those
-   of torch, which spin for a while when their work is done. */
+/* A team of threads: GOMP_parallel of the OpenMP library that torch has loaded. New threads would compete with those of
+   torch, which spin for a while after their work. */
 typedef void (*team)(void (*)(void *), void *, unsigned, unsigned);
 
-/* Runs `share`, which takes work from `job` until none is left, in all threads; in this thread if there is no team. */
-static inline void share_out(void (*share)(void *), void *job, unsigned threads, team run) {
+/* Runs `worker` in all threads of the team, or in this thread if there is no team. It processes chunks of `job` until
+   none is left. */
+static inline void run_in_team(void (*worker)(void *), void *job, unsigned threads, team run) {
     if (run && threads > 1)
-        run(share, job, threads, 0);
+        run(worker, job, threads, 0);
     else
-        share(job);
+        worker(job);
 }

@@ -1,6 +1,6 @@
 #include "vectors.h"
 
-/* Limits the instructions for tests: 2 allows AVX-512, 1 allows AVX2, 0 allows neither. */
+/* Limits the vector instructions, for tests: 2 allows AVX-512, 1 allows AVX2, 0 allows neither. */
 static int allowed = 2;
 void allow_vectors(int most) { allowed = most; }
 

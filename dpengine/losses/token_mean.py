@@ -1,4 +1,4 @@
-"""The cross entropy of token predictions, as a mean over the tokens of each sample.
+"""Cross-entropy losses of token predictions that are means over the tokens of each sample.
 
 Axes: B samples, T tokens, V classes.
 """
@@ -15,24 +15,24 @@ from torch import Tensor
 def per_token_mean(
     logits: Tensor, labels: Tensor, *, shift: bool = False, ignore_index: int = -100, reduction: str = "mean"
 ) -> Tensor:
-    """Computes the cross entropy as a mean over the tokens of each sample, and then over the samples.
+    """Computes the cross entropy, averaged over the tokens of each sample and then over the samples.
 
-    ``F.cross_entropy`` averages over the tokens of the whole batch: if samples have different numbers of labels, the
-    weight of a sample depends on the others, and its gradient is not bounded by clipping.
+    ``F.cross_entropy`` averages over the tokens of the whole batch. If samples have different numbers of labels, the
+    weight of a sample then depends on the other samples, and clipping does not bound its effect on the sum.
 
     Args:
         logits: ``(B, T, V)``. Half precision is converted to float32.
         labels: ``(B, T)``, class indices.
         shift: True if the logits at token ``t`` predict the label at ``t + 1``, as in causal language models of
             Hugging Face.
-        ignore_index: Label of tokens that do not count. The loss of a sample without other labels is 0.
+        ignore_index: Label of tokens that are ignored. The loss of a sample without other labels is 0.
         reduction: ``"mean"`` or ``"sum"`` over the samples, or ``"none"`` for ``(B,)``.
 
     Returns:
         The loss, a scalar or ``(B,)``. The mean over 0 samples is 0.
 
     Raises:
-        ValueError: If the shapes do not fit, or ``reduction`` is not known.
+        ValueError: If the shapes are wrong, or ``reduction`` is unknown.
     """
     if logits.dim() != 3 or labels.shape != logits.shape[:2]:
         raise ValueError(
@@ -55,24 +55,24 @@ def per_token_mean(
 def causal_lm_loss(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, shift_labels: Tensor | None = None, **unused: Any
 ) -> Tensor:
-    """Computes `per_token_mean` in a causal language model of Hugging Face, as the loss that the model returns.
+    """Loss function for causal language models of Hugging Face, which computes `per_token_mean`.
 
-    Install it with ``model.loss_function = causal_lm_loss``. Then ``model(**batch).loss`` is a mean over the tokens of
-    each sample, and then over the samples.
+    Set ``model.loss_function = causal_lm_loss``. Then ``model(**batch).loss`` is averaged over the tokens of each
+    sample and then over the samples.
 
     Args:
         logits: ``(B, T, V)``.
         labels: ``(B, T)``, class indices. The label at token ``t + 1`` belongs to the logits at ``t``.
-        ignore_index: Label of tokens that do not count.
-        shift_labels: ``(B, T)``, labels that are shifted already. Takes the place of ``labels``.
-        unused: Other arguments that models pass: ``vocab_size``, and ``num_items_in_batch``, which would divide the
-            loss of each sample by a number that depends on all samples.
+        ignore_index: Label of tokens that are ignored.
+        shift_labels: ``(B, T)``, labels that are already shifted. Replaces ``labels``.
+        unused: Other arguments that models pass, which are ignored: ``vocab_size``, and ``num_items_in_batch``, which
+            would divide the loss of each sample by a number that depends on all samples.
 
     Returns:
         The loss, a scalar.
 
     Raises:
-        ValueError: If the shapes do not fit.
+        ValueError: If the shapes are wrong.
     """  # noqa: DOC502 - raised by per_token_mean
     if shift_labels is not None:
         return per_token_mean(logits, shift_labels, ignore_index=ignore_index)

@@ -107,8 +107,8 @@ def test_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
     # Preprocessing that reads a statistic of the rows would move row 0 when the others are gone
     from dpengine.data import adult as reader
 
-    whole = reader._rows
-    monkeypatch.setattr(reader, "_rows", lambda file: whole(file)[:1])
+    read_all = reader._read_examples
+    monkeypatch.setattr(reader, "_read_examples", lambda file: read_all(file)[:1])
     alone = reader.load_adult()
     assert torch.equal(alone.train_inputs, adult.train_inputs[:1])
     assert torch.equal(alone.test_inputs, adult.test_inputs[:1])
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_rejected(adult, monkeypatch, tmp_path):
             lzma.compress(content.replace(b"39, State-gov", b"40, State-gov"), preset=0)
         )
     monkeypatch.setattr(reader, "_FOLDER", tmp_path)
-    with pytest.raises(ValueError, match=r"adult\.data\.xz has sha256 .* expected 5b002646"):
+    with pytest.raises(ValueError, match=r"adult\.data\.xz is damaged: its sha256 is .* expected 5b002646"):
         reader.load_adult()
 
 

@@ -293,7 +293,7 @@ class Products(TorchDispatchMode):
     ids=["linear", "convolution"],
 )
 def test_a_grad_mode_computes_in_full_precision(phase, layer, shape, monkeypatch):
-    monkeypatch.setattr(products, "takes", lambda *tensors: False)
+    monkeypatch.setattr(products, "has_kernels", lambda *tensors: False)
     inputs = torch.randn(shape)
     uses = {name: Use(parameter, name) for name, parameter in layer.named_parameters()}
     groups = dict.fromkeys(layer.parameters(), 0)

@@ -261,14 +261,14 @@ def test_windows_may_be_views(fenced):
 
 
 def test_what_is_not_float32_on_the_cpu_is_not_taken():
-    assert products.takes(torch.zeros(2), torch.zeros(3))
-    assert not products.takes(torch.zeros(2), torch.zeros(3, dtype=torch.float64))
-    assert not products.takes(torch.zeros(2, device="meta"))
-    assert not products.takes(torch.zeros(2).to_sparse())
+    assert products.has_kernels(torch.zeros(2), torch.zeros(3))
+    assert not products.has_kernels(torch.zeros(2), torch.zeros(3, dtype=torch.float64))
+    assert not products.has_kernels(torch.zeros(2, device="meta"))
+    assert not products.has_kernels(torch.zeros(2).to_sparse())
 
 
 def test_gram_matrices_that_need_much_memory_do_not_fit():
-    assert products.gram_fits(64, 3)
-    assert not products.gram_fits(5000, 2)
+    assert products.has_gram_kernel(64, 3)
+    assert not products.has_gram_kernel(5000, 2)
     large = products.Windows(torch.zeros(2, 2000, 3, 3), torch.zeros(2, 2000, 1, 1), 1, (3, 3), (1, 1), (1, 1))
-    assert not large.fit()
+    assert not large.is_supported()
