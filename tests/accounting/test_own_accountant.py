@@ -217,26 +217,18 @@ def test_an_object_that_lacks_something_is_rejected_with_what_it_lacks(accountan
             call()
 
 
-@pytest.mark.parametrize("name", ["", " ", 3, None, "two\nlines"], ids=repr)
-def test_a_name_must_be_a_printable_text(name):
+WRONG_MEMBERS = [
+    *(("name", name, TypeError, "lacks name") for name in ("", " ", 3, None, "two\nlines")),
+    *(("name", name, ValueError, f"a Says with the name '{name}' of a built-in accountant") for name in ACCOUNTANTS),
+    ("charged", 3, TypeError, "a Says, whose charged is not a method"),
+]
+
+
+@pytest.mark.parametrize(("member", "value", "error", "says"), WRONG_MEMBERS)
+def test_a_member_with_a_wrong_value_is_rejected(member, value, error, says):
     own = Says(1.0)
-    own.name = name
-    with pytest.raises(TypeError, match="lacks name"):
-        PrivacyEngine(accountant=own)
-
-
-@pytest.mark.parametrize("name", ACCOUNTANTS)
-def test_the_name_of_a_builtin_accountant_is_taken(name):
-    own = Says(1.0)
-    own.name = name
-    with pytest.raises(ValueError, match=f"a Says with the name '{name}' of a built-in accountant"):
-        PrivacyEngine(accountant=own)
-
-
-def test_an_observer_must_be_a_method():
-    own = Says(1.0)
-    own.charged = 3
-    with pytest.raises(TypeError, match="a Says, whose charged is not a method"):
+    setattr(own, member, value)
+    with pytest.raises(error, match=says):
         PrivacyEngine(accountant=own)
 
 

@@ -88,21 +88,19 @@ def test_chunks_that_were_fetched_ahead_are_named_as_such():
             step(module, optimizer, inputs, targets)
 
 
-@both
-def test_rows_that_were_filtered_are_named_as_such(door):
-    wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=r"x\[mask\].*\(losses \* mask\)\.mean\(\)"):
-        for inputs, targets in loader:
-            kept = torch.arange(len(inputs)) > 0
-            step(wrapped, optimizer, inputs[kept], targets[kept])
+OTHER_NUMBERS_OF_SAMPLES = {
+    "filtered": (lambda x: x[torch.arange(len(x)) > 0], r"x\[mask\].*\(losses \* mask\)\.mean\(\)"),
+    "doubled": (lambda x: torch.cat([x, x]), r"duplicated or merged.*several views"),
+}
 
 
+@pytest.mark.parametrize(("change", "says"), OTHER_NUMBERS_OF_SAMPLES.values(), ids=OTHER_NUMBERS_OF_SAMPLES)
 @both
-def test_rows_that_were_doubled_are_named_as_such(door):
+def test_samples_that_were_filtered_or_doubled_are_named_as_such(door, change, says):
     wrapped, optimizer, loader = door()
-    with pytest.raises(BatchMismatchError, match=r"duplicated or merged.*several views"):
+    with pytest.raises(BatchMismatchError, match=says):
         for inputs, targets in loader:
-            step(wrapped, optimizer, torch.cat([inputs, inputs]), torch.cat([targets, targets]))
+            step(wrapped, optimizer, change(inputs), change(targets))
 
 
 @both

@@ -109,19 +109,20 @@ def test_what_is_written_to_grad_sample_is_what_is_clipped(write, through):
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-def test_a_grad_sample_of_another_shape_is_rejected_by_name():
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (lambda grad_sample: torch.randn(4, 3, 3), ValueError, r"0\.weight"),
+        (lambda grad_sample: grad_sample[:2], BatchMismatchError, "saw 4 samples"),
+    ],
+    ids=["another shape", "fewer samples"],
+)
+def test_a_grad_sample_that_does_not_fit_is_rejected(change, error, says):
     wrapped, optimizer = by_hand()
     loss(wrapped, *batch()).backward()
-    wrapped._module[0].weight.grad_sample = torch.randn(4, 3, 3)
-    with pytest.raises(ValueError, match=r"0\.weight"):
-        optimizer.step()
-
-
-def test_samples_missing_from_one_parameter_are_rejected():
-    wrapped, optimizer = by_hand()
-    loss(wrapped, *batch()).backward()
-    wrapped._module[0].weight.grad_sample = wrapped._module[0].weight.grad_sample[:2]
-    with pytest.raises(BatchMismatchError, match="saw 4 samples"):
+    weight = wrapped._module[0].weight
+    weight.grad_sample = change(weight.grad_sample)
+    with pytest.raises(error, match=says):
         optimizer.step()
 
 

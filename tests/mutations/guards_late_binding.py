@@ -28,7 +28,7 @@ GUARDS = [
         "other modes do not form norms of a subset",
         '    if passes.grad_sample_mode != "auto":',
         "    if False:",
-        f"{SUBSET}test_other_modes_are_rejected_and_nothing_is_restricted",
+        f"{SUBSET}test_unsupported_options_are_rejected_and_nothing_is_restricted",
     ),
     Guard(
         "an optimizer that holds all parameters is not restricted",
@@ -46,7 +46,7 @@ GUARDS = [
         "thresholds fit the subset",
         "    run.step.plan.clipping.group_of(names)",
         "    pass",
-        f"{SUBSET}test_thresholds_for_other_groups_are_rejected_and_nothing_is_restricted",
+        f"{SUBSET}test_unsupported_options_are_rejected_and_nothing_is_restricted",
     ),
     Guard(
         "a subset that was frozen or replaced as a whole",

@@ -284,16 +284,13 @@ def test_a_number_of_another_version_below_the_lower_bound_is_rejected(make_fact
     assert_rejected(resealed(document), r"below .*lower bound")
 
 
-def test_another_version_cannot_make_a_bare_release_private(make_facts):
-    document = by_version(PrivacyReport(make_facts("not-private")).to_dict(), epsilon=3.0, mu_gdp=0.5, advantage=0.4)
-    assert_rejected(document, r"below .*lower bound")
-
-
-def test_another_version_cannot_claim_what_the_history_says_is_not_claimed(make_facts):
-    document = by_version(
-        PrivacyReport(make_facts("shuffled")).to_dict(), epsilon=3.0, mu_gdp=0.5, advantage=0.4, refusal=None
-    )
-    assert_rejected(document, r"no .* claimed")
+@pytest.mark.parametrize(
+    ("variant", "changes", "says"),
+    [("not-private", {}, "below .*lower bound"), ("shuffled", {"refusal": None}, "no .* claimed")],
+)
+def test_another_version_cannot_claim_an_epsilon_that_the_history_does_not_have(make_facts, variant, changes, says):
+    document = PrivacyReport(make_facts(variant)).to_dict()
+    assert_rejected(by_version(document, epsilon=3.0, mu_gdp=0.5, advantage=0.4, **changes), says)
 
 
 def test_a_bound_without_amplification_is_held_against_its_own_charges(make_facts):
