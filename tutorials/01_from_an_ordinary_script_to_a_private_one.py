@@ -37,9 +37,9 @@ dataset = TensorDataset(adult.train_inputs, adult.train_labels)
 print(adult.describe())
 
 # %% [markdown]
-# These inputs are scaled by ranges that were fixed in advance (an age is between 17 and 90), not by the minimum and
-# maximum of the rows. A statistic that is computed from the rows has a privacy cost of its own, which the training does
-# not account for.
+# The inputs are scaled by ranges that were fixed in advance (an age is between 17 and 90), not by the minimum and
+# maximum of the data. A statistic that is computed from the data has its own privacy cost, which the training does not
+# account for.
 #
 # ## 1. The ordinary script
 
@@ -63,18 +63,19 @@ for epoch in range(5):
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test rows")
+    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test examples")
 
 ordinary = accuracy(model)
 
 # %% [markdown]
 # ## 2. The private script
 #
-# DP-SGD changes three things. Each batch includes every row with the same small probability. The gradient of each row
-# is clipped to norm `max_grad_norm`, which limits its influence. Noise is added to the sum of the clipped gradients.
+# DP-SGD changes three things. Each batch includes every example with the same small probability. The gradient of each
+# sample is clipped to norm `max_grad_norm`, which limits its influence. Noise is added to the sum of the clipped
+# gradients.
 #
-# The objects that `make_private` returns do all of this. `target_epsilon` is the privacy budget and `epochs` the length
-# of training; the engine calibrates the noise to them.
+# The objects that `make_private` returns do all of this. `target_epsilon` is the privacy budget, and `epochs` is the
+# length of training. The engine calibrates the noise to both.
 
 # %%
 model = make_model()
@@ -105,22 +106,22 @@ for epoch in range(5):
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
-    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test rows, epsilon = {round_up(engine.epsilon, 3)}")
+    print(f"epoch {epoch + 1}: {accuracy(model):.1%} of the test examples, epsilon = {round_up(engine.epsilon, 3)}")
 
 private = accuracy(model)
 assert engine.epsilon <= 1.0
 assert private > ordinary - 0.02
 
 # %% [markdown]
-# Model and optimizer are the objects that were passed. State dicts have the same keys, and schedulers and checkpoints
-# work as before. The loader is new: `batch_size=1024` is now the expected size of its batches, because each row is
-# sampled independently. A batch may be empty, and still counts as a step.
+# The model and the optimizer are the objects that were passed. State dicts have the same keys, and schedulers and
+# checkpoints work as before. The loader is new: `batch_size=1024` is now the expected size of its batches, because each
+# example is sampled independently. A batch may be empty, and then still counts as a step.
 
 # %% [markdown]
 # ## 3. The privacy cost
 #
 # `engine.epsilon` is an upper bound on the epsilon of all steps so far, at the chosen delta. A run has an epsilon for
-# every delta; a smaller delta has a larger epsilon.
+# every delta: the smaller delta is, the larger is epsilon.
 
 # %%
 for delta in (1e-4, 1e-5, 1e-6):
@@ -137,7 +138,7 @@ print(f"advantage of a membership test: at most {spent.advantage:.1%}, after {sp
 assert spent.advantage < 0.15
 
 # %% [markdown]
-# The 5 planned epochs are over, so the loader returns no more batches. A warning says so.
+# The 5 planned epochs are over, so the loader returns no more batches, and warns about it.
 
 # %%
 with warnings.catch_warnings(record=True) as caught:
@@ -149,9 +150,9 @@ print(caught[0].message)
 # %% [markdown]
 # ## 4. The report
 #
-# An epsilon needs its assumptions. The report states whom the guarantee protects, its assumptions, whether they held in
-# this run, and what is *not* covered. For example, this epsilon does not cover the choice of the learning rate on a
-# test set, or the publication of the accuracies above.
+# An epsilon is only meaningful with its assumptions. The report states whom the guarantee protects, the assumptions,
+# whether they held in this run, and what is *not* covered. For example, this epsilon does not cover the choice of the
+# learning rate on a test set, or the publication of the accuracies above.
 
 # %%
 report = engine.report(data={"name": adult.title, "source": adult.source, "licence": adult.licence})
@@ -162,12 +163,12 @@ with tempfile.TemporaryDirectory() as folder:
         print(path.name)
 
 # %% [markdown]
-# `privacy_report.html` is a page, `privacy_report.md` a model card, and `privacy_report.json` is for programs.
+# `privacy_report.html` is a web page, `privacy_report.md` is a model card, and `privacy_report.json` is for programs.
 #
 # ## 5. Is my model supported?
 #
-# DP-SGD needs the gradient of each row. `check` shows for each layer how it is computed, before training. BatchNorm is
-# not possible: it normalizes each row by the others, so one record changes the gradients of all.
+# DP-SGD needs per-sample gradients. `check` shows before training how they are computed for each layer. BatchNorm is
+# not possible: it normalizes each sample with statistics of the batch, so one sample changes the gradients of all.
 
 # %%
 convnet = nn.Sequential(
@@ -181,8 +182,8 @@ convnet = nn.Sequential(
 print(dpengine.check(convnet))
 
 # %% [markdown]
-# `fix` replaces it by GroupNorm, which normalizes each row by itself. Call it before the optimizer is built, because it
-# replaces parameters.
+# `fix` replaces BatchNorm by GroupNorm, which normalizes each sample independently. Call `fix` before the optimizer is
+# built, because it replaces parameters.
 
 # %%
 convnet, changes = dpengine.fix(convnet)
@@ -192,9 +193,9 @@ assert dpengine.check(convnet).ok
 # %% [markdown]
 # ## 6. Rejected mistakes
 #
-# A mistake in a private script rarely crashes. It trains well and prints a small epsilon that is wrong. Code that would
-# break the guarantee therefore raises an error that says what to type. Each error has a code, with a section in
-# `docs/errors.md`.
+# A mistake in a private script rarely causes a crash. The model trains well, and the script prints a small epsilon that
+# is wrong. The engine therefore raises an error for code that would break the guarantee, and the error says what to
+# change. Each error has a code, with a section in `docs/errors.md`.
 
 
 # %%
@@ -218,7 +219,7 @@ def fresh(engine=None, loader=None, delta=1e-5):
 
 
 # %% [markdown]
-# **Sampling rare rows more often.** The accounting needs the same probability for every row. Weight the loss instead.
+# **Oversampling.** The accounting needs the same probability for every example. Weight the loss instead.
 
 # %%
 weights = 1.0 + 2.0 * adult.train_labels.double()
@@ -226,15 +227,15 @@ weighted = DataLoader(dataset, batch_size=1024, sampler=WeightedRandomSampler(we
 assert rejected(lambda: fresh(loader=weighted)) == "DPE004"
 
 # %% [markdown]
-# **A delta without meaning.** With 2,000 rows and delta = 0.01, a mechanism that publishes twenty records would be
-# accepted.
+# **A delta that is too large.** With 2,000 examples and delta = 0.01, a mechanism that publishes twenty random records
+# would be (0, delta)-private.
 
 # %%
 assert rejected(lambda: fresh(delta=0.01)) == "DPE007"
 
 
 # %% [markdown]
-# **A missing `zero_grad`.** An ordinary loop then adds old gradients. Here it would use old noise again.
+# **A missing `zero_grad`.** An ordinary loop would then accumulate gradients. A private loop would reuse old noise.
 
 
 # %%
@@ -249,7 +250,8 @@ assert rejected(no_zero_grad) == "DPE005"
 
 
 # %% [markdown]
-# **Two losses, two backward passes.** Each pass is clipped by itself, so every row would count twice. Add the losses.
+# **Two losses, two backward passes.** Each pass is clipped separately, so every sample would count twice. Add the
+# losses.
 
 
 # %%
@@ -265,9 +267,9 @@ assert rejected(two_backward_passes) == "DPE017"
 
 
 # %% [markdown]
-# **A loss that mixes rows.** With class weights, `cross_entropy` divides the sum by the weights *of this batch*, so the
-# gradient of a row depends on other rows. Training raises an error in the first backward pass; `check_loss` raises it
-# before training.
+# **A loss that mixes samples.** With class weights, `cross_entropy` divides the sum by the weights *of this batch*, so
+# the gradient of a sample depends on other samples. Training raises an error in the first backward pass; `check_loss`
+# raises it before training.
 
 
 # %%
@@ -279,7 +281,7 @@ batch = next(iter(DataLoader(dataset, batch_size=64)))
 assert rejected(lambda: dpengine.check_loss(make_model(), weighted_loss, batch)) == "DPE010"
 
 # %% [markdown]
-# The message has the remedy: compute the loss of each row, and let the engine average.
+# The message says how to fix it: compute per-sample losses, and let the engine average them.
 
 # %%
 engine = dpengine.PrivacyEngine()
@@ -295,7 +297,8 @@ print(f"epsilon = {round_up(engine.epsilon)}")
 # ## 7. Before you publish
 #
 # - Choose epsilon, delta and the number of epochs first, for example with `dpengine calibrate` on the command line.
-# - Choose hyperparameters on public data, or count all runs.
-# - If people have several rows, this guarantee is for a row. `privacy_unit=` makes it one for people.
-# - Train without a seed. `PrivacyEngine(seed=...)` repeats the noise, which is useful for tests but not private.
+# - Choose hyperparameters on public data, or account for all runs.
+# - If a person has several records, this guarantee protects single records. `privacy_unit=` protects persons.
+# - Train without a seed. `PrivacyEngine(seed=...)` makes the noise reproducible, which is useful for tests but not
+#   private.
 # - Publish the weights and the report, not the training loss.

@@ -9,8 +9,8 @@
 # %% [markdown]
 # # Correlated noise
 #
-# DP-SGD adds independent noise at every step. The trained weights depend on *sums* of the steps. If the noise of each
-# step cancels a part of the noise of earlier steps, these sums have much less noise, and the guarantee can be the same.
+# DP-SGD adds independent noise at every step. The trained weights depend on *sums* of the steps. If the noise of
+# each step cancels a part of the noise of earlier steps, these sums have much less noise, at the same guarantee.
 # This is BandMF (Choquette-Choo et al. 2023).
 #
 # This tutorial creates a plan, compares it with independent noise at the same epsilon, trains five models with each on
@@ -31,10 +31,10 @@ from dpengine.data import load_adult
 from dpengine.plan import BandMFConfig, DPSGDConfig, PerformanceFlags
 
 adult = load_adult()
-rows = len(adult.train_inputs)
+num_examples = len(adult.train_inputs)
 batch, epsilon, delta = 32, 1.0, 1e-5
-steps = rows // batch
-print(f"{rows:,} rows, batches of {batch}, {steps:,} steps: each row is used about once")
+steps = num_examples // batch
+print(f"{num_examples:,} examples, batches of {batch}, {steps:,} steps: each example is used about once")
 
 # %% [markdown]
 # ## 1. A plan
@@ -42,23 +42,23 @@ print(f"{rows:,} rows, batches of {batch}, {steps:,} steps: each row is used abo
 # A config describes a run by public numbers: steps, batches, clipping norm and noise. `calibrate` finds the noise for a
 # budget, and returns a new config. `to_json` stores it.
 #
-# With 16 bands, the rows are split into 16 groups, and each step samples from the next group. A row is therefore
-# sampled at most every 16th step. Its sampling rate within the group is 16 times as large, which needs more noise at
-# each step. `rmse` is the resulting error of the sums over the whole run.
+# With 16 bands, the examples are split into 16 groups, and each step samples from the next group. An example is
+# therefore sampled at most every 16th step. Its sampling rate within the group is 16 times as large, which needs more
+# noise at each step. `rmse` is the resulting error of the sums over the whole run.
 
 # %%
 shared = {
     "iterations": steps,
-    "num_examples": rows,  # the number of rows is public
+    "num_examples": num_examples,  # public
     "l2_clip_norm": 0.1,
     "normalize_by": float(batch),
 }
-independent = DPSGDConfig(sampling_prob=batch / rows, **shared).calibrate(epsilon=epsilon, delta=delta)
+independent = DPSGDConfig(sampling_prob=batch / num_examples, **shared).calibrate(epsilon=epsilon, delta=delta)
 print(f"independent: noise multiplier {independent.noise_multiplier:.3f}")
 
 errors = {}
 for bands in (1, 4, 16, 64):
-    config = BandMFConfig.default(num_bands=bands, sampling_prob=bands * batch / rows, **shared)
+    config = BandMFConfig.default(num_bands=bands, sampling_prob=bands * batch / num_examples, **shared)
     config = config.calibrate(epsilon=epsilon, delta=delta, tol=1e-3)
     errors[bands] = config.rmse
     print(f"{bands:3d} bands: noise multiplier {config.noise_multiplier:.3f}, error of the sums {config.rmse:6.2f}")
@@ -67,55 +67,55 @@ assert errors[16] < 0.5 * errors[1]
 
 # %% [markdown]
 # One band is DP-SGD. Sixteen bands halve the error at the same epsilon, although each single step has more noise. More
-# bands help less, and need more memory: a copy of the model's size for each band.
+# bands help little, and need more memory: one copy of the parameters for each band.
 #
 # ## 2. The same loop
 #
 # `make_private(..., plan=...)` draws batches, clips, adds noise and accounts by the plan. It raises an error for a plan
-# that does not fit, such as one for another number of rows.
+# that does not fit, such as a plan for another number of examples.
 #
 # A short form is `make_private(..., noise=BandMF(num_bands=16), noise_multiplier=1.0, epochs=1)`, with `BandMF` from
 # `dpengine.noise`.
 
 # %%
-correlated = BandMFConfig.default(num_bands=16, sampling_prob=16 * batch / rows, **shared)
+correlated = BandMFConfig.default(num_bands=16, sampling_prob=16 * batch / num_examples, **shared)
 correlated = correlated.calibrate(epsilon=epsilon, delta=delta)
 
 
 def train(config, seed: int) -> tuple[float, float]:
-    """Returns the accuracy on the test rows, and epsilon."""
+    """Returns the test accuracy, and epsilon."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(107, 512), nn.Tanh(), nn.Linear(512, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = DataLoader(TensorDataset(adult.train_inputs, adult.train_labels), batch_size=batch)
-    engine = dpengine.PrivacyEngine(seed=seed)  # for repeatable numbers; leave the seed out for real data
+    engine = dpengine.PrivacyEngine(seed=seed)  # for reproducible numbers; omit the seed for real data
     model, optimizer, loader = engine.make_private(model, optimizer, loader, plan=config, target_delta=delta)
     for inputs, targets in loader:
         optimizer.zero_grad()
         cross_entropy(model(inputs), targets).backward()
         optimizer.step()
     with torch.no_grad():
-        right = model(adult.test_inputs).argmax(1) == adult.test_labels
-    return right.float().mean().item(), engine.epsilon
+        correct = model(adult.test_inputs).argmax(1) == adult.test_labels
+    return correct.float().mean().item(), engine.epsilon
 
 
 accuracies = {}
 for name, config in {"independent": independent, "16 bands": correlated}.items():
     results = [train(config, seed) for seed in range(5)]
     accuracies[name] = [accuracy for accuracy, _ in results]
-    mean, spread = statistics.mean(accuracies[name]), statistics.stdev(accuracies[name])
+    mean, deviation = statistics.mean(accuracies[name]), statistics.stdev(accuracies[name])
     spent = results[0][1]
-    print(f"{name:>12}: {mean:.2%} of the test rows (deviation {spread:.2%} over seeds), epsilon {round_up(spent, 4)}")
+    print(f"{name:>12}: test accuracy {mean:.2%} (deviation {deviation:.2%} over seeds), epsilon {round_up(spent, 4)}")
     assert spent <= epsilon
 
 assert statistics.mean(accuracies["16 bands"]) > statistics.mean(accuracies["independent"])
 
 # %% [markdown]
-# The learning rate suits both. On FashionMNIST the difference is larger, and grows with epsilon: see
+# The learning rate is suitable for both. On FashionMNIST the difference is larger, and grows with epsilon: see
 # `benchmarks/RESULTS.md`, which also has the cost of the noise in time and memory.
 #
 # Two things differ from DP-SGD. The run ends with its plan: further steps raise an error, because the noise was not
-# computed for them. And epsilon of a part of the run is valid if its number of steps was fixed in advance.
+# computed for them. The epsilon of a part of the run is valid only if its number of steps was fixed in advance.
 
 # %%
 for step in (0, 1, steps // 2, steps):
@@ -124,15 +124,16 @@ for step in (0, 1, steps // 2, steps):
 # %% [markdown]
 # ## 3. Without the engine
 #
-# A loop of your own can use the three parts of a plan: the clipped gradient of a function, the sampling scheme, and the
-# noise. The clipped sum must not change before the noise is added. Indices, batches and sums without noise are private.
+# Your own training loop can use the three parts of a plan: the clipped gradient of a function, the sampling scheme, and
+# the noise. The clipped sum must not change before the noise is added. Indices, batches and sums without noise are
+# private.
 
 # %%
 plan = correlated.make(PerformanceFlags(noise_seed=0))
 gradient = plan.clipped_grad(lambda w, x, y: cross_entropy(x @ w, y), batch_argnums=(1, 2))
 weights = torch.zeros(107, 2)
 state = plan.noise_addition_transform.init(weights)
-for step, indices in enumerate(plan.batch_selection_strategy.batch_iterator(rows, np.random.default_rng(0))):
+for step, indices in enumerate(plan.batch_selection_strategy.batch_iterator(num_examples, np.random.default_rng(0))):
     if step == 300:
         break
     clipped_sum = gradient(weights, adult.train_inputs[indices], adult.train_labels[indices])
@@ -146,10 +147,10 @@ assert linear > 0.76
 # %% [markdown]
 # ## 4. Other plans
 #
-# - `BLTConfig` needs a few buffers for a run of any length; `BandedInverseConfig` needs none, and draws earlier noise
-#   again. Their noise is correlated across cycles, so privacy is not amplified by sampling: rows are used in a fixed
-#   order. They suit runs in which random sampling is not possible.
-# - `Plan` takes any sampling scheme, noise and clipping policy, your own included.
+# - `BLTConfig` needs a few buffers for a run of any length. `BandedInverseConfig` needs none, because it draws earlier
+#   noise again. Their noise is correlated across cycles, so there is no amplification by sampling: examples are used in
+#   a fixed order. They suit runs in which random sampling is not possible.
+# - `Plan` accepts any sampling scheme, noise and clipping policy, including your own.
 # - `from_json` returns an equal config.
 
 # %%

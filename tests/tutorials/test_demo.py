@@ -189,8 +189,8 @@ def test_json_replaces_the_screen(tmp_path):
 def test_the_demonstration_runs_without_optional_packages_and_names_what_it_skipped(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, blocked=OPTIONAL)
     assert run.code == 0, run.err
-    assert "left out: [DPE020] matplotlib is needed" in run.out
-    assert "left out: [DPE020] safetensors is needed" in run.out
+    assert "skipped: [DPE020] matplotlib is needed" in run.out
+    assert "skipped: [DPE020] safetensors is needed" in run.out
     report = json.loads((run.folder / "privacy_report.json").read_text(encoding="utf-8"))
     assert report["accounting"]["accountant"] == "pld"
 

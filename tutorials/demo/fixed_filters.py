@@ -1,7 +1,9 @@
-"""Features of an image that nothing was learned for: wavelets, their moduli, and averages (Bruna and Mallat 2013).
+"""Image features without learned parameters: wavelet moduli and averages (Bruna and Mallat 2013).
 
-They read no other image, so they cost no privacy; a linear model on them does better at small epsilon than a network
-that must spend its budget on finding edges (Tramèr and Boneh 2021). Letters: N images, C maps, S the side of a map.
+The features of an image depend on that image only, so they have no privacy cost. At a small epsilon, a linear model on
+them is more accurate than a network that must learn to find edges (Tramèr and Boneh 2021).
+
+Axes: N images, C maps, S side of a map.
 """
 
 from __future__ import annotations
@@ -12,20 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_CHUNK = 500  # images at once: what is in between is many times their size
+_CHUNK = 500  # images per chunk, because intermediate results are many times larger
 _FINE, _COARSE = (7, 0.8, 3 * math.pi / 4), (13, 1.6, 3 * math.pi / 8)  # side, width of the envelope, frequency
 
 
 def fixed_features(images: Tensor, directions: int = 4) -> Tensor:
-    """Answers of fixed filters, normalised within each image.
+    """Computes responses of fixed filters, normalized within each image.
 
     Args:
         images: ``(N, 1, 28, 28)``.
-        directions: How many directions an edge may have.
+        directions: Number of edge directions.
 
     Returns:
-        ``(N, F)`` with F = 49 (1 + 2 directions + directions squared): averages over 7 x 7 places of the image, of its
-        edges at two scales, and of the edges of its fine edges. Each of these maps has mean 0 and variance 1.
+        ``(N, F)`` with F = 49 (1 + 2 directions + directions squared): averages over 7 x 7 positions of the image, of
+        its edges at two scales, and of the edges of its fine edges. Each of these maps has mean 0 and variance 1.
     """
     fine, coarse = (_wavelets(*scale, directions).to(images.device) for scale in (_FINE, _COARSE))
     return torch.cat([_features(chunk, fine, coarse) for chunk in images.split(_CHUNK)])
@@ -44,27 +46,27 @@ def _features(images_N1SS: Tensor, fine: Tensor, coarse: Tensor) -> Tensor:
 
 
 def _edges(maps_NCSS: Tensor, wavelets: Tensor, *, stride: int) -> Tensor:
-    """Moduli of the answers of complex wavelets, those of each map side by side."""
+    """Returns the moduli of complex wavelet responses, with those of each map in successive channels."""
     real, imaginary = _filtered(maps_NCSS, wavelets, stride).chunk(2, dim=2)
     return (real.square() + imaginary.square()).sqrt().flatten(1, 2)
 
 
 def _blurred(maps_NCSS: Tensor, *, width: float, stride: int) -> Tensor:
-    reach = int(2 * width)
-    bell = torch.exp(-(torch.arange(-reach, reach + 1.0, device=maps_NCSS.device) ** 2) / (2 * width**2))
-    bell = bell / bell.sum()
-    return _filtered(maps_NCSS, torch.outer(bell, bell)[None, None], stride).squeeze(2)
+    radius = int(2 * width)
+    gaussian = torch.exp(-(torch.arange(-radius, radius + 1.0, device=maps_NCSS.device) ** 2) / (2 * width**2))
+    gaussian = gaussian / gaussian.sum()
+    return _filtered(maps_NCSS, torch.outer(gaussian, gaussian)[None, None], stride).squeeze(2)
 
 
 def _filtered(maps_NCSS: Tensor, filters: Tensor, stride: int) -> Tensor:
-    """Each map under each filter: axes N, C, filter, S, S."""
-    reach = filters.shape[-1] // 2
-    padded = F.pad(maps_NCSS, [reach] * 4, mode="reflect")
+    """Applies each filter to each map. Returns axes N, C, filter, S, S."""
+    radius = filters.shape[-1] // 2
+    padded = F.pad(maps_NCSS, [radius] * 4, mode="reflect")
     return F.conv2d(padded.flatten(0, 1).unsqueeze(1), filters, stride=stride).unflatten(0, maps_NCSS.shape[:2])
 
 
 def _wavelets(side: int, width: float, frequency: float, directions: int) -> Tensor:
-    """Morlet wavelets in several directions: the real parts, then the imaginary ones."""
+    """Returns Morlet wavelets in several directions: the real parts, then the imaginary parts."""
     ticks = torch.arange(side) - side // 2.0
     y, x = torch.meshgrid(ticks, ticks, indexing="ij")
     waves = []
@@ -74,7 +76,7 @@ def _wavelets(side: int, width: float, frequency: float, directions: int) -> Ten
         slant = 4 / directions
         envelope = torch.exp(-(along**2 + (slant * across) ** 2) / (2 * width**2))
         wave = envelope * torch.exp(1j * frequency * along)
-        # Without its mean, so that an even area gives no answer.
+        # With mean 0, so that a constant area has no response.
         wave = wave - envelope * (wave.sum() / envelope.sum())
         waves.append(wave * slant / (2 * math.pi * width**2))
     stacked = torch.stack(waves)

@@ -1,4 +1,4 @@
-"""Small images for demonstrations and benchmarks: FashionMNIST where it is present, digits where it is not."""
+"""Small images for demonstrations and benchmarks: FashionMNIST if it was downloaded, otherwise digits."""
 
 import csv
 import gzip
@@ -29,28 +29,28 @@ _Bytes = npt.NDArray[np.uint8]
 
 
 def load_images(preferred: str = "fashion-mnist") -> LabelledData:
-    """Loads the preferred image set, or the next best that is on this machine. Never downloads.
+    """Loads the preferred image set, or a substitute that is on this machine. Downloads nothing.
 
-    Pixels are divided by the largest value that the format can hold, a public constant. Images are
-    ``(N, 1, height, width)``. Show ``describe()`` of what is returned: it says when another set stands in.
+    Pixels are divided by the largest value of the format, a public constant. Images are ``(N, 1, height, width)``.
+    ``describe()`` of the result states whether it is a substitute.
 
     Args:
-        preferred: ``"fashion-mnist"``, ``"mnist5k"`` or ``"digits"``; those after it in this order stand in for it.
+        preferred: ``"fashion-mnist"``, ``"mnist5k"`` or ``"digits"``; later ones in this order are its substitutes.
 
     Returns:
         The images, with ``note`` set if they are not the preferred ones.
 
     Raises:
-        ValueError: If ``preferred`` is not a known name, or a file is damaged.
-        MissingDependencyError: If no set is present at all.
+        ValueError: If ``preferred`` is unknown, or a file is damaged.
+        MissingDependencyError: If neither the set nor a substitute is on this machine.
     """
     names = list(_LOADERS)
     if preferred not in names:
-        raise ValueError(f"load_images: no image set is called {preferred!r}. Choose one of: {', '.join(names)}.")
+        raise ValueError(f"load_images: image set {preferred!r} is unknown. Choose one of: {', '.join(names)}.")
     for name in names[names.index(preferred) :]:
         data = _LOADERS[name]()
         if data is not None:
-            return data if name == preferred else replace(data, note=_stand_in(preferred))
+            return data if name == preferred else replace(data, note=_substitute_note(preferred))
     raise MissingDependencyError(
         f"load_images: neither {' nor '.join(names)} is on this machine.",
         fix=f"Run: {GET} fashion-mnist, or {GET} mnist5k, or pip install scikit-learn",
@@ -68,15 +68,17 @@ def parse_idx(content: bytes) -> _Bytes:
         The array, of dtype uint8.
 
     Raises:
-        ValueError: If it is not an idx file of unsigned bytes, or its length is not what its header says.
+        ValueError: If it is not an idx file of unsigned bytes, or its length differs from the header.
     """
     if content[:3] != b"\0\0\x08":
-        raise ValueError(f"parse_idx: expected an idx file of unsigned bytes, got one that begins {content[:4]!r}.")
+        raise ValueError(
+            f"parse_idx: expected an idx file of unsigned bytes, got a file that begins with {content[:4]!r}."
+        )
     start = 4 + 4 * content[3]
     shape = tuple(int(size) for size in np.frombuffer(content[4:start], ">u4"))
     values = np.frombuffer(content, np.uint8, offset=start)
     if values.size != np.prod(shape, dtype=np.int64):
-        raise ValueError(f"parse_idx: the header promises the shape {shape}, the file holds {values.size} values.")
+        raise ValueError(f"parse_idx: the header has the shape {shape}, but the file has {values.size} values.")
     return values.reshape(shape)
 
 
@@ -124,7 +126,7 @@ def _read(source: Source, path: Path) -> bytes:
 
 
 def _split(images: _Bytes, labels: _Bytes) -> list[_Bytes]:
-    # Every fifth row is for the test: rows are sorted by class or well mixed, so both parts hold every class
+    # Every fifth image is for the test. Images are sorted by class or shuffled, so both parts have all classes.
     test = np.arange(len(labels)) % 5 == 4
     return [images[~test], labels[~test], images[test], labels[test]]
 
@@ -149,6 +151,6 @@ def _pixels(images: _Bytes, largest: int) -> Tensor:
     return torch.from_numpy(images.astype(np.float32)).div_(largest).unsqueeze(1)
 
 
-def _stand_in(preferred: str) -> str:
+def _substitute_note(preferred: str) -> str:
     get = f"; to download it, run: {GET} {preferred}" if preferred in SOURCES else ""
-    return f"Stands in for {preferred}, which is not on this machine{get}"
+    return f"Substitute for {preferred}, which is not on this machine{get}"

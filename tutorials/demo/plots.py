@@ -1,4 +1,4 @@
-"""The trade-off between epsilon and quality, as a picture."""
+"""Plots the trade-off between epsilon and quality."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpengine.accounting.rounding import round_up, round_up_delta
 from dpengine.errors import MissingDependencyError
 
 _INK, _SOFT, _RULE, _ACCENT = "#1d1c1a", "#66635c", "#e2dfd6", "#0b6b5e"
-_LEAST_SPAN = 0.04  # of the axis of shares
+_MIN_SPAN = 0.04  # minimum range of the axis of an accuracy
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class TrainedRun:
     """One trained model, as a point of the trade-off.
 
     Attributes:
-        epsilon: What it spent. Infinity is a run without privacy; 0 one that saw no data, such as the majority class.
-        score: What it reached.
-        seed: Tells apart the repetitions of one setting.
-        delta: The delta of ``epsilon``. Not needed where epsilon is 0 or infinite.
+        epsilon: Privacy cost: infinity for a run without privacy, and 0 without data, such as the majority class.
+        score: Value of the metric.
+        seed: Identifies repetitions of one setting.
+        delta: Delta of ``epsilon``. Not needed if epsilon is 0 or infinite.
     """
 
     epsilon: float
@@ -43,10 +43,10 @@ def tradeoff(
     title: str = "",
     percent: bool = True,
 ) -> list[Path]:
-    """Draws quality over epsilon: each seed as a dot, each epsilon as mean and standard deviation over its seeds.
+    """Plots quality over epsilon: each seed as a dot, each epsilon as mean and standard deviation over its seeds.
 
-    Runs without privacy are a dashed line, runs that saw no data a dotted one. The picture says how many seeds there
-    were and at which delta epsilon holds. Runs without a common delta are a ``ValueError``: they share no axis.
+    Runs without privacy are a dashed line, and runs without data a dotted line. The title states delta and the number
+    of seeds. Raises ValueError if private runs have different deltas, because they cannot share an axis.
     """
     scores, delta = _grouped(runs)
     try:
@@ -55,17 +55,17 @@ def tradeoff(
         from matplotlib.ticker import PercentFormatter
     except ImportError as error:
         raise MissingDependencyError("matplotlib is needed for plots:", fix="pip install 'dpengine[plots]'") from error
-    # Uses a figure and settings of its own, without the state of pyplot and the user's style.
+    # A separate figure and default settings do not depend on the state of pyplot and the user's style.
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rc("svg", fonttype="none", hashsalt="dpengine")  # text stays text, and equal runs give equal files
+        matplotlib.rc("svg", fonttype="none", hashsalt="dpengine")  # keeps text as text, and makes files reproducible
         figure = Figure(figsize=(6.4, 4.2), layout="constrained", facecolor="white")
         _draw(figure.add_subplot(), scores, metric, percent)
         if percent:
             figure.axes[0].yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=1, symbol=" %"))
         lead = f"{title}: " if title else ""
         figure.suptitle(f"{lead}{metric} by ε", x=0.02, ha="left", color=_INK, fontsize=12, fontweight="bold")
-        figure.axes[0].set_title(_small_print(scores, delta), loc="left", color=_SOFT, fontsize=9)
+        figure.axes[0].set_title(_subtitle(scores, delta), loc="left", color=_SOFT, fontsize=9)
         png, svg = (Path(path).with_suffix(suffix) for suffix in (".png", ".svg"))
         png.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(png, dpi=180, metadata={"Software": None})
@@ -79,14 +79,16 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
     for run in runs:
         if not run.epsilon >= 0:
             raise ValueError(f"plots.tradeoff: epsilon={run.epsilon!r} is not a number of at least 0.")
-        # Seeds of one setting spend the same but for the last digits of a calibration.
+        # The epsilons of one setting differ only by the tolerance of the calibration.
         groups[format(run.epsilon, ".4g")].append(run)
         if 0 < run.epsilon < math.inf:
             deltas.add(run.delta)
     delta = min(deltas, key=str, default=None)
     if delta is None or len(deltas) > 1:
         shown = ", ".join(sorted(map(str, deltas))) or "no private run"
-        raise ValueError(f"plots.tradeoff: private runs must share one delta, got {shown}. Draw a plot for each.")
+        raise ValueError(
+            f"plots.tradeoff: private runs must share one delta, got {shown}. Make one plot for each delta."
+        )
     scores = {max(run.epsilon for run in group): [run.score for run in group] for group in groups.values()}
     return dict(sorted(scores.items())), delta
 
@@ -94,12 +96,14 @@ def _grouped(runs: Iterable[TrainedRun]) -> tuple[dict[float, list[float]], floa
 def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: bool) -> None:
     private = {eps: values for eps, values in scores.items() if 0 < eps < math.inf}
     means = [statistics.fmean(values) for values in private.values()]
-    spread = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in private.values()]
+    deviations = [statistics.stdev(values) if len(values) > 1 else 0.0 for values in private.values()]
     for eps, values in private.items():
         axes.plot([eps] * len(values), values, "o", color=_ACCENT, alpha=0.3, markersize=4, markeredgewidth=0)
-    axes.errorbar(list(private), means, yerr=spread, color=_ACCENT, marker="o", markersize=6, capsize=3, linewidth=1.6)
-    for (eps, values), mean, deviation in zip(private.items(), means, spread, strict=True):
-        lowest = min([*values, mean - deviation])  # below everything that was drawn there
+    axes.errorbar(
+        list(private), means, yerr=deviations, color=_ACCENT, marker="o", markersize=6, capsize=3, linewidth=1.6
+    )
+    for (eps, values), mean, deviation in zip(private.items(), means, deviations, strict=True):
+        lowest = min([*values, mean - deviation])  # below all marks
         text = {"textcoords": "offset points", "ha": "center", "va": "top", "color": _INK, "fontsize": 9}
         axes.annotate(_score(mean, percent), (eps, lowest), (0, -9), **text)
     for eps, name, style in ((math.inf, "non-private", "--"), (0.0, "no data", ":")):
@@ -113,9 +117,9 @@ def _draw(axes: Any, scores: Mapping[float, list[float]], metric: str, percent: 
     axes.minorticks_off()
     axes.margins(x=0.12, y=0.22)
     low, high = axes.get_ylim()
-    if percent and high - low < _LEAST_SPAN:  # closer up, the differences between seeds would look like a law
+    if percent and high - low < _MIN_SPAN:  # a smaller range would exaggerate differences between seeds
         middle = (low + high) / 2
-        axes.set_ylim(middle - _LEAST_SPAN / 2, middle + _LEAST_SPAN / 2)
+        axes.set_ylim(middle - _MIN_SPAN / 2, middle + _MIN_SPAN / 2)
     axes.set_xlabel("ε (log scale; smaller is more private)", color=_SOFT)
     axes.set_ylabel(metric, color=_SOFT)
     axes.spines[["top", "right"]].set_visible(False)
@@ -129,7 +133,7 @@ def _score(value: float, percent: bool) -> str:
     return f"{100 * value:.1f} %" if percent else f"{value:.4g}"
 
 
-def _small_print(scores: Mapping[float, list[float]], delta: float) -> str:
+def _subtitle(scores: Mapping[float, list[float]], delta: float) -> str:
     counts = {len(values) for eps, values in scores.items() if 0 < eps < math.inf}
     low, high = min(counts), max(counts)
     seeds = f"{low}" if low == high else f"{low} to {high}"

@@ -1,4 +1,4 @@
-"""The demonstration: trains one model with privacy at several budgets and without, and writes all artefacts."""
+"""Runs the demonstration: trains with privacy at several budgets, and without, and writes all files."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from dpengine.cli.screen import strong
 from dpengine.data import LabelledData
 from dpengine.engine.progress import is_shown
 
-from .artefacts import write_artefacts
+from .artifacts import write_artifacts
 from .devices import best_device, device_text
 from .screen import line, table
 from .sources import find_files
 from .tasks import DELTA, Task, tasks_for
-from .training import PrivateOutcome, Results, Split, prepare, train_plainly
+from .training import PrivateOutcome, Results, Split, prepare, train_without_privacy
 
-_QUICK = "QUICK RUN: a few steps on few rows, to see that everything works. The accuracies mean nothing."
+_QUICK = "QUICK RUN: a few steps on few examples, to check that everything works. The accuracies are meaningless."
 _NOT_COVERED = (
-    "Not covered: choice of hyper-parameters, the accuracies above, running several of these models on the same rows."
+    "Not covered: choice of hyper-parameters, the accuracies above, the training of several models on the same data."
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table, a trained model or the share of the largest class.
+    """Row of the table: a trained model, or the frequency of the largest class.
 
     Attributes:
         run: ``"majority"``, ``"private"`` or ``"non-private"``.
-        epsilon: What it spent.
-        accuracy: On the test split.
-        sigma: The noise multiplier of a private run.
-        seconds: What training took.
+        epsilon: Privacy cost.
+        accuracy: Accuracy on the test split.
+        sigma: Noise multiplier of a private run.
+        seconds: Duration of training.
     """
 
     run: str
@@ -59,48 +59,50 @@ class Row:
         return (self.run, round_up(self.epsilon), f"{100 * self.accuracy:.1f} %", sigma, seconds)
 
     def json(self) -> dict[str, Any]:
-        """The row for programs: JSON has no infinity."""
+        """Returns the row as JSON values, with infinity as text."""
         return vars(self) | {"epsilon": self.epsilon if math.isfinite(self.epsilon) else "inf"}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all tasks of one demonstration share: the device, the seed if any, and the function for texts."""
+    """Settings of all tasks: the device, the seed if there is one, and the function that prints texts."""
 
     device: torch.device
     seed: int | None
-    say: Callable[[str], None]
+    echo: Callable[[str], None]
 
 
 def run(arguments: Namespace) -> None:
     """Trains the requested tasks one after the other. Each has its own table and files."""
-    say = _silent if arguments.json else functools.partial(print, flush=True)
-    setting = Setting(best_device(), arguments.seed, say)
+    echo = _silent if arguments.json else functools.partial(print, flush=True)
+    setting = Setting(best_device(), arguments.seed, echo)
     tasks = tasks_for(
         arguments.data,
         full=arguments.full,
         quick=arguments.quick,
         images_here=find_files("fashion-mnist") is not None,
     )
-    shown = []
+    summaries = []
     for number, task in enumerate(tasks):
         data = task.load()
         _introduce(task, data, setting, quick=arguments.quick, first=number == 0)
         results = _train_all(task, data, setting)
         rows = _rows(results)
-        say(table(("run", "ε", "accuracy", "σ", "seconds"), [row.cells() for row in rows], "<^^^^"))
-        say(f"{_guarantee(results.reported.engine.spent)}\n{_NOT_COVERED}")
+        echo(table(("run", "ε", "accuracy", "σ", "seconds"), [row.cells() for row in rows], "<^^^^"))
+        echo(f"{_guarantee(results.reported.engine.spent)}\n{_NOT_COVERED}")
         folder = arguments.out / task.name if number else arguments.out
-        written, missing = write_artefacts(folder, results)
-        say("\n".join([f"wrote to {folder}: {'  '.join(written)}", *missing]))
-        shown.append(
+        written, missing = write_artifacts(folder, results)
+        echo("\n".join([f"wrote to {folder}: {'  '.join(written)}", *missing]))
+        summaries.append(
             {"data": data.name, "model": task.model_name, "delta": DELTA, "runs": [row.json() for row in rows]}
         )
     if arguments.data is None and len(tasks) == 1:
-        say("FashionMNIST is not on this machine. To download it: python -m tutorials.demo.data_sets get fashion-mnist")
-    say(f"next: open {arguments.out / 'privacy_report.html'} · dpengine calibrate --help")
+        echo(
+            "FashionMNIST is not on this machine. To download it: python -m tutorials.demo.data_sets get fashion-mnist"
+        )
+    echo(f"next: open {arguments.out / 'privacy_report.html'} · dpengine calibrate --help")
     if arguments.json:
-        print(json.dumps(shown, ensure_ascii=False, indent=2))
+        print(json.dumps(summaries, ensure_ascii=False, indent=2))
 
 
 def _silent(text: str) -> None:
@@ -109,44 +111,46 @@ def _silent(text: str) -> None:
 
 def _introduce(task: Task, data: LabelledData, setting: Setting, *, quick: bool, first: bool) -> None:
     versions = f"dpengine {dpengine.__version__} · torch {torch.__version__} · {device_text(setting.device)} · "
-    setting.say(strong(versions + data.describe()) if first else f"\n{strong(data.describe())}")
+    setting.echo(strong(versions + data.describe()) if first else f"\n{strong(data.describe())}")
     if first and quick:
-        setting.say(_QUICK)
+        setting.echo(_QUICK)
     if first and setting.seed is not None:
-        setting.say(f"INSECURE_SEED: with --seed {setting.seed} the noise repeats, so it is no secret. For tests only.")
-    setting.say(f"model: {task.model_name}")
+        setting.echo(
+            f"INSECURE_SEED: with --seed {setting.seed} the noise is reproducible and not secret. For tests only."
+        )
+    setting.echo(f"model: {task.model_name}")
 
 
 def _train_all(task: Task, data: LabelledData, setting: Setting) -> Results:
     split = _split(task, data, setting)
     private = {target: _train_privately(task, split, target, setting) for target in task.epsilons}
-    plain = train_plainly(task, split, seed=setting.seed, device=setting.device)
-    setting.say(line(f"training without privacy, epochs: {task.plain_epochs}", f"{plain.seconds:.1f} s"))
+    plain = train_without_privacy(task, split, seed=setting.seed, device=setting.device)
+    setting.echo(line(f"training without privacy, epochs: {task.plain_epochs}", f"{plain.seconds:.1f} s"))
     return Results(task, data, private, plain, setting.seed)
 
 
 def _split(task: Task, data: LabelledData, setting: Setting) -> Split:
-    began = time.monotonic()
+    start = time.monotonic()
     with torch.no_grad():
         inputs = [task.inputs(part) for part in (data.train_inputs, data.test_inputs)]
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     if seconds > 1:
-        setting.say(line("computing the inputs of the model, each from its own image", f"{seconds:.1f} s"))
+        setting.echo(line("computing the features of each image", f"{seconds:.1f} s"))
     return Split(inputs[0], data.train_labels, inputs[1], data.test_labels)
 
 
 def _train_privately(task: Task, split: Split, target: float, setting: Setting) -> PrivateOutcome:
-    began = time.monotonic()
+    start = time.monotonic()
     training = prepare(task, split, target, seed=setting.seed, device=setting.device)
     plan = training.engine.describe()
-    found = f"σ={plan['noise_multiplier']:.2f} ({accountant_name().upper()}, Poisson q={plan['sample_rate']:.4f})"
-    asked = f"calibrating ε={round_up(target)} δ={DELTA:g} over {training.steps:,} steps"
-    setting.say(line(f"{asked} … {found}", f"{time.monotonic() - began:.1f} s"))
+    result = f"σ={plan['noise_multiplier']:.2f} ({accountant_name().upper()}, Poisson q={plan['sample_rate']:.4f})"
+    request = f"calibrating ε={round_up(target)} δ={DELTA:g} over {training.steps:,} steps"
+    setting.echo(line(f"{request} … {result}", f"{time.monotonic() - start:.1f} s"))
     outcome = training.run(split)
     if not is_shown():
         steps = outcome.engine.ledger.steps
         done = f"training {steps:,}/{training.steps:,}  ε {round_up(outcome.engine.epsilon)}/{round_up(target)}"
-        setting.say(line(done, f"{outcome.trained.seconds:.1f} s"))
+        setting.echo(line(done, f"{outcome.trained.seconds:.1f} s"))
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""The data sets and models that can be downloaded by name: origin, terms, digests, and where the files are kept."""
+"""Data sets and models that can be downloaded by name: origin, license, digests, and location of the files."""
 
 import hashlib
 import os
@@ -10,16 +10,16 @@ GET = "python -m tutorials.demo.data_sets get"  # followed by the name of a sour
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One data set or model, and the package that carries it.
+    """Data set or model, and the package that contains it.
 
     Attributes:
         title: Full name.
         origin: Publisher and place of publication.
         licence: The terms of the data, not of the package.
         citation: Publication to cite.
-        files: SHA-256 of each file that is kept, by file name.
+        files: SHA-256 of each stored file, by file name.
         package: The package to download: ``"apt NAME"`` or ``"pip NAME==VERSION"``.
-        package_sha256: SHA-256 of the downloaded package, unless the package itself is the file that is kept.
+        package_sha256: SHA-256 of the downloaded package, unless the package itself is the stored file.
         system_folder: Folder in which a system package installs the files.
     """
 
@@ -113,7 +113,7 @@ def source_for(name: str) -> Source:
         ValueError: If no source has this name.
     """
     if name not in SOURCES:
-        raise ValueError(f"no data set is called {name!r}. Choose one of: {', '.join(SOURCES)}.")
+        raise ValueError(f"data set {name!r} is unknown. Choose one of: {', '.join(SOURCES)}.")
     return SOURCES[name]
 
 
@@ -125,7 +125,7 @@ def cache_folder(name: str) -> Path:
 def find_files(name: str) -> dict[str, Path] | None:
     """Finds all files of a source in one folder, without any download.
 
-    The folders are tried in order: ``$DPENGINE_DATA``, that of the system's package, the cache.
+    Searches, in this order, ``$DPENGINE_DATA``, the folder of the system package, and the cache.
 
     Args:
         name: A key of ``SOURCES``.
@@ -142,12 +142,12 @@ def find_files(name: str) -> dict[str, Path] | None:
 
 
 def verified(content: bytes, sha256: str, where: str) -> bytes:
-    """Returns content whose digest is the expected one.
+    """Returns the content of a file if it has the expected digest.
 
     Args:
         content: The bytes of a file.
         sha256: The digest that they must have, in hexadecimal.
-        where: The file, for the message.
+        where: Name of the file, for the message.
 
     Returns:
         ``content``.
@@ -158,7 +158,7 @@ def verified(content: bytes, sha256: str, where: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != sha256:
         raise ValueError(
-            f"{where} has sha256 {found}, expected {sha256}: it is damaged or another version. "
+            f"{where} has sha256 {found}, expected {sha256}: it is damaged or of another version. "
             f"Delete it, then run: {GET} NAME"
         )
     return content

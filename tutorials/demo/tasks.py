@@ -1,4 +1,4 @@
-"""Tasks of the demonstration, as a table."""
+"""Tasks of the demonstration."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Task:
     """A model, its data, and its settings for training with and without privacy.
 
     Attributes:
-        name: Short name, also of the output folder.
+        name: Short name, which is also that of the output folder.
         model_name: Description of the model for readers.
-        load: Loads the data.
-        inputs: Transforms the inputs for the model, each example independently.
-        model: Builds the model.
+        load: Function that loads the data.
+        inputs: Function that transforms the inputs of the model, each example independently.
+        model: Function that builds the model.
         batch_size: Expected size of a logical batch.
-        epochs: Passes over the data.
+        epochs: Number of epochs.
         max_grad_norm: Clipping norm.
-        optimizer: Makes the optimizer for training with privacy.
+        optimizer: Function that builds the optimizer for training with privacy.
         epsilons: The budgets. Each is a separate run.
-        reported: The budget whose run is reported and saved.
-        plain_optimizer: Makes the optimizer for training without privacy, with the best settings for that.
+        reported: Budget whose run is reported and saved.
+        plain_optimizer: Function that builds the optimizer for training without privacy, with its own settings.
         plain_batch_size: Batch size without privacy.
-        plain_epochs: Passes without privacy.
+        plain_epochs: Number of epochs without privacy.
         tuned: Origin of the settings, for the report.
     """
 
@@ -82,7 +82,7 @@ def _resized(images: Tensor) -> Tensor:
     return images if images.shape[-1] == 28 else F.interpolate(images, size=(28, 28), mode="bilinear")
 
 
-_ON_TEST_SPLIT = "the settings of this demonstration were found on the test split, which flatters its accuracies"
+_ON_TEST_SPLIT = "the settings of this demonstration were chosen on the test split, which makes its accuracies too high"
 
 ADULT = Task(
     name="adult",
@@ -156,7 +156,7 @@ def _quick(task: Task) -> Task:
         load=functools.partial(_few_examples, task.load),
         epochs=4,
         plain_epochs=1,
-        tuned="this was a quick run: a few steps on few rows, whose accuracies mean nothing",
+        tuned="this was a quick run: a few steps on few examples, whose accuracies are meaningless",
     )
 
 

@@ -1,4 +1,4 @@
-"""The two training loops of the demonstration. They differ in one call."""
+"""Training loops of the demonstration, with and without privacy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dpengine.validation import check_loss
 
 from .tasks import DELTA, Task
 
-_CHUNK = 2000  # rows at once where no gradient is needed
+_CHUNK = 2000  # batch size of evaluation
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Data on which a task is trained and evaluated, as the model receives them."""
+    """Training and test data of a task, as the model receives them."""
 
     train_inputs: Tensor
     train_labels: Tensor
@@ -37,8 +37,8 @@ class Outcome:
 
     Attributes:
         model: The model.
-        accuracy: On the test split.
-        seconds: What training took, without calibration.
+        accuracy: Accuracy on the test split.
+        seconds: Duration of training, without calibration.
     """
 
     model: nn.Module
@@ -53,7 +53,7 @@ class PrivateOutcome:
     Attributes:
         trained: The model.
         engine: Engine of the run, with its privacy cost.
-        curve: Steps charged and epsilon after each epoch.
+        curve: Number of charged steps and epsilon after each epoch.
     """
 
     trained: Outcome
@@ -63,14 +63,14 @@ class PrivateOutcome:
 
 @dataclass(frozen=True, eq=False)
 class Results:
-    """All that was trained for one task.
+    """Results of one task.
 
     Attributes:
         task: The task.
-        data: What it was trained on.
-        private: The private runs by their target.
+        data: The training data.
+        private: The private runs by target epsilon.
         plain: The model that was trained without privacy.
-        seed: What the runs were seeded with, if they were.
+        seed: Seed of the runs; None without a seed.
     """
 
     task: Task
@@ -87,7 +87,7 @@ class Results:
 
 @dataclass(eq=False)
 class PrivateTraining:
-    """A private run that is set up, and has not seen a batch."""
+    """Private run that is ready for training."""
 
     task: Task
     engine: PrivacyEngine
@@ -99,12 +99,12 @@ class PrivateTraining:
 
     @property
     def steps(self) -> int:
-        """Planned logical batches."""
+        """Number of planned steps."""
         return self.task.epochs * len(self.loader)
 
     def run(self, split: Split) -> PrivateOutcome:
-        """Trains to the end of the budget."""
-        began = time.monotonic()
+        """Trains until the budget is used up."""
+        start = time.monotonic()
         curve: list[tuple[int, float]] = []
 
         def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -116,7 +116,7 @@ class PrivateTraining:
             self.optimizer.zero_grad()
             cross_entropy(self.model(inputs.to(self.device)), labels.to(self.device)).backward()
             self.optimizer.step()
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - start
         trained = Outcome(self.model, accuracy(self.model, split, self.device), seconds)
         return PrivateOutcome(trained, self.engine, tuple(curve))
 
@@ -124,8 +124,8 @@ class PrivateTraining:
 def prepare(
     task: Task, split: Split, target_epsilon: float, *, seed: int | None, device: torch.device
 ) -> PrivateTraining:
-    """Makes the training of a task private; the noise is found for the target."""
-    torch.manual_seed(seed or 0)  # the first weights are public; the noise has a source of its own
+    """Makes the training of a task private, with noise calibrated to the target epsilon."""
+    torch.manual_seed(seed or 0)  # initial weights are public; the noise does not use this generator
     model = task.model().to(device)
     check_loss(model, cross_entropy, (split.train_inputs[:8].to(device), split.train_labels[:8].to(device)))
     optimizer = task.optimizer(model.parameters())
@@ -140,40 +140,40 @@ def prepare(
         target_delta=DELTA,
         epochs=task.epochs,
         max_grad_norm=task.max_grad_norm,
-        # Constants that anyone can read in the documentation of these data, so add-or-remove holds.
+        # These constants are public documentation of the data, so the relation is add-or-remove.
         sample_rate=batch_size / len(data),
         expected_batch_size=batch_size,
     )
     return PrivateTraining(task, engine, model, optimizer, loader, target_epsilon, device)
 
 
-def train_plainly(task: Task, split: Split, *, seed: int | None, device: torch.device) -> Outcome:
-    """Trains the same model without privacy, at the settings that suit that."""
+def train_without_privacy(task: Task, split: Split, *, seed: int | None, device: torch.device) -> Outcome:
+    """Trains the same model without privacy, with its own settings."""
     torch.manual_seed(seed or 0)
     model = task.model().to(device)
     optimizer = task.plain_optimizer(model.parameters())
     data = TensorDataset(split.train_inputs, split.train_labels)
     loader = DataLoader(data, batch_size=_batch_size(task.plain_batch_size, len(data)), shuffle=True)
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(task.plain_epochs):
         for inputs, labels in loader:
             optimizer.zero_grad()
             cross_entropy(model(inputs.to(device)), labels.to(device)).backward()
             optimizer.step()
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start
     return Outcome(model, accuracy(model, split, device), seconds)
 
 
 @torch.no_grad()
 def accuracy(model: nn.Module, split: Split, device: torch.device) -> float:
-    """Share of the test rows whose label the model finds."""
+    """Returns the accuracy on the test split."""
     model.eval()
     parts = zip(split.test_inputs.split(_CHUNK), split.test_labels.split(_CHUNK), strict=True)
-    right = sum(int((model(inputs.to(device)).argmax(1).cpu() == labels).sum()) for inputs, labels in parts)
+    correct = sum(int((model(inputs.to(device)).argmax(1).cpu() == labels).sum()) for inputs, labels in parts)
     model.train()
-    return right / len(split.test_labels)
+    return correct / len(split.test_labels)
 
 
-def _batch_size(wanted: int, rows: int) -> int:
-    # A set that stands in is small: an eighth of it, so that an epoch still has steps.
-    return min(wanted, rows // 8)
+def _batch_size(requested: int, num_examples: int) -> int:
+    # For a small substitute data set, an epoch still has at least 8 batches.
+    return min(requested, num_examples // 8)

@@ -1,12 +1,12 @@
-"""One private training script, for one process and for several.
+"""Private training script for one process or several.
 
     python train.py
     torchrun --nproc-per-node 2 train.py --wrap ddp
     torchrun --nproc-per-node 2 train.py --wrap fsdp
     torchrun --nproc-per-node 2 --max-restarts 3 train.py --wrap fsdp --folder run
 
-The first three are the same run: the same batches, the same noise, the same weights up to rounding, and the same
-epsilon. The last command saves every 10 steps, and resumes if a process dies or the script is started again.
+With a seed, the first three commands are the same run: they have equal batches, noise, epsilon, and weights up to
+rounding. The last command saves every 10 steps, and resumes if a process fails or the script is started again.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wrap", choices=["none", "ddp", "fsdp"], default="none")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seed", type=int, help="makes the noise repeat: for comparing runs, never for a release")
+    parser.add_argument("--seed", type=int, help="makes the noise reproducible, to compare runs; not private")
     parser.add_argument(
         "--folder", type=Path, help="folder for checkpoints, written every 10 steps, from which a run resumes"
     )
@@ -64,7 +64,7 @@ def main() -> None:
     if is_distributed:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
-    torch.manual_seed(0)  # every process begins with the same weights
+    torch.manual_seed(0)  # every process starts with the same weights
     data = load_adult()
     model = wrapped(Network(data.train_inputs.shape[1]), arguments.wrap)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -75,16 +75,16 @@ def main() -> None:
         model, optimizer, loader, target_epsilon=2.0, target_delta=1e-5, steps=arguments.steps, max_grad_norm=1.0
     )
     if arguments.folder is not None and checkpoint.exists(arguments.folder):
-        checkpoint.load(arguments.folder, engine)  # on as many processes as there are now
+        checkpoint.load(arguments.folder, engine)  # the number of processes may differ from that of the saved run
     steps_taken = loader.position
     while steps_taken < arguments.steps:
-        for x, y in loader:  # this process's part of the batch; a placeholder if that is empty
+        for x, y in loader:  # the part of this process, or a placeholder if it is empty
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             steps_taken += 1
             if arguments.folder is not None and steps_taken % 10 == 0:
-                checkpoint.save(arguments.folder, engine)  # every process calls it
+                checkpoint.save(arguments.folder, engine)  # all processes must call it
             if steps_taken == arguments.steps:
                 break
 

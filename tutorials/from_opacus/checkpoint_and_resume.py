@@ -1,4 +1,4 @@
-"""Training is interrupted half way, saved, and resumed with new objects: weights, optimizer, schedule and budget."""
+"""Saves a half-finished run, and resumes it with new objects: weights, optimizer, schedule and privacy cost."""
 
 import argparse
 import json
@@ -51,7 +51,7 @@ def accuracy(model, dataset):
 
 
 class Run:
-    """All that a process holds while it trains."""
+    """Objects of a training process."""
 
     def __init__(self, args, train):
         model, self.criterion = build(args)
@@ -114,7 +114,7 @@ def main(argv=None):
         print(f"epoch {args.epochs // 2}: test {found:.1%}, epsilon {spent:.2f}; saved")
         del run
 
-        run = Run(args, load(args)[0])  # a new process would begin here, and read the data again
+        run = Run(args, load(args)[0])  # a new process would start here
         epoch = run.resume(path)
         assert accuracy(run.model, test) == found
         assert run.privacy_engine.get_epsilon(args.delta) == spent

@@ -1,6 +1,6 @@
-"""Text that every machine with dpengine has: documentation, and which of three libraries it belongs to.
+"""Text classification data: docstrings of three installed libraries, with the library as the label.
 
-So the tutorials need no network and contain no third-party text.
+The tutorials therefore need no network and contain no third-party text.
 """
 
 import ast
@@ -16,13 +16,13 @@ import torch
 from torch.utils.data import TensorDataset
 
 LIBRARIES = ("python", "numpy", "scipy")
-NAMES = {*LIBRARIES, "np"}  # words that would give the answer away
-WORDS = 32  # of each text, the first ones
-BUCKETS = 2000  # words are numbered by a hash: a vocabulary collected from the rows would be a release of its own
+NAMES = {*LIBRARIES, "np"}  # words that would reveal the label
+WORDS = 32  # number of words of each text, from its beginning
+BUCKETS = 2000  # words are hashed, because a vocabulary of the training data would have a privacy cost
 
 
 def load(rows_each: int) -> tuple[TensorDataset, TensorDataset]:
-    """Train and test rows, four to one: word numbers of shape (WORDS,), 0 where a text has ended, and the library."""
+    """Returns train and test data, four to one: word numbers ``(WORDS,)``, padded with 0, and labels."""
     inputs, labels = [], []
     for label, library in enumerate(LIBRARIES):
         texts = list(islice(_texts(library), rows_each))
@@ -35,14 +35,14 @@ def load(rows_each: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 def accuracy(model: torch.nn.Module, dataset: TensorDataset) -> float:
-    """The share of rows whose library is found."""
+    """Returns the accuracy of the model."""
     inputs, labels = dataset.tensors
     training = model.training
     model.eval()
     with torch.no_grad():
-        right = model(inputs).argmax(1) == labels
+        correct = model(inputs).argmax(1) == labels
     model.train(training)
-    return right.float().mean().item()
+    return correct.float().mean().item()
 
 
 def _texts(library: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A convolutional network learns handwritten digits, with a budget that is fixed beforehand."""
+"""Trains a convolutional network on handwritten digits, for a given privacy budget."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ def load(args):
 
 
 def build(args):
-    """The model: BatchNorm is what one writes without thinking of privacy, and `fix` makes it GroupNorm."""
+    """Returns the model and the loss. `fix` replaces BatchNorm, which is not private, by GroupNorm."""
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.BatchNorm2d(16),

@@ -1,4 +1,4 @@
-"""The image sets of ``tutorials/demo``, for scripts that are run from any folder."""
+"""Image sets of ``tutorials/demo``, for scripts that run in any folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Large batches in small pieces: census records, 2,048 a step, of which 256 are in memory at a time."""
+"""Trains on logical batches of 2,048 census records in physical batches of 256."""
 
 import argparse
 import json
@@ -48,8 +48,8 @@ def build(args):
 
 
 def train_epoch(args, model, criterion, optimizer, loader):
-    """One epoch. The loop is that of a run without the manager: pieces come out of the loader, and `step` waits."""
-    losses, pieces = [], 0
+    """Trains for one epoch. The loader yields physical batches, and `step` updates after the last one of each batch."""
+    losses, physical_batches = [], 0
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=args.max_physical_batch_size, optimizer=optimizer
     ) as memory_safe_loader:
@@ -60,8 +60,8 @@ def train_epoch(args, model, criterion, optimizer, loader):
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
-            pieces += 1
-    return sum(losses) / len(losses), pieces
+            physical_batches += 1
+    return sum(losses) / len(losses), physical_batches
 
 
 def accuracy(model, dataset):
@@ -90,10 +90,11 @@ def main(argv=None):
     seconds = 0.0
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
-        loss, pieces = train_epoch(args, model, criterion, optimizer, loader)
+        loss, physical_batches = train_epoch(args, model, criterion, optimizer, loader)
         seconds += time.perf_counter() - start
         epsilon = privacy_engine.get_epsilon(args.delta)
-        print(f"epoch {epoch}: loss {loss:.3f}, {len(loader)} batches in {pieces} pieces, epsilon {epsilon:.2f}")
+        batches = f"{len(loader)} batches in {physical_batches} physical batches"
+        print(f"epoch {epoch}: loss {loss:.3f}, {batches}, epsilon {epsilon:.2f}")
 
     result = {
         "example": "limited_memory",

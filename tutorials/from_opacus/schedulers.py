@@ -1,4 +1,4 @@
-"""Schedules noise, clipping norm and learning rate while a model trains on census records."""
+"""Schedules noise, clipping norm and learning rate during training on census records."""
 
 import argparse
 import json

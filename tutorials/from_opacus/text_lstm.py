@@ -1,4 +1,4 @@
-"""An LSTM reads the beginning of a text of documentation and says which library it belongs to."""
+"""Trains an LSTM that predicts the library of a docstring from its beginning."""
 
 import argparse
 import json
@@ -52,7 +52,7 @@ class Reader(nn.Module):
 
 
 def build(args):
-    """The model: `fix` makes the LSTM one whose gradients are known for each row."""
+    """Returns the model and the loss. `fix` replaces the LSTM by one with per-sample gradients."""
     return ModuleValidator.fix(Reader()), nn.CrossEntropyLoss()
 
 

@@ -1,4 +1,4 @@
-"""A small transformer does what the LSTM does, with torch's own encoder layers and a budget fixed beforehand."""
+"""Trains a small transformer on the task of ``text_lstm.py``, for a given privacy budget."""
 
 import argparse
 import json
@@ -38,14 +38,14 @@ def load(args):
 
 
 class Encoder(nn.Module):
-    """Words and places, encoder layers, and a linear head over the mean of all positions."""
+    """Word and position embeddings, encoder layers, and a linear head over the mean of all positions."""
 
     def __init__(self, width=64, heads=4, depth=1):
         super().__init__()
         self.words = nn.Embedding(documentation.BUCKETS, width)
-        self.places = nn.Embedding(documentation.WORDS, width)
+        self.positions = nn.Embedding(documentation.WORDS, width)
         nn.init.normal_(self.words.weight, std=0.1)
-        nn.init.normal_(self.places.weight, std=0.1)
+        nn.init.normal_(self.positions.weight, std=0.1)
         layers = [
             nn.TransformerEncoderLayer(width, heads, dim_feedforward=2 * width, dropout=0.0, batch_first=True)
             for _ in range(depth)
@@ -54,12 +54,12 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, len(documentation.LIBRARIES))
 
     def forward(self, numbers):
-        places = torch.arange(numbers.shape[1]).repeat(len(numbers), 1)
-        return self.head(self.layers(self.words(numbers) + self.places(places)).mean(dim=1))
+        positions = torch.arange(numbers.shape[1]).repeat(len(numbers), 1)
+        return self.head(self.layers(self.words(numbers) + self.positions(positions)).mean(dim=1))
 
 
 def build(args):
-    """The model: `fix` makes the attention one whose gradients are known for each row."""
+    """Returns the model and the loss. `fix` replaces the attention by one with per-sample gradients."""
     return ModuleValidator.fix_and_validate(Encoder()), nn.CrossEntropyLoss()
 
 

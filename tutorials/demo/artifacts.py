@@ -1,4 +1,4 @@
-"""The files of a demonstration: report, plot, model, metrics, and the state from which the report can be made again."""
+"""Files of the demonstration: report, plot, model, metrics, and the state from which the report can be rebuilt."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .tasks import DELTA
 from .training import Results
 
 
-def write_artefacts(folder: Path, results: Results) -> tuple[list[str], list[str]]:
+def write_artifacts(folder: Path, results: Results) -> tuple[list[str], list[str]]:
     """Writes all files of one task.
 
     Args:
-        folder: Where to; made if it is not there.
-        results: What was trained.
+        folder: Output folder, which is created if it does not exist.
+        results: Results of the task.
 
     Returns:
-        The names of the files, and a line for each that could not be made since a package is absent.
+        The names of the files, and a message for each file that was skipped because a package is missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     written: list[str] = []
@@ -34,7 +34,7 @@ def write_artefacts(folder: Path, results: Results) -> tuple[list[str], list[str
         try:
             written += [path.name for path in write(folder, results)]
         except MissingDependencyError as error:
-            missing.append(f"left out: {error}")
+            missing.append(f"skipped: {error}")
     return written, missing
 
 
@@ -52,9 +52,9 @@ def _report(results: Results) -> PrivacyReport:
     report = results.reported.engine.report(
         data={"name": data.title, "source": data.source, "licence": data.licence, "sha256": data.sha256},
         utility={"metric": "accuracy", "value": round(trained.accuracy, 4), "split": "test"},
-        excludes=(results.task.tuned, "the other models that this demonstration trained on the same rows"),
+        excludes=(results.task.tuned, "the other models that this demonstration trained on the same examples"),
     )
-    # `prepare` probed rows of the batch before training.
+    # `prepare` checked the loss before training.
     return PrivacyReport(dataclasses.replace(report.facts, loss_checked=True))
 
 
