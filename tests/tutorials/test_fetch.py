@@ -144,7 +144,7 @@ def test_a_machine_without_apt_gets_the_other_remedy(machine, monkeypatch):
 
 
 def test_an_unknown_name_is_rejected_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'compas'\. Choose one of: fashion-mnist"):
+    with pytest.raises(ValueError, match=r"'compas' is unknown\. Choose one of: fashion-mnist"):
         fetch("compas")
 
 

@@ -72,8 +72,8 @@ def test_idx_is_read_as_big_endian_sizes_and_bytes():
     [
         (b"\x89PNG....", "expected an idx file"),
         (b"\0\0\x0d\x01" + bytes(8), "expected an idx file"),
-        (idx((3, 2), bytes(5)), r"promises the shape \(3, 2\), the file holds 5"),
-        (idx((3, 2), bytes(7)), r"promises the shape \(3, 2\), the file holds 7"),
+        (idx((3, 2), bytes(5)), r"has the shape \(3, 2\), but the file has 5"),
+        (idx((3, 2), bytes(7)), r"has the shape \(3, 2\), but the file has 7"),
     ],
     ids=["not-idx", "floats", "too-short", "too-long"],
 )
@@ -167,7 +167,7 @@ def test_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
 
 
 def test_an_unknown_name_is_rejected_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'cifar'\. Choose one of: fashion-mnist, mnist5k, digits"):
+    with pytest.raises(ValueError, match=r"'cifar' is unknown\. Choose one of: fashion-mnist, mnist5k, digits"):
         load_images("cifar")
 
 
