@@ -1,1 +1,1 @@
-"""Benchmarks: what a private step costs beside an ordinary one, and beside other libraries."""
+"""Benchmarks: cost of private steps compared with ordinary steps and with other libraries."""

@@ -1,8 +1,8 @@
-"""Accountants on runs whose epsilon is known: are they sound, how close are they, and what do they cost?
+"""Compares accountants on runs whose epsilon is known: soundness, tightness and cost.
 
-``python -m benchmarks.accounting --peers-python PATH --out accounting.json`` asks every tool about every setting of
-`accounting_truths.json`, measures asking after every step, and calibration; then it prints the tables. ``--show``
-prints those of earlier results, the last file deciding.
+``python -m benchmarks.accounting --peers-python PATH --out accounting.json`` computes epsilon with every tool for every
+setting of `accounting_truths.json`, measures the cost of epsilon after every step and of calibration, and prints
+tables. ``--show`` prints the tables of earlier results; the last file takes precedence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .accounting_settings import PATH, Setting
 from .accounting_tools import OURS, TOOLS
 
 ROOT = Path(__file__).resolve().parents[1]
-EVERY = (  # rate, noise, delta: ordinary runs, of which every step is asked for
+EVERY = (  # ordinary runs, for which epsilon is computed after every step
     {"rate": 256 / 60000, "sigma": 1.1, "delta": 1e-5},
     {"rate": 0.01, "sigma": 1.0, "delta": 1e-6},
     {"rate": 1e-3, "sigma": 0.7, "delta": 1e-7},
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--peers-python", default=sys.executable, help="interpreter that has Opacus and prv-accountant")
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=list(TOOLS))
     parser.add_argument("--parts", nargs="*", default=["settings", "every", "noise"])
-    parser.add_argument("--stride", type=int, default=1, help="ask about each so-manieth setting only")
+    parser.add_argument("--stride", type=int, default=1, help="use only every n-th setting")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--show", type=Path, nargs="*")
     arguments = parser.parse_args()
@@ -63,7 +63,7 @@ def main() -> None:
     results: dict[str, Any] = {}
     for tool in arguments.tools:
         interpreter = sys.executable if tool in OURS else arguments.peers_python
-        results[tool] = asked(tool, interpreter, truths["settings"][:: arguments.stride], arguments.parts)
+        results[tool] = run_tool(tool, interpreter, truths["settings"][:: arguments.stride], arguments.parts)
         if arguments.out:
             arguments.out.write_text(json.dumps(results))
         print(f"{tool}: done", file=sys.stderr, flush=True)
@@ -71,35 +71,35 @@ def main() -> None:
 
 
 def merged(paths: list[Path]) -> dict[str, Any]:
-    """Results of several files, by tool and part."""
-    together: dict[str, Any] = {}
+    """Merges the results of several files, by tool and part."""
+    combined: dict[str, Any] = {}
     for path in paths:
         for tool, parts in json.loads(path.read_text()).items():
-            before = together.setdefault(tool, {})
+            before = combined.setdefault(tool, {})
             settings = before.get("settings", {}) | parts.get("settings", {})
             before.update(parts, **({"settings": settings} if settings else {}))
-    return together
+    return combined
 
 
-def asked(tool: str, interpreter: str, settings: list[dict[str, Any]], parts: list[str]) -> dict[str, Any]:
-    """All that a tool answers, by part; or why there is nothing."""
-    found: dict[str, Any] = {}
+def run_tool(tool: str, interpreter: str, settings: list[dict[str, Any]], parts: list[str]) -> dict[str, Any]:
+    """Returns the results of a tool by part, or the reason why there are none."""
+    results: dict[str, Any] = {}
     try:
-        with process(tool, interpreter) as ask:
+        with process(tool, interpreter) as run_job:
             if "settings" in parts:
-                found["settings"] = {Setting.from_json(row).key: ask(row) for row in settings}
+                results["settings"] = {Setting.from_json(row).key: run_job(row) for row in settings}
             if "every" in parts:
-                found["every"] = [ask(job) for job in every_jobs(tool)]
+                results["every"] = [run_job(job) for job in every_jobs(tool)]
             if "noise" in parts:
                 targets = TARGETS if tool in OURS else TARGETS[:PEER_TARGETS]
-                found["noise"] = [ask({"solve": target}) for target in targets]
+                results["noise"] = [run_job({"solve": target}) for target in targets]
     except RuntimeError as error:
-        found["missing"] = str(error)
-    return found
+        results["missing"] = str(error)
+    return results
 
 
 def every_jobs(tool: str) -> list[dict[str, Any]]:
-    """Asking after every step; of peers, a single question."""
+    """Returns jobs that compute epsilon after every step; for other tools than ours, only after the last step."""
     if tool == "dpengine pld":
         return [{"every": {**run, "steps": EVERY_STEPS}, "limit": 3600} for run in EVERY]
     return [
@@ -110,7 +110,7 @@ def every_jobs(tool: str) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def process(tool: str, interpreter: str) -> Iterator[Any]:
-    """A process of `accounting_tools`; yields what asks it."""
+    """Starts a process of `accounting_tools`; yields a function that runs a job in it."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     child = subprocess.Popen(
         [interpreter, "-m", "benchmarks.accounting_tools", tool],
@@ -123,17 +123,17 @@ def process(tool: str, interpreter: str) -> Iterator[Any]:
     )
     assert child.stdin is not None and child.stdout is not None
 
-    def ask(job: dict[str, Any]) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError):  # told by the missing answer
+    def run_job(job: dict[str, Any]) -> dict[str, Any]:
+        with contextlib.suppress(BrokenPipeError):  # detected by the missing answer
             child.stdin.write(json.dumps(job) + "\n")
             child.stdin.flush()
         line = child.stdout.readline()
         if not line:
-            raise RuntimeError(f"{tool} is not installed for {interpreter}, or has died")
+            raise RuntimeError(f"{tool} is not installed for {interpreter}, or crashed")
         return json.loads(line)
 
     try:
-        yield ask
+        yield run_job
     finally:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.close()

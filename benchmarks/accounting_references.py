@@ -1,6 +1,6 @@
-"""Epsilon by closed forms, contour integrals and convolution, each with a bound on its own error.
+"""Computes epsilon by closed forms, contour integrals and convolution, each with a bound on its error.
 
-The methods are those of `tests.accounting`. Here they are faster, cover both directions, and bound their errors.
+The methods are those of `tests.accounting`, but faster, for both directions, and with bounds on their errors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.accounting.truth import gaussian, least_epsilon, one_step
 from .accounting_settings import Kind, Setting
 
 _UNIT = 2.0**-53
-_DIGITS = 60  # of closed forms; what they lose by cancelling is at most some ten
-_BLOCK, _MOST_POINTS = 128, 2**20  # along a contour
-_LEAST_WIDTHS = 100  # of the integrand's peak, that are integrated over
-_MOST_IN_DIGITS = 10_000  # points
-_CLOSE = 1e-12  # share of epsilon within which Newton's method stops
+_DIGITS = 60  # of closed forms; cancellation loses at most about ten of them
+_BLOCK, _MAX_POINTS = 128, 2**20  # along a contour
+_MIN_WIDTHS = 100  # the integral covers at least this number of widths of the peak of the integrand
+_MAX_POINTS_IN_DIGITS = 10_000  # of an integral in many digits
+_TOLERANCE = 1e-12  # of Newton's method, relative
 _CELLS = 2**14
-_LEFT_OUT = 16.0  # log of a share of delta
-_FEW = 1000  # steps; each may lower the sum by a cell
-_REACH = 120.0  # in sigmas
-_FADED = 45.0  # log of what is left at the ends of a contour's outputs
+_OMITTED = 16.0  # negative log of the omitted share of delta
+_MAX_CONVOLVED_STEPS = 1000  # each step may lower the sum by a cell
+_RANGE = 120.0  # of the outputs, in sigmas
+_NEGLIGIBLE = 45.0  # negative log of the relative mass at the ends of the outputs of a contour
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Truth:
 
     epsilon: float
     error: float
-    way: str
+    method: str
     direction: str
 
 
@@ -60,10 +60,10 @@ def truth(setting: Setting) -> Truth:
     if sum(count for _, _, count in setting.kinds) == 1:
         ((rate, sigma, _),) = setting.kinds
         one = one_replacement if setting.relation == "replace_one" else one_step
-        found = {way: one(rate, sigma, setting.delta, way, _DIGITS) for way in directions}
-        worst = max(found, key=lambda way: found[way])
+        found = {direction: one(rate, sigma, setting.delta, direction, _DIGITS) for direction in directions}
+        worst = max(found, key=lambda direction: found[direction])
         return Truth(found[worst], 2 * _UNIT * found[worst], "closed form", worst)
-    few = len(setting.kinds) == 1 and setting.kinds[0][2] <= _FEW and setting.relation == "add_remove"
+    few = len(setting.kinds) == 1 and setting.kinds[0][2] <= _MAX_CONVOLVED_STEPS and setting.relation == "add_remove"
     try:
         return _by_contour(setting, directions)
     except ArithmeticError:
@@ -73,7 +73,7 @@ def truth(setting: Setting) -> Truth:
 
 
 def one_replacement(rate: float, sigma: float, delta: float, direction: str, digits: int) -> float:
-    """Returns epsilon of one release if an example is replaced, in closed form: the loss rises with the output."""
+    """Returns epsilon of one release under replacement, in closed form, because the loss increases with the output."""
     with mpmath.workdps(digits):
         q, s = mpmath.mpf(rate), mpmath.mpf(sigma)
         at_zero = mpmath.exp(-1 / (2 * s * s))
@@ -93,42 +93,43 @@ def one_replacement(rate: float, sigma: float, delta: float, direction: str, dig
 
 
 def _by_convolution(setting: Setting) -> Truth:
-    """Computes epsilon of few steps of one kind on three lattices, and extrapolates the second-order error away."""
+    """Computes epsilon of a few steps of one kind on three lattices, and eliminates the second-order error."""
     ((rate, sigma, steps),) = setting.kinds
-    # By Chernoff, next to nothing of delta is in sums of losses above this; such sums are left out.
-    most = Line(setting.kinds, "remove").chernoff(math.log(setting.delta) - _LEFT_OUT)
-    laws = [convolution.Convolution(rate, sigma, steps, most, _CELLS >> i) for i in (2, 1, 0)]
+    # By Chernoff, sums of losses above this bound contribute a negligible part of delta, and are omitted.
+    highest = Line(setting.kinds, "remove").chernoff(math.log(setting.delta) - _OMITTED)
+    laws = [convolution.Convolution(rate, sigma, steps, highest, _CELLS >> i) for i in (2, 1, 0)]
     coarse, middle, fine = (law.epsilon(setting.delta) for law in laws)
-    # Each lattice's answer is above those of finer ones. In second order, four times less is left each time.
+    # The epsilon of each lattice is above those of finer ones. With second-order errors, the error shrinks fourfold.
     regular = 3.5 < (coarse - middle) / (middle - fine) < 4.5
     if not 0 <= 1.5 * (middle - fine) <= coarse - middle:
         raise ArithmeticError("convolutions do not converge")
     first, second = middle - (coarse - middle) / 3, fine - (middle - fine) / 3
-    left = abs(first - second) if regular else 2 * (middle - fine)
+    error = abs(first - second) if regular else 2 * (middle - fine)
     if second < -steps * math.log1p(-rate):
         raise ArithmeticError("the other direction may be worse")
     step = 1e-4 * second
     slope = (laws[-1].log_delta(fine - step) - laws[-1].log_delta(fine + step)) / (2 * step)
-    return Truth(second, left + 2 * math.exp(-_LEFT_OUT) / slope, "convolution", "remove")
+    return Truth(second, error + 2 * math.exp(-_OMITTED) / slope, "convolution", "remove")
 
 
 def _by_contour(setting: Setting, directions: tuple[str, ...]) -> Truth:
-    """Computes the first direction, and the others only if they may be worse."""
+    """Computes epsilon of the first direction, and of the others only if they may be worse."""
     best = None
     for direction in directions:
         line = Line(setting.kinds, direction)
-        if best is not None and line.may_be_below(best.epsilon, setting.delta):
+        if best is not None and line.is_at_most(best.epsilon, setting.delta):
             continue
         epsilon, error = line.epsilon(setting.delta)
         if best is None or epsilon > best.epsilon:
             best = Truth(epsilon, error, "contour", direction)
     assert best is not None
-    # Far out on the line losses turn quickly from output to output: see what three times as many outputs say.
+    # Far out on the line, the integrand oscillates quickly over the outputs, so compare with three times as many
+    # outputs.
     value, slope, error = Line(setting.kinds, best.direction, finer=3).log_delta(best.epsilon)
     if error == math.inf:
         raise ArithmeticError("the integral over more outputs does not converge")
     off = (math.log(setting.delta) - value) / slope
-    return Truth(float(best.epsilon + off), float(best.error + 2 * abs(off)), best.way, best.direction)
+    return Truth(float(best.epsilon + off), float(best.error + 2 * abs(off)), best.method, best.direction)
 
 
 class Line:
@@ -138,7 +139,7 @@ class Line:
         self.kinds, self.direction, self.reach = kinds, direction, 0.0
         self.laws = [(*_outputs(rate, sigma, direction, finer), count) for rate, sigma, count in kinds]
         tilts = np.exp(np.linspace(-12, 18, 121))
-        self.tilts = tilts[[self._sees_all(float(tilt)) for tilt in tilts]]
+        self.tilts = tilts[[self._covers_all(float(tilt)) for tilt in tilts]]
         if not len(self.tilts):
             raise ArithmeticError("outputs are cut off")
         self.moments = np.array([self._log_moment(tilt) for tilt in self.tilts])
@@ -149,28 +150,28 @@ class Line:
         x, high, before = self.chernoff(target), math.inf, 0.0
         for _ in range(60):
             value, slope, error = self.log_delta(x)
-            if not error < 1e-2:  # digits fail where delta is much too small
+            if not error < 1e-2:  # float64 is insufficient where delta is much too small
                 high = min(x, high)
                 x = (before + high) / 2 if before else 0.85 * x
                 continue
             moved = max(x - (value - target) / slope, x / 4)
-            if abs(moved - x) <= max(_CLOSE * x, error / -slope):
-                return float(moved), float(2 * error / -slope + _CLOSE * x)
+            if abs(moved - x) <= max(_TOLERANCE * x, error / -slope):
+                return float(moved), float(2 * error / -slope + _TOLERANCE * x)
             before, x = x, moved if moved < high else (x + high) / 2
             if x < 1e-6:
                 return 0.0, 0.0
         raise ArithmeticError("Newton's method does not converge")
 
     def chernoff(self, target: float) -> float:
-        """Returns an epsilon that is large enough for delta."""
+        """Returns an upper bound of epsilon."""
         return float(np.min((self.moments - target) / self.tilts))
 
-    def may_be_below(self, epsilon: float, delta: float) -> bool:
-        """Returns True if this direction is surely not the worse one."""
-        most = math.inf
+    def is_at_most(self, epsilon: float, delta: float) -> bool:
+        """Returns True if the epsilon of this direction is certainly not larger than ``epsilon``."""
+        largest = math.inf
         if self.direction == "add" and all(rate < 1 for rate, _, _ in self.kinds):
-            most = -math.fsum(math.log1p(-rate) * count for rate, _, count in self.kinds)
-        if epsilon >= most * (1 + 1e-12) or self.chernoff(math.log(delta)) <= epsilon:
+            largest = -math.fsum(math.log1p(-rate) * count for rate, _, count in self.kinds)
+        if epsilon >= largest * (1 + 1e-12) or self.chernoff(math.log(delta)) <= epsilon:
             return True
         value, _, error = self.log_delta(epsilon)
         if error == math.inf:
@@ -214,10 +215,10 @@ class Line:
             total += count * (math.log(np.exp(exponents - exponents.max()).sum()) + exponents.max())
         return float(total)
 
-    def _sees_all(self, theta: float) -> bool:
+    def _covers_all(self, theta: float) -> bool:
         """Returns True if the mass beyond the evaluated outputs is negligible."""
         exponents = [p + theta * loss for p, loss, _ in self.laws]
-        return all(max(each[0], each[-1]) < each.max() - _FADED for each in exponents)
+        return all(max(each[0], each[-1]) < each.max() - _NEGLIGIBLE for each in exponents)
 
     def _sums(
         self, epsilon: float, theta: float, scale: float, width: float, step: float
@@ -231,8 +232,8 @@ class Line:
             laws.append((exponents[there] - exponents.max(), loss[there], turns, count, exponents.max()))
         value = slope = size = 0.0
         largest: list[float] = []  # of each block
-        look = _LEAST_WIDTHS * width / (_BLOCK * step)
-        for first in range(0, _MOST_POINTS, _BLOCK):
+        look = _MIN_WIDTHS * width / (_BLOCK * step)
+        for first in range(0, _MAX_POINTS, _BLOCK):
             t = np.arange(first, first + _BLOCK) * step
             z = theta + 1j * t
             log_f = -z * epsilon - scale
@@ -245,21 +246,21 @@ class Line:
             largest.append(float(np.abs(f * z).max()))
             if len(largest) < look:
                 continue
-            # It may come and go like the transform of a lattice: all of the farther half must be small.
+            # The integrand may recur like the transform of a lattice, so all of the farther half must be small.
             if max(largest[len(largest) // 2 :]) < 1e-17 * abs(value):
                 self.reach = (first + _BLOCK) * step
                 return float(value), float(slope), float(size)
             look = 1.1 * len(largest) + 1
-        raise ArithmeticError("the integrand does not fall off")
+        raise ArithmeticError("the integrand does not decay")
 
 
 def _outputs(rate: float, sigma: float, direction: str, finer: int) -> tuple[npt.NDArray, npt.NDArray]:
     """Returns the log masses of P at outputs, and the losses there."""
     spacing = min(0.04 * sigma, 0.15 * sigma * sigma) / finer
-    x = np.arange(-14 * sigma - 1, 1 + _REACH * sigma, spacing)
+    x = np.arange(-14 * sigma - 1, 1 + _RANGE * sigma, spacing)
     normal = -((x / sigma) ** 2) / 2 + math.log(spacing / sigma / math.sqrt(2 * math.pi))
 
-    def ratio(sign: int) -> npt.NDArray:  # log of M(sign) over N(0), without cancelling
+    def ratio(sign: int) -> npt.NDArray:  # log of M(sign) over N(0), without cancellation
         t = (2 * sign * x - 1) / (2 * sigma * sigma)
         if rate == 1:
             return t
@@ -271,12 +272,12 @@ def _outputs(rate: float, sigma: float, direction: str, finer: int) -> tuple[npt
     return normal + ratio(1), ratio(1) - (ratio(-1) if direction == "replace" else 0.0)
 
 
-def off_by(setting: Setting, epsilon: float, direction: str, digits: int = 30) -> float:
-    """Returns the relative difference of an epsilon by contour and that of the same integral in many digits."""
+def relative_error(setting: Setting, epsilon: float, direction: str, digits: int = 30) -> float:
+    """Returns the relative difference of an epsilon by contour from that of the same integral in many digits."""
     line = Line(setting.kinds, direction)
     theta, curvature = line.saddle(epsilon)
     _, slope, _ = line.log_delta(epsilon)
-    if line.reach > _MOST_IN_DIGITS * 0.2 * curvature**-0.5:
+    if line.reach > _MAX_POINTS_IN_DIGITS * 0.2 * curvature**-0.5:
         raise ArithmeticError("too many points")
     with mpmath.workdps(digits + 10):
         last = None
@@ -291,7 +292,7 @@ def off_by(setting: Setting, epsilon: float, direction: str, digits: int = 30) -
 def _in_digits(
     kinds: tuple[Kind, ...], direction: str, epsilon: float, theta: float, step: float, reach: float
 ) -> mpmath.mpf:
-    """Returns delta by the trapezoidal rule; powers along the line are multiplied in fixed point."""
+    """Returns delta by the trapezoidal rule, with powers along the line in fixed point."""
     laws = [_Powers(kind, direction, theta, step, mpmath.mp.dps) for kind in kinds]
     total, eps, steps = mpmath.mpf(0), mpmath.mpf(epsilon), 0
     while True:
@@ -311,7 +312,7 @@ class _Powers:
     def __init__(self, kind: Kind, direction: str, theta: float, step: float, digits: int):
         rate, sigma, self.count = mpmath.mpf(kind[0]), mpmath.mpf(kind[1]), kind[2]
         spacing = min(0.1 * kind[1], 0.2 * kind[1] ** 2)
-        points = np.arange(-14 * kind[1] - 1, 1 + _REACH * kind[1], spacing)
+        points = np.arange(-14 * kind[1] - 1, 1 + _RANGE * kind[1], spacing)
         pairs = [_point(mpmath.mpf(float(x)), rate, sigma, direction) for x in points]
         exponents = [p + theta * loss for p, loss in pairs]
         top = max(exponents)

@@ -1,4 +1,4 @@
-"""Runs about which the accountants are asked: classes of them, and their candidates by a seed."""
+"""Settings on which accountants are compared: classes of them, and random candidates with fixed seeds."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ PATH = Path(__file__).with_name("accounting_truths.json")
 
 Kind = tuple[float, float, int]  # rate, noise multiplier, steps
 
-_MOST_CANDIDATES = 8  # for each setting that is wanted
+_MAX_CANDIDATES = 8  # for each required setting
 _DELTAS = (1e-5, 1e-5, 1e-6, 1e-7, 1e-8, 1e-10)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A question for an accountant.
+    """Run whose epsilon an accountant computes.
 
     Attributes:
-        kinds: Of releases.
-        delta: At which epsilon is asked for.
+        kinds: Rate, noise multiplier and number of steps of each kind of release.
+        delta: Delta at which epsilon is computed.
         relation: "add_remove" or "replace_one".
-        rare: Whether losses are seldom large, so that the central limit theorem tells nothing.
+        rare: Whether large privacy losses are so rare that the central limit theorem is useless.
     """
 
     kinds: tuple[Kind, ...]
@@ -36,12 +36,12 @@ class Setting:
     rare: bool = False
 
     def as_json(self) -> dict[str, Any]:
-        """Returns a row of the file of truths."""
+        """Returns the setting as in the file of truths."""
         return {"kinds": self.kinds, "delta": self.delta, "relation": self.relation}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Setting:
-        """From such a row."""
+        """Restores a setting from the result of `as_json`."""
         return cls(tuple((q, sigma, steps) for q, sigma, steps in row["kinds"]), row["delta"], row["relation"])
 
     @property
@@ -50,24 +50,24 @@ class Setting:
         return json.dumps(self.as_json())
 
     def __str__(self) -> str:
-        """For people."""
+        """Describes the setting."""
         kinds = " and ".join(f"q={q:g}, σ={sigma:g}, {steps:,} steps" for q, sigma, steps in self.kinds)
         return f"{kinds}, δ={self.delta:g}{', replace-one' if self.relation == 'replace_one' else ''}"
 
 
 @dataclass(frozen=True)
 class Class:
-    """A class of settings: how many are wanted, and one of them by chance."""
+    """Class of settings: the required number, and a function that draws one at random."""
 
-    wanted: int
+    required: int
     draw: Callable[[np.random.Generator], Setting]
 
 
 def candidates(name: str) -> Iterator[Setting]:
-    """The settings of a class that may be in range, always the same."""
+    """Yields settings of a class whose epsilon may be in range; always the same ones."""
     rng = np.random.default_rng([20, list(CLASSES).index(name)])
     kind, tried = CLASSES[name], 0
-    while tried < _MOST_CANDIDATES * kind.wanted:
+    while tried < _MAX_CANDIDATES * kind.required:
         setting = kind.draw(rng)
         if setting.rare or 3e-4 < _rough_epsilon(setting) < 3e3:
             tried += 1
@@ -75,7 +75,7 @@ def candidates(name: str) -> Iterator[Setting]:
 
 
 def _rough_epsilon(setting: Setting) -> float:
-    """By the central limit theorem, which judges nothing: it spares references for what is far out of range."""
+    """Returns epsilon by the central limit theorem, to skip settings that are far out of range."""
     square = 0.0
     for rate, sigma, steps in setting.kinds:
         square += steps * rate**2 * math.expm1(min(sigma**-2, 300)) if rate < 1 else steps / sigma**2
@@ -84,7 +84,7 @@ def _rough_epsilon(setting: Setting) -> float:
 
 
 def _log(rng: np.random.Generator, low: float, high: float) -> float:
-    """Log-uniform, to three digits."""
+    """Returns a log-uniform number, rounded to three digits."""
     return float(f"{math.exp(rng.uniform(math.log(low), math.log(high))):.3g}")
 
 
@@ -105,7 +105,7 @@ def _plain(rate: tuple, sigma: tuple, steps: tuple, delta: Callable = _usual_del
 
 
 def _with_epsilon(low: float, high: float, draw: Callable) -> Callable:
-    """Drawn again until epsilon is roughly in a range."""
+    """Draws again until epsilon is roughly in the range."""
 
     def drawn(rng: np.random.Generator) -> Setting:
         while not low < _rough_epsilon(setting := draw(rng)) < high:
@@ -124,7 +124,7 @@ def _large_delta(rng: np.random.Generator) -> float:
 
 
 def _histories(rng: np.random.Generator) -> Setting:
-    """Two or three kinds; one of them may be over all rows."""
+    """Draws two or three kinds of releases; one of them may be over the full batch."""
     kinds = [_kind(rng, (1e-3, 0.2), (0.6, 8), (50, 5e3)) for _ in range(int(rng.integers(2, 4)))]
     if rng.random() < 0.4:
         kinds[-1] = (1.0, _log(rng, 5, 100), round(_log(rng, 1, 30)))
@@ -132,11 +132,11 @@ def _histories(rng: np.random.Generator) -> Setting:
 
 
 def _replacements(rng: np.random.Generator) -> Setting:
-    """One step, all rows, or ordinary runs."""
-    which = rng.random()
-    if which < 0.2:
+    """Draws a single step, a full-batch run, or an ordinary run."""
+    choice = rng.random()
+    if choice < 0.2:
         kind = _log(rng, 1e-3, 0.9), _log(rng, 0.3, 10), 1
-    elif which < 0.4:
+    elif choice < 0.4:
         kind = 1.0, _log(rng, 1, 300), round(_log(rng, 1, 1e4))
     else:
         kind = _kind(rng, (1e-3, 0.3), (0.7, 10), (30, 2e4))

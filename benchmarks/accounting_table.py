@@ -1,4 +1,4 @@
-"""The tables of `accounting`."""
+"""Tables of `accounting`."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from .accounting_settings import Setting
 
-FAR = 1e-3  # what ours exceeds the truth by, at most, or is listed
-_ROUNDING = 1e-12  # of a truth
+MAX_EXCESS = 1e-3  # relative; settings at which ours exceeds the truth by more are listed
+_ROUNDING = 1e-12  # relative, of a truth
 _EPSILON_EVERY_STEP = "dpengine pld"
 
 Row = dict[str, Any]
 
 
 def report(results: dict[str, Any], truths: Row) -> str:
-    """All tables that there are results for."""
+    """Returns all tables for which there are results."""
     settings = truths["settings"]
     tools = [tool for tool, found in results.items() if "settings" in found]
     judged = {tool: judge(results[tool]["settings"], settings) for tool in tools}
@@ -27,7 +27,7 @@ def report(results: dict[str, Any], truths: Row) -> str:
 
 
 def judge(answers: dict[str, Row], settings: list[Row]) -> list[Row]:
-    """Each answer beside the truth."""
+    """Returns the results of a tool together with the truths."""
     judged = []
     for row in settings:
         key = Setting.from_json(row).key
@@ -47,24 +47,27 @@ def judge(answers: dict[str, Row], settings: list[Row]) -> list[Row]:
 
 def references(truths: Row) -> str:
     """Describes the sources of the truths, and the settings that were dropped."""
-    ways = collections.Counter(row["reference"] for row in truths["settings"])
-    worst = {way: max(r["error"] / r["epsilon"] for r in truths["settings"] if r["reference"] == way) for way in ways}
+    methods = collections.Counter(row["reference"] for row in truths["settings"])
+    worst = {
+        method: max(r["error"] / r["epsilon"] for r in truths["settings"] if r["reference"] == method)
+        for method in methods
+    }
     why = collections.Counter(row["why"] for row in truths["dropped"])
-    rows = [[way, str(number), f"{worst[way]:.0e}"] for way, number in ways.most_common()]
+    rows = [[method, str(number), f"{worst[method]:.0e}"] for method, number in methods.most_common()]
     off = [abs(row["float64_off"]) for row in truths["settings"] if "float64_off" in row]
-    lines = [table(["truth by", "settings", "largest relative error"], rows)]
+    lines = [table(["method", "settings", "largest relative error"], rows)]
     if off:
         lines.append(
-            f"The {len(off)} contour integrals that were done again in 30 digits had been off by at most "
-            f"{max(off):.0e} of epsilon in float64 (median {statistics.median(off):.0e})."
+            f"The float64 errors of the {len(off)} contour integrals that were recomputed in 30 digits were at most "
+            f"{max(off):.0e} of epsilon (median {statistics.median(off):.0e})."
         )
     lines.append("Dropped: " + "; ".join(f"{number} {name}" for name, number in why.most_common()) + ".")
     return "\n\n".join(lines)
 
 
 def soundness(judged: dict[str, list[Row]]) -> str:
-    """Lists the tools below the truth, and their distance above it."""
-    head = ["tool", "asked", "not applied", "failed or ∞", "**below the truth**", "lower bound above it"]
+    """Counts the results of each tool below the truth, and shows the excess of the others."""
+    head = ["tool", "settings", "not applied", "failed or ∞", "**below the truth**", "lower bound above it"]
     head += ["excess, median", "95 %", "largest", "lower bound short by, median", "95 %", "largest"]
     rows = []
     for tool, ones in judged.items():
@@ -78,18 +81,18 @@ def soundness(judged: dict[str, list[Row]]) -> str:
 
 
 def costs(judged: dict[str, list[Row]]) -> str:
-    """Processor time and memory of a fresh question."""
+    """Shows the processor time and memory of one epsilon without cached results."""
     head = ["tool", "CPU s, median", "95 %", "largest", "peak MiB, median", "95 %", "largest"]
     rows = []
     for tool, ones in judged.items():
-        there = [one for one in ones if "not applied" not in one]
-        seconds, mib = [one["seconds"] for one in there], [one["mib"] for one in there]
+        applied = [one for one in ones if "not applied" not in one]
+        seconds, mib = [one["seconds"] for one in applied], [one["mib"] for one in applied]
         rows.append([tool, *spread(seconds, ".3f"), *spread(mib, ".0f")])
     return table(head, rows)
 
 
 def by_class(judged: dict[str, list[Row]], settings: list[Row]) -> str:
-    """Number of settings; for each tool, the largest excess, how many failed and how many are below the truth."""
+    """Shows for each class and tool the largest excess, and the numbers of failures and of results below the truth."""
     numbers = collections.Counter(row["class"] for row in settings)
     rows = []
     for name, number in numbers.items():
@@ -105,27 +108,29 @@ def by_class(judged: dict[str, list[Row]], settings: list[Row]) -> str:
 
 
 def misses(judged: dict[str, list[Row]]) -> str:
-    """Every setting at which ours is below the truth, fails, or is far above."""
+    """Lists all settings at which ours is below the truth, fails, or is more than ``MAX_EXCESS`` above."""
     rows = []
     for tool, ones in judged.items():
         if not tool.startswith("dpengine pld"):
             continue
         for one in ones:
             if "failed" in one:
-                said = one["failed"]
-            elif one["below"] or one["excess"] > FAR:
-                said = f"excess {one['excess']:.1e}"
+                result = one["failed"]
+            elif one["below"] or one["excess"] > MAX_EXCESS:
+                result = f"excess {one['excess']:.1e}"
             elif one.get("above"):
-                said = f"lower bound above by {-one['loose']:.1e}"
+                result = f"lower bound above by {-one['loose']:.1e}"
             else:
                 continue
-            rows.append([tool, str(Setting.from_json(one["setting"])), f"{one['setting']['epsilon']:.6g}", said])
-    listed = table(["tool", "setting", "epsilon", "what"], rows)
-    return listed if rows else f"`pld` is nowhere below the truth, fails nowhere, and exceeds it by {FAR:g} nowhere."
+            rows.append([tool, str(Setting.from_json(one["setting"])), f"{one['setting']['epsilon']:.6g}", result])
+    listed = table(["tool", "setting", "epsilon", "result"], rows)
+    return (
+        listed if rows else f"`pld` never fails, is never below the truth, and never more than {MAX_EXCESS:g} above it."
+    )
 
 
 def failures(judged: dict[str, list[Row]]) -> str:
-    """Lists the errors of tools."""
+    """Counts the errors of each tool."""
     rows = []
     for tool, ones in judged.items():
         why = collections.Counter(one["failed"].split(":")[0] for one in ones if "failed" in one)
@@ -134,7 +139,7 @@ def failures(judged: dict[str, list[Row]]) -> str:
 
 
 def every_step(results: dict[str, Any]) -> str:
-    """Ours after every step; others once."""
+    """Shows the cost of epsilon after every step; for other tools than ours, of epsilon after the last step."""
     from .accounting import EVERY, EVERY_STEPS
 
     if not any("every" in found for found in results.values()):
@@ -152,14 +157,14 @@ def every_step(results: dict[str, Any]) -> str:
 
 
 def millis(seconds: float, tool: str, steps: int) -> str:
-    """A loop's share of one question, or the one question."""
+    """Describes the time for one epsilon."""
     if tool != _EPSILON_EVERY_STEP:
         return f"{seconds * 1e3:.0f} ms, once"
-    return f"{seconds / steps * 1e3:.3f} ms each, {seconds:.0f} s in all"
+    return f"{seconds / steps * 1e3:.3f} ms each, {seconds:.0f} s in total"
 
 
 def calibration(results: dict[str, Any]) -> str:
-    """Time to find the noise."""
+    """Shows the time to calibrate the noise."""
     rows = []
     for tool, found in results.items():
         done = [one for one in found.get("noise", []) if "not applied" not in one]
@@ -171,15 +176,15 @@ def calibration(results: dict[str, Any]) -> str:
 
 
 def spread(values: list[float], form: str) -> list[str]:
-    """Median, 95 % and largest."""
+    """Formats the median, the 95 % quantile and the maximum."""
     if not values:
         return ["-"] * 3
     ranked = sorted(values)
-    chosen = statistics.median(ranked), ranked[min(len(ranked) - 1, round(0.95 * (len(ranked) - 1)))], ranked[-1]
-    return [format(value, form) for value in chosen]
+    figures = statistics.median(ranked), ranked[min(len(ranked) - 1, round(0.95 * (len(ranked) - 1)))], ranked[-1]
+    return [format(value, form) for value in figures]
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """Formats a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -19,7 +19,7 @@ from typing import Any
 
 from .accounting_settings import Setting
 
-MOST_SECONDS, MOST_BYTES = 60, 4 * 2**30
+MAX_SECONDS, MAX_BYTES = 60, 4 * 2**30
 EPS_ERROR = 0.01  # for prv-accountant; the value that Opacus uses
 _KIB = 1024
 _PAGE = resource.getpagesize()
@@ -180,7 +180,7 @@ def answer(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
             lower, upper = every_step(ask, **job["every"]) if "every" in job else ask(Setting.from_json(job))
             result["lower"], result["upper"] = lower, upper
             if not math.isfinite(upper) or upper < 0:
-                result = {"failed": f"answers {upper}"}
+                result = {"failed": f"returns {upper}"}
     except UnsupportedJobError as error:
         result["not applied"] = str(error)[:100]
     except Exception as error:  # an error of a tool is a result
@@ -196,7 +196,7 @@ def forked(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _limit(job.get("limit", MOST_SECONDS))
+        _limit(job.get("limit", MAX_SECONDS))
         with contextlib.suppress(BaseException), os.fdopen(writing, "w") as pipe:
             pipe.write(json.dumps(answer(ask, solve, job)))
         os._exit(0)
@@ -207,14 +207,14 @@ def forked(ask: Ask, solve: Solve, job: dict[str, Any]) -> dict[str, Any]:
     if text:
         return json.loads(text)
     seconds = usage.ru_utime + usage.ru_stime
-    why = "takes too long" if seconds > 0.95 * job.get("limit", MOST_SECONDS) else f"ends with status {status}"
-    return {"failed": why, "seconds": seconds, "mib": usage.ru_maxrss * _KIB / 2**20}
+    reason = "takes too long" if seconds > 0.95 * job.get("limit", MAX_SECONDS) else f"ends with status {status}"
+    return {"failed": reason, "seconds": seconds, "mib": usage.ru_maxrss * _KIB / 2**20}
 
 
 def _limit(seconds: int) -> None:
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * _PAGE
-    resource.setrlimit(resource.RLIMIT_AS, (used + MOST_BYTES, used + MOST_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 
 

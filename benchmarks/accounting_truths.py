@@ -1,8 +1,8 @@
-"""True epsilon at the settings of `accounting_settings`, by methods that share nothing with the accountants.
+"""Computes the true epsilon for the settings of `accounting_settings`, by methods that share no code with accountants.
 
-``python -m benchmarks.accounting_truths`` writes `accounting_truths.json` again, which takes some 15 minutes;
-``--classes`` writes some of it again. Each truth comes with the way that it was found and a bound on its own error; a
-setting for which no way answers to 1e-5 is dropped and counted. `accounting_references` holds the ways.
+``python -m benchmarks.accounting_truths`` rewrites `accounting_truths.json`, which takes about 15 minutes;
+``--classes`` rewrites only some classes. Each truth has its method and a bound on its error. A setting for which no
+method is accurate to 1e-5 is dropped and counted. `accounting_references` implements the methods.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import numpy as np
 from . import accounting_references as references
 from .accounting_settings import CLASSES, PATH, Setting, candidates
 
-LEAST, MOST = 1e-3, 1e3
+MIN_EPSILON, MAX_EPSILON = 1e-3, 1e3
 WORST_ERROR = 1e-5
 SECONDS = 20
 
 
 class DroppedError(Exception):
-    """The reason for which a setting is not used."""
+    """The setting is not used; the message is the reason."""
 
 
 def main() -> None:
@@ -44,10 +44,10 @@ def main() -> None:
             [row for row in before[part] if row["class"] not in arguments.classes] for part in ("settings", "dropped")
         )
     for name in arguments.classes:
-        kind = CLASSES[name]
+        setting_class = CLASSES[name]
         started, found = time.process_time(), 0
         for setting in candidates(name):
-            if found == kind.wanted:
+            if found == setting_class.required:
                 break
             row = {"class": name, **setting.as_json()}
             try:
@@ -55,13 +55,13 @@ def main() -> None:
                 found += 1
             except DroppedError as error:
                 dropped.append({**row, "why": str(error)})
-        print(f"{name}: {found} of {kind.wanted}, {time.process_time() - started:.0f} s", flush=True)
+        print(f"{name}: {found} of {setting_class.required}, {time.process_time() - started:.0f} s", flush=True)
         write(arguments.out, rows, dropped)
     print(collections.Counter(one["why"] for one in dropped))
 
 
 def truth_of(setting: Setting) -> dict[str, Any]:
-    """Epsilon, the way it was found, and its error."""
+    """Returns epsilon, its method, and a bound on its error."""
     try:
         with np.errstate(all="ignore"), at_most(SECONDS):
             truth = references.truth(setting)
@@ -69,21 +69,21 @@ def truth_of(setting: Setting) -> dict[str, Any]:
         raise DroppedError(f"reference fails: {error}") from error
     except TimeoutError:
         raise DroppedError(f"reference takes more than {SECONDS} s") from None
-    if not LEAST <= truth.epsilon <= MOST:
+    if not MIN_EPSILON <= truth.epsilon <= MAX_EPSILON:
         raise DroppedError("out of range")
-    row = {"epsilon": truth.epsilon, "error": truth.error, "reference": truth.way, "direction": truth.direction}
-    if truth.way == "contour":
-        row |= polished(setting, truth)
+    row = {"epsilon": truth.epsilon, "error": truth.error, "reference": truth.method, "direction": truth.direction}
+    if truth.method == "contour":
+        row |= refined(setting, truth)
     if not row["error"] <= WORST_ERROR * row["epsilon"]:
         raise DroppedError("error of the reference above 1e-5")
     return row
 
 
-def polished(setting: Setting, truth: references.Truth) -> dict[str, Any]:
-    """A contour integral again in 30 digits, and how far off the first one was; nothing if that takes long."""
+def refined(setting: Setting, truth: references.Truth) -> dict[str, Any]:
+    """Repeats a contour integral in 30 digits. Returns the new epsilon and the old error; {} if it takes too long."""
     try:
         with at_most(SECONDS / 2):
-            off = references.off_by(setting, truth.epsilon, truth.direction)
+            off = references.relative_error(setting, truth.epsilon, truth.direction)
     except (ArithmeticError, TimeoutError):
         return {}
     epsilon = truth.epsilon * (1 - off)
@@ -91,7 +91,7 @@ def polished(setting: Setting, truth: references.Truth) -> dict[str, Any]:
 
 
 def write(path: Path, rows: list[dict[str, Any]], dropped: list[dict[str, Any]]) -> None:
-    """One setting a line."""
+    """Writes one setting per line."""
     for found in (rows, dropped):
         found.sort(key=lambda row: list(CLASSES).index(row["class"]))
     parts = {name: ",\n".join(json.dumps(row) for row in found) for name, found in (("rows", rows), ("out", dropped))}
@@ -100,7 +100,7 @@ def write(path: Path, rows: list[dict[str, Any]], dropped: list[dict[str, Any]])
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises ``TimeoutError`` after so many seconds of processor time."""
+    """Raises ``TimeoutError`` after ``seconds`` of processor time."""
 
     def stop(*_: object) -> None:
         raise TimeoutError

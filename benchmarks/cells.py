@@ -1,4 +1,4 @@
-"""The table of cells: a model, its loss, a batch, and the cost that we aim at."""
+"""Cells of the benchmark: model, loss, batch, and targets for the cost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Goal:
-    """Target for the cost of dpengine's default mode.
+    """Target for the step time of the default mode of dpengine.
 
     Attributes:
-        target: Its time over that of ``against``.
-        stretch: What may be possible, if better.
-        against: ``"plain"``, or the beginning of the names of contenders, of which the fastest sound one counts.
+        target: Upper limit of the ratio to the step time of ``against``.
+        stretch: Lower ratio that may be possible.
+        against: ``"plain"``, or a prefix of names of contenders, of which the fastest sound one is compared.
     """
 
     target: float
@@ -30,21 +30,21 @@ class Goal:
 
 @dataclass(frozen=True)
 class Cell:
-    """One benchmark cell.
+    """Cell of the benchmark.
 
     Attributes:
-        make: Builds the model.
-        batch: Makes ``(inputs, targets)`` for so many rows.
-        rows: Rows of a batch.
-        goals: What is aimed at.
-        loss: Builds the loss module for ``reduction=``; its mean is over rows.
+        make: Function that builds the model.
+        batch: Function that returns ``(inputs, targets)`` for a batch size.
+        batch_size: Number of samples of the timed batch.
+        goals: Targets for the cost.
+        loss: Function that builds the loss module for ``reduction=``; the mean is over samples.
         clipping: ``"flat"`` or ``"per_layer"``.
-        in_jax: The name of the same model in ``jax_peer``, if it is written there.
+        in_jax: Name of the same model in ``jax_peer``; None if it has none.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    rows: int
+    batch_size: int
     goals: tuple[Goal, ...] = ()
     loss: Callable[..., nn.Module] = nn.CrossEntropyLoss
     clipping: str = "flat"
@@ -52,7 +52,7 @@ class Cell:
 
 
 class TokenLoss(nn.Module):
-    """Cross entropy of each row's tokens: their mean in each row, then ``reduction`` over the rows.
+    """Mean cross entropy of the tokens of each sample, then ``reduction`` over the samples.
 
     Opacus reads and sets ``reduction`` between calls.
     """
@@ -70,20 +70,20 @@ class TokenLoss(nn.Module):
 
 
 def vectors(*shape: int) -> Callable[[int], Batch]:
-    """Batches of Gaussian inputs with one of ten labels."""
-    return lambda rows: (torch.randn(rows, *shape), torch.randint(0, 10, (rows,)))
+    """Returns a function that makes batches of Gaussian inputs with one of ten labels."""
+    return lambda size: (torch.randn(size, *shape), torch.randint(0, 10, (size,)))
 
 
 def text(words: int, time: int, classes: int = 2) -> Callable[[int], Batch]:
-    """Batches of sequences of words, with one label each."""
-    return lambda rows: (torch.randint(0, words, (rows, time)), torch.randint(0, classes, (rows,)))
+    """Returns a function that makes batches of word sequences with one label each."""
+    return lambda size: (torch.randint(0, words, (size, time)), torch.randint(0, classes, (size,)))
 
 
 def next_words(words: int, time: int) -> Callable[[int], Batch]:
-    """Batches of sequences of words, and the words that follow."""
+    """Returns a function that makes batches of word sequences, with the next word of each position as target."""
 
-    def batch(rows: int) -> Batch:
-        ids = torch.randint(0, words, (rows, time + 1))
+    def batch(size: int) -> Batch:
+        ids = torch.randint(0, words, (size, time + 1))
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     return batch

@@ -1,10 +1,10 @@
-"""A private step as one compiled graph beside hooks, and both beside the ordinary step, eager and compiled.
+"""Times a private step as one compiled graph and by hooks, and the ordinary step, eager and compiled.
 
     python -m benchmarks.compiled --cells mlp,cnn,vit,bert
 
-Each cell compiles for a minute or several; what is timed is the steps after that. The isolation probe is put off, since
-it is due after 1, 8, 64, 512 steps and then after every 500th, and runs through hooks. Before anything is timed,
-one compiled step without noise is compared with the same step by hooks.
+Each cell compiles for one or several minutes, and only later steps are timed. Steps with an independence probe, which
+run through hooks, are not timed: the probe runs at passes 1, 8, 64, 512, and then at every 500th. Before the cell is
+timed, one compiled step without noise is compared with the same step by hooks.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ MORE = {"transformer layer": Cell(models.OneLayer, vectors(128, 256), 16)}
 
 
 def compiled(build: Build) -> Build:
-    """The same, with the model compiled before."""
+    """Returns the contender with a compiled model."""
     return lambda cell, model, batch, setting: build(cell, torch.compile(model), batch, setting)  # type: ignore[arg-type]
 
 
 def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
-    """The loop with ``compile=True``, for batches of this size, past the steps that go through hooks."""
+    """Returns the private loop with ``compile=True``, after the first steps, some of which run through hooks."""
     import dpengine
 
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=0.0)
-    rows = len(batch[0])
-    data = torch.utils.data.TensorDataset(torch.zeros(max(rows, 10_000), 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=rows)
+    batch_size = len(batch[0])
+    data = torch.utils.data.TensorDataset(torch.zeros(max(batch_size, 10_000), 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=batch_size)
     engine = dpengine.PrivacyEngine()
     engine.make_private(
         model,
@@ -46,10 +46,10 @@ def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> R
         noise_multiplier=setting.sigma,
         max_grad_norm=setting.max_norm,
         clipping=cell.clipping,
-        physical_batch_size=rows,
+        physical_batch_size=batch_size,
         compile=True,
     )
-    return_batch = batch_returner(engine, rows)
+    return_batch = batch_returner(engine, batch_size)
 
     def step() -> None:
         return_batch()
@@ -57,7 +57,7 @@ def one_graph(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> R
         criterion(model(batch[0]), batch[1]).backward()
         optimizer.step()
 
-    for _ in range(20):  # three of them by hooks; with a rate of 0 the weights stay
+    for _ in range(20):  # three of them by hooks; with learning rate 0 the weights do not change
         step()
     optimizer.param_groups[0]["lr"] = setting.rate
     return Runner(step, lambda: trainable(model))
@@ -74,7 +74,9 @@ CONTENDERS: dict[str, Build] = {
 def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default="mlp,transformer layer", help="of benchmarks.step, or 'transformer layer'")
+    parser.add_argument(
+        "--cells", default="mlp,transformer layer", help="cells of benchmarks.step, or 'transformer layer'"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -82,39 +84,39 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     setting = Setting(threads=args.threads)
     print(f"torch {torch.__version__}, {args.threads} threads\n")
-    print("| cell | way | ms | over plain | deviation |\n|---|---|---|---|---|", flush=True)
+    print("| cell | contender | ms | over plain | deviation |\n|---|---|---|---|---|", flush=True)
     for name in args.cells.split(","):
         cell = {**CELLS, **MORE}[name]
-        off = _deviation(_update(one_graph, cell, setting), _update(ours("auto"), cell, setting))
+        error = _deviation(_update(one_graph, cell, setting), _update(ours("auto"), cell, setting))
         torch.compiler.reset()
         runners = {way: _started(build, cell, setting) for way, build in CONTENDERS.items()}
         seconds: dict[str, list[float]] = {way: [] for way in runners}
         for step in range(5 + args.steps):
             for way, runner in runners.items():
                 seconds[way] += [timed(runner.step, "cpu")][step < 5 :]
-        middle = {way: statistics.median(times) for way, times in seconds.items()}
-        for way, value in middle.items():
-            deviation = f"{off:.0e}" if "compile=True" in way else ""
-            print(f"| {name} | {way} | {1e3 * value:.2f} | {value / middle['plain']:.2f} | {deviation} |", flush=True)
+        medians = {way: statistics.median(times) for way, times in seconds.items()}
+        for way, value in medians.items():
+            deviation = f"{error:.0e}" if "compile=True" in way else ""
+            print(f"| {name} | {way} | {1e3 * value:.2f} | {value / medians['plain']:.2f} | {deviation} |", flush=True)
 
 
 def _started(build: Build, cell: Cell, setting: Setting) -> Runner:
     torch.manual_seed(0)
     model = cell.make()
-    return build(cell, model, cell.batch(cell.rows), setting)
+    return build(cell, model, cell.batch(cell.batch_size), setting)
 
 
 def _update(build: Build, cell: Cell, setting: Setting) -> list[Tensor]:
-    """By how much one step without noise moves each weight."""
+    """Returns the change of each weight in one step without noise."""
     runner = _started(build, cell, replace(setting, sigma=0.0))
     before = [weight.clone() for weight in runner.weights().values()]
     runner.step()
     return [weight - old for weight, old in zip(runner.weights().values(), before, strict=True)]
 
 
-def _deviation(moved: list[Tensor], truth: list[Tensor]) -> float:
-    off = torch.cat([(a - b).flatten() for a, b in zip(moved, truth, strict=True)])
-    return float(off.norm() / torch.cat([b.flatten() for b in truth]).norm())
+def _deviation(update: list[Tensor], reference: list[Tensor]) -> float:
+    error = torch.cat([(a - b).flatten() for a, b in zip(update, reference, strict=True)])
+    return float(error.norm() / torch.cat([b.flatten() for b in reference]).norm())
 
 
 if __name__ == "__main__":

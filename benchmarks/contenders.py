@@ -1,6 +1,6 @@
-"""One step of each library: the same model, batch, clipping norm and SGD for all, as their documentation says.
+"""Steps of each library with the same model, batch, clipping norm and SGD, written as in its documentation.
 
-Peers are imported where they are used; ``pip install -r benchmarks/requirements.txt`` brings them. None is needed.
+Peers are optional and imported where they are used: ``pip install -r benchmarks/requirements.txt``.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ OPACUS_MODES = ("hooks", "functorch", "ew", "ghost")
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to make a step.
+    """Implementation of a step, and limits of its errors.
 
     Attributes:
-        build: Prepares it.
-        tolerance: How far, relatively, the clipped sum may be from the loop over single rows.
-        overshoot: How far, relatively, the norm of what one row adds may be above the threshold, where that is gated.
-        keeps_rows: Whether a gradient for each row and parameter is held at once.
-        groups: What is clipped together under ``clipping="per_layer"``: ``"layer"``, ``"parameter"``, or nothing.
-        baseline: The contender that is the same without privacy.
-        gate_rows: Rows of the gate's batch, None for that which is timed; for those who step while they are built.
+        build: Function that prepares the step.
+        tolerance: Largest relative error of the clipped sum compared with a loop over single samples.
+        overshoot: Largest relative excess of the norm of one sample over the clipping norm; None for no limit.
+        stores_gradients: Whether the per-sample gradients of all parameters are in memory at once.
+        groups: Unit of ``clipping="per_layer"``: ``"layer"`` or ``"parameter"``; None if not supported.
+        baseline: Name of the same contender without privacy.
+        gate_batch_size: Batch size of the gate; None for the timed one. Needed by contenders that step when they are
+            built.
     """
 
     build: Build
     tolerance: float = 1e-4
     overshoot: float | None = None
-    keeps_rows: bool = False
+    stores_gradients: bool = False
     groups: str | None = None
     baseline: str = "plain"
-    gate_rows: int | None = None
+    gate_batch_size: int | None = None
 
 
 def _loss(model: Callable[..., Any], criterion: Callable[..., Any], batch: Batch, setting: Setting) -> Any:
@@ -49,7 +50,7 @@ def _loss(model: Callable[..., Any], criterion: Callable[..., Any], batch: Batch
 
 
 def plain(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
-    """The ordinary step."""
+    """Returns the ordinary step."""
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
 
     def step() -> None:
@@ -60,47 +61,47 @@ def plain(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runne
     return Runner(step, lambda: trainable(model))
 
 
-def batch_returner(engine: Any, rows: int) -> Callable[[], None]:
-    """Returns a function that acts as a private loader which returns a logical batch of ``rows`` samples.
+def batch_returner(engine: Any, batch_size: int) -> Callable[[], None]:
+    """Returns a function that tells the engine that the loader has returned a logical batch.
 
-    It reads internals of the engine: of this version, and of the baseline of `benchmarks.revisions`.
+    It uses internals of the engine: of this version, and of earlier ones for `benchmarks.revisions`.
     """
     from dpengine.sampling import batches
 
     run, steps = engine.runs[-1], iter(range(10**9))
     if hasattr(run, "step"):
-        return lambda: run.step.batch_returned(batches.LogicalBatch(next(steps), (rows,)), 0)
-    return lambda: run.release.handed_out(batches.Ticket(next(steps), (rows,)), 0)
+        return lambda: run.step.batch_returned(batches.LogicalBatch(next(steps), (batch_size,)), 0)
+    return lambda: run.release.handed_out(batches.Ticket(next(steps), (batch_size,)), 0)
 
 
-def ours(mode: str, **books: Any) -> Build:
-    """The same loop after ``make_private``; `batch_returner` acts as the loader.
+def ours(mode: str, **options: Any) -> Build:
+    """Returns the same loop after ``make_private``; `batch_returner` replaces the loader.
 
     Args:
         mode: The ``grad_sample_mode``.
-        books: The engine's ``ledger`` and ``reserve_steps``.
+        options: Arguments of the engine, ``ledger`` and ``reserve_steps``.
 
     Returns:
-        What prepares it.
+        The function that prepares the step.
     """
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         import dpengine
 
         criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
-        rows = len(batch[0])
-        data = torch.utils.data.TensorDataset(torch.zeros(max(rows, 10_000), 1))
-        engine = dpengine.PrivacyEngine(**books)
+        batch_size = len(batch[0])
+        data = torch.utils.data.TensorDataset(torch.zeros(max(batch_size, 10_000), 1))
+        engine = dpengine.PrivacyEngine(**options)
         engine.make_private(
             model,
             optimizer,
-            torch.utils.data.DataLoader(data, batch_size=rows),
+            torch.utils.data.DataLoader(data, batch_size=batch_size),
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.max_norm,
             clipping=cell.clipping,
             grad_sample_mode=mode,
         )
-        return_batch = batch_returner(engine, rows)
+        return_batch = batch_returner(engine, batch_size)
 
         def step() -> None:
             return_batch()
@@ -114,28 +115,28 @@ def ours(mode: str, **books: Any) -> Build:
 
 
 def torch_func(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
-    """The loop that one writes by hand: ``vmap`` over ``torch.func.grad``, in chunks as large as those of dpengine."""
+    """Returns a hand-written loop: ``vmap`` over ``torch.func.grad``, in chunks of the size that dpengine uses."""
     from torch.func import functional_call, grad, vmap
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from dpengine.grad_samplers.per_sample_forward import chunk_size_for
 
     criterion, optimizer = cell.loss(), torch.optim.SGD(trainable(model).values(), lr=setting.rate)
-    rows = len(batch[0])
-    size = chunk_size_for(trainable(model).values(), rows)
+    batch_size = len(batch[0])
+    size = chunk_size_for(trainable(model).values(), batch_size)
 
-    def loss_of_row(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
-        row = inputs.unsqueeze(0), target.unsqueeze(0)
-        return _loss(lambda x: functional_call(model, parameters, (x,)), criterion, row, setting)
+    def sample_loss(parameters: dict[str, Tensor], inputs: Tensor, target: Tensor) -> Tensor:
+        sample = inputs.unsqueeze(0), target.unsqueeze(0)
+        return _loss(lambda x: functional_call(model, parameters, (x,)), criterion, sample, setting)
 
-    grads_of = vmap(grad(loss_of_row), in_dims=(None, 0, 0), randomness="different")
+    grads_of = vmap(grad(sample_loss), in_dims=(None, 0, 0), randomness="different")
 
     def step() -> None:
         optimizer.zero_grad()
         parameters = {name: p.detach() for name, p in trainable(model).items()}
         sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
         for chunk in zip(*[tensor.split(size) for tensor in batch], strict=True):
-            with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no batching rule
+            with sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no batching rule
                 grads = grads_of(parameters, *chunk)
             norm_B = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
             factor_B = (setting.max_norm / norm_B).clamp(max=1.0)
@@ -144,20 +145,20 @@ def torch_func(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> 
         for name, p in model.named_parameters():
             if name in sums:
                 noise = torch.randn_like(p) * (setting.sigma * setting.max_norm)
-                p.grad = (sums[name] + noise) / rows
+                p.grad = (sums[name] + noise) / batch_size
         optimizer.step()
 
     return Runner(step, lambda: trainable(model))
 
 
 def opacus(mode: str) -> Build:
-    """Opacus. What it has no layer for is replaced by its ``ModuleValidator``, as its documents say."""
+    """Returns the loop of Opacus. Its ``ModuleValidator`` replaces unsupported layers, as documented."""
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         from opacus import PrivacyEngine
         from opacus.validators import ModuleValidator
 
-        rows = len(batch[0])
+        batch_size = len(batch[0])
         model = model if ModuleValidator.is_valid(model) else ModuleValidator.fix(model).train()
         optimizer = torch.optim.SGD(trainable(model).values(), lr=setting.rate)
         count = len(trainable(model))
@@ -165,7 +166,7 @@ def opacus(mode: str) -> Build:
         made = PrivacyEngine().make_private(
             module=model,
             optimizer=optimizer,
-            data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=rows),
+            data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*batch), batch_size=batch_size),
             criterion=cell.loss(),
             noise_multiplier=setting.sigma,
             max_grad_norm=setting.max_norm if flat else [setting.max_norm / count**0.5] * count,
@@ -187,7 +188,7 @@ def opacus(mode: str) -> Build:
 
 
 def opake(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
-    """Opake's ``clipped_grad`` (vmap over ``torch.func.grad``, microbatches) and ``gaussian_noise``."""
+    """Returns a loop with ``clipped_grad`` (``vmap`` in microbatches) and ``gaussian_noise`` of Opake."""
     from opake.dpsgd.clipping import clipped_grad
     from opake.dpsgd.noise import gaussian_noise
     from opake.functional import make_functional
@@ -203,15 +204,15 @@ def opake(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runne
         share = setting.max_norm / len(set(layers)) ** 0.5
         bound = PerGroup(dict(zip(trained, layers, strict=True)), dict.fromkeys(layers, share))
 
-    def loss_of_row(parameters: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    def sample_loss(parameters: Any, inputs: Tensor, targets: Tensor) -> Tensor:
         every = merge(frozen, parameters)
-        row = inputs.unsqueeze(0), targets.unsqueeze(0)
-        return _loss(lambda x: call(every, x), criterion, row, setting)
+        sample = inputs.unsqueeze(0), targets.unsqueeze(0)
+        return _loss(lambda x: call(every, x), criterion, sample, setting)
 
     def step_with(size: int | None) -> Callable[[], None]:
-        rows = len(batch[0])
+        batch_size = len(batch[0])
         grad_of, clip_state = clipped_grad(
-            loss_of_row, clipping_norm=bound, batch_argnums=(1, 2), normalize_by=rows, microbatch_size=size
+            sample_loss, clipping_norm=bound, batch_argnums=(1, 2), normalize_by=batch_size, microbatch_size=size
         )
         add_noise, noise_state = gaussian_noise(noise_multiplier=setting.sigma, key=key(0))
         state = {"clip": clip_state, "noise": noise_state}
@@ -230,11 +231,12 @@ def opake(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runne
 
 
 def backpack(extension: str) -> Build:
-    """BackPACK: ``"grad"`` clips gradients of rows; ``"norm"`` takes norms, then goes back with weighted losses."""
+    """Returns a loop with BackPACK: ``"grad"`` clips per-sample gradients, ``"norm"`` weights the losses."""
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
-        # BackPACK gives gradients or norms for each row; clipping, noise and update are the least that a user writes.
-        from backpack import backpack as watching
+        # BackPACK computes per-sample gradients or norms. Clipping, noise and update are the minimum that a user must
+        # write.
+        from backpack import backpack as extensions
         from backpack import extend
         from backpack.extensions import BatchGrad, BatchL2Grad
 
@@ -242,27 +244,27 @@ def backpack(extension: str) -> Build:
         criterion, parameters = cell.loss(reduction="none"), list(trainable(model).values())
         optimizer = torch.optim.SGD(parameters, lr=setting.rate)
 
-        def known(attribute: str) -> None:
+        def check_supported(attribute: str) -> None:
             missing = [name for name, p in trainable(model).items() if not hasattr(p, attribute)]
             if missing:
-                raise NotImplementedError(f"has no rule for {len(missing)} parameters, {missing[0]} the first")
+                raise NotImplementedError(f"does not support {len(missing)} parameters, such as {missing[0]}")
 
         def factors(squared: list[Tensor]) -> Tensor:
             return (setting.max_norm / torch.stack(squared).sum(dim=0).sqrt()).clamp(max=1.0)
 
         def clip_gradients(losses_B: Tensor) -> None:
-            with watching(BatchGrad()):
+            with extensions(BatchGrad()):
                 losses_B.sum().backward()
-            known("grad_batch")
+            check_supported("grad_batch")
             factor_B = factors([p.grad_batch.flatten(1).square().sum(dim=1) for p in parameters])
             for p in parameters:
                 p.grad = (factor_B @ p.grad_batch.flatten(1)).view_as(p)
                 del p.grad_batch
 
         def weigh_losses(losses_B: Tensor) -> None:
-            with watching(BatchL2Grad()):
+            with extensions(BatchL2Grad()):
                 losses_B.sum().backward(retain_graph=True)
-            known("batch_l2")
+            check_supported("batch_l2")
             factor_B = factors([p.batch_l2 for p in parameters])
             optimizer.zero_grad()
             (factor_B * losses_B).sum().backward()
@@ -282,40 +284,40 @@ def backpack(extension: str) -> Build:
 
 
 def _our(mode: str) -> Contender:
-    keeps = mode in ("hooks", "functorch", "ew", "whole_model")
-    return Contender(ours(mode), tolerance=1e-5, overshoot=1e-6, keeps_rows=keeps, groups="layer")
+    stores = mode in ("hooks", "functorch", "ew", "whole_model")
+    return Contender(ours(mode), tolerance=1e-5, overshoot=1e-6, stores_gradients=stores, groups="layer")
 
 
 CONTENDERS: dict[str, Contender] = {
     "plain": Contender(plain, groups="layer"),
     **{f"dpengine {mode}": _our(mode) for mode in (*OUR_MODES, "whole_model")},
-    "torch.func": Contender(torch_func, keeps_rows=True),
-    **{f"opacus {m}": Contender(opacus(m), keeps_rows=m != "ghost", groups="parameter") for m in OPACUS_MODES},
-    "opake": Contender(opake, groups="layer", gate_rows=4),
-    "backpack grad": Contender(backpack("grad"), keeps_rows=True),
+    "torch.func": Contender(torch_func, stores_gradients=True),
+    **{f"opacus {m}": Contender(opacus(m), stores_gradients=m != "ghost", groups="parameter") for m in OPACUS_MODES},
+    "opake": Contender(opake, groups="layer", gate_batch_size=4),
+    "backpack grad": Contender(backpack("grad"), stores_gradients=True),
     "backpack norm": Contender(backpack("norm")),
     "jax plain": Contender(jax_runner(private=False)),
-    "jax-privacy": Contender(jax_runner(private=True), baseline="jax plain", gate_rows=4),
+    "jax-privacy": Contender(jax_runner(private=True), baseline="jax plain", gate_batch_size=4),
 }
-BASELINES = ("plain", "jax plain")  # not private, so not gated
+BASELINES = ("plain", "jax plain")  # not private, so the gate does not apply
 
 LABELS: dict[tuple[str, str], str] = {
-    ("opacus", "bert-per-layer"): "clips each parameter alone, not each layer: another mechanism",
+    ("opacus", "bert-per-layer"): "clips each parameter, not each layer, which is a different mechanism",
 }
-"""(beginning of a contender's name, cell): what is timed but not counted as a sound peer, and why."""
+"""(prefix of contender names, cell): why contenders are timed, but do not count as sound peers."""
 
 NOT_RUN = {
     "fastDP": "no release on PyPI; unsound with tied or reused weights, ignores groups of convolutions",
     "private-transformers": "no release on PyPI; only for models of an old `transformers`",
     "FlashDP": "no release on PyPI; per-layer clipping only, and its code takes bias norms over the wrong axes",
 }
-"""Peers of the literature that no cell can time here, and why."""
+"""Peers that are not timed, and why."""
 
 
 def start(cell: Cell, contender: str, setting: Setting) -> Runner:
-    """A contender with a whole batch and a model that all contenders begin with."""
+    """Prepares a contender with the batch and the initial model that all contenders share."""
     torch.manual_seed(0)
-    inputs, targets = cell.batch(cell.rows)
+    inputs, targets = cell.batch(cell.batch_size)
     batch = (inputs.to(setting.device), targets.to(setting.device))
     return CONTENDERS[contender].build(cell, cell.make().to(setting.device), batch, setting)
 

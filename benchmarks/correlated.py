@@ -1,12 +1,12 @@
-"""Benefit of noise that is correlated across steps: accuracy at equal epsilon, and the cost of the noise.
+"""Measures the benefit of noise that is correlated across steps: accuracy at equal epsilon, and cost of the noise.
 
     python -m benchmarks.correlated accuracy --seeds 5 --out correlated.json --plot correlated.svg
     python -m benchmarks.correlated cost
 
 Accuracy: FashionMNIST, a linear layer on fixed wavelet features, SGD with a constant rate. One arm has independent
-noise over Poisson batches, the others BandMF with groups that take turns; batches, steps, threshold and epsilon are the
-same, and each arm has the rate that is best for it at each epsilon, out of one list, by the mean over seeds. Rates are
-chosen on the test split, for all arms alike. Runs are seeded, so nothing here is private.
+noise and Poisson sampling, the others BandMF with cyclic Poisson sampling. Batch size, steps, clipping norm and epsilon
+are the same. Each arm has the best rate of a list for each epsilon, by the mean accuracy over seeds on the test split.
+Runs are seeded, so they are not private.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,13 @@ EPSILONS = (0.5, 1.0, 2.0, 4.0)
 BANDS = (1, 16, 32)
 
 
-def plan_for(bands: int, epsilon: float, rows: int) -> BandMFConfig:
-    """The mechanism of an arm: with one band, DP-SGD."""
+def plan_for(bands: int, epsilon: float, num_examples: int) -> BandMFConfig:
+    """Returns the mechanism of an arm; one band is DP-SGD."""
     config = BandMFConfig.default(
         num_bands=bands,
-        iterations=EPOCHS * rows // BATCH,
-        sampling_prob=bands * BATCH / rows,
-        num_examples=rows,
+        iterations=EPOCHS * num_examples // BATCH,
+        sampling_prob=bands * BATCH / num_examples,
+        num_examples=num_examples,
         l2_clip_norm=BOUND,
         rescale_to_unit_norm=True,
         normalize_by=float(BATCH),
@@ -56,7 +55,7 @@ def accuracy(config: BandMFConfig, data: tuple[Tensor, Tensor, Tensor, Tensor], 
     torch.manual_seed(seed)
     model = nn.Linear(train_x.shape[1], 10)
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    loader = DataLoader(TensorDataset(train_x, train_y), batch_size=BATCH, collate_fn=_rows(train_x, train_y))
+    loader = DataLoader(TensorDataset(train_x, train_y), batch_size=BATCH, collate_fn=_collate)
     engine = PrivacyEngine(seed=seed)
     _, _, batches = engine.make_private(model, optimizer, loader, plan=config, target_delta=DELTA)
     steps = 0
@@ -70,9 +69,9 @@ def accuracy(config: BandMFConfig, data: tuple[Tensor, Tensor, Tensor, Tensor], 
         return float((model(test_x).argmax(dim=1) == test_y).float().mean())
 
 
-def _rows(x: Tensor, y: Tensor) -> Callable[[Any], Any]:
-    """Puts a batch together. The rows come as pairs, which is what takes the time in so small a model."""
-    return lambda pairs: (torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs]))
+def _collate(pairs: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Returns the inputs and the labels of a batch."""
+    return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
 
 
 def run_accuracy(args: argparse.Namespace) -> None:
@@ -83,8 +82,8 @@ def run_accuracy(args: argparse.Namespace) -> None:
     inputs = (FILTERS.inputs(labelled.train_inputs), FILTERS.inputs(labelled.test_inputs))
     data = (inputs[0], labelled.train_labels, inputs[1], labelled.test_labels)
     rows: list[dict[str, Any]] = []
-    print(f"{labelled.title}, {len(inputs[0]):,} rows, batches of {BATCH}, {EPOCHS} epochs, delta {DELTA:g}\n")
-    print("| epsilon | bands | noise multiplier | error of plan | rate | accuracy | standard deviation over seeds |")
+    print(f"{labelled.title}, {len(inputs[0]):,} examples, batches of {BATCH}, {EPOCHS} epochs, delta {DELTA:g}\n")
+    print("| epsilon | bands | noise multiplier | rmse of plan | rate | accuracy | standard deviation over seeds |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for epsilon in args.epsilons:
         for bands in args.bands:
@@ -101,10 +100,10 @@ def run_accuracy(args: argparse.Namespace) -> None:
                 "all": {str(rate): values for rate, values in found.items()},
             }
             rows.append(row)
-            mean, spread = statistics.mean(found[rate]), statistics.stdev(found[rate])
+            mean, deviation = statistics.mean(found[rate]), statistics.stdev(found[rate])
             print(
                 f"| {epsilon:g} | {bands} | {config.noise_multiplier:.3f} | {config.rmse:.3f} | {rate:g} | "
-                f"{100 * mean:.2f} | {100 * spread:.2f} |",
+                f"{100 * mean:.2f} | {100 * deviation:.2f} |",
                 flush=True,
             )
             if args.out:
@@ -114,15 +113,15 @@ def run_accuracy(args: argparse.Namespace) -> None:
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Accuracy against epsilon, one line for each number of bands, bars of one standard deviation. SVG."""
+    """Returns an SVG plot of accuracy against epsilon, with one line per number of bands and error bars."""
     width, height, left, bottom = 560, 360, 60, 50
     epsilons = sorted({row["epsilon"] for row in rows})
     values = [statistics.mean(row["accuracies"]) for row in rows]
     low, high = min(values) - 0.01, max(values) + 0.01
-    place = {
+    x_of = {
         e: left + (width - left - 120) * i / max(1, len(epsilons) - 1) for i, e in enumerate(epsilons)
-    }  # one step for each doubling
-    level = lambda value: (height - bottom) - (height - bottom - 20) * (value - low) / (high - low)  # noqa: E731
+    }  # equal distances, because epsilons double
+    y_of = lambda value: (height - bottom) - (height - bottom - 20) * (value - low) / (high - low)  # noqa: E731
     colours = ["#777777", "#1f77b4", "#d62728", "#2ca02c"]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
@@ -130,34 +129,32 @@ def plot(rows: list[dict[str, Any]]) -> str:
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     for e in epsilons:
-        parts.append(f'<text x="{place[e]:.1f}" y="{height - bottom + 18}" text-anchor="middle">{e:g}</text>')
+        parts.append(f'<text x="{x_of[e]:.1f}" y="{height - bottom + 18}" text-anchor="middle">{e:g}</text>')
     parts.append(f'<text x="{(left + width - 120) / 2:.0f}" y="{height - 12}" text-anchor="middle">epsilon</text>')
-    parts.append(
-        f'<text x="{left - 48}" y="14">accuracy on the test rows; bars: one standard deviation over seeds</text>'
-    )
-    named: list[float] = []  # where names of lines are, so that they do not cover each other
+    parts.append(f'<text x="{left - 48}" y="14">test accuracy; bars: one standard deviation over seeds</text>')
+    labels_y: list[float] = []  # positions of the labels of lines, which must not overlap
     tick = round(low * 100 + 0.5)
     while tick / 100 < high:
-        y = level(tick / 100)
+        y = y_of(tick / 100)
         parts.append(f'<line x1="{left - 8}" x2="{width - 110}" y1="{y:.1f}" y2="{y:.1f}" stroke="#dddddd"/>')
         parts.append(f'<text x="{left - 12}" y="{y + 4:.1f}" text-anchor="end">{tick} %</text>')
         tick += 1
     for colour, bands in zip(colours, sorted({row["bands"] for row in rows}), strict=False):
         mine = [row for row in rows if row["bands"] == bands]
-        means = [(place[row["epsilon"]], statistics.mean(row["accuracies"]), statistics.stdev(row["accuracies"]))
+        means = [(x_of[row["epsilon"]], statistics.mean(row["accuracies"]), statistics.stdev(row["accuracies"]))
                  for row in mine]  # fmt: skip
-        line = " ".join(f"{x:.1f},{level(mean):.1f}" for x, mean, _ in means)
+        line = " ".join(f"{x:.1f},{y_of(mean):.1f}" for x, mean, _ in means)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        for x, mean, spread in means:
-            ends = f'y1="{level(mean - spread):.1f}" y2="{level(mean + spread):.1f}"'
+        for x, mean, deviation in means:
+            ends = f'y1="{y_of(mean - deviation):.1f}" y2="{y_of(mean + deviation):.1f}"'
             parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" {ends} stroke="{colour}"/>')
-            parts.append(f'<circle cx="{x:.1f}" cy="{level(mean):.1f}" r="3" fill="{colour}"/>')
+            parts.append(f'<circle cx="{x:.1f}" cy="{y_of(mean):.1f}" r="3" fill="{colour}"/>')
         name = "independent" if bands == 1 else f"{bands} bands"
         x, mean, _ = means[-1]
-        y = level(mean) + 4
-        while any(abs(y - other) < 14 for other in named):
+        y = y_of(mean) + 4
+        while any(abs(y - other) < 14 for other in labels_y):
             y -= 1
-        named.append(y)
+        labels_y.append(y)
         parts.append(f'<text x="{x + 10:.1f}" y="{y:.1f}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
@@ -167,7 +164,7 @@ def run_cost(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} threads; float32\n")
     print(
-        "| parameters | bands | ms | over independent | ns for each parameter | kept MiB |\n|---|---|---|---|---|---|"
+        "| parameters | bands | ms | ratio to independent | ns per parameter | buffer MiB |\n|---|---|---|---|---|---|"
     )
     for size in args.sizes:
         sums = torch.zeros(size)
@@ -181,19 +178,19 @@ def run_cost(args: argparse.Namespace) -> None:
                 start = time.perf_counter()
                 noise.add(sums, std=1.0, step=step)
                 seconds[bands] += [time.perf_counter() - start][step < 2 :]
-        alone = statistics.median(seconds[1])
+        independent = statistics.median(seconds[1])
         for bands, times in seconds.items():
-            middle = statistics.median(times)
-            kept = (bands - 1) * size * 4 / 2**20
+            median = statistics.median(times)
+            buffer = (bands - 1) * size * 4 / 2**20
             print(
-                f"| {size:,} | {bands} | {1e3 * middle:.2f} | {middle / alone:.2f} | {1e9 * middle / size:.2f} | "
-                f"{kept:.0f} |",
+                f"| {size:,} | {bands} | {1e3 * median:.2f} | {median / independent:.2f} | {1e9 * median / size:.2f} | "
+                f"{buffer:.0f} |",
                 flush=True,
             )
 
 
 def main() -> None:
-    """Runs one of the two."""
+    """Runs the comparison of accuracy or of cost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["accuracy", "cost"])
     parser.add_argument("--seeds", type=int, default=5)

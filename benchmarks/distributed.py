@@ -1,12 +1,11 @@
-"""Cost of privacy if several processes train one model: time, collectives, and memory of a process.
+"""Measures the cost of privacy in training on several processes: time, collectives, and memory of a process.
 
     python -m benchmarks.distributed --out distributed.json
 
-For each way to spread a model, processes on gloo hold it twice, private and ordinary, and make one step of each in
-turn, between barriers: so drifts of the machine hit both alike. The same batch is used throughout, noise and update
-are included, data loading is not. Each process has one thread. Collectives are those of one step, and the size of a
-message is that of the whole: of what is summed, or of what has been gathered. Memory is measured in processes of their
-own, as in ``benchmarks.memory``.
+For each parallel layout, processes on gloo train a private and an ordinary copy of the model. Their steps alternate,
+between barriers, so that drift of the machine affects both equally. All steps use the same batch, and include noise and
+update, but not data loading. Each process has one thread. Collectives are those of one step. The size of a message is
+that of the sum or of the gathered tensor. Memory is measured in separate processes, as in ``benchmarks.memory``.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _MIB = 1 << 20
 
 
 def time_and_count(cell: str, topology: str, steps: int, warm_up: int) -> dict[str, Any]:
-    """Seconds of each step of each kind, interleaved, and the exchanges of one. In every process."""
+    """Returns the seconds of interleaved steps of each kind, and the collectives of one step. Runs in every process."""
     step = {kind: stepping(CELLS[cell], topology, kind) for kind in KINDS}
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for number in range(warm_up + steps):
@@ -51,11 +50,11 @@ def time_and_count(cell: str, topology: str, steps: int, warm_up: int) -> dict[s
 
 
 def peak_memory(cell: str, topology: str, kind: str, **options: Any) -> dict[str, float]:
-    """MiB of a process above what it had before the model was built: of the first three steps, and of later ones."""
+    """Returns the peak MiB of the first three steps and of later ones, minus the memory before the model was built."""
     for _ in range(2):
-        stepping(CELLS["tiny"], topology, kind, **options)()  # imports what it imports, opens connections
+        stepping(CELLS["tiny"], topology, kind, **options)()  # imports modules and opens connections
     before, first, later = probes("cpu")
-    later()  # what was freed is handed back
+    later()  # returns freed memory to the system
     resting = before()
     step = stepping(CELLS[cell], topology, kind, **options)
     for _ in range(3):
@@ -70,7 +69,7 @@ def peak_memory(cell: str, topology: str, kind: str, **options: Any) -> dict[str
 
 
 def measure(cell: str, topology: str, steps: int, warm_up: int, *, memory: bool) -> dict[str, Any]:
-    """All figures of a model that is spread in one way."""
+    """Returns all figures of a model in one layout."""
     ranks = TOPOLOGIES[topology]
     of_ranks = launched(ranks, time_and_count, cell, topology, steps, warm_up)
     seconds = of_ranks[0]["seconds"]
@@ -78,7 +77,7 @@ def measure(cell: str, topology: str, steps: int, warm_up: int, *, memory: bool)
     row: dict[str, Any] = {"cell": cell, "topology": topology, "ranks": ranks, "exchanges": of_ranks[0]["exchanges"]}
     row["ms"] = {kind: 1e3 * value for kind, value in median.items()}
     row["ratio"] = median[PRIVATE] / median[ORDINARY]
-    # Neighbours in time: a machine that slows down for some seconds weighs on both.
+    # Ratios of adjacent steps: a temporary slowdown of the machine affects both.
     row["pairs"] = statistics.quantiles([a / b for a, b in zip(*(seconds[k] for k in KINDS), strict=True)], n=4)
     if memory:
         row["memory"] = {kind: _largest(launched(ranks, peak_memory, cell, topology, kind)) for kind in KINDS}
@@ -90,9 +89,9 @@ def _largest(of_ranks: list[dict[str, float]]) -> dict[str, float]:
 
 
 def times(rows: list[dict[str, Any]]) -> str:
-    """Times and memory as Markdown."""
+    """Returns times and memory as Markdown."""
     lines = [
-        "| model | spread by | processes | ordinary ms | private ms | ratio | quartiles of pairs | target | "
+        "| model | layout | processes | ordinary ms | private ms | ratio | quartiles of pairs | target | "
         "ordinary MiB | private MiB | ratio |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -102,8 +101,8 @@ def times(rows: list[dict[str, Any]]) -> str:
         line = f"| {row['cell']} | {row['topology']} | {row['ranks']} | {ms[ORDINARY]:.0f} | {ms[PRIVATE]:.0f} | "
         line += f"{row['ratio']:.2f} | {low:.2f} to {high:.2f} | {TARGET}: {met} | "
         if "memory" in row:
-            held = {kind: row["memory"][kind]["later"] for kind in KINDS}
-            line += f"{held[ORDINARY]:.0f} | {held[PRIVATE]:.0f} | {held[PRIVATE] / held[ORDINARY]:.2f} |"
+            mib = {kind: row["memory"][kind]["later"] for kind in KINDS}
+            line += f"{mib[ORDINARY]:.0f} | {mib[PRIVATE]:.0f} | {mib[PRIVATE] / mib[ORDINARY]:.2f} |"
         else:
             line += "- | - | - |"
         lines.append(line)
@@ -111,15 +110,15 @@ def times(rows: list[dict[str, Any]]) -> str:
 
 
 def exchanged(rows: list[dict[str, Any]]) -> str:
-    """Collectives of a step as Markdown."""
-    lines = ["| model | spread by | collective | ordinary | private | bytes ordinary | bytes private |"]
+    """Returns the collectives of a step as Markdown."""
+    lines = ["| model | layout | collective | ordinary | private | bytes ordinary | bytes private |"]
     lines.append("|---|---|---|---|---|---|---|")
     for row in rows:
         found = row["exchanges"]
         for name in sorted(found[PRIVATE].keys() | found[ORDINARY].keys()):
             (count, size), (plain, plain_size) = (found[kind].get(name, (0, 0)) for kind in KINDS)
-            place = f"| {row['cell']} | {row['topology']} | {name} | "
-            lines.append(f"{place}{plain} | {count} | {plain_size:,} | {size:,} |")
+            prefix = f"| {row['cell']} | {row['topology']} | {name} | "
+            lines.append(f"{prefix}{plain} | {count} | {plain_size:,} | {size:,} |")
     return "\n".join(lines)
 
 
@@ -131,7 +130,9 @@ def main() -> None:
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), choices=TOPOLOGIES)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warm-up", type=int, default=5)
-    parser.add_argument("--memory", nargs="*", default=["transformer"], choices=cells, help="of which models")
+    parser.add_argument(
+        "--memory", nargs="*", default=["transformer"], choices=cells, help="models whose memory is measured"
+    )
     parser.add_argument("--out", help="a JSON file, written after each row")
     given = parser.parse_args()
     results: dict[str, Any] = {"torch": torch.__version__, "machine": platform.platform(), "rows": []}

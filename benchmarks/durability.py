@@ -1,9 +1,9 @@
-"""Cost of a ledger file: a private step beside the same with each charge on disk, and with some charged at once.
+"""Measures the cost of a ledger file: private steps with every charge on disk, or with several steps per charge.
 
     python -m benchmarks.durability --cells mlp,cnn,bert --folder /where/the/ledger/would/be
 
-Steps of all ways alternate, so that drifts of the machine hit all alike. Times are means, since of ``reserve_steps=m``
-one step in m pays for all. How long a write takes hangs on the disk: give the folder that a real ledger would be in.
+Steps alternate, so that drift of the machine affects all equally. Times are means, because with ``reserve_steps=m``
+only one step in m writes. The time of a write depends on the disk: pass the folder that a real ledger would be in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESERVED = (1, 10, 100, 1000)
 def main() -> None:
     """Prints one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cells", default="mlp,cnn", help="of benchmarks.step")
+    parser.add_argument("--cells", default="mlp,cnn", help="cells of benchmarks.step")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--folder", type=Path, help="default: the folder for temporary files")
@@ -35,9 +35,9 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     print(f"torch {torch.__version__}, {args.threads} threads, {args.steps} steps\n")
     print(
-        "| cell | in memory, ms | a write, ms | "
-        + " | ".join(f"of a step at {m}" for m in RESERVED)
-        + " | measured at 1 |"
+        "| cell | in memory, ms | one write, ms | "
+        + " | ".join(f"share of a step, reserve {m}" for m in RESERVED)
+        + " | measured, reserve 1 |"
     )
     print("|" + "---|" * (4 + len(RESERVED)), flush=True)
     for name in args.cells.split(","):
@@ -53,15 +53,15 @@ def _row(name: str, folder: Path, steps: int, setting: Setting) -> None:
     runners = {}
     for way, build in ways.items():
         torch.manual_seed(0)
-        runners[way] = build(cell, cell.make(), cell.batch(cell.rows), setting)
+        runners[way] = build(cell, cell.make(), cell.batch(cell.batch_size), setting)
     charge = RunLedger.charge
 
-    def clocked(*args: object, **kwargs: object) -> None:
+    def timed_charge(*args: object, **kwargs: object) -> None:
         writes.append(timed(lambda: charge(*args, **kwargs), "cpu"))  # type: ignore[arg-type]
 
-    RunLedger.charge = clocked  # type: ignore[method-assign]
+    RunLedger.charge = timed_charge  # type: ignore[method-assign]
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for step in range(20 + steps):  # the first decide between methods
+    for step in range(20 + steps):  # the first steps choose between methods
         for way, runner in runners.items():
             seconds[way] += [timed(runner.step, "cpu")][step < 20 :]
     RunLedger.charge = charge  # type: ignore[method-assign]

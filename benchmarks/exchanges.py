@@ -1,4 +1,4 @@
-"""Exchanges between processes, counted where PyTorch passes them to the process group: no hook is put on any module."""
+"""Counts collectives where PyTorch passes them to the process group, without hooks on modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _KINDS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter":
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts the collectives of the process that enters it, by kind.
+    """Counts the collectives of the current process, by kind.
 
-    DDP's are among them, which C++ begins, and those of DTensors. The size of a message is that of the whole: of what
-    is summed, or of what has been gathered.
+    Collectives of DDP, which C++ starts, and of DTensors are included. The size of a message is that of the sum or of
+    the gathered tensor.
 
     Attributes:
-        calls: How many of each kind.
+        calls: Number of collectives of each kind.
         sizes: Bytes of each kind.
     """
 
@@ -30,24 +30,24 @@ class Exchanges(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """DTensors run as if it were not there, and their exchanges are seen."""
+        """Returns True, so that DTensors run unchanged and their collectives are counted."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Looks at every operation, and changes none."""
-        found = func(*args, **(kwargs or {}))
+        """Counts an operation if it is a collective."""
+        result = func(*args, **(kwargs or {}))
         space, name = func.name().split("::")
         if "c10d" in space and "wait" not in name and "wrap" not in name:
             kind = kind_of(name)
             self.calls[kind] += 1
-            tensors = list(_tensors((args, found)))
-            # One process's part and the whole are both there, the whole perhaps in pieces.
+            tensors = list(_tensors((args, result)))
+            # The part of one process and the whole are both among the tensors; the whole may be a list of tensors.
             self.sizes[kind] += max((t.numel() * t.element_size() for t in tensors), default=0)
-        return found
+        return result
 
 
 def kind_of(operation: str) -> str:
-    """The kind of a collective, from any of the names that PyTorch's layers have for it."""
+    """Returns the kind of a collective from any of its names in PyTorch."""
     plain = operation.replace("_", "").split(".")[0]
     return next((kind for beginning, kind in _KINDS.items() if plain.startswith(beginning)), plain)
 
@@ -56,5 +56,5 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
+        for element in value:
+            yield from _tensors(element)

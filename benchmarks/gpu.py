@@ -35,7 +35,7 @@ from dpengine.grad_modes import rows as grad_rows
 WAYS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
 MODES = ("auto", "hooks", "ghost", "functorch", "ew")
 LAG = 200_000_000  # cycles, about 0.1 s
-GATE_ROWS = 8
+GATE_BATCH = 8
 
 LARGE = {
     "bert T=128": Cell(lambda: models.Encoder(30_522, 768, 12, 12, 128), text(30_522, 128), 32),
@@ -83,7 +83,8 @@ def check_sums(device: str, cells: dict[str, Cell]) -> dict[str, Any]:
         ways |= {f"{n}, lagging stream": Contender(lagging(ours(n.split()[1])), 1e-5, 1e-6) for n in list(ways)[:3]}
     found: dict[str, Any] = {}
     for name, cell in cells.items():
-        found[name] = {way: vars(judge(one, cell, Setting(device=device), rows=GATE_ROWS)) for way, one in ways.items()}
+        verdicts = {way: judge(one, cell, Setting(device=device), batch_size=GATE_BATCH) for way, one in ways.items()}
+        found[name] = {way: vars(verdict) for way, verdict in verdicts.items()}
         print(name, found[name], flush=True)
     return found
 
@@ -97,7 +98,7 @@ def check_autocast(device: str, cell: Cell) -> dict[str, float]:
         relative excess of the norm of one sample's update over the clipping norm.
     """
     setting = Setting(device=device, autocast=True, sigma=0.0, max_norm=1e-3, rate=LARGE_RATE)
-    batch = cell.batch(GATE_ROWS)
+    batch = cell.batch(GATE_BATCH)
     reference = _update(cell, batch, setting)
     with torch.autocast(device, torch.bfloat16):
         inside = _update(cell, batch, setting)
@@ -108,7 +109,7 @@ def check_autocast(device: str, cell: Cell) -> dict[str, float]:
         grad_rows.multiplies_bfloat16 = multiplies
     others = {"inside": inside, "widened": widened, "float32": _update(cell, batch, replace(setting, autocast=False))}
     found = {name: float((other - reference).norm() / reference.norm()) for name, other in others.items()}
-    alone = [_update(cell, (batch[0][i : i + 1], batch[1][i : i + 1]), setting) for i in range(GATE_ROWS)]
+    alone = [_update(cell, (batch[0][i : i + 1], batch[1][i : i + 1]), setting) for i in range(GATE_BATCH)]
     return found | {"overshoot": max(float(one.norm()) for one in alone) / setting.max_norm - 1}
 
 

@@ -5,7 +5,7 @@
 
 A step runs on a simulated device whose tensors hold no numbers. Every kernel is recorded, and takes the time that its
 bytes, its floating point operations and a launch need on an H200. The methods of each layer are timed by the same
-clock. The host is not in the model: a step takes at least the time of `benchmarks.host_time`.
+clock. The time of the host is not modelled: a step takes at least that of `benchmarks.host_time`.
 """
 
 from __future__ import annotations
@@ -85,16 +85,16 @@ def engine_on(log: Log, *, checks: bool = False, draws: bool = False) -> Iterato
         clock = SimpleNamespace(perf_counter=lambda: log.seconds)
         stack.enter_context(patch.object(choose_method, "time", clock))
         is_wrapper = lambda tensor: isinstance(tensor, OnCard)  # noqa: E731
-        for module in ("watched_parameter", "hooks"):  # which ask if the class of a tensor must stay as it is
+        for module in ("watched_parameter", "hooks"):  # they ask whether the class of a tensor must not change
             stack.enter_context(patch(f"dpengine.capture.{module}.traced", is_wrapper))
         yield
 
 
-def step_of(cell: Cell, way: str, rows: int, card: Card) -> int:
+def step_of(cell: Cell, way: str, batch_size: int, card: Card) -> int:
     """Runs steps on the simulated device, so that its log holds an ordinary one. Returns the number of parameters."""
     with torch.device("meta"):
         model = cell.make()
-        inputs, targets = cell.batch(rows)
+        inputs, targets = cell.batch(batch_size)
     model = card.move_model(model)
     batch = card.moved(inputs), card.moved(targets)
     runner = CONTENDERS[way].build(cell, model, batch, Setting(device="cuda", autocast=True))
@@ -115,7 +115,7 @@ def predict(cell: Cell, ways: tuple[str, ...]) -> dict[str, Any]:
     for way in ways:
         log = Log(seconds_of)
         with simulated(log) as card, engine_on(log):
-            numel = step_of(cell, way, cell.rows, card)
+            numel = step_of(cell, way, cell.batch_size, card)
         one = found[way] = _summary(log.kernels, numel)
         one |= {"waits": dict(log.waits), "peak_gib": log.peak / _GIB}
         one["ratio"] = one["ms"] / found["plain"]["ms"]
@@ -153,35 +153,36 @@ def deviation(cell: Cell) -> float:
     log = Log(lambda kernel: 0.0)
     with simulated(log, "cpu") as card, engine_on(log, checks=True):
         torch.manual_seed(0)
-        model, batch = card.move_model(cell.make()), cell.batch(cell.rows)
+        model, batch = card.move_model(cell.make()), cell.batch(cell.batch_size)
         runner = CONTENDERS["dpengine auto"].build(
             cell, model, (card.moved(batch[0]), card.moved(batch[1])), replace(setting, device="cuda")
         )
         before = [weight.detach().cpu() for weight in runner.weights().values()]
         runner.step()
-        moved = [weight.detach().cpu() for weight in runner.weights().values()]
+        after = [weight.detach().cpu() for weight in runner.weights().values()]
     torch.manual_seed(0)
     runner = CONTENDERS["dpengine auto"].build(cell, cell.make(), batch, setting)
     runner.step()
     expected = [weight.detach() for weight in runner.weights().values()]
-    far = [(torch.cat([(a - b).flatten() for a, b in zip(one, before, strict=True)])) for one in (moved, expected)]
-    return float((far[0] - far[1]).norm() / far[1].norm())
+    updates = [(torch.cat([(a - b).flatten() for a, b in zip(one, before, strict=True)])) for one in (after, expected)]
+    return float((updates[0] - updates[1]).norm() / updates[1].norm())
 
 
-def most_rows(cell: Cell, way: str, memory: int) -> int:
+def max_batch_size(cell: Cell, way: str, memory: int) -> int:
     """Returns a batch size whose ordinary step takes 96 to 100 % of the memory: peaks grow almost linearly."""
-    (rows, peak), (tried, of_tried) = [(n, _peak(cell, way, n, memory)) for n in (cell.rows, 4 * cell.rows)]
-    while not 0.96 * memory <= of_tried <= memory:
-        slope = (of_tried - peak) / (tried - rows)
-        rows, peak, tried = tried, of_tried, max(1, int(tried + (0.98 * memory - of_tried) / slope))
-        of_tried = _peak(cell, way, tried, memory)
-    return tried
+    last, size = cell.batch_size, 4 * cell.batch_size
+    last_peak, peak = _peak(cell, way, last, memory), _peak(cell, way, size, memory)
+    while not 0.96 * memory <= peak <= memory:
+        slope = (peak - last_peak) / (size - last)
+        last, last_peak, size = size, peak, max(1, int(size + (0.98 * memory - peak) / slope))
+        peak = _peak(cell, way, size, memory)
+    return size
 
 
-def _peak(cell: Cell, way: str, rows: int, memory: int) -> int:
+def _peak(cell: Cell, way: str, batch_size: int, memory: int) -> int:
     log = Log(seconds_of)
     with simulated(log, memory=memory) as card, engine_on(log):
-        step_of(cell, way, rows, card)
+        step_of(cell, way, batch_size, card)
     return log.peak
 
 
@@ -199,10 +200,10 @@ def limits(cell: Cell, plain: dict[str, Any]) -> dict[str, float]:
         weight = getattr(module, "weight", None)
         if not isinstance(module, (nn.Linear, nn.Conv2d)) or weight is None:
             return
-        places = output.numel() // len(output) // weight.shape[0]
+        positions = output.numel() // len(output) // weight.shape[0]
         features = weight.numel() // weight.shape[0] + weight.shape[0]
-        direct = 2 * places * weight.numel()
-        gram = 1.25 * places**2 * features  # half of the tiles, and those of the diagonal
+        direct = 2 * positions * weight.numel()
+        gram = 1.25 * positions**2 * features  # half of the tiles, and those of the diagonal
         operands = 2 * (inputs[0].numel() + output.numel())
         flops = len(output) * min(direct, gram)
         norms += max(flops / FLOPS_PER_SECOND[torch.bfloat16], operands / BYTES_PER_SECOND)
@@ -211,7 +212,7 @@ def limits(cell: Cell, plain: dict[str, Any]) -> dict[str, float]:
         model = cell.make()
         for module in model.modules():
             module.register_forward_hook(count)
-        model(cell.batch(cell.rows)[0])
+        model(cell.batch(cell.batch_size)[0])
     numel = sum(parameter.numel() for parameter in model.parameters())
     more = 1e3 * (norms + 8 * numel / BYTES_PER_SECOND)
     return {"B": 1 + more / plain["ms"], "C": (plain["ms_without_launches"] + more) / plain["ms"]}
@@ -233,7 +234,7 @@ def main() -> None:
         if given.cells is not None and name not in given.cells:
             continue
         if given.memory:
-            found[name] = {way: {c: most_rows(cell, way, size) for c, size in CARDS.items()} for way in ways}
+            found[name] = {way: {c: max_batch_size(cell, way, size) for c, size in CARDS.items()} for way in ways}
             print(name, found[name], flush=True)
             continue
         found[name] = predict(cell, ways)

@@ -1,13 +1,13 @@
-"""Host time of a private step over the plain one, at sizes at which arithmetic costs nothing.
+"""Measures the host time of a private step relative to the plain one, with tensors so small that arithmetic is free.
 
     python -m benchmarks.host_time --out host_time.json
 
 A GPU waits for this time, and most of the overhead of small models on a CPU is this time. Tensors are tiny (batch of 4,
 width 16), one thread, ledger in memory, noise and optimizer included. ``resnet-50`` has 377,000 parameters, whose noise
-and per-sample gradients take time; ``bottlenecks-16`` has as many blocks and 5,700. Ways are interleaved step by step;
-steps with an independence probe are left out. The loader is measured apart: time per batch over that of ``torch``'s
-``DataLoader``. So is what the first step of a batch size takes more than later ones, and a step whose loss and loop are
-checked, with larger models. Phases are medians of their own, so they do not add up to the step.
+and per-sample gradients take time; ``bottlenecks-16`` has the same number of blocks, but only 5,700. Steps of
+contenders alternate, and steps with an independence probe are omitted. Three costs are measured separately: the loader,
+relative to ``torch.utils.data.DataLoader``; the first step of a new batch size, compared with later ones; and, for
+larger models, steps in which loss and loop are checked. The medians of phases need not add up to that of the step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from benchmarks.compiled import compiled, one_graph
 from benchmarks.contenders import CONTENDERS, Contender, batch_returner
 from benchmarks.runner import Setting, trainable
 
-ROWS = 4
+BATCH = 4
 CELLS = {
-    "encoder-12": Cell(lambda: models.Encoder(50, 16, 12, 2, 4), text(50, 4), ROWS),
-    "decoder-12": Cell(lambda: models.TiedDecoder(50, 16, 12, 2, 4), next_words(50, 4), ROWS, loss=TokenLoss),
-    "bottlenecks-16": Cell(models.bottlenecks, vectors(3, 6, 6), ROWS),
-    "resnet-50": Cell(lambda: models.resnet_50(8), vectors(3, 16, 16), ROWS),
-    "lstm": Cell(lambda: models.Recurrent(16), vectors(4, 16), ROWS),
-    "mlp-20": Cell(lambda: models.mlp(16, 16, 20), vectors(16), ROWS),
+    "encoder-12": Cell(lambda: models.Encoder(50, 16, 12, 2, 4), text(50, 4), BATCH),
+    "decoder-12": Cell(lambda: models.TiedDecoder(50, 16, 12, 2, 4), next_words(50, 4), BATCH, loss=TokenLoss),
+    "bottlenecks-16": Cell(models.bottlenecks, vectors(3, 6, 6), BATCH),
+    "resnet-50": Cell(lambda: models.resnet_50(8), vectors(3, 16, 16), BATCH),
+    "lstm": Cell(lambda: models.Recurrent(16), vectors(4, 16), BATCH),
+    "mlp-20": Cell(lambda: models.mlp(16, 16, 20), vectors(16), BATCH),
 }
 PROBED = {
     "mlp": Cell(lambda: models.mlp(784, 512, 2), vectors(784), 128),
@@ -53,7 +53,7 @@ PHASES = ("zero_grad", "forward", "backward", "step")
 
 
 def step_times(cell: Cell, ways: list[str], steps: int) -> dict[str, Any]:
-    """Median milliseconds of each way's steps, each way in turn with plain steps.
+    """Times the steps of each contender, alternating with plain steps. Values are medians.
 
     Returns:
         ``{way: {"ms", "plain_ms", "ratio"}}``, or ``{way: {"failed"}}``.
@@ -63,7 +63,7 @@ def step_times(cell: Cell, ways: list[str], steps: int) -> dict[str, Any]:
         torch.manual_seed(0)
         try:
             plain, step = (
-                WAYS[one].build(cell, cell.make(), cell.batch(ROWS), Setting(threads=1)).step for one in ("plain", way)
+                WAYS[one].build(cell, cell.make(), cell.batch(BATCH), Setting(threads=1)).step for one in ("plain", way)
             )
             seconds: list[tuple[float, float]] = []
             for _ in range(70 + steps):  # past the probes of passes 1, 8 and 64
@@ -76,7 +76,7 @@ def step_times(cell: Cell, ways: list[str], steps: int) -> dict[str, Any]:
 
 
 def phase_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
-    """Median microseconds per layer with parameters of each phase.
+    """Times the phases of a step. Values are median microseconds, divided by the number of layers with parameters.
 
     Returns:
         ``{"plain" or "dpengine": {phase: microseconds}}``.
@@ -103,29 +103,29 @@ def _phases(cell: Cell, private: bool) -> Iterator[tuple[Callable[[], Any], ...]
     import dpengine
 
     torch.manual_seed(0)
-    model, (inputs, targets) = cell.make(), cell.batch(ROWS)
+    model, (inputs, targets) = cell.make(), cell.batch(BATCH)
     optimizer, criterion = torch.optim.SGD(trainable(model).values(), lr=0.01), cell.loss()
     return_batch: Callable[[], Any] = lambda: None  # noqa: E731
     if private:
         engine = dpengine.PrivacyEngine()
-        loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=ROWS)
+        loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=BATCH)
         engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
-        return_batch = batch_returner(engine, ROWS)
-    made: dict[str, Any] = {}
+        return_batch = batch_returner(engine, BATCH)
+    results: dict[str, Any] = {}
     while True:
         return_batch()
         yield (
             optimizer.zero_grad,
-            lambda: made.update(loss=criterion(model(inputs), targets)),
-            lambda: made.pop("loss").backward(),
+            lambda: results.update(loss=criterion(model(inputs), targets)),
+            lambda: results.pop("loss").backward(),
             optimizer.step,
         )
 
 
 def unseen_sizes(sizes: int) -> dict[str, float]:
-    """Median microseconds that the first step of a batch size takes more than later steps of that size.
+    """Returns the median microseconds by which the first step of a batch size exceeds later ones of that size.
 
-    Kernels of torch prepare for a new size too, so the plain step is measured in the same way.
+    Kernels of torch also prepare for a new size, so the plain step is measured in the same way.
     """
     import dpengine
 
@@ -135,35 +135,36 @@ def unseen_sizes(sizes: int) -> dict[str, float]:
         model = models.Encoder(50, 16, 12, 2, 4)
         clipper = dpengine.PerSampleGradientClipper(model, dpengine.Flat(1.0)) if private else None
 
-        def step(rows: int, model: Any = model, clipper: Any = clipper) -> None:
-            torch.nn.functional.cross_entropy(model(torch.randint(0, 50, (rows, 4))), torch.arange(rows) % 2).backward()
+        def step(batch_size: int, model: Any = model, clipper: Any = clipper) -> None:
+            torch.nn.functional.cross_entropy(
+                model(torch.randint(0, 50, (batch_size, 4))), torch.arange(batch_size) % 2
+            ).backward()
             if clipper is not None:
                 clipper.clip_and_accumulate()
 
-        for rows in 70 * [8] + [45, 50, 63]:  # past the probes
-            step(rows)
-        more = []
-        for rows in range(46, 46 + sizes):
-            first, *later = (_seconds(lambda rows=rows: step(rows)) for _ in range(6))  # type: ignore[misc]
-            more.append(first - statistics.median(later))
-        found["dpengine" if private else "plain"] = 1e6 * statistics.median(more)
+        for size in 70 * [8] + [45, 50, 63]:  # past the probes
+            step(size)
+        excess = []
+        for size in range(46, 46 + sizes):
+            first, *later = (_seconds(lambda size=size: step(size)) for _ in range(6))  # type: ignore[misc]
+            excess.append(first - statistics.median(later))
+        found["dpengine" if private else "plain"] = 1e6 * statistics.median(excess)
     return found
 
 
 def probed_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
-    """Median milliseconds, and MiB above those before the step, of steps in turn.
+    """Measures alternating steps: ordinary ones, with a check of the loop, and with a check of the model, too.
 
     Returns:
-        ``{kind: {"ms", "MiB"}}`` of an ordinary step, of one in which loss and loop are checked, and of one in which
-        the model is checked, too.
+        ``{kind: {"ms", "MiB"}}``: medians of the time, and of the peak memory minus that before the step.
     """
     import dpengine
     from dpengine.sampling.batches import LogicalBatch
 
     torch.manual_seed(0)
-    model, data, criterion = cell.make(), cell.batch(cell.rows), cell.loss()
+    model, data, criterion = cell.make(), cell.batch(cell.batch_size), cell.loss()
     optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.01), dpengine.PrivacyEngine()
-    loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=cell.rows)
+    loader = DataLoader(TensorDataset(torch.zeros(10_000, 1)), batch_size=cell.batch_size)
     engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
     private, numbers = engine.runs[-1].step, iter(range(10**9))
     loop, probe = private.loop, private.passes.probe
@@ -172,7 +173,7 @@ def probed_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
         loop.needs_other_size = 0 if kind == "loop checked" else None
         probe._next = probe._passes + (1 if kind == "all checked" else 10**6)
         probe.arm()
-        private.batch_returned(LogicalBatch(next(numbers), (cell.rows,)), 0, data)
+        private.batch_returned(LogicalBatch(next(numbers), (cell.batch_size,)), 0, data)
         optimizer.zero_grad()
         criterion(model(data[0]), data[1]).backward()
         optimizer.step()
@@ -183,16 +184,16 @@ def probed_times(cell: Cell, steps: int) -> dict[str, dict[str, float]]:
             with _PeakMemory() as memory:
                 seconds = _seconds(lambda kind=kind: step(kind))  # type: ignore[misc]
             past += [(1e3 * seconds, memory.mib)][i < 3 :]
-    middle = {kind: [statistics.median(column) for column in zip(*past, strict=True)] for kind, past in found.items()}
-    return {kind: {"ms": ms, "MiB": mib} for kind, (ms, mib) in middle.items()}
+    medians = {kind: [statistics.median(column) for column in zip(*past, strict=True)] for kind, past in found.items()}
+    return {kind: {"ms": ms, "MiB": mib} for kind, (ms, mib) in medians.items()}
 
 
 class _PeakMemory:
     """Samples the resident memory of the process in a thread. ``mib`` is the largest value above the first."""
 
     def __enter__(self) -> _PeakMemory:
-        ctypes.CDLL(None).malloc_trim(0)  # or memory that an earlier step freed hides what this one takes
-        self._first = self._most = self._resident()
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise memory that an earlier step freed hides the use of this one
+        self._first = self._peak = self._resident()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
@@ -201,11 +202,11 @@ class _PeakMemory:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        self.mib = (self._most - self._first) / 2**20
+        self.mib = (self._peak - self._first) / 2**20
 
     def _sample(self) -> None:
         while not self._ended.wait(2e-3):
-            self._most = max(self._most, self._resident())
+            self._peak = max(self._peak, self._resident())
 
     @staticmethod
     def _resident() -> int:
@@ -214,7 +215,7 @@ class _PeakMemory:
 
 
 def loader_times(batches: int) -> dict[str, float]:
-    """Median microseconds per batch of 64 of 4,096 samples of 20 numbers, of both loaders in turn."""
+    """Returns the median microseconds per batch of two alternating loaders: 64 of 4,096 samples of 20 numbers."""
     import dpengine
 
     data = TensorDataset(torch.randn(4096, 20), torch.randint(0, 2, (4096,)))
@@ -235,8 +236,8 @@ def loader_times(batches: int) -> dict[str, float]:
                 optimizer.zero_grad()
                 model(inputs).mean().backward()
                 optimizer.step()
-    middle = {name: 1e6 * statistics.median(past) for name, past in seconds.items()}
-    return middle | {"ratio": middle["dpengine"] / middle["DataLoader"]}
+    medians = {name: 1e6 * statistics.median(past) for name, past in seconds.items()}
+    return medians | {"ratio": medians["dpengine"] / medians["DataLoader"]}
 
 
 def _endless(loader: Any) -> Iterator[Any]:
@@ -284,7 +285,7 @@ def main() -> None:
     print(f"\nloader, us per batch: {shown}")
     results["unseen batch size"] = unseen_sizes(16)
     shown = ", ".join(f"{name} {value:.3g}" for name, value in results["unseen batch size"].items())
-    print(f"first step of a batch size, us more than later ones: {shown}")
+    print(f"first step of a batch size, us above later ones: {shown}")
     if given.out:
         with open(given.out, "w") as file:
             json.dump(results, file, indent=1)

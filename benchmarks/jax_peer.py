@@ -1,7 +1,7 @@
-"""The other end of ``jax_process``: reads requests from standard input, one JSON line each, and answers with one.
+"""Steps of JAX contenders, for ``jax_process``: reads a request per line from standard input, and answers with a line.
 
-Imports JAX and not torch, so it may run with an interpreter of its own. The models are those of ``models.py``, with the
-same names and shapes of parameters.
+Imports JAX and not torch, so it may run with another interpreter. The models are those of ``models.py``, with the same
+names and shapes of parameters.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ def _models() -> dict[str, Callable[[Parameters, Any], Any]]:
         return centred * scale * p[f"{name}.weight"] + p[f"{name}.bias"]
 
     def layer(p: Parameters, name: str, x: Any) -> Any:
-        rows, time_, width = x.shape
+        batch_size, time_, width = x.shape
         q, k, v = jnp.moveaxis(
-            linear(p, f"{name}.qkv", norm(p, f"{name}.norm1", x)).reshape(rows, time_, 3, 4, -1), 2, 0
+            linear(p, f"{name}.qkv", norm(p, f"{name}.norm1", x)).reshape(batch_size, time_, 3, 4, -1), 2, 0
         )
-        x = x + linear(p, f"{name}.out", jax.nn.dot_product_attention(q, k, v).reshape(rows, time_, width))
+        x = x + linear(p, f"{name}.out", jax.nn.dot_product_attention(q, k, v).reshape(batch_size, time_, width))
         hidden = jax.nn.gelu(linear(p, f"{name}.up", norm(p, f"{name}.norm2", x)), approximate=False)
         return x + linear(p, f"{name}.down", hidden)
 
     def bert(p: Parameters, ids: Any) -> Any:
-        x = p["words.weight"][ids] + p["places.weight"][: ids.shape[1]]
+        x = p["words.weight"][ids] + p["positions.weight"][: ids.shape[1]]
         for number in range(4):
             x = layer(p, f"layers.{number}", x)
         return linear(p, "head", x.mean(axis=1))
@@ -64,9 +64,9 @@ def _models() -> dict[str, Callable[[Parameters, Any], Any]]:
 
 
 def _make_step(
-    job: dict[str, Any], rows: int, size: int | None
+    job: dict[str, Any], batch_size: int, size: int | None
 ) -> tuple[Callable[..., Any], Callable[[Parameters], Any]]:
-    """The jitted step ``(parameters, noise state, inputs, targets) -> (parameters, noise state)``, and its start."""
+    """Returns the jitted step ``(parameters, state, inputs, targets) -> (parameters, state)``, and its ``init``."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -90,9 +90,9 @@ def _make_step(
     from jax_privacy.noise_addition import gaussian_privatizer
 
     clipped = clipped_grad(
-        loss, l2_clip_norm=job["max_norm"], batch_argnums=(1, 2), normalize_by=float(rows), microbatch_size=size
+        loss, l2_clip_norm=job["max_norm"], batch_argnums=(1, 2), normalize_by=float(batch_size), microbatch_size=size
     )
-    noise = gaussian_privatizer(stddev=job["sigma"] * job["max_norm"] / rows, prng_key=jax.random.key(0))
+    noise = gaussian_privatizer(stddev=job["sigma"] * job["max_norm"] / batch_size, prng_key=jax.random.key(0))
 
     def private(p: Parameters, state: Any, inputs: Any, targets: Any) -> tuple[Parameters, Any]:
         noisy, state = noise.update(clipped(p, inputs, targets), state)
@@ -102,7 +102,7 @@ def _make_step(
 
 
 def _fastest(job: dict[str, Any], parameters: Parameters, data: list[Any]) -> tuple[Callable[..., Any], Any]:
-    """The compiled step with the microbatch size that takes least time, and its state."""
+    """Returns the compiled step with the fastest microbatch size, and its state."""
     import jax
     import jax.numpy as jnp
 
@@ -123,7 +123,7 @@ def _fastest(job: dict[str, Any], parameters: Parameters, data: list[Any]) -> tu
 
 def main() -> None:
     """Answers requests until standard input ends."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # so that nothing that is printed is taken for an answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # so that output of libraries is not taken for an answer
     job = json.loads(sys.stdin.readline())
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job["threads"]])  # XLA counts the cores it may use
     import jax

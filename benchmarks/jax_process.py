@@ -1,4 +1,4 @@
-"""The JAX contenders: a process of their own, told to step line by line, so that they are interleaved like others."""
+"""JAX contenders: they step in another process, on request, so that their steps alternate with the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class _Child:
-    """A process of ``benchmarks.jax_peer``, and the folder through which arrays go."""
+    """Process of ``benchmarks.jax_peer``, and the folder for exchanging arrays."""
 
     def __init__(self, interpreter: str | None):
         self._folder = tempfile.TemporaryDirectory()
@@ -30,10 +30,10 @@ class _Child:
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=self._errors, text=True)
 
-    def ask(self, **request: object) -> dict[str, float]:
-        """Sends a request and waits for the answer; RuntimeError with the child's last line if it has died."""
-        with contextlib.suppress(BrokenPipeError):  # if it died before, what it wrote last is read below
-            self._process.stdin.write(json.dumps(request) + "\n")
+    def request(self, **fields: object) -> dict[str, float]:
+        """Returns the answer to a request. Raises RuntimeError with the last line of the child if it has ended."""
+        with contextlib.suppress(BrokenPipeError):  # the child has ended; its last output is read below
+            self._process.stdin.write(json.dumps(fields) + "\n")
             self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
@@ -54,17 +54,17 @@ class _Child:
 
 
 def jax_runner(*, private: bool) -> Build:
-    """A jitted step in JAX, with JAX Privacy's ``clipped_grad`` and ``gaussian_privatizer`` if private."""
+    """Returns a jitted step in JAX, with ``clipped_grad`` and ``gaussian_privatizer`` of JAX Privacy if private."""
 
     def build(cell: Cell, model: nn.Module, batch: Batch, setting: Setting) -> Runner:
         if cell.in_jax is None:
-            raise NotImplementedError("the model is not written in JAX here")
+            raise NotImplementedError("the model has no implementation in JAX")
         if setting.device != "cpu" or setting.autocast:
-            raise NotImplementedError("JAX is run on the CPU in float32 only")
+            raise NotImplementedError("JAX runs only on the CPU in float32")
         child = _Child(setting.jax_python)
         weights = {f"p:{name}": p.detach().numpy() for name, p in trainable(model).items()}
         np.savez(child.arrays, inputs=batch[0].numpy(), targets=batch[1].numpy(), **weights)
-        child.ask(
+        child.request(
             model=cell.in_jax,
             private=private,
             arrays=child.arrays,
@@ -76,10 +76,10 @@ def jax_runner(*, private: bool) -> Build:
         )
 
         def read() -> dict[str, Tensor]:
-            child.ask(save=child.arrays)
+            child.request(save=child.arrays)
             with np.load(child.arrays) as arrays:
                 return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 
-        return Runner(lambda: child.ask(step=1)["seconds"], read, child.close)
+        return Runner(lambda: child.request(step=1)["seconds"], read, child.close)
 
     return build

@@ -1,4 +1,4 @@
-"""The kernels that a simulated device runs: their bytes and operations, who asked for them, and the memory in use."""
+"""Log of the kernels of a simulated device: their bytes and operations, the code that called them, and memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _WRITES_ONLY = {
     *("fill_", "zero_", "zeros", "ones", "full", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"),
     *("new_full", "arange", "normal_", "random_", "uniform_", "bernoulli_"),
 }
-_READS_AS_MUCH = {"embedding", "gather", "index", "index_select"}  # as they write, of a larger table
-_CHUNK, _MOST_CHUNKS = 65_536, 320  # numbers of a chunk, and chunks of a launch, of operations on lists of tensors
+# These read only as many bytes of a larger table as they write.
+_READS_AS_WRITTEN = {"embedding", "gather", "index", "index_select"}
+_CHUNK, _MAX_CHUNKS = 65_536, 320  # numbers of a chunk, and chunks of a launch, of operations on lists of tensors
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Log:
         waits: Number of times that the host waited for the device, by operation and place.
         seconds: Sum of the times that ``seconds_of`` returns for all kernels, also of those before `start_again`.
         held: Bytes in the memory of the device.
-        peak: Most bytes since `start_again`.
+        peak: Largest number of bytes since `start_again`.
     """
 
     def __init__(self, seconds_of: Callable[[Kernel], float]):
@@ -106,7 +107,7 @@ def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
 
 
 def size_of(tensor: Tensor) -> float:
-    """Returns the bytes of a tensor that differ."""
+    """Returns the bytes of a tensor without expanded dimensions."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride]
     return math.prod(sizes) * tensor.itemsize
 
@@ -122,7 +123,7 @@ def work(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> t
     wrote = sum(map(size_of, outputs))
     if name in _WRITES_ONLY:
         read = 0.0
-    elif name in _READS_AS_MUCH:
+    elif name in _READS_AS_WRITTEN:
         read = wrote
     elif name in ("index_add_", "index_add", "index_put_", "_index_put_impl_", "index_copy_"):
         read, wrote = 2.0 * size_of(inputs[-1]), size_of(inputs[-1])
@@ -131,13 +132,13 @@ def work(func: Any, name: str, args: Any, kwargs: dict[str, Any], out: Any) -> t
     launches = 1
     if name.startswith("_foreach"):
         chunks = sum(-(-t.numel() // _CHUNK) for t in outputs)
-        launches = -(-chunks // _MOST_CHUNKS)
+        launches = -(-chunks // _MAX_CHUNKS)
     count = flop_registry.get(func._overloadpacket)
     if count is None:
         return None, 0.0, read + wrote, launches
-    if name == "convolution_backward":  # the gradients that are asked for; groups take five times as long
-        (grad, _, weight), groups, wanted = inputs[:3], args[-2], args[-1]
-        flops = 2.0 * sum(wanted[:2]) * len(grad) * math.prod(grad.shape[2:]) * weight.numel()
+    if name == "convolution_backward":  # the requested gradients; groups take five times as long
+        (grad, _, weight), groups, requested = inputs[:3], args[-2], args[-1]
+        flops = 2.0 * sum(requested[:2]) * len(grad) * math.prod(grad.shape[2:]) * weight.numel()
         return grad.dtype, flops * (5 if groups > 1 else 1), read + wrote, launches
     factors = [t for t in inputs if not any(t is other for other in written)]
     plain = [a for a in args if not isinstance(a, torch.dtype)]
@@ -149,21 +150,21 @@ _PARTS = {
     **{"add_normals": "noise", "add_noise": "noise", "add_sums": "sums", "sq_norms": "norms"},
     **{"time_algorithms": "timing"},
 }
-_PASSED_OVER = (  # modules between an operation and who asked for it
+_SKIPPED = (  # modules between an operation and the code that called it
     *("torch.", "unittest.", "__main__"),
     *("benchmarks.simulated_gpu", "benchmarks.kernel_log", "benchmarks.gpu_model"),
 )
 
 
 def _caller() -> tuple[str, str]:
-    """Returns the part of the step that runs, and the line of the package that asked for the operation, if it did."""
+    """Returns the current part of the step, and the line of the package that called the operation, or ""."""
     frame: Any = sys._getframe(2)
     place, part, found = "", "", False
     while frame is not None and not part:
         module = frame.f_globals.get("__name__", "")
         if module.startswith("torch.optim"):
             return "update", ""
-        if not found and (module.startswith("torch.nn.modules.") or not module.startswith(_PASSED_OVER)):
+        if not found and (module.startswith("torch.nn.modules.") or not module.startswith(_SKIPPED)):
             found = True
             if not module.startswith("dpengine."):
                 part = "model"

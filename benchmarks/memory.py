@@ -1,8 +1,8 @@
-"""Peak memory of a contender's steps, in a process of its own.
+"""Measures the peak memory of the steps of a contender in a separate process.
 
-The first figure counts the first three steps, with what is only done once, such as a probe of the model; the second
-counts later steps alone. Both are above what was resident before the model was built: parameters, batch, gradients and
-activations are in them, libraries are not. Linux only on the CPU, where they are resident sizes.
+The first figure is the peak of the first three steps, with one-time work such as a probe of the model; the second is
+that of later steps. Memory before the model was built is subtracted, so parameters, batch, gradients and activations
+are included, but not libraries. On the CPU, figures are resident sizes, and need Linux.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _TINY = Cell(lambda: nn.Linear(2, 10), vectors(2), 4)
 
 
 def peak_memory(cell: str, contender: str, setting: Setting) -> dict[str, float] | None:
-    """``{"first": MiB, "later": MiB}``, or None if it could not be measured."""
+    """Returns ``{"first": MiB, "later": MiB}``, or None if the measurement failed."""
     if contender.startswith("jax"):
-        return None  # its process holds the compiler's memory as well
+        return None  # the memory of its process includes that of the compiler
     job = json.dumps({"cell": cell, "contender": contender, "setting": asdict(setting)})
     command = [sys.executable, "-m", "benchmarks.memory", job]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -38,14 +38,14 @@ def peak_memory(cell: str, contender: str, setting: Setting) -> dict[str, float]
 
 def _measure(cell: Cell, contender: str, setting: Setting) -> dict[str, float]:
     torch.set_num_threads(setting.threads)
-    start(_TINY, contender, setting).step()  # imports what it imports, starts its threads
+    start(_TINY, contender, setting).step()  # imports modules and starts threads
     before, first, later = probes(setting.device)
     resting = before()
     runner = start(cell, contender, setting)
     for _ in range(3):
         runner.step()
     figures = {"first": (first() - resting) / _MIB}
-    for _ in range(2):  # dpengine looks again at its fourth pass
+    for _ in range(2):  # dpengine checks again at its fourth pass
         runner.step()
     settle = later()
     for _ in range(2):
@@ -54,7 +54,7 @@ def _measure(cell: Cell, contender: str, setting: Setting) -> dict[str, float]:
 
 
 def probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[[], Callable[[], int]]]:
-    """Bytes held now; the most so far; and a call that forgets the most so far and gives the probe for it."""
+    """Returns functions for the current bytes, the peak, and a reset of the peak, which returns its function."""
     if device == "cuda":
 
         def forget_cuda() -> Callable[[], int]:
@@ -64,7 +64,7 @@ def probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[
         return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, forget_cuda
 
     def forget() -> Callable[[], int]:
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed is still resident otherwise
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory is still resident
         Path("/proc/self/clear_refs").write_text("5")
         return lambda: _resident("VmHWM")
 
@@ -72,7 +72,7 @@ def probes(device: str) -> tuple[Callable[[], int], Callable[[], int], Callable[
 
 
 def _resident(field: str) -> int:
-    """A size of this process; getrusage would count its parent in."""
+    """Returns a size of this process in bytes. getrusage would include the parent."""
     status = Path("/proc/self/status").read_text()
     return 1024 * int(status.split(f"{field}:")[1].split()[0])
 

@@ -119,13 +119,13 @@ class Encoder(nn.Module):
 
     def __init__(self, words: int = 8000, width: int = 256, depth: int = 4, heads: int = 4, time: int = 128):
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(time, width)
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(time, width)
         self.layers = nn.Sequential(*[EncoderLayer(width, heads) for _ in range(depth)])
         self.head = nn.Linear(width, 2)
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        return self.head(self.layers(self.words(ids) + self.places(places)).mean(dim=1))
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        return self.head(self.layers(self.words(ids) + self.positions(positions)).mean(dim=1))
 
 
 class TiedDecoder(nn.Module):
@@ -133,7 +133,7 @@ class TiedDecoder(nn.Module):
 
     def __init__(self, words: int = 8000, width: int = 256, depth: int = 4, heads: int = 4, time: int = 256):
         super().__init__()
-        self.words, self.places = nn.Embedding(words, width), nn.Embedding(time, width)
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(time, width)
         nn.init.normal_(self.words.weight, std=0.02)  # as GPT-2: with std 1 the tied logits are of size sqrt(width)
         self.layers = nn.Sequential(*[EncoderLayer(width, heads, causal=True) for _ in range(depth)])
         self.norm = nn.LayerNorm(width)
@@ -141,8 +141,8 @@ class TiedDecoder(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
-        return self.head(self.norm(self.layers(self.words(ids) + self.places(places))))
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids), 1)
+        return self.head(self.norm(self.layers(self.words(ids) + self.positions(positions))))
 
 
 class BiasedAttention(nn.Module):

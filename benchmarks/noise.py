@@ -1,9 +1,9 @@
-"""Noise alone: nanoseconds for each element that gets it.
+"""Measures noise generation alone, in nanoseconds per element.
 
     python -m benchmarks.noise
 
 Compares dpengine's keyed, cryptographic normals with the fastest method of other libraries, torch's serial generator.
-The target is 1.5 ns for each element; the stretch target is 0.7 ns.
+The target is 1.5 ns per element; the stretch target is 0.7 ns.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    print("| parameters | way | ns for each | min | target (stretch) | missed by |\n|---|---|---|---|---|---|")
-    for size, name, median, least in measure(given.sizes, given.repeats, given.device):
+    print("| parameters | method | ns per element | min | target (stretch) | missed by |\n|---|---|---|---|---|---|")
+    for size, name, median, minimum in measure(given.sizes, given.repeats, given.device):
         missed = "met" if median <= TARGET_NS else f"{100 * (median / TARGET_NS - 1):.0f} %"
         goal = f"{TARGET_NS} ({STRETCH_NS}) | {missed}" if name.startswith("dpengine") else "- | -"
-        print(f"| {size:,} | {name} | {median:.2f} | {least:.2f} | {goal} |")
+        print(f"| {size:,} | {name} | {median:.2f} | {minimum:.2f} | {goal} |")
 
 
 if __name__ == "__main__":

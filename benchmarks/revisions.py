@@ -35,9 +35,9 @@ for _ in range({warm_up}):
     step()
 print("ready", flush=True)
 for _ in sys.stdin:
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     step()
-    print(time.perf_counter() - began, flush=True)
+    print(time.perf_counter() - start_time, flush=True)
 """
 
 
@@ -73,7 +73,7 @@ def bounds(ratios: list[float]) -> tuple[float, float, float]:
     """Returns the lower 95% bound of the median, the median, and the upper bound."""
     ordered, half = sorted(ratios), len(ratios) / 2
     distance = 0.98 * math.sqrt(len(ratios))
-    at = lambda place: ordered[min(len(ordered) - 1, max(0, place))]  # noqa: E731
+    at = lambda index: ordered[min(len(ordered) - 1, max(0, index))]  # noqa: E731
     return at(math.floor(half - distance)), at(int(half)), at(math.ceil(half + distance))
 
 

@@ -41,14 +41,14 @@ class Counter(torch.utils.data.Dataset):
 
 
 def drawing(examples: int, batch: int) -> Callable[[int], int]:
-    """A call that draws one logical batch and returns its size."""
+    """Returns a function that draws one logical batch and returns its size."""
     draws = PoissonDraws(examples, batch / examples, steps_per_epoch=1, expected_batch_size=batch)
     words = functools.partial(NoiseSource.fresh().words, domain="benchmark")
     return lambda step: len(draws.draw(step, words))
 
 
 def loading(examples: int, batch: int) -> Callable[[int], int]:
-    """A call that takes one logical batch from a private loader and returns its size."""
+    """Returns a function that takes one logical batch from a private loader and returns its size."""
     model = nn.Linear(1, 1)
     loader = torch.utils.data.DataLoader(Counter(examples), batch_size=batch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[int, int], Callable[[int], int]]] = {"draw": drawing, 
 
 
 def measure(way: str, examples: int, batch: int, repeats: int) -> tuple[float, float]:
-    """Median milliseconds for a thousand indices, and the peak memory of a draw in MiB."""
+    """Returns the median milliseconds per thousand indices, and the peak memory of a draw in MiB."""
     draw = WAYS[way](examples, batch)
     draw(0)
     cost = []
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    print("| examples | expected batch | way | ms for 1,000 indices | peak MiB |\n|---|---|---|---|---|")
+    print("| examples | expected batch | method | ms per 1,000 indices | peak MiB |\n|---|---|---|---|---|")
     for way, batch, examples in itertools.product(WAYS, args.batches, args.examples):
         cost, peak = measure(way, examples, batch, args.repeats)
         print(f"| {examples:,} | {batch:,} | {way} | {cost:.3f} | {peak:.2f} |", flush=True)

@@ -1,4 +1,4 @@
-"""First limit of a run of 10^9 examples, 10^11 parameters and 1,000 processes.
+"""Predicts which resource limits a run of 10^9 examples, 10^11 parameters and 1,000 processes.
 
     python -m benchmarks.scale
 
@@ -33,13 +33,13 @@ from benchmarks.spread import CELLS, ORDINARY, PRIVATE, launched, stepping
 CELL = "perceptron"
 WIDTHS = (784, 2048, 2048, 2048, 10)
 _MIB = 1 << 20
-_SMALL, _LARGE = 64, 5_000_000  # numbers in an all-reduce
+_SMALL, _LARGE = 64, 5_000_000  # elements of an all-reduce
 _REPEATS = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A distribution of the model over processes.
+    """Layout of the model over processes.
 
     Attributes:
         topology: As in ``benchmarks.spread``.
@@ -52,13 +52,13 @@ class Case:
     bands: int = 1
 
     def run(self) -> Run:
-        """Runs the model with these settings."""
+        """Returns the run of this case for `benchmarks.scale_model`."""
         ends = list(itertools.pairwise(WIDTHS))
         weights = [a * b + b for a, b in ends]
         sharded = self.topology == "fsdp2"
         return Run(
             parameters=sum(weights),
-            rows=CELLS[CELL].rows,
+            microbatch=CELLS[CELL].batch_size,
             replicas=1 if sharded else self.ranks,
             shards=self.ranks if sharded else 1,
             kept_bytes=4.0 * sum(a + b for a, b in ends),
@@ -97,8 +97,8 @@ def constants() -> dict[str, float]:
     """Measures the constants of a process while the others do the same. Runs in every process."""
     from dpengine.noise import NoiseSource
 
-    rows, width, ranks = CELLS[CELL].rows, WIDTHS[1], dist.get_world_size()
-    x, g, weight = torch.randn(rows, width), torch.randn(rows, width), torch.randn(width, width)
+    batch_size, width, ranks = CELLS[CELL].batch_size, WIDTHS[1], dist.get_world_size()
+    x, g, weight = torch.randn(batch_size, width), torch.randn(batch_size, width), torch.randn(width, width)
     waiting = timed(lambda: None)
 
     def products() -> None:
@@ -108,7 +108,7 @@ def constants() -> dict[str, float]:
     many, total = torch.zeros(_LARGE), torch.zeros(_LARGE)
     source = NoiseSource.fresh()
     found = {
-        "products": 5 * 6 * rows * width**2 / (timed(products) - waiting),
+        "products": 5 * 6 * batch_size * width**2 / (timed(products) - waiting),
         "memory_rate": 12 * _LARGE / (timed(lambda: total.add_(many)) - waiting),
         "normal": (timed(lambda: source.add_normal_(total, 1.0, domain="benchmark", step=0)) - waiting) / _LARGE,
         "latency": 0.0,
@@ -129,7 +129,7 @@ def options(bands: int) -> dict[str, Any]:
     return {"noise": BandMF(num_bands=bands), "steps": 1000} if bands > 1 else {}
 
 
-def held(topology: str, bands: int) -> float:
+def peak_mib(topology: str, bands: int) -> float:
     """Returns the peak MiB of private steps. Runs in every process."""
     return peak_memory(CELL, topology, PRIVATE, **options(bands))["later"]
 
@@ -151,43 +151,43 @@ def timings(topology: str, bands: int, steps: int) -> dict[str, Any]:
     return {**found, **{kind: statistics.median(one) for kind, one in past.items()}}
 
 
-def largest_held(case: Case) -> float:
+def largest_peak(case: Case) -> float:
     """Returns the largest peak MiB of the processes, with freed memory returned at once."""
     with mock.patch.dict(os.environ, {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}):
-        return max(launched(case.ranks, held, case.topology, case.bands))
+        return max(launched(case.ranks, peak_mib, case.topology, case.bands))
 
 
 def compare(steps: int) -> str:
     """Returns predictions, measurements and the measured constants as Markdown."""
     lines = [
-        "| processes | spread by | bands | ordinary ms: predicted | measured | private ms: predicted | measured | "
+        "| processes | layout | bands | ordinary ms: predicted | measured | private ms: predicted | measured | "
         "error | peak MiB: predicted | measured | error |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    told = ["| processes | spread by | GFLOP/s | memory GB/s | ns a normal | link GB/s | hop ms |", "|" + "---|" * 7]
-    parts = ["| processes | spread by | bands | products | exchange | noise | passes over memory |", "|" + "---|" * 7]
+    measured = ["| processes | layout | GFLOP/s | memory GB/s | ns per normal | link GB/s | hop ms |", "|" + "---|" * 7]
+    parts = ["| processes | layout | bands | products | exchange | noise | passes over memory |", "|" + "---|" * 7]
     for case in CASES:
         of_ranks = launched(case.ranks, timings, case.topology, case.bands, steps)
-        first, most = of_ranks[0], largest_held(case)
+        first, measured_peak = of_ranks[0], largest_peak(case)
         rates = {name: statistics.mean(one["machine"][name] for one in of_ranks) for name in first["machine"]}
         machine, run = Machine(memory=1e10, draw=0.0, draw_bytes=0.0, scatters=False, **rates), case.run()
-        place = f"| {case.ranks} | {case.topology} |"
+        prefix = f"| {case.ranks} | {case.topology} |"
         ordinary, private = 1e3 * ordinary_seconds(run, machine), 1e3 * total_seconds(run, machine)
         bound = peak(run, machine) / _MIB
         found = {kind: 1e3 * first[kind] for kind in (ORDINARY, PRIVATE)}
         lines.append(
-            f"{place} {case.bands} | {ordinary:.0f} | {found[ORDINARY]:.0f} | {private:.0f} | {found[PRIVATE]:.0f} | "
-            f"{error(private, found[PRIVATE])} | {bound:.0f} | {most:.0f} | {error(bound, most)} |"
+            f"{prefix} {case.bands} | {ordinary:.0f} | {found[ORDINARY]:.0f} | {private:.0f} | {found[PRIVATE]:.0f} | "
+            f"{error(private, found[PRIVATE])} | {bound:.0f} | {measured_peak:.0f} | {error(bound, measured_peak)} |"
         )
-        told.append(
-            f"{place} {machine.products / 1e9:.0f} | {machine.memory_rate / 1e9:.1f} | {1e9 * machine.normal:.2f} | "
+        measured.append(
+            f"{prefix} {machine.products / 1e9:.0f} | {machine.memory_rate / 1e9:.1f} | {1e9 * machine.normal:.2f} | "
             + ("- | - |" if case.ranks == 1 else f"{machine.link_rate / 1e9:.2f} | {1e3 * machine.latency:.2f} |")
         )
         names = ("products", "exchange", "noise", "passes over memory")
         each = seconds(run, machine)
-        parts.append(f"{place} {case.bands} | " + " | ".join(f"{1e3 * each[name]:.0f}" for name in names) + " |")
+        parts.append(f"{prefix} {case.bands} | " + " | ".join(f"{1e3 * each[name]:.0f}" for name in names) + " |")
         print(f"{case.topology}, {case.ranks} processes, {case.bands} bands: done", flush=True)
-    return "\n\n".join("\n".join(one) for one in (lines, told, parts))
+    return "\n\n".join("\n".join(one) for one in (lines, measured, parts))
 
 
 def error(predicted: float, found: float) -> str:
@@ -212,7 +212,7 @@ def draws() -> str:
     lines = ["| examples | expected batch | ms predicted | measured | error |", "|---|---|---|---|---|"]
     machine = Machine(1e10, 1.0, 1.0, 1.0, 1.0, 1.0, draw=each)
     for examples, batch in ((1_000_000_000, 100_000), (1_000_000_000, 1_000_000)):
-        predicted = 1e3 * draw_seconds(Run(1.0, rows=batch, examples=examples), machine)
+        predicted = 1e3 * draw_seconds(Run(1.0, microbatch=batch, examples=examples), machine)
         found = 1e3 * once(examples, batch)
         lines.append(f"| {examples:,} | {batch:,} | {predicted:.1f} | {found:.1f} | {error(predicted, found)} |")
     return "\n".join(lines)

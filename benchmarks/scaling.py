@@ -3,7 +3,7 @@
     python -m benchmarks.scaling --out scaling.json --plot scaling.svg
 
 The cost is the time of dpengine's default mode over that of the ordinary step, interleaved as in ``benchmarks.step``.
-Sums are not compared with a loop here: that benchmark compares those of the same layers.
+The correctness of these layers is checked there.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def measure(name: str, protocol: Protocol, setting: Setting) -> list[dict[str, f
 
 def table(curves: dict[str, list[dict[str, float]]]) -> str:
     """Returns the curves as Markdown."""
-    lines = ["| what varies | else | value | non-private ms | ratio |", "|---|---|---|---|---|"]
+    lines = ["| variable | constants | value | non-private ms | ratio |", "|---|---|---|---|---|"]
     for name, points in curves.items():
         lines += [
             f"| {name} | {CURVES[name].title} | {p['value']} | {p['plain_ms']:.2f} | {p['ratio']:.2f} |" for p in points

@@ -31,10 +31,10 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, time, _ = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(rows, time, -1, 3, self.size).permute(3, 0, 2, 1, 4)
+        batch_size, time, _ = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch_size, time, -1, 3, self.size).permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, time, -1))
+        x = x + self.out(attended.transpose(1, 2).reshape(batch_size, time, -1))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
@@ -78,30 +78,30 @@ class Perceptron(nn.Module):
 
 @dataclass(frozen=True)
 class Cell:
-    """A model and its batches.
+    """Model and its batches.
 
     Attributes:
         make: Builds the model.
         batch: Returns ``(inputs, targets)`` with the given number of samples.
-        rows: Number of samples of a process.
+        batch_size: Number of samples of a process.
         title: Description.
     """
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
-    rows: int
+    batch_size: int
     title: str
 
 
 def _sentences(words: int, time: int) -> Callable[[int], Batch]:
-    return lambda rows: (torch.randint(0, words, (rows, time)), torch.randint(0, words, (rows, time)))
+    return lambda size: (torch.randint(0, words, (size, time)), torch.randint(0, words, (size, time)))
 
 
-def _perceptron(*widths: int, rows: int) -> Cell:
+def _perceptron(*widths: int, batch_size: int) -> Cell:
     return Cell(
         lambda: Perceptron(*widths),
         lambda count: (torch.randn(count, widths[0]), torch.randint(0, widths[-1], (count,))),
-        rows,
+        batch_size,
         "-".join(map(str, widths)),
     )
 
@@ -110,8 +110,8 @@ CELLS = {
     "transformer": Cell(
         lambda: LanguageModel(4000, 256, 4, 4), _sentences(4000, 64), 16, "4 layers of width 256, 4,000 words, T=64"
     ),
-    "perceptron": _perceptron(784, 2048, 2048, 2048, 10, rows=128),
-    "tiny": _perceptron(8, 8, 8, rows=4),
+    "perceptron": _perceptron(784, 2048, 2048, 2048, 10, batch_size=128),
+    "tiny": _perceptron(8, 8, 8, batch_size=4),
 }
 TOPOLOGIES = {"ddp": 2, "fsdp2": 2, "tensor parallel": 2, "hybrid": 4}
 """Kinds of parallelism, with the number of processes."""
@@ -161,7 +161,7 @@ def split(model: nn.Module) -> dict[str, Any]:
 def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[], None]:
     """Returns a function that makes one step. Weights and batch are the same for both kinds.
 
-    ``batch_returner`` acts as the loader, as in ``benchmarks.contenders``.
+    ``batch_returner`` replaces the loader, as in ``benchmarks.contenders``.
 
     Args:
         cell: The model.
@@ -173,12 +173,11 @@ def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[
         The function.
     """
     is_replicated = topology == "tensor parallel"  # its processes have the same samples
-    rows = cell.rows
     torch.manual_seed(0)
     model = wrapped(cell.make(), topology)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     torch.manual_seed(1 if is_replicated else 1 + _rank())
-    inputs, targets = cell.batch(rows)
+    inputs, targets = cell.batch(cell.batch_size)
 
     def ordinary() -> None:
         optimizer.zero_grad()
@@ -190,12 +189,12 @@ def stepping(cell: Cell, topology: str, kind: str, **options: Any) -> Callable[[
     from benchmarks.contenders import batch_returner
     from dpengine import PrivacyEngine
 
-    logical = rows * (1 if is_replicated or topology == "one" else dist.get_world_size())
+    logical = cell.batch_size * (1 if is_replicated or topology == "one" else dist.get_world_size())
     data = torch.utils.data.TensorDataset(torch.zeros(100 * logical, 1))
     engine = PrivacyEngine()
     loader = torch.utils.data.DataLoader(data, batch_size=logical)
     engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, **options)
-    return_batch = batch_returner(engine, rows)
+    return_batch = batch_returner(engine, cell.batch_size)
 
     def private() -> None:
         return_batch()

@@ -1,4 +1,4 @@
-"""The figure of step times in the README, from RESULTS.md: ``python -m benchmarks.step_time_figure``."""
+"""Draws the figure of step times in the README from RESULTS.md: ``python -m benchmarks.step_time_figure``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StepTime:
 
     @property
     def label(self) -> str:
-        """Name of the model and its batch size."""
+        """Returns the name of the model and its batch size."""
         return f"{DESCRIPTIONS.get(self.cell, self.cell)}  (batch {self.batch_size})"
 
 
@@ -82,7 +82,7 @@ def step_times(text: str) -> list[StepTime]:
 
 
 def _table(text: str, first_column: str) -> dict[str, dict[str, str]]:
-    """The rows of the first table whose first column has this title, by their first entry."""
+    """Returns the rows of the first table whose first column has this title, by their first entry."""
     lines = text.splitlines()
     start = next((k for k, line in enumerate(lines) if line.startswith(f"| {first_column} |")), None)
     if start is None:
@@ -102,7 +102,7 @@ def _entries(line: str) -> list[str]:
 
 
 def machine(text: str) -> str:
-    """The machine and the versions of the measurement, as RESULTS.md states them.
+    """Describes the machine and the versions of the measurement, as stated in RESULTS.md.
 
     Args:
         text: The content of RESULTS.md.
@@ -125,7 +125,7 @@ def machine(text: str) -> str:
 
 
 def caption(text: str) -> str:
-    """The caption of the figure: medians, the cells in which Opacus is faster, machine and versions.
+    """Returns the caption of the figure: medians, the cells in which Opacus is faster, machine and versions.
 
     Args:
         text: The content of RESULTS.md.
@@ -181,10 +181,10 @@ def draw(times: list[StepTime], path: Path) -> None:
     plt.close(figure)
 
 
-def _bar(axes: Any, place: float, value: float, color: str, *, label: str | None, note: str = "") -> None:
-    axes.barh(place, value - 1.0, 0.36, left=1.0, color=color, label=label)
+def _bar(axes: Any, y: float, value: float, color: str, *, label: str | None, note: str = "") -> None:
+    axes.barh(y, value - 1.0, 0.36, left=1.0, color=color, label=label)
     text = f"{value:.2f}" if value < 10 else f"{value:.0f}"
-    end = (max(value, 1.0), place)
+    end = (max(value, 1.0), y)
     axes.annotate(
         f"{text} {note}".rstrip(), end, (4, 0), textcoords="offset points", va="center", color=color, fontsize=8
     )

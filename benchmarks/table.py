@@ -1,4 +1,7 @@
-"""Results as Markdown tables and a chart: ``python -m benchmarks.table results.json more.json --plot ratios.svg``."""
+"""Prints results as Markdown tables, and draws a chart.
+
+python -m benchmarks.table results.json more.json --plot ratios.svg
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def merged(parts: Iterable[Results]) -> Results:
 
 
 def report(results: Results) -> str:
-    """All tables."""
+    """Returns all tables."""
     parts = [summary(results), ladder(results), memory(results), failures(results)]
     return "\n\n".join(part for part in parts if part)
 

@@ -1,4 +1,4 @@
-"""The clock: all contenders of a cell make one step each in turn, so that drifts of the machine hit all alike."""
+"""Times the contenders of a cell. Their steps alternate, so that drift of the machine affects all equally."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.gate import judge
 from benchmarks.memory import peak_memory
 from benchmarks.runner import Runner, Setting, timed, trainable
 
-FEWEST_STEPS = 5  # of a contender that has used up its budget
+MIN_STEPS = 5  # of a contender that has used up its budget
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,31 @@ class Protocol:
     """Length of a measurement.
 
     Attributes:
-        steps: Timed steps of each contender.
-        warm_up: Steps before.
-        budget: Seconds after which a slow contender stops, once it has made ``FEWEST_STEPS`` steps.
-        memory: Whose peak memory is taken: ``"all"``, ``"ours"`` or ``"none"``.
-        largest: Bytes of gradients of single rows above which a contender that keeps them is left out.
+        steps: Number of timed steps of each contender.
+        warm_up: Number of steps before the timed ones.
+        budget: Seconds after which a slow contender stops, once it has made ``MIN_STEPS`` steps.
+        memory: Contenders whose peak memory is measured: ``"all"``, ``"ours"`` or ``"none"``.
+        max_bytes: Limit for the bytes of stored per-sample gradients; a contender that exceeds it is not timed.
     """
 
     steps: int = 20
     warm_up: int = 5
     budget: float = 60.0
     memory: str = "all"
-    largest: float = 0.4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    max_bytes: float = 0.4 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def measure(name: str, cell: Cell, contenders: Iterable[str], protocol: Protocol, setting: Setting) -> dict[str, Any]:
-    """Gates and times a cell's contenders, and takes their memory.
+    """Checks and times the contenders of a cell, and measures their memory.
 
     Returns:
-        What goes under the cell's name in the file of results.
+        The entry of the cell in the file of results.
     """
     failed: dict[str, str] = {}
     gate: dict[str, dict[str, float | None]] = {}
     sound = []
     for contender in contenders:
-        why_not = _too_large(cell, contender, protocol.largest)
+        why_not = _too_large(cell, contender, protocol.max_bytes)
         if why_not is None and contender not in BASELINES:
             verdict = judge(CONTENDERS[contender], cell, setting)
             gate[contender] = {"deviation": verdict.deviation, "overshoot": verdict.overshoot}
@@ -56,22 +56,22 @@ def measure(name: str, cell: Cell, contenders: Iterable[str], protocol: Protocol
         else:
             failed[contender] = why_not
     timed, broke = time_steps(cell, sound, protocol, setting)
-    wanted = {"all": tuple(timed), "ours": ("plain", *[c for c in timed if c.startswith("dpengine")]), "none": ()}
+    measured = {"all": tuple(timed), "ours": ("plain", *[c for c in timed if c.startswith("dpengine")]), "none": ()}
     return {
-        "rows": cell.rows,
+        "rows": cell.batch_size,
         "goals": [{"target": g.target, "stretch": g.stretch, "against": g.against} for g in cell.goals],
         "results": timed,
         "gate": gate,
         "failed": {**failed, **broke},
         "labels": {c: why for c in timed if (why := label(c, name)) is not None},
-        "memory": {c: peak_memory(name, c, setting) for c in wanted[protocol.memory]},
+        "memory": {c: peak_memory(name, c, setting) for c in measured[protocol.memory]},
     }
 
 
 def time_steps(
     cell: Cell, contenders: Iterable[str], protocol: Protocol, setting: Setting
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The times of a cell's contenders, ungated, and what went wrong with the others."""
+    """Returns the times of contenders without checking them, and the errors of those that failed."""
     runners: dict[str, Runner] = {}
     broke: dict[str, str] = {}
     seconds: dict[str, list[float]] = {}
@@ -87,7 +87,7 @@ def time_steps(
             except Exception as error:
                 broke[contender] = _short(error)
         for _ in range(protocol.steps):
-            for contender in [c for c, past in seconds.items() if _goes_on(past, protocol)]:
+            for contender in [c for c, past in seconds.items() if _continues(past, protocol)]:
                 try:
                     seconds[contender].append(timed(runners[contender].step, setting.device))
                 except Exception as error:
@@ -100,8 +100,8 @@ def time_steps(
     return {contender: _row(contender, past, medians) for contender, past in seconds.items()}, broke
 
 
-def _goes_on(past: list[float], protocol: Protocol) -> bool:
-    return len(past) < FEWEST_STEPS or sum(past) < protocol.budget
+def _continues(past: list[float], protocol: Protocol) -> bool:
+    return len(past) < MIN_STEPS or sum(past) < protocol.budget
 
 
 def _row(contender: str, seconds: list[float], medians: dict[str, float]) -> dict[str, float]:
@@ -117,13 +117,13 @@ def _row(contender: str, seconds: list[float], medians: dict[str, float]) -> dic
     return row if own == "plain" or own not in medians else {**row, "own_ratio": medians[contender] / medians[own]}
 
 
-def _too_large(cell: Cell, contender: str, largest: float) -> str | None:
-    if not CONTENDERS[contender].keeps_rows:
+def _too_large(cell: Cell, contender: str, max_bytes: float) -> str | None:
+    if not CONTENDERS[contender].stores_gradients:
         return None
-    numbers = cell.rows * sum(weight.numel() for weight in trainable(cell.make()).values())
-    if 4 * numbers <= largest / 4:  # float32; up to four copies are alive at once in the libraries measured
+    numbers = cell.batch_size * sum(weight.numel() for weight in trainable(cell.make()).values())
+    if 4 * numbers <= max_bytes / 4:  # float32; the measured libraries have up to four copies at once
         return None
-    return f"left out: its gradients of single rows take {4 * numbers / 1e9:.1f} GB, several times"
+    return f"not timed: its per-sample gradients take {4 * numbers / 1e9:.1f} GB, several times"
 
 
 def _short(error: Exception) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.scale_large import WAYS, large_tables
+from benchmarks.scale_large import LAYOUTS, large_tables
 from benchmarks.scale_model import (
     Machine,
     Message,
@@ -12,9 +12,9 @@ from benchmarks.scale_model import (
     draw_seconds,
     exchange_seconds,
     first_to_bind,
+    max_positions,
     memory,
     messages,
-    most_places,
     noise_seconds,
     ordinary_seconds,
     peak,
@@ -26,7 +26,7 @@ from benchmarks.scale_model import (
 MACHINE = Machine(
     memory=1e9, memory_rate=1e10, products=1e9, link_rate=1e6, latency=1e-3, normal=2e-9, draw=1e-7, draw_bytes=100.0
 )
-RUN = Run(parameters=1e6, rows=8, places=10, kept_bytes=1000.0, groups=4, group=3e5, largest=2e5)
+RUN = Run(parameters=1e6, microbatch=8, positions=10, kept_bytes=1000.0, groups=4, group=3e5, largest=2e5)
 
 
 def test_one_process_exchanges_nothing_and_holds_weights_and_sums():
@@ -34,7 +34,7 @@ def test_one_process_exchanges_nothing_and_holds_weights_and_sums():
     found = memory(RUN, MACHINE)
     assert found["weights"] == found["sums"] == 4e6
     assert found["inputs and gradients of layers"] == 80_000 and found["draw"] == 800
-    assert found["sums on their way"] == found["gathered weights"] == found["noise of past steps"] == 0
+    assert found["sums in transit"] == found["gathered weights"] == found["noise of past steps"] == 0
 
 
 def test_replicas_exchange_once_for_each_logical_batch_and_shards_once_for_each_pass():
@@ -47,12 +47,12 @@ def test_replicas_exchange_once_for_each_logical_batch_and_shards_once_for_each_
 
 
 def test_buckets_are_of_25_mebibytes():
-    (message,) = messages(Run(parameters=1e7, rows=1, replicas=2))
+    (message,) = messages(Run(parameters=1e7, microbatch=1, replicas=2))
     assert (message.count, message.size) == (2, 4e7)
 
 
 def test_a_bucket_holds_whole_tensors_however_large_they_are():
-    large = Run(parameters=1e9, rows=1, shards=2, tensors=3)
+    large = Run(parameters=1e9, microbatch=1, shards=2, tensors=3)
     assert [message.count for message in messages(large)] == [1, 3]
     assert messages(replace(large, tensors=1000))[1].count == 153
 
@@ -66,9 +66,9 @@ def test_split_layers_may_be_nearer_than_others():
 
 
 def test_the_large_run_has_the_stated_parameters_and_rows():
-    for way in WAYS:
-        assert way.run.parameters == pytest.approx(1e11, rel=0.01)
-        assert way.run.ranks == 1000 and way.run.logical in (128_000, 1_024_000)
+    for layout in LAYOUTS:
+        assert layout.run.parameters == pytest.approx(1e11, rel=0.01)
+        assert layout.run.ranks == 1000 and layout.run.logical in (128_000, 1_024_000)
     assert "| memory: inputs and gradients of layers |" in large_tables()
 
 
@@ -132,17 +132,17 @@ def test_the_first_to_bind_is_memory_where_it_does_not_fit_and_else_what_takes_l
 
 
 def test_as_many_places_fit_as_fill_the_memory():
-    places = most_places(RUN, MACHINE)
-    filled = replace(RUN, places=1, rows=8, kept_bytes=RUN.kept_bytes * places / 8)
+    positions = max_positions(RUN, MACHINE)
+    filled = replace(RUN, positions=1, microbatch=8, kept_bytes=RUN.kept_bytes * positions / 8)
     assert peak(filled, MACHINE) == pytest.approx(MACHINE.memory, rel=1e-5)
 
 
 def test_few_whole_sums_are_held_and_weights_are_let_go_before():
     found = memory(replace(RUN, parameters=1e9, shards=10), MACHINE)
     bucket = 25 * 2**20 + 4 * 2e5
-    assert found["sums on their way"] == 3 * bucket + 4e8
+    assert found["sums in transit"] == 3 * bucket + 4e8
     assert found["gathered weights"] == 2 * 4 * 3e5
     run = replace(RUN, shards=2)  # no more than all of them, and one bucket beside
     found = memory(run, MACHINE)
-    assert found["sums on their way"] == 4e6 + 4e6 + 2e6
+    assert found["sums in transit"] == 4e6 + 4e6 + 2e6
     assert peak(run, MACHINE) == sum(found.values()) - found["gathered weights"]
