@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 
 class PrivacyError(RuntimeError):
-    """Base of all errors that protect the guarantee.
+    """Base class of all errors that protect the guarantee.
 
     Args:
         message: Place, problem, and reason why it matters.
@@ -165,7 +165,7 @@ class BatchStateError(PrivacyError):
 
 
 class MechanismMismatchError(PrivacyError, ValueError):
-    """A stored state belongs to another mechanism than the one that loads it."""
+    """A stored state and the run that loads it, or two ranks of a run, have different mechanisms."""
 
     code = "DPE023"
 
@@ -255,12 +255,12 @@ def check_keywords(function_name: str, names: Iterable[str], accepted: Sequence[
         accepted: All keywords that the function accepts.
 
     Raises:
-        TypeError: If a keyword is unknown. The message suggests the most similar known one.
+        TypeError: If a keyword is unknown. The message suggests the most similar accepted one.
     """
     for name in names:
         if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, n=1) or [k for k in accepted if name in k or k in name]
-            hint = f" Did you mean {near[0]!r}?" if near else f" It takes: {', '.join(accepted) or 'none'}."
+            matches = difflib.get_close_matches(name, accepted, n=1) or [k for k in accepted if name in k or k in name]
+            hint = f" Did you mean {matches[0]!r}?" if matches else f" It takes: {', '.join(accepted) or 'none'}."
             raise TypeError(f"{function_name}() has no argument {name!r}.{hint}")
 
 

@@ -49,7 +49,7 @@ def state(owner, run=-1):
         stage=step.batches.stage.value,
         released=step.batches.released,
         discarded=step.batches.discarded,
-        dropped=step.dropped_rows,
+        dropped=step.dropped_samples,
         step=step.batches.last_step,
         chunk=step.batches.chunk,
         waiting=[(ticket.step, tuple(ticket.sizes)) for ticket in step.batches.batches],
@@ -384,4 +384,4 @@ def budget(owner, *arguments):
     """An empty ledger for a run, and a function ``overspend(count)`` of a budget with these arguments."""
     step, limit = _step(owner), Budget(*arguments)
     step.ledger = ledger = Ledger()
-    return ledger, lambda count: limit.overspent(step.plan, ledger, count)
+    return ledger, lambda count: limit.exceeding_epsilon(step.plan, ledger, count)

@@ -105,7 +105,7 @@ class AuditedRun:
         """Returns the step, and the example indices of the current physical batch."""
         run = self.run.step
         step = run.batches.batches[-1].step
-        drawn = self.run.batches._batches.draw(step)  # a pure function, so it returns the same batch again
+        drawn = self.run.loader._batches.draw(step)  # a pure function, so it returns the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
     def _record_release(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -153,4 +153,4 @@ class AuditedRun:
         index_M = np.zeros(self._canaries.count, dtype=np.int64)
         indices = np.flatnonzero(self._canaries.canary_of >= 0)
         index_M[self._canaries.canary_of[indices]] = indices
-        return inner.group_of(self.run.step.selection_words)[index_M], inner.cycle_length
+        return inner.group_of(self.run.step.sampling_words)[index_M], inner.cycle_length

@@ -181,7 +181,7 @@ def _check_resume(evidence: Evidence, make: Maker, seed: int) -> None:
     def new_trial(folder: Path | None) -> Trial:
         trial = _trial(make, seed, {}, _LONG_RUN, engine=PrivacyEngine())  # a seeded run would reproduce itself
         if folder is not None:
-            load(folder, trial.engine, nothing_left_since=trial.plan.noise is not None)
+            load(folder, trial.engine, nothing_released_since=trial.plan.noise is not None)
         return trial
 
     with tempfile.TemporaryDirectory() as name:

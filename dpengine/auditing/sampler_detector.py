@@ -188,7 +188,7 @@ def _check_cyclic(evidence: Evidence, make: Maker, seed: int) -> None:
         first = _draw_masks(evidence, trial, half, _EXAMPLES)
         save(Path(folder) / "run", trial.engine)
         resumed = new_trial()
-        load(Path(folder) / "run", resumed.engine, nothing_left_since=True)
+        load(Path(folder) / "run", resumed.engine, nothing_released_since=True)
         masks_TN = np.concatenate([first, _draw_masks(evidence, resumed, half, _EXAMPLES)])
     evidence.n += masks_TN.size
     if masks_TN.max(initial=0) > 1:

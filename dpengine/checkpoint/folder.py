@@ -1,6 +1,7 @@
 """Atomic replacement of checkpoint folders, and conversion of nested states to JSON values and named tensors.
 
-If a process is terminated at any time, the old folder, the new one or both remain under names that `present` checks.
+If a process is terminated at any time, the old folder, the new one or both remain under names that `last_complete`
+checks.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def split_tensors(state: Any, name: str) -> tuple[Any, dict[str, Tensor]]:
             tensor_name = f"{name}.{len(tensors)}"  # paths of different keys may be equal
             tensors[tensor_name] = value
             return {_TENSOR: tensor_name}
-        if isinstance(value, Mapping):  # stored as pairs, because keys may be numbers or equal a mark
+        if isinstance(value, Mapping):  # stored as pairs, because keys may be numbers, or equal to a mark
             return {_PAIRS: [[to_json(key, path), to_json(part, f"{path}.{key}")] for key, part in value.items()]}
         if isinstance(value, (list, tuple)):
             parts = [to_json(part, f"{path}.{i}") for i, part in enumerate(value)]
@@ -68,7 +69,7 @@ def join_tensors(state: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 _NEW, _OLD = "new", "old"
-COPY_ALL = "Copy the complete folder, also its private part."
+COPY_ALL = "Copy the complete folder, including its private part."
 _SECRET_MODE, _SECRET_FOLDER_MODE = 0o600, 0o700
 
 
@@ -79,7 +80,7 @@ def begin(folder: Path, *, secret_folder: str) -> Path:
         raise FileExistsError(f"checkpoint: {folder} contains other files. Choose another folder.")
     new, old = staging_folder(folder), _sibling(folder, _OLD)
     if not folder.exists() and old.exists():  # a process was terminated between the renames of `commit`
-        present(folder).rename(folder)
+        last_complete(folder).rename(folder)
     for leftover in (new, old):
         if leftover.exists():
             shutil.rmtree(leftover)
@@ -145,7 +146,7 @@ def _opened(path: Path) -> BufferedReader:
         raise CorruptFileError(f"{path} is missing.", fix=COPY_ALL) from None
 
 
-def present(folder: Path) -> Path:
+def last_complete(folder: Path) -> Path:
     """Returns the path of the last complete folder."""
     folder = folder.resolve()
     new, old = _sibling(folder, _NEW), _sibling(folder, _OLD)
@@ -156,6 +157,6 @@ def present(folder: Path) -> Path:
     raise FileNotFoundError(f"checkpoint: there is no folder {folder}.")
 
 
-def _sibling(folder: Path, which: str) -> Path:
+def _sibling(folder: Path, suffix: str) -> Path:
     """Returns a sibling folder with a reserved name, whose content may be deleted."""
-    return folder.with_name(f".{folder.name}.dpengine-{which}")
+    return folder.with_name(f".{folder.name}.dpengine-{suffix}")

@@ -15,7 +15,7 @@ from dpengine.errors import InvalidBudgetError
 VERSION = 2
 SECRET = "private"
 MODEL, OPTIMIZER, RUN, NOISE = "model", "optimizer", "run", "noise"  # names of tensor files
-PUBLIC, SEALS = "privacy_state.json", "seals.json"
+PUBLIC, SEALS = "privacy_state.json", "seals.json"  # the seal of a file is its SHA-256
 EARLIER = "Use an earlier checkpoint."
 
 
@@ -43,10 +43,10 @@ def untied_tensors(model: nn.Module, topology: Topology) -> dict[str, Tensor]:
     if others:
         raise TypeError(f"checkpoint: {others[0]!r} in the model's state is not a tensor. Remove get_extra_state.")
     registered: dict[str, object] = {
-        f"{prefix}.{name}" if prefix else name: id(topology.registered(owner, name, present))
+        f"{prefix}.{name}" if prefix else name: id(topology.registered(owner, name, current))
         for prefix, owner in model.named_modules(remove_duplicate=False)
-        for name, present in owner._parameters.items()
-        if present is not None
+        for name, current in owner._parameters.items()
+        if current is not None
     }
     first: dict[object, str] = {}
     for name, tensor in weights.items():

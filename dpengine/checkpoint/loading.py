@@ -27,30 +27,32 @@ from .run_state import check_state, is_seeded, next_nonce, resumption
 from .tensor_files import StoredTensors, files_of
 
 
-def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool = False) -> None:
+def load(folder: str | Path, engine: PrivacyEngine, *, nothing_released_since: bool = False) -> None:
     """Resumes a saved run. Call ``make_private`` as in the first run, then ``load``, then train.
 
     The model, the optimizer, the privacy cost and the position are those of the checkpoint. Later batches and noise are
-    fresh, so no randomness repeats; only a run with a seed continues as without interruption. A ledger file contains
-    the cost of steps that the saving process took after the checkpoint. Without a ledger file this cost is unknown: add
-    it with ``engine.load_state_dict`` if its state is available.
+    fresh, so no randomness repeats. Only a run with a seed continues exactly like an uninterrupted run.
+
+    A ledger file contains the cost of steps that the saving process took after the checkpoint. Without a ledger file
+    this cost is unknown: add it with ``engine.load_state_dict`` if its state is available.
 
     Correlated noise starts again as a separate mechanism, whose cost is added, so the total cost is higher than that of
-    the uninterrupted run. With ``nothing_left_since``, it continues as the planned matrix.
+    the uninterrupted run. With ``nothing_released_since``, it continues as the planned matrix.
 
     The data set must be the same, in the same order. Its length is compared, and some examples if reading them is
-    deterministic. The number of processes, and how they share the model, may change. Each process calls this function.
+    deterministic. The number of processes and the sharding of the model may change. Every process must call this
+    function.
 
     Args:
         folder: The folder of the checkpoint.
         engine: An engine whose last run has not begun. Earlier charges of the run need not be loaded.
-        nothing_left_since: Whether the caller states that no result of steps after the checkpoint was released or
+        nothing_released_since: True if the caller states that no result of steps after the checkpoint was released or
             displayed, for example because the process crashed and its weights are lost.
 
     Raises:
         MechanismMismatchError: If the run differs from the saved one.
         CorruptFileError: If a file is missing or damaged.
-        LedgerError: If this engine has charges that contradict ``nothing_left_since``.
+        LedgerError: If this engine has charges that contradict ``nothing_released_since``.
         FileNotFoundError: If the folder does not exist.
         BatchStateError: If the run has begun.
         InvalidBudgetError: If the engine has no run, or more than one that is not detached.
@@ -59,15 +61,15 @@ def load(folder: str | Path, engine: PrivacyEngine, *, nothing_left_since: bool 
     run = only_run(engine)
     topology = run.step.passes.topology
     ranks = topology.everyone
-    seals = ranks.run_on_all(lambda: _check_seals(folders.present(Path(folder)), ranks.rank, ranks.size))
-    topology.check_consistent(checkpoint=seals[ranks.rank], nothing_left_since=nothing_left_since)
+    seals = ranks.run_on_all(lambda: _check_seals(folders.last_complete(Path(folder)), ranks.rank, ranks.size))
+    topology.check_consistent(checkpoint=seals[ranks.rank], nothing_released_since=nothing_released_since)
     with contextlib.ExitStack() as opened:
         files = _CheckpointFiles(opened)
-        ranks.run_on_all(lambda: files.open(folders.present(Path(folder))))
+        ranks.run_on_all(lambda: files.open(folders.last_complete(Path(folder))))
         nonce = ranks.broadcast(next_nonce(files.state))
-        ranks.run_on_all(lambda: files.prepare(run, engine, nonce, nothing_left_since=nothing_left_since))
-        with _all_or_nothing(run):
-            ranks.run_on_all(lambda: files.fill(run, engine))
+        ranks.run_on_all(lambda: files.prepare(run, engine, nonce, nothing_released_since=nothing_released_since))
+        with _restored_on_error(run):
+            ranks.run_on_all(lambda: files.load_states(run, engine))
             ranks.run_on_all(lambda: files.changes.apply(run))
 
 
@@ -78,10 +80,10 @@ def exists(folder: str | Path) -> bool:
         folder: The folder of the checkpoint.
 
     Returns:
-        Whether there is a checkpoint.
+        True if there is a checkpoint.
     """
     try:
-        folders.present(Path(folder))
+        folders.last_complete(Path(folder))
     except FileNotFoundError:
         return False
     return True
@@ -114,19 +116,19 @@ class _CheckpointFiles:
             )
         check_state(self.state)
 
-    def prepare(self, run: Run, engine: PrivacyEngine, nonce: int, *, nothing_left_since: bool) -> None:
+    def prepare(self, run: Run, engine: PrivacyEngine, nonce: int, *, nothing_released_since: bool) -> None:
         """Prepares all changes without making them."""
         topology = run.step.passes.topology
-        if (nothing_left_since or is_seeded(self.state)) and self._noise.names:
+        if (nothing_released_since or is_seeded(self.state)) and self._noise.names:
             places = noised_places(run.step.passes.buffer, topology.replicas)
-            self.state["noise"]["slices"] = sharded_state.cut_slices(self._noise, places)
+            self.state["noise"]["slices"] = sharded_state.read_slices(self._noise, places)
         self.changes = resumption(
-            run, self.state, engine.ledger.history, nonce=nonce, nothing_left_since=nothing_left_since
+            run, self.state, engine.ledger.history, nonce=nonce, nothing_released_since=nothing_released_since
         )
-        now = untied_tensors(model_inside(run.model), topology)
-        _check_weights(now, self._model)
+        current = untied_tensors(model_inside(run.model), topology)
+        _check_weights(current, self._model)
         self._weights = {
-            name: sharded_state.local_tensor(self._model, name, like, topology) for name, like in now.items()
+            name: sharded_state.local_tensor(self._model, name, like, topology) for name, like in current.items()
         }
         metadata = self._optimizer.metadata
         owners = _json(metadata.get("of", ""), layout.OPTIMIZER)
@@ -143,7 +145,7 @@ class _CheckpointFiles:
             )
         self._privacy_state = _json(folders.read(self._folder / layout.PUBLIC).decode(errors="replace"), layout.PUBLIC)
 
-    def fill(self, run: Run, engine: PrivacyEngine) -> None:
+    def load_states(self, run: Run, engine: PrivacyEngine) -> None:
         """Loads the stored states into the model, the other objects and the ledger."""
         # A tied tensor is stored under its first name.
         model_inside(run.model).load_state_dict(self._weights, strict=False)
@@ -168,8 +170,8 @@ def _marked_resumed(state: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(run: Run) -> Iterator[None]:
-    """Restores the model and the other objects if one of them cannot load its state."""
+def _restored_on_error(run: Run) -> Iterator[None]:
+    """Restores the states of the model and the other objects after an error in the context."""
     with contextlib.ExitStack() as undo:
         for stateful in (model_inside(run.model), *stateful_objects(run).values()):
             undo.callback(stateful.load_state_dict, copy.deepcopy(stateful.state_dict()))
@@ -201,14 +203,14 @@ def _json(text: str, where: str) -> Any:
         raise CorruptFileError(f"{where} is damaged: {error}.", fix=layout.EARLIER) from error
 
 
-def _check_weights(now: Mapping[str, Tensor], stored: StoredTensors) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in now.items()}
+def _check_weights(current: Mapping[str, Tensor], stored: StoredTensors) -> None:
+    expected = {name: tuple(tensor.shape) for name, tensor in current.items()}
     saved = {name: stored.shape(name) for name in stored.names}
     differing = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
-            f"The checkpoint has another model: {len(differing)} tensors differ, the first is {name!r} "
-            f"({saved.get(name)}, now {expected.get(name)}).",
+            f"The checkpoint has another model: {len(differing)} tensors differ. The first is {name!r}, of shape "
+            f"{saved.get(name)} in the checkpoint and {expected.get(name)} in this run.",
             fix="Build the same model as in the saved run.",
         )

@@ -49,7 +49,7 @@ _TYPES: dict[str, Any] = {
 def state_of(run: Run) -> dict[str, Any]:
     """Returns the state of a run between two steps, with the secret key and this rank's slices of the noise."""
     step = run.step
-    if run.batches is None:
+    if run.loader is None:
         raise SamplingError(
             "A run with external batches cannot be saved, because the position of its batches is unknown.",
             fix="Save the model, the optimizer and engine.state_dict(), and call make_private again.",
@@ -71,7 +71,7 @@ def state_of(run: Run) -> dict[str, Any]:
         "earlier_nonces": [list(entry) for entry in step.earlier_nonces],
         "noise": step.noise.state_dict(),
         "clipping": step.plan.clipping.state_dict(),
-        "dropped_rows": step.dropped_rows,
+        "dropped_rows": step.dropped_samples,
         "joined": step.batches.merged,
         "examples": examples_of(run, step.source),
         "units": None if step.passes.capture.choice is not None else list(step.passes.capture.units),
@@ -124,17 +124,17 @@ class Resumption:
         step.plan.clipping.load_state_dict(dict(state["clipping"]))
         step.batches.last_step, step.batches.merged = state["last_step"], state["joined"]
         first = step.passes.topology.everyone.rank == 0
-        step.dropped_rows = state["dropped_rows"] if first else 0  # the stored number is the sum over ranks
+        step.dropped_samples = state["dropped_rows"] if first else 0  # the stored number is the sum over ranks
         step.earlier_nonces = self.earlier_nonces
         capture = step.passes.capture
         if state.get("units") is not None and capture.choice is not None:
             capture.choice.use(capture, state["units"])
         run.resumed = True
-        run.batches.load_state_dict({"position": state["last_step"] + 1})
+        run.loader.load_state_dict({"position": state["last_step"] + 1})
 
 
 def resumption(
-    run: Run, state: Mapping[str, Any], charges: Iterable[Charge], *, nonce: int, nothing_left_since: bool
+    run: Run, state: Mapping[str, Any], charges: Iterable[Charge], *, nonce: int, nothing_released_since: bool
 ) -> Resumption:
     """Returns the changes that resume a run, without making them. ``nonce`` must be equal on all ranks."""
     if run.step.batches.last_step >= 0 or run.resumed or not run.attached:
@@ -151,18 +151,18 @@ def resumption(
     _check_examples(run, source, state)
     first = state["last_step"] + 1
     same_matrix = plan.noise is None or plan.noise.name == state["matrix"]
-    if not (nothing_left_since or (is_seeded(state) and same_matrix)):
+    if not (nothing_released_since or (is_seeded(state) and same_matrix)):
         return Resumption(state, plan, source, mechanism_for(source, plan.noise, first_step=first), ())
-    if nothing_left_since and any(getattr(charge.event, "run", None) == state["run"] for charge in charges):
+    if nothing_released_since and any(getattr(charge.event, "run", None) == state["run"] for charge in charges):
         raise LedgerError(
             "This engine has charged steps of the loaded run, so results may have been released since the checkpoint.",
-            fix="Omit nothing_left_since=True. The noise then starts again, and both mechanisms are accounted.",
+            fix="Omit nothing_released_since=True. The noise then starts again, and both mechanisms are accounted.",
         )
     if not same_matrix:
         raise MechanismMismatchError(
             f"The noise cannot continue as one matrix: it was {state['matrix']}, but this run has another matrix, "
             "perhaps because it was optimized on another machine.",
-            fix="Omit nothing_left_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
+            fix="Omit nothing_released_since=True, or pass the matrix as numbers: a plan, or BandMF(strategy=...).",
         )
     if plan.noise is not None:
         _check_generators(run, plan.noise, source, state["noise"])
@@ -222,42 +222,43 @@ _FORMER_NAMES = {  # in the descriptions of sampling schemes in earlier checkpoi
 
 
 def _check_fingerprint(run: Run, state: Mapping[str, Any]) -> None:
-    now, then = fingerprint(run), dict(state["fingerprint"])
+    current, saved = fingerprint(run), dict(state["fingerprint"])
     for former, name in _FORMER_NAMES.items():
-        then["sampling"] = str(then.get("sampling")).replace(former, name)
-    differing = [name for name in {**now, **then} if now.get(name) != then.get(name)]
+        saved["sampling"] = str(saved.get("sampling")).replace(former, name)
+    differing = [name for name in {**current, **saved} if current.get(name) != saved.get(name)]
     if differing:
         name = differing[0]
         raise MechanismMismatchError(
-            f"The saved run has another {', '.join(differing)} ({name}: {then.get(name)!r}, now {now.get(name)!r}).",
+            f"The saved run has another {', '.join(differing)} ({name}: {saved.get(name)!r}, "
+            f"now {current.get(name)!r}).",
             fix="Call make_private with the model, the data and the arguments of the saved run.",
         )
 
 
 def _check_examples(run: Run, source: NoiseSource, state: Mapping[str, Any]) -> None:
-    then = state.get("examples")  # missing in the first checkpoints
-    then = then if isinstance(then, list) else []
-    now = examples_of(run, source, state["source"]["incarnation"])
-    differing = [i for i, (a, b) in enumerate(zip(then, now, strict=False)) if a and b and a != b]
+    saved = state.get("examples")  # missing in the first checkpoints
+    saved = saved if isinstance(saved, list) else []
+    current = examples_of(run, source, state["source"]["incarnation"])
+    differing = [i for i, (a, b) in enumerate(zip(saved, current, strict=False)) if a and b and a != b]
     if differing:
         source.close()
         raise MechanismMismatchError(
-            f"The data set differs from that of the checkpoint: {len(differing)} of {len(now)} compared examples are "
-            "different, or at another index.",
+            f"The data set differs from that of the checkpoint: {len(differing)} of {len(current)} compared examples "
+            "are different, or at another index.",
             fix="Use the same data set in the same order, or begin a new run for another data set.",
         )
 
 
 def _check_generators(run: Run, noise: Recurrence, source: NoiseSource, state: Mapping[str, Any]) -> None:
-    now = {source.generator_on(parameter.device) for parameter in run.step.passes.trainable().values()}
-    then = state.get("generators", now & {"CPU"} or {"not recorded"})  # earlier checkpoints have none
-    if len({*then, *now}) > 1 and noise.regenerates:
+    current = {source.generator_on(parameter.device) for parameter in run.step.passes.trainable().values()}
+    saved = state.get("generators", current & {"CPU"} or {"not recorded"})  # earlier checkpoints have none
+    if len({*saved, *current}) > 1 and noise.regenerates:
         source.close()
         raise MechanismMismatchError(
-            f"The noise cannot continue as one matrix: its generator was {', '.join(sorted(then))}, and is now "
-            f"{', '.join(sorted(now))}, whose values differ, so earlier noise would not cancel.",
+            f"The noise cannot continue as one matrix: its generator was {', '.join(sorted(saved))}, and is now "
+            f"{', '.join(sorted(current))}. Their values differ, so earlier noise would not cancel.",
             fix="Continue on a device of the same type as in the saved run, with the same version of dpengine. Without "
-            "a seed you can also omit nothing_left_since=True, so that the noise starts again.",
+            "a seed you can also omit nothing_released_since=True, so that the noise starts again.",
         )
 
 

@@ -30,9 +30,9 @@ def save(folder: str | Path, engine: PrivacyEngine) -> None:
     folder ``private`` contains the key of the noise, with which noise can be removed. Only its owner can read it, and
     it must not be published.
 
-    If several processes train the model, each process calls this function with the same shared folder, and writes its
-    shards, as ``model-00001-of-00004.safetensors`` and so on. `load` reads them on any number of processes, and so does
-    ``torch.distributed.checkpoint`` with its ``HuggingFaceStorageReader``.
+    If several processes train the model, every process must call this function with the same shared folder. Each writes
+    its shards, as ``model-00001-of-00004.safetensors`` and so on. `load` reads them on any number of processes, and so
+    does ``torch.distributed.checkpoint`` with its ``HuggingFaceStorageReader``.
 
     Args:
         folder: The folder. An earlier checkpoint in it is replaced once the new files are complete.
@@ -118,8 +118,10 @@ class _RankFiles:
 
     def write(self, folder: Path) -> dict[str, str]:
         """Writes the files. Returns their seals by relative path."""
-        files = ((f"{layout.SECRET}/{name}" if secret else name, into, secret) for name, into, secret in self._writers)
-        return {path: folders.write(folder / path, into, secret=secret) for path, into, secret in files}
+        files = (
+            (f"{layout.SECRET}/{name}" if secret else name, write, secret) for name, write, secret in self._writers
+        )
+        return {path: folders.write(folder / path, write, secret=secret) for path, write, secret in files}
 
 
 def _merged_noise(states: list[dict[str, Any]]) -> dict[str, Any]:

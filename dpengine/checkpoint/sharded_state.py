@@ -63,17 +63,17 @@ def owners(tensors: Mapping[str, Tensor], optimizer: Optimizer, state: Mapping[s
 
 
 def optimizer_tensors(
-    stored: StoredTensors, of: Mapping[str, int], optimizer: Optimizer, topology: Topology
+    stored: StoredTensors, index_of: Mapping[str, int], optimizer: Optimizer, topology: Topology
 ) -> dict[str, Tensor]:
-    """Reads the tensors of an optimizer's state for this rank. ``of`` is the result of `owners`."""
+    """Reads the tensors of an optimizer's state for this rank. ``index_of`` is the result of `owners`."""
     parameters, tensors = _parameters_of(optimizer), {}
     for name in stored.names:
-        if name not in of:
+        if name not in index_of:
             tensors[name] = stored.read(name)
             continue
-        if not 0 <= of[name] < len(parameters):
+        if not 0 <= index_of[name] < len(parameters):
             raise CorruptFileError(f"{name!r} does not belong to a parameter.", fix=EARLIER)
-        parameter, shape = parameters[of[name]], stored.shape(name)
+        parameter, shape = parameters[index_of[name]], stored.shape(name)
         if not is_dtensor(parameter) or not shape:
             tensors[name] = stored.read(name)
         elif shape == tuple(parameter.shape):
@@ -100,24 +100,24 @@ def slice_shards(slices: Mapping[Places, Tensor]) -> dict[str, Shard]:
     return {".".join([_SLICE, *map(str, astuple(places))]): Shard(state_KD) for places, state_KD in slices.items()}
 
 
-def cut_slices(stored: StoredTensors, wanted: Sequence[Places]) -> dict[Places, Tensor]:
+def read_slices(stored: StoredTensors, slices: Sequence[Places]) -> dict[Places, Tensor]:
     """Reads the state of correlated noise for the slices of this rank, by their places."""
-    rows = sorted(row for name in stored.names for row in _rows_of(name))
-    return {places: _cut(stored, rows, places) for places in wanted}
+    rows = sorted(row for name in stored.names for row in _stored_rows(name))
+    return {places: _read_slice(stored, rows, places) for places in slices}
 
 
-def _rows_of(name: str) -> list[tuple[int, int, str, int]]:
+def _stored_rows(name: str) -> list[tuple[int, int, str, int]]:
     """Returns start, length, name and offset of each row of a stored slice."""
     places = Places(*map(int, name.split(".")[1:]))
     return [(places.start + i * places.stride, places.length, name, i * places.length) for i in range(places.rows)]
 
 
-def _cut(stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], wanted: Places) -> Tensor:
+def _read_slice(stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], places: Places) -> Tensor:
     parts: list[Tensor] = []
-    cache: dict[str, Tensor] = {}  # slices with several rows, which are read once
-    for row in range(wanted.rows):
-        position = wanted.start + row * wanted.stride
-        end = position + wanted.length
+    cache: dict[str, Tensor] = {}  # stored slices with several rows, so that each is read once
+    for row in range(places.rows):
+        position = places.start + row * places.stride
+        end = position + places.length
         index = bisect.bisect_right(rows, position, key=lambda stored_row: stored_row[0]) - 1
         while position < end:
             start, length, name, offset = rows[index] if 0 <= index < len(rows) else (end, 0, "", 0)

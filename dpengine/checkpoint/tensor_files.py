@@ -112,17 +112,17 @@ class StoredTensors:
         ends = [[a + n for a, n in zip(box.start, box.size, strict=True)] for _, box in self._parts[name]]
         return tuple(map(max, zip(*ends, strict=True)))
 
-    def read(self, name: str, wanted: Box | None = None) -> Tensor:
+    def read(self, name: str, box: Box | None = None) -> Tensor:
         """Returns a part of a tensor, or the complete tensor, as a new tensor on the CPU."""
-        box = Box.full(self.shape(name)) if wanted is None else wanted
+        box = Box.full(self.shape(name)) if box is None else box
         out, count = None, 0
         with _corruption_errors(name):
             for file, part in self._parts[name]:
-                common = part.common(box)
+                common = part.intersection(box)
                 if out is None or common.numel:
                     values = _values(file, name, part, common)
                     out = torch.empty(box.size, dtype=values.dtype) if out is None else out
-                    out[common.inside(box)] = values
+                    out[common.slices_in(box)] = values
                     count += common.numel
         if out is None or count != box.numel:
             raise CorruptFileError(f"{name!r} is incomplete.", fix=EARLIER)
@@ -134,7 +134,7 @@ def _values(file: Any, name: str, part: Box, common: Box) -> Tensor:
         return file.get_tensor(name)  # type: ignore[no-any-return]
     if not common.numel:  # an empty tensor with the stored dtype
         return file.get_slice(name)[tuple(slice(0, 0) for _ in part.size)].new_empty(common.size)  # type: ignore[no-any-return]
-    return file.get_slice(name)[common.inside(part)]  # type: ignore[no-any-return]
+    return file.get_slice(name)[common.slices_in(part)]  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -31,8 +31,7 @@ def check_equal_weights(model: nn.Module, topology: Topology) -> None:
     """Raises if the copies of a model differ between ranks. All ranks must call it."""
     tensors: dict[str, Any] = dict([*model.named_parameters(), *model.named_buffers()])
     _check_equal_tensors(topology.replicas, topology, tensors)
-    parameters = topology.parameters(model)
-    split = {name for name, parameter in parameters.items() if topology.is_split(parameter)}
+    split = {name for name, parameter in topology.parameters(model).items() if topology.is_split(parameter)}
     _check_equal_tensors(topology.splits, topology, {n: t for n, t in tensors.items() if n not in split})
 
 

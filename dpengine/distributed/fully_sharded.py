@@ -29,21 +29,21 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         for name, parameter in module._parameters.items():
             if parameter is not None and (module, name) not in slots and parameter.requires_grad:
                 raise UnsupportedLayerError(
-                    f"Parameter '{prefix}.{name}' is not sharded, but others are, so its gradient would not be summed "
+                    f"Parameter '{prefix}.{name}' is not sharded, but others are. Its gradient would not be summed "
                     "over the ranks.",
-                    fix="Also call fully_shard(model) on the whole model, after its parts.",
+                    fix="After sharding its parts, also call fully_shard(model) on the complete model.",
                 )
     info = next(iter(infos.values()))
     replicated = hasattr(info, "replicate_process_group")
     if not hasattr(info, "shard_process_group"):
         raise UnsupportedLayerError(
             f"The mesh of the model does not shard its parameters ({type(info).__name__}).",
-            fix="Wrap it in torch.nn.parallel.DistributedDataParallel instead.",
+            fix="Wrap the model in torch.nn.parallel.DistributedDataParallel instead.",
         )
     shards = Ranks.of(info.shard_process_group)
     replicas = Ranks.of(info.replicate_process_group) if replicated else SINGLE_PROCESS
-    others = world().size - replicas.size * shards.size
-    if others and replicated and not _is_tensor_parallel(parts, info):
+    remaining = world().size - replicas.size * shards.size
+    if remaining and replicated and not _is_tensor_parallel(parts, info):
         raise UnsupportedLayerError(
             f"The model is on a mesh of {replicas.size} x {shards.size} processes, but {world().size} processes run. "
             "Another model on the remaining processes would get the same noise.",
@@ -53,7 +53,7 @@ def fully_sharded(model: nn.Module) -> Topology | None:
         name="hybrid sharded" if replicated else "fully sharded",
         replicas=replicas,
         shards=shards,
-        everyone=shards if others and not replicated else world(),
+        everyone=shards if remaining and not replicated else world(),
         slots=slots,
         group={part.sharded_param: number for number, group in enumerate(sharded) for part in group.fsdp_params}.get,
         defers=lambda: not any(getattr(group, "reduce_grads", True) for group in sharded),
@@ -67,7 +67,7 @@ def _groups_of(module: nn.Module) -> list[Any]:
     if state is None:
         return []
     groups = getattr(state, "_fsdp_param_groups", None)
-    if groups is None:  # before torch 2.11 a module had at most one
+    if groups is None:  # before torch 2.11, a module had at most one group
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
     return list(groups)
 

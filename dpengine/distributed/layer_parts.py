@@ -1,4 +1,4 @@
-"""Translates calls of split layers on DTensors to calls of a rank's part on ordinary tensors.
+"""Translates calls of split layers on DTensors to calls of the rank's part of the layer on ordinary tensors.
 
 - Linear layer, outputs split: the part has the full input and the gradient of its part of the output.
 - Linear layer, inputs split: the part has its part of the input and the gradient of the full output. The output is the
@@ -40,8 +40,9 @@ class LocalCall:
     Attributes:
         args: Positional inputs.
         kwargs: Keyword inputs.
-        output: Part of the output, or addend of the sum over ranks.
-        remote: Mask of entries that belong to other ranks, whose output gradient does not count here; None if none.
+        output: Part of the output, or this rank's addend if the output is a sum over ranks.
+        remote: Mask of embedding entries that belong to other ranks, whose output gradient is ignored on this rank;
+            None if there are none.
     """
 
     args: Any
@@ -56,7 +57,7 @@ class LayerPart:
 
     Attributes:
         name: Dotted name of the layer.
-        layer: Layer of the size of the part, on the meta device.
+        layer: Layer with the size of the part, on the meta device.
         shapes: Shape of the part of each parameter.
         axis: Axis along which the weight is split; None if it is not split.
         weight: Local shard of the weight.
@@ -73,7 +74,7 @@ class LayerPart:
     @classmethod
     def of(cls, name: str, layer: nn.Module, shards: Mapping[str, LocalShard]) -> LayerPart:
         """Returns the part with these local shards. Raises UnsupportedLayerError if the split is not supported."""
-        axes = {key: cut_axis(shard) for key, shard in shards.items()}
+        axes = {key: split_axis(shard) for key, shard in shards.items()}
         axis = axes.get("weight")
         bias_axis = 0 if axis == 0 else None  # a bias is split like the outputs
         if layer_type(layer) not in LAYERS or axes.get("bias", bias_axis) != bias_axis:
@@ -82,7 +83,7 @@ class LayerPart:
                 "Embedding layers are supported, split by ColwiseParallel or RowwiseParallel.",
                 fix="Leave it out of the plan of parallelize_module, or freeze it.",
             )
-        shapes = {key: shard.formed.size for key, shard in shards.items()}
+        shapes = {key: shard.computed.size for key, shard in shards.items()}
         first, second = shapes["weight"]
         dtype: Any = layer.weight.dtype
         if isinstance(layer, nn.Linear):
@@ -100,12 +101,12 @@ class LayerPart:
 
     @staticmethod
     def run_empty(layer: Any, inputs: Tensor) -> Tensor:
-        """Returns the output of the part of a linear layer, for an empty batch."""
+        """Returns the output of this rank's part of a linear layer for an empty batch."""
         bias = None if layer.bias is None else local_part(layer.bias).detach()
         return F.linear(inputs, local_part(layer.weight).detach(), bias)
 
     def empty_output(self, output: Tensor, mesh: Any) -> Any:
-        """Returns the output of the layer for an empty batch, given the output of the part."""
+        """Returns the output of the complete layer for an empty batch, given the output of the part."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         placement: Any = Replicate() if self.axis is None else Partial() if self.axis == 1 else Shard(output.dim() - 1)
@@ -132,7 +133,7 @@ class LayerPart:
         if is_linear or self.axis != 0:
             return LocalCall(args, kwargs, part, None)
         (entries,) = pytree.tree_leaves((args, kwargs))
-        size, local_entries = self.weight.formed.size[0], entries - self.weight.formed.start[0]
+        size, local_entries = self.weight.computed.size[0], entries - self.weight.computed.start[0]
         remote = (local_entries < 0) | (local_entries >= size)
         if self.padding is not None:
             remote |= entries == self.padding
@@ -162,14 +163,14 @@ class LayerPart:
         )
 
 
-def cut_axis(shard: LocalShard) -> int | None:
+def split_axis(shard: LocalShard) -> int | None:
     """Returns the axis along which tensor parallelism splits a parameter; None if it does not."""
-    axes = [axis for axis, size in enumerate(shard.formed.size) if size != shard.shape[axis]]
+    axes = [axis for axis, size in enumerate(shard.computed.size) if size != shard.shape[axis]]
     return axes[0] if axes else None
 
 
 def local_inputs(name: str, trees: Any) -> Any:
-    """Waits for the inputs of a layer that is not split, and returns them. Rejects DTensors."""
+    """Waits for the inputs of a layer that is not split, and returns them. Raises an error for DTensors."""
 
     def wait_for(leaf: Any) -> Any:
         if is_dtensor(leaf):

@@ -1,8 +1,8 @@
-"""Positions of a rank's shard in a parameter, which may be a DTensor.
+"""Positions of a rank's shard in a parameter. The parameter may be a DTensor.
 
 The noise of an element depends on its position in the full parameter, so it does not depend on the sharding. A mesh has
 the data axes (replicas, shards) first, then optionally an axis that splits layers. A parameter is first split along the
-latter. The part that its layer uses is then divided into shards.
+axis that splits layers. The part that the layer uses is then divided into shards.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Box:
         start = (*self.start[:axis], self.start[axis] + begin, *self.start[axis + 1 :])
         return Box(start, (*self.size[:axis], end - begin, *self.size[axis + 1 :]))
 
-    def common(self, other: Box) -> Box:
+    def intersection(self, other: Box) -> Box:
         """Returns the intersection of two boxes, which may be empty."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(a + m, b + n) for a, m, b, n in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
-    def inside(self, outer: Box) -> tuple[slice, ...]:
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Returns the slices that select this box from a tensor that stores the outer box."""
         starts = (begin - first for begin, first in zip(self.start, outer.start, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.size, strict=True))
@@ -94,13 +94,13 @@ class LocalShard:
 
     Attributes:
         shape: Shape of the full parameter.
-        formed: Part that the rank computes: the full parameter, or its part of a split layer (tensor parallelism).
-        kept: Part of ``formed`` that the rank keeps.
-        axis: Axis along which ``kept`` is cut from ``formed``, if parameters are sharded.
+        computed: Part that the rank computes: the full parameter, or its part of a split layer (tensor parallelism).
+        kept: Part of ``computed`` that the rank keeps.
+        axis: Axis along which ``computed`` is sharded, if parameters are sharded.
     """
 
     shape: Shape
-    formed: Box
+    computed: Box
     kept: Box
     axis: int = 0
 
@@ -118,11 +118,12 @@ class LocalShard:
     @property
     def places(self) -> list[Places]:
         """Positions of ``kept`` in the flat parameter, in memory order."""
-        cut = [axis for axis, size in enumerate(self.kept.size) if size != self.shape[axis]]
-        if not cut or not self.kept.numel:
+        partial_axes = [axis for axis, size in enumerate(self.kept.size) if size != self.shape[axis]]
+        if not partial_axes or not self.kept.numel:
             return [Places(0, self.kept.numel)] if self.kept.numel else []
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
-        inner, outer = cut[-1], cut[-2] if len(cut) > 1 else 0  # between these axes, rows have equal distances
+        inner = partial_axes[-1]
+        outer = partial_axes[-2] if len(partial_axes) > 1 else 0  # between these axes, rows have equal distances
         length, rows = self.kept.size[inner] * strides[inner], math.prod(self.kept.size[outer:inner])
         stride = strides[inner - 1] if rows > 1 else 0
         first = _product(self.kept.start, strides)
@@ -148,7 +149,7 @@ class ParameterLayout:
     """Distribution of parameters over the ranks. By default, parameters are ordinary tensors, full on each rank.
 
     Attributes:
-        local_shard: Returns the shard of a parameter's sum that this rank computes and keeps.
+        local_shard: Returns the parts of a parameter's sum that this rank computes and keeps.
         gradient: Returns the gradient of a parameter for its kept shard; None if the kept shard is the gradient.
         local: Returns the local part of a tensor.
         data_axes: Number of axes of a DTensor's mesh that belong to replicas and shards.
@@ -197,18 +198,18 @@ def _local_shard(data_axes: int, parameter: Any) -> LocalShard:
     if not is_dtensor(parameter):
         return LocalShard.full(parameter.shape)
     mesh = parameter.device_mesh
-    cuts = [
+    divisions = [
         (mesh_axis, placement.dim, mesh.get_local_rank(mesh_axis), mesh.size(mesh_axis))
         for mesh_axis, placement in enumerate(parameter.placements)
         if not placement.is_replicate()
     ]
-    formed, axis = Box.full(parameter.shape), 0
-    for mesh_axis, dim, number, parts in cuts:
-        formed = formed.part(dim, number, parts) if mesh_axis >= data_axes else formed
-    kept = formed
-    for mesh_axis, dim, number, parts in cuts:
+    computed, axis = Box.full(parameter.shape), 0
+    for mesh_axis, dim, number, parts in divisions:
+        computed = computed.part(dim, number, parts) if mesh_axis >= data_axes else computed
+    kept = computed
+    for mesh_axis, dim, number, parts in divisions:
         kept, axis = (kept.part(dim, number, parts), dim) if mesh_axis < data_axes else (kept, axis)
-    return LocalShard(tuple(parameter.shape), formed, kept, axis)
+    return LocalShard(tuple(parameter.shape), computed, kept, axis)
 
 
 def _gradient(parameter: Any, kept: Tensor) -> Tensor:

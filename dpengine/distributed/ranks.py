@@ -1,4 +1,4 @@
-"""Process groups of the engine, and the rank fingerprint, which detects ranks that sum different values."""
+"""Process groups of the engine, and a fingerprint that detects ranks which sum different values."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ class Ranks:
             return None
 
     def all_reduce(self, tensor: Tensor) -> Callable[[], None]:
-        """Starts to replace a tensor by its sum over the ranks. Returns a function that waits for the result."""
+        """Starts an all-reduce that sums a tensor in place. Returns a function that waits for the result."""
         if self.size == 1:
             return _no_wait
         return _waiting(dist.all_reduce(tensor, group=self.group, async_op=True), tensor)
 
     def reduce_scatter(self, full: Tensor, part: Tensor) -> Callable[[], None]:
-        """Starts to sum ``full`` ``(size * n,)`` over the ranks. Each rank gets its ``part`` ``(n,)``.
+        """Starts to sum ``full`` ``(size * n,)`` over the ranks. Each rank receives its ``part`` ``(n,)`` of the sum.
 
         Returns a function that waits for the result.
         """
-        exchange = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
-        return _waiting(exchange(part, full, group=self.group, async_op=True), full, part)
+        reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the older name
+        return _waiting(reduce_scatter(part, full, group=self.group, async_op=True), full, part)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Returns the values of all ranks, which must be picklable. Waits for all ranks."""
@@ -74,7 +74,7 @@ class Ranks:
     def run_on_all(self, action: Callable[[], T]) -> list[T]:
         """Runs an action on all ranks, and returns all results. The action must not wait for other ranks.
 
-        If it fails on one rank, that rank raises its exception and the others raise RuntimeError.
+        If the action fails on one rank, that rank raises its exception and the others raise RuntimeError.
         """
         result, error = None, None
         try:

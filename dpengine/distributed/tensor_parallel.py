@@ -1,7 +1,7 @@
 """Models whose layers ``parallelize_module`` split over a group of ranks that process the same samples.
 
-Parameters of other layers, and biases of ``RowwiseParallel``, are full on each rank. All other parameters are split.
-Every rank computes its part of each per-sample gradient, so only squared norms are summed over ranks.
+Parameters of other layers and biases of ``RowwiseParallel`` layers are full on each rank. All other parameters are
+split. Every rank computes its part of each per-sample gradient, so only squared norms are summed over ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def tensor_parallel(model: nn.Module, topology: Topology) -> Topology:
     """Adds tensor parallelism to the topology of a model. Returns it unchanged if no layer is split."""
     split_parameters: dict[Slot, tuple[str, Any]] = {}
     for prefix, module in model.named_modules():
-        for name, present in module._parameters.items():
-            parameter: Any = None if present is None else topology.registered(module, name, present)
+        for name, current in module._parameters.items():
+            parameter: Any = None if current is None else topology.registered(module, name, current)
             if is_dtensor(parameter) and parameter.device_mesh.ndim > topology.layout.data_axes:
                 split_parameters[module, name] = (f"{prefix}.{name}" if prefix else name, parameter)
     if not split_parameters:

@@ -5,9 +5,9 @@ There are three groups, each possibly of one process. *Replicas* hold the same p
 same samples.
 
 Note [replicated]: ranks that split layers also hold full copies of other parameters, whose gradients must be equal. The
-norm counts one copy. If the copies differ, for example because of different dropout, the norm of the gradient that
-another rank adds is not bounded. The norms of the copies are therefore exchanged, and a relative deviation above 1e-3
-raises an error on every rank.
+norm includes one copy only. If the copies differ, for example because of different dropout, the norm of the gradient
+that another rank adds is not bounded. The ranks therefore exchange the norms of the copies, and a relative deviation
+above 1e-3 raises an error on every rank.
 
 Axes: B samples, K groups.
 """
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 
 from dpengine.errors import MechanismMismatchError
 
-from .layer_parts import LayerPart, cut_axis
+from .layer_parts import LayerPart, split_axis
 from .local_shards import FULL_ON_EACH_RANK, ParameterLayout, is_first_copy
 from .ranks import SINGLE_PROCESS, RankFingerprint, Ranks
 
-_MOST_VARIANCE = 1e-6  # largest variance of a sample's norms over ranks, relative to their squared mean
+_MAX_VARIANCE = 1e-6  # maximum variance of a sample's norms over ranks, relative to their squared mean
 
 
 def all_reduce_sq_norms(
@@ -37,9 +37,9 @@ def all_reduce_sq_norms(
 
     See Note [replicated].
     """
-    rows, groups = split_BK.shape
-    message = torch.zeros(rows * (groups + 2) + RankFingerprint.WORDS, dtype=torch.float64, device=device)
-    sums = message[: -RankFingerprint.WORDS].view(rows, groups + 2)
+    samples, groups = split_BK.shape
+    message = torch.zeros(samples * (groups + 2) + RankFingerprint.WORDS, dtype=torch.float64, device=device)
+    sums = message[: -RankFingerprint.WORDS].view(samples, groups + 2)
     sums[:, :groups] = split_BK if splits.rank else split_BK.double() + replicated_BK.double()
     sums[:, groups + 1] = replicated_BK.double().sum(dim=1)
     sums[:, groups] = sums[:, groups + 1].sqrt()
@@ -47,14 +47,14 @@ def all_reduce_sq_norms(
     splits.all_reduce(message)()
     RankFingerprint.check(message[-RankFingerprint.WORDS :], splits.size)
     norm_B, sq_norm_B = sums[:, groups], sums[:, groups + 1]
-    if bool((splits.size * sq_norm_B > norm_B.square() * (1 + _MOST_VARIANCE)).any()):
+    if bool((splits.size * sq_norm_B > norm_B.square() * (1 + _MAX_VARIANCE)).any()):
         raise MechanismMismatchError(
             "Gradients of replicated parameters differ between tensor-parallel ranks.",
             fix="Set the same random state on all of them (torch.manual_seed), so that dropout is equal. Do not place "
             "a replicated layer where activations are split: between ColwiseParallel and RowwiseParallel, or on "
             "split sequences.",
         )
-    not_finite_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # true if it is on any rank, so that all ranks drop the sample
+    not_finite_B1 = ~sq_norm_B.isfinite().unsqueeze(1)  # on any rank, so that all ranks drop the sample
     return sums[:, :groups].masked_fill(not_finite_B1, torch.inf).to(split_BK.device)
 
 
@@ -67,15 +67,15 @@ class Topology:
     """Distribution of a run over processes.
 
     Attributes:
-        name: Name in reports.
+        name: Name of the kind of distribution, for reports.
         replicas: Ranks with the same parameters and different samples.
         shards: Ranks with parts of one copy of the parameters and different samples.
         splits: Ranks with parts of each layer and the same samples.
         everyone: All ranks of the run.
-        slots: Parameters of the optimizer, by slot, for modules that have other parameters during their forward.
+        slots: Parameters of the optimizer by slot, for modules that hold other parameters during their forward pass.
         layout: Distribution of parameters.
         parts: This rank's part of each split layer.
-        group: Returns a key that is equal for parameters that are gathered together. Their sums share buckets.
+        group: Returns a key that is equal for parameters that are gathered together, whose sums share buckets.
         defers: Returns True if the user postponed the reduce-scatter from each pass to the step; None for never.
     """
 
@@ -107,7 +107,7 @@ class Topology:
 
     def is_split(self, parameter: nn.Parameter) -> bool:
         """Returns True if tensor parallelism splits a parameter."""
-        return self.splits.size > 1 and cut_axis(self.layout.local_shard(parameter)) is not None
+        return self.splits.size > 1 and split_axis(self.layout.local_shard(parameter)) is not None
 
     def reduce_sq_norms(
         self, split_BK: Tensor, replicated_BK: Tensor, fingerprint: Sequence[object], device: torch.device
@@ -128,9 +128,9 @@ class Topology:
             return dict(model.named_parameters())
         names: dict[nn.Parameter, str] = {}
         for prefix, owner in model.named_modules():
-            for name, present in owner._parameters.items():
-                if present is not None:
-                    names.setdefault(self.registered(owner, name, present), f"{prefix}.{name}" if prefix else name)
+            for name, current in owner._parameters.items():
+                if current is not None:
+                    names.setdefault(self.registered(owner, name, current), f"{prefix}.{name}" if prefix else name)
         return {name: parameter for parameter, name in names.items()}
 
     def writes(self, tensor: Tensor) -> bool:
@@ -141,9 +141,9 @@ class Topology:
             return self.replicas.rank == copies == 0 and is_first_copy(tensor)
         return self.replicas.rank == self.shards.rank == copies == 0
 
-    def registered(self, owner: nn.Module, name: str, present: nn.Parameter) -> nn.Parameter:
-        """Returns the optimizer's parameter for ``present``, which is currently in the module."""
-        return self.slots.get((owner, name), present)
+    def registered(self, owner: nn.Module, name: str, current: nn.Parameter) -> nn.Parameter:
+        """Returns the optimizer's parameter for ``current``, which is currently in the module."""
+        return self.slots.get((owner, name), current)
 
     def check_consistent(self, **settings: Any) -> None:
         """Raises if the ``repr`` of a setting differs between ranks. All ranks must call it."""

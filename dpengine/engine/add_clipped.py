@@ -19,7 +19,7 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.grad_modes.strategy import AbstractGradients, common_rows
 
-_CLIPPED = 1 - 2**-19  # smaller factors clip; larger ones are 1 up to rounding
+_UNCLIPPED = 1 - 2**-19  # factors of at least this are 1 up to rounding
 _SMALLEST_NORMAL = torch.finfo(torch.float32).smallest_normal
 
 
@@ -52,7 +52,7 @@ class ClipStatistics:
         """Number of samples whose norm exceeds the clipping norm of some group."""
         if self.norms_BK is None or self.factors_BK is None:
             return 0
-        return int(((self.factors_BK < _CLIPPED) & self._finite_B1(self.norms_BK)).any(dim=1).sum())
+        return int(((self.factors_BK < _UNCLIPPED) & self._finite_B1(self.norms_BK)).any(dim=1).sum())
 
     @staticmethod
     def _finite_B1(norms_BK: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def add_clipped(
     else:
         factors_BK = custom_factors(policy, norms_BK)
     samples = common_rows(mode.rows)
-    total, smallest, largest = _read(norms_BK, factors_BK) if samples else (0.0, 1.0, 1.0)
+    total, smallest, largest = _read_scalars(norms_BK, factors_BK) if samples else (0.0, 1.0, 1.0)
     dropped = 0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)
     # `add_sums` accepts weights of at most 1; automatic clipping may return larger factors.
     largest = max(1.0, largest)
@@ -101,10 +101,10 @@ def add_clipped(
     # Sums are float32: a weight below the smallest normal number might be rounded up to twice its value.
     if smallest / largest < 2 * _SMALLEST_NORMAL:
         weights_BK = weights_BK.masked_fill(weights_BK < _SMALLEST_NORMAL, 0)
-    wait = topology.defers is not None and topology.defers()
-    buffer.begin(fingerprint, defer=wait)
+    defer = topology.defers is not None and topology.defers()
+    buffer.begin(fingerprint, defer=defer)
     mode.add_sums(grouping.group_of, weights_BK, scale * largest, buffer)
-    if not wait:
+    if not defer:
         buffer.settle()
     if dropped and not buffer.is_finite():
         raise UnsupportedLayerError(
@@ -114,8 +114,10 @@ def add_clipped(
     return ClipStatistics(samples, dropped, norms_BK, factors_BK) if samples else ClipStatistics()
 
 
-def _read(norms_BK: Tensor, factors_BK: Tensor) -> list[float]:
-    """Returns the sum of the norms, the smallest and the largest factor. The sum is not finite if a norm is not.
+def _read_scalars(norms_BK: Tensor, factors_BK: Tensor) -> list[float]:
+    """Returns the sum of the norms, the smallest factor and the largest factor.
+
+    The sum of the norms is not finite if a norm is not.
 
     These are the only values of an ordinary step that the host reads, because each read waits for the accelerator.
     The host needs them before the sums, which divide by the largest factor and must not include dropped samples.
@@ -140,7 +142,7 @@ def _sq_norms(
     groups, count = grouping.group_of, grouping.count
     if topology.splits.size == 1:
         norms_BK, first = mode.sq_norms(groups, count, scale), next(iter(groups), None)
-        # A policy may add up values over passes, so all passes return norms on the device of the first parameter.
+        # A policy may sum values over passes, so the norms of all passes are on the device of the first parameter.
         return norms_BK if first is None else norms_BK.to(first.device)
     # Replicated parameters get separate groups with indices from `count` on.
     split_groups = {p: group if topology.is_split(p) else count + group for p, group in groups.items()}

@@ -10,12 +10,12 @@ from torch.amp.grad_scaler import GradScaler
 
 
 def attach_scaler(scaler: GradScaler) -> None:
-    """Makes the scale of a GradScaler constant, in place. Clipping divides by the scale; no step is skipped."""
+    """Makes the scale of a GradScaler constant, in place. Clipping divides by the scale, and no step is skipped."""
     scaler.__class__ = _frozen_class(type(scaler))  # type: ignore[arg-type]
 
 
 def attach_scheduler(scheduler: Any) -> None:
-    """Makes a scheduler skip the skipped steps of its optimizer, in place."""
+    """Makes ``step`` of a scheduler do nothing after a skipped step of its optimizer, in place."""
     scheduler.__class__ = _skipping_class(type(scheduler))  # type: ignore[arg-type]
 
 
@@ -44,7 +44,7 @@ def _update(self: Any, new_scale: float | Tensor | None = None) -> None:
 
 @functools.cache
 def _skipping_class(base: type[Any]) -> type[Any]:
-    # An attribute `step` of the instance would be saved in the scheduler's state_dict.
+    # A subclass, because a `step` attribute of the instance would be saved in the scheduler's state_dict.
     members = {
         "dp_base": base,
         "__doc__": f"{base.__name__} that ignores optimizer steps that only accumulate.",
@@ -61,7 +61,7 @@ def _step_unless_skipped(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _reduce_to_base(self: Any, protocol: Any) -> tuple[Any, ...]:
-    """Gives copies and pickles the original class."""
+    """Makes copies and pickles instances of the original class."""
     return _new_instance, (self.dp_base,), self.__getstate__()
 
 

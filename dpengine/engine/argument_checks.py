@@ -38,7 +38,7 @@ from .optimizer import check_optimizer, parameters_of
 
 
 class NotCopyable:
-    """Base of engines, which cannot be copied or pickled once they have private models."""
+    """Base class of engines, which cannot be copied or pickled once they have private models."""
 
     _alternative = "engine.state_dict()"
 
@@ -46,9 +46,9 @@ class NotCopyable:
         """Supports copies and pickles of an engine without private models; raises TypeError for any other."""
         if self._has_private_models():
             raise TypeError(
-                f"{type(self).__name__} cannot be copied or pickled while it keeps the account of private models: "
-                "neither copy would account for the steps of the other, and noise would repeat. To keep the current "
-                f"epsilon, store the number, or {self._alternative}; to continue elsewhere, save a checkpoint."
+                f"{type(self).__name__} cannot be copied or pickled while it has private models: each copy would "
+                "account for its own steps only, and both would draw the same noise. To keep the current epsilon, "
+                f"store the number, or {self._alternative}. To continue elsewhere, save a checkpoint."
             )
         return super().__reduce_ex__(protocol)
 
@@ -81,7 +81,7 @@ _PASS_STATE = "Pass the result of engine.state_dict()."
 
 
 def check_choice(argument: str, value: str, choices: Collection[str]) -> None:
-    """Raises ValueError if a value is not in a list."""
+    """Raises ValueError if the value of an argument is not one of the choices."""
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{argument}={value!r} is not known. Choose one of: {', '.join(map(repr, choices))}.")
 
@@ -96,7 +96,7 @@ _CHOICES = {
 
 
 def check_choices(**arguments: str) -> None:
-    """Raises ValueError if the value of an argument is not in its list."""
+    """Raises ValueError if the value of an argument is not one of its choices."""
     for argument, value in arguments.items():
         check_choice(argument, value, _CHOICES[argument])
 
@@ -193,8 +193,8 @@ def _check_not_attached(module: nn.Module) -> None:
     """Raises if a model, or a part of it, is already private in any engine."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module.")
-    below = set(module.modules())
-    if any(run.model in below or module in set(run.model.modules()) for run in attached_runs.all()):
+    submodules = set(module.modules())
+    if any(run.model in submodules or module in set(run.model.modules()) for run in attached_runs.all()):
         raise UnknownParameterError(
             f"The model ({type(module).__name__}), or a part of it, is private already, for example because a notebook "
             "cell was run twice.",
@@ -222,10 +222,10 @@ def check_foreign_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
         raise ParameterMismatchError(
-            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely: fix, PEFT or "
-            ".to(dtype) ran after the optimizer was built.",
-            fix="Build the optimizer last. To train several networks with one optimizer, make them parts of one module "
-            "whose forward returns the outputs of all.",
+            f"{len(foreign)} optimizer parameters are not in the model (shapes {shapes}). Likely cause: "
+            "dpengine.fix, PEFT or .to(dtype) ran after the optimizer was built.",
+            fix="Build the optimizer last. To train several networks with one optimizer, make them submodules of one "
+            "module whose forward returns all outputs.",
         )
 
 
@@ -239,7 +239,7 @@ def _check_groups(module: nn.Module, optimizer: Optimizer) -> None:
     if missing:
         notice(
             "DPE003",
-            f"{len(missing)} trainable parameters are not in the optimizer, which will not change them: {missing[:3]}. "
+            f"{len(missing)} trainable parameters are not in the optimizer, so they are not updated: {missing[:3]}. "
             "Norms and noise include them. Freeze them, or call dpengine.engine.restrict_to_optimizer(engine).",
             of=optimizer,
         )

@@ -31,7 +31,7 @@ class Effect(NamedTuple):
     zero_sums: bool = False
 
 
-NOTHING = Effect()
+NO_EFFECT = Effect()
 NOT_RETURNED = frozenset({Stage.IDLE, Stage.RELEASED})
 """Stages in which the loader has returned no batch for the next step."""
 
@@ -46,7 +46,7 @@ class BatchState:
 
     Attributes:
         external: True if no private loader returns the batches. Each backward pass is then a physical batch.
-        continues: With ``external``: True if the next backward pass belongs to the current logical batch.
+        continues: True if the next backward pass belongs to the current logical batch. Used only if ``external``.
         look_ahead: Number of physical batches that a trainer fetches before it uses the first one. If positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
         batches: Logical batches whose gradients are in the sums. The last one is the current batch.
@@ -112,7 +112,7 @@ class BatchState:
     # The loader
 
     def fetch(self, batch: LogicalBatch, chunk: int) -> tuple[LogicalBatch, int] | None:
-        """Queues a physical batch that the loader returns. Returns the one that becomes current, if one does."""
+        """Queues a physical batch that the loader returns. Returns the one that becomes current, or None."""
         if not self.fetched and not (self.look_ahead and self.awaits_backward):
             return batch, chunk
         self.fetched.append((batch, chunk))
@@ -126,16 +126,16 @@ class BatchState:
         """Makes a physical batch the current one. Each logical batch must have a later step than the previous one."""
         if chunk > 0:
             if self.stage is Stage.DISCARDED or (not self.done and self.samples > 0):
-                effect = self.discard()  # a physical batch was left out, now or before
-                self.done = False  # this physical batch had no backward pass yet
+                effect = self.discard()  # this or an earlier physical batch had no backward pass
+                self.done = False  # for the new physical batch
                 return effect
             self.chunk, self.done = chunk, False
-            return NOTHING
+            return NO_EFFECT
         if batch.step <= self.last_step:
             raise ValueError(f"Step {batch.step} does not come after step {self.last_step}.")
         self.last_step = batch.step
         self.passed_over = self.awaits_backward and self.chunk == 0
-        effect = NOTHING
+        effect = NO_EFFECT
         if self.passed_over and len(self.batches) > 1:
             self.batches.pop()  # the batches before it stay in the sums
             effect = Effect(discarded=1)
@@ -148,7 +148,7 @@ class BatchState:
         return effect
 
     def revoke(self, last_step: int) -> None:
-        """Reverts `begin` of a logical batch that the loader does not return. ``last_step`` is its earlier value.
+        """Reverts `begin` of a logical batch that the loader does not return. ``last_step`` is its value before.
 
         Its step counts as skipped. Batches whose gradients are in the sums stay complete.
         """
@@ -185,9 +185,9 @@ class BatchState:
     # The optimizer
 
     def next_for_step(self) -> tuple[LogicalBatch, int] | None:
-        """Removes and returns the next fetched batch if it is due and empty: it may have no backward pass."""
-        waits = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
-        if not self.fetched or waits:
+        """Removes and returns the next fetched batch if it is due and empty, because it may have no backward pass."""
+        is_current_in_use = not self.done if self.stage is Stage.OPEN else self.stage is Stage.CLIPPED
+        if not self.fetched or is_current_in_use:
             return None
         batch, chunk = self.fetched[0]
         return self.fetched.popleft() if batch.sizes[chunk] == 0 else None
@@ -214,7 +214,7 @@ class BatchState:
             effect = self.discard()
             self.batches, self.stage, self.done = [current], Stage.OPEN, False
             return effect
-        return NOTHING
+        return NO_EFFECT
 
     # Budget, and the end of a batch or run
 

@@ -27,8 +27,8 @@ class Budget:
         planned_steps: Number of logical batches for which the noise was calibrated.
         on_budget: Action when the next step would exceed the target: ``"stop"``, ``"raise"`` or ``"warn"``.
         accountant: The accountant that computes epsilon.
-        fits_plan: Whether the noise was calibrated for the planned steps, so the planned steps are known to fit and
-            epsilon is not recomputed.
+        fits_plan: True if the noise was calibrated for the planned steps. These steps then fit the budget, and epsilon
+            is not computed for them.
     """
 
     target_epsilon: float | None = None
@@ -37,41 +37,41 @@ class Budget:
     on_budget: str = "warn"
     accountant: str | Accountant = "pld"
     fits_plan: bool = True
-    # Cache: number of charges of an event that are known to fit, keyed by event and charges of other events. Computing
-    # epsilon can take a second.
+    # Cache, because computing epsilon can take a second: number of charges of an event that are known to fit, by event
+    # and charges of other events.
     _fits: dict[tuple[Event, tuple[Charge, ...]], int] = field(default_factory=dict)
 
     def may_draw(self, plan: RunPlan, ledger: Charges, separate: int, together: int) -> bool:
         """Returns True if the loader may return one more logical batch. See `BatchState.upcoming` for the counts."""
-        return self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None
+        return self.on_budget != "stop" or self._exceeding_epsilon(plan, ledger, together, separate) is None
 
-    def overspent(self, plan: RunPlan, ledger: Charges, count: int) -> float | None:
+    def exceeding_epsilon(self, plan: RunPlan, ledger: Charges, count: int) -> float | None:
         """Returns epsilon after a step with ``count`` charges if it exceeds the target, else None.
 
         With ``on_budget="warn"``, warns and returns None.
         """
-        reached = self._reached(plan, ledger, count, 0)
-        if reached is not None and self.on_budget == "warn":
+        epsilon = self._exceeding_epsilon(plan, ledger, count, 0)
+        if epsilon is not None and self.on_budget == "warn":
             notice(
                 "DPE011",
-                f"The next step reaches epsilon={round_up(reached, 4)} > {self.target_epsilon:g}. Stop training, or "
+                f"The next step reaches epsilon={round_up(epsilon, 4)} > {self.target_epsilon:g}. Stop training, or "
                 "raise target_epsilon.",
                 of=self,
             )
             return None
-        return reached
+        return epsilon
 
     def max_reserved(self, plan: RunPlan, ledger: Charges, last_step: int, count: int) -> int:
         """Returns the maximum number of charges to reserve: ``count`` plus planned charges that are known to fit."""
-        ahead = plan.steps_after(last_step, self.planned_steps)
+        reservable = plan.steps_after(last_step, self.planned_steps)
         if self.target_epsilon is not None and plan.noise_multiplier > 0:
             event, history = plan.event(count), ledger.totals
             others = tuple(charge for charge in history if charge.event != event)
             charged = sum(charge.count for charge in history if charge.event == event)
-            ahead = min(ahead, self._fits.get((event, others), 0) - charged - count)
-        return count + max(0, ahead)
+            reservable = min(reservable, self._fits.get((event, others), 0) - charged - count)
+        return count + max(0, reservable)
 
-    def _reached(self, plan: RunPlan, ledger: Charges, count: int, separate: int) -> float | None:
+    def _exceeding_epsilon(self, plan: RunPlan, ledger: Charges, count: int, separate: int) -> float | None:
         """Returns epsilon after further charges if it exceeds the target; else None."""
         if self.target_epsilon is None or plan.noise_multiplier == 0:
             return None
@@ -83,15 +83,15 @@ class Budget:
         planned = self.planned_steps if calibrated else None
         fits = self._fits.get((event, others), planned or 0)
 
-        def epsilon(number: int) -> float:
+        def epsilon_after(number: int) -> float:
             charges = (*others, Charge(event, number))
             return epsilon_of(charges, self.delta, accountant=self.accountant, relation=plan.relation)
 
         if needed > fits:
-            reached = epsilon(needed)
-            if reached > self.target_epsilon:
-                return reached
-            fits = _largest_fitting(epsilon, self.target_epsilon, needed)
+            epsilon = epsilon_after(needed)
+            if epsilon > self.target_epsilon:
+                return epsilon
+            fits = _largest_fitting(epsilon_after, self.target_epsilon, needed)
         self._fits = {(event, others): fits}
         return None
 

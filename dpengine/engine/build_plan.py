@@ -148,7 +148,7 @@ def _draws(loader: DataLoader[Any], config: SamplingConfig) -> Draws:
     constants = {"sample_rate": config.sample_rate, "expected_batch_size": config.expected_batch_size}
     if isinstance(config.sampling, str):
         return draws_for(loader, sampling=config.sampling, num_units=config.num_units, **constants)
-    if is_drawn_by_loop(config.sampling):  # the loader may be anything
+    if is_drawn_by_loop(config.sampling):  # the loader may be any object, and is not read
         return config.sampling  # type: ignore[return-value]
     conflicts = [name for name, value in constants.items() if value is not None]
     if conflicts:
@@ -182,19 +182,18 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     _check_conflicts(request)
     units = request.sampling_config.num_units
     examples = len(loader.dataset) if units is None else units  # type: ignore[arg-type]
-    selection = config.selection
-    strategy = selection.over(examples)
+    draws = config.sampling_scheme.over(examples)
     sigma = config.required_noise_multiplier()
-    claim = config.claim(sigma, request.run)
-    if not claim.claimed:
+    event = config.event(sigma, request.run)
+    if not event.claimed:
         raise InvalidBudgetError(
-            f"The ledger has no privacy event for this plan: {claim.refusal}",
-            fix="Use a plan with plain or cyclic Poisson batches, or use the parts of this plan in your own loop.",
+            f"The ledger has no privacy event for this plan: {event.refusal}",
+            fix="Use a plan with Poisson or cyclic Poisson batches, or use the parts of this plan in your own loop.",
         )
-    _check_fit(config, strategy, loader, request)
+    _check_fit(config, draws, loader, request)
     public = config.num_examples is not None
     if not public:  # the length of an epoch would reveal the number of examples
-        strategy = strategy.with_steps_per_epoch(config.iterations)
+        draws = draws.with_steps_per_epoch(config.iterations)
     if not public and request.budget_config.target_delta is None:
         raise InvalidBudgetError(
             "The plan keeps the number of examples private, and the default delta would reveal it.",
@@ -206,12 +205,12 @@ def _plan_from_config(module: nn.Module, loader: DataLoader[Any], request: PlanR
     remaining = config.iterations - budget_config.steps_taken
     if remaining <= 0:
         raise InvalidBudgetError(
-            f"The plan has {config.iterations:,} iterations, and the loaded state has {budget_config.steps_taken:,} "
-            "steps already.",
+            f"The plan has {config.iterations:,} iterations, and the loaded state already has "
+            f"{budget_config.steps_taken:,} steps.",
             fix="Report now, or create a plan with more iterations.",
         )
     relation, noise = config.relation, config.recurrence
-    plan = RunPlan(strategy, policy, sigma, divisor, relation, noise, remaining, of_config=True, run=request.run)
+    plan = RunPlan(draws, policy, sigma, divisor, relation, noise, remaining, from_config=True, run=request.run)
     delta = delta_for(budget_config.target_delta, examples, budget_config.allow_large_delta)
     return plan, _budget(budget_config, None, delta, config.iterations)
 
@@ -244,9 +243,9 @@ def _check_conflicts(request: PlanRequest) -> None:
         )
 
 
-def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[Any], request: PlanRequest) -> None:
+def _check_fit(config: AbstractPlanConfig, draws: Draws, loader: DataLoader[Any], request: PlanRequest) -> None:
     """Raises if the plan does not match the data set, the loader's batch size or the number of steps."""
-    examples = strategy.num_examples
+    examples = draws.num_examples
     default = draws_for(loader, num_units=examples)
     loader_batch_size = default.sample_rate * examples
     if config.num_examples is not None and config.num_examples != examples:
@@ -254,10 +253,10 @@ def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[A
             f"The plan is for num_examples={config.num_examples:,}, and the data set has {examples:,} examples.",
             fix=f"Create the plan with num_examples={examples}.",
         )
-    if abs(strategy.expected_batch_size - loader_batch_size) > max(1.0, BATCH_SIZE_TOLERANCE * loader_batch_size):
-        size, groups = strategy.expected_batch_size, getattr(strategy.participation, "cycle_length", 0)
+    if abs(draws.expected_batch_size - loader_batch_size) > max(1.0, BATCH_SIZE_TOLERANCE * loader_batch_size):
+        size, groups = draws.expected_batch_size, getattr(draws.participation, "cycle_length", 0)
         sampling_prob = min(1.0, loader_batch_size * groups / max(examples, 1))
-        with_prob = f" (sampling_prob={strategy.sample_rate:.4g} of {examples:,} examples in {groups} groups)"
+        with_prob = f" (sampling_prob={draws.sample_rate:.4g} of {examples:,} examples in {groups} groups)"
         raise InvalidBudgetError(
             f"The plan has an expected batch size of {size:.4g}{with_prob if groups else ''}, and the loader has "
             f"batch_size={loader_batch_size:g}.",
@@ -265,7 +264,7 @@ def _check_fit(config: AbstractPlanConfig, strategy: Draws, loader: DataLoader[A
             if groups
             else f"Create the loader with batch_size={size:.0f}, or the plan with batches of another size.",
         )
-    steps_per_epoch = math.ceil(examples / strategy.expected_batch_size)
+    steps_per_epoch = math.ceil(examples / draws.expected_batch_size)
     planned = planned_steps(request.budget_config.epochs, request.budget_config.steps, steps_per_epoch)
     if planned is not None and planned != config.iterations:
         raise InvalidBudgetError(

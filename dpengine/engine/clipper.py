@@ -101,7 +101,7 @@ class PerSampleGradientClipper:
             self._statistics.append(self._clipper.clip(recorded))
         finally:
             if self._clipper.buffer.clean and not self._clipper.contributed:
-                self._statistics = []  # the sums were zeroed, because they held a part of a pass
+                self._statistics = []  # an error zeroed the sums, because they may have held a part of the pass
 
     def pre_step(self) -> tuple[float | list[float], float]:
         """Writes the mean of the clipped gradients (the sum for a sum loss) to ``p.grad``, and clears the accumulator.

@@ -29,12 +29,12 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 
 from .pass_clipper import PassClipper
 
-_MAX_GRAPHS = 8  # largest number of compiled graphs
-_LARGER_BEFORE_NOTICE = 8  # a notice is given after this number of batches larger than the graphs
-_MAX_REASON_LENGTH = 300  # largest number of characters of an error in a notice
+_MAX_GRAPHS = 8  # maximum number of compiled graphs
+_MAX_LARGER_BATCHES = 8  # number of batches larger than the graphs after which a notice is given
+_MAX_REASON_LENGTH = 300  # maximum number of characters of an error that a notice quotes
 _ONE_TENSOR = pytree.tree_flatten(((0,), {}))[1]
 _UNKNOWN: Any = object()
-_DEVIATIONS = 2  # standard deviations above the expected size of a Poisson batch; 2 in 100 batches are larger
+_DEVIATIONS = 2  # standard deviations added to the expected size of a Poisson batch; 2 % of batches are larger
 _FIXED_SIZES = {"fixed-size", "shuffle", "external"}
 
 
@@ -44,7 +44,7 @@ class _Call:
 
     Attributes:
         tensors: The tensors, without padding.
-        batched: For each tensor, whether axis 0 is the batch.
+        batched: For each tensor, True if axis 0 is the batch.
         others: All leaves, with None in place of each tensor.
         spec: Nesting of all leaves.
     """
@@ -55,7 +55,7 @@ class _Call:
     spec: Any
 
     @classmethod
-    def of(cls, args: Any, kwargs: Any, rows: int) -> _Call:
+    def of(cls, args: Any, kwargs: Any, samples: int) -> _Call:
         """Reads the arguments of a call with this number of samples."""
         if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
             leaves, spec, others = [args[0]], _ONE_TENSOR, (None,)
@@ -67,7 +67,7 @@ class _Call:
             raise UnsupportedLayerError("an argument of the model is not a dense tensor.")
         if any(tensor.requires_grad for tensor in tensors):
             raise UnsupportedLayerError("an input of the model requires gradients.")
-        batched = [tensor.dim() > 0 and len(tensor) == rows for tensor in tensors]
+        batched = [tensor.dim() > 0 and len(tensor) == samples for tensor in tensors]
         if not any(batched):
             raise UnsupportedLayerError("no argument of the model has the batch on axis 0.")
         return cls([tensor.contiguous() for tensor in tensors], batched, others, spec)
@@ -95,27 +95,27 @@ class _Call:
 class CompiledForward(ReplacedForward):
     """Replaces the ``forward`` of a model by a compiled one, whose backward pass computes norms and clipped sums.
 
-    Falls back to the hooks if an independence check is due, if a batch has more samples than the graphs, or if the
-    model cannot be compiled. In the last case a notice states the reason.
+    Uses the hooks instead if an independence check is due, if a batch is larger than the graphs, or if the model
+    cannot be compiled. In the last case a notice states the reason.
 
     Args:
         passes: Clips the passes of the model.
-        rows: Number of samples to which batches are padded.
+        padded_size: Number of samples to which batches are padded.
         compile: Compiles a graph for example inputs.
     """
 
-    def __init__(self, passes: PassClipper, rows: int, compile: Compile):
+    def __init__(self, passes: PassClipper, padded_size: int, compile: Compile):
         super().__init__(passes.model)
         self._passes = passes
-        self._rows = rows
+        self._padded_size = padded_size
         self._compile = compile
         self._settings: ModelSettings | None = None
         self._grouping: Any = None
-        self._graphs: dict[object, Graphs | None] = {}  # graphs for the current settings; None for calls with hooks
+        self._graphs: dict[object, Graphs | None] = {}  # graphs for the current settings by call; None to use the hooks
         self._all_graphs: dict[object, dict[object, Graphs | None]] = {}  # by settings and groups
-        self._count = self._larger = 0  # numbers of compiled graphs, and of batches larger than the graphs
-        self._ended = False  # True if all further calls use the hooks
-        self._probed: list[Any] | None = None  # calls of the model in the last probed pass
+        self._count = self._larger = 0  # number of compiled graphs, and of batches larger than the graphs
+        self._disabled = False  # True if all further calls use the hooks
+        self._probed: list[Any] | None = None  # calls of the model in the last pass if it was probed
         self._uncompiled = torch.compiler.disable(self._call, recursive=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -128,38 +128,40 @@ class CompiledForward(ReplacedForward):
         passes, capture = self._passes, self._passes.capture
         # False for calls other than model(...), and for recomputation in a backward pass.
         called = capture.inputs is not None and torch._C._current_graph_task_id() == -1
-        if self._ended or not called or not capture.recording or capture.rerunning or not capture.rows:
+        if self._disabled or not called or not capture.recording or capture.rerunning or not capture.rows:
             return self.forward(*args, **kwargs)
         if capture.replay is not None or capture.choice is not None or type(passes.mode) is not BookKeeping:
             self._probed = None if capture.replay is None else capture.replay.reached
             return self.forward(*args, **kwargs)
         with TRACE_LOCK:
-            compiled = self._pass(args, kwargs, capture.rows)
+            compiled = self._compiled_pass(args, kwargs, capture.rows)
             if compiled is None:
                 return self.forward(*args, **kwargs)
             outputs = CompiledPassFunction.apply(capture.anchor, compiled)
         return compiled.graphs.layout.unflatten(outputs)
 
-    def _pass(self, args: Any, kwargs: Any, rows: int) -> CompiledPass | None:
+    def _compiled_pass(self, args: Any, kwargs: Any, samples: int) -> CompiledPass | None:
         """Returns the compiled pass over a batch; None if the batch must use the hooks."""
         probed, self._probed = self._probed, None
         if probed is not None and len(probed) > 1:
-            self._ended = True
+            self._disabled = True
             self._notice("the model is called more than once before a backward pass.")
             return None
-        if rows > self._rows:
+        if samples > self._padded_size:
             self._larger += 1
-            if self._larger == _LARGER_BEFORE_NOTICE and not self._count:
-                self._notice(f"batches have more than {self._rows} samples. Pass physical_batch_size={self._rows}.")
+            if self._larger == _MAX_LARGER_BATCHES and not self._count:
+                self._notice(
+                    f"batches have more than {self._padded_size} samples. Pass physical_batch_size={self._padded_size}."
+                )
             return None
         key = None
         try:
-            call = _Call.of(args, kwargs, rows)
-            settings = self._follow_settings()
+            call = _Call.of(args, kwargs, samples)
+            settings = self._select_graphs()
             key = call.key
             graphs = self._graphs.get(key, _UNKNOWN)
             if graphs is _UNKNOWN or (graphs is not None and not graphs.verified):
-                graphs = self._checked(key, call, settings, rows)
+                graphs = self._verified_graphs(key, call, settings, samples)
         except Exception as error:  # tracing and compilation may raise any error
             if key is not None:
                 self._graphs[key] = None
@@ -167,10 +169,10 @@ class CompiledForward(ReplacedForward):
             return None
         if graphs is None or not graphs.verified:
             return None
-        batch = [padded(t, self._rows) if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
-        return CompiledPass(graphs, settings.state, batch, call.batched, rows, self._reached)
+        batch = [padded(t, self._padded_size) if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
+        return CompiledPass(graphs, settings.state, batch, call.batched, samples, self._on_backward)
 
-    def _reached(self, compiled: CompiledPass) -> None:
+    def _on_backward(self, compiled: CompiledPass) -> None:
         if self._passes.pending:
             raise called_twice()
         self._passes.capture.streams.note(compiled.sq_norms_PK)
@@ -179,7 +181,7 @@ class CompiledForward(ReplacedForward):
     def _notice(self, reason: str) -> None:
         notice("DPE029", f"Steps run without compilation: {reason}", key=reason, of=self.module)
 
-    def _follow_settings(self) -> ModelSettings:
+    def _select_graphs(self) -> ModelSettings:
         """Selects the graphs for the settings of the model and the groups of its parameters."""
         grouping, settings = self._passes.grouping(), self._settings
         if settings is None or grouping is not self._grouping or not settings.unchanged():
@@ -191,9 +193,9 @@ class CompiledForward(ReplacedForward):
         settings.check_no_hooks()
         return settings
 
-    def _checked(self, key: object, call: _Call, settings: ModelSettings, rows: int) -> Graphs:
-        """Returns the graphs for a call. Compares them with the hooks if the batch suffices."""
-        size, device = self._rows, call.tensors[0].device
+    def _verified_graphs(self, key: object, call: _Call, settings: ModelSettings, samples: int) -> Graphs:
+        """Returns the graphs for a call, and compares them with the hooks. ``verified`` is set if they are equal."""
+        size, device = self._padded_size, call.tensors[0].device
         batch = [padded(t, size).clone() if b else t.clone() for t, b in zip(call.tensors, call.batched, strict=True)]
         grouping = self._passes.grouping()
         eager_pass = TensorPass(
@@ -216,19 +218,19 @@ class CompiledForward(ReplacedForward):
             differentiable = [o for o, has_grad in zip(outputs, layout.differentiable, strict=True) if has_grad]
             grads = [torch.randn_like(o, memory_format=torch.contiguous_format) for o in differentiable]
             for grad in grads:
-                grad[min(rows, max(size - 1, 1)) :] = 0  # reveals a gradient at the index of another sample
+                grad[min(samples, max(size - 1, 1)) :] = 0  # so that a gradient at the index of a wrong sample differs
             weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
             inputs = PassInputs(state, batch, grads, weights_PK)
             if key not in self._graphs:
                 self._graphs[key] = self._new_graphs(eager_pass, inputs, layout, draws)
             graphs = self._graphs[key]
             assert graphs is not None
-            self._verify(graphs, eager_pass, inputs, call, rows)
+            self._verify(graphs, eager_pass, inputs, call, samples)
         return graphs
 
     def _new_graphs(self, eager_pass: TensorPass, inputs: PassInputs, layout: OutputLayout, draws: bool) -> Graphs:
         if self._count == _MAX_GRAPHS:
-            self._ended = True
+            self._disabled = True
             raise UnsupportedLayerError(
                 f"more than {_MAX_GRAPHS} graphs would be needed: a setting of the model, a plain argument or a shape "
                 "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
@@ -236,7 +238,7 @@ class CompiledForward(ReplacedForward):
         self._count += 1
         return traced_graphs(eager_pass, inputs, layout, draws=draws, compile=self._compile)
 
-    def _verify(self, graphs: Graphs, eager_pass: TensorPass, inputs: PassInputs, call: _Call, rows: int) -> None:
+    def _verify(self, graphs: Graphs, eager_pass: TensorPass, inputs: PassInputs, call: _Call, samples: int) -> None:
         """Compares a compiled pass with the hooks. Raises UnsupportedLayerError if they differ."""
         device = inputs.batch[0].device
         with fixed_random_numbers(device):
@@ -247,7 +249,7 @@ class CompiledForward(ReplacedForward):
         half = half or torch.is_autocast_enabled(device.type)
         if not check_equal_results(expected, compiled, half=half):
             return
-        fewer = rows if rows < self._rows else rows // 2
+        fewer = samples if samples < self._padded_size else samples // 2
         if fewer:
             smaller = [t[:fewer].clone() if b else t for t, b in zip(call.tensors, call.batched, strict=True)]
             layout, outputs = replace(eager_pass, num_samples=fewer).layout(inputs.values, smaller)
@@ -268,12 +270,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
         state.restore()
 
 
-def rows_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:
+def padded_size_for(sampling: Any, physical_batch_size: int | None, accumulation_steps: int) -> int:
     """Returns the number of samples to which batches are padded, which fits nearly all batches of a scheme."""
     expected = sampling.expected_batch_size
     margin = 0.0 if sampling.name in _FIXED_SIZES else _DEVIATIONS * math.sqrt(expected)
-    rows = math.ceil((expected + margin) / accumulation_steps)
-    return max(1, rows if physical_batch_size is None else min(rows, physical_batch_size))
+    size = math.ceil((expected + margin) / accumulation_steps)
+    return max(1, size if physical_batch_size is None else min(size, physical_batch_size))
 
 
 def compiler_for(backend: Any) -> Compile:

@@ -26,7 +26,7 @@ class GradSampleModule(nn.Module):
 
     After ``backward``, ``p.grad_sample`` of every trainable parameter holds the gradients of the losses of single
     samples, ``(B, *p.shape)``. The batch is on axis 0 even with ``batch_first=False``. The tensor is formed when it is
-    first read; until then the inputs and output gradients of the layers are kept in memory. After several backward
+    first read. Until then, the inputs and output gradients of the layers are kept in memory. After several backward
     passes, ``p.grad_sample`` is a list with one tensor per pass. ``zero_grad`` of this module clears it; ``zero_grad``
     of an optimizer does not. ``p.grad`` stays None. ``last_pass`` returns norms and weighted sums without forming
     per-sample gradients::
@@ -49,8 +49,8 @@ class GradSampleModule(nn.Module):
         module: The module with all of its layers. It is not copied, and is available as ``.module``.
         batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
         loss_reduction: Reduction of the loss over the samples, ``"mean"`` or ``"sum"``. With ``"mean"``, gradients are
-            multiplied by the number of samples. It is not checked.
-        force_functorch: Whether every layer uses the ``torch.func`` fallback.
+            multiplied by the number of samples. Whether the argument matches the loss is not checked.
+        force_functorch: If True, every layer uses the ``torch.func`` fallback.
 
     Raises:
         TypeError: If the module is not a ``torch.nn.Module``.
@@ -98,7 +98,7 @@ class GradSampleModule(nn.Module):
         self._check_not_private()
         if self._last is None or self._clipper.capture.unfinished is not None:
             raise BatchStateError(
-                "No backward pass has left per-sample gradients.",
+                "No backward pass has recorded per-sample gradients.",
                 fix="Call loss.backward() on outputs of the wrapped model in train mode, before zero_grad().",
             )
         if self._clipper.capture.leaks:  # the next pass in train mode clears them
@@ -131,7 +131,7 @@ class GradSampleModule(nn.Module):
     def _check_not_private(self) -> None:
         if self._clipper.capture.superseded:
             raise BatchStateError(
-                "The hooks of this GradSampleModule are off: its module is private in an engine, or watched by another "
+                "The hooks of this GradSampleModule are off, because its module is private in an engine or in another "
                 "wrapper.",
                 fix="Call engine.detach(model) first, which attaches them again.",
             )
@@ -172,7 +172,7 @@ def topology_and_model(model: nn.Module, *, batch_first: bool, loss_reduction: s
     if wrapper is not model or topology is not SINGLE or unwrapped(wrapper.module) is not wrapper.module:
         raise UnsupportedLayerError(
             "A GradSampleModule can be made private in a single process only.",
-            fix="Pass the model in it: model.to_standard_module().",
+            fix="Pass the wrapped model: model.to_standard_module().",
         )
     clipper = wrapper._clipper
     for name, argument, setting in (

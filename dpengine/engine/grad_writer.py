@@ -16,7 +16,7 @@ _dtype = operator.attrgetter("dtype")
 
 @dataclass(eq=False)
 class GradWriter:
-    """Writes the gradients of a step to ``p.grad``, and detects whether they are still there unchanged.
+    """Writes the gradients of a step to ``p.grad``, and detects changes of ``p.grad`` by other code.
 
     Attributes:
         topology: Placement of the model on ranks. Converts local parts of gradients to the gradients of parameters.
@@ -38,11 +38,11 @@ class GradWriter:
             grads = {parameter: gradient(parameter, grad) for parameter, grad in grads.items()}
         self.record(grads)
         for parameter, grad in grads.items():
-            present = parameter.grad
-            if present is not None and self._was_changed(parameter, present):
+            current = parameter.grad
+            if current is not None and self._was_changed(parameter, current):
                 notice(
                     "DPE015",
-                    "p.grad was changed between backward and step; that has no effect on the private update. Remove "
+                    "p.grad was changed between backward and step. This has no effect on the private update. Remove "
                     "clip_grad_norm_() and clip_grad_value_() from the loop, and pass max_grad_norm= to make_private. "
                     "In a trainer: TrainingArguments(max_grad_norm=0) of transformers, "
                     "Trainer(gradient_clip_val=None) of Lightning.",

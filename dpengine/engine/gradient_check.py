@@ -1,4 +1,4 @@
-"""Compares the engine's per-sample gradients with those of each sample run alone through autograd.
+"""Compares the engine's per-sample gradients with those that autograd computes for each sample separately.
 
 Axes: B samples.
 """
@@ -30,13 +30,13 @@ class Difference:
 
     Attributes:
         name: Name of the parameter.
-        row: Index of the sample whose entry exceeds its tolerance by most, or comes closest to it.
+        sample: Index of the sample with the entry that exceeds its tolerance by most, or is closest to it.
         largest: Absolute difference of that entry.
         allowed: Tolerance of that entry.
     """
 
     name: str
-    row: int
+    sample: int
     largest: float
     allowed: float
 
@@ -60,7 +60,7 @@ class GradientReport:
     def __str__(self) -> str:
         """Returns one line for each parameter."""
         return "\n".join(
-            f"{'ok   ' if difference.ok else 'WRONG'} {difference.name}: sample {difference.row} is off by "
+            f"{'ok   ' if difference.ok else 'WRONG'} {difference.name}: sample {difference.sample} is off by "
             f"{difference.largest:.3g}, {difference.allowed:.3g} is allowed"
             for difference in self.differences
         )
@@ -78,11 +78,11 @@ def check_per_sample_gradients(
     rtol: float = 1e-4,
     force_functorch: bool = False,
 ) -> GradientReport:
-    """Compares the engine's per-sample gradients of a model with those of each sample run alone.
+    """Compares the engine's per-sample gradients of a model with those that autograd computes for each single sample.
 
     Copies of the model run in train mode, with the loss ``probe_loss``. A model that draws random numbers, as in
-    dropout, cannot be compared. If the inputs cannot be split into samples, call ``gradients_alone``,
-    ``gradients_together`` and ``compare`` directly.
+    dropout, cannot be compared. If the inputs cannot be split into samples, call ``reference_gradients``,
+    ``batch_gradients`` and ``compare`` directly.
 
     Args:
         model: The model, as for ``GradSampleModule``. It returns a tensor or a ``PackedSequence``.
@@ -101,8 +101,9 @@ def check_per_sample_gradients(
         ValueError: If the batch is empty, or ``loss_reduction`` is unknown.
         TypeError: If the inputs hold no tensor, or the output is not a tensor.
     """  # noqa: DOC502 - raised by called functions
-    alone = gradients_alone(model, rows_of(inputs, batch_first), batch_first=batch_first, loss_reduction=loss_reduction)
-    together = gradients_together(
+    samples = samples_of(inputs, batch_first)
+    reference = reference_gradients(model, samples, batch_first=batch_first, loss_reduction=loss_reduction)
+    gradients = batch_gradients(
         GradSampleModule(
             copy.deepcopy(model),
             batch_first=batch_first,
@@ -113,32 +114,32 @@ def check_per_sample_gradients(
         batch_first=batch_first,
         loss_reduction=loss_reduction,
     )
-    return compare(alone, together, atol=atol, rtol=rtol)
+    return compare(reference, gradients, atol=atol, rtol=rtol)
 
 
-def gradients_alone(
-    model: nn.Module, rows: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
+def reference_gradients(
+    model: nn.Module, samples: Iterable[Any], *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
     """Returns the gradient of the loss of each sample, computed by autograd in a separate pass for each sample."""
     model = copy.deepcopy(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     grads_of: dict[str, list[Tensor]] = {name: [] for name in parameters}
     state = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    for row in rows:
+    for sample in samples:
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(state[name])
-        loss = probe_loss(call(model, row), batch_first=batch_first, loss_reduction=loss_reduction)
+        loss = probe_loss(call(model, sample), batch_first=batch_first, loss_reduction=loss_reduction)
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
             grads_of[name].append(torch.zeros_like(parameter) if gradient is None else gradient.to_dense().detach())
     if not all(grads_of.values()):
-        raise ValueError("gradients_alone: the batch is empty. Pass at least one sample.")
+        raise ValueError("reference_gradients: the batch is empty. Pass at least one sample.")
     return {name: torch.stack(gradients) for name, gradients in grads_of.items()}
 
 
 @without_rule_checks()
-def gradients_together(
+def batch_gradients(
     wrapped: GradSampleModule, inputs: Any, *, batch_first: bool = True, loss_reduction: str = "mean"
 ) -> Gradients:
     """Returns the ``grad_sample`` of each parameter, from one pass of the complete batch."""
@@ -149,14 +150,16 @@ def gradients_together(
 
 
 @without_rule_checks()  # because some gradients are formed on first use
-def compare(alone: Gradients, together: Mapping[str, Tensor | None], *, atol: float, rtol: float) -> GradientReport:
+def compare(
+    reference: Gradients, gradients: Mapping[str, Tensor | None], *, atol: float, rtol: float
+) -> GradientReport:
     """Compares per-sample gradients with the reference. Missing ones count as zero."""
-    if alone.keys() != together.keys():
+    if reference.keys() != gradients.keys():
         raise ValueError(
-            f"compare: only alone: {sorted(alone.keys() - together.keys())}; "
-            f"only together: {sorted(together.keys() - alone.keys())}."
+            f"compare: parameters in the reference only: {sorted(reference.keys() - gradients.keys())}; "
+            f"in the gradients only: {sorted(gradients.keys() - reference.keys())}."
         )
-    return GradientReport(tuple(_difference(name, alone[name], together[name], atol, rtol) for name in alone))
+    return GradientReport(tuple(_difference(name, reference[name], gradients[name], atol, rtol) for name in reference))
 
 
 def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, loss_reduction: str = "mean") -> Tensor:
@@ -167,7 +170,7 @@ def probe_loss(output: Tensor | PackedSequence, *, batch_first: bool = True, los
     """
     if loss_reduction not in REDUCTIONS:
         raise ValueError(f"loss_reduction={loss_reduction!r} is not known. Choose one of: 'mean', 'sum'.")
-    losses = torch.stack([_reduced(row, loss_reduction) for row in _output_rows(output, batch_first)])
+    losses = torch.stack([_reduced(sample, loss_reduction) for sample in _output_samples(output, batch_first)])
     return losses.mean() if loss_reduction == "mean" else losses.sum()
 
 
@@ -179,32 +182,33 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
     return model(*inputs) if positional else model(inputs)
 
 
-def rows_of(inputs: Any, batch_first: bool = True) -> list[Any]:
+def samples_of(inputs: Any, batch_first: bool = True) -> list[Any]:
     """Returns the inputs of each sample, as batches of one."""
     axis = 0 if batch_first else 1
     if isinstance(inputs, PackedSequence):
-        return [row.unsqueeze(axis) for row in unpacked(inputs)]
+        return [sequence.unsqueeze(axis) for sequence in unpacked(inputs)]
     leaves = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.dim() > axis]
     if not leaves:
-        raise TypeError(f"rows_of: the inputs ({torch.typename(inputs)}) hold no tensor with an axis {axis}.")
+        raise TypeError(f"samples_of: the inputs ({torch.typename(inputs)}) hold no tensor with an axis {axis}.")
     size = leaves[0].shape[axis]
 
-    def cut(leaf: Any, row: int) -> Any:
+    def sample_of(leaf: Any, index: int) -> Any:
         has_batch = isinstance(leaf, Tensor) and leaf.dim() > axis and leaf.shape[axis] == size
-        return leaf.narrow(axis, row, 1) if has_batch else leaf
+        return leaf.narrow(axis, index, 1) if has_batch else leaf
 
-    return [pytree.tree_map(lambda leaf, row=row: cut(leaf, row), inputs) for row in range(size)]
+    return [pytree.tree_map(lambda leaf, i=i: sample_of(leaf, i), inputs) for i in range(size)]
 
 
 def unpacked(packed: PackedSequence) -> list[Tensor]:
     """Returns the sequences of a packed sequence, ``(length, ...)`` each, in their original order."""
     starts = packed.batch_sizes.cumsum(0) - packed.batch_sizes
-    rows = range(int(packed.batch_sizes[0])) if packed.unsorted_indices is None else packed.unsorted_indices.tolist()
-    positions = [starts[packed.batch_sizes > row] + row for row in rows]
+    unsorted = packed.unsorted_indices
+    indices = range(int(packed.batch_sizes[0])) if unsorted is None else unsorted.tolist()
+    positions = [starts[packed.batch_sizes > i] + i for i in indices]
     return [packed.data[position.to(packed.data.device)] for position in positions]
 
 
-def _output_rows(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Tensor]:
+def _output_samples(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Tensor]:
     if isinstance(output, PackedSequence):
         return unpacked(output)
     if not isinstance(output, Tensor):
@@ -219,21 +223,21 @@ def _output_rows(output: Any, batch_first: bool) -> tuple[Tensor, ...] | list[Te
     return output.unbind(axis)
 
 
-def _reduced(row: Tensor, reduction: str) -> Tensor:
-    generator = torch.Generator().manual_seed(row.dim())
-    cotangent = torch.randn(row.shape, generator=generator, dtype=torch.float64).to(row)
-    products = cotangent * (row + row.square() / 2)
+def _reduced(output: Tensor, reduction: str) -> Tensor:
+    generator = torch.Generator().manual_seed(output.dim())
+    cotangent = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    products = cotangent * (output + output.square() / 2)
     return products.mean() if reduction == "mean" else products.sum()
 
 
-def _difference(name: str, alone: Tensor, together: Tensor | None, atol: float, rtol: float) -> Difference:
-    if together is None:
-        together = torch.zeros_like(alone)
-    if together.shape != alone.shape:
+def _difference(name: str, reference: Tensor, gradients: Tensor | None, atol: float, rtol: float) -> Difference:
+    if gradients is None:
+        gradients = torch.zeros_like(reference)
+    if gradients.shape != reference.shape:
         return Difference(name, 0, float("nan"), atol)
-    error = (together - alone).abs().double().flatten()
+    error = (gradients - reference).abs().double().flatten()
     if not len(error):
         return Difference(name, 0, 0.0, atol)
-    allowed = (atol + rtol * alone.abs()).double().flatten()
+    allowed = (atol + rtol * reference.abs()).double().flatten()
     worst = int(torch.nan_to_num(error - allowed, nan=float("inf")).argmax())
-    return Difference(name, worst // (len(error) // len(alone)), float(error[worst]), float(allowed[worst]))
+    return Difference(name, worst // (len(error) // len(reference)), float(error[worst]), float(allowed[worst]))

@@ -1,4 +1,4 @@
-"""Functions for trainers: fetching ahead, external batches in several parts, and training of some parameters."""
+"""Functions for trainers: fetching ahead, external batches in several parts, and training a subset of parameters."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
             or the model was detached.
         ParameterMismatchError: If the optimizer holds no trainable parameter.
         UnsupportedLayerError: If several processes train the model, or ``grad_sample_mode`` is not ``"auto"``.
-        ValueError: If the clipping policy has thresholds for other groups of parameters.
+        ValueError: If the clipping policy has clipping norms for other groups of parameters.
     """  # noqa: DOC502 - what is called raises
     run = engine._last_run()
     passes, state = run.step.passes, run.step.batches
@@ -120,6 +120,6 @@ def restrict_to_optimizer(engine: PrivacyEngine) -> None:
         raise ParameterMismatchError(
             "No parameter of the optimizer is trainable.", fix="Unfreeze the parameters to train."
         )
-    run.step.plan.clipping.group_of(names)  # raises if the thresholds are for other groups
+    run.step.plan.clipping.group_of(names)  # raises if the clipping norms are for other groups
     passes.only = parameters
-    passes.follow()
+    passes.update_buffer()

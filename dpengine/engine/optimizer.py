@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 UNSUPPORTED = {
     "LBFGS": "it reads the data several times in one step",
-    "SparseAdam": "it updates only rows with a gradient, and noise is dense",
+    "SparseAdam": "it updates only rows with a gradient, but noise is dense",
 }
 
 
@@ -46,8 +46,8 @@ class Attachment:
         step: The private step of the run.
         base: Original class of the optimizer.
         instance_step: The ``step`` attribute of the instance (the counter of a scheduler), if any.
-        initial_parameters: The model's parameters at the start of the run. `check_not_replaced` does not warn about
-            them.
+        initial_parameters: Parameters of the model at the start of the run, about which `check_not_replaced` does not
+            warn.
         skipped: True if the last step only accumulated.
         wrapped_handles: Handles of the hooks on optimizers that this one wraps.
         updated: True if a wrapped optimizer was stepped in the last update.
@@ -190,7 +190,7 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
     if "grad_scale" in self.__dict__:
         del self.grad_scale, self.found_inf  # set by the scaler for this step only
         raise ScaledGradientError(
-            "Gradients are scaled by a GradScaler that the engine does not know: clipping would use the wrong unit.",
+            "A GradScaler that was not passed to make_private scales the loss, so clipping would use scaled norms.",
             fix="Prefer torch.autocast(dtype=torch.bfloat16), or pass make_private(..., grad_scaler=scaler).",
         )
     loss = None
@@ -203,9 +203,9 @@ def _step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
 
 def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     """Runs the update of the base class. Clears all other gradients, because a frozen parameter may hold a raw one."""
-    released, held = attachment.step.writer.released, parameters_of(optimizer)
+    released, optimized = attachment.step.writer.released, parameters_of(optimizer)
     passes, attachment.updated = attachment.step.passes, False
-    if passes.only is None and len(released) == len(held) and all(map(operator.is_, released, held)):
+    if passes.only is None and len(released) == len(optimized) and all(map(operator.is_, released, optimized)):
         attachment.base.step(optimizer)
         if attachment.wrapped_handles:
             check_update_not_skipped(attachment)
@@ -213,8 +213,8 @@ def _update(optimizer: Optimizer, attachment: Attachment) -> None:
     trained: Set[nn.Parameter] = released.keys()
     if passes.only is not None:  # then `released` lacks parameters that replaced those of the optimizer
         trained = {p for p in passes.model.parameters() if p.requires_grad}
-    check_not_replaced(trained, held, optimizer, initial=attachment.initial_parameters)
-    for parameter in held:
+    check_not_replaced(trained, optimized, optimizer, initial=attachment.initial_parameters)
+    for parameter in optimized:
         if parameter not in released:
             parameter.grad = None
     attachment.base.step(optimizer)
@@ -234,11 +234,11 @@ def reject_other_optimizers(step: PrivateStep) -> Any:
         trained = {p for p in this.passes.model.parameters() if p.requires_grad}  # also if layers were added
         if this.passes.only is not None:
             trained.intersection_update(this.passes.only)
-        held = [p for p in parameters_of(optimizer) if p in trained]
-        if held and (this.batches.waits_for_step or all(p.grad is None for p in held)):
+        shared = [p for p in parameters_of(optimizer) if p in trained]
+        if shared and (this.batches.waits_for_step or all(p.grad is None for p in shared)):
             raise BatchStateError(
-                f"{type(optimizer).__name__}.step() was called on parameters of a private model, and this is not the "
-                "optimizer that make_private returned. The gradients are not in p.grad, so it would change nothing.",
+                f"{type(optimizer).__name__}.step() was called on parameters of a private model, but make_private did "
+                "not return this optimizer. The gradients are not in p.grad, so the step would change nothing.",
                 fix="Call step() and zero_grad() of the optimizer that make_private returned, or pass this one to "
                 "make_private. A second optimizer of the model may step after that one.",
             )
@@ -251,8 +251,8 @@ def check_update_not_skipped(attachment: Attachment) -> None:
     """Raises if a wrapper did not call the ``step`` of the optimizer that it wraps."""
     if attachment.wrapped_handles and not attachment.updated:
         raise BatchStateError(
-            f"{attachment.base.__name__}.step() changed no weight: it skipped the update, for example inside "
-            "accelerator.accumulate(). The step is accounted, and its gradient is lost.",
+            f"{attachment.base.__name__}.step() updated no parameter: it skipped the update, for example inside "
+            "accelerator.accumulate(). The step is accounted, but its gradient is lost.",
             fix="Pass accumulation_steps= to make_private instead, and leave out accumulate() and "
             "gradient_accumulation_steps.",
         )
@@ -260,22 +260,22 @@ def check_update_not_skipped(attachment: Attachment) -> None:
 
 def check_not_replaced(
     released: Set[nn.Parameter],
-    held: Sequence[nn.Parameter],
+    optimized: Sequence[nn.Parameter],
     optimizer: Any,
     *,
     initial: Set[nn.Parameter] = frozenset(),
 ) -> None:
     """Raises if the step updates no parameter; warns about parameters that it skips."""
-    if released and held and released.isdisjoint(held):
+    if released and optimized and released.isdisjoint(optimized):
         raise ParameterMismatchError(
-            "No parameter that trains is in the optimizer: they were all replaced since make_private, and no weight "
-            "would ever change.",
+            "The optimizer holds no trainable parameter of the model: all were replaced after make_private, so no step "
+            "would change the model.",
             fix="Move, cast or wrap the model first, then build the optimizer, then call make_private.",
         )
-    if skipped := len(released - initial - set(held)):
+    if skipped := len(released - initial - set(optimized)):
         notice(
             "DPE003",
-            f"{skipped} parameters that the model has since make_private are not in the optimizer, and do not change. "
+            f"{skipped} parameters were added to the model after make_private. The optimizer does not update them. "
             "Call engine.detach(model), rebuild the optimizer, and call make_private again.",
             key="in a step",
             of=optimizer,
@@ -304,9 +304,9 @@ def _add_param_group(self: Any, param_group: dict[str, Any]) -> None:
     names = {p: name for name, p in self.__dict__[_ATTACHED].step.passes.model.named_parameters()}
     params = param_group.get("params", [])
     params = [params] if isinstance(params, torch.Tensor) else list(params)
-    shown = [p[0] if isinstance(p, tuple) else names.get(p, f"{type(p).__name__}{tuple(p.shape)}") for p in params]
+    labels = [p[0] if isinstance(p, tuple) else names.get(p, f"{type(p).__name__}{tuple(p.shape)}") for p in params]
     raise UnknownParameterError(
-        f"Parameter group added after make_private ({', '.join(map(str, shown))}) would be updated without noise.",
+        f"Parameter group added after make_private ({', '.join(map(str, labels))}) would be updated without noise.",
         fix="Add it before, or call engine.detach(model) first.",
     )
 
@@ -320,10 +320,10 @@ def _repr(self: Any) -> str:
         settings = (
             f"noise_multiplier={plan.noise_multiplier:g}, max_grad_norm={plan.clipping.max_grad_norm:g}{insecure}"
         )
-    own, kind = self.dp_base.__repr__(self), type(self).__name__
-    if own.startswith(kind):  # torch starts with the name of the private class
-        own = self.dp_base.__name__ + own.removeprefix(kind)
-    return f"{kind}({settings}) of {own}"
+    text, kind = self.dp_base.__repr__(self), type(self).__name__
+    if text.startswith(kind):  # torch starts with the name of the private class
+        text = self.dp_base.__name__ + text.removeprefix(kind)
+    return f"{kind}({settings}) of {text}"
 
 
 def _rebuild(base: type[Optimizer], state: dict[str, Any]) -> Optimizer:

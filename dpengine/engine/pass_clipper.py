@@ -1,4 +1,4 @@
-"""Clips the backward passes of one model and sums their clipped gradients, without ledger and noise."""
+"""Clips the backward passes of one model and sums the clipped gradients, without accounting and noise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RecordedPass:
     Attributes:
         mode: The layer calls of the pass, in a grad mode.
         replay: The forward passes, if they were recorded for a probe.
-        mean_loss: Whether the gradients are those of the mean loss, and not of the losses of single samples.
+        mean_loss: True if the gradients are those of the mean loss; False if they are those of single samples.
         probed_B: Squared norms of the unscaled gradients, for the probe; None to compute them from ``mode``.
     """
 
@@ -81,11 +81,11 @@ class _Trainable:
 class PassClipper:
     """Clips backward passes over a model, and adds up their clipped gradients in a buffer.
 
-    Reports each finished backward pass to ``on_pass``, which decides whether and when to clip it. A pass that is not
-    clipped, taken or forgotten is reported again when the next forward pass begins.
+    Reports each finished backward pass to ``on_pass``, which decides whether and when to clip it. If the pass is not
+    clipped, taken or forgotten, it is reported again when the next forward pass begins.
 
     Attributes:
-        policy: The clipping policy in force.
+        policy: The current clipping policy.
         buffer: The clipped sums.
         contributed: Parameters with a gradient in the sums.
         only: The parameters that are clipped and summed; None for all trainable parameters. The owner sets it.
@@ -94,13 +94,13 @@ class PassClipper:
         probe: The independence probe.
 
     Args:
-        model: The model. Nothing is attached yet.
+        model: The model. `attach` attaches the hooks.
         policy: The clipping policy; None if passes are recorded and never clipped.
         on_pass: Called at the end of each backward pass.
-        grad_sample_mode: Name or row of the table of grad modes.
-        batch_first: Whether axis 0 of the inputs is the batch; else axis 1.
+        grad_sample_mode: A grad mode or its name.
+        batch_first: True if axis 0 of the inputs is the batch; False for axis 1.
         loss_reduction: ``"mean"`` or ``"sum"``.
-        methods: Table of timed methods, which may be shared by several models.
+        methods: Timings of the methods for norms and sums, which several models may share.
         topology: How the model is distributed over processes.
     """
 
@@ -140,7 +140,10 @@ class PassClipper:
         self.contributed: set[nn.Parameter] = set()
 
     def trainable(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
-        """Returns the parameters that are clipped and summed now, by dotted name. ``walk=False`` reads flags only."""
+        """Returns the parameters that are clipped and summed now, by dotted name.
+
+        ``walk=False`` reads ``requires_grad`` of known parameters only, and does not search the modules.
+        """
         if walk:
             self.capture.tables.refresh()
         named = self.capture.tables.parameters()
@@ -209,7 +212,7 @@ class PassClipper:
         """Returns the last pass, to clip or read it later. The next pass is recorded in another grad mode."""
         assert isinstance(self.mode, BookKeeping)
         mode, replay, probed_B = self.mode, self.probe.take_replay(), None
-        if replay is not None:  # norms for the probe, computed now because the batch may be overwritten before it runs
+        if replay is not None:  # the probe needs these norms, and the batch may be overwritten before it runs
             copied = mode.copied()
             with without_autocast():
                 probed_B = _unscaled_sq_norms(copied)
@@ -253,7 +256,7 @@ class PassClipper:
     ) -> ClipStatistics:
         mode, probed_B = recorded.mode, recorded.probed_B
         last = self._last_trainable
-        trainable = last.parameters if mode.parameters is last.included else self.follow(walk=False)
+        trainable = last.parameters if mode.parameters is last.included else self.update_buffer(walk=False)
         if self.capture.leaks:
             self.check_leaks()
         if probed_B is None and (units is not None or self.only is not None) and self.probe.due:
@@ -299,12 +302,12 @@ class PassClipper:
         return statistics
 
     def grouping(self) -> Grouping:
-        """Returns the groups that the current policy assigns to the parameters that are trainable now."""
+        """Returns the groups that the current policy assigns to the trainable parameters."""
         self.trainable(walk=False)
         return self._last_trainable.grouping(self.policy)
 
-    def follow(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
-        """Adapts the buffer to the parameters that are trainable now, and returns them.
+    def update_buffer(self, *, walk: bool = True) -> Mapping[str, nn.Parameter]:
+        """Adapts the buffer to the trainable parameters, and returns them.
 
         Raises UnknownParameterError if they changed while sums are in the buffer.
         """
@@ -333,7 +336,7 @@ class PassClipper:
         if unknown:
             raise UnknownParameterError(
                 f"'{unknown[0]}' had a gradient, but is not a trainable parameter of the model: it was frozen or "
-                "replaced since the forward pass, or was passed for one call only.",
+                "replaced after the forward pass, or was substituted for one call only.",
                 fix="Freeze, unfreeze or replace parameters after optimizer.step(), before the next batch.",
             )
 

@@ -47,7 +47,7 @@ class PerSampleGradients:
         self._mode = recorded.mode
         self._clipper = clipper
         self._scale = recorded.scale
-        # A tied parameter has the name of one of its layers in the pass, and that of the first one in the model.
+        # In the model, a tied parameter has the name of its first layer. In the pass it may have another name.
         model_names = {p: name for name, p in clipper.topology.parameters(clipper.model).items()}
         pass_names = recorded.mode.parameters
         self._names = {name: p for p, name in model_names.items() if p in pass_names}
@@ -63,7 +63,7 @@ class PerSampleGradients:
             groups = dict.fromkeys(self._mode.parameters, 0)
             with self._clipper.capture.paused(), without_autocast():
                 self._norms_B = self._mode.sq_norms(groups, 1, self._scale).sum(dim=1).sqrt()
-            self._versions = _versions(self._mode)  # calls of one layer may have been merged
+            self._versions = _versions(self._mode)  # sq_norms() may merge the calls of a layer
         return self._norms_B.clone()
 
     @keyword_hints
@@ -94,7 +94,7 @@ class PerSampleGradients:
             raise ValueError("weights has an entry that is NaN or infinite.")
         self.check_unchanged()
         weights = weights.detach().double()
-        # Grad samplers take weights of 1 at most; a sum of 0 weights must not divide by 0.
+        # Grad samplers take weights of at most 1. The lower limit prevents a division by 0.
         largest = max(float(weights.abs().max()) if self.samples else 1.0, torch.finfo(torch.float32).tiny)
         mode, parameters = self._mode.copied(), list(self._mode.parameters)
         sums = FlatBuffer(parameters)
@@ -118,10 +118,10 @@ class PerSampleGradients:
         """  # noqa: DOC502 - the check raises
         parameter = self._names.get(name)
         if parameter is None:
-            near = difflib.get_close_matches(str(name), self._names, n=1)
+            matches = difflib.get_close_matches(str(name), self._names, n=1)
             raise MissingGradientError(
                 f"Parameter '{name}' has no gradient in this backward pass.",
-                fix=f"Did you mean '{near[0]}'?" if near else f"Choose one of: {', '.join(self._names)}.",
+                fix=f"Did you mean '{matches[0]}'?" if matches else f"Choose one of: {', '.join(self._names)}.",
             )
         self.check_unchanged()
         with self._clipper.capture.paused(), without_autocast():

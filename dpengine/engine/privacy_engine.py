@@ -56,8 +56,9 @@ class PrivacyEngine(argument_checks.NotCopyable):
             ``"prv"``, ``"dp_accounting"`` or ``"dp_accounting_rdp"``; or a `dpengine.accounting.Accountant`.
         secure_rng: If True, all randomness is cryptographic on accelerators too. Noise is then generated on the CPU,
             at about 7 ns per parameter and step, and copied. On the CPU randomness is always cryptographic.
-        seed: Makes noise and batches reproducible, for tests. The noise is then not secret, and every report says so.
-        methods: Timings of another run: a ``MethodTable``, or a file written by its ``save``.
+        seed: Makes noise and batches reproducible, for tests. The noise is then not secret, which every report
+            states.
+        methods: Timings of another run: a ``MethodTable``, or a file that its ``save`` wrote.
         ledger: File that records the privacy cost of all runs on one data set; see `dpengine.ledger_file`. Each step
             is charged on disk before the parameters change. None keeps the ledger in memory.
         reserve_steps: Number of steps charged on disk at once. After a crash, unused reserved steps stay charged.
@@ -145,7 +146,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
             max_grad_norm: Clipping norm: upper limit of the L2 norm of each per-sample gradient; a list for
                 ``"per_layer"``. None selects 1.0, or the norm of the policy.
             clipping: ``"flat"``, ``"per_layer"``, ``"automatic"``, ``"adaptive"``, or a policy.
-            noise: ``BandMF(num_bands=16)``, ``BLT()``, ``BandedInverse(num_bands=4)``, or `CorrelatedRows` of your own:
+            noise: ``BandMF(num_bands=16)``, ``BLT()``, ``BandedInverse(num_bands=4)``, or custom `CorrelatedRows`:
                 less error at the same privacy cost over the planned ``epochs`` or ``steps``.
             plan: Replaces all arguments for noise, clipping and sampling; see `dpengine.plan`. ``p.grad`` is then the
                 noised sum of the plan divided by its ``normalize_by``. The run ends after the plan's iterations.
@@ -153,7 +154,7 @@ class PrivacyEngine(argument_checks.NotCopyable):
                 batch size; or ``ExternalBatches(...)`` if the loop draws its own batches. ``data_loader`` is then
                 returned unchanged and may be any iterable.
             sample_rate: Sampling rate, as a constant. None derives it from the loader, which makes the number of
-                examples public. With ``expected_batch_size`` and ``target_delta``, add-or-remove is claimed.
+                examples public. With ``expected_batch_size`` and ``target_delta``, the guarantee is add-or-remove.
             expected_batch_size: Divisor of the sums, as a constant. None selects the loader's batch size.
             physical_batch_size: Maximum number of samples per forward pass; larger logical batches are split.
             accumulation_steps: Number of physical batches per logical batch.
@@ -167,12 +168,13 @@ class PrivacyEngine(argument_checks.NotCopyable):
             unused_parameters: ``"error"``, or ``"zero"`` to update a parameter without a gradient by noise only.
             on_budget: ``"stop"`` ends the loader before the target is exceeded, ``"raise"`` raises, ``"warn"`` warns.
             allow_large_delta: Accepts a delta of ``1 / N`` or more.
-            example_input: A made-up example as the data set would return it, for an empty data set, or as placeholder.
+            example_input: A made-up example in the format of the data set. An empty data set needs it; otherwise it
+                replaces the placeholder of zeros.
             grad_scaler: The GradScaler that scales the loss. Its scale stays constant from now on.
             lr_scheduler: A scheduler that must not count accumulation steps.
             compile: True compiles forward and backward pass, norms and clipped sums with ``torch.compile``; the loop
-                stays as it is. The name of another backend, or a function, selects that. A model that cannot be
-                compiled trains as without it, with a notice. See docs/performance.md.
+                does not change. The name of a backend, or a function, selects another backend. A model that cannot be
+                compiled trains without compilation, with a notice. See docs/performance.md.
 
         Returns:
             The same model, the same optimizer, and the private loader.
@@ -187,36 +189,36 @@ class PrivacyEngine(argument_checks.NotCopyable):
         external = argument_checks.is_external(sampling, data_loader, topology, accumulation_steps, **loader_args)
         units, num_units, unit = argument_checks.units_for(privacy_unit, data_loader, grad_sample_mode)
         settings = run_settings(plan, target_epsilon=target_epsilon, delta=target_delta, epochs=epochs, steps=steps)
-        prior, resumed = self._engine_ledger.open(topology.everyone, settings, first=not self.runs)
-        length, chunks = (target_epsilon, target_delta, epochs, steps), (physical_batch_size, accumulation_steps)
-        budget_config = BudgetConfig(*length, on_budget, allow_large_delta, self.accountant, prior, resumed)
+        prior_charges, steps_taken = self._engine_ledger.open(topology.everyone, settings, first=not self.runs)
+        target, split = (target_epsilon, target_delta, epochs, steps), (physical_batch_size, accumulation_steps)
+        budget_config = BudgetConfig(*target, on_budget, allow_large_delta, self.accountant, prior_charges, steps_taken)
         sampling_config = SamplingConfig(sampling, sample_rate, expected_batch_size, num_units)
-        constants, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
-        run_plan, budget = build_plan(inner, data_loader, PlanRequest(*constants, budget_config, sampling_config, name))
-        layout: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
-        layout |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
+        mechanism, name = (noise_multiplier, noise, plan, clipping, max_grad_norm), name_for(topology)
+        run_plan, budget = build_plan(inner, data_loader, PlanRequest(*mechanism, budget_config, sampling_config, name))
+        options: dict[str, Any] = {"batch_first": batch_first, "loss_reduction": loss_reduction, "topology": topology}
+        options |= {"grad_sample_mode": grad_sample_mode, "methods": self.methods}
         parts: dict[str, Any] = {"batches": BatchState(external=external), "budget": budget, "grad_scaler": grad_scaler}
         parts |= {"unused_parameters": unused_parameters, "unit_reduction": unit_reduction}
         parts["dataset_check"] = SharedDatasetCheck(data_loader, self._engine_ledger.totals)
         source, ledger = self._new_source(topology), self._engine_ledger.of_run(run_plan.run, topology.everyone)
-        step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **layout), source, ledger, **parts)
+        step = PrivateStep(run_plan, partial(PassClipper, inner, run_plan.clipping, **options), source, ledger, **parts)
         run = Run(module, optimizer, step, grad_scaler, lr_scheduler, units, unit)
-        loader = data_loader if external else run.loader(data_loader, *chunks, batch_first, example_input)
-        self._enter(run, settings, chunks, compile)
+        loader = data_loader if external else run.build_loader(data_loader, *split, batch_first, example_input)
+        self._begin_run(run, settings, split, compile)
         return module, optimizer, loader
 
     def _new_source(self, topology: Any) -> NoiseSource:
         return source_for(topology, self._kind, self._seed, run=len(self.runs))
 
-    def _enter(
-        self, run: Run, settings: Mapping[str, Any], chunks: tuple[int | None, int], compile: Any = False
+    def _begin_run(
+        self, run: Run, settings: Mapping[str, Any], split: tuple[int | None, int], compile: Any = False
     ) -> None:
-        run.compile(compile, *chunks)
+        run.compile(compile, *split)
         unit_of(origins_of(self, run))  # raises if runs have different privacy units
         argument_checks.warn_if_not_private(run.step.plan, run.model)
-        check_rank_consistency(run, *chunks)
+        check_rank_consistency(run, *split)
         noise = run_report.noise_of(run)
-        self._engine_ledger.begin(run.step.ledger, run_report.about_run(run), asked=settings, noise=noise)
+        self._engine_ledger.begin(run.step.ledger, run_report.run_facts(run), asked=settings, noise=noise)
         if not run.attached:
             run.attach()  # the first change to the user's objects; all checks come before it
         self.runs.append(run)
@@ -260,8 +262,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
         """Runs the backward pass of an unreduced loss, reduced over the batch by ``loss_reduction``.
 
         Args:
-            loss_per_example: Loss of each sample, ``(B,)``, as ``reduction="none"`` returns it. Another shape raises
-                ``BatchDependentLossError``, another number of samples ``BatchMismatchError``.
+            loss_per_example: Loss of each sample, ``(B,)``, as ``reduction="none"`` returns it. Another number of axes
+                raises ``BatchDependentLossError``; another number of samples raises ``BatchMismatchError``.
         """
         self._last_run().backward(loss_per_example)
 
@@ -325,7 +327,8 @@ class PrivacyEngine(argument_checks.NotCopyable):
 
         Args:
             data: Any of ``name``, ``source``, ``licence`` and ``sha256`` of the data.
-            utility: ``metric``, ``value`` and ``split`` of a score. The guarantee does not cover it, and says so.
+            utility: ``metric``, ``value`` and ``split`` of a score. The guarantee does not cover it, as the report
+                states.
             excludes: Further sentences on the limits of the guarantee.
 
         Returns:

@@ -21,8 +21,8 @@ from dpengine.errors import AccountingRefusedError, keyword_hints
 B = TypeVar("B")
 T = TypeVar("T")
 
-_MIN_INTERVAL = 1.0  # smallest time between two computations of epsilon, in seconds
-_COST_RATIO = 20  # smallest ratio of that time to the duration of a computation
+_MIN_INTERVAL = 1.0  # minimum time between two computations of epsilon, in seconds
+_COST_RATIO = 20  # minimum ratio of that time to the duration of a computation
 _BAR = "{bar:8} {n_fmt}/{total_fmt}  {desc}  {elapsed}<{remaining}, {rate_fmt}{postfix}"
 _BAR_WITHOUT_TOTAL = "{n_fmt} steps  {desc}  {elapsed}, {rate_fmt}{postfix}"
 
@@ -54,7 +54,7 @@ class ProgressBar(Iterator[B]):
     def set_postfix(self, values: Mapping[str, float | Tensor]) -> None:
         """Sets numbers of the training loop that the bar shows, such as ``{"loss": loss}``.
 
-        A tensor is read when the bar shows it, which is about once a second. The guarantee does not cover these
+        A tensor is read when the bar shows it, about once a second. The guarantee does not cover these
         numbers: do not publish them.
         """
         self._postfix.clear()
@@ -90,19 +90,19 @@ def _batches(
 
     if total is None and isinstance(loader, Sized):
         total = len(loader)
-    shown = _Throttled(lambda: (cost_text(engine, target_epsilon), _read(postfix)))
+    values = _Throttled(lambda: (cost_text(engine, target_epsilon), _as_numbers(postfix)))
     before = engine.ledger.steps
     layout = _BAR_WITHOUT_TOTAL if total is None else _BAR
     columns, rows = shutil.get_terminal_size()  # 80 and 24 if unknown, as in some CI
-    with tqdm(total=total, bar_format=layout, desc=shown.look()[0], ncols=columns, nrows=rows) as bar:
+    with tqdm(total=total, bar_format=layout, desc=values.get()[0], ncols=columns, nrows=rows) as bar:
 
-        def show(*, at_once: bool = False) -> None:
+        def show(*, force: bool = False) -> None:
             # Counts charged steps, because a logical batch may be returned as several physical batches.
-            text, numbers = shown.look(at_once=at_once)
+            text, numbers = values.get(force=force)
             bar.set_description_str(text, refresh=False)
             bar.set_postfix(numbers, refresh=False)
             bar.update(engine.ledger.steps - before - bar.n)
-            if at_once:
+            if force:
                 bar.refresh()
 
         try:
@@ -110,7 +110,7 @@ def _batches(
                 yield batch
                 show()
         finally:
-            show(at_once=True)
+            show(force=True)
 
 
 def cost_text(engine: EngineCost, target_epsilon: float | None) -> str:
@@ -133,7 +133,7 @@ def is_shown() -> bool:
     return importlib.util.find_spec("tqdm") is not None
 
 
-def _read(numbers: Mapping[str, Any]) -> dict[str, Any]:
+def _as_numbers(numbers: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value.item() if isinstance(value, Tensor) else value for name, value in numbers.items()}
 
 
@@ -145,9 +145,9 @@ class _Throttled(Generic[T]):
         self._value: T
         self._next = -math.inf
 
-    def look(self, *, at_once: bool = False) -> T:
+    def get(self, *, force: bool = False) -> T:
         start = time.monotonic()
-        if at_once or start >= self._next:
+        if force or start >= self._next:
             self._value = self._make()
             end = time.monotonic()
             self._next = end + max(_MIN_INTERVAL, _COST_RATIO * (end - start))

@@ -38,11 +38,13 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
         Gradients by parameter name, summed over all passes. The dictionary is filled when the context ends.
 
     Raises:
-        UnknownParameterError: If no such model is private in this engine, or several processes train it.
+        UnknownParameterError: If the model is not private in this engine, or several processes train it.
     """
     run = next((run for run in reversed(engine.runs) if run.attached and module in (None, run.model)), None)
     if run is None:
-        raise UnknownParameterError("No such model is private in this engine.", fix="Call make_private first.")
+        raise UnknownParameterError(
+            "The model is not private in this engine, or was detached.", fix="Call make_private first."
+        )
     if not run.step.passes.topology.runs_independently:
         raise UnknownParameterError(
             "Several processes train this model, and their public gradients would differ.",
@@ -50,7 +52,7 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
         )
     capture, gradients = run.step.passes.capture, dict[str, Tensor]()
     parameters = dict(run.model.named_parameters())
-    before, leaks = {name: p.grad for name, p in parameters.items()}, dict(capture.leaks)
+    grads, leaks = {name: p.grad for name, p in parameters.items()}, dict(capture.leaks)
     try:
         for parameter in parameters.values():
             parameter.grad = None
@@ -60,6 +62,6 @@ def public(engine: PrivacyEngine, module: nn.Module | None = None) -> Iterator[d
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradients[name] = parameter.grad
-            parameter.grad = before[name]
+            parameter.grad = grads[name]
         capture.leaks.clear()  # gradients from inside the context are public
         capture.leaks.update(leaks)

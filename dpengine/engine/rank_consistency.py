@@ -33,10 +33,10 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
     topology, source = passes.topology, step.source
     if topology.everyone.size == 1:
         return
-    # If ranks ordered examples differently, one example would be used twice and another one never. Examples with
-    # random augmentation cannot be compared.
+    # If ranks ordered examples differently, one example would be used twice and another one never. Examples with random
+    # augmentation cannot be compared.
     words = source.words(8, domain="agreement", step=0).tobytes()
-    examples = topology.everyone.all_gather(_examples(run.batches.dataset, words))
+    examples = topology.everyone.all_gather(_examples(run.loader.dataset, words))
     comparable = all(digest is not None for of_rank in examples for digest in of_rank)
     topology.check_consistent(
         key=hashlib.blake2b(words, digest_size=16).hexdigest(),
@@ -47,7 +47,7 @@ def check_rank_consistency(run: Run, physical_batch_size: int | None, accumulati
         plan=step.plan.describe(),
         event=step.plan.event(),
         batches=_batches(step.plan, words),
-        data=len(run.batches.dataset),
+        data=len(run.loader.dataset),
         examples=examples[topology.everyone.rank] if comparable else None,
         units=None if run.units is None else hashlib.sha256(run.units.tobytes()).hexdigest(),
         optimizer=(type(run.optimizer).__qualname__, _settings(run.optimizer)),
@@ -67,8 +67,8 @@ def _batches(plan: RunPlan, key: bytes) -> list[str]:
 
 
 def examples_of(run: Run, source: NoiseSource, nonce: int | None = None) -> list[str | None]:
-    """Returns digests of some examples, to compare them when a run is resumed. They are as secret as the key."""
-    return _examples(run.batches.dataset, source.words(8, domain="agreement", step=0, nonce=nonce).tobytes())
+    """Returns digests of some examples, which are compared when a run is resumed. They are as secret as the key."""
+    return _examples(run.loader.dataset, source.words(8, domain="agreement", step=0, nonce=nonce).tobytes())
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -82,7 +82,7 @@ def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 def _examples(data: Any, key: bytes) -> list[str | None]:
     """Returns digests of some examples; None if reading one is not deterministic, or fails."""
     size = len(data) if isinstance(data, Sized) else 0
-    with _random_state_kept():
+    with _preserved_random_state():
         return [_digest_of(data, i * size // _EXAMPLES, key) for i in range(_EXAMPLES if size else 0)]
 
 
@@ -91,7 +91,7 @@ def _digest_of(data: Any, index: int, key: bytes) -> str | None:
         first, second = (_content(data[index]) for _ in range(2))
     except Exception:  # user code may need a batch, or files that only some ranks have
         return None
-    # Keyed, because an error message may show the digest: testing an example against it requires the key.
+    # An error message may show the digest. It is keyed, so that testing an example against it requires the key.
     return hashlib.blake2b(first, digest_size=8, key=key).hexdigest() if first == second else None
 
 
@@ -110,12 +110,12 @@ def _content(example: Any) -> bytes:
 
 
 @contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
+def _preserved_random_state() -> Iterator[None]:
     """Restores the global random generators on exit, because reading an example may draw random numbers."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     try:
-        with torch.random.fork_rng(devices=[]):  # with several accelerators, the default warns of its cost
+        with torch.random.fork_rng(devices=[]):  # by default, fork_rng warns if there are several accelerators
             yield
     finally:
         random.setstate(python_state)

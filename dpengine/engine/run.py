@@ -39,10 +39,10 @@ class Run:
     Attributes:
         units: The privacy unit of each example; None if each example is a unit.
         unit: Name of the privacy unit.
-        batches: The private loader; None if the loop draws the batches. Not the `BatchState`, ``step.batches``.
+        loader: The private loader; None if the loop draws the batches.
         resumed: True if the run continues a saved run.
         attached: True if the hooks are attached.
-        recorder: The GradSampleModule whose hooks are off during the run; None if the model is none.
+        recorder: The model if it is a GradSampleModule whose hooks are off during the run; otherwise None.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class Run:
     lr_scheduler: Any = None
     units: UnitIds | None = None
     unit: str = DEFAULT_UNIT
-    batches: Any = None
+    loader: Any = None
     resumed: bool = False
     attached: bool = False
     recorder: GradSampleModule | None = None
@@ -84,14 +84,14 @@ class Run:
             undo.callback(self._other_optimizers.remove)
             attached_runs.add(self)
             self.step.run = self
-            undo.pop_all()  # no error: nothing is undone
+            undo.pop_all()  # without an error, nothing is undone
         self.attached, self.recorder = True, recorder
         if recorder is not None:
             recorder._forget_results()
         if any(parameter.device.type == "cpu" for parameter in self.model.parameters()):
             keep_freed_memory()
 
-    def loader(
+    def build_loader(
         self,
         data_loader: DataLoader[Any],
         physical_batch_size: int | None,
@@ -100,11 +100,11 @@ class Run:
         example_input: Any,
     ) -> DataLoader[Any]:
         """Returns the private loader of this run, which reports each returned physical batch to the step."""
-        strategy = self.step.plan.sampling
+        draws = self.step.plan.sampling
         loader = private_loader(
             data_loader,
-            sampling=strategy if self.units is None else UnitDraws(strategy, self.units),
-            words=self.step.selection_words,
+            sampling=draws if self.units is None else UnitDraws(draws, self.units),
+            words=self.step.sampling_words,
             physical_batch_size=physical_batch_size,
             accumulation_steps=accumulation_steps,
             batch_first=batch_first,
@@ -115,7 +115,7 @@ class Run:
             share=(self.step.passes.topology.rank, self.step.passes.topology.ranks),
             placeholder=True,
         )
-        self.batches = loader
+        self.loader = loader
         return loader
 
     def describe(self) -> dict[str, Any]:
@@ -152,14 +152,14 @@ class Run:
             (passes.grad_sample_mode != "auto", "grad_sample_mode='auto'"),
             (self.units is not None, "privacy_unit=None"),
             (not passes.capture.batch_first, "batch_first=True"),
-            (not passes.topology.runs_independently, "all of the model in one process"),
+            (not passes.topology.runs_independently, "the complete model in one process"),
         ):
             if unsupported:
                 raise UnsupportedLayerError(f"compile= needs {requirement}.", fix="Pass that, or leave out compile=.")
-        from .compiled_forward import CompiledForward, compiler_for, rows_for  # imports the compiler, which takes time
+        from .compiled_forward import CompiledForward, compiler_for, padded_size_for  # imports the compiler, slowly
 
-        rows = rows_for(self.step.plan.sampling, physical_batch_size, accumulation_steps)
-        passes.capture.outermost = CompiledForward(passes, rows, compiler_for(backend))
+        padded_size = padded_size_for(self.step.plan.sampling, physical_batch_size, accumulation_steps)
+        passes.capture.outermost = CompiledForward(passes, padded_size, compiler_for(backend))
 
     def detach(self) -> None:
         """Removes all hooks, even if the ledger file cannot be written."""
@@ -194,7 +194,7 @@ def run_of(model: nn.Module, runs: Iterable[Run]) -> Run:
 def detach(target: Any) -> None:
     """Ends the private run of a model or an optimizer, or all runs of an engine. Later training is not private.
 
-    Removes all hooks of the run, which any engine may have started. The privacy cost stays in that engine's ledger.
+    Removes all hooks of the run. The run may belong to any engine, whose ledger keeps the privacy cost.
 
     Args:
         target: A model or optimizer that ``make_private`` returned, a copy of such an optimizer, or an engine.

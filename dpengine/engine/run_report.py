@@ -46,8 +46,8 @@ def check_report_arguments(data: Any, utility: Any, excludes: Any) -> None:
             )
         for key, value in (mapping or {}).items():
             if key not in _KEYS[argument]:
-                near = difflib.get_close_matches(str(key), _KEYS[argument], n=1)
-                hint = f"Did you mean {near[0]!r}?" if near else f"It takes: {', '.join(_KEYS[argument])}."
+                matches = difflib.get_close_matches(str(key), _KEYS[argument], n=1)
+                hint = f"Did you mean {matches[0]!r}?" if matches else f"Valid keys: {', '.join(_KEYS[argument])}."
                 raise ValueError(f"{argument} has no key {key!r}. {hint}")
             if not isinstance(value, _KEYS[argument][key]) or isinstance(value, bool):
                 expected = " or ".join(kind.__name__ for kind in _KEYS[argument][key])
@@ -61,8 +61,8 @@ def check_report_arguments(data: Any, utility: Any, excludes: Any) -> None:
     raise TypeError(f"excludes is a {kind}; pass a list of sentences, such as ['the tuning of the rates'].")
 
 
-def about_run(run: Run) -> dict[str, Any]:
-    """Returns the public facts about a run for the ledger file, without private values and details of the machine."""
+def run_facts(run: Run) -> dict[str, Any]:
+    """Returns the public facts about a run for the ledger file, without private values and machine details."""
     budget = run.budget
     target = {"target_epsilon": budget.target_epsilon, "delta": budget.delta, "planned_steps": budget.planned_steps}
     return {"unit": run.unit, **target, **run.step.plan.describe()}
@@ -78,14 +78,14 @@ def origin_of(run: Run) -> Origin:
         kind=noise["kind"],
         cryptographic=noise["cryptographic"],
         insecure_seed=noise["insecure_seed"],
-        loss_checked=_loss_checked(run)[0],
+        loss_checked=_loss_check(run)[0],
         processes=run.step.passes.topology.everyone.size,
-        resumed=run.resumed and not (isinstance(ledger, RunLedger) and ledger.knows_later),
+        resumed=run.resumed and not (isinstance(ledger, RunLedger) and ledger.has_later_charges),
     )
 
 
-def _loss_checked(run: Run) -> tuple[bool | None, str]:
-    """Returns True if the loss of a run was checked in this process (None if not), and a text about the check."""
+def _loss_check(run: Run) -> tuple[bool | None, str]:
+    """Returns True if the loss of a run was checked in this process (otherwise None), and a text about the check."""
     loop = run.step.loop
     steps = f"no mixing of samples was seen in {loop.checked} probed step{'s' if loop.checked != 1 else ''}"
     if loss_was_checked(run.model) and loop.for_check_loop:
@@ -97,8 +97,8 @@ def _loss_checked(run: Run) -> tuple[bool | None, str]:
 
 
 def _loss_evidence(run: Run, checked: bool | None) -> str:
-    """Returns the text about the check of the loss of the last run; an empty text if another run decides."""
-    checked_here, evidence = _loss_checked(run)
+    """Returns the text about the loss check of the last run; an empty text if the result for all runs differs."""
+    checked_here, evidence = _loss_check(run)
     return evidence if checked_here is checked else ""
 
 
@@ -119,10 +119,10 @@ def _noise_drawn(run: Run) -> Collection[tuple[NoiseSource, str]]:
     return run.step.noise_drawn or {(run.step.source, parameter.device.type) for parameter in trainable}
 
 
-def origins_of(engine: PrivacyEngine, *beginning: Run) -> frozenset[Origin]:
-    """Returns the origins of all charges in the ledger of an engine, and of runs that are about to be added."""
+def origins_of(engine: PrivacyEngine, *new_runs: Run) -> frozenset[Origin]:
+    """Returns the origins of all charges in the ledger of an engine, and of new runs that it does not contain yet."""
     names = {run.step.ledger.run for run in engine.runs if isinstance(run.step.ledger, RunLedger)}
-    return frozenset(map(origin_of, (*engine.runs, *beginning))) | engine._engine_ledger.origins(without=names)
+    return frozenset(map(origin_of, (*engine.runs, *new_runs))) | engine._engine_ledger.origins(without=names)
 
 
 def report_of_run(
@@ -146,7 +146,7 @@ def report_of_run(
             relation=relation,
             accountant=budget.accountant,
             unit=run.unit,
-            unamplified=_unamplified(ledger.history) if plan.counts_passes else (),
+            unamplified=_unamplified(ledger.history) if plan.counts_epochs else (),
             # make_private claims add-or-remove only for a run whose constants were all passed.
             constants_declared=relation is Relation.ADD_OR_REMOVE_ONE,
             target_epsilon=budget.target_epsilon,
@@ -186,7 +186,7 @@ def text_of_engine(engine: PrivacyEngine) -> str:
 
 
 def table_of_engine(engine: PrivacyEngine) -> str:
-    """Returns the same values as a table, for notebooks."""
+    """Returns the values of `text_of_engine` as an HTML table, for notebooks."""
     return html_table(type(engine).__name__, _overview(engine))
 
 
@@ -218,5 +218,5 @@ def metrics_of_run(
         statistics = run.step.statistics
         values["nonprivate/clip_fraction"] = statistics.clipped / max(statistics.samples, 1)
         values["nonprivate/largest_norm"] = statistics.largest_norm
-        values["nonprivate/dropped_rows"] = run.step.dropped_rows
+        values["nonprivate/dropped_rows"] = run.step.dropped_samples
     return values

@@ -8,7 +8,7 @@ from typing import Any, final
 
 from dpengine.errors import InvalidBudgetError, keyword_hints
 
-# (current value, initial value, epoch) -> value of the epoch
+# (previous value, initial value, epoch) -> value of the epoch
 Rule = Callable[[float, float, int], float]
 
 NOISE_MULTIPLIER, MAX_GRAD_NORM = "noise_multiplier", "max_grad_norm"
@@ -16,7 +16,7 @@ _RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
     NOISE_MULTIPLIER: (lambda value: 0 <= value < math.inf, "finite and not negative"),
     MAX_GRAD_NORM: (lambda value: value > 0, "positive"),  # the optimizer checks whether infinity is allowed
 }
-_NOTHING = object()
+_MISSING = object()
 
 
 def exponential(gamma: float) -> Rule:
@@ -56,7 +56,7 @@ def in_steps(step_size: int, gamma: float) -> Rule:
         raise TypeError(f"schedulers: step_size must be a whole number of epochs, got {step_size!r}.")
     if step_size < 1:
         raise ValueError(f"schedulers: step_size must be at least 1, got {step_size}.")
-    return lambda value, start, epoch: value * factor if epoch and epoch % step_size == 0 else value
+    return lambda value, initial, epoch: value * factor if epoch and epoch % step_size == 0 else value
 
 
 def by_factor(function: Callable[[int], float]) -> Rule:
@@ -74,7 +74,7 @@ def by_factor(function: Callable[[int], float]) -> Rule:
     """
     if not callable(function):
         raise TypeError(f"schedulers: pass a function of the epoch, got {function!r}.")
-    return lambda value, start, epoch: start * function(epoch)
+    return lambda value, initial, epoch: initial * function(epoch)
 
 
 @final
@@ -86,7 +86,7 @@ class Schedule:
     epoch. A value applies from the optimizer's next step, to clipping, noise and accounting together.
 
     Args:
-        optimizer: The private optimizer: any object with the attribute.
+        optimizer: The private optimizer, or any object with the attribute.
         attribute: ``"noise_multiplier"`` or ``"max_grad_norm"``.
         rule: Result of `exponential`, `in_steps` or `by_factor`, or any such function.
 
@@ -101,7 +101,7 @@ class Schedule:
         if attribute not in _RANGES:
             raise ValueError(f"Schedule: attribute must be one of {', '.join(map(repr, _RANGES))}, got {attribute!r}.")
         self._optimizer, self._attribute, self._rule = optimizer, attribute, rule
-        self._start = value_of(optimizer, attribute)
+        self._initial = value_of(optimizer, attribute)
         self.epoch = -1
         self.step()
 
@@ -112,12 +112,12 @@ class Schedule:
 
     def step(self) -> None:
         """Begins the next epoch. Raises ValueError and changes nothing if the new value is out of range."""
-        write(self._optimizer, self._attribute, self._rule(self.value, self._start, self.epoch + 1))
+        write(self._optimizer, self._attribute, self._rule(self.value, self._initial, self.epoch + 1))
         self.epoch += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the epoch, the initial value and the current value. All are public; the rule is not included."""
-        return {"attribute": self._attribute, "epoch": self.epoch, "start": self._start, "value": self.value}
+        return {"attribute": self._attribute, "epoch": self.epoch, "start": self._initial, "value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a stored state, and sets the stored value of the optimizer.
@@ -136,14 +136,14 @@ class Schedule:
                 f"not for {self._attribute}."
             )
         write(self._optimizer, self._attribute, state["value"])
-        self.epoch, self._start = state["epoch"], state["start"]
+        self.epoch, self._initial = state["epoch"], state["start"]
 
 
 def value_of(optimizer: Any, attribute: str) -> float:
     """Returns a privacy constant of an optimizer.
 
     Args:
-        optimizer: Any object.
+        optimizer: Any object, such as a private optimizer.
         attribute: ``"noise_multiplier"`` or ``"max_grad_norm"``.
 
     Returns:
@@ -152,8 +152,8 @@ def value_of(optimizer: Any, attribute: str) -> float:
     Raises:
         ValueError: If the object has no such attribute.
     """
-    value = getattr(optimizer, attribute, _NOTHING)
-    if value is _NOTHING:
+    value = getattr(optimizer, attribute, _MISSING)
+    if value is _MISSING:
         raise ValueError(
             f"The optimizer ({type(optimizer).__name__}) has no {attribute} to schedule: pass the optimizer that "
             "make_private returned."
@@ -174,10 +174,10 @@ def write(optimizer: Any, attribute: str, value: Any) -> None:
         TypeError: If it is not a number.
     """  # noqa: DOC502 - the check raises on our behalf
     number = _number(attribute, value)
-    allowed, words = _RANGES[attribute]
-    if not allowed(number):
+    is_valid, requirement = _RANGES[attribute]
+    if not is_valid(number):
         raise InvalidBudgetError(
-            f"The schedule returned {attribute}={number!r}, which must be {words}.",
+            f"The schedule returned {attribute}={number!r}, which must be {requirement}.",
             fix=f"The value stays {getattr(optimizer, attribute)!r}. Change gamma or the function of the schedule.",
         )
     setattr(optimizer, attribute, number)

@@ -58,14 +58,14 @@ class PrivateStep:
         plan: The current plan: sampling, clipping and noise.
         passes: Clips backward passes and holds the clipped sums.
         batches: The state of the current logical batch.
-        ledger: The privacy cost. A ledger with a file writes each charge to disk before it counts it.
+        ledger: The ledger to charge. A `RunLedger` writes each charge to disk before it counts it.
         source: The source of private randomness.
-        earlier_nonces: For each saved run that this one continues, its first later step, and the nonce of its batches.
+        earlier_nonces: For each saved run that this one continues: the step after its last, and its batches' nonce.
         noise: The noise mechanism.
-        noise_drawn: Each source of noise so far, with the type of the device on which it was added.
+        noise_drawn: Each source of noise so far, with the type of the device on which the noise was added.
         writer: Writes ``p.grad``.
         statistics: Statistics of the last backward pass. Not private.
-        dropped_rows: Number of samples dropped so far because their gradient norm was not finite.
+        dropped_samples: Number of samples dropped so far because their gradient norm was not finite.
 
     Args:
         plan: The plan of the first step.
@@ -111,8 +111,8 @@ class PrivateStep:
         self.unused_parameters = unused_parameters
         self.unit_reduction = unit_reduction
         self.grad_scaler = grad_scaler
-        self.statistics, self.dropped_rows = ClipStatistics(), 0
-        self.run: Any = None  # set by the run: kept alive as long as the model
+        self.statistics, self.dropped_samples = ClipStatistics(), 0
+        self.run: Any = None  # set by `Run.attach`, so that the run lives as long as the model
 
     # Called by the loader
 
@@ -150,18 +150,18 @@ class PrivateStep:
             raise step_used_twice(batch.step)
         self.plan.check_step(batch.step)
         self.plan = self.plan.at_step(batch.step, first=self.batches.last_step < 0)
-        if self.plan.is_cyclic:  # participation depends on the step number, so skipped steps count
+        if self.plan.is_cyclic:  # participation depends on the step number, so skipped steps are charged
             self._charge_discarded(self.batches.skipped_before(batch.step))
         last_step = self.batches.last_step
         try:
             self._apply(self.batches.begin(batch, chunk), left_out=True)
         except BaseException:
-            self.batches.revoke(last_step)  # the loader raises, so the user does not get this batch
+            self.batches.revoke(last_step)  # the loader raises and does not return this batch
             raise
-        self._follow_plan()
+        self._apply_next_plan()
 
     def _apply(self, effect: Effect, *, left_out: bool = False) -> None:
-        """Executes the effect of a transition of the batch state. ``left_out`` warns if it discards a batch."""
+        """Executes the effect of a transition of the batch state. With ``left_out``, warns if it discards a batch."""
         if effect.discarded and left_out:
             warn_left_out(self)
         try:
@@ -169,7 +169,7 @@ class PrivateStep:
         finally:
             if effect.zero_sums:
                 self.passes.zero()
-                self._follow_plan()
+                self._apply_next_plan()
 
     def _charge_discarded(self, count: int) -> None:
         if count:
@@ -190,10 +190,10 @@ class PrivateStep:
             self.discard()
             raise
 
-    def selection_words(self, count: int, *, step: int, block: int) -> Any:
+    def sampling_words(self, count: int, *, step: int, block: int) -> Any:
         """Returns the random words that select a batch."""
-        # Each request uses less than 2**32 blocks of the source, so requests of one step do not overlap.
-        is_partition, earlier = step >= PARTITION_STEP, self.earlier_nonces  # the groups are those of the first run
+        # Each call uses less than 2**32 blocks of the source, so the calls of one step do not overlap.
+        is_partition, earlier = step >= PARTITION_STEP, self.earlier_nonces  # a continued run keeps the first partition
         nonce = next((nonce for end, nonce in earlier if is_partition or step < end), None) if earlier else None
         return self.source.words(count, domain="mask", step=step, block=block << 32, nonce=nonce)
 
@@ -211,9 +211,9 @@ class PrivateStep:
         Raises InvalidBudgetError if the plan cannot change.
         """
         self._next_plan = self.next_plan.changed(self.batches.first_uncharged, **constants)
-        self._follow_plan()
+        self._apply_next_plan()
 
-    def _follow_plan(self) -> None:
+    def _apply_next_plan(self) -> None:
         if self._next_plan is None or not self.passes.buffer.clean:
             return
         self.plan = self._next_plan.changed(self.batches.first_uncharged)
@@ -237,7 +237,7 @@ class PrivateStep:
             if self.batches.is_placeholder:  # clipped as a pass without samples, because other ranks may wait for it
                 self.passes.forget()
                 recorded = RecordedPass(self.passes.mode)
-            # Fast conditions for each pass. `check_backward` raises the error if the pass is indeed wrong.
+            # Cheap conditions that every pass evaluates. `check_backward` raises if the pass is wrong.
             samples = self.batches.samples if self.batches.awaits_backward else None
             if samples is None or recorded.samples != samples or self.writer.stale:
                 check_backward(self, recorded)
@@ -248,7 +248,7 @@ class PrivateStep:
             )
             if self.loop.record is not None:
                 self.loop.check()
-        self.dropped_rows += self.statistics.dropped
+        self.dropped_samples += self.statistics.dropped
         self.batches.clipped()
 
     def _begin_external(self, samples: int) -> None:
@@ -271,21 +271,21 @@ class PrivateStep:
     def zero_grad(self) -> None:
         """Discards complete logical batches that were not stepped, because the user cleared their gradients."""
         if self.passes.capture.state is CaptureState.PAUSED:
-            return  # inside check_loop
+            return  # called inside check_loop
         self.writer.zero_grad(self.passes.buffer.parameters)
         self._apply(self.batches.cleared())
 
     def step(self, update: Callable[[], None]) -> bool:
         """Charges the batch, adds noise and updates the parameters. Returns False if the batch is incomplete."""
-        if not self.gather():
+        if not self.prepare_step():
             return False
-        with self.releasing():
+        with self.private_update():
             mean = self.passes.loss_reduction == "mean"
             self.write_gradients(self.plan.divisor(len(self.batches.batches), mean=mean))
             update()
         return True
 
-    def gather(self) -> bool:
+    def prepare_step(self) -> bool:
         """Clips a pass whose end callback was missed. Returns True if the logical batch is complete."""
         if self.passes.capture.state is CaptureState.PAUSED:
             raise step_inside_check_error("The private optimizer")
@@ -302,24 +302,24 @@ class PrivateStep:
         return self.batches.stage is not Stage.OPEN
 
     @contextlib.contextmanager
-    def releasing(self) -> Iterator[None]:
-        """Charges a complete logical batch before its update runs in the context.
+    def private_update(self) -> Iterator[None]:
+        """Charges a complete logical batch. Its update then runs in the context.
 
         An error in the update discards the batch, which is not charged a second time.
         """
         self._check_before_charge(len(self.batches.batches))
         with self._discard_on_error():
-            if missing := self.passes.missing(self.passes.follow()):
+            if missing := self.passes.missing(self.passes.update_buffer()):
                 check_unused(self, missing)
             self._charge()
-            plan, step = self.plan, self.batches.last_step  # those of the next batch if the update fetches it
+            plan, step = self.plan, self.batches.last_step  # the update may fetch the next batch, which changes both
             yield
             plan.clipping.finish_step(self.source, step, plan.expected_batch_size, self.passes.topology.total)
             if self.passes.capture.choice is not None:
-                self.passes.capture.choice.share(self.passes.capture)  # like the line above, may wait for other ranks
+                self.passes.capture.choice.share(self.passes.capture)  # may wait for other ranks, as finish_step() may
         self.passes.contributed.clear()
         self.batches.finished()
-        self._follow_plan()
+        self._apply_next_plan()
 
     def _settle(self) -> None:
         """Clips a pass whose end callback was missed; discards the batch of an interrupted one."""
@@ -332,21 +332,21 @@ class PrivateStep:
             self.dataset_check.before_charge(self.ledger)
         if self.budget.target_epsilon is None:
             return
-        reached = self.budget.overspent(self.plan, self.ledger, count)
-        if reached is None:
+        epsilon = self.budget.exceeding_epsilon(self.plan, self.ledger, count)
+        if epsilon is None:
             return
         if self.batches.stage is Stage.CLIPPED:
             # Not charged: the budget check uses public values only, and no result of the batch is released.
             self.batches.drop_uncharged()
             self.passes.discard()
         raise BudgetExceeded(
-            f"Step {self.ledger.steps + count:,} would reach epsilon {round_up(reached, 4)}, above the target.",
+            f"Step {self.ledger.steps + count:,} would reach epsilon {round_up(epsilon, 4)}, above the target.",
             fix="Training ended. Raise target_epsilon deliberately, or report now.",
         )
 
     def _charge(self) -> None:
         count = len(self.batches.batches)
-        if count > 1 and not self.plan.accounts_per_epoch:  # for those plans merging does not change the cost
+        if count > 1 and not self.plan.accounts_per_epoch:  # merging does not change the cost of an epoch
             warn_merged(self, count)
         event, before = self.plan.event(count), self.ledger.steps
         try:
@@ -384,8 +384,8 @@ class PrivateStep:
         if self.passes.topology.everyone.size == 1:
             return ()
         step = self.batches.batches[-1].step if self.batches.batches else None
-        place = (step, self.batches.chunk, len(self.batches.batches), self.batches.released)
-        return (*place, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
+        position = (step, self.batches.chunk, len(self.batches.batches), self.batches.released)
+        return (*position, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The run
 

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from .pass_clipper import PassClipper, RecordedPass
 
 _KEEP_ORDER = (
-    "Use each batch before the next one is fetched: no list(loader), and no prefetcher around it; "
-    "DataLoader(num_workers=2) prefetches by itself. A trainer that fetches one batch ahead, as accelerate does, "
-    "declares it with dpengine.engine.fetch_ahead(engine, 1)."
+    "Use each batch before you fetch the next one: do not call list(loader), and do not wrap the loader in a "
+    "prefetcher; DataLoader(num_workers=2) prefetches by itself. If the trainer fetches one batch ahead, as accelerate "
+    "does, call dpengine.engine.fetch_ahead(engine, 1)."
 )
 
 PLACEHOLDER_NOTE = (
@@ -57,7 +57,7 @@ class Step(Protocol):
 def step_used_twice(step: int) -> BatchStateError:
     """Error for a logical batch with a step number that was used before."""
     return BatchStateError(  # noise depends on the step number, so two steps with the same number have the same noise
-        f"The loader returned step {step} before in this run; its noise must not be used again.",
+        f"The loader returned step {step} of this run a second time. Its noise must not be reused.",
         fix="Do not rewind the loader: detach the model and call make_private again.",
     )
 
@@ -66,7 +66,7 @@ def pass_inside_update() -> BatchStateError:
     """Error for a backward pass that runs between the charge of a step and the end of its update."""
     return BatchStateError(
         "A backward pass ran inside optimizer.step(), for example in a hook of the optimizer. It is not accounted.",
-        fix="Run it before or after optimizer.step().",
+        fix="Run the backward pass before or after optimizer.step().",
     )
 
 
@@ -79,8 +79,8 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
         )
     if step.batches.stage is Stage.DISCARDED:
         raise BatchStateError(
-            "This logical batch was discarded: an error ended it, a physical batch was left out, as by a loop that "
-            "fetches ahead, or zero_grad() cleared it.",
+            "This logical batch was discarded: an error ended it, zero_grad() cleared it, or a physical batch was left "
+            "out, for example by a loop that fetches ahead.",
             fix=f"Continue with the next batch of the loader. {_KEEP_ORDER}",
         )
     if step.batches.stage is Stage.IDLE or (step.batches.stage is Stage.RELEASED and not step.batches.batches):
@@ -115,10 +115,10 @@ def _other_batch(step: Step, recorded: RecordedPass) -> BatchMismatchError:
     else:
         why = "samples were duplicated or merged between the loader and the model, or are from elsewhere"
         fix = (
-            "Augment examples in the data set, one for one. For several views of an example, or both texts of a "
+            "Augment each example in the data set instead. For several views of an example, or both texts of a "
             "preference, call the model once for each, and combine the results of each sample in the loss: "
             "(loss_fn(model(a), y) + loss_fn(model(b), y)).backward(). A contrastive loss, such as that of SimCLR, "
-            "compares samples, and nodes of one graph share its edges: neither can be trained with this guarantee."
+            "compares samples, and the nodes of a graph share its edges: neither can be trained with this guarantee."
         )
     return BatchMismatchError(
         f"All layers, such as '{name}', saw {seen} samples, and the loader returned {drawn}: {why}, or axis 0 is not "
@@ -156,9 +156,9 @@ def check_step(step: Step) -> None:
 def check_unused(step: Step, missing: Sequence[str]) -> None:
     """Raises if parameters have no gradient in a logical batch with samples, unless this is allowed."""
     if step.unused_parameters == "error" and any(sum(batch.sizes) for batch in step.batches.batches):
-        others = f", nor have {len(missing) - 1} others" if len(missing) > 1 else ""
+        number = f" ({len(missing)} parameters have none)" if len(missing) > 1 else ""
         raise MissingGradientError(
-            f"Parameter '{missing[0]}' has no gradient in this step{others}.",
+            f"Parameter '{missing[0]}' has no gradient in this step{number}.",
             fix=f"Freeze it: model.get_parameter('{missing[0]}').requires_grad_(False), or pass "
             "unused_parameters='zero' to dpengine.PrivacyEngine.make_private.",
         )
@@ -175,9 +175,9 @@ def _why_not_ready(step: Step) -> str:
         return ""
     if step.passes.capture.leaks or not step.passes.model.training:
         return (
-            "the backward pass bypassed the model: its forward pass ran in eval mode, or the loss does not depend "
-            "on it. Call the model, self(x) and not self.forward(x). Call model.train() before the forward pass, and "
-            "use the model that was passed to make_private."
+            "the backward pass bypassed the hooks: the forward pass ran in eval mode, or the loss does not depend on "
+            "the model. Call the model as self(x), not self.forward(x). Call model.train() before the forward pass, "
+            "and use the model that was passed to make_private."
         )
     return (
         "no backward pass ran over this batch in train mode. Call loss.backward() before optimizer.step(), on outputs "
@@ -189,8 +189,8 @@ def warn_left_out(step: Step) -> None:
     """Warns that a batch was drawn but not used for training."""
     notice(
         "DPE006",
-        "A batch was drawn from the private loader and not trained on. Its privacy cost is accounted anyway. For the "
-        "number of batches use len(loader), which draws none; to inspect data, iterate over your own DataLoader. To "
+        "A batch was drawn from the private loader but not trained on. Its privacy cost is accounted anyway. For the "
+        "number of batches use len(loader), which draws none. To inspect data, iterate over your own DataLoader. To "
         "leave samples out, multiply their losses by 0 instead of skipping the batch with continue.",
         key="left out",
         of=step,

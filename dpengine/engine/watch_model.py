@@ -35,14 +35,14 @@ def watch_model(
     topology: Topology = SINGLE,
 ) -> tuple[Capture, AbstractGradients, Probe]:
     """Returns the capture, the grad mode and the independence probe of a model, without attaching hooks."""
-    chosen = mode_of(mode)
+    grad_mode = mode_of(mode)
     for name, module in model.named_modules():
         check_embedding(module, name)
     # A registered norm rule runs after the pass, when a module no longer holds its full parameters.
     sharded = bool(topology.slots) or topology.splits.size > 1
-    lookup = sampler_for if sharded and chosen.lookup is rule_for else chosen.lookup
-    make_watches = partial(watch_list, model, lookup, functional_sampler, by_operations=chosen.by_operations)
-    watches = make_watches(units=("",) if chosen.whole_model else ())
+    lookup = sampler_for if sharded and grad_mode.lookup is rule_for else grad_mode.lookup
+    make_watches = partial(watch_list, model, lookup, functional_sampler, by_operations=grad_mode.by_operations)
+    watches = make_watches(units=("",) if grad_mode.whole_model else ())
     capture = Capture(
         model,
         watches,
@@ -52,20 +52,19 @@ def watch_model(
         mean_loss=mean_loss,
         topology=topology,
         choice=UnitChoice(make_watches)
-        if chosen.smallest_units and not sharded and not has_only_standard_layers(model)
+        if grad_mode.smallest_units and not sharded and not has_only_standard_layers(model)
         else None,
     )
-    _check_mode(chosen.name, topology, watches)
+    _check_mode(grad_mode.name, topology, watches)
     methods = MethodTable() if methods is None else methods
     if topology.splits.size > 1:
         # Sums of replicated parameters must be bitwise equal on all ranks, so all ranks use the same methods.
         methods = methods.untimed(topology.splits.broadcast(methods.seconds))
-    grad_mode = chosen.build(capture, methods)
-    return capture, grad_mode, Probe(capture, EVERY if topology.runs_independently else None)
+    return capture, grad_mode.build(capture, methods), Probe(capture, EVERY if topology.runs_independently else None)
 
 
 def mode_of(mode: str | Mode) -> Mode:
-    """Returns the row of the table of grad modes with this name."""
+    """Returns the grad mode with this name."""
     if isinstance(mode, Mode):
         return mode
     if mode not in MODES:
@@ -91,7 +90,7 @@ def _check_mode(mode: str, topology: Topology, watches: Sequence[Watch]) -> None
         inside = next((part for layer, part in topology.parts.items() if layer in set(watch.module.modules())), None)
         if watch.kind is Kind.UNIT and inside is not None:
             raise UnsupportedLayerError(
-                f"'{watch.name}' ({type(watch.module).__name__}) is a single unit, and its layer '{inside.name}' is "
-                "split over processes.",
+                f"The hooks treat '{watch.name}' ({type(watch.module).__name__}) as one unit, and its layer "
+                f"'{inside.name}' is split over processes.",
                 fix="Leave that layer out of the plan of parallelize_module.",
             )

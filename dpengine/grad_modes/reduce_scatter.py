@@ -78,7 +78,7 @@ class ReduceScatterBuckets:
             last_group = group
             bucket.parameters.append(parameter)
             self._bucket_of[parameter] = bucket
-            size += shards[parameter].formed.numel * dtype.itemsize
+            size += shards[parameter].computed.numel * dtype.itemsize
 
     @property
     def empty(self) -> bool:
@@ -96,7 +96,7 @@ class ReduceScatterBuckets:
         assert parameter in self._bucket_of[parameter].missing, "an addend for a sum that was sent"
         keep = 1.0
         if parameter not in self._sums:
-            shape = self._shards[parameter].formed.size
+            shape = self._shards[parameter].computed.size
             self._sums[parameter] = torch.empty(shape, device=parameter.device, dtype=dtype)
             keep = 0.0
         write(self._sums[parameter], keep)
@@ -163,7 +163,7 @@ def _chunk_into(message: Tensor, total: Tensor, axis: int) -> None:
 
 def _padded_numel(shard: LocalShard, ranks: int) -> int:
     """Returns the number of elements of a parameter that each rank gets, including padding on the last ranks."""
-    if not shard.formed.numel:
+    if not shard.computed.numel:
         return 0
-    length = shard.formed.size[shard.axis]
-    return -(-length // ranks) * (shard.formed.numel // length)
+    length = shard.computed.size[shard.axis]
+    return -(-length // ranks) * (shard.computed.numel // length)

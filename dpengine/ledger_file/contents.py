@@ -23,7 +23,7 @@ class Row:
 
     event: Event
     counts: dict[str, int]  # by kind
-    reserved: bool = False  # True for a reservation that is not settled, whose steps may not have been taken
+    reserved: bool = False  # True for an unsettled reservation, whose steps may not have been taken
 
 
 @dataclass
@@ -34,7 +34,7 @@ class RunOfFile:
         session: Session of the process that wrote the run. Other processes cannot write entries of this run.
         facts: Fields of its first entry: ``date``, ``asked``, ``about``, ``versions``, ``noise``, ``processes``.
         rows: Charges and reservations in order.
-        closed: Whether the model was detached.
+        closed: True if the model was detached.
     """
 
     session: str
@@ -82,7 +82,7 @@ class Contents:
         return _charges(self._rows)
 
     def apply(self, entry: Entry) -> None:
-        """Applies the next entry of the file. Raises LedgerError if its kind is unknown, or if it is invalid."""
+        """Applies the next entry of the file. Raises LedgerError if the entry is invalid or of an unknown kind."""
         handler = _KINDS.get(entry.kind)
         if handler is None:
             raise self.damaged(entry, f"has kind {entry.kind!r}, which this version does not support")
@@ -198,7 +198,7 @@ def read(path: Path) -> Contents:
     contents = Contents(str(path))
     try:
         with open(path, "rb") as file:
-            follow(contents, file)
+            apply_lines(contents, file)
     except FileNotFoundError:
         pass
     except OSError as error:
@@ -206,7 +206,7 @@ def read(path: Path) -> Contents:
     return contents
 
 
-def follow(contents: Contents, lines: Iterable[bytes]) -> int:
+def apply_lines(contents: Contents, lines: Iterable[bytes]) -> int:
     """Applies the entries of a file. Returns their size in bytes, without an incomplete last line."""
     for entry, size in entries_of(lines, contents.where):
         try:

@@ -26,7 +26,7 @@ from .file import LedgerFile
 from .run_ledger import MAX_RESERVED, RunLedger
 
 _open_ledgers: weakref.WeakValueDictionary[str, OpenLedger] = weakref.WeakValueDictionary()
-# Ledgers of processes that do not write a file, by its path.
+# Ledgers of processes that do not write the ledger file, by the path of the file.
 _followers: weakref.WeakValueDictionary[str, Ledger] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
@@ -103,7 +103,7 @@ class EngineLedger:
 
     @property
     def ledger(self) -> Ledger:
-        """All charges that this process knows."""
+        """All charges known to this process."""
         if self.path is not None and self._open_ledger is None:
             self._open_ledger = _find_open(self.path)  # another engine may have opened it
         return self._ledger if self._open_ledger is None else self._open_ledger.ledger
@@ -117,10 +117,10 @@ class EngineLedger:
         by_run = self._origins if self._open_ledger is None else _origins(self._open_ledger.file.contents)
         return frozenset(origin for run, origins in by_run.items() if run not in without for origin in origins)
 
-    def open(self, ranks: Ranks, asked: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
-        """Prepares for a run, and locks the file on the first process.
+    def open(self, ranks: Ranks, settings: Mapping[str, Any], *, first: bool) -> tuple[tuple[Charge, ...], int]:
+        """Prepares the ledger for a run, and locks the file on the first process.
 
-        Returns the charges before the run, and the number of steps already taken. The latter is 0 with a file, because
+        Returns the charges before the run, and the number of steps already taken. With a file this number is 0, because
         a checkpoint contains it.
         """
         if len(set(ranks.all_gather((self.path is not None, self.reserve)))) > 1:
@@ -130,21 +130,21 @@ class EngineLedger:
             )
         if self.path is None:
             return ((), self._ledger.steps) if first else (self._ledger.history, 0)
-        file_state = ranks.run_on_all(lambda: self._lock_file(asked) if ranks.rank == 0 else None)[0]
+        file_state = ranks.run_on_all(lambda: self._lock_file(settings) if ranks.rank == 0 else None)[0]
         assert file_state is not None
         if self._open_ledger is None and self._file_state is None:
             self._ledger = _follower_ledger(self.path, file_state)
         self._file_state, self._origins = file_state, file_state.origins
         return (file_state.prior if first else self.ledger.history), 0
 
-    def _lock_file(self, asked: Mapping[str, Any]) -> _FileState:
+    def _lock_file(self, settings: Mapping[str, Any]) -> _FileState:
         assert self.path is not None
         self._open_ledger = self._open_ledger or open_ledger(self.path)
         contents = self._open_ledger.file.contents
         prior = self._open_ledger.ledger.history
-        interrupted = _interrupted_runs(contents, asked, self._open_ledger.file.session)
+        interrupted = _interrupted_runs(contents, settings, self._open_ledger.file.session)
         if interrupted:
-            others = [run for run in contents.runs.values() if not any(run is one for one in interrupted)]
+            others = [run for run in contents.runs.values() if not any(run is other for other in interrupted)]
             prior = _in_memory(charge for run in others for charge in run.history).history
         return _FileState(contents.id, self._open_ledger.ledger.history, _origins(contents), prior)
 
@@ -161,7 +161,7 @@ class EngineLedger:
         if not isinstance(ledger, RunLedger):
             return
         fields = {"about": dict(about), "processes": ledger.ranks.size, "versions": _versions(), **facts}
-        ledger.ranks.run_on_all(lambda: None if ledger.file is None else _open(ledger.file, ledger.run, fields))
+        ledger.ranks.run_on_all(lambda: None if ledger.file is None else _append_run(ledger.file, ledger.run, fields))
         self._observe()  # opening the file replaced the ledger object
 
     def _observe(self) -> None:
@@ -185,19 +185,19 @@ class EngineLedger:
                     "The loaded state was charged in a ledger file, but this engine has none.",
                     fix="Pass the path of that file as PrivacyEngine(ledger=...).",
                 )
-            before = self._ledger.history
+            previous = self._ledger.history
             self._ledger.load_state_dict(state, merge=True)
-            self._add_origins(origins if self._ledger.history != before else ())
+            self._add_origins(origins if self._ledger.history != previous else ())
             return
         if self._open_ledger is None and self._file_state is None:
             self._open_ledger = open_ledger(self.path)
         followed = self._file_state if self._open_ledger is None else None
-        present = self._open_ledger.file.contents.id if followed is None else followed.id  # type: ignore[union-attr]
-        if isinstance(anchor, Mapping) and anchor.get("ledger") == present:
+        file_id = self._open_ledger.file.contents.id if followed is None else followed.id  # type: ignore[union-attr]
+        if isinstance(anchor, Mapping) and anchor.get("ledger") == file_id:
             if self._open_ledger is not None:
                 _check_not_truncated(self._open_ledger.file.contents, anchor)
             if self._run is not None:
-                self._run.knows_later = True
+                self._run.has_later_charges = True
             return
         if anchor is not None:
             raise LedgerError(
@@ -261,16 +261,17 @@ def _follower_ledger(path: Path, file_state: _FileState) -> Ledger:
     return ledger
 
 
-def _interrupted_runs(contents: Contents, asked: Mapping[str, Any], session: str) -> list[RunOfFile]:
+def _interrupted_runs(contents: Contents, settings: Mapping[str, Any], session: str) -> list[RunOfFile]:
     """Returns the last run and the runs that it resumed, latest first, if it was interrupted.
 
-    A run was interrupted if it has the same settings, was not detached, has steps left, and its process has ended.
+    A run was interrupted if it has the same settings, was not detached, did not take all planned steps, and its process
+    has ended.
     """
     interrupted: list[RunOfFile] = []
     for run in reversed(contents.runs.values()):
         if not run.rows:
             continue
-        if run.closed or run.session == session or run.facts["asked"] != asked:
+        if run.closed or run.session == session or run.facts["asked"] != settings:
             break
         planned = run.facts["about"].get("planned_steps")
         if not interrupted and planned is not None and steps_of(run.history) >= planned:
@@ -279,7 +280,7 @@ def _interrupted_runs(contents: Contents, asked: Mapping[str, Any], session: str
     return interrupted
 
 
-def _open(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
+def _append_run(file: LedgerFile, run: str, fields: Mapping[str, Any]) -> None:
     unit = fields["about"]["unit"]
     for other in file.contents.runs.values():
         if other.facts["about"].get("unit", unit) != unit:

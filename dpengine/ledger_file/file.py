@@ -14,7 +14,7 @@ from typing import Any
 from dpengine.accounting.events import Event, event_to_state
 from dpengine.errors import LedgerError
 
-from .contents import SCHEMA, Contents, follow
+from .contents import SCHEMA, Contents, apply_lines
 from .lines import sealed
 
 try:
@@ -30,7 +30,7 @@ _open_files: weakref.WeakSet[LedgerFile] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Closes the files in a forked process, such as a loader worker, which would otherwise keep them locked."""
+    """Closes the files in a forked process, such as a loader worker, so that it does not keep them locked."""
     for file in list(_open_files):
         file.forget()
 
@@ -86,7 +86,7 @@ class LedgerFile:
     def _read(self) -> int:
         """Reads the entries, and removes an incomplete last line that a terminated process left. Returns the size."""
         with open(self._file, "rb", closefd=False) as file:
-            size = follow(self.contents, file)
+            size = apply_lines(self.contents, file)
         if os.fstat(self._file).st_size != size:
             os.ftruncate(self._file, size)
             _sync(self._file)
@@ -164,10 +164,10 @@ class LedgerFile:
             )
         try:
             stat = os.stat(self.path)
-            same = os.path.samestat(stat, os.fstat(self._file)) and stat.st_size == self._size
+            is_unchanged = os.path.samestat(stat, os.fstat(self._file)) and stat.st_size == self._size
         except OSError:
-            same = False
-        if not same:
+            is_unchanged = False
+        if not is_unchanged:
             raise LedgerError(
                 f"{self.path} was changed, moved or deleted during this run.",
                 fix="Restore it, or start a new ledger and combine both with `dpengine ledger total`.",
@@ -193,25 +193,25 @@ class LedgerFile:
             os.close(file)
 
     def settle(self, run: str) -> None:
-        """Writes the used number of charges of a run's reservation, if it has one."""
+        """Writes how many charges of a run's reservation were used, if it has a reservation."""
         reservation = self.reservations.pop(run, None)
         if reservation is not None:
             self.append(reservation.settled(run))
 
-    def event_entry(self, event: Event, before: Sequence[NewEntry] = ()) -> tuple[int, Sequence[NewEntry]]:
+    def event_entry(self, event: Event, preceding: Sequence[NewEntry] = ()) -> tuple[int, Sequence[NewEntry]]:
         """Returns the sequence number of the entry of an event, and the entry itself if it is not written yet.
 
-        ``before`` are entries that will be written before it.
+        ``preceding`` are entries that will be written before it.
         """
         state = {"event": event_to_state(event)}
         assert self.contents.last is not None
-        for index, (kind, fields) in enumerate(before):
+        for index, (kind, fields) in enumerate(preceding):
             if kind == "event" and fields == state:
                 return self.contents.last.seq + 1 + index, ()
         for seq, written_event in self.contents.event_at.items():
             if written_event == event:
                 return seq, ()
-        return self.contents.last.seq + 1 + len(before), [("event", state)]
+        return self.contents.last.seq + 1 + len(preceding), [("event", state)]
 
 
 class Reservation:
@@ -222,7 +222,7 @@ class Reservation:
         self.used = {"release": 0}
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """Number of unused charges."""
         return self.count - sum(self.used.values())
 

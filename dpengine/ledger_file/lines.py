@@ -69,10 +69,10 @@ def _may_begin(line: bytes) -> bool:
 
 def _read(line: bytes, previous: Entry | None, where: str) -> Entry:
     seq = 0 if previous is None else previous.seq + 1
-    found = _SEAL.search(line)
-    if found is None:
+    match = _SEAL.search(line)
+    if match is None:
         raise LedgerError(f"{where}: line {seq + 1} is not a ledger entry.", fix=BACKUP)
-    text, seal = line[: found.start()] + b"}", found[1].decode()
+    text, seal = line[: match.start()] + b"}", match[1].decode()
     if _seal_of(previous, text) != seal:
         raise LedgerError(f"{where}: line {seq + 1}, or an earlier one, was edited, moved or removed.", fix=BACKUP)
     try:

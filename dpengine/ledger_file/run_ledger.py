@@ -1,4 +1,4 @@
-"""Ledger of one run, which charges the file first, if any, and then the ledger in memory."""
+"""Ledger of one run. It charges the file first, if there is one, and then the ledger in memory."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ MAX_RESERVED = 1000
 class RunLedger:
     """Ledger of one run.
 
-    Rank 0 writes the file. The other ranks wait for each write of a release and raise if it fails. All ranks count the
-    same charges, so they know when the next write is due.
+    Rank 0 writes the file. The other ranks wait for each write of a release, and raise if it fails. All ranks count the
+    same charges, so all of them know when the next write is due.
     """
 
     ledger: Ledger  # ledger in memory of all runs on the data
@@ -31,7 +31,7 @@ class RunLedger:
     file: LedgerFile | None  # None on all processes except the first
     reserve: int = 1  # number of steps charged on disk at once
     holder: Any = None  # keeps the file open, because a run may outlive its engine
-    knows_later: bool = False  # True if the file contains all charges made after the checkpoint of a resumed run
+    has_later_charges: bool = False  # True if the file contains all charges made after the checkpoint of a resumed run
     _reservation: Reservation | None = None
     _unwritten: list[Charge] = field(default_factory=list)
 
@@ -70,7 +70,7 @@ class RunLedger:
     def _is_reserved(self, charge: Charge) -> bool:
         """Returns True if an unsettled reservation covers the charge."""
         reservation = self._reservation
-        if reservation is None or reservation.event != charge.event or reservation.left < charge.count:
+        if reservation is None or reservation.event != charge.event or reservation.remaining < charge.count:
             return False
         if charge.kind != "release" and self.ranks.size > 1:  # other ranks might not make this charge
             return False
@@ -81,7 +81,7 @@ class RunLedger:
             try:
                 self._append(charge, charge.count)
             except LedgerError:
-                self._unwritten.append(charge)  # it counts in memory, and is written before the next release
+                self._unwritten.append(charge)  # charged in memory now, and written before the next release
             return
         reserved = charge.count if max_reserved is None else max(charge.count, min(self.reserve, max_reserved()))
         self._reservation = None

@@ -16,7 +16,7 @@ from dpengine.sampling.cyclic import CyclicPoissonSampling
 
 from . import checks
 from .config import AbstractPlanConfig
-from .poisson_batches import checked_truncation, cyclic_sampling, participation
+from .poisson_batches import checked_participation, checked_truncation, cyclic_sampling
 
 
 @final
@@ -25,18 +25,18 @@ class BandMFConfig(AbstractPlanConfig):
     """Banded noise with cyclic Poisson sampling: BandMF with amplification by sampling.
 
     Examples are split into as many groups as there are bands, and step t samples from group ``t mod bands``. The
-    expected batch size is ``num_examples * sampling_prob / bands``. A number of iterations that is a multiple of the
-    bands is best.
+    expected batch size is ``num_examples * sampling_prob / bands``. The number of iterations should be a multiple of
+    the number of bands.
 
     Source: Choquette-Choo et al. 2023 (arXiv:2306.08153).
 
     Attributes:
-        strategy: First column of the strategy, with a positive first number. Its multiples are the same mechanism.
-        sampling_prob: Probability of each example of the group, in [0, 1].
-        expected_participations: ``sampling_prob * iterations / bands``, as an alternative. If neither is given, all
-            examples of the group are included.
+        strategy: First column of the strategy matrix. Its first number is positive. Multiples are equivalent.
+        sampling_prob: Probability with which each example of the group is sampled, in [0, 1].
+        expected_participations: Alternative to ``sampling_prob``: ``sampling_prob * iterations / bands``. If neither is
+            given, all examples of the group are included.
         truncated_batch_size: Larger batches are truncated to a uniform subset of this size; needs ``num_examples``.
-        column_normalize: Divides each column of the strategy by its norm.
+        column_normalize: If True, each column of the strategy is divided by its norm.
     """
 
     strategy: tuple[float, ...]
@@ -80,7 +80,9 @@ class BandMFConfig(AbstractPlanConfig):
         if not isinstance(self.column_normalize, bool):
             raise TypeError(f"{owner}: column_normalize={self.column_normalize!r} must be True or False.")
         largest = checked_truncation(owner, self.truncated_batch_size, self.num_examples)
-        rates = participation(owner, self.sampling_prob, self.expected_participations, self.iterations / len(column))
+        rates = checked_participation(
+            owner, self.sampling_prob, self.expected_participations, self.iterations / len(column)
+        )
         return {"strategy": column, "truncated_batch_size": largest, **rates}
 
     @property
@@ -103,7 +105,7 @@ class BandMFConfig(AbstractPlanConfig):
         return for_run(banded_toeplitz(column), column, self.iterations, self.num_bands, noise="banded-toeplitz")
 
     @property
-    def selection(self) -> CyclicPoissonSampling:
+    def sampling_scheme(self) -> CyclicPoissonSampling:
         """The sampling scheme."""
         largest, bands = self.truncated_batch_size, self.num_bands
         return cyclic_sampling(

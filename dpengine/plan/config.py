@@ -50,10 +50,10 @@ class PerformanceFlags:
     Attributes:
         dtype: Dtype in which gradients are clipped and summed: float32 or float64. None keeps the dtype of the
             gradients, and sums half precision in float32.
-        noise_seed: None for the operating system's randomness. A seed makes the noise reproducible, for tests: anyone
-            who knows the seed can subtract the noise.
+        noise_seed: Seed that makes the noise reproducible, for tests. Anyone who knows it can subtract the noise. None
+            uses the operating system's randomness.
         microbatch_size: Number of examples whose gradients are materialized at a time; it divides the batch.
-        keep_batch_dim: Whether the loss gets examples with a leading axis of size 1.
+        keep_batch_dim: If True, the loss function receives examples with a leading axis of size 1.
         process_group: A ``torch.distributed`` group over whose ranks sums are all-reduced.
     """
 
@@ -77,7 +77,7 @@ def calibrated_by_library(
     delta: float,
     tol: float,
 ) -> float:
-    """Returns the smallest noise multiplier that meets a target, at most by a factor of ``1 + tol`` too large."""
+    """Returns a noise multiplier that meets a target, at most ``1 + tol`` times the smallest such one."""
     if not target > 0 or not 0 < delta < 1:
         raise ValueError(f"calibrate: epsilon={target!r} must be positive, and delta={delta!r} in (0, 1).")
 
@@ -116,10 +116,11 @@ class AbstractPlanConfig(abc.ABC):
         noise_multiplier: Standard deviation of the noise over the sensitivity to one participation; None until
             ``calibrate`` sets it.
         l2_clip_norm: Clipping norm of each example's gradient.
-        rescale_to_unit_norm: Divides clipped gradients by ``l2_clip_norm``, so that it does not affect the step size.
+        rescale_to_unit_norm: If True, clipped gradients are divided by ``l2_clip_norm``, so that it does not affect the
+            step size.
         normalize_by: Divisor of the sum.
-        num_examples: Number of examples in the data set, if public. Neighboring data sets then differ in one zeroed-out
-            example; otherwise one has one example more.
+        num_examples: Number of examples in the data set, if it is public. Neighboring data sets then differ in one
+            zeroed-out example. Otherwise one of them has an additional example.
     """
 
     iterations: int
@@ -161,7 +162,7 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def selection(self) -> SamplingScheme:
+    def sampling_scheme(self) -> SamplingScheme:
         """The sampling scheme."""
 
     # Common to all configs
@@ -169,7 +170,7 @@ class AbstractPlanConfig(abc.ABC):
     @property
     def participation(self) -> Participation:
         """Participation of examples."""
-        return self.selection.participation()
+        return self.sampling_scheme.participation()
 
     @property
     def relation(self) -> Relation:
@@ -178,15 +179,15 @@ class AbstractPlanConfig(abc.ABC):
 
     @property
     def accountants(self) -> tuple[str, ...]:
-        """Accountants that support these batches, the default first."""
+        """Accountants that support the sampling scheme, the default first."""
         return _ACCOUNTANTS.get(type(self.participation), tuple(ACCOUNTANTS))
 
-    def claim(self, noise_multiplier: float, run: str = "") -> Event:
-        """Returns the privacy event of each step of a run, for the engine's ledger; unclaimed without an analysis.
+    def event(self, noise_multiplier: float, run: str = "") -> Event:
+        """Returns the privacy event of each step of a run. Its ``claimed`` is False if no analysis exists.
 
         Args:
             noise_multiplier: The noise multiplier.
-            run: Name that identifies the run. By default each call names a run of its own.
+            run: Name of the run. By default, each call uses a new name.
         """
         correlation = INDEPENDENT if self.recurrence is None else self.recurrence.correlation
         step = StepParameters(noise_multiplier, self.num_examples or 0, self.relation, run or secrets.token_hex(8))
@@ -199,7 +200,7 @@ class AbstractPlanConfig(abc.ABC):
     def _library_event(self, sigma: float) -> Any:
         if self.relation is Relation.REPLACE_ONE:  # the library's RDP accountant counts a replacement as distance 1
             sigma /= 2
-        return to_dp_accounting(self.claim(sigma, ONE_RUN), self.iterations)
+        return to_dp_accounting(self.event(sigma, ONE_RUN), self.iterations)
 
     @keyword_hints
     def epsilon(self, delta: float, step: int | None = None, *, accountant: str | Accountant | None = None) -> float:
@@ -208,8 +209,8 @@ class AbstractPlanConfig(abc.ABC):
         used = self._accountant(accountant)
         checks.fraction(type(self).__name__, "delta", delta)
         if sigma > 0:
-            self._warn(delta)
-        return epsilon_of((Charge(self.claim(sigma, ONE_RUN), steps),), delta, used, self.relation) if steps else 0.0
+            self._warn_about_truncation(delta)
+        return epsilon_of((Charge(self.event(sigma, ONE_RUN), steps),), delta, used, self.relation) if steps else 0.0
 
     @keyword_hints
     def calibrate(
@@ -223,9 +224,9 @@ class AbstractPlanConfig(abc.ABC):
         """Returns the config with the smallest noise multiplier that meets a target.
 
         Args:
-            epsilon: Target for the run; infinity means no noise.
+            epsilon: Target for the run. With infinity, the noise multiplier is 0.
             delta: In (0, 1).
-            tol: Maximum relative excess of the noise multiplier over the smallest one. None selects 1e-5.
+            tol: Maximum relative error by which the noise multiplier is too large. None selects 1e-5.
             accountant: As for ``PrivacyEngine``; None for the default of the sampling scheme; or a function that
                 creates an accountant of the dp-accounting library for a ``NeighboringRelation``.
 
@@ -246,9 +247,9 @@ class AbstractPlanConfig(abc.ABC):
         if callable(accountant):
             noise = calibrated_by_library(self._library_event, accountant, self.relation, epsilon, delta, tol)
         else:
-            self._warn(delta)
+            self._warn_about_truncation(delta)
             noise = least_noise(
-                lambda sigma: self.claim(sigma, ONE_RUN),
+                lambda sigma: self.event(sigma, ONE_RUN),
                 target_epsilon=epsilon,
                 target_delta=delta,
                 steps=self.iterations,
@@ -263,7 +264,7 @@ class AbstractPlanConfig(abc.ABC):
         """Returns the plan.
 
         Args:
-            performance_flags: Performance options, which do not change the mechanism.
+            performance_flags: Performance options.
 
         Returns:
             A plan with this config's noise. Raises ValueError without a noise multiplier.
@@ -285,32 +286,32 @@ class AbstractPlanConfig(abc.ABC):
         stddev = sigma * norm if sigma else 0.0  # a sensitivity may be infinite
         transform = NoiseTransform(stddev, noise, flags.noise_seed, self.iterations)
         clipped_grad = _clipped_grad_with(fixed_options)
-        return DPExecutionPlan(clipped_grad, self.selection, transform, self.relation, self)
+        return DPExecutionPlan(clipped_grad, self.sampling_scheme, transform, self.relation, self)
 
     @property
     def sensitivity(self) -> float:
         """Sensitivity of the sum to one participation, under add-or-remove."""
         return (1.0 if self.rescale_to_unit_norm else self.l2_clip_norm) / self.normalize_by
 
-    def _warn(self, delta: float) -> None:
+    def _warn_about_truncation(self, delta: float) -> None:
         """Warns if the truncation of batches increases the privacy cost."""
         if type(self.participation) is TruncatedParticipation and self.num_examples:
             warn_about_truncation(self.participation, self.num_examples, self.iterations, delta)
 
     def _accountant(self, accountant: str | Accountant | None) -> str | Accountant:
-        """Returns the given accountant or the default. Raises if a built-in one does not support these batches."""
+        """Returns the given accountant or the default. Raises if a built-in one does not support the scheme."""
         if accountant is None:
             return self.accountants[0]
         name = accountant_name(accountant)
         if isinstance(accountant, str) and name not in self.accountants:
             raise AccountingRefusedError(
-                f"accountant {name!r} does not support these batches.",
+                f"accountant {name!r} does not support the sampling scheme of this config.",
                 fix=f"Choose one of: {', '.join(map(repr, self.accountants))}.",
             )
         return accountant
 
     def clipping_policy(self) -> tuple[Any, float | None]:
-        """Returns the clipping policy, or the name of one and its clipping norm."""
+        """Returns the arguments ``clipping`` and ``max_grad_norm`` of ``make_private``."""
         return "flat", self.l2_clip_norm
 
     def required_noise_multiplier(self) -> float:
@@ -335,8 +336,8 @@ class AbstractPlanConfig(abc.ABC):
         return {
             **self._fields(),
             "config": type(self).__name__,
-            "batches": self.selection.name,
-            "accounting": self.selection.accounting,
+            "batches": self.sampling_scheme.name,
+            "accounting": self.sampling_scheme.accounting,
             "relation": self.relation.value,
             "sensitivity": self.sensitivity,
         }
@@ -375,14 +376,14 @@ class AbstractPlanConfig(abc.ABC):
             )
         names = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(fields) - names):
-            raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; known are {sorted(names)}.")
+            raise ValueError(f"{cls.__name__}.from_json: unknown fields {unknown}; valid fields are {sorted(names)}.")
         try:
-            return cls._read(fields)
+            return cls._from_fields(fields)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"{cls.__name__}.from_json: {error}") from error
 
     @classmethod
-    def _read(cls, fields: dict[str, Any]) -> Self:
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
         return cls(**fields)
 
 

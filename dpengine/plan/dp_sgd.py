@@ -11,7 +11,7 @@ from dpengine.sampling.scheme import SamplingScheme
 
 from . import checks
 from .config import AbstractPlanConfig
-from .poisson_batches import checked_truncation, cyclic_sampling, participation
+from .poisson_batches import checked_participation, checked_truncation, cyclic_sampling
 
 
 @final
@@ -23,8 +23,8 @@ class DPSGDConfig(AbstractPlanConfig):
     (arXiv:1808.00087).
 
     Attributes:
-        sampling_prob: Probability of each example at each step, in [0, 1].
-        expected_participations: ``sampling_prob * iterations``, as an alternative.
+        sampling_prob: Probability with which each example is sampled at each step, in [0, 1].
+        expected_participations: Alternative to ``sampling_prob``: ``sampling_prob * iterations``.
         truncated_batch_size: Larger batches are truncated to a uniform subset of this size; needs ``num_examples``.
         fixed_batch_size: Batches are uniform subsets of this size instead; needs ``num_examples``. The guarantee then
             holds for data sets that differ in one replaced example (replace-one).
@@ -46,7 +46,9 @@ class DPSGDConfig(AbstractPlanConfig):
         if self.fixed_batch_size is None:
             return {
                 "truncated_batch_size": largest,
-                **participation(owner, self.sampling_prob, self.expected_participations, float(self.iterations)),
+                **checked_participation(
+                    owner, self.sampling_prob, self.expected_participations, float(self.iterations)
+                ),
             }
         size = checks.integer(owner, "fixed_batch_size", self.fixed_batch_size, at_least=1)
         if self.num_examples is None or size > self.num_examples:
@@ -65,7 +67,7 @@ class DPSGDConfig(AbstractPlanConfig):
         return None
 
     @property
-    def selection(self) -> SamplingScheme:
+    def sampling_scheme(self) -> SamplingScheme:
         """The sampling scheme."""
         if self.fixed_batch_size is not None:
             return FixedBatchSampling(batch_size=self.fixed_batch_size, iterations=self.iterations)

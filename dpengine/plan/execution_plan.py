@@ -1,4 +1,4 @@
-"""The parts of a private run, which must be used together, and their total privacy cost."""
+"""Parts of a private run, which must be used together, and their total privacy cost."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class DPExecutionPlan:
         Args:
             delta: In (0, 1).
             step: Number of steps taken; None for all steps.
-            accountant: As for ``PrivacyEngine``; None for the default of the batches.
+            accountant: As for ``PrivacyEngine``; None for the default of the sampling scheme.
 
         Returns:
             An upper bound on epsilon.

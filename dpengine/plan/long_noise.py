@@ -69,7 +69,7 @@ class BLTConfig(AbstractPlanConfig):
         return blt_for_run(self.decays, self.scales, self.iterations)
 
     @property
-    def selection(self) -> CyclicPoissonSampling:
+    def sampling_scheme(self) -> CyclicPoissonSampling:
         """The sampling scheme: each step uses all examples of one group."""
         return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)
 
@@ -123,6 +123,6 @@ class BandedInverseConfig(AbstractPlanConfig):
         return banded_inverse_for_run(self.coefficients, self.iterations)
 
     @property
-    def selection(self) -> CyclicPoissonSampling:
+    def sampling_scheme(self) -> CyclicPoissonSampling:
         """The sampling scheme: each step uses all examples of one group."""
         return cyclic_sampling(self.num_examples, self.iterations, rate=1.0, groups=self.cycle_length)

@@ -43,8 +43,8 @@ def with_correlation(
 ) -> tuple[Draws, Recurrence]:
     """Returns the sampling scheme and the noise of a run with correlated noise.
 
-    Poisson batches are replaced by cyclic batches of the same size: with amplification by sampling if the noise has few
-    bands, otherwise in a fixed order. ``keep_draws`` keeps the sampling scheme, because the user selected it.
+    Replaces Poisson batches by cyclic batches of the same size. If the noise has few bands, they have amplification by
+    sampling; otherwise they are in a fixed order. ``keep_draws`` keeps the sampling scheme, because the user chose it.
     """
     check_noise(noise)
     name = type(noise).__name__
@@ -90,7 +90,7 @@ def _check_bands(name: str, bands: int, draws: Draws, steps_for: StepsForEpoch) 
     rate, steps = draws.sample_rate, steps_for(draws.steps_per_epoch)
     if bands * rate > 1 + 1e-12:
         raise InvalidBudgetError(
-            f"{bands} bands need batches of at most 1/{bands} of the data set; this batch is 1/{1 / rate:.4g} of it.",
+            f"{bands} bands need batches of at most 1/{bands} of the data set, but a batch is 1/{1 / rate:.4g} of it.",
             fix=f"Pass noise with at most {max(1, int(1 / rate))} bands, or a smaller batch size.",
         )
     assert steps is not None
@@ -115,7 +115,7 @@ def _cyclic_groups(name: str, draws: Draws, relation: Relation, divisor: float |
             f"{rate * num_examples:g} do not divide them: {groups} groups would have {num_examples / groups:.4g} each.",
             fix=f"Pass a loader with batch_size={sizes[0]} or {sizes[1]}.",
         )
-    size = max(num_examples / groups, 1e-9) if divisor is None else divisor  # keep the declared constant
+    size = max(num_examples / groups, 1e-9) if divisor is None else divisor  # a declared constant is kept
     return CyclicDraws(num_examples, 1.0, groups, groups, size, _partition(relation))
 
 
@@ -132,14 +132,14 @@ class NoiseTarget:
         epsilon: Target for the run and the earlier charges; None if there is a noise multiplier.
         delta: Delta of the target.
         accountant: The accountant of the target.
-        spent: Earlier charges on the same data.
+        prior_charges: Charges of earlier runs on the same data.
     """
 
     noise_multiplier: float | None
     epsilon: float | None
     delta: float
     accountant: str | Accountant
-    spent: Sequence[Charge]
+    prior_charges: Sequence[Charge]
 
     def solve(self, event_of: Callable[[float], Event], sampling: str, steps: int | None, relation: Relation) -> float:
         """Returns the noise multiplier of a run. ``event_of`` returns the event of its steps for a noise multiplier."""
@@ -169,5 +169,5 @@ class NoiseTarget:
             steps=steps,
             accountant=self.accountant,
             relation=relation,
-            spent=self.spent,
+            spent=self.prior_charges,
         )

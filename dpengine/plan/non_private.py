@@ -51,7 +51,7 @@ class NonPrivateConfig(AbstractPlanConfig):
         return None
 
     @property
-    def selection(self) -> SamplingScheme:
+    def sampling_scheme(self) -> SamplingScheme:
         """The sampling scheme."""
         return FixedBatchSampling(batch_size=self.batch_size, iterations=self.iterations)
 

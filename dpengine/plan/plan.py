@@ -70,8 +70,8 @@ class Plan(AbstractPlanConfig):
             The plan.
 
         Raises:
-            TypeError: If neither gives the number of steps.
-            ValueError: If both give it and differ.
+            TypeError: If neither ``iterations`` nor the sampling scheme gives the number of steps.
+            ValueError: If both give it, and they differ.
         """  # noqa: DOC502 - the checks raise on our behalf
         steps = getattr(sampling, "iterations", None) if iterations is None else iterations
         return cls(iterations=steps, sampling=sampling, **fields)  # type: ignore[arg-type]  # None is rejected
@@ -106,12 +106,12 @@ class Plan(AbstractPlanConfig):
         return self.sampling.participation() if size is None else self.sampling.over(size).participation
 
     @property
-    def selection(self) -> SamplingScheme:
+    def sampling_scheme(self) -> SamplingScheme:
         """The sampling scheme."""
         return self.sampling
 
     def clipping_policy(self) -> tuple[Any, float | None]:
-        """Returns the clipping policy, or the name of one and its clipping norm."""
+        """Returns the arguments ``clipping`` and ``max_grad_norm`` of ``make_private``."""
         return ("flat", self.l2_clip_norm) if self.clipping is None else (self.clipping, None)
 
     def make(self, performance_flags: PerformanceFlags | None = None) -> DPExecutionPlan:
@@ -146,13 +146,13 @@ class Plan(AbstractPlanConfig):
         return others | parts
 
     @classmethod
-    def _read(cls, fields: dict[str, Any]) -> Self:
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
         parts = {name: _restored(fields[name]) for name in ("sampling", "noise") if name in fields}
         return cls(**(fields | parts))
 
 
 def _stored(value: Any) -> dict[str, Any] | None:
-    """Returns a part of a plan as plain values: its type and fields, or only the type of a custom part."""
+    """Returns the type and the fields of a part of a plan as plain values; of a custom part only the type."""
     if value is None:
         return None
     is_stored = type(value) in _STORED.values()
@@ -161,7 +161,7 @@ def _stored(value: Any) -> dict[str, Any] | None:
 
 
 def _name(part: Any) -> str:
-    """Returns the name of a part's class, or of the class that an `CustomScheme` or `CustomPolicy` contains."""
+    """Returns the name of a part's class, or of the class that a `CustomScheme` or `CustomPolicy` contains."""
     return type(getattr(part, "scheme", getattr(part, "policy", part))).__name__
 
 

@@ -31,19 +31,19 @@ def warn_about_truncation(
     participation: TruncatedParticipation, num_examples: int, iterations: int, delta: float
 ) -> None:
     """Warns if truncation is so frequent that it increases the privacy cost."""
-    largest, rate, groups = (
+    size, rate, groups = (
         participation.largest_batch,
         participation.drawn.sample_rate,
         participation.drawn.cycle_length,
     )
-    group, rounds = max(1, num_examples // groups), -(-iterations // groups)
-    free = suggest_cap(group, rate, rounds=rounds, delta=delta)
-    if largest < free:
+    group_size, rounds = max(1, num_examples // groups), -(-iterations // groups)
+    suggested = suggest_cap(group_size, rate, rounds=rounds, delta=delta)
+    if size < suggested:
         notice(
             "DPE012",
-            f"truncated_batch_size={largest} truncates a batch with probability "
-            f"{cut_probability(group, rate, largest):.2g}, which costs privacy in each of {rounds:,} rounds. From "
-            f"{free} on the cost is negligible.",
+            f"truncated_batch_size={size} truncates a batch with probability "
+            f"{cut_probability(group_size, rate, size):.2g}, which costs privacy in each of {rounds:,} rounds. The "
+            f"cost is negligible from {suggested} on.",
             key=f"cut {participation} {iterations}",
         )
 
@@ -60,8 +60,8 @@ def checked_truncation(owner: str, size: Any, num_examples: int | None) -> int |
     return checks.integer(owner, "truncated_batch_size", size, at_least=0)
 
 
-def participation(owner: str, probability: Any, expected: Any, cycles: float) -> dict[str, float]:
-    """Returns the sampling probability and the expected participations, of which one suffices.
+def checked_participation(owner: str, probability: Any, expected: Any, cycles: float) -> dict[str, float]:
+    """Returns the sampling probability and the expected participations, computing one from the other.
 
     If neither is given, every example participates in each cycle.
     """

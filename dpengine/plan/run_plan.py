@@ -38,8 +38,8 @@ class RunPlan:
         relation: Neighboring relation of the guarantee.
         noise: Correlation of the noise across steps; None for independent noise.
         iterations: Number of logical batches in the run; None for no limit.
-        of_config: Whether a config of `dpengine.plan` describes the run. ``expected_batch_size`` then divides the sums
-            for every loss reduction.
+        from_config: True if a config of `dpengine.plan` describes the run. ``expected_batch_size`` then divides the
+            sums for every loss reduction.
         run: Name of the run in the ledger, which groups steps that are accounted together.
     """
 
@@ -50,7 +50,7 @@ class RunPlan:
     relation: Relation
     noise: Recurrence | None = None
     iterations: int | None = None
-    of_config: bool = False
+    from_config: bool = False
     run: str = field(default_factory=lambda: secrets.token_hex(8))
 
     def __post_init__(self) -> None:
@@ -107,7 +107,7 @@ class RunPlan:
     @cached_property
     def steps_are_separate(self) -> bool:
         """True if the cost of a step is independent of other steps, so batches may be merged and constants changed."""
-        return self.noise is None and not self.of_config and self.sampling.participation.steps_are_separate
+        return self.noise is None and not self.from_config and self.sampling.participation.steps_are_separate
 
     def has_step(self, step: int) -> bool:
         """Returns True if the run has a step with this number, from 0."""
@@ -122,8 +122,7 @@ class RunPlan:
         """Raises BudgetExceeded if the run has no step with this number."""
         if not self.has_step(step):
             raise BudgetExceeded(
-                f"This run was planned for {self._num_steps:,} steps, and all {self._num_steps:,} batches were "
-                "sampled.",
+                f"This run was planned for {self._num_steps:,} steps, and all of its batches have been sampled.",
                 fix="Plan more steps with steps= or epochs=, or call make_private again, which adds to the cost.",
             )
 
@@ -163,7 +162,7 @@ class RunPlan:
         """Component that requires joint accounting of all steps, for error messages."""
         if self.noise is not None:
             return "correlated noise"
-        return "plan" if self.of_config else "sampling scheme"
+        return "plan" if self.from_config else "sampling scheme"
 
     def at_step(self, step: int, *, first: bool = False) -> RunPlan:
         """Returns the plan whose ``run`` name groups the epochs that are accounted together with this step.
@@ -171,7 +170,7 @@ class RunPlan:
         After a plan change, a new group starts at the first complete epoch. ``first`` is True for the first step of a
         run; a partial first epoch then counts as a full epoch.
         """
-        if not self.counts_passes:
+        if not self.counts_epochs:
             return self
         epoch = self.sampling.participation.epoch_steps
         if first and step % epoch:
@@ -179,16 +178,16 @@ class RunPlan:
         _, _, start = self.run.partition("@")
         if not start or int(start) % epoch == 0:
             return self
-        first_pass, current_pass = int(start) // epoch, step // epoch
-        return self if current_pass == first_pass else replace(self, run=self._name_from(current_pass * epoch))
+        first_epoch, current_epoch = int(start) // epoch, step // epoch
+        return self if current_epoch == first_epoch else replace(self, run=self._name_from(current_epoch * epoch))
 
     def _name_from(self, step: int) -> str:
         # If the plan changes mid-epoch, both parts count as full epochs, because an example may be in each.
-        return f"{self.run.partition('@')[0]}@{step}" if self.counts_passes else self.run
+        return f"{self.run.partition('@')[0]}@{step}" if self.counts_epochs else self.run
 
     def divisor(self, batches: int, *, mean: bool) -> float:
         """Returns the divisor of the sums of merged batches; ``mean`` is True if the loss is a mean over samples."""
-        if self.of_config:
+        if self.from_config:
             return self.expected_batch_size
         return self.expected_batch_size * batches if mean else 1.0
 
@@ -206,8 +205,8 @@ class RunPlan:
         return event_of_step(self.sampling.participation, correlation, step)
 
     @cached_property
-    def counts_passes(self) -> bool:
-        """True if the cost of a pass without amplification is known: batches of one pass share no example."""
+    def counts_epochs(self) -> bool:
+        """True if the cost of an epoch without amplification is known, because its batches share no example."""
         # Removing an example changes the other batches, so this bound does not hold for add-or-remove.
         return self.sampling.participation.epoch_steps > 0 and self.relation is not Relation.ADD_OR_REMOVE_ONE
 

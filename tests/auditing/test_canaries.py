@@ -117,7 +117,7 @@ def test_who_was_drawn_is_what_the_loader_drew():
     run, canaries, _, _ = watched(steps=30, sample_rate=0.2, noise=1.0)
     drawn_TM = run.trace().drawn_TM
     for step in range(30):
-        indices = np.array(inside.draw(run.run.batches, step), dtype=int)
+        indices = np.array(inside.draw(run.run.loader, step), dtype=int)
         expected = np.zeros(COUNT, bool)
         expected[canaries.canary_of[indices][canaries.canary_of[indices] >= 0]] = True
         assert (drawn_TM[step] == expected).all()

@@ -64,7 +64,7 @@ def test_parts_are_read_whatever_their_size(tmp_path, then, now):
     paths = [
         put(
             tmp_path / tensor_files.file_name("w", i, len(CUTS[then])),
-            {"w": (whole[box.inside(Box.full((7, 5)))], box.start)},
+            {"w": (whole[box.slices_in(Box.full((7, 5)))], box.start)},
         )
         for i, box in enumerate(CUTS[then])
     ]
@@ -74,7 +74,7 @@ def test_parts_are_read_whatever_their_size(tmp_path, then, now):
     with tensor_files.StoredTensors(paths) as found:
         assert found.shape("w") == (7, 5)
         for box in CUTS[now]:
-            assert torch.equal(found.read("w", box), whole[box.inside(Box.full((7, 5)))])
+            assert torch.equal(found.read("w", box), whole[box.slices_in(Box.full((7, 5)))])
 
 
 def test_a_part_that_is_missing_is_reported(tmp_path):
@@ -208,7 +208,7 @@ def test_a_death_at_any_call_leaves_a_whole_folder(tmp_path, monkeypatch):
             try:
                 write(where, {"a": b"2"}, {"s": b"2"})
             except Dead:
-                assert contents(folders.present(where)) in (old, new)
+                assert contents(folders.last_complete(where)) in (old, new)
             else:
                 assert contents(where) == new
                 assert death > 10
@@ -237,7 +237,7 @@ def test_a_link_is_followed(tmp_path):
     write(tmp_path / "run", {"a": b"1"}, {})
     (tmp_path / "link").symlink_to(tmp_path / "run")
     write(tmp_path / "link", {"a": b"2"}, {})
-    assert contents(folders.present(tmp_path / "link")) == {"a": b"2"} == contents(tmp_path / "run")
+    assert contents(folders.last_complete(tmp_path / "link")) == {"a": b"2"} == contents(tmp_path / "run")
     assert (tmp_path / "link").is_symlink()
 
 
@@ -250,4 +250,4 @@ def test_folders_of_the_user_are_not_changed(tmp_path):
     assert len(list(tmp_path.rglob("thesis.txt"))) == 3
     (tmp_path / "run").rename(tmp_path / "run.last")
     with pytest.raises(FileNotFoundError):
-        folders.present(tmp_path / "run")
+        folders.last_complete(tmp_path / "run")

@@ -108,11 +108,11 @@ def noise_of(run, count):
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P3")
-def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at):
+def test_noise_goes_on_as_one_matrix_where_nothing_released_since(tmp_path, name, at):
     first, second = still(name), still(name)
     steps = noise_of(first, at)
     checkpoint.save(tmp_path / "run", first[0])
-    checkpoint.load(tmp_path / "run", second[0], nothing_left_since=True)
+    checkpoint.load(tmp_path / "run", second[0], nothing_released_since=True)
     steps += noise_of(second, STEPS - at)
     assert second[0].epsilon == pytest.approx(CONFIGS[name].epsilon(1e-5), rel=1e-9)  # one run, and not two
     expected = expected_covariance(CONFIGS[name], 1.0)
@@ -124,7 +124,7 @@ def test_noise_goes_on_as_one_matrix_where_nothing_left_since(tmp_path, name, at
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("at", [1, 3, 6])
 @pytest.mark.hazard("P2", "P3")
-def test_noise_starts_anew_without_nothing_left_since(tmp_path, name, at, monkeypatch):
+def test_noise_starts_anew_without_nothing_released_since(tmp_path, name, at, monkeypatch):
     monkeypatch.setattr(NoiseSource, "fresh", lambda kind: NoiseSource(bytes(range(32)), kind=kind))  # no seed
     monkeypatch.setattr("dpengine.checkpoint.run_state.secrets.randbits", lambda bits: 12345)
     first, second = still(name, PrivacyEngine()), still(name, PrivacyEngine())
@@ -169,16 +169,16 @@ def test_known_later_steps_prevent_continuing_as_one_matrix(tmp_path):
     second = Run(**settings)
     second.engine.load_state_dict(first.engine.state_dict())
     with pytest.raises(LedgerError, match="charged steps of the loaded run"):
-        second.resumed(tmp_path / "run", nothing_left_since=True)
+        second.resumed(tmp_path / "run", nothing_released_since=True)
     second.resumed(tmp_path / "run").train(1)
     assert second.engine.ledger.steps == 6
 
 
 @pytest.mark.hazard("S11")
-def test_groups_stay_as_they_were_drawn_where_nothing_left_since(tmp_path):
+def test_groups_stay_as_they_were_drawn_where_nothing_released_since(tmp_path):
     settings = {"noise": BandMF(num_bands=2), "steps": 8, "epochs": None}
     first = Run(data=loader(batch_size=60), **settings).train(3).saved(tmp_path / "run")
-    for options, apart in (({"nothing_left_since": True}, True), ({}, False)):
+    for options, apart in (({"nothing_released_since": True}, True), ({}, False)):
         second = Run(data=loader(batch_size=60), **settings).resumed(tmp_path / "run", **options).train(5)
         batches = first.batches + second.batches
         even, odd = set().union(*batches[::2]), set().union(*batches[1::2])
@@ -193,7 +193,7 @@ def test_samples_stay_separate_over_two_interruptions_without_steps_in_between(t
     for number, steps in enumerate((6, 3, 7)):
         run = Run(seed=None, **settings)
         if number:
-            run.resumed(tmp_path / f"{number}", nothing_left_since=True)
+            run.resumed(tmp_path / f"{number}", nothing_released_since=True)
         batches += run.train(steps).saved(tmp_path / f"{number + 1}").batches
     for step, batch in enumerate(batches):
         assert batch.isdisjoint(set().union(*batches[step + 1 : step + 4]))
@@ -207,7 +207,7 @@ def test_another_matrix_is_not_continued(tmp_path):
     Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.5]), **settings).train(2).saved(tmp_path / "run")
     other = Run(noise=BandMF(num_bands=2, strategy=[1.0, 0.50001]), **settings)
     with pytest.raises(MechanismMismatchError, match="cannot continue as one matrix"):
-        other.resumed(tmp_path / "run", nothing_left_since=True)
+        other.resumed(tmp_path / "run", nothing_released_since=True)
     other.resumed(tmp_path / "run").train(1)
 
 
@@ -234,12 +234,12 @@ def test_a_matrix_that_generates_rows_again_continues_only_with_their_generator(
     run.saved(tmp_path / "run")
     accelerator(first != "accelerator")
     with pytest.raises(MechanismMismatchError, match="noise cannot continue as one matrix: its generator was"):
-        Run(**settings).resumed(tmp_path / "run", nothing_left_since=True)
+        Run(**settings).resumed(tmp_path / "run", nothing_released_since=True)
     if seed is None:
         Run(**settings).resumed(tmp_path / "run").train(1)  # the noise starts again
     if first != "not recorded":
         accelerator(first == "accelerator")
-        Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+        Run(**settings).resumed(tmp_path / "run", nothing_released_since=True).train(1)
 
 
 def _without_generators(state_of):
@@ -257,7 +257,7 @@ def test_noise_that_keeps_its_rows_continues_on_any_device(tmp_path, accelerator
     accelerator(True)
     Run(**settings).train(2).saved(tmp_path / "run")
     accelerator(False)
-    Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+    Run(**settings).resumed(tmp_path / "run", nothing_released_since=True).train(1)
 
 
 def test_checkpoints_without_a_generator_continue_on_the_cpu(tmp_path, monkeypatch):
@@ -265,7 +265,7 @@ def test_checkpoints_without_a_generator_continue_on_the_cpu(tmp_path, monkeypat
     state_of = checkpoint.run_state.state_of
     monkeypatch.setattr(checkpoint.run_state, "state_of", _without_generators(state_of))
     Run(**settings).train(2).saved(tmp_path / "run")
-    Run(**settings).resumed(tmp_path / "run", nothing_left_since=True).train(1)
+    Run(**settings).resumed(tmp_path / "run", nothing_released_since=True).train(1)
 
 
 def test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel(accelerator):

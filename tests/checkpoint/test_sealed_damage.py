@@ -111,12 +111,12 @@ def stored_run():
 
 
 @pytest.mark.parametrize("folder", STORED, ids=lambda folder: folder.name)
-@pytest.mark.parametrize("nothing_left_since", [True, False])
+@pytest.mark.parametrize("nothing_released_since", [True, False])
 @pytest.mark.hazard("P7")
-def test_stored_checkpoints_of_each_version_are_resumed(tmp_path, folder, nothing_left_since):
+def test_stored_checkpoints_of_each_version_are_resumed(tmp_path, folder, nothing_released_since):
     shutil.copytree(folder, tmp_path / "run")
     first = stored_run().train(3)
-    run = stored_run().resumed(tmp_path / "run", nothing_left_since=nothing_left_since)
+    run = stored_run().resumed(tmp_path / "run", nothing_released_since=nothing_released_since)
     torch.testing.assert_close(run.weights, first.weights)
     assert run.loader.position == run.engine.ledger.steps == 3
     spent = run.engine.epsilon

@@ -368,7 +368,7 @@ def engine_of_compat():
 @pytest.mark.parametrize("made", [engine_itself, engine_of_compat])
 def test_an_engine_with_private_models_is_not_copied(way, made):
     engine = made()
-    with pytest.raises(TypeError, match=r"PrivacyEngine cannot be copied.*account of private models.*checkpoint"):
+    with pytest.raises(TypeError, match=r"PrivacyEngine cannot be copied.*has private models.*checkpoint"):
         WAYS[way](engine)
 
 

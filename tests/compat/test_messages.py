@@ -74,7 +74,7 @@ def ahead(loader, count):
 def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
     wrapped, optimizer, loader = door()
     before = flat(wrapped.state_dict())
-    with pytest.raises(BatchMismatchError, match=r"fetched ahead.*no list\(loader\).*num_workers"):
+    with pytest.raises(BatchMismatchError, match=r"fetched ahead.*do not call list\(loader\).*num_workers"):
         for inputs, targets in wrap(loader):
             before = flat(wrapped.state_dict())
             step(wrapped, optimizer, inputs, targets)
@@ -83,7 +83,7 @@ def test_batches_that_were_fetched_ahead_are_named_as_such(door, wrap):
 
 def test_chunks_that_were_fetched_ahead_are_named_as_such():
     module, optimizer, loader = of_engine(physical_batch_size=3)
-    with pytest.raises(BatchStateError, match=r"fetches ahead.*no list\(loader\)"):
+    with pytest.raises(BatchStateError, match=r"fetches ahead.*do not call list\(loader\)"):
         for inputs, targets in list(loader):
             step(module, optimizer, inputs, targets)
 

@@ -35,7 +35,7 @@ def go_on(folder, topology, names, one_matrix):
     found = {}
     for name in names:
         run = Spread(CASES[name], topology, optimizer="Adam")
-        checkpoint.load(folder / name, run.engine, nothing_left_since=one_matrix)
+        checkpoint.load(folder / name, run.engine, nothing_released_since=one_matrix)
         found[name, one_matrix] = run.train(AFTER).result()
     return found
 
@@ -200,7 +200,7 @@ def loads_others(folder):
     found = []
     for where, one_matrix in ((folder / str(dist.get_rank()), False), (folder / "0", dist.get_rank() == 0)):
         try:
-            checkpoint.load(where, Spread(Case(noise="bandmf")).engine, nothing_left_since=one_matrix)
+            checkpoint.load(where, Spread(Case(noise="bandmf")).engine, nothing_released_since=one_matrix)
         except MechanismMismatchError as error:
             found.append(str(error))
     return found
@@ -211,7 +211,7 @@ def test_ranks_that_load_different_checkpoints_are_rejected(tmp_path):
     for name in ("0", "1"):
         checkpoint.save(tmp_path / name, Spread(Case(noise="bandmf"), seed=1 + int(name)).train(2).engine)
     for found in launched(2, loads_others, tmp_path):
-        assert "do not agree on checkpoint" in found[0] and "do not agree on nothing_left_since" in found[1]
+        assert "do not agree on checkpoint" in found[0] and "do not agree on nothing_released_since" in found[1]
 
 
 class TiedRows(torch.nn.Module):

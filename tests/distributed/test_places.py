@@ -24,7 +24,9 @@ def test_the_places_of_a_part_are_those_of_its_numbers(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for box in cuts(shape):
         found = LocalShard(shape, Box.full(shape), box).places
-        assert [n for places in found for n in numbers(places)] == whole[box.inside(Box.full(shape))].flatten().tolist()
+        assert [n for places in found for n in numbers(places)] == whole[
+            box.slices_in(Box.full(shape))
+        ].flatten().tolist()
         assert sum(places.count for places in found) == box.numel
 
 

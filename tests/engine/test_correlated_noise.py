@@ -220,7 +220,7 @@ def test_noise_in_cycles_is_that_of_the_config(name):
     }[name]()
     engine = banded_loop(noise=LONG[name], max_grad_norm=0.5).engine
     assert inside.state(engine).noise_std == pytest.approx(0.5 * config.recurrence.column_norm)
-    assert inside.event(engine).sq_sensitivities == config.claim(1.0).sq_sensitivities
+    assert inside.event(engine).sq_sensitivities == config.event(1.0).sq_sensitivities
     assert inside.state(engine).noise == config.recurrence.description
 
 

@@ -187,7 +187,7 @@ def test_a_missing_gradient_is_reported_in_every_step():
     loop.step(*next(batches))
     loop.model.both = False
     with pytest.raises(
-        MissingGradientError, match=r"DPE002.*'right\.weight' has no gradient in this step, nor have 1 others"
+        MissingGradientError, match=r"DPE002.*'right\.weight' has no gradient in this step \(2 parameters have none\)"
     ):
         loop.step(*next(batches))
 

@@ -12,9 +12,9 @@ from dpengine import register_grad_sampler
 from dpengine.engine.gradient_check import (
     check_per_sample_gradients,
     compare,
-    gradients_alone,
     probe_loss,
-    rows_of,
+    reference_gradients,
+    samples_of,
     unpacked,
 )
 from dpengine.grad_samplers.registered import REGISTERED
@@ -89,7 +89,7 @@ def test_gradients_without_norms_match_the_reference(reduction):
     inputs = torch.randn(4, 2, 3, 3)
     loss = lambda output, target: probe_loss(output, loss_reduction=reduction)  # noqa: E731
     truth = stacked(per_sample_gradients(model, loss, (inputs,), torch.zeros(4)))
-    found = gradients_alone(model, rows_of(inputs), loss_reduction=reduction)
+    found = reference_gradients(model, samples_of(inputs), loss_reduction=reduction)
     for name, gradients in truth.items():
         torch.testing.assert_close(found[name].double(), gradients, rtol=1e-4, atol=1e-6)
         assert gradients.flatten(1).norm(dim=1).min() > 1e-3  # something to compare
@@ -139,7 +139,7 @@ def test_the_report_says_which_sample_is_off():
     off = true["weight"].clone()
     off[3, 1, 2] += 2.0
     (difference,) = compare(true, {"weight": off}, atol=1e-5, rtol=1e-4).differences
-    assert (difference.row, difference.name, difference.ok) == (3, "weight", False)
+    assert (difference.sample, difference.name, difference.ok) == (3, "weight", False)
     assert difference.largest == pytest.approx(2.0, rel=1e-5)
 
 
@@ -191,7 +191,7 @@ def test_one_entry_that_is_no_number_is_wrong():
     true = {"p": torch.ones(3, 2)}
     off = {"p": torch.tensor([[1.0, 1.0], [1.0, math.nan], [1.0, 1.1]])}
     (difference,) = compare(true, off, atol=0.05, rtol=0).differences
-    assert difference.row == 1 and not difference.ok
+    assert difference.sample == 1 and not difference.ok
 
 
 def test_tolerances_are_absolute_and_relative():
@@ -201,7 +201,7 @@ def test_tolerances_are_absolute_and_relative():
 
 
 def test_other_parameters_are_rejected_by_name():
-    with pytest.raises(ValueError, match=r"only alone: \['a'\]; only together: \['b'\]"):
+    with pytest.raises(ValueError, match=r"in the reference only: \['a'\]; in the gradients only: \['b'\]"):
         compare({"a": torch.zeros(1)}, {"b": torch.zeros(1)}, atol=0, rtol=0)
 
 

@@ -156,7 +156,7 @@ def test_a_loader_that_is_set_back_cannot_repeat_its_noise():
     loop = make_loop(noise_multiplier=1.0)
     train(loop)
     loop.loader.load_state_dict({"position": 1})
-    with pytest.raises(BatchStateError, match=r"DPE022.*returned step 1 before.*make_private again"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*returned step 1 of this run a second time.*make_private again"):
         next(iter(loop.loader))
     loop.loader.load_state_dict({"position": 9})  # forward is fine
     train(loop)

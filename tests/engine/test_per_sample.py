@@ -218,7 +218,7 @@ def test_grad_sample_of_several_passes_is_a_list_in_their_order_until_zero_grad(
     torch.testing.assert_close(first + 0, gradients["0.weight"], rtol=1e-9, atol=1e-12)
     wrapped.zero_grad()
     assert not hasattr(model[0].weight, "grad_sample")
-    with pytest.raises(BatchStateError, match="No backward pass has left per-sample gradients"):
+    with pytest.raises(BatchStateError, match="No backward pass has recorded per-sample gradients"):
         _ = wrapped.last_pass
 
 
@@ -397,7 +397,7 @@ def test_after_an_interrupted_pass_no_earlier_result_is_returned():
     hidden = model[0].register_forward_hook(lambda module, args, output: Interrupted.apply(output))
     with pytest.raises(RuntimeError, match="interrupted"):
         F.cross_entropy(wrapped(inputs), targets).backward()
-    with pytest.raises(BatchStateError, match="No backward pass has left"):
+    with pytest.raises(BatchStateError, match="No backward pass has recorded"):
         _ = wrapped.last_pass
     hidden.remove()
     F.cross_entropy(wrapped(inputs[:2]), targets[:2]).backward()

@@ -263,7 +263,7 @@ def test_a_subset_that_is_frozen_or_replaced_as_a_whole_is_rejected():
 def test_a_replaced_parameter_is_noticed():
     loop = restricted()
     loop.model[2].weight = nn.Parameter(torch.zeros(CLASSES, 5))
-    with pytest.warns(PrivacyWarning, match="1 parameters that the model has since"):
+    with pytest.warns(PrivacyWarning, match="1 parameters were added to the model"):
         loop.step(*batch_of(loop))
     assert set(gradients_of(loop.model)) == {"2.bias"}
 

@@ -43,7 +43,7 @@ def test_an_interrupted_run_continues_as_if_it_were_not(name, tmp_path):
     train(model, optimizer, loader, 5)
     checkpoint.save(tmp_path / "saved", engine)
     engine, model, optimizer, loader = begun(name)
-    checkpoint.load(tmp_path / "saved", engine, nothing_left_since=True)
+    checkpoint.load(tmp_path / "saved", engine, nothing_released_since=True)
     train(model, optimizer, loader, STEPS - 5)
     assert engine.epsilon == epsilon
     for key, value in model.state_dict().items():

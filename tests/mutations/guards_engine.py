@@ -59,7 +59,7 @@ GUARDS = [
     ),
     Guard(
         "a step above the target is refused",
-        "        if reached is None:\n            return\n        if self.batches.stage",
+        "        if epsilon is None:\n            return\n        if self.batches.stage",
         "        if True:\n            return\n        if self.batches.stage",
         "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
@@ -215,7 +215,7 @@ GUARDS = [
     ),
     Guard(
         "parameters that changed before the step are found",
-        "self.passes.missing(self.passes.follow())",
+        "self.passes.missing(self.passes.update_buffer())",
         "self.passes.missing(self.passes.trainable())",
         "engine/test_engine.py::test_an_empty_batch_gives_noise_to_an_unfrozen_parameter_too",
     ),
@@ -233,7 +233,7 @@ GUARDS = [
     ),
     Guard(
         "a gradient that somebody wrote",
-        "            if present is not None and self._was_changed(parameter, present):",
+        "            if current is not None and self._was_changed(parameter, current):",
         "            if False:",
         "users/test_step.py::test_gradients_that_were_changed_before_the_step_are_ignored_with_a_warning",
     ),

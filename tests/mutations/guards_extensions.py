@@ -71,7 +71,7 @@ GUARDS = [
     ),
     Guard(
         "noise that continues with another generator",
-        "    if len({*then, *now}) > 1 and noise.regenerates:",
+        "    if len({*saved, *current}) > 1 and noise.regenerates:",
         "    if False:",
         "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_only_with_their_generator",
     ),

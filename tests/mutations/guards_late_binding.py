@@ -74,7 +74,7 @@ GUARDS = [
     ),
     Guard(
         "a checkpoint is loaded into a buffer of the subset",
-        "    passes.only = parameters\n    passes.follow()\n",
+        "    passes.only = parameters\n    passes.update_buffer()\n",
         "    passes.only = parameters\n",
         f"{SUBSET}test_correlated_noise_goes_on_after_a_checkpoint",
     ),

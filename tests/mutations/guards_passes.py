@@ -17,7 +17,7 @@ GUARDS = [
     ),
     Guard(
         "the buffer has the parameters that are trainable now",
-        "else self.follow(walk=False)\n",
+        "else self.update_buffer(walk=False)\n",
         "else self.trainable(walk=False)\n",
         "engine/test_engine.py::test_parameters_may_be_frozen_and_unfrozen_between_steps",
     ),
@@ -169,13 +169,13 @@ GUARDS = [
     ),
     Guard(
         "a step of another optimizer on parameters of a private model",
-        "if held and (this.batches.waits_for_step or all(p.grad is None for p in held)):",
+        "if shared and (this.batches.waits_for_step or all(p.grad is None for p in shared)):",
         "if False:",
         "users/test_messages_of_the_loop.py::test_a_step_of_another_optimizer_is_rejected[after]",
     ),
     Guard(
         "a step of another optimizer without gradients",
-        "this.batches.waits_for_step or all(p.grad is None for p in held)",
+        "this.batches.waits_for_step or all(p.grad is None for p in shared)",
         "this.batches.waits_for_step",
         "users/test_messages_of_the_loop.py::test_an_optimizer_that_steps_without_gradients_is_rejected",
     ),

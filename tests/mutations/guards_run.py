@@ -173,7 +173,7 @@ GUARDS = [
     ),
     Guard(
         "no more is used than was reserved",
-        "reservation.left < charge.count",
+        "reservation.remaining < charge.count",
         "False",
         "ledger_file/test_engine_ledger.py::test_steps_are_reserved_and_settled_unless_the_process_dies",
     ),
@@ -233,14 +233,14 @@ GUARDS = [
     ),
     Guard(
         "the loader stops before the target",
-        'self.on_budget != "stop" or self._reached(plan, ledger, together, separate) is None',
+        'self.on_budget != "stop" or self._exceeding_epsilon(plan, ledger, together, separate) is None',
         "True",
         "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
         "epsilon of the next step",
-        "            if reached > self.target_epsilon:\n                return reached",
-        "            if False:\n                return reached",
+        "            if epsilon > self.target_epsilon:\n                return epsilon",
+        "            if False:\n                return epsilon",
         "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
@@ -321,7 +321,7 @@ GUARDS = [
     ),
     Guard(
         "parameters that were all replaced",
-        "released and held and released.isdisjoint(held)",
+        "released and optimized and released.isdisjoint(optimized)",
         "False",
         "opacus_defects/test_optimizers.py::test_a_step_raises_if_every_parameter_was_replaced_after_the_call",
     ),
@@ -345,7 +345,7 @@ GUARDS = [
     ),
     Guard(
         "a reservation that fits the budget",
-        "ahead = min(ahead, self._fits.get((event, others), 0) - charged - count)",
+        "reservable = min(reservable, self._fits.get((event, others), 0) - charged - count)",
         "pass",
         "ledger_file/test_engine_ledger.py::test_a_reservation_never_passes_the_budget_after_a_change_of_the_plan",
     ),
@@ -363,7 +363,7 @@ GUARDS = [
     ),
     Guard(
         "a ledger that was compared already",
-        "last is None or charges is None or last.ledger is not self.ledger or charges.current != last.number",
+        "last is None or charges is None or last.ledger is not self.ledger or charges.current != last.dataset_id",
         "last is None or charges is None",
         "users/test_batches.py::test_the_first_engine_that_continues_next_to_one_with_its_state_warns",
     ),

@@ -71,7 +71,7 @@ def test_a_step_raises_if_every_parameter_was_replaced_after_the_call(api):
     says = (
         r"(?s)optimizer.*build the optimizer|not initialized"
         if api.compat
-        else "DPE003.*all replaced since make_private"
+        else "DPE003.*all were replaced after make_private"
     )
     with pytest.raises(ValueError, match=says):
         private.run(*batch())

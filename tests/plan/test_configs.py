@@ -142,12 +142,12 @@ def test_plans_are_frozen_and_describe_themselves(name):
 def test_the_declared_constants_decide_relation_and_partition():
     private, public = CONFIGS["band-mf"], CONFIGS["band-mf, public"]
     assert private.relation is Relation.ADD_OR_REMOVE_ONE
-    assert private.selection.partition_type is Partition.INDEPENDENT
+    assert private.sampling_scheme.partition_type is Partition.INDEPENDENT
     assert public.relation is Relation.ZERO_OUT
-    assert public.selection.partition_type is Partition.EQUAL_SPLIT
+    assert public.sampling_scheme.partition_type is Partition.EQUAL_SPLIT
     assert CONFIGS["fixed"].relation is Relation.REPLACE_ONE
-    assert CONFIGS["fixed"].selection == FixedBatchSampling(batch_size=50, iterations=100)
-    assert CONFIGS["truncated"].selection == CyclicPoissonSampling(
+    assert CONFIGS["fixed"].sampling_scheme == FixedBatchSampling(batch_size=50, iterations=100)
+    assert CONFIGS["truncated"].sampling_scheme == CyclicPoissonSampling(
         sampling_prob=0.1, iterations=20, truncated_batch_size=160
     )
 
@@ -247,7 +247,7 @@ def test_long_noise_costs_what_the_matrix_says(name, strategy):
             if all(b - a >= 3 for a, b in itertools.pairwise(chosen))
         )
         exact = math.sqrt(worst) / np.linalg.norm(s[:, 0]) / 1.3
-        claimed = math.sqrt(config.claim(1.3).precision(steps))
+        claimed = math.sqrt(config.event(1.3).precision(steps))
         assert claimed >= exact * (1 - 1e-9)
         if steps % 3 == 0:
             assert claimed == pytest.approx(exact, rel=0.02)
@@ -306,9 +306,9 @@ def test_the_size_of_a_strategy_is_no_part_of_the_mechanism(size):
 
 
 def test_a_ledger_that_was_loaded_twice_still_warns():
-    claim = dataclasses.replace(CONFIGS["blt"], noise_multiplier=1.0).claim(1.0, "run")
-    assert claim.precision(120) == pytest.approx(2 * claim.precision(60))
-    assert claim.precision(61) > claim.precision(60)
+    event = dataclasses.replace(CONFIGS["blt"], noise_multiplier=1.0).event(1.0, "run")
+    assert event.precision(120) == pytest.approx(2 * event.precision(60))
+    assert event.precision(61) > event.precision(60)
 
 
 def test_all_users_or_none_is_legal():

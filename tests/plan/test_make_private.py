@@ -104,11 +104,11 @@ def test_batches_of_a_size_are_drawn_charged_and_stated(name):
 def test_batches_have_the_stated_distribution(name):
     config = PLANS[name]
     engine, _, _, batches = private(config)
-    cycle = config.selection.cycle_length
+    cycle = config.sampling_scheme.cycle_length
     strategy = inside.sampling(engine)
     assert strategy.cycle_length == cycle
-    assert strategy.sample_rate == config.selection.sampling_prob
-    assert strategy.partition is config.selection.partition_type
+    assert strategy.sample_rate == config.sampling_scheme.sampling_prob
+    assert strategy.partition is config.sampling_scheme.partition_type
     drawn = [x for epoch in range(8) for x, _ in batches]
     assert len(drawn) == 8
     for early, late in itertools.combinations(range(8), 2):
@@ -121,7 +121,7 @@ def test_batches_have_the_stated_distribution(name):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_optimizer_adds_the_noise_of_the_plan(name):
     config = CONFIGS[name]
-    data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=40 // config.selection.cycle_length)
+    data = DataLoader(TensorDataset(torch.zeros(40, 1)), batch_size=40 // config.sampling_scheme.cycle_length)
     _, model, optimizer, batches = private(config, Still(), data)
     rows = []
     for (x,) in itertools.islice(itertools.chain.from_iterable(itertools.repeat(batches)), STEPS):
@@ -234,7 +234,7 @@ def test_steps_that_are_jumped_over_count(name):
     """Whoever takes part at steps 0, 4, 8 ... takes part in each of them."""
     config = PLANS[name]
     engine, model, optimizer, batches = private(config)
-    cycle = config.selection.cycle_length
+    cycle = config.sampling_scheme.cycle_length
     for position in range(0, 8, cycle):
         batches.load_state_dict({"position": position})
         step(model, optimizer, *next(iter(batches)))
@@ -264,5 +264,5 @@ def test_a_resumed_run_has_the_steps_that_are_left():
     taken = [step(model, optimizer, x, y) for x, y in itertools.chain(batches, batches)]
     assert len(taken) == 3
     assert later.epsilon == pytest.approx(config.epsilon(1e-5), rel=1e-6)
-    with pytest.raises(InvalidBudgetError, match="has 8 steps already"):
+    with pytest.raises(InvalidBudgetError, match="already has 8 steps"):
         resumed(later.state_dict())

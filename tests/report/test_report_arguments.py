@@ -24,7 +24,7 @@ def engine(monkeypatch):
     [
         ({"data": {"license": "none"}}, "data has no key 'license'. Did you mean 'licence'"),
         ({"data": {"n": 3}}, "data has no key 'n'. "),
-        ({"data": {3: 3}}, "data has no key 3. It takes: name, source, licence, sha256"),
+        ({"data": {3: 3}}, "data has no key 3. Valid keys: name, source, licence, sha256"),
         ({"utility": {"values": 0.5}}, "utility has no key 'values'. Did you mean 'value'"),
     ],
 )

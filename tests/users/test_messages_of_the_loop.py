@@ -124,7 +124,7 @@ def test_a_step_of_another_optimizer_is_rejected(when):
     other = other or torch.optim.Adam(model.parameters())
     inputs, targets = next(iter(loop.loader))
     loop.backward(inputs, targets)
-    with pytest.raises(BatchStateError, match=r"DPE022.*Adam.step\(\).*not the optimizer that make_private returned"):
+    with pytest.raises(BatchStateError, match=r"DPE022.*Adam.step\(\).*make_private did not return this optimizer"):
         other.step()
     with unchanged(model):
         torch.optim.SGD.step(loop.optimizer)  # without the private step, there is no gradient to apply

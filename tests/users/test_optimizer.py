@@ -408,7 +408,7 @@ class SkipsEverySecond(torch.optim.Optimizer):
 def test_a_step_whose_update_is_skipped_is_rejected_at_once():
     loop = make_loop(noise_multiplier=1.0, make_optimizer=lambda p: SkipsEverySecond(torch.optim.SGD(p, lr=0.1)))
     with pytest.raises(
-        BatchStateError, match=r"DPE022.*SkipsEverySecond.step\(\) changed no weight.*accumulation_steps="
+        BatchStateError, match=r"DPE022.*SkipsEverySecond.step\(\) updated no parameter.*accumulation_steps="
     ):
         loop.step(*first_batch(loop.loader))
     assert loop.engine.ledger.steps == 1

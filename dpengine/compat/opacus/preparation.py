@@ -202,11 +202,11 @@ class Preparation(NotCopyable):
         else:
             hooks.allow_grad_accumulation()
         model = step.passes.model
-        run = Run(model, optimizer, step, attached=True, batches=loader)
+        run = Run(model, optimizer, step, attached=True, loader=loader)
         report_to(loader, optimizer)
         if any(parameter.device.type == "cpu" for parameter in model.parameters()):
             keep_freed_memory()
-        self.engine._enter(run, {}, (None, 1))
+        self.engine._begin_run(run, {}, (None, 1))
         follow(self.accountant, self.engine.ledger)
         self.own_accountants.append(custom_accountant)
 

@@ -333,7 +333,7 @@ class DPOptimizer(Optimizer):
 
     def clip_and_accumulate(self) -> None:
         """Clips the pending backward passes and adds them to ``p.summed_grad``."""
-        step_of.gather(self, self._step)
+        step_of.prepare_step(self, self._step)
 
     def add_noise(self) -> None:
         """Writes ``p.summed_grad`` plus noise of std ``noise_multiplier * max_grad_norm`` to ``p.grad``."""
@@ -360,7 +360,7 @@ class DPOptimizer(Optimizer):
         self._is_last_step_skipped = step.batches.continues = skips or not step_of.is_complete(step)
         if self._is_last_step_skipped:
             return False
-        with step_of.releasing(self, step):
+        with step_of.private_update(self, step):
             self.add_noise()
             self.scale_grad()
         self._skipped_batches = frozenset()

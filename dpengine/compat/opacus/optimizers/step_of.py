@@ -242,7 +242,7 @@ def check_fetched_parts(optimizer: DPOptimizer, step: PrivateStep | None) -> Non
     )
 
 
-def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
+def prepare_step(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Clips the pending passes and writes the sums to ``p.summed_grad``."""
     pending = optimizer._pending_passes
     pending.settle(step)
@@ -265,7 +265,7 @@ def gather(optimizer: DPOptimizer, step: PrivateStep) -> None:
             "step() has no gradients: the model's hooks are off, so no backward pass was recorded, and no "
             "p.grad_sample was written. Call model.enable_hooks() first, or write p.grad_sample of every parameter."
         )
-    step.gather()
+    step.prepare_step()
     for parameter, total in step.passes.buffer:
         parameter.summed_grad = total  # type: ignore[attr-defined]
     optimizer._written_sums = None if optimizer._clips_by_itself else WrittenSums.of(step)
@@ -284,7 +284,7 @@ def adopt(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Replaces the sums by ``p.summed_grad`` as the user's own ``clip_and_accumulate`` wrote it."""
     written = {p: getattr(p, "summed_grad", None) for p in optimizer.params}
     optimizer._pending_passes.deliver(step)  # does nothing if that method called the engine's
-    step.gather()
+    step.prepare_step()
     views = dict(step.passes.buffer)
     for parameter, total in written.items():
         if total is not None and total is not views.get(parameter):
@@ -297,11 +297,11 @@ def is_complete(step: PrivateStep) -> bool:
 
 
 @contextlib.contextmanager
-def releasing(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
+def private_update(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
     """Charges the logical batch before noise is added in the context, and zeroes its sums after it."""
     count, charged = len(step.batches.batches), False
     try:
-        with step.releasing():
+        with step.private_update():
             charged = True
             yield
     except BaseException:
@@ -332,7 +332,7 @@ def write_noised(optimizer: DPOptimizer, step: PrivateStep) -> None:
     if optimizer._clips_by_itself and step.batches.stage is Stage.CLIPPED:
         adopt(optimizer, step)
     if step.batches.stage is Stage.CLIPPED:  # called outside pre_step
-        with releasing(optimizer, step):
+        with private_update(optimizer, step):
             step.write_gradients(1.0)
     else:
         step.write_gradients(1.0)

@@ -18,8 +18,8 @@ from dpengine.engine.gradient_check import (
     REDUCTIONS,
     call,
     compare,
-    gradients_alone,
     probe_loss,
+    reference_gradients,
     unpacked,
 )
 from dpengine.grad_modes.modes import MODES
@@ -74,7 +74,7 @@ def compute_microbatch_grad_sample(
     batch = x.transpose(0, 1) if isinstance(x, Tensor) and not batch_first else x
     axis = 0 if batch_first else 1
     samples = (x if isinstance(x, tuple) else x.unsqueeze(axis) for x in chunk_method(batch))
-    return gradients_alone(module, samples, batch_first=batch_first, loss_reduction=loss_reduction)
+    return reference_gradients(module, samples, batch_first=batch_first, loss_reduction=loss_reduction)
 
 
 def compute_opacus_grad_sample(
