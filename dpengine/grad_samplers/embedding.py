@@ -78,7 +78,7 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
     return Uses(sample_N, entry_N, batch_size), grad_ND
 
 
-def merged(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
+def merge_uses(uses: Uses, value_N: Tensor, size: int) -> tuple[Uses, Tensor]:
     """Returns the distinct pairs of sample and entry, and the sum of the values of each pair.
 
     On an accelerator, the result has as many pairs as the input: the last pair is repeated with the value 0. A shorter
@@ -111,19 +111,19 @@ def sum_per_sample(uses: Uses, value_N: Tensor) -> Tensor:
     return value_N.new_zeros(uses.batch_size).index_add_(0, uses.sample_N, value_N)
 
 
-def dense(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
+def dense_grads(pairs: Uses, grad_MD: Tensor, weight: Tensor) -> Tensor:
     """Returns the per-sample gradients ``(B, V, D)`` of merged uses."""
     size, features = weight.shape
     flat = torch.zeros(pairs.batch_size * size, features, dtype=grad_dtype(weight), device=grad_MD.device)
     index_M, value_MD = pairs.sample_N * size + pairs.entry_N, grad_MD.to(flat.dtype)
-    if launches_kernels(flat.device):  # pairs may be repeated, see `merged`
+    if launches_kernels(flat.device):  # pairs may be repeated, see `merge_uses`
         flat.index_add_(0, index_M, value_MD)
     else:
         flat[index_M] = value_MD
     return flat.view(pairs.batch_size, size, features)
 
 
-def summed(pairs: Uses, grad_MD: Tensor, factor_B: Tensor, weight: Tensor) -> Tensor:
+def sum_weighted(pairs: Uses, grad_MD: Tensor, factor_B: Tensor, weight: Tensor) -> Tensor:
     """Returns the sum ``(V, D)`` of the gradients of merged uses, each multiplied by the factor of its sample."""
     weighted_MD = grad_MD * factor_B.to(grad_MD.dtype)[pairs.sample_N].unsqueeze(1)
     total_VD = torch.zeros(weight.shape, dtype=grad_dtype(weight), device=grad_MD.device)
@@ -142,7 +142,7 @@ def weight_of(call: LayerCall) -> Tensor:
 
 
 def _grad(call: LayerCall) -> Tensor:
-    return dense(*_pairs(call), weight_of(call))
+    return dense_grads(*_pairs(call), weight_of(call))
 
 
 def _grad_by_product(call: LayerCall) -> Tensor:
@@ -157,7 +157,7 @@ def _grad_by_product(call: LayerCall) -> Tensor:
 
 
 def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
-    return merged(*_uses(call), weight_of(call).shape[0])
+    return merge_uses(*_uses(call), weight_of(call).shape[0])
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
@@ -176,7 +176,7 @@ def _sq_norm(call: LayerCall) -> Tensor:
     if not repeated_N.any():
         return sum_per_sample(uses, sq_norm_N)
     repeated = Uses(uses.sample_N[repeated_N], uses.entry_N[repeated_N], uses.batch_size)
-    pairs, grad_MD = merged(repeated, grad_ND[repeated_N], weight_of(call).shape[0])
+    pairs, grad_MD = merge_uses(repeated, grad_ND[repeated_N], weight_of(call).shape[0])
     single_B = sum_per_sample(uses, sq_norm_N.masked_fill(repeated_N, 0))
     return single_B + sum_per_sample(pairs, grad_MD.square().sum(dim=1))
 

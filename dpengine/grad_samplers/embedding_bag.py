@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpengine.capture.record import LayerCall
 
-from .embedding import Uses, dense, merged, sum_per_sample, summed, weight_of
+from .embedding import Uses, dense_grads, merge_uses, sum_per_sample, sum_weighted, weight_of
 from .gram import product_of_norms
 from .sampler import GradSampler, argument
 
@@ -48,7 +48,7 @@ def _uses(call: LayerCall) -> tuple[Uses, Tensor]:
 
 
 def _pairs(call: LayerCall) -> tuple[Uses, Tensor]:
-    return merged(*_uses(call), weight_of(call).shape[0])
+    return merge_uses(*_uses(call), weight_of(call).shape[0])
 
 
 def _grad(call: LayerCall) -> Tensor:
@@ -57,7 +57,7 @@ def _grad(call: LayerCall) -> Tensor:
         grads_BVD = grads_BD.new_zeros(call.batch_size, *weight_of(call).shape)
         return grads_BVD.scatter_(1, entries_BD.unsqueeze(1), grads_BD.unsqueeze(1))
     pairs, weight_M = _pairs(call)
-    return dense(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], weight_of(call))
+    return dense_grads(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], weight_of(call))
 
 
 def _sq_norm(call: LayerCall) -> Tensor:
@@ -74,7 +74,7 @@ def _weighted_sum(call: LayerCall, factor_B: Tensor) -> Tensor:
         factor_B1 = factor_B.to(grads_BD.dtype).unsqueeze(1)
         return grads_BD.new_zeros(weight_of(call).shape).scatter_add_(0, entries_BD, grads_BD * factor_B1)
     pairs, weight_M = _pairs(call)
-    return summed(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], factor_B, weight_of(call))
+    return sum_weighted(pairs, weight_M.unsqueeze(1) * call.grad_output[pairs.sample_N], factor_B, weight_of(call))
 
 
 def _rounding_scale(call: LayerCall) -> Tensor:

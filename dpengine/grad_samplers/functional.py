@@ -29,14 +29,15 @@ from dpengine.errors import UnsupportedLayerError
 from .batch_inputs import BatchInputs, convert_axis_order
 from .embedding import check_embedding
 from .per_sample_forward import (
-    HALF_PRECISION,
-    ROUNDING,
+    HALF_PRECISION_TOLERANCE,
+    TOLERANCE,
     PerSampleForward,
     PerSampleForwardError,
     PerSampleRun,
     chunk_size_for,
     is_supported_output,
     outputs_close,
+    tolerance_for,
 )
 from .pullback_module import call_with_tensors
 from .sampler import JointSampler
@@ -102,7 +103,7 @@ class _Fallback:
             grads.clear()  # before the replay needs the memory
             grads = self._replayed(replay, call)
             from_replay = [_flat(grads, index) for index in ends]
-            equal = outputs_close(from_pullback, from_replay, ROUNDING[from_pullback[0].dtype])
+            equal = outputs_close(from_pullback, from_replay, TOLERANCE[from_pullback[0].dtype])
             self.per_sample_forward.pullback_verified = True
             self.per_sample_forward.stores_pullbacks = equal
         return {name: grad.to(torch.promote_types(grad.dtype, torch.float32)) for name, grad in grads.items()}
@@ -291,15 +292,14 @@ class _Replay:
     def outputs_match(self, outputs: list[Tensor]) -> bool:
         """Returns True if the outputs of the replay equal the recorded ones up to rounding."""
         if self.per_sample_run is not None:
-            half = self.per_sample_run.state.autocast_enabled or self.grads[0].dtype not in ROUNDING
-            return outputs_close(outputs, self.outputs, HALF_PRECISION if half else ROUNDING[self.grads[0].dtype])
-        if outputs_close(outputs, self.outputs, ROUNDING[self.grads[0].dtype]):
+            return outputs_close(outputs, self.outputs, tolerance_for(self.grads[0].dtype, self.per_sample_run.state))
+        if outputs_close(outputs, self.outputs, TOLERANCE[self.grads[0].dtype]):
             return True
-        if not outputs_close(outputs, self.outputs, HALF_PRECISION):
+        if not outputs_close(outputs, self.outputs, HALF_PRECISION_TOLERANCE):
             return False
         # Forward may have run in half precision. Then the replay is compared with a run of the batch in its precision.
         batch_outputs = self.run(self.parameters, self.inputs.batched)
-        return outputs_close(outputs, batch_outputs, ROUNDING[self.grads[0].dtype])
+        return outputs_close(outputs, batch_outputs, TOLERANCE[self.grads[0].dtype])
 
 
 def _flat(grads: dict[str, Tensor], index: int) -> Tensor:
@@ -320,7 +320,7 @@ def single_sample_grads(call: LayerCall, samples: Sequence[int]) -> Iterator[tup
         for index in samples:
             grads, outputs = replay.run_sample(index)
             expected = [output[index : index + 1] for output in batch_outputs]
-            if not outputs_close(outputs, expected, ROUNDING[replay.grads[0].dtype]):
+            if not outputs_close(outputs, expected, TOLERANCE[replay.grads[0].dtype]):
                 raise RuntimeError("its output for a sample depends on the others or on random numbers")
             yield index, grads
 

@@ -40,8 +40,8 @@ from .batch_inputs import BatchInputs, batch_size_of, convert_axis_order
 from .pullback_module import PullbackModule
 
 CHUNK_BYTES = 256 * 2**20  # maximum size of the per-sample gradients in one vectorized run
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3}
-HALF_PRECISION = 0.05
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of outputs of samples that run separately
+HALF_PRECISION_TOLERANCE = 0.05
 _SIMPLE_TYPES = (bool, int, float, str, torch.dtype, torch.device)
 _TENSOR = object()
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -123,8 +123,8 @@ class PerSampleForward:
             stored = self._with_pullback(call, args, kwargs, state)
             if stored is not None:
                 return stored
-        first = self._batch_index is None
-        if first:
+        ran_on_batch = self._batch_index is None  # in all earlier calls
+        if ran_on_batch:
             self._attributes = self._attributes or attributes_of(call.layer)
             output = call.forward(*call.args, **call.kwargs)
             returns_loss = not call.name and any(map(_is_scalar, pytree.tree_leaves(output)))
@@ -137,9 +137,9 @@ class PerSampleForward:
             return call.forward(*call.args, **call.kwargs), None
         inputs = BatchInputs.of(args, kwargs, batch_size, batch_first=call.batch_first)
         with attributes_kept(call.layer, self._attributes):
-            if first:
+            if ran_on_batch:
                 self.vectorizes = _can_vectorize(call, inputs, state)
-            if first or batch_size > self.largest_batch_size:
+            if ran_on_batch or batch_size > self.largest_batch_size:
                 _compare_with_batch(call, inputs, state)
                 self.largest_batch_size = batch_size
             if self.vectorizes:
@@ -195,7 +195,7 @@ def _can_store(call: ForwardCall, inputs: BatchInputs, state: ModelState) -> boo
         and all(type(leaf) is Tensor and not leaf.requires_grad and not traced(leaf) for leaf in tensors)
         and all(isinstance(leaf, Tensor) for leaf in inputs.batched)
         and set(parameters) == set(call.parameters.values())
-        and all(p.dtype in ROUNDING for p in parameters)
+        and all(p.dtype in TOLERANCE for p in parameters)
         and not any(isinstance(value, Tensor) for value in attributes + contents)
         and not any(getattr(module, hooks) for module in submodules for hooks in _HOOKS)
         and not _has_any_global_hook()
@@ -306,7 +306,7 @@ def _compare_with_batch(
         return
     compared = 0
     for batch, samples in zip(expected, actual, strict=True):
-        tolerance = HALF_PRECISION if state.autocast_enabled or batch.dtype not in ROUNDING else ROUNDING[batch.dtype]
+        tolerance = tolerance_for(batch.dtype, state)
         if batch.dim() and not strict and not samples.numel() and len(batch) != len(inputs.batched[0]):
             continue
         compared += 1
@@ -363,6 +363,12 @@ def _can_vectorize(call: ForwardCall, inputs: BatchInputs, state: ForwardState) 
     except Exception:  # vmap may raise any error for an unsupported module
         return False
     return True
+
+
+def tolerance_for(dtype: torch.dtype, state: ForwardState) -> float:
+    """Returns the tolerance of outputs in a forward pass that ran in this state."""
+    is_half = state.autocast_enabled or dtype not in TOLERANCE
+    return HALF_PRECISION_TOLERANCE if is_half else TOLERANCE[dtype]
 
 
 def outputs_close(actual: list[Tensor], expected: list[Tensor], tolerance: float) -> bool:

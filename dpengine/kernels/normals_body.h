@@ -54,15 +54,15 @@ INLINE(TARGET) bits NAMED(as_bits)(reals x) {
 }
 
 /* Converts integers below 2**32 to reals: writes them to the last bits of 2**52, and subtracts 2**52. */
-INLINE(TARGET) reals NAMED(whole)(bits x) { return NAMED(as_reals)(x | 0x4330000000000000ull) - 0x1p52; }
+INLINE(TARGET) reals NAMED(to_reals)(bits x) { return NAMED(as_reals)(x | 0x4330000000000000ull) - 0x1p52; }
 
 /* Returns sqrt(-ln u), where u = (word + 1/2) / 2**64. */
 INLINE(TARGET) reals NAMED(radius)(bits word) {
     const uint64_t root = 0x3fe6a09e667f3bcdull; /* sqrt(1/2) */
-    reals u = (NAMED(whole)(word >> 32) * 0x1p32 + NAMED(whole)(word & 0xffffffffull)) + 0.5;
+    reals u = (NAMED(to_reals)(word >> 32) * 0x1p32 + NAMED(to_reals)(word & 0xffffffffull)) + 0.5;
     bits b = NAMED(as_bits)(u) - root; /* u = m * 2**e, m in [sqrt(1/2), sqrt(2)) */
     reals m = NAMED(as_reals)((b & 0x000fffffffffffffull) + root);
-    reals e = NAMED(whole)((b + 0x0010000000000000ull) >> 52) - 65.0;
+    reals e = NAMED(to_reals)((b + 0x0010000000000000ull) >> 52) - 65.0;
     reals s = (m - 1.0) / (m + 1.0), q = s * s; /* ln m = 2 (s + s**3 / 3 + s**5 / 5 + ...) */
     reals p = q * (1.0 / 15) + (1.0 / 13);
     p = p * q + (1.0 / 11);
@@ -71,24 +71,24 @@ INLINE(TARGET) reals NAMED(radius)(bits word) {
     p = p * q + (1.0 / 5);
     p = p * q + (1.0 / 3);
     p = p * q + 1.0;
-    reals square = -(e * 0.6931471805599453 + (s + s) * p), root_of;
-    for (int i = 0; i < REALS; i++) root_of[i] = __builtin_sqrt(square[i]);
-    return root_of;
+    reals square = -(e * 0.6931471805599453 + (s + s) * p), result;
+    for (int i = 0; i < REALS; i++) result[i] = __builtin_sqrt(square[i]);
+    return result;
 }
 
 /* Computes std times the normals of one group. */
 INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double std, double *z) {
-    uint32_t drawn[PARTS * 16 * COLUMNS] __attribute__((aligned(64)));
+    uint32_t keystream[PARTS * 16 * COLUMNS] __attribute__((aligned(64)));
     for (int part = 0; part < PARTS; part++)
         for (int l = 0; l < COLUMNS; l += LANES)
-            NAMED(blocks)(key, group * BLOCKS + part * COLUMNS + l, drawn + part * 16 * COLUMNS + l);
+            NAMED(blocks)(key, group * BLOCKS + part * COLUMNS + l, keystream + part * 16 * COLUMNS + l);
     for (int i = 0; i < PAIRS; i += REALS) {
-        bits far;
-        halves turn;
-        memcpy(&far, drawn + 2 * i, sizeof far);
-        memcpy(&turn, drawn + 2 * PAIRS + i, sizeof turn);
-        bits t = __builtin_convertvector(turn, bits);
-        reals y = (NAMED(whole)(t & 0x3fffffffull) - (0x1p29 - 0.5)) * (0.7853981633974483 / 0x1p29), q = y * y;
+        bits v;
+        halves t_words;
+        memcpy(&v, keystream + 2 * i, sizeof v);
+        memcpy(&t_words, keystream + 2 * PAIRS + i, sizeof t_words);
+        bits t = __builtin_convertvector(t_words, bits);
+        reals y = (NAMED(to_reals)(t & 0x3fffffffull) - (0x1p29 - 0.5)) * (0.7853981633974483 / 0x1p29), q = y * y;
         reals sine = q * (-1.0 / 39916800) + (1.0 / 362880);
         sine = sine * q + (-1.0 / 5040);
         sine = sine * q + (1.0 / 120);
@@ -100,11 +100,11 @@ INLINE(TARGET) void NAMED(normals)(const uint32_t *key, uint64_t group, double s
         cosine = cosine * q + (1.0 / 24);
         cosine = cosine * q + (-0.5);
         cosine = cosine * q + 1.0;
-        reals length = NAMED(radius)(far) * std;
-        bits one = NAMED(as_bits)((cosine + sine) * length) ^ ((t & 0x80000000ull) << 32);
-        bits two = NAMED(as_bits)((cosine - sine) * length) ^ ((t & 0x40000000ull) << 33);
-        memcpy(z + i, &one, sizeof one);
-        memcpy(z + PAIRS + i, &two, sizeof two);
+        reals radius = NAMED(radius)(v) * std;
+        bits first = NAMED(as_bits)((cosine + sine) * radius) ^ ((t & 0x80000000ull) << 32);
+        bits second = NAMED(as_bits)((cosine - sine) * radius) ^ ((t & 0x40000000ull) << 33);
+        memcpy(z + i, &first, sizeof first);
+        memcpy(z + PAIRS + i, &second, sizeof second);
     }
 }
 

@@ -138,12 +138,12 @@ static void outer_chunks(void *data) {
 
 /* Returns the size in bytes of the work memory of a thread for sum_products_f32. */
 uint64_t products_work(uint64_t count, const struct outers *job) {
-    uint64_t most = 0;
+    uint64_t max_bytes = 0;
     for (uint64_t i = 0; i < count; i++) {
         uint64_t bytes = 4 * (BEST(outer_floats))(job + i);
-        most = bytes > most ? bytes : most;
+        max_bytes = bytes > max_bytes ? bytes : max_bytes;
     }
-    return most;
+    return max_bytes;
 }
 
 /* Computes the sum over positions of narrow (outer) window for each row and group, and the squared norm of each row, of

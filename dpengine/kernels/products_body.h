@@ -42,14 +42,14 @@ TARGET static void NAMED(widen)(const struct factor *factor, uint64_t row, uint6
 INLINE(TARGET) void NAMED(tile)(const double *left, const double *right, uint64_t stride, uint64_t span, double *out) {
     reals sum[TILE_SIDE][TILE_SIDE] = {{{0}}};
     for (uint64_t k = 0; k < span; k += REALS) {
-        reals one[TILE_SIDE];
+        reals left_values[TILE_SIDE];
 #pragma GCC unroll 8
-        for (int i = 0; i < TILE_SIDE; i++) one[i] = *(const reals_of *)(left + i * stride + k);
+        for (int i = 0; i < TILE_SIDE; i++) left_values[i] = *(const reals_of *)(left + i * stride + k);
 #pragma GCC unroll 8
         for (int j = 0; j < TILE_SIDE; j++) {
-            reals other = *(const reals_of *)(right + j * stride + k);
+            reals right_values = *(const reals_of *)(right + j * stride + k);
 #pragma GCC unroll 8
-            for (int i = 0; i < TILE_SIDE; i++) sum[i][j] += one[i] * other;
+            for (int i = 0; i < TILE_SIDE; i++) sum[i][j] += left_values[i] * right_values;
         }
     }
 #pragma GCC unroll 8
@@ -83,27 +83,27 @@ TARGET static void NAMED(gram)(const struct factor *factor, uint64_t row, uint64
 }
 
 /* Returns the sum of the products of corresponding entries of Gram matrices. */
-TARGET static double NAMED(entries)(const uint64_t *which, uint64_t count, const double *grams, uint64_t each,
+TARGET static double NAMED(entries)(const uint64_t *indices, uint64_t count, const double *grams, uint64_t gram_size,
                                     uint64_t from, uint64_t to) {
     reals sum = {0};
-    double rest = 0;
+    double tail = 0;
     uint64_t e = from;
     for (; e + REALS <= to; e += REALS) {
-        reals product = *(const reals_of *)(grams + which[0] * each + e);
-        for (uint64_t f = 1; f < count; f++) product *= *(const reals_of *)(grams + which[f] * each + e);
+        reals product = *(const reals_of *)(grams + indices[0] * gram_size + e);
+        for (uint64_t f = 1; f < count; f++) product *= *(const reals_of *)(grams + indices[f] * gram_size + e);
         sum += product;
     }
     for (; e < to; e++) {
-        double product = grams[which[0] * each + e];
-        for (uint64_t f = 1; f < count; f++) product *= grams[which[f] * each + e];
-        rest += product;
+        double product = grams[indices[0] * gram_size + e];
+        for (uint64_t f = 1; f < count; f++) product *= grams[indices[f] * gram_size + e];
+        tail += product;
     }
-    return NAMED(total)(sum) + rest;
+    return NAMED(total)(sum) + tail;
 }
 
 TARGET static void NAMED(squares)(const float *at, uint64_t size, double *out) {
     reals sums[4] = {{0}};
-    double rest = 0;
+    double tail = 0;
     uint64_t k = 0;
     for (; k + 4 * REALS <= size; k += 4 * REALS)
 #pragma GCC unroll 4
@@ -111,30 +111,30 @@ TARGET static void NAMED(squares)(const float *at, uint64_t size, double *out) {
             reals x = __builtin_convertvector(*(const halves_of *)(at + k + s * REALS), reals);
             sums[s] += x * x;
         }
-    for (; k < size; k++) rest += (double)at[k] * (double)at[k];
-    *out = NAMED(total)((sums[0] + sums[1]) + (sums[2] + sums[3])) + rest;
+    for (; k < size; k++) tail += (double)at[k] * (double)at[k];
+    *out = NAMED(total)((sums[0] + sums[1]) + (sums[2] + sums[3])) + tail;
 }
 
 TARGET static void NAMED(gram_row)(const struct grams *job, uint64_t row, double *work) {
     uint64_t blocks = UP(job->positions, TILE_SIDE) / TILE_SIDE, tiles = blocks * (blocks + 1) / 2;
-    uint64_t each = UP(tiles * TILE_SIDE * TILE_SIDE, 8), diagonal = blocks * TILE_SIDE * TILE_SIDE;
+    uint64_t gram_size = UP(tiles * TILE_SIDE * TILE_SIDE, 8), diagonal = blocks * TILE_SIDE * TILE_SIDE;
     double *grams = work + UP(blocks * TILE_SIDE * (SPAN + 8), 8);
     for (uint64_t f = 0; f < job->factors; f++)
-        NAMED(gram)(job->factor + f, row, job->positions, work, grams + f * each);
-    const uint64_t *which = job->product;
+        NAMED(gram)(job->factor + f, row, job->positions, work, grams + f * gram_size);
+    const uint64_t *indices = job->product;
     for (uint64_t p = 0; p < job->products; p++) {
-        uint64_t count = *which++;
-        double sum = NAMED(entries)(which, count, grams, each, 0, diagonal), rounding_scale = 0;
-        sum += 2 * NAMED(entries)(which, count, grams, each, diagonal, tiles * TILE_SIDE * TILE_SIDE);
+        uint64_t count = *indices++;
+        double sum = NAMED(entries)(indices, count, grams, gram_size, 0, diagonal), rounding_scale = 0;
+        sum += 2 * NAMED(entries)(indices, count, grams, gram_size, diagonal, tiles * TILE_SIDE * TILE_SIDE);
         for (uint64_t t = 0; t < job->positions; t++) {
             double product = 1;
             uint64_t entry = t / TILE_SIDE * TILE_SIDE * TILE_SIDE + t % TILE_SIDE * (TILE_SIDE + 1);
-            for (uint64_t f = 0; f < count; f++) product *= grams[which[f] * each + entry];
+            for (uint64_t f = 0; f < count; f++) product *= grams[indices[f] * gram_size + entry];
             rounding_scale += __builtin_sqrt(product);
         }
         job->sq_norm[p * job->rows + row] = sum < 0 ? 0 : sum; /* keeps NaN */
         job->rounding_scale[p * job->rows + row] = rounding_scale;
-        which += count;
+        indices += count;
     }
 }
 
@@ -228,28 +228,28 @@ TARGET static void NAMED(add_up)(const struct outers *job, const float *narrow, 
     for (uint64_t c = 0; c < job->height; c++) out[c] = (float)sums[c];
 }
 
-/* Returns the dot product of `one` minus `mean` and `other`. */
-INLINE(TARGET) double NAMED(product)(const float *one, const float *other, uint64_t size, double mean) {
+/* Returns the dot product of (`x` - `mean`) and `y`. */
+INLINE(TARGET) double NAMED(product)(const float *x, const float *y, uint64_t size, double mean) {
     reals sum = {0};
-    double rest = 0;
+    double tail = 0;
     uint64_t k = 0;
     for (; k + REALS <= size; k += REALS)
-        sum += (__builtin_convertvector(*(const halves_of *)(one + k), reals) - mean) *
-               __builtin_convertvector(*(const halves_of *)(other + k), reals);
-    for (; k < size; k++) rest += ((double)one[k] - mean) * (double)other[k];
-    return NAMED(total)(sum) + rest;
+        sum += (__builtin_convertvector(*(const halves_of *)(x + k), reals) - mean) *
+               __builtin_convertvector(*(const halves_of *)(y + k), reals);
+    for (; k < size; k++) tail += ((double)x[k] - mean) * (double)y[k];
+    return NAMED(total)(sum) + tail;
 }
 
-/* Writes the mean, which is 0 unless `centered`, and returns 1 / sqrt(mean square of the differences from it + eps). */
+/* Writes the mean (0 unless `centered`), and returns 1 / sqrt(mean square of the differences from the mean + eps). */
 TARGET static double NAMED(moments)(const float *at, uint64_t size, double eps, int centered, double *mean) {
     reals sum = {0};
-    double rest = 0;
+    double tail = 0;
     uint64_t k = 0;
     *mean = 0;
     if (centered) {
         for (; k + REALS <= size; k += REALS) sum += __builtin_convertvector(*(const halves_of *)(at + k), reals);
-        for (; k < size; k++) rest += at[k];
-        *mean = (NAMED(total)(sum) + rest) / size;
+        for (; k < size; k++) tail += at[k];
+        *mean = (NAMED(total)(sum) + tail) / size;
     }
     double square = NAMED(product)(at, at, size, *mean); /* the differences add up to 0 */
     return 1 / __builtin_sqrt((square < 0 ? 0 : square) / size + eps);

@@ -77,7 +77,7 @@ GUARDS = [
     ),
     Guard(
         "noise of a model that moves to another device",
-        "        if now != then and self._recurrence.regenerates:",
+        "        if generator != earlier and self._recurrence.regenerates:",
         "        if False:",
         "checkpoint/test_save.py::test_a_model_that_moves_during_training_raises_where_noise_would_not_cancel",
     ),
