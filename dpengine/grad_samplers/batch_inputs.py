@@ -51,7 +51,7 @@ class BatchInputs:
         return [_sample_of(leaf, index) for leaf in self.batched]
 
     def arguments(self, batched: list[Any]) -> tuple[Any, dict[str, Any]]:
-        """Returns the args and kwargs with other batched inputs, in the axis order of the module."""
+        """Returns the args and kwargs with ``batched`` as inputs, in the axis order of the module."""
         leaves = list(self.leaves)
         for index, leaf in zip(self.batched_indices, batched, strict=True):
             leaves[index] = leaf

@@ -15,7 +15,7 @@ literature (Fasi et al. 2021); it was not measured on a GPU.
 Note [bfloat16 norms]: the gradient of a sample is ``sum_t x_t (outer) y_t``, and its squared norm is ``<X, Y>``, where
 ``X`` and ``Y`` are the Gram matrices. The error of each computed entry is at most ``gamma |x_t| |x_s|``, so the error
 of the computed ``X`` is at most ``gamma tr(X)`` in the Frobenius norm. By Cauchy-Schwarz, the squared norm is at most
-``<X, Y> + (|X| + gamma tr(X)) (|Y| + gamma tr(Y)) - |X| |Y|`` with computed matrices. The clipped sum adds other
+``<X, Y> + (|X| + gamma tr(X)) (|Y| + gamma tr(Y)) - |X| |Y|`` with computed matrices. The clipped sum adds different
 products, whose error is at most ``3 * 2**-19`` times the rounding scale, which is at most
 ``sqrt(tr(X) tr(Y)) (1 + T / 64)``. The norm bound includes both errors. It is not finite if a position has a norm of
 about 2**32 or more.

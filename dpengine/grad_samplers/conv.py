@@ -276,7 +276,7 @@ def _weight_cost(call: LayerCall) -> Cost:
     # The grouped kernel is slow for few channels, and for many channels with few positions.
     slow = c.wide.shape[1] // c.groups <= 4 < channels or length * (channels + window) < channels * window
     grads = {"grouped": product * (4 if slow else 1), "unfold": product + traffic, "loop": 2 * product + one_call}
-    if c.wide.dtype is torch.bfloat16:  # discarded gradients are recomputed, and other kernels may sum in another order
+    if c.wide.dtype is torch.bfloat16:  # discarded gradients are recomputed, and kernels differ in the order of sums
         grads = {"unfold": grads["unfold"]}
     gram = gram_operations(length, (channels, window), c.wide.dtype, device)
     sq_norms = {} if gram is None else {"gram": gram * c.groups + traffic}

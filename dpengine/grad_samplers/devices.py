@@ -7,7 +7,7 @@ import functools
 import torch
 
 _HAS_OUT_DTYPE = hasattr(torch.ops.aten.bmm, "dtype")  # since torch 2.8
-# CUDA compute capabilities. On GPUs with other ones, float64 takes 16 to 64 times as long as float32.
+# CUDA compute capabilities. On all other GPUs, float64 takes 16 to 64 times as long as float32.
 _FAST_IN_FLOAT64 = frozenset({(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)})
 
 

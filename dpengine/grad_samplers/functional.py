@@ -1,10 +1,10 @@
 """Fallback for any module: runs each sample again separately, with ``torch.func``.
 
 Note [replay]: the gradient of a sample is that of a run of the module on a batch of this sample alone (a replay), so it
-cannot depend on other samples. If the replay gives another output than the forward pass, its gradient would be wrong,
-and the module is rejected. Possible reasons are that the module keeps state, mixes samples, or has an input whose first
-axis has the size of the batch by chance. A module that draws random numbers draws the same numbers in the replay, see
-note [random numbers] of `per_sample_forward`.
+cannot depend on other samples. If the output of the replay differs from that of the forward pass, the gradient would be
+wrong, and the module is rejected. Possible reasons are that the module keeps state, mixes samples, or has an input
+whose first axis has the size of the batch by chance. A module that draws random numbers draws the same numbers in the
+replay, see note [random numbers] of `per_sample_forward`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class _Fallback:
             # A unit may call a layer outside of it, which uses its own parameters and records its own calls.
             if not (call.name or self._replaces_all) and (name := replay.unreplaced_parameter()):
                 raise UnsupportedLayerError(
-                    f"{_subject(call)} uses its parameter '{name}' by another reference than the attribute of its "
+                    f"{_subject(call)} uses its parameter '{name}' by a reference other than the attribute of its "
                     "module, such as a list or a variable of a closure. Its per-sample gradients cannot be computed.",
                     fix="Read the parameter from its module in the forward pass, as in self.weight.",
                     where=call.name,
@@ -136,7 +136,7 @@ class _Fallback:
         with attributes_kept(call.layer), replay.same_random_numbers(), without_checkpoints():
             grads, outputs, vmap_error = self._run(replay, call)
             if not replay.outputs_match(outputs):
-                raise _error(call, "gave another output when each sample was run alone") from vmap_error
+                raise _error(call, "gave a different output when each sample was run alone") from vmap_error
         return grads
 
     def _run(self, replay: _Replay, call: LayerCall) -> tuple[dict[str, Tensor], list[Tensor], Exception | None]:
@@ -310,7 +310,7 @@ def _flat(grads: dict[str, Tensor], index: int) -> Tensor:
 def single_sample_grads(call: LayerCall, samples: Sequence[int]) -> Iterator[tuple[int, dict[str, Tensor]]]:
     """Yields the index and the gradients of samples of a call, computed by autograd on each sample alone.
 
-    The call needs no output. Raises RuntimeError if a sample has another output alone than in the batch.
+    The call needs no output. Raises RuntimeError if the output of a sample alone differs from its output in the batch.
     """
     devices = {leaf.device for leaf in pytree.tree_leaves(call.grad_output) if isinstance(leaf, Tensor)}
     with torch.random.fork_rng([d for d in devices if d.type == "cuda"]), attributes_kept(call.layer):

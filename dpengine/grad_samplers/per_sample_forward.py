@@ -1,9 +1,9 @@
 """Runs the forward pass of a module on each sample separately, if the module draws random numbers or returns a loss.
 
-Note [random numbers]: a batch draws its random numbers in another order than its samples do when they run separately. A
-module that draws random numbers therefore also runs each sample separately in the forward pass, and the loss is
-computed from these outputs. The replay in the backward pass starts from the same state of the random generators. It
-uses the same chunks and the same method, so it draws the same numbers.
+Note [random numbers]: a batch draws its random numbers in a different order than samples that run separately. A module
+that draws random numbers therefore also runs each sample separately in the forward pass, and the loss is computed from
+these outputs. The replay in the backward pass starts from the same state of the random generators. It uses the same
+chunks and the same method, so it draws the same numbers.
 
 Note [loss inside]: a model that returns one number for the batch does not return the losses of its samples. If it runs
 each sample separately, it returns the loss of each sample. The caller gets their mean, or their sum if the loss
@@ -263,7 +263,8 @@ def _run(
         return [output if output.shape[:1] == (1,) else output.new_empty(0) for output in outputs]
 
     run = run_sample if pullback_module is None else partial(pullback_module.run, run_sample)
-    with sdpa_kernel(SDPBackend.MATH):  # fused kernels have no batching rule, and other dropout masks with gradients
+    # Fused kernels have no batching rule, and draw different dropout masks if gradients are computed.
+    with sdpa_kernel(SDPBackend.MATH):
         if chunk_size:
             vectorized = vmap(run, chunk_size=chunk_size, randomness="different")
             outputs = [o.flatten(0, 1) for o in vectorized([tensor.unsqueeze(1) for tensor in inputs.batched])]
@@ -280,7 +281,7 @@ def _run(
 def _compare_with_batch(
     call: ForwardCall, inputs: BatchInputs, state: ForwardState, *, selecting_units: bool = False
 ) -> None:
-    """Raises if samples that run separately in eval mode give other outputs than the batch.
+    """Raises if samples that run separately in eval mode give outputs that differ from those of the batch.
 
     Returns without a comparison if the module draws random numbers in eval mode, too, or does not run in eval mode.
     While the modules that run each sample separately are selected (``selecting_units``), a module that does not run in
@@ -313,7 +314,7 @@ def _compare_with_batch(
         if batch.dim():
             batch, samples = (convert_axis_order(leaf, batch_first=call.batch_first) for leaf in (batch, samples))
             if not _samples_close(samples, batch, tolerance):
-                raise PerSampleForwardError("the complete batch gives another output")
+                raise PerSampleForwardError("the complete batch gives a different output")
         elif not any(_samples_close(x.view(1), batch.view(1), tolerance) for x in (samples.mean(), samples.sum())):
             raise BatchDependentLossError(
                 "The loss that the model computes is neither the mean nor the sum of the losses of single samples.",

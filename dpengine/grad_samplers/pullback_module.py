@@ -12,7 +12,7 @@ from dpengine.capture.record import ForwardCall
 
 
 def call_with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
-    """Calls a module with other parameters and buffers, by the names of ``named_parameters`` and ``named_buffers``.
+    """Calls a module with given parameters and buffers, by the names of ``named_parameters`` and ``named_buffers``.
 
     ``torch.func.functional_call`` with ``tie_weights=True`` is not used, because it does not restore a tensor that the
     module has under several names.

@@ -64,7 +64,7 @@ class RuleCheck:
         trainable = {name: p for name, p in layer._parameters.items() if p is not None and p.requires_grad}
         tested = {name: p for name, p in trainable.items() if p in results}
         if not count or not tested or not all(self._has_samples(results[p], p, count) for p in tested.values()):
-            return  # results of another shape or type are rejected later
+            return  # results with a wrong shape or type are rejected later
         if any(map(traced, results.values())) or layer_type(layer) is not type(layer):  # a sharded layer
             return
         numel = sum(parameter.numel() for parameter in tested.values())

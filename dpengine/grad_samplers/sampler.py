@@ -62,8 +62,8 @@ class GradSampler:
             errors of a long sum add up. It may be far above the norm if terms cancel. Required with ``weighted_sum``.
         factors: Tensors ``(B, T, F)`` whose outer product, summed over T, is ``grad`` up to its shape. ``sq_norm`` is
             computed from them. Gram matrices of tensors shared by several parameters are computed once.
-        with_factors: Returns the call with other ``factors``. With it, bfloat16 factors are multiplied by the clipping
-            factors before the sum; see note [rounded factors] of `bfloat16`.
+        with_factors: Returns the call with given ``factors``. With this function, bfloat16 factors are multiplied by
+            the clipping factors before the sum; see note [rounded factors] of `bfloat16`.
         cost: Estimated cost of each function. Without it, ``sq_norm`` is used if it exists.
         more_grads: Other functions that compute ``grad``, by name.
         more_sq_norms: Other functions that compute ``sq_norm``, by name.
@@ -72,7 +72,7 @@ class GradSampler:
         grad_name: Name of ``grad`` in ``grads``.
         sq_norm_name: Name of ``sq_norm`` in ``sq_norms``.
         needs_complete_calls: True if the functions accept only complete recorded calls, neither parts of the batch nor
-            other values. Set for registered rules, whose results may depend on more than the samples.
+            modified values. Set for registered rules, whose results may depend on more than the samples.
         settings: Names of the attributes of the layer on which ``grad`` depends in addition to its call. Gradients of
             layers with equal settings may be computed in one call. None if these attributes are unknown.
         job: Returns the two tensors of which ``grad`` is a sum of products. Compiled code forms the gradients of many

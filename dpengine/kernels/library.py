@@ -25,13 +25,13 @@ _PRODUCTS = {
 
 @functools.cache
 def native_library() -> Any:
-    """Returns the library; None if it cannot be loaded or was built from another version. Calls release the GIL."""
+    """Returns the library; None if it cannot be loaded or was built from a different version. Calls release the GIL."""
     for suffix in EXTENSION_SUFFIXES:
         path = _HERE / f"native{suffix}"
         if path.exists():
             try:
                 return _with_types(ctypes.CDLL(str(path)))
-            except (OSError, AttributeError):  # built for another machine, or from another version
+            except (OSError, AttributeError):  # built for a different machine, or from a different version
                 continue
     return None
 
@@ -50,7 +50,7 @@ def thread_team() -> int | None:
         return None
     mapped = {line.split(maxsplit=5)[5] for line in lines if line.count("/")}
     candidates = [path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp"))]
-    # Other packages may load another OpenMP library, so that of torch comes first.
+    # Other packages may load a different OpenMP library, so that of torch comes first.
     for path in sorted(candidates, key=lambda path: ("/torch" not in path, path)):
         try:
             return ctypes.cast(ctypes.CDLL(path).GOMP_parallel, _POINTER).value
@@ -72,7 +72,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
 
 def _with_types(library: ctypes.CDLL) -> ctypes.CDLL:
     if library.interface_version() != _VERSION:
-        raise OSError("The library was built from another version of dpengine. Install dpengine again.")
+        raise OSError("The library was built from a different version of dpengine. Install dpengine again.")
     for name in ("add_normals_f32", "add_normals_f64"):
         function = getattr(library, name)
         function.argtypes = (ctypes.c_char_p, *[_COUNT] * 4, _REAL, _REAL, _POINTER, ctypes.c_uint, _POINTER)

@@ -25,7 +25,7 @@ def keep_freed_memory() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
-        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - other C libraries may use other numbers
+        ctypes.CDLL(None).gnu_get_libc_version  # noqa: B018 - other C libraries may use different numbers
     except (OSError, AttributeError):
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _KEPT_BYTES) and mallopt(_MMAP_THRESHOLD, _MAX_HEAP_BLOCK))

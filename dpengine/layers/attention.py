@@ -77,7 +77,7 @@ class PrivateMultiheadAttention(nn.MultiheadAttention):
         mask = _additive("attn_mask", attn_mask, query.dtype, shapes)
         if is_causal and mask is None:
             raise ValueError("is_causal is a hint about attn_mask, which is missing. Pass attn_mask as well.")
-        # If there are other masks, or the weights are returned, the mask itself is needed.
+        # The mask itself is needed if there is a padding mask, or if the weights are returned.
         causal = is_causal and padding_BS is None and not need_weights
         q, k, v = _projected(self, *batch_first)
         k, v, num_added = _with_added_positions(self, k, v)

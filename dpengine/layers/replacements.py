@@ -16,7 +16,7 @@ REPLACEMENTS: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTMCell: PrivateLSTMCell,
     nn.MultiheadAttention: PrivateMultiheadAttention,
 }
-"""Replacement of each layer class. Only the exact class matches, because a subclass may have another ``forward``."""
+"""Replacement of each layer class. Only the exact class matches, because ``forward`` of a subclass may differ."""
 
 _REPLACEMENT_CLASSES = (*REPLACEMENTS.values(), RNNLinear, SequenceBias)
 

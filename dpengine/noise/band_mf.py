@@ -36,7 +36,7 @@ class BandMF:
         strategy: First column of the strategy, instead of the optimal one; ``num_bands`` numbers.
 
     Raises:
-        ValueError: If a number is outside its range, or the strategy has another length.
+        ValueError: If a number is out of range, or the length of the strategy is not ``num_bands``.
         TypeError: If ``num_bands`` is not an integer.
     """
 
@@ -84,7 +84,7 @@ class BandMF:
             ``(num_bands,)``, of norm 1.
 
         Raises:
-            ValueError: If there are more bands than steps, or another number of learning rates.
+            ValueError: If there are more bands than steps, or not one learning rate per step.
         """
         if self.learning_rates is not None and len(self.learning_rates) != iterations:
             raise ValueError(f"noise.BandMF: {len(self.learning_rates)} learning_rates for {iterations} steps.")

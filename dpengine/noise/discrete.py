@@ -34,7 +34,7 @@ def add_discrete_normal_(
         sigma: Standard deviation ``s`` of the noise, in [0, 2**48].
         source: Source of the random words.
         step: Number of the step, which must be new. The same step, domain and start give the same noise.
-        domain: Purpose of the noise. Other uses of the source must have other domains.
+        domain: Purpose of the noise. Each use of the source must have a different domain.
         start: Index of ``sums[0]`` in the complete vector, if ``sums`` is a slice of it. The slices must be the same at
             every step.
 

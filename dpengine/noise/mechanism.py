@@ -68,7 +68,7 @@ class GaussianNoise(AbstractNoise):
 
     Args:
         source: Source of the normals.
-        domain: Purpose of the normals. Other uses of the source must have other domains.
+        domain: Purpose of the normals. Each use of the source must have a different domain.
     """
 
     def __init__(self, source: NoiseSource, *, domain: str = "noise"):

@@ -48,7 +48,7 @@ class NoiseSource:
     Args:
         key: 32 secret bytes. ``NoiseSource.fresh()`` reads them from the operating system.
         kind: A name in ``STREAM_KINDS``, or ``"secure"``, which generates noise by chacha20 on the CPU for all devices.
-        nonce: Noise nonce of the run. A resumed run must use a new nonce if it may sample other batches.
+        nonce: Noise nonce of the run. A resumed run must use a new nonce if it may sample different batches.
         insecure_seed: Whether the key is derived from a seed, which can be guessed.
     """
 
@@ -232,7 +232,7 @@ class NoiseSource:
                 fix="Generate batches and noise in the main process, not in data loader workers or forked ranks.",
             )
         if not self._key:
-            raise PrivacyError("noise.NoiseSource is closed.", fix="Create another one with NoiseSource.fresh().")
+            raise PrivacyError("noise.NoiseSource is closed.", fix="Create a new source with NoiseSource.fresh().")
         return bytes(self._key)
 
     def _subkey(self, use: bytes, domain: str, step: int, nonce: int | None = None) -> bytes:

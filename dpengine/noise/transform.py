@@ -69,7 +69,7 @@ class NoiseTransform:
             Sums of the same dtypes, and the state after this step.
 
         Raises:
-            ValueError: If the sums have other shapes, dtypes or devices than the params of ``init``.
+            ValueError: If the shapes, dtypes or devices of the sums differ from the params of ``init``.
             BudgetExceeded: If the run has no further steps.
         """
         if self.iterations is not None and state.step >= self.iterations:
@@ -80,8 +80,8 @@ class NoiseTransform:
         leaves, spec = pytree.tree_flatten(sums)
         if _shapes(sums) != state.shapes:
             raise ValueError(
-                "NoiseTransform: the sums have other shapes, dtypes or devices than the params of init. Pass the sums "
-                "that the clipped gradient returned."
+                "NoiseTransform: the shapes, dtypes or devices of the sums differ from the params of init. Pass the "
+                "sums that the clipped gradient returned."
             )
         noisy: list[Tensor] = list(leaves)
         start = 0
@@ -118,7 +118,7 @@ class NoiseState:
     def resumed(self, state: Mapping[str, Any], recurrence: Recurrence | None) -> NoiseState:
         """Returns the state that ``state_dict`` saved. Later noise is bit-identical to that of the saved run.
 
-        Steps after the save must not be repeated with other data.
+        Steps after the save must not be repeated with different data.
 
         Args:
             state: Result of ``state_dict``.

@@ -217,7 +217,7 @@ def test_hooks_checkpoints_and_losses_of_activations_around_every_kind_of_module
     given, expected = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
     value = loss(wrapped(model)(given), targets)
     if (kind, situation) == ("gate", "forward hook"):  # the output of the hook is not that of the module
-        with pytest.raises(UnsupportedLayerError, match="gave another output"):
+        with pytest.raises(UnsupportedLayerError, match="gave a different output"):
             value.backward()
         return
     value.backward()

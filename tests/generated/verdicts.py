@@ -201,6 +201,6 @@ REASONS = {  # why a subject in which nothing was planted may be refused
     "has no gradient in this step": lambda subject, text: any(f"'{name}'" in text for name in untouched(subject)),
     "was reached a second time in one backward pass": _checkpoints_by_running_again,
     "does not keep the samples of a batch independent": _has_positions_as_long_as_a_batch,
-    "gave another output when each sample was run alone": _rounds_too_far,
+    "gave a different output when each sample was run alone": _rounds_too_far,
     "": _needs_samples_alone,
 }

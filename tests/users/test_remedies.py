@@ -633,7 +633,7 @@ def of_activations_too(model, x, y):
 AUTO, WHOLE_MODEL = {"grad_sample_mode": "auto"}, {"grad_sample_mode": "whole_model"}
 HOOKS, GHOST = {"grad_sample_mode": "hooks"}, {"grad_sample_mode": "ghost"}
 OTHER_AXIS = r"DPE018.*Layer 'part\.layer' saw \d+ samples, and the sampler drew 5"
-SHARED = r"DPE001.*Layer 'part\.layer' \(Places\) gave another output.*has the size of the batch by chance"
+SHARED = r"DPE001.*Layer 'part\.layer' \(Places\) gave a different output.*has the size of the batch by chance"
 GHOST_AGAIN = r"DPE001.*Layer 'part\.layer' had other gradients.*run again"
 # What is rejected: model, arguments, message, loss, and the arguments that the message names.
 REJECTED = {
