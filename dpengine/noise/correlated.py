@@ -21,7 +21,7 @@ from dpengine.accounting.run_events import Correlation
 from dpengine.distributed.local_shards import Places
 from dpengine.errors import PrivacyError
 
-from .mechanism import AbstractNoise, GaussianNoise, check_noise_arguments, end_of
+from .mechanism import AbstractNoise, GaussianNoise, check_noise_arguments, end_of, used_address
 from .source import NoiseSource
 
 Weights = Sequence[float] | np.ndarray
@@ -124,7 +124,7 @@ class CorrelatedNoise(AbstractNoise):
         self._recurrence = recurrence
         self._domain = domain
         self._first_step = first_step
-        self._next = (first_step, 0)  # (step, index) of the first unused address
+        self._next_address = (first_step, 0)  # (step, index) of the first unused address
         self._std: float | None = None
         self._slices: dict[Places, _Slice] = {}
         self._nonces: dict[int, int] = {}  # nonces of the source, by the first row generated with the nonce
@@ -159,11 +159,12 @@ class CorrelatedNoise(AbstractNoise):
         """  # noqa: DOC502 - the checks raise on our behalf
         where = "noise.CorrelatedNoise.add"
         check_noise_arguments(where, sums, std)
-        self._check(where, std, step, start)
+        self._check_step(where, std, step, start)
         places = Places(start, sums.numel() // rows, rows, stride)
-        slice_state = self._slice(where, sums, step, places)
+        slice_state = self._slice_state(where, sums, step, places)
         self._std = std
-        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
+        # Set before the noise is added: an address counts as used even if the addition fails.
+        self._next_address = (step, end_of(sums, start, rows, stride))
         if not self._nonces or self._source.nonce != next(reversed(self._nonces.values())):
             self._nonces[slice_state.rows] = self._source.nonce
         row = step - self._first_step
@@ -174,9 +175,10 @@ class CorrelatedNoise(AbstractNoise):
 
         self._check_generator(where, sums, places)
 
-        def fresh(out: Tensor, weight: float, drawn: int) -> None:
-            nonce = next(nonce for first, nonce in reversed(self._nonces.items()) if first <= drawn)
-            address: dict[str, Any] = {"step": drawn + self._first_step, "start": start, "rows": rows, "stride": stride}
+        def fresh(out: Tensor, weight: float, fresh_row: int) -> None:
+            nonce = next(nonce for first, nonce in reversed(self._nonces.items()) if first <= fresh_row)
+            fresh_step = fresh_row + self._first_step
+            address: dict[str, Any] = {"step": fresh_step, "start": start, "rows": rows, "stride": stride}
             self._source.add_normal_(out, weight, domain=self._domain, nonce=nonce, **address)
 
         noise = sums.new_empty(sums.shape)
@@ -186,13 +188,9 @@ class CorrelatedNoise(AbstractNoise):
             slice_state.rows += 1
         sums.add_(noise, alpha=std).mul_(scale)
 
-    def _check(self, where: str, std: float, step: int, start: int) -> None:
-        if (step, start) < self._next:
-            raise PrivacyError(
-                f"{where}: got step {step} from index {start}, after step {self._next[0]} up to index "
-                f"{self._next[1]}. If two steps use the same noise, it cancels in their difference.",
-                fix="Use a new step number for each step, and a separate start for each slice of one vector.",
-            )
+    def _check_step(self, where: str, std: float, step: int, start: int) -> None:
+        if (step, start) < self._next_address:
+            raise used_address(where, step, start, self._next_address)
         size = self._recurrence.size
         if size is not None and step - self._first_step >= size:
             raise PrivacyError(
@@ -217,7 +215,7 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Move the model before training starts, and keep it on devices of the same type.",
             )
 
-    def _slice(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
+    def _slice_state(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
         """Returns the state of a slice of the vector. Slices must be the same at every step."""
         slice_state = self._slices.get(places)
         rows_used = max((other.rows for other in self._slices.values()), default=0)
@@ -254,7 +252,7 @@ class CorrelatedNoise(AbstractNoise):
         return {
             "recurrence": self._recurrence.name,
             "first_step": self._first_step,
-            "next_step": self._next[0] + (self._next[1] > 0),
+            "next_step": self._next_address[0] + (self._next_address[1] > 0),
             "std": self._std,
             "lives": dict(self._nonces),
             "generators": sorted(set(self._generators.values())),
@@ -278,7 +276,7 @@ class CorrelatedNoise(AbstractNoise):
                 f"{self._recurrence.name!r}. Load it into the mechanism that saved it."
             )
         self._first_step = state["first_step"]
-        self._next = (state["next_step"], 0)
+        self._next_address = (state["next_step"], 0)
         self._std = state["std"]
         self._nonces = {int(first): int(nonce) for first, nonce in state["lives"].items()}
         generators = state.get("generators")  # missing in states of earlier versions

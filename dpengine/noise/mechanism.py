@@ -74,7 +74,7 @@ class GaussianNoise(AbstractNoise):
     def __init__(self, source: NoiseSource, *, domain: str = "noise"):
         self._source = source
         self._domain = domain
-        self._next = (0, 0)  # (step, index) of the first unused address
+        self._next_address = (0, 0)  # (step, index) of the first unused address
 
     def add(
         self,
@@ -102,28 +102,25 @@ class GaussianNoise(AbstractNoise):
 
         Raises:
             PrivacyError: If the address was used.
-        """
+        """  # noqa: DOC502 - returned by used_address
         check_noise_arguments("noise.GaussianNoise.add", sums, std)
         if std == 0:
             sums.mul_(scale)
             return
-        if (step, start) < self._next:
-            raise PrivacyError(
-                f"noise.GaussianNoise.add: got step {step} from index {start}, after step {self._next[0]} up to index "
-                f"{self._next[1]}. If two steps use the same noise, it cancels in their difference.",
-                fix="Use a new step number for each step, and a separate start for each slice of one vector.",
-            )
-        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that fails halfway is used
+        if (step, start) < self._next_address:
+            raise used_address("noise.GaussianNoise.add", step, start, self._next_address)
+        # Set before the noise is added: an address counts as used even if the addition fails.
+        self._next_address = (step, end_of(sums, start, rows, stride))
         address: dict[str, Any] = {"step": step, "start": start, "rows": rows, "stride": stride}
         self._source.add_normal_(sums, std, domain=self._domain, scale=scale, **address)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of the first step that used no address."""
-        return {"next_step": self._next[0] + (self._next[1] > 0), "slices": {}}
+        return {"next_step": self._next_address[0] + (self._next_address[1] > 0), "slices": {}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Loads the result of ``state_dict()``."""
-        self._next = (state["next_step"], 0)
+        self._next_address = (state["next_step"], 0)
 
 
 def check_noise_arguments(where: str, sums: Tensor, std: float) -> None:
@@ -135,6 +132,16 @@ def check_noise_arguments(where: str, sums: Tensor, std: float) -> None:
         )
     if not (std >= 0 and math.isfinite(std)):
         raise InvalidBudgetError(f"{where}: std must be finite and nonnegative, got {std!r}.")
+
+
+def used_address(where: str, step: int, start: int, next_address: tuple[int, int]) -> PrivacyError:
+    """Returns the error for noise at an address before ``next_address``, the first unused (step, index)."""
+    next_step, next_index = next_address
+    return PrivacyError(
+        f"{where}: got step {step} and start {start}, but all noise before index {next_index} of step {next_step} was "
+        "used. If two steps use the same noise, it cancels in their difference.",
+        fix="Use a new step number for each step, and a separate start for each slice of one vector.",
+    )
 
 
 def end_of(sums: Tensor, start: int, rows: int, stride: int) -> int:

@@ -263,21 +263,19 @@ GUARDS = [
     ),
     Guard(
         "an address that fails halfway is used",
-        "        self._next = (step, end_of(sums, start, rows, stride))  # first, because an address that "
-        "fails halfway is used\n"
-        "        address:",
+        "        self._next_address = (step, end_of(sums, start, rows, stride))\n        address:",
         "        address:",
         "noise/test_gaussian.py::test_an_address_whose_draw_failed_counts_as_used",
     ),
     Guard(
         "noise that was used",
-        "            return\n        if (step, start) < self._next:",
+        "            return\n        if (step, start) < self._next_address:",
         "            return\n        if False:",
         "noise/test_gaussian.py::test_an_address_that_was_used_is_rejected_and_the_sums_are_untouched",
     ),
     Guard(
         "correlated noise that was used",
-        "str, std: float, step: int, start: int) -> None:\n        if (step, start) < self._next:",
+        "str, std: float, step: int, start: int) -> None:\n        if (step, start) < self._next_address:",
         "str, std: float, step: int, start: int) -> None:\n        if False:",
         "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
     ),
