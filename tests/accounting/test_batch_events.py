@@ -252,7 +252,7 @@ def test_tuning_costs_more_than_a_run_and_little_for_many_runs():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("event", [pytest.param(TRUNCATED, marks=pytest.mark.slow), MIXTURE], ids=["cut", "mixture"])
+@pytest.mark.parametrize("event", [TRUNCATED, MIXTURE], ids=["cut", "mixture"])
 def test_kinds_compose_and_neither_order_nor_splits_show(event):
     beside, relation = Charge(PoissonGaussianEvent(0.02, 1.5), 30), RELATION[event]
     whole = epsilon_of((Charge(event, 20), beside), 1e-5, relation=relation)

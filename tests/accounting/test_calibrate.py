@@ -191,7 +191,7 @@ def test_events_that_the_accountant_rejects_cannot_be_calibrated():
     [
         ("prv", Relation.ADD_OR_REMOVE_ONE),
         ("prv", Relation.REPLACE_ONE),
-        pytest.param("dp_accounting", Relation.REPLACE_ONE, marks=pytest.mark.slow),
+        ("dp_accounting", Relation.REPLACE_ONE),
         ("dp_accounting_rdp", Relation.ADD_OR_REMOVE_ONE),
     ],
 )

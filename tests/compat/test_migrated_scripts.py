@@ -58,9 +58,7 @@ def test_only_imports_differ_from_the_script_for_opacus(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LONGER else []) for name in SCRIPTS]
-)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_short_run_has_the_epsilon_of_opacus(name, capsys):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

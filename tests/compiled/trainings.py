@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import pytest
 import torch
 import torch.nn.functional as F
 from case_models import Parts
@@ -96,3 +97,33 @@ def batches_after_checks(training):
     for _ in range(2):
         training.step(next(batches))
     return batches
+
+
+def assert_trains_alike(make, rows, compile="eager", count=7, **settings):
+    """Compares the weights of both steps, and returns the compiled training."""
+    eager, compiled = (Training(make, rows, compile=one, **settings) for one in (False, compile))
+    torch.testing.assert_close(compiled.run(count), eager.run(count), rtol=1e-5, atol=1e-6)
+    assert compiled.losses == pytest.approx(eager.losses, rel=1e-4)
+    assert compiled.engine.epsilon == eager.engine.epsilon
+    return compiled
+
+
+def assert_loops_alike(step, make=MODELS["linear"][0], tolerance=(1e-5, 1e-6), **settings):
+    """Compares the weights after a loop with a compiled and an eager step: ``step(training, x, y, i)`` is its body."""
+
+    def trained(compile):
+        training = Training(make, data((6,)), compile=compile, **settings)
+        for i, (x, y) in enumerate(itertools.islice(training.loader, 7)):
+            training.optimizer.zero_grad()
+            step(training, x, y, i)
+        return weights_of(training.model)
+
+    torch.testing.assert_close(trained("eager"), trained(False), rtol=tolerance[0], atol=tolerance[1])
+
+
+def before_compiled_batch(make=MODELS["linear"][0], **settings):
+    """A training, and a batch of which the compiled step is due."""
+    training = Training(make, data((6,)), compile="eager", **settings)
+    x, y = next(batches_after_checks(training))
+    training.optimizer.zero_grad()
+    return training, x, y

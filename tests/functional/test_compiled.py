@@ -28,7 +28,7 @@ def assert_same(one, other):
     "options",
     [
         {"return_values": True},
-        pytest.param({"microbatch_size": 2}, marks=pytest.mark.slow),
+        {"microbatch_size": 2},
         *(
             pytest.param(options, marks=pytest.mark.nightly)
             for options in ({}, {"keep_batch_dim": False}, {"rescale_to_unit_norm": True})

@@ -542,7 +542,7 @@ GUARDS = [
         "two compiled calls are not clipped apart",
         "        if self._passes.pending:\n            raise called_twice()",
         "        if False:\n            raise called_twice()",
-        "compiled/test_compiled_step.py::test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly",
+        "compiled/test_compiled_step_checks.py::test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly",
     ),
     Guard(
         "samples that move to places of padding are found",

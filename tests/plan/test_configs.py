@@ -89,7 +89,7 @@ def test_the_library_agrees(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dp-sgd", pytest.param("band-mf", marks=pytest.mark.slow), "blt"])
+@pytest.mark.parametrize("name", ["dp-sgd", "band-mf", "blt"])
 def test_calibration_by_an_accountant_of_the_library(name):
     found = CONFIGS[name].calibrate(
         epsilon=2.0, delta=1e-5, tol=1e-3, accountant=lambda relation: dp_accounting.rdp.RdpAccountant(None, relation)

@@ -80,7 +80,7 @@ def test_the_run_is_the_plan(name, made):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fixed", "truncated", pytest.param("band-mf, truncated", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["fixed", "truncated", "band-mf, truncated"])
 def test_batches_of_a_size_are_drawn_charged_and_stated(name):
     config, largest = SIZED[name]
     engine, model, optimizer, batches = private(config)

@@ -111,10 +111,7 @@ RATES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in ("independent", "fixed, again") else []) for name in RATES],
-)
+@pytest.mark.parametrize("name", RATES)
 def test_every_example_is_as_likely_at_every_step(name, runs):
     rate, made = RATES[name], runs(name)
     draws, chance = (32, 1 / EXAMPLES) if "again" in name else (1, rate)
