@@ -200,7 +200,7 @@ class ShownPasses:
         """Returns True if a pass waits to be clipped."""
         return self._pending_passes.pending
 
-    def refuse_accumulation(self):
+    def forbid_accumulation(self):
         """Allows one waiting pass at a time."""
         self._pending_passes.allows_accumulation = False
 

@@ -133,11 +133,16 @@ def test_an_input_that_is_changed_after_its_layer_is_rejected():
         loss.backward()
 
 
-def test_inputs_are_not_held_once_their_gradient_has_arrived():
-    model = net()
-    seen = []
+@pytest.fixture
+def inputs_of_a_layer():
+    """A model, its clipped sums, and a list that gets a weak reference to each input of a layer in the middle."""
+    model, seen = net(), []
     model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
-    sums = ClippedPasses(model)
+    return model, ClippedPasses(model), seen
+
+
+def test_inputs_are_not_held_once_their_gradient_has_arrived(inputs_of_a_layer):
+    model, sums, seen = inputs_of_a_layer
     inputs, targets = batch()
     loss = F.cross_entropy(model(inputs), targets)
     loss.backward()
@@ -146,11 +151,8 @@ def test_inputs_are_not_held_once_their_gradient_has_arrived():
     assert loss.isfinite()  # the graph is still there
 
 
-def test_inputs_inside_a_checkpoint_are_not_held():
-    model = net()
-    seen = []
-    model[2].register_forward_pre_hook(lambda module, args: seen.append(weakref.ref(args[0])))
-    sums = ClippedPasses(model)
+def test_inputs_inside_a_checkpoint_are_not_held(inputs_of_a_layer):
+    model, sums, seen = inputs_of_a_layer
     inputs, targets = batch()
     output = checkpoint(model, inputs, use_reentrant=False)
     assert seen[0]() is None

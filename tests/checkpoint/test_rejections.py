@@ -149,16 +149,16 @@ def test_a_load_that_fails_changes_nothing(tmp_path):
     other = Run()
     before = other.weights
 
-    def refuse(*arguments):
+    def fail(*arguments):
         raise RuntimeError("not this one")
 
-    hook = other.model.register_load_state_dict_post_hook(refuse)
+    hook = other.model.register_load_state_dict_post_hook(fail)
     with pytest.raises(RuntimeError, match="not this one"):
         other.resumed(tmp_path / "run")
     hook.remove()
     assert other.engine.ledger.steps == 0 and other.optimizer.state_dict()["state"] == {}
     damaged = other.engine.load_state_dict
-    other.engine.load_state_dict = refuse
+    other.engine.load_state_dict = fail
     with pytest.raises(RuntimeError, match="not this one"):
         other.resumed(tmp_path / "run")
     other.engine.load_state_dict = damaged

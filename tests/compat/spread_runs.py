@@ -163,7 +163,7 @@ def all_trained(runs: list[Run]) -> list[dict[str, Any]]:
     return [Started(run).train() for run in runs]
 
 
-def refuse_differences(of_ranks: list[dict[str, Any]], alone: dict[str, Any], case: object) -> None:
+def assert_run_of_one_process(of_ranks: list[dict[str, Any]], alone: dict[str, Any], case: object) -> None:
     """Refuses ranks that have not the same weights bit for bit, or others than one process has."""
     for one in of_ranks:
         assert isinstance(one, dict), one

@@ -171,7 +171,7 @@ class Torn(Dataset):
         return rows(12)[index]
 
 
-def assert_a_plain_batch_is_alone(wrapped, optimizer):
+def assert_a_plain_batch_is_independent(wrapped, optimizer):
     assert_clipped_step(wrapped, optimizer, *batch(6), size=6)
     assert not optimizer.step_was_skipped
 
@@ -192,7 +192,7 @@ def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers
         for inputs, targets in chunks:
             backward_and_step(wrapped, optimizer, inputs, targets)
     gc.collect()  # the error holds the iterator for a while, and so the sampler of one's own
-    assert_a_plain_batch_is_alone(wrapped, optimizer)
+    assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
@@ -207,7 +207,7 @@ def test_a_pass_that_goes_on_after_another_one_leaves_nothing_when_it_is_left(in
     skipped.append(backward_and_step(wrapped, optimizer, *next(batches)))
     del batches
     assert skipped == [True, True, False] * 3 + [True]
-    assert_a_plain_batch_is_alone(wrapped, optimizer)
+    assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
 def test_a_batch_that_another_pass_interrupts_does_not_join_it():
@@ -231,7 +231,7 @@ def test_a_loader_that_was_wrapped_is_wrapped_anew():
         assert len(inputs) == len(targets) == 2
         backward_and_step(wrapped, optimizer, inputs, targets)
         break
-    assert_a_plain_batch_is_alone(wrapped, optimizer)
+    assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
 @pytest.mark.parametrize("left_out", [0, 2])
@@ -243,7 +243,7 @@ def test_a_chunk_without_a_step_is_not_confused_with_another_one(left_out):
             if number != left_out:
                 backward_and_step(wrapped, optimizer, *one)
     assert number == 3  # the first part of the next batch
-    assert_a_plain_batch_is_alone(wrapped, optimizer)
+    assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
 def test_parts_of_two_passes_alternately_are_rejected():
@@ -264,7 +264,7 @@ def test_parts_that_are_fetched_at_once_are_a_step_each_and_so_is_what_follows_a
         for number, one in enumerate(chunks):
             if number != left_out:
                 backward_and_step(wrapped, optimizer, *one)
-    assert_a_plain_batch_is_alone(wrapped, optimizer)
+    assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
 def test_a_manual_poisson_loader_is_split_for_a_manual_optimizer():

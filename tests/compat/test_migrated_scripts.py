@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Subset
 from dpengine import PrivacyWarning
 
 ROWS = 24
-LONGER = {"checkpoint_and_resume", "limited_memory", "schedulers", "text_lstm", "text_transformer"}
 NAME_AND_MODE = [(name, mode) for name in SCRIPTS for mode in script(name).MODES]
 
 # What Opacus 1.6.0 says at the end of each script: (epsilon, noise multiplier of the last step), first with --quick.
@@ -34,7 +33,7 @@ OPACUS = {
 }
 
 
-def refuse_more_than_opacus(name, result, *, quick):
+def assert_no_more_than_opacus(name, result, *, quick):
     """Never more than 1 % above Opacus, in epsilon or in the noise that was found for one.
 
     It may be less: Opacus's accountants return upper bounds with a margin of their own.
@@ -64,7 +63,7 @@ def test_a_short_run_has_the_epsilon_of_opacus(name, capsys):
         warnings.simplefilter("error")
         result = script(name).main(["--quick"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
-    refuse_more_than_opacus(name, result, quick=True)
+    assert_no_more_than_opacus(name, result, quick=True)
 
 
 @pytest.mark.one_in(3, "name")
@@ -79,7 +78,7 @@ def test_a_whole_run_learns_and_has_the_epsilon_of_opacus(name, tmp_path):
     assert done.stderr == ""
     assert list(tmp_path.iterdir()) == []
     result = json.loads(done.stdout.splitlines()[-1])
-    refuse_more_than_opacus(name, result, quick=False)
+    assert_no_more_than_opacus(name, result, quick=False)
     assert result["accuracy"] > guessing + 0.02
 
 

@@ -93,7 +93,7 @@ def test_gradients_set_to_none_are_never_clipped():
 
 def test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice():
     model, sums = watched()
-    sums.refuse_accumulation()
+    sums.forbid_accumulation()
     backward(model, *batch())
     with pytest.raises(RepeatedBackwardError, match=r"parameter '[02]\.(weight|bias)'"):
         backward(model, *batch())

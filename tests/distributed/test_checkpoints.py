@@ -49,7 +49,7 @@ def go_on_with_all(folders, topologies, names, ends):
     }
 
 
-def refuse_others(of_ranks, expected):
+def assert_same_runs(of_ranks, expected):
     assert all(isinstance(one, dict) for one in of_ranks), of_ranks
     for where, cases in of_ranks[0].items():
         for case, first in cases.items():
@@ -70,7 +70,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     names, ends = ["gaussian", "bandmf"], [True]
     expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
     assert launched(2, save_all, tmp_path, ["fsdp"], names) == [None] * 2
-    refuse_others([go_on_with_all([tmp_path / "fsdp"], ["data"], names, ends)], expected)
+    assert_same_runs([go_on_with_all([tmp_path / "fsdp"], ["data"], names, ends)], expected)
 
 
 @pytest.mark.slow
@@ -86,9 +86,9 @@ def test_any_topology_goes_on_from_any(tmp_path, names):
     by_four, by_two, alone = (
         [tmp_path / n / one for one in kinds] for n, kinds in (("4", four), ("2", two), ("alone", ["data"]))
     )
-    refuse_others([go_on_with_all(by_four + by_two, ["data"], names, ends)], expected)
-    refuse_others(launched(2, go_on_with_all, by_four + alone, two, names, ends), expected)
-    refuse_others(launched(4, go_on_with_all, by_two + alone, four, names, ends), expected)
+    assert_same_runs([go_on_with_all(by_four + by_two, ["data"], names, ends)], expected)
+    assert_same_runs(launched(2, go_on_with_all, by_four + alone, two, names, ends), expected)
+    assert_same_runs(launched(4, go_on_with_all, by_two + alone, four, names, ends), expected)
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_adaptive_thresholds_and_chunks_go_on(tmp_path):
     expected = saved_and_gone_on_alone(tmp_path / "alone", ["adaptive"], [True])
     assert launched(2, save_all, tmp_path, ["ddp", "fsdp"], ["adaptive"]) == [None] * 2
     folders = [tmp_path / "ddp", tmp_path / "fsdp"]
-    refuse_others([go_on_with_all(folders, ["data"], ["adaptive"], [True])], expected)
+    assert_same_runs([go_on_with_all(folders, ["data"], ["adaptive"], [True])], expected)
 
 
 def saved_and_looked_at(folder):

@@ -143,7 +143,7 @@ def endings(cases, folder):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # for the launcher to end
 
 
-def told(cases, ranks, folder):
+def endings_of(cases, ranks, folder):
     """Returns the outcome of each run on each rank; None for a killed rank."""
     launched(ranks, endings, cases, folder)
     files = {case: [folder / f"ending{i}-{rank}" for rank in range(ranks)] for i, case in enumerate(cases)}
@@ -206,7 +206,7 @@ def test_if_one_rank_fails_all_others_end_with_an_error(few, case):
 def few(request, tmp_path_factory):
     """The runs that the chosen tests need."""
     params = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    return told([case for case in A_FEW if {"case": case} in params], 2, tmp_path_factory.mktemp("few"))
+    return endings_of([case for case in A_FEW if {"case": case} in params], 2, tmp_path_factory.mktemp("few"))
 
 
 @pytest.mark.slow
@@ -227,7 +227,7 @@ def test_every_kind_of_failure_in_every_kind_of_run(topology, ranks, tmp_path):
     """One that runs twice goes without the splits: gloo ends processes where messages of other sizes meet."""
     kinds = [*ALL, *([] if "tp" in topology else ["runs twice"]), "is killed"]
     cases = [Case(failure, topology) for failure in kinds]
-    for case, found in told(cases, ranks, tmp_path).items():
+    for case, found in endings_of(cases, ranks, tmp_path).items():
         check(case, found)
 
 

@@ -58,10 +58,10 @@ def full_disk(path):
     train(model, optimizer, loader, 2)
     before = torch.cat([p.detach().flatten() for p in model.parameters()])
 
-    def refuse(*args):
+    def fail(*args):
         raise OSError(28, "No space left on device")
 
-    dpengine.ledger_file.file._sync = refuse
+    dpengine.ledger_file.file._sync = fail
     try:
         train(model, optimizer, loader, 1)
     except (LedgerError, RuntimeError) as error:

@@ -56,7 +56,7 @@ def difference(found, expected):
     return float((a - b).norm() / b.norm())
 
 
-def refuse_differences(of_ranks, expected):
+def assert_same_runs(of_ranks, expected):
     for one in of_ranks:
         assert one["weights"].keys() == expected["weights"].keys()
         assert difference(one["weights"], expected["weights"]) < 1e-6
@@ -70,7 +70,7 @@ def one_trained(case, topology, steps):
 
 @pytest.mark.hazard("X1")
 def test_layers_split_give_the_run_of_one_process(checks):
-    refuse_differences([one["run"] for one in checks], trained(Case(model="tied")))
+    assert_same_runs([one["run"] for one in checks], trained(Case(model="tied")))
 
 
 @pytest.mark.slow
@@ -86,12 +86,12 @@ def test_layers_split_give_the_run_of_one_process(checks):
 def test_every_kind_of_run_is_that_of_one_process(topology, ranks):
     found = launched(ranks, all_trained, CASES, topology)
     for i, case in enumerate(CASES):
-        refuse_differences([one[i] for one in found], trained(case))
+        assert_same_runs([one[i] for one in found], trained(case))
 
 
 @pytest.mark.slow
 def test_embeddings_may_be_split_by_features():
-    refuse_differences(launched(2, one_trained, Case(), "tp_features", 20), trained(Case()))
+    assert_same_runs(launched(2, one_trained, Case(), "tp_features", 20), trained(Case()))
 
 
 class Exchanges(TorchDispatchMode):

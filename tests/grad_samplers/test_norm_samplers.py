@@ -212,11 +212,11 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", SOURCES)
 def test_an_empty_batch_gives_zero_sums_and_asks_no_policy(source, mode):
-    def refuse(layer, activations, backprops):
+    def fail(layer, activations, backprops):
         raise AssertionError
 
     model = registered(source, 1.0)
-    register_norm_sampler(type(model[2]))(refuse)
+    register_norm_sampler(type(model[2]))(fail)
     found, _ = clip_by_engine(model, (torch.zeros(0, T, 3).double(),), lambda o: o.sum(), mode=mode)
     assert all(not total.any() for total in found.values())
 

@@ -120,14 +120,14 @@ def test_a_step_that_cannot_be_written_is_rejected_and_the_file_is_as_it_was(pat
         os.write(file, data[: len(data) // 2])
         raise full
 
-    def refuse(file):
+    def fail(file):
         raise full
 
     with monkeypatch.context() as patch:
         if failing == "pwrite":
             patch.setattr("dpengine.ledger_file.file.os.pwrite", half)
         else:
-            patch.setattr("dpengine.ledger_file.file._sync", refuse)
+            patch.setattr("dpengine.ledger_file.file._sync", fail)
         with pytest.raises(LedgerError, match="No space left"):
             run.train(1)
         assert torch.equal(run.model.weight, weights) and path.read_bytes() == content

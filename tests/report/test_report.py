@@ -107,10 +107,10 @@ def test_the_reader_supports_all_keywords_of_the_schema():
 
 
 def strictly_parsed(text):
-    def refuse(name):
+    def reject_constant(name):
         raise AssertionError(f"{name} is no JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=reject_constant)
 
 
 def test_every_run_gives_a_report_of_the_shipped_schema(any_facts):
@@ -223,11 +223,11 @@ def test_a_write_that_fails_leaves_the_old_report(make_facts, tmp_path, monkeypa
 
 
 def test_nothing_names_the_machine_its_user_or_a_folder(make_facts, tmp_path, monkeypatch):
-    def told():
+    def name_of_the_machine():
         return "tell-tale"
 
     for target in ("socket.gethostname", "socket.getfqdn", "platform.node", "getpass.getuser", "os.getlogin"):
-        monkeypatch.setattr(target, told)
+        monkeypatch.setattr(target, name_of_the_machine)
     for name in ("USER", "LOGNAME", "HOSTNAME", "HOME", "USERNAME", "PWD"):
         monkeypatch.setenv(name, "/home/tell-tale")
     home = "/home/tell-tale/"

@@ -281,10 +281,8 @@ def test_events_without_a_claim_have_infinite_epsilon_and_a_reason(mechanism):
         assert accountant.get_epsilon(DELTA) == math.inf
 
 
-def epsilon_after(mechanism, sigma, rate, steps, **keywords):
-    accountant = create_accountant(mechanism)
-    accountant.history = [(sigma, rate, steps)]
-    return accountant.get_epsilon(DELTA, **keywords)
+def epsilon_after(mechanism, *entry, **keywords):
+    return with_history(mechanism, [entry]).get_epsilon(DELTA, **keywords)
 
 
 @pytest.mark.one_in(4, "mechanism", "target", others="slow")
@@ -335,6 +333,4 @@ def test_a_budget_that_is_too_small_is_rejected():
 def test_the_search_ends_for_a_target_that_needs_little_noise():
     # The example takes part in no step with a chance above 1 - delta, so that any noise is enough.
     found = get_noise_multiplier(target_epsilon=1.0, target_delta=0.1, sample_rate=1e-3, steps=10)
-    accountant = create_accountant("rdp")
-    accountant.history = [(found, 1e-3, 10)]
-    assert accountant.get_epsilon(0.1) <= 1.0
+    assert with_history("rdp", [(found, 1e-3, 10)]).get_epsilon(0.1) <= 1.0

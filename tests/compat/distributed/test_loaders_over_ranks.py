@@ -5,7 +5,7 @@ from itertools import chain
 import pytest
 import torch
 import torch.distributed as dist
-from compat.spread_runs import Run, Started, data, made_private, network, refuse_differences, seeded
+from compat.spread_runs import Run, Started, assert_run_of_one_process, data, made_private, network, seeded
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -70,7 +70,7 @@ def test_a_distributed_sampler_has_the_batch_size_of_each_process(poisson, wrapp
     assert batches == 6 and size == 8.0
     for one, batches, size in found:
         assert (batches, size) == (6, 4.0)
-        refuse_differences([one], alone, run)
+        assert_run_of_one_process([one], alone, run)
 
 
 def in_passes():

@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from compat.spread_runs import Run, Started, all_trained, made_private, network, refuse_differences
+from compat.spread_runs import Run, Started, all_trained, assert_run_of_one_process, made_private, network
 from launch import launched
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -66,7 +66,7 @@ def compare(runs, ranks):
     assert all(isinstance(one, list) for one in found), found
     for i, run in enumerate(runs):
         of_ranks = [one[i] for one in found]
-        refuse_differences(of_ranks, all_trained([run])[0], run)
+        assert_run_of_one_process(of_ranks, all_trained([run])[0], run)
         splits = 2 if run.wrapper == "tp" else 1  # who holds parts of layers has the same rows
         assert all(one["sizes"] == of_ranks[i // splits * splits]["sizes"] for i, one in enumerate(of_ranks))
         if run.batch == 1 and not run.more and ranks > splits:
@@ -268,5 +268,5 @@ def test_all_processes_go_on_from_the_checkpoint_that_one_of_them_wrote():
         paths = (os.path.join(folder, "ranks"), os.path.join(folder, "alone"))
         found = launched(2, resumed, *paths)
         alone = resumed(*paths)
-    refuse_differences(found, alone, "checkpoint")
+    assert_run_of_one_process(found, alone, "checkpoint")
     assert alone["public"][1][0][2] == 9

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from compat.spread_runs import BOUNDS, data, network, refuse_differences, seeded
+from compat.spread_runs import BOUNDS, assert_run_of_one_process, data, network, seeded
 from launch import launched
 from spread_runs import difference, whole_weights
 from torch import nn
@@ -145,7 +145,7 @@ def test_manual_optimizers_give_the_weights_of_one_process_over_all_samples():
     found = launched(2, all_cases)
     assert all(isinstance(one, dict) for one in found), found
     for name, case in CASES.items():
-        refuse_differences([one[name] for one in found], trained(case), name)
+        assert_run_of_one_process([one[name] for one in found], trained(case), name)
 
 
 def with_a_manager(seed):
@@ -175,7 +175,7 @@ def test_the_memory_manager_takes_one_step_for_the_chunks_of_a_manual_loader():
     assert alone["public"][0] == whole["public"][0] == 6 < len(sizes) and max(sizes) == 2
     assert difference(alone["weights"], whole["weights"]) < 1e-6
     found = launched(2, with_a_manager, True)
-    refuse_differences([one for one, _ in found], alone, "manager")
+    assert_run_of_one_process([one for one, _ in found], alone, "manager")
     assert [len(of_rank) for _, of_rank in found] == [len(found[0][1])] * 2
 
 
@@ -193,7 +193,7 @@ def written():
 
 
 def test_manually_written_gradients_are_summed_over_processes():
-    refuse_differences(launched(2, written), written(), "no_op")
+    assert_run_of_one_process(launched(2, written), written(), "no_op")
 
 
 def averages():
@@ -270,4 +270,4 @@ def adaptive():
 def test_an_adaptive_threshold_follows_the_counts_of_all_processes():
     alone = adaptive()
     assert len(set(alone["public"])) == 4
-    refuse_differences(launched(2, adaptive), alone, "adaptive")
+    assert_run_of_one_process(launched(2, adaptive), alone, "adaptive")

@@ -37,6 +37,11 @@ def call_of(case, dtype=F64):
     return layer, list(inputs), cotangent, {name.removeprefix("layer."): g for name, g in stacked(rows).items()}
 
 
+def rows_of(layer, x, cotangent):
+    """Per-sample gradients by a loop over samples."""
+    return stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), cotangent))
+
+
 def named(layer, found):
     names = {parameter: name for name, parameter in layer.named_parameters()}
     return {names[parameter]: value for parameter, value in found.items()}
@@ -101,7 +106,7 @@ def test_an_embedding_that_mixes_rows_is_rejected():
 def test_the_linear_map_of_a_cell_is_a_linear_layer():
     layer, x, backprops = RNNLinear(3, 4).double(), torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 5, 4, dtype=F64)
     found = dp_rnn.compute_rnn_linear_grad_sample(layer, [x], backprops)
-    rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
+    rows = rows_of(layer, x, backprops)
     torch.testing.assert_close(named(layer, found), rows)
 
 
@@ -109,7 +114,7 @@ def test_the_bias_of_a_sequence_is_its_last_position():
     layer = SequenceBias(3, batch_first=True).double()
     x, backprops = torch.randn(2, 5, 3, dtype=F64), torch.randn(2, 6, 3, dtype=F64)
     found = dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops)
-    rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
+    rows = rows_of(layer, x, backprops)
     torch.testing.assert_close(named(layer, found), rows)
     layer.bias.requires_grad_(False)
     assert dp_multihead_attention.compute_sequence_bias_grad_sample(layer, [x], backprops) == {}
@@ -143,7 +148,7 @@ def test_a_layer_without_a_rule_is_run_row_by_row(frozen, batch_first):
     x, backprops = torch.randn(2, 4, 5, 3, dtype=F64)
     functorch.prepare_layer(layer, batch_first=batch_first)
     found = named(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
-    rows = stacked(per_sample_gradients(rowwise, lambda o, c: (o * c).sum(), (x,), backprops))
+    rows = rows_of(rowwise, x, backprops)
     torch.testing.assert_close(found, rows)
 
 
@@ -152,7 +157,7 @@ def test_a_prepared_layer_takes_other_values():
     other = Cumulative(1).double()
     functorch.prepare_layer(layer)
     found = layer.ft_compute_sample_grad(list(other.parameters()), x, backprops)
-    rows = stacked(per_sample_gradients(other, lambda o, c: (o * c).sum(), (x,), backprops))
+    rows = rows_of(other, x, backprops)
     torch.testing.assert_close(dict(zip(rows, found, strict=True)), rows)
 
 
@@ -163,7 +168,7 @@ def test_a_layer_with_dropout_that_is_on_is_rejected_with_what_to_do_and_off_it_
         functorch.ft_compute_per_sample_gradient(layer, [x], backprops)
     layer.eval()
     found = named(layer, functorch.ft_compute_per_sample_gradient(layer, [x], backprops))
-    rows = stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), backprops))
+    rows = rows_of(layer, x, backprops)
     torch.testing.assert_close(found, rows)
 
 
