@@ -1,4 +1,4 @@
-"""What a compiled step rejects, and that it leaves nothing behind after errors, copies and interrupts."""
+"""Calls that a compiled step rejects; errors, copies and interrupts leave nothing behind."""
 
 import copy
 import itertools
@@ -99,9 +99,6 @@ def test_the_key_of_a_graph_keeps_nothing_alive_and_never_equals_that_of_a_later
         later.append(key_at())
     assert later[-1][0] == place
     assert key not in [other for _, other, _ in later]
-
-
-# What raises
 
 
 @pytest.mark.slow
