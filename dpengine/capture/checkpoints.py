@@ -9,9 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from enum import Enum
 from typing import Any
 
+import torch
 from torch.utils import checkpoint
+
+
+class Checkpoint(Enum):
+    """Kinds of checkpoints, by the argument ``use_reentrant``."""
+
+    REENTRANT = True
+    NOT_REENTRANT = False
 
 
 class _RunsOnce:
@@ -19,12 +29,14 @@ class _RunsOnce:
 
     @staticmethod
     def apply(block: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        return block(*args)
+        with _inside(Checkpoint.REENTRANT):
+            return block(*args)
 
 
 def _does_nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Takes the place of the generator around the blocks of other checkpoints."""
-    yield
+    with _inside(Checkpoint.NOT_REENTRANT):
+        yield
 
 
 _STAND_INS: dict[str, Any] = {
@@ -34,6 +46,27 @@ _STAND_INS: dict[str, Any] = {
 _originals: dict[str, Any] = {}  # while a context runs
 _lock = threading.Lock()
 _contexts = 0  # number of open contexts in all threads
+_replaced: ContextVar[Checkpoint | None] = ContextVar("_replaced", default=None)
+
+
+def current_checkpoint() -> Checkpoint | None:
+    """Returns the kind of the checkpoint whose block runs forward, also in `without_checkpoints`; else None.
+
+    A reentrant checkpoint whose block runs outside `without_checkpoints` is not recognized.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+        return Checkpoint.NOT_REENTRANT
+    return _replaced.get()
+
+
+@contextlib.contextmanager
+def _inside(kind: Checkpoint) -> Iterator[None]:
+    token = _replaced.set(kind)
+    try:
+        yield
+    finally:
+        _replaced.reset(token)
 
 
 @contextlib.contextmanager

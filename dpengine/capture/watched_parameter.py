@@ -28,6 +28,8 @@ from dpengine.errors import UnsupportedLayerError
 from dpengine.kernels.library import traced
 from dpengine.layers.linear_node import linear_node
 
+from .checkpoints import Checkpoint, current_checkpoint
+
 
 def remedy(*, sharded: bool) -> str:
     """Returns the advice for a parameter that is used where no rule applies."""
@@ -49,6 +51,7 @@ class Origin:
         sharded: True if the model is sharded.
         steps: Operations applied so far, each a function of one tensor.
         axis_slice: Slice of the leading axis, if slicing is the only operation.
+        saves: True if a step saves a value for the backward pass.
         rows: Size of axis 0 after an expansion, if axis 0 may be the batch.
     """
 
@@ -60,6 +63,7 @@ class Origin:
     sharded: bool
     steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     axis_slice: slice | None = None
+    saves: bool = False
     rows: int | None = None
 
     def per_sample(self, rows: int) -> Tensor:
@@ -188,7 +192,8 @@ def _unary(func, args, kwargs):
         raise unsupported(origin, func)
     step = lambda tensor: func(tensor, *rest, **kwargs)  # noqa: E731 - a step is a function of one tensor
     axis_slice = rest[0] if func is Tensor.__getitem__ and not origin.steps and _is_plain_slice(rest[0]) else None
-    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), axis_slice=axis_slice))
+    saves = origin.saves or func in _SAVES_RESULT
+    return WatchedParameter.of(result, replace(origin, steps=(*origin.steps, step), axis_slice=axis_slice, saves=saves))
 
 
 def _is_plain_slice(index: Any) -> bool:
@@ -236,6 +241,7 @@ def _broadcastable(value: WatchedParameter, other: Tensor, func: Any) -> Tensor:
         shape = tuple(value.shape)
     rows = other.shape[0]
     _check_batch_axis(origin, other, func)
+    _check_checkpoint(origin, other, func)
     if origin.rows is not None and len(shape) == other.dim() and shape[0] == rows:
         return _expanded_per_sample(value)
     if len(shape) < other.dim():
@@ -250,6 +256,14 @@ def _check_batch_axis(origin: Origin, other: Tensor, func: Any) -> None:
     batch_size = origin.batch_size()
     if batch_size is not None and other.shape[0] != batch_size:
         raise unsupported(origin, f"{getattr(func, '__name__', func)} with a tensor whose axis 0 is not the batch")
+
+
+def _check_checkpoint(origin: Origin, other: Tensor, func: Any) -> None:
+    """Raises if a checkpoint saves the value of each sample: when it runs again, it computes one value for all."""
+    saves = origin.saves or (other.requires_grad and func not in _SAVES_NOTHING)
+    kind = current_checkpoint()
+    if kind is Checkpoint.REENTRANT or (kind is Checkpoint.NOT_REENTRANT and saves):
+        raise unsupported(origin, f"{getattr(func, '__name__', func)} in a checkpoint")
 
 
 def _where(func, args, kwargs):
@@ -319,6 +333,7 @@ def _per_sample_product(inputs: Tensor, weight: WatchedParameter, func: Any, *, 
     if not is_matrix or inputs.dim() < 2 or weight.origin.rows is not None:
         raise unsupported(weight.origin, func)
     _check_batch_axis(weight.origin, inputs, func)
+    _check_checkpoint(weight.origin, inputs, func)
     copies = weight.origin.per_sample(inputs.shape[0])
     copies = copies.transpose(1, 2) if transposed else copies
     if inputs.dim() == 2:
@@ -343,10 +358,19 @@ def _einsum(func, args, kwargs):
     others = [operand for operand in operands if operand is not operands[i]]
     for other in others:
         _check_batch_axis(origin, other, func)
+        _check_checkpoint(origin, other, func)
     operands[i], letters[i] = origin.per_sample(others[0].shape[0]), letter + letters[i]
     return torch.einsum(f"{','.join(letters)}->{result}", *operands)
 
 
+_SAVES_RESULT = {
+    Tensor.exp, torch.exp, Tensor.sigmoid, torch.sigmoid, Tensor.tanh, torch.tanh, F.softplus, Tensor.abs, torch.abs,
+    Tensor.square, torch.square,
+}  # fmt: skip
+_SAVES_NOTHING = {
+    Tensor.add, torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.sub, torch.sub, Tensor.sub_,
+    Tensor.__isub__, Tensor.__rsub__, torch.rsub, torch.cat, torch.concat, torch.concatenate, torch.where,
+}  # fmt: skip
 _KEEPS_SHAPE = {Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.type_as}
 _UNARY = [
     Tensor.__getitem__, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.view, Tensor.reshape,

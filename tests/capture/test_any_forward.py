@@ -288,15 +288,51 @@ def test_tensors_without_a_part_of_the_gradient_may_be_stored_in_attributes():
     model[1].saliency.backward()  # of the pass in eval mode
 
 
-def test_a_parameter_in_a_checkpoint_names_a_mode_that_accepts_it():
-    def run(m, inputs):
-        return checkpoint(lambda x: m.layer(x * m.gain), inputs, use_reentrant=m.reentrant)
+OPERATIONS = {
+    "product": lambda x, gain: x * gain,
+    "sum": lambda x, gain: x + gain,
+    "sum_of_exponential": lambda x, gain: x + gain.exp(),
+    "matrix_product": lambda x, gain: x + x @ gain.unsqueeze(1),
+    "einsum": lambda x, gain: torch.einsum("bi,i->bi", x, gain),
+}
 
-    recomputes = Parts(run, layer=nn.Linear(4, 4), gain=nn.Parameter(torch.ones(4)), reentrant=True)
-    model, inputs = nn.Sequential(nn.Linear(4, 4), recomputes).double(), (torch.randn(ROWS, 4).double(),)
-    with pytest.raises(MissingGradientError, match=r"'1\.gain' directly.*'auto' or, if that is in use, 'whole_model'"):
-        clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="auto")
-    found, _ = clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="whole_model")
+
+def recomputes(operation, *, reentrant):
+    def run(m, inputs):
+        return checkpoint(lambda x: m.layer(OPERATIONS[operation](x, m.gain)), inputs, use_reentrant=m.reentrant)
+
+    part = Parts(run, layer=nn.Linear(4, 4), gain=nn.Parameter(torch.ones(4)), reentrant=reentrant)
+    return nn.Sequential(nn.Linear(4, 4), part).double(), (torch.randn(ROWS, 4).double(),)
+
+
+@pytest.mark.parametrize("mode", ["auto", "whole_model"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_parameter_in_a_checkpoint_is_clipped(operation, reentrant, mode):
+    model, inputs = recomputes(operation, reentrant=reentrant)
+    found, _ = clip_by_engine(model, inputs, lambda output: output.square().sum(), mode=mode)
     model[1].reentrant = False  # the loop cannot run reentrant checkpoints
+    truth, _ = clip_by_loop(model, inputs, lambda output, _: output.square().sum(), ROWS)
+    assert relative_error(found, truth) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("operation", "reentrant", "error", "reason"),
+    [
+        ("product", False, UnsupportedLayerError, r"'1\.gain' is used by mul in a checkpoint"),
+        ("sum_of_exponential", False, UnsupportedLayerError, r"'1\.gain' is used by add in a checkpoint"),
+        ("einsum", False, UnsupportedLayerError, r"'1\.gain' is used by einsum in a checkpoint"),
+        ("sum", True, MissingGradientError, r"'1\.gain' directly"),
+    ],
+)
+def test_a_parameter_in_a_checkpoint_names_a_mode_that_accepts_it(operation, reentrant, error, reason):
+    model, inputs = recomputes(operation, reentrant=reentrant)
+    with pytest.raises(error, match=rf"{reason}.*'auto' or, if that is in use, 'whole_model'"):
+        clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="hooks")
+
+
+def test_a_sum_in_a_checkpoint_needs_no_unit():
+    model, inputs = recomputes("sum", reentrant=False)
+    found, _ = clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="hooks")
     truth, _ = clip_by_loop(model, inputs, lambda output, _: output.square().sum(), ROWS)
     assert relative_error(found, truth) < 1e-6
