@@ -32,7 +32,8 @@ def write(path: Path, results: list[list[str]]) -> None:
         results: For each row and dtype: group, name, dtype, state, what computed it, and the reason of a rejection.
     """
     groups: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for group, name, dtype, *rest in sorted(results, key=lambda row: [row[0], row[1].lower()]):  # workers finish in any order
+    # Processes that run tests finish in any order.
+    for group, name, dtype, *rest in sorted(results, key=lambda row: (row[0], row[1].lower())):
         groups.setdefault(group, {}).setdefault(name, {})[dtype] = rest
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     counts = ["| group | models | exact in float32 | exact in bfloat16 |", "|---|---|---|---|"]
