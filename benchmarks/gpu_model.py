@@ -78,7 +78,7 @@ def engine_on(log: Log, *, checks: bool = False, draws: bool = False) -> Iterato
     with ExitStack() as stack:
         if not checks:
             stack.enter_context(patch.object(Probe, "due", False))
-            stack.enter_context(patch.object(Probe, "after", lambda *arguments: None))
+            stack.enter_context(patch.object(Probe, "end_pass", lambda *arguments: None))
         if not draws:
             stack.enter_context(patch.object(philox_normals, "_fastest_on", lambda device: add_normals))
         stack.enter_context(patch.object(choose_method, "_REPEATS", 0))  # times do not vary

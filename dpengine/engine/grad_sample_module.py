@@ -145,7 +145,7 @@ class GradSampleModule(nn.Module):
             gradients = PerSampleGradients(self._clipper, self._clipper.take())
             norms_B = gradients.norms() / gradients.recorded.scale
             with without_autocast():
-                self._clipper.probe.after(gradients.recorded.replay, len(norms_B), norms_B.square)
+                self._clipper.probe.end_pass(gradients.recorded.replay, len(norms_B), norms_B.square)
         except BaseException:
             self._clipper.forget()
             self._forget_results()

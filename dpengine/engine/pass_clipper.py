@@ -295,7 +295,7 @@ class PassClipper:
             # The probe runs after the records of the batch are freed, because it needs as much memory again.
             sq_norms_B = partial(_sq_norms_of, statistics, scale) if probed_B is None else lambda: probed_B
             count = statistics.samples if probed_B is None else len(probed_B)
-            self.probe.after(recorded.replay, count, sq_norms_B)
+            self.probe.end_pass(recorded.replay, count, sq_norms_B)
         except BaseException:
             self.zero()
             raise

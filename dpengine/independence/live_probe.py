@@ -94,9 +94,9 @@ class IndependenceCheck:
         self._outputs = [output for forward_pass in replay.reached for output in forward_pass.outputs]
         self._grads = [grad for forward_pass in replay.reached for grad in forward_pass.grads]
         self._all_masked = all(self._front(grad) is not None for grad in self._grads if grad is not None)
-        half = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
-        half = half or any(forward_pass.initial.autocast_enabled for forward_pass in replay.reached)
-        self._tolerance = HALF if half else EXACT
+        is_half_precision = any(output.dtype in {torch.float16, torch.bfloat16} for output in self._outputs)
+        is_half_precision |= any(forward_pass.initial.autocast_enabled for forward_pass in replay.reached)
+        self._tolerance = HALF if is_half_precision else EXACT
 
     def run(self) -> None:
         """Raises UnsupportedLayerError if samples are not independent."""

@@ -53,8 +53,8 @@ class Sample(NamedTuple):
     numbers: Sequence[float]
 
 
-class LoopCheck:
-    """Comparisons of a recorded loop with its reruns.
+class RecordedLoopCheck:
+    """Compares a recorded loop with reruns of it.
 
     Attributes:
         batch_axis: Batch axis of the tensors.
@@ -277,8 +277,8 @@ class LoopCheck:
             return tensor
 
         baseline = self.rerun(store)
-        grads, inputs = (self.batch_axis.select(tensors, index) for tensors in (baseline.grads, all_inputs(baseline)))
-        sample = Sample(self.batch_axis.samples, values, grads, inputs, self.numbers())
+        own_grads, inputs = (self.batch_axis.select(t, index) for t in (baseline.grads, all_inputs(baseline)))
+        sample = Sample(self.batch_axis.samples, values, own_grads, inputs, self.numbers())
         return baseline, sample if size > 0 else None
 
     def _sq_norms(self, grads: Mapping[TensorKey, Tensor]) -> Tensor:
@@ -369,5 +369,5 @@ def _shapes(run: Run) -> list[torch.Size]:
 def _tolerance(record: LoopRecord) -> float:
     tensors = [tensor for call in model_calls(record) for tensor in call.recorded.outputs]
     tensors += [t for call in record.calls if isinstance(call, Call) for t in tensors_in(call.result)]
-    half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
-    return HALF if half or any(call.autocast for call in record.calls if isinstance(call, Call)) else EXACT
+    is_half = any(tensor.dtype in (torch.float16, torch.bfloat16) for tensor in tensors)
+    return HALF if is_half or any(call.autocast for call in record.calls if isinstance(call, Call)) else EXACT

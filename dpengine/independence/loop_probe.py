@@ -26,7 +26,7 @@ from dpengine.capture.tensors import tensors_in
 from dpengine.errors import BatchDependentLossError, notice
 
 from .compare_runs import BatchAxis, check_reduction
-from .loop_check import LoopCheck, Sample, inputs_by_key, model_calls
+from .loop_check import RecordedLoopCheck, Sample, inputs_by_key, model_calls
 from .loop_record import NUMBER_IN_LOSS, NUMBER_TESTED, LoopRecord
 from .loop_writes import check_model_not_written
 from .model_inputs import Digest
@@ -37,18 +37,18 @@ from .run_again import BRANCH, NotRecordedError, OutOfTimeError, Run
 from .watch_step import CHECKED_LOOPS
 
 _MAX_UNDECIDED = 2  # undecided steps (a number was read, or time ran out) before a loop is reported as not checked
-_SLOW = "running its calls again takes too long"
+_SLOW = "rerunning the calls of the loop takes too long"
 OTHER_BATCHES = (
-    "a tensor in it changes from batch to batch, and comes from an earlier batch or from code without a record"
+    "a tensor in the loop changes from batch to batch, and comes from an earlier batch or from code without a record"
 )
-_CHECK_LOOP = "dpengine.check_loop(step, batches) decides, for a step that computes the loss."
-_CHOOSE = "Choose by single samples, as torch.where does, or by numbers that do not follow from the batch."
+_CHECK_LOOP = "Call dpengine.check_loop(step, batches), where step computes the loss."
+_CHOOSE = "Select per sample, as torch.where does, or use numbers that do not depend on the batch."
 _REMEDIES = {  # for effects that check_loop may not see
     BRANCH: _CHOOSE,
     NUMBER_TESTED: _CHOOSE,
-    NUMBER_IN_LOSS: "Compute with tensors of single samples, or with numbers that do not follow from the batch.",
-    OTHER_BATCHES: "Use no values of other batches, as a running mean or a queue of outputs has, and compute what is "
-    "needed of a sample by calls of torch.",
+    NUMBER_IN_LOSS: "Compute with tensors per sample, or with numbers that do not depend on the batch.",
+    OTHER_BATCHES: "Use no values of other batches, such as a running mean or a queue of outputs, and compute values "
+    "of a sample with torch functions.",
 }
 _MAX_LENGTHS = 4  # largest number of batches that are recorded because their data have other shapes
 _MAX_INCONCLUSIVE = 8  # largest number of recorded batches that decide nothing: of similar size, or with gradients of 0
@@ -77,7 +77,7 @@ class LoopProbe:
         self._mean_loss = mean_loss
         self._earlier: Sample | None = None
         self._undecided_steps = self._inconclusive = 0
-        self._undeclared_seen = False  # whether a batch with other data than tensors showed another reduction
+        self._undeclared_seen = False  # whether a batch with data other than tensors showed another reduction
         self._digests: set[Digest] | None = None  # digests of constants in earlier records
         self._ambiguous_size: int | None = None  # size of a batch in which an error may be a coincidence
         self._padding = LoopPadding()
@@ -155,9 +155,9 @@ class LoopProbe:
         }
         checked_before = self.checked > 0 and self.needs_other_size is None and record.first_conversion is None
         batch_axis = BatchAxis(record.samples, self._capture.batch_to_front)
-        check = LoopCheck(record, batch_axis, checked_before=checked_before)
+        check = RecordedLoopCheck(record, batch_axis, checked_before=checked_before)
         if not any(batch_axis.split(grad) is not None for grad in grads.values()):
-            self.unchecked_reason = "the model computes the loss, and its layers alone were probed"
+            self.unchecked_reason = "the model computes the loss, so only its layers were checked"
             return None
         try:
             return self._compare(check, record, reached, grads)
@@ -171,14 +171,14 @@ class LoopProbe:
             return _SLOW if self._undecided_steps == _MAX_UNDECIDED else None
 
     def _compare(
-        self, check: LoopCheck, record: LoopRecord, reached: Collection[int], grads: Mapping[TensorKey, Tensor]
+        self, check: RecordedLoopCheck, record: LoopRecord, reached: Collection[int], grads: Mapping[TensorKey, Tensor]
     ) -> str | None:
         baseline, sample = check.run_with_sample(grads)
         inputs = [tensors_in((call.recorded.args, call.recorded.kwargs)) for call in model_calls(record)]
         if check.largest_change(inputs_by_key(inputs, reached), inputs_by_key(baseline.inputs, reached)):
-            return "running it again gives the model other inputs, so a part of it is not recorded"
+            return "a rerun gives the model other inputs, so a part of the loop is not recorded"
         if check.largest_change(grads, {key: baseline.grads[key] for key in grads if key in baseline.grads}):
-            return "running it again gives other gradients, so a part of it is not recorded"
+            return "a rerun gives other gradients, so a part of the loop is not recorded"
         if (error := check.find_mixing(baseline, reached, "data", "output")) is not None:
             if check.batch_axis.is_ambiguous_in(record.data):
                 is_first = self._ambiguous_size is None
@@ -189,7 +189,7 @@ class LoopProbe:
                 raise error
             return self._at_second_size(error, record.samples, "a list of the batch may hold samples or columns")
         if (error := check.find_mixing(baseline, reached, "data", "output", "random")) is not None:
-            reason = "the gradient of a sample depends on random numbers, as many as samples, perhaps those of others"
+            reason = "the gradient of a sample depends on a random tensor, and perhaps on its entries for other samples"
             return self._at_second_size(error, record.samples, reason)
         check.try_other_branches(baseline)
         if self._padding.check(check.rerun, baseline, check.batch_axis, check.tolerance) and self._probe is not None:
@@ -209,7 +209,7 @@ class LoopProbe:
         return reason
 
     def _compare_with_earlier(
-        self, check: LoopCheck, record: LoopRecord, baseline: Run, sample: Sample | None
+        self, check: RecordedLoopCheck, record: LoopRecord, baseline: Run, sample: Sample | None
     ) -> str | None:
         earlier, reduction, compared = self._earlier, None, False
         if earlier is None:
@@ -240,13 +240,12 @@ class LoopProbe:
         if reduction == "neither" and not record.drew_for_loss:
             if earlier is not None and earlier.numbers != check.numbers():
                 return (
-                    "a number in the loss changed between batches of two sizes, by more than they explain: it may "
-                    "follow the step, as a warm-up does, be random, or follow data of the batch, as a count of words "
-                    "does"
+                    "a number in the loss changed between batches of two sizes by more than the sizes explain: it may "
+                    "be random, or depend on the step, as a warm-up does, or on data, as a number of words does"
                 )
             return (
-                "the gradient of a sample in batches of two sizes differs by more than their sizes explain, as if a "
-                "weight of the loss followed the step or the number of samples"
+                "the gradient of a sample in batches of two sizes differs by more than the sizes explain, as if a "
+                "weight of the loss depended on the step or the number of samples"
             )
         if record.first_conversion is None or reduction in ("mean", "sum"):
             self.checked += 1
@@ -255,4 +254,5 @@ class LoopProbe:
             return None
         self._undecided_steps += 1
         undecided = compared or self._undecided_steps == _MAX_UNDECIDED
-        return f"a number leaves torch by {record.first_conversion} before the loss is computed" if undecided else None
+        reason = f"{record.first_conversion} converts data of the batch before the loss is computed"
+        return reason if undecided else None

@@ -217,7 +217,7 @@ class LoopRecord(TorchFunctionMode):
         tensors = tensors_in((args, kwargs))
         if any(type(t) not in _PLAIN for t in tensors):
             if any(id(t) in self.dependent for t in tensors):
-                self._stop("a tensor is of a subclass of torch.Tensor")
+                self._stop("the loop uses a subclass of torch.Tensor")
             return function(*args, **kwargs)
         writes, dependent = writes_to(name, kwargs), any(id(t) in self.dependent for t in tensors)
         if writes and (dependent or (name in DRAW_IN_PLACE and self.drawn_for_samples(function, tensors[0]))):
@@ -297,7 +297,7 @@ class LoopRecord(TorchFunctionMode):
         before, self._states = self._states, random_states()
         drew = own or not all(map(torch.equal, random, self._states))
         if drew and self.conversions and (own or not all(map(torch.equal, before, random))):
-            self.undecided_reason = f"{NUMBER_TESTED}, or sets the state of a random generator by it"
+            self.undecided_reason = f"{NUMBER_TESTED}, or seeds a random generator with it"
         self.drew_random |= drew
         return drew
 

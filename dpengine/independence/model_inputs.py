@@ -27,11 +27,11 @@ def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
     if record.conversions:
         name = record.conversions[-1][1]
         if any(type(leaf) is float for leaf in pytree.tree_leaves(model_inputs)):
-            return f"the model gets a number, and one was read from the batch by {name}"
+            return f"the model receives a number, and {name} read a number from the batch"
         if inputs and not any(id(tensor) in record.dependent for tensor in inputs):
-            return f"the input of the model comes from numbers that were read from the batch by {name}"
+            return f"the input of the model may be computed from numbers that {name} read from the batch"
     elif inputs and not record.drew_random and not any(id(tensor) in record.dependent for tensor in inputs):
-        return "the input of the model does not come from tensors of the batch by calls of torch"
+        return "the input of the model does not come from tensors of the batch by torch functions"
     return None
 
 

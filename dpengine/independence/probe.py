@@ -66,8 +66,8 @@ class Probe:
         """Returns the recorded forward passes of the last backward pass, for a later check; None if none."""
         return None if self._replay is None or not self._replay.reached else self._replay.split()
 
-    def after(self, replay: Replay | None, samples: int, sq_norms_B: Callable[[], Tensor]) -> None:
-        """Ends a pass, and checks it if it is due and was recorded.
+    def end_pass(self, replay: Replay | None, samples: int, sq_norms_B: Callable[[], Tensor]) -> None:
+        """Ends a pass, and checks it if a check is due and the pass was recorded.
 
         Args:
             replay: The recorded forward passes; None if none were recorded.

@@ -40,7 +40,7 @@ class NotRecordedError(Exception):
 
 
 class BranchError(NotRecordedError):
-    """Raised if the calls take another branch, and that branch does not end in an error."""
+    """Raised if the calls take another branch that may change the loss."""
 
 
 class OutOfTimeError(Exception):
@@ -72,7 +72,7 @@ class Rerun:
         self.has_large_outputs = outputs > _LARGE * sum(tensor.numel() for tensor in record.data)
         times = _MAX_TIMES_LARGE if self.has_large_outputs else _MAX_TIMES
         self._left = max(0.0 if checked_before else MIN_SECONDS, times * record.seconds)
-        self._longest = 0.0  # seconds of the slowest run so far, with its comparison
+        self._longest = 0.0  # duration of the slowest run so far, including its comparison
         self._began: float | None = None  # start of the last run
 
     def __call__(self, replace: ReplaceTensor) -> Run:
@@ -88,7 +88,7 @@ class Rerun:
         return self._within_limit(lambda: _SingleRun(self, replace).run())
 
     def try_branches(self, replace: ReplaceTensor) -> None:
-        """Runs the calls without gradients, and continues past branches that end in an error.
+        """Runs the calls without gradients. Ignores branches that cannot change the loss.
 
         Raises:
             NotRecordedError: If the calls fail, or take another branch (BranchError).
@@ -97,10 +97,10 @@ class Rerun:
         self._within_limit(lambda: _SingleRun(self, replace).run_calls(strict=False))
 
     def has_branches(self) -> bool:
-        """Returns True if other values may select a branch that does not end in an error."""
-        return any(is_branch(call) and not self.ends_in_error(call) for call in self.record.calls)
+        """Returns True if other values may select a branch that may change the loss."""
+        return any(is_branch(call) and not self.is_harmless(call) for call in self.record.calls)
 
-    def ends_in_error(self, branch: Call) -> bool:
+    def is_harmless(self, branch: Call) -> bool:
         """Returns True if the other branch cannot change the loss.
 
         Such a branch raises an error, stores values for logging, or follows a test for NaN or infinity.
@@ -137,7 +137,7 @@ class Rerun:
             raise
         except Exception as error:
             message = str(error).split("\n", maxsplit=1)[0][:100]
-            raise NotRecordedError(f"running it again raised {type(error).__name__}: {message}") from error
+            raise NotRecordedError(f"a rerun raised {type(error).__name__}: {message}") from error
 
 
 def is_branch(call: Call | ModelCall) -> TypeGuard[Call]:
@@ -161,8 +161,8 @@ class _SingleRun:
     def run_calls(self, *, strict: bool = True) -> None:
         """Runs the calls, and raises if they take another branch.
 
-        With ``strict=False``, a branch that ends in an error is ignored, and sizes that the loop reads are compared.
-        With ``strict=True``, sizes are not compared, because they may differ between samples.
+        With ``strict=False``, ignores branches that cannot change the loss, and compares sizes that the loop reads.
+        With ``strict=True``, does not compare sizes, because they may differ between samples.
         """
         record, drawn = self._record, 0
         for call in record.calls:
@@ -180,7 +180,7 @@ class _SingleRun:
                 drawn += 1
             self._values.update(zip(map(id, recorded), results, strict=True))
             if is_branch(call) and result != call.result and not (strict and reads_size(call.function)):
-                error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError
+                error = NotRecordedError if self._rerun.is_harmless(call) else BranchError
                 if strict or error is BranchError:
                     raise error(BRANCH)
 

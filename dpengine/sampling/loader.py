@@ -183,7 +183,7 @@ class PrivateIteration:
                     yield data
                     if batches.open_pass is not this_pass:
                         raise SamplingError(
-                            "This pass over the private loader has ended: another was started, or a state loaded.",
+                            "This pass over the private loader has ended: another pass started, or a state was loaded.",
                             fix="Use one iterator at a time.",
                         )
             # Exhausts the iterator, so that the user's class runs its code that follows the last batch.

@@ -253,7 +253,7 @@ def test_a_check_of_a_loop_does_not_decide_its_branches():
         assert dpengine.check_loop(lambda batch: loss(model(batch[0]), batch[1], batch[0]), [batch]).ok
 
     engine, (text,) = trained(lambda o, y, x, _: loss(o, y, x), with_data=True, before=first_checked)
-    assert "Choose by single samples" in text
+    assert "Select per sample" in text
     assert engine.report().facts.loss_checked is None
 
 
@@ -306,7 +306,7 @@ OF_OTHERS = {
 def test_a_tensor_of_other_batches_or_without_a_record_is_reported(loss):
     state = {}
     _, (text,) = trained(lambda model, y, x, _: loss(model, y, x, state), of_model=True)
-    assert "a tensor in it changes from batch to batch" in text
+    assert "a tensor in the loop changes from batch to batch" in text
     assert "Use no values of other batches" in text
 
 
@@ -406,7 +406,7 @@ def test_a_seed_from_the_batch_is_reported():
         return F.cross_entropy(F.dropout(o), y)
 
     _, (text,) = trained(seeded)
-    assert "or sets the state of a random generator by it" in text
+    assert "or seeds a random generator with it" in text
 
 
 def test_a_weight_by_the_text_of_a_sample_is_accepted():
@@ -449,7 +449,7 @@ COUNTS = {
 def test_a_count_in_texts_is_named_as_a_number_and_not_taken_for_a_sum(loss, reduction):
     _, (text,) = trained(lambda o, y, texts, _: loss(each(o, y), texts), reduction=reduction)
     assert "a number in the loss changed between batches of two sizes" in text
-    assert "a count of words" in text
+    assert "a number of words" in text
 
 
 def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_taken_for_a_sum():
@@ -460,7 +460,7 @@ def test_a_count_that_is_equal_in_two_batches_by_chance_is_not_taken_for_a_sum()
 def test_a_weight_that_follows_the_step_is_named_unless_check_loop_decided():
     warming_up = lambda o, y, step: F.cross_entropy(o, y) * min(1, step / 100)  # noqa: E731
     _, (text,) = trained(lambda o, y, _, step: warming_up(o, y, step))
-    assert "it may follow the step, as a warm-up does" in text
+    assert "depend on the step, as a warm-up does" in text
 
     def first_checked(model):
         batch = torch.randn(BATCH, 4), torch.arange(BATCH) % CLASSES
@@ -526,10 +526,10 @@ def test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_second_
     engine, shown = trained(plain, steps=1)
     assert not shown
     assert inside.checked_loops(engine) == 0
-    assert "running its calls again takes too long" in engine.report().facts.loss_evidence
+    assert "rerunning the calls of the loop takes too long" in engine.report().facts.loss_evidence
     _, (text,) = trained(plain, steps=10)
-    assert "running its calls again takes too long" in text
-    assert "dpengine.check_loop(step, batches) decides" in text
+    assert "rerunning the calls of the loop takes too long" in text
+    assert "Call dpengine.check_loop(step, batches)" in text
 
 
 def test_a_loop_that_was_checked_once_is_checked_later_only_as_far_as_the_step_allows(monkeypatch):

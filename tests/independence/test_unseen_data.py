@@ -140,7 +140,7 @@ def lists(model, batch):
     [
         (sets_an_attribute, None, "the loop set attribute 'center' of the model"),
         (sets_an_entry, None, "the loop set attribute 'box' of the model"),
-        (gives_a_number, None, "the model gets a number"),
+        (gives_a_number, None, "the model receives a number"),
         (calls_a_script, None, "does not come from tensors of the batch"),
         (maps_columns, None, "does not come from tensors of the batch"),
         (arrays, stacked, "does not come from tensors of the batch"),

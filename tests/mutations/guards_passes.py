@@ -59,10 +59,10 @@ GUARDS = [
     ),
     Guard(
         "a pass that the probe rejects is not in the sums",
-        "            self.probe.after(recorded.replay, count, sq_norms_B)\n        except BaseException:\n"
+        "            self.probe.end_pass(recorded.replay, count, sq_norms_B)\n        except BaseException:\n"
         "            self.zero()\n            raise\n        return",
         "        except BaseException:\n            self.zero()\n            raise\n"
-        "        self.probe.after(recorded.replay, count, sq_norms_B)\n        return",
+        "        self.probe.end_pass(recorded.replay, count, sq_norms_B)\n        return",
         "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself",
     ),
     Guard(
@@ -357,7 +357,7 @@ GUARDS = [
     ),
     Guard(
         "a branch that losses far away would take",
-        "                error = NotRecordedError if self._rerun.ends_in_error(call) else BranchError",
+        "                error = NotRecordedError if self._rerun.is_harmless(call) else BranchError",
         "                error = NotRecordedError",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
     ),
@@ -422,7 +422,7 @@ GUARDS = [
     ),
     Guard(
         "a loop that gives other gradients when it runs again",
-        '            return "running it again gives other gradients, so a part of it is not recorded"',
+        '            return "a rerun gives other gradients, so a part of the loop is not recorded"',
         "            pass",
         "independence/test_loop_probe.py::test_an_undecided_loop_is_accepted_with_one_warning[gradient hook]",
     ),
