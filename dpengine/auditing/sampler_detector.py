@@ -162,7 +162,7 @@ def _check_two_ranks(evidence: Evidence, rate: float, seed: int) -> None:
             words=lambda count, *, step, block: source.words(count, domain="audit", step=step, block=block << 32),
             on_return=lambda batch, chunk, data: None,
             may_draw=lambda step: True,
-            share=(rank, _RANKS),
+            shard=(rank, _RANKS),
         )
         for step, batch in enumerate(loader):
             if step < _RANK_DRAWS:

@@ -112,7 +112,7 @@ class Run:
             on_end=self.step.loop.close,
             may_draw=self.step.may_draw,
             example_input=example_input,
-            share=(self.step.passes.topology.rank, self.step.passes.topology.ranks),
+            shard=(self.step.passes.topology.rank, self.step.passes.topology.ranks),
             placeholder=True,
         )
         self.loader = loader

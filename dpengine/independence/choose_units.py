@@ -200,7 +200,7 @@ class _Trial:
             (len(tensor) for tensor in tensors if tensor.dim() and not isinstance(tensor, WatchedParameter)), None
         )
         if watch.name and tensors and not any(tensor.dim() for tensor in tensors):
-            self._obstacles.append(_Obstacle(watch, f"{_named(watch)} returns one number for all samples"))
+            self._obstacles.append(_Obstacle(watch, f"{_label(watch)} returns one number for all samples"))
         if samples is None:
             return
         seen.append((watch, samples))
@@ -212,8 +212,8 @@ class _Trial:
                 call = ForwardCall(module, module.forward, args, kwargs, named, watch.name, batch_first)
                 check_samples_independent(call, samples)
         except (PerSampleForwardError, PrivacyError):
-            _logger.debug("Samples of %s cannot run alone.", _named(watch), exc_info=True)
-            self._obstacles.append(_Obstacle(watch, f"single samples cannot run through {_named(watch)}"))
+            _logger.debug("Samples of %s cannot run alone.", _label(watch), exc_info=True)
+            self._obstacles.append(_Obstacle(watch, f"single samples cannot run through {_label(watch)}"))
 
     def _without_batch_axis(self, seen: list[tuple[Watch, int]], outputs: Sequence[Tensor]) -> list[_Obstacle]:
         """Returns the layers and units whose outputs do not have the batch on axis 0."""
@@ -223,7 +223,7 @@ class _Trial:
         if same_size and not any(watch.kind is Kind.UNIT for watch, _ in seen):
             return []  # the first input may have no batch axis; the step compares sizes with the sampler
         return [
-            _Obstacle(watch, f"axis 0 of the output of {_named(watch)} is not the batch")
+            _Obstacle(watch, f"axis 0 of the output of {_label(watch)} is not the batch")
             for watch, samples in seen
             if samples != self._samples
         ]
@@ -325,7 +325,7 @@ def _without_last(samples: int, leaf: Any) -> Any:
     return leaf[:-1] if can_be_cut and leaf.shape[:1] == (samples,) else leaf
 
 
-def _named(watch: Watch) -> str:
+def _label(watch: Watch) -> str:
     return f"'{watch.name}'" if watch.name else "the model"
 
 

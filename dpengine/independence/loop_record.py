@@ -109,7 +109,7 @@ class LoopRecord(TorchFunctionMode):
         self.undecided_reason: str | None = None
         # Numbers that reach the loss: the function that returns them (None if backward is called on them), and a text.
         self._loss_numbers: list[tuple[str | None, str]] = []
-        self._function_of: dict[int, str] = {}  # name of the function that computed a tensor, by id
+        self._function_by_tensor: dict[int, str] = {}  # name of the function that computed a tensor, by id
         self._read_before_model: str | None = None  # name of a call that read a number before the model
         self._draws: set[int] = set()  # ids of random tensors that do not depend on the batch
         self._states = random_states()  # states after the last call of a torch function or of the model
@@ -117,7 +117,7 @@ class LoopRecord(TorchFunctionMode):
         self._thread = threading.get_ident()
         self.seconds, self._began = 0.0, _now()
         if not OPEN_RECORDS and "torch._dynamo" in sys.modules:
-            _stances.append(torch.compiler.set_stance("force_eager"))
+            _compiler_stances.append(torch.compiler.set_stance("force_eager"))
         OPEN_RECORDS.append(self)
         Tensor.backward, torch.autograd.backward = _tensor_backward, _autograd_backward  # type: ignore[method-assign]
         self.__enter__()
@@ -129,8 +129,8 @@ class LoopRecord(TorchFunctionMode):
             return
         OPEN_RECORDS.remove(self)
         if not OPEN_RECORDS:
-            while _stances:  # reset when the last record ends, because records may end in any order
-                _stances.pop().__exit__(None, None, None)
+            while _compiler_stances:  # reset when the last record ends, because records may end in any order
+                _compiler_stances.pop().__exit__(None, None, None)
             for owner, patched, original in _PATCHES:
                 if owner.backward is patched:
                     owner.backward = original
@@ -203,7 +203,7 @@ class LoopRecord(TorchFunctionMode):
         call_of = {id(t): i for i, call in enumerate(self.calls) for t in results_of(call)}
         end = max(call_of[id(root)] for root in roots)
         self.first_conversion = next((name for before, name in self.conversions if before <= end), None)
-        sources = {None, *(self._function_of.get(id(root)) for root in roots)}
+        sources = {None, *(self._function_by_tensor.get(id(root)) for root in roots)}
         reason = next((text for function, text in self._loss_numbers if function in sources), None)
         self.undecided_reason = self.undecided_reason or reason
         if self.drew_random and self._read_before_model is not None:
@@ -264,7 +264,7 @@ class LoopRecord(TorchFunctionMode):
         harmless = branches and changes_no_loss(caller)
         self.calls.append(Call(function, args, kwargs, result, grad, autocast, random if drew else None, harmless))
         self._recorded_results.update(map(id, results))
-        self._function_of.update((id(t), function_of(caller)) for t in results)
+        self._function_by_tensor.update((id(t), function_of(caller)) for t in results)
         self.dependent.update(map(id, results))
         if writes:
             self.dependent.add(id(tensors[0]))
@@ -338,7 +338,7 @@ class LoopRecord(TorchFunctionMode):
 
 
 OPEN_RECORDS: list[LoopRecord] = []
-_stances: list[Any] = []
+_compiler_stances: list[Any] = []
 _original_tensor_backward, _original_autograd_backward = Tensor.backward, torch.autograd.backward
 
 

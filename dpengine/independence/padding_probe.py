@@ -70,8 +70,8 @@ class PaddingProbe:
         self._unchecked: dict[tuple[int, int], set[int]] = {}
 
     @property
-    def open(self) -> bool:
-        """True if padding changed outputs at one length. A batch of another length is then needed to decide."""
+    def needs_other_length(self) -> bool:
+        """True if padding changed outputs at one length, so that a batch of another length must decide."""
         return bool(self._changed_at)
 
     def check(self, replay: Replay, samples: int) -> None:

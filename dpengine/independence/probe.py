@@ -88,5 +88,5 @@ class Probe:
             self._next, self._max_samples = self._passes + 1, samples
         if replay is not None and (due or self.needs_other_length):
             self._padding.check(replay, samples)
-            self.needs_other_length = self._padding.open
+            self.needs_other_length = self._padding.needs_other_length
         self.arm()

@@ -63,7 +63,7 @@ class LogicalBatches:
         on_return: Callable[[LogicalBatch, int, Any], None],
         on_end: Callable[[], None] = lambda: None,  # called when a pass ends
         may_draw: Callable[[int], bool],  # called before each logical batch; False ends the pass
-        share: tuple[int, int] = (0, 1),  # rank, and number of ranks; each rank returns its part of a batch
+        shard: tuple[int, int] = (0, 1),  # rank, and number of ranks; each rank returns its shard of a batch
         placeholder: bool = False,  # True if an empty physical batch contains a placeholder sample
     ):
         self._placeholder = placeholder
@@ -71,7 +71,7 @@ class LogicalBatches:
         self.may_draw = may_draw
         self.position = 0  # number of logical batches returned in the run, which is the step of the next one
         self.open_pass: LoaderPass | None = None
-        self.share = share
+        self.shard = shard
         self._words = words
         self.physical_batch_size = physical_batch_size
         self._accumulation_steps = accumulation_steps
@@ -81,7 +81,7 @@ class LogicalBatches:
     def draw(self, step: int) -> DrawnBatch:
         """Returns the logical batch of a step. Has no side effects: the same step always gives the same batch."""
         indices = self.sampling.draw(step, self._words)
-        rank, ranks = self.share
+        rank, ranks = self.shard
         sampling: Any = self.sampling
         parts, size, units = self._accumulation_steps, self.physical_batch_size, ()
         if sampling.samples_units:
@@ -186,7 +186,7 @@ class PrivateBatchSampler(Sampler[list[int]]):
     """
 
     def __init__(self, batches: LogicalBatches):
-        self.batch_size = max(1, round(batches.sampling.expected_batch_size / batches.share[1]))
+        self.batch_size = max(1, round(batches.sampling.expected_batch_size / batches.shard[1]))
         self.drop_last = False
         self._batches = batches
 

@@ -97,7 +97,7 @@ class _Probe:
         states = self._states()
         with contextlib.suppress(_Undecided):
             self._call(_SMALLER)
-        self._set(states)
+        self._restore(states)
         self.generators = _generators(self.collate)  # includes generators that the first call created
         states = self._states()
         torch.default_generator.manual_seed(0)  # the same result in all processes
@@ -113,18 +113,18 @@ class _Probe:
             self.examples, self.statistics = order, set()
             self._run()
         finally:
-            self._set(states)
+            self._restore(states)
 
     def _run(self) -> None:
         states = self._states()
         self.smaller = self._call(_SMALLER)
         before = self._states()
         batch = self._entries(_BATCH)
-        drew = self._states() != states
+        drew_random = self._states() != states
         self._check_rows(batch)
         repeat = self._entries_from(before, _BATCH)
         self.unstable = {path for path, entry in batch.items() if path in repeat and _are_unstable(entry, repeat[path])}
-        if drew:
+        if drew_random:
             self._compare_random()
             return
         for path, entry in batch.items():
@@ -157,15 +157,15 @@ class _Probe:
         sizes = {size for entry in (*first.values(), *second.values()) for size in _shape(entry.value)}
         for path in repeatable:
             values = [batch[path].value for batch in (first, second) if path in batch and batch[path].rows is None]
-            if len(values) == 2 and not same(*values) and not all(_is_one_of(value, sizes) for value in values):
+            if len(values) == 2 and not same(*values) and not all(_is_size(value, sizes) for value in values):
                 self.statistics.add(path)
 
     def _match(self, indices: Indices, first: Entries, other_indices: Indices, second: Entries, padded: str) -> None:
         """Compares the rows of common examples, at any position if the function sorts. For ``padded``, see `same`."""
         paths = self._paths_with_rows(first, second)
-        indices, other_indices = self._wrapped(indices), self._wrapped(other_indices)
-        shared = [i for i, (a, b) in enumerate(zip(indices, other_indices, strict=False)) if a == b]
-        differing_path = self._differing(paths, first, second, shared, padded)
+        indices, other_indices = self._wrap(indices), self._wrap(other_indices)
+        same_positions = [i for i, (a, b) in enumerate(zip(indices, other_indices, strict=False)) if a == b]
+        differing_path = self._first_difference(paths, first, second, same_positions, padded)
         if differing_path is None:
             return
         compared = [path for path in paths if not (is_order(first[path]) and is_order(second[path]))]
@@ -183,7 +183,7 @@ class _Probe:
             raise self._mixing_error(differing_path)
 
     @staticmethod
-    def _differing(
+    def _first_difference(
         paths: list[str], first: Entries, second: Entries, positions: Iterable[int], padded: str
     ) -> str | None:
         """Returns the first path whose rows differ at a position in ``positions``; None if there is none."""
@@ -197,16 +197,16 @@ class _Probe:
         for number in range(_ROUNDS):
             first = number % min(len(self.examples), _EXAMPLES)
             rest = [i for i in range(1, len(self.examples)) if i != first] or [first]
-            rest = [rest[i % len(rest)] for i in range(4)]
-            indices, other_indices = (first, 0, rest[0], rest[1]), (first, rest[2], rest[3], 0)
+            a, b, c, d = (rest[i % len(rest)] for i in range(4))
+            indices, other_indices = (first, 0, a, b), (first, c, d, 0)
             states = self._states()
             batch, other = self._entries_from(states, indices), self._entries_from(states, other_indices)
             paths = self._paths_with_rows(batch, other)
-            differing = [self._differing(paths, batch, other, [i], "constant") for i in range(len(indices))]
+            differing = [self._first_difference(paths, batch, other, [i], "constant") for i in range(len(indices))]
             if None not in differing:
                 reordered = self._entries_from(states, (*indices[:2], *indices[:1:-1]))
-                is_sorted = self._differing(paths, batch, reordered, range(len(indices)), "") is None
-                if indices[2] != indices[3] and is_sorted:
+                is_sorted = self._first_difference(paths, batch, reordered, range(len(indices)), "") is None
+                if a != b and is_sorted:
                     raise _Undecided("it sorts examples and draws random numbers for them")
                 raise self._mixing_error(str(differing[0]))
         for last in range(1, len(self.examples)):
@@ -220,16 +220,16 @@ class _Probe:
         before = (0, rest[0], rest[-1])
         batch, reordered = (self._entries_from(states, (*order, last)) for order in (before, (before[2], *before[:2])))
         paths = self._paths_with_rows(batch, reordered)
-        return any(self._differing(paths, batch, reordered, [i], "constant") is None for i in range(len(_BATCH)))
+        return any(self._first_difference(paths, batch, reordered, [i], "constant") is None for i in range(len(_BATCH)))
 
     def _entries_from(self, states: list[bytes], indices: Indices) -> Entries:
-        self._set(states)
+        self._restore(states)
         return self._entries(indices)
 
     def _states(self) -> list[bytes]:
         return [pickle.dumps(get()) for get, _ in self.generators]
 
-    def _set(self, states: list[bytes]) -> None:
+    def _restore(self, states: list[bytes]) -> None:
         for (_, put), state in zip(self.generators, states, strict=True):
             put(pickle.loads(state))
 
@@ -237,9 +237,9 @@ class _Probe:
         """Raises if the batch has no entry with one row per example."""
         if any(entry.rows is not None for entry in batch.values()):
             return
-        fewer = entries(self.smaller, self.smaller, Sizes(-1, -1, self.axis))
+        smaller_entries = entries(self.smaller, self.smaller, Sizes(-1, -1, self.axis))
         for path, entry in batch.items():
-            if path in fewer and entry.size != fewer[path].size:
+            if path in smaller_entries and entry.size != smaller_entries[path].size:
                 raise self._row_count_error(path, entry.size, len(_BATCH))
         raise _Undecided("no entry of the batch has a row for each example")
 
@@ -249,8 +249,8 @@ class _Probe:
             raise _Undecided("batches have different entries")
         for path, entry in first.items():
             if (entry.rows is None) is not (second[path].rows is None):
-                wrong = entry if entry.rows is None else second[path]
-                raise self._row_count_error(path, wrong.size, len(_BATCH))
+                unsplit = entry if entry.rows is None else second[path]
+                raise self._row_count_error(path, unsplit.size, len(_BATCH))
         return [path for path, entry in first.items() if entry.rows is not None and path not in self.unstable]
 
     def _row_count_error(self, path: str, rows: int | None, examples: int) -> BatchMismatchError:
@@ -268,7 +268,7 @@ class _Probe:
             "use mixup or replace bad examples by others.",
         )
 
-    def _wrapped(self, indices: Indices) -> Indices:
+    def _wrap(self, indices: Indices) -> Indices:
         """Returns the indices modulo the number of examples."""
         return tuple(index % len(self.examples) for index in indices)
 
@@ -278,7 +278,7 @@ class _Probe:
     def _call(self, indices: Indices) -> Any:
         """Returns the batch that the function returns for copies of the examples."""
         try:
-            return self.collate([_copied(self.examples[index]) for index in self._wrapped(indices)])
+            return self.collate([_copied(self.examples[index]) for index in self._wrap(indices)])
         except Exception as error:
             raise _Undecided(f"a call with {len(indices)} examples raised {type(error).__name__}") from error
 
@@ -342,7 +342,7 @@ def _shape(value: Any) -> Sequence[int]:
     return value.shape if isinstance(value, Tensor) else [len(value)] if isinstance(value, (list, tuple)) else []
 
 
-def _is_one_of(value: Any, sizes: set[int]) -> bool:
+def _is_size(value: Any, sizes: set[int]) -> bool:
     """Returns True for a number that equals the size of an axis, such as the length of the longest example."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()

@@ -35,7 +35,7 @@ def private_loader(
     accumulation_steps: int = 1,
     batch_first: bool = True,
     example_input: Any = None,  # for the structure of an empty batch, instead of example 0 of the data set
-    share: tuple[int, int] = (0, 1),
+    shard: tuple[int, int] = (0, 1),
     placeholder: bool = False,  # True if an empty batch has a placeholder sample, whose gradient must be dropped
 ) -> DataLoader[Any]:
     """Returns a copy of ``loader`` that draws its batches by a sampling scheme.
@@ -73,7 +73,7 @@ def private_loader(
         on_return=on_return,
         on_end=on_end,
         may_draw=may_draw,
-        share=share,
+        shard=shard,
         placeholder=placeholder,
     )
     check_collate(loader, batch_first=batch_first)

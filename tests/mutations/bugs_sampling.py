@@ -103,7 +103,7 @@ def _rechunked(change: Callable[[Any, Any], Any]) -> tuple[Patch, ...]:
 
 
 def _one_mask_for_all(batches: Any, batch: Any) -> list[list[int]]:
-    rank, ranks = batches.share
+    rank, ranks = batches.shard
     if ranks == 1:
         return batch.chunks
     own = dataclasses.replace(batches.sampling, num_examples=batches.sampling.num_examples // ranks)
@@ -111,7 +111,7 @@ def _one_mask_for_all(batches: Any, batch: Any) -> list[list[int]]:
 
 
 def _filled_up(batches: Any, batch: Any) -> list[list[int]]:
-    rank, ranks = batches.share
+    rank, ranks = batches.shard
     if ranks == 1:
         return batch.chunks
     whole = batches.sampling.draw(batch.batch.step, batches._words).tolist()

@@ -95,13 +95,13 @@ GUARDS = [
     ),
     Guard(
         "another number of rows than examples in some batches",
-        "                raise self._row_count_error(path, wrong.size, len(_BATCH))",
+        "                raise self._row_count_error(path, unsplit.size, len(_BATCH))",
         "                pass",
         "sampling/test_collate_probe.py::test_another_number_of_rows_is_rejected[one left out]",
     ),
     Guard(
         "generators of a collate function",
-        "            self._set(states)\n\n",
+        "            self._restore(states)\n\n",
         "            pass\n\n",
         "sampling/test_collate_probe.py::test_generators_of_the_function_are_as_before[generator1]",
     ),

@@ -198,7 +198,7 @@ def test_loading_a_state_ends_the_open_pass():
     iterator = iter(loader)
     next(iterator)
     loader.load_state_dict({"position": 0})
-    with pytest.raises(SamplingError, match="a state loaded"):
+    with pytest.raises(SamplingError, match="a state was loaded"):
         next(iterator)
     assert next(iter(loader))["y"].tolist() == [1]
 
@@ -295,7 +295,7 @@ def batches_of(rank, ranks):
         words=lambda count, *, step, block: source.words(count, domain="mask", step=step, block=block << 32),
         on_return=lambda batch, chunk, data: None,
         may_draw=lambda step: True,
-        share=(rank, ranks),
+        shard=(rank, ranks),
     )
     return [batch.tolist() for batch in loader]
 

@@ -89,7 +89,7 @@ def reporting_loader(loader: DataLoader[Any], topology: Topology, **options: Any
         loader,
         on_return=reports.batch_returned,
         may_draw=reports.may_draw,
-        share=(topology.rank, topology.ranks),
+        shard=(topology.rank, topology.ranks),
         **options,
     )
     private.__dict__["_reports"] = reports

@@ -39,5 +39,5 @@ def test_a_pass_in_other_chunks_ends_the_one_that_is_open():
     next(first)
     second = iter(in_chunks(whole, 1))
     next(second)
-    with pytest.raises(SamplingError, match="another was started"):
+    with pytest.raises(SamplingError, match="another pass started"):
         next(first)
