@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+from opacus_defects.apis import fixed_loader
 from torch import nn
 
 ROWS, FEATURES, CLASSES = 6, 4, 3
+CRITERION = nn.CrossEntropyLoss()
 
 
 def mlp() -> nn.Module:
@@ -48,3 +50,15 @@ class Mean(nn.Module):
 
     def forward(self, x):
         return x.mean(dim=[axis for axis in range(1, x.dim()) if axis != self.keep])
+
+
+def normal_batch(count: int = ROWS, seed: int = 2, *, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs of similar lengths and classes for `mlp`."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = scale * torch.randn(count, FEATURES, generator=generator)
+    return inputs, torch.randint(0, CLASSES, (count,), generator=generator)
+
+
+def opened(api, model=None, rows=ROWS, **options):
+    """A private run of this model, or of `mlp`."""
+    return api.open(mlp() if model is None else model, fixed_loader(rows), criterion=CRITERION, **options)

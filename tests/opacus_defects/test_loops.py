@@ -18,7 +18,8 @@ from opacus_defects.apis import (
     through_some,
     true_sum,
 )
-from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp, opened
+from opacus_defects.small import CLASSES, CRITERION, FEATURES, ROWS, mlp, opened
+from opacus_defects.small import normal_batch as batch
 from reference import clipped_sum
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from case_models import model_of
-from opacus_defects import small_loop
 from opacus_defects.apis import (
     ALL_APIS,
     COMPAT_APIS,
@@ -21,7 +20,7 @@ from opacus_defects.apis import (
     weights_of,
 )
 from opacus_defects.networks import BLOCKS, images, network
-from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, mlp
+from opacus_defects.small import CLASSES, CRITERION, FEATURES, mlp, normal_batch
 from torch import nn
 
 import dpengine
@@ -33,7 +32,7 @@ REFUSALS = (ValueError, RuntimeError, NotImplementedError)
 
 
 def batch(rows=ROWS, seed=2):
-    return small_loop.batch(rows, seed)
+    return normal_batch(rows, seed)
 
 
 def fixed(api, model):

@@ -24,7 +24,8 @@ from opacus_defects.apis import (
     through_some,
     true_sum,
 )
-from opacus_defects.small_loop import CLASSES, CRITERION, FEATURES, ROWS, batch, mlp
+from opacus_defects.small import CLASSES, CRITERION, FEATURES, ROWS, mlp
+from opacus_defects.small import normal_batch as batch
 from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from opacus_defects.apis import LAYER_APIS, assert_equal, fixed_loader, opacus, through_some, true_sum
-from opacus_defects.small_loop import CRITERION, ROWS, batch, mlp
+from opacus_defects.small import CRITERION, ROWS, mlp
+from opacus_defects.small import normal_batch as batch
 from torch import nn
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")

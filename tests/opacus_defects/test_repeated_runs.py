@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus_defects.apis import ALL_APIS, COMPAT_APIS, SLACK, assert_equal, fixed_loader, opacus, through_some, true_sum
-from opacus_defects.small_loop import CLASSES, CRITERION, ROWS, batch, mlp, opened
+from opacus_defects.small import CLASSES, CRITERION, ROWS, mlp, opened
+from opacus_defects.small import normal_batch as batch
 from opacus_runs import arguments
 from reference import clipped_sum, flat_norms, per_sample_gradients
 from torch import nn
