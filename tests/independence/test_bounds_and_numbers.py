@@ -1,6 +1,7 @@
 """The run-time check of loops whose effect shows late: bounds on a loss, Python numbers, and limited time."""
 
 import contextlib
+import itertools
 import math
 import random
 import warnings
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from independence.training import private, train, undecided
 from torch import nn
-from torch.utils.data import DataLoader
 
 import dpengine
 from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionError
@@ -40,24 +41,18 @@ def trained(
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES), last())
     data = [(torch.randn(4), i % CLASSES, "a word " * (1 + i % 3)) for i in range(EXAMPLES)]
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), dpengine.PrivacyEngine(seed=3)
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "loss_reduction": reduction}
-    model, optimizer, loader = engine.make_private(model, optimizer, DataLoader(data, batch_size=BATCH), **settings)
+    run = private(model, data, BATCH, seed=3, loss_reduction=reduction)
     before(model)
-    step = 0
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        while step < steps:
-            for x, y, texts in loader:
-                step += 1
-                optimizer.zero_grad()
-                given = (model, y, x) if of_model else (model(augmented(x)), y, x if with_data else texts)
-                loss_of(*given, step).backward()
-                optimizer.step()
-                if step == steps:
-                    break
-    texts = [str(one.message) for one in shown if issubclass(one.category, PrivacyWarning)]
-    return engine, [text for text in texts if "loss could not be checked" in text]
+    step = itertools.count(1)
+
+    def loss(model, batch):
+        x, y, texts = batch
+        given = (model, y, x) if of_model else (model(augmented(x)), y, x if with_data else texts)
+        return loss_of(*given, next(step))
+
+    with undecided() as shown:
+        engine = train(run, loss, steps)
+    return engine, shown
 
 
 def each(o, y):

@@ -1,17 +1,15 @@
 """Batches with lists that have an element for each sample, such as boxes or texts of different lengths."""
 
-import warnings
-
 import inside
 import pytest
 import torch
 import torch.nn.functional as F
 from case_models import Parts
+from independence.training import private, train, undecided
 from torch import nn
-from torch.utils.data import DataLoader
 
-from dpengine import PrivacyEngine, check_loop
-from dpengine.errors import BatchDependentLossError, PrivacyWarning, forget_notices
+from dpengine import check_loop
+from dpengine.errors import BatchDependentLossError, forget_notices
 
 ENTRIES, WIDTH, EXAMPLES = 8, 3, 60
 
@@ -48,19 +46,10 @@ def of_all(model, x, ys):
 def trained(loss_of, data, *, batch_size=6, **options):
     """Trains an epoch; returns the engine and the warnings that name the loss."""
     forget_notices()
-    model, engine = net(), PrivacyEngine(seed=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(list(data), batch_size=batch_size, collate_fn=collate)
-    model, optimizer, loader = engine.make_private(
-        model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0, **options
-    )
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always", PrivacyWarning)
-        for batch in loader:
-            optimizer.zero_grad()
-            loss_of(model, *batch).backward()
-            optimizer.step()
-    return engine, [str(one.message) for one in shown if "loss could not be checked" in str(one.message)]
+    with undecided() as shown:
+        run = private(net(), list(data), batch_size, seed=3, collate=collate, **options)
+        engine = train(run, lambda model, batch: loss_of(model, *batch))
+    return engine, shown
 
 
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
@@ -107,16 +96,12 @@ def test_a_list_that_may_hold_columns_is_decided_by_another_size():
 def test_a_list_of_pairs_is_accepted_also_in_a_batch_of_two(seed):
     """A batch of two samples with two entries each may be two columns."""
     forget_notices()
-    model = nn.Linear(4, 2)
-    optimizer, engine = torch.optim.SGD(model.parameters(), lr=0.1), PrivacyEngine(seed=seed)
     data = [(x, torch.tensor(i % 2)) for i, (x, _) in enumerate(DATA["boxes"])]
-    loader = DataLoader(data, batch_size=3, collate_fn=lambda batch: [list(one) for one in batch])
-    model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always", PrivacyWarning)
-        for batch in loader:
-            optimizer.zero_grad()
-            inputs, targets = (torch.stack(column) for column in zip(*batch, strict=True))
-            F.cross_entropy(model(inputs), targets).backward()
-            optimizer.step()
-    assert all("may hold samples or columns" in str(one.message) for one in shown)
+
+    def loss_of(model, batch):
+        inputs, targets = (torch.stack(column) for column in zip(*batch, strict=True))
+        return F.cross_entropy(model(inputs), targets)
+
+    with undecided() as shown:
+        train(private(nn.Linear(4, 2), data, 3, seed=seed, collate=lambda batch: [list(one) for one in batch]), loss_of)
+    assert all("may hold samples or columns" in text for text in shown)

@@ -2,15 +2,16 @@
 
 import warnings
 
+import inside
 import pytest
 import torch
 import torch.nn.functional as F
 from case_models import Parts
+from independence.training import private
 from torch import nn
 from torch.distributions import Normal
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-import dpengine
 from dpengine.errors import PrivacyWarning, forget_notices
 from dpengine.losses import per_token_mean
 
@@ -245,15 +246,12 @@ def train(kind, model_name, loss_name, loop, steps=4):
     losses, data_of, models = KINDS[kind]
     torch.manual_seed(0)
     model, loss_fn, data = models[model_name](), losses[loss_name], TensorDataset(*data_of(60))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {
         "physical batches": {"physical_batch_size": 6},
         "add-or-remove": {"sample_rate": 0.2, "expected_batch_size": 12},
         "sum": {"loss_reduction": "sum"},
     }.get(loop, {})
-    model, optimizer, loader = dpengine.PrivacyEngine(seed=2).make_private(
-        *(model, optimizer, DataLoader(data, batch_size=12)), noise_multiplier=1.0, max_grad_norm=1.0, **options
-    )
+    engine, model, optimizer, loader = private(model, data, 12, seed=2, **options)
 
     def backward(x, y):
         optimizer.zero_grad()
@@ -270,6 +268,7 @@ def train(kind, model_name, loss_name, loop, steps=4):
             optimizer.step()
         if number == steps:
             break
+    return engine
 
 
 @pytest.mark.one_in(40, "case", "loop", others="slow")
@@ -280,19 +279,17 @@ def test_an_ordinary_loop_is_accepted_without_a_warning(case, loop):
     forget_notices()
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        train(*case, loop)
+        engine = train(*case, loop)
     texts = [str(one.message) for one in shown if issubclass(one.category, PrivacyWarning)]
     assert [text for text in texts if "could not be checked" in text or "DPE010" in text] == []
+    assert inside.checked_loops(engine) > 0
 
 
 def test_a_loop_may_write_to_a_row_of_a_parameter_and_build_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, CLASSES))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = TensorDataset(torch.randint(0, WORDS, (40, LENGTH)), torch.arange(40) % CLASSES)
-    _, _, loader = dpengine.PrivacyEngine(seed=2).make_private(
-        model, optimizer, DataLoader(data, batch_size=8), noise_multiplier=1.0, max_grad_norm=1.0
-    )
+    _, _, optimizer, loader = private(model, data, 8, seed=2)
     for x, y in loader:
         optimizer.zero_grad()
         nn.Embedding(3, 4, padding_idx=0)  # zeroes a row

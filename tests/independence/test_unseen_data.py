@@ -1,18 +1,18 @@
 """Data of a batch that reach the model, or come back from it, by ways that a record of torch calls does not follow."""
 
 import functools
-import warnings
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from case_models import Parts, model_of
+from independence.training import private, train, undecided
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from dpengine import PrivacyEngine, check_loop
-from dpengine.errors import BatchDependentLossError, PrivacyWarning, forget_notices
+from dpengine import check_loop
+from dpengine.errors import BatchDependentLossError, forget_notices
 
 FEATURES, CLASSES, EXAMPLES, STEPS = 6, 3, 120, 12
 X = torch.randn(EXAMPLES, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -43,23 +43,10 @@ def listed(examples):
 def trained(loss_of, collate=None):
     """Trains a few steps; returns the warnings that name the loss."""
     forget_notices()
-    model = net()
-    optimizer, dataset = torch.optim.SGD(model.parameters(), lr=0.1), TensorDataset(X, Y, torch.arange(EXAMPLES))
-    model, optimizer, loader = PrivacyEngine(seed=1).make_private(
-        *(model, optimizer, DataLoader(dataset, batch_size=12, collate_fn=collate)),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-    steps = 0
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always", PrivacyWarning)
-        while steps < STEPS:
-            for batch in loader:
-                optimizer.zero_grad()
-                loss_of(model, batch).backward()
-                optimizer.step()
-                steps += 1
-    return [str(one.message) for one in shown if "loss could not be checked" in str(one.message)]
+    dataset = TensorDataset(X, Y, torch.arange(EXAMPLES))
+    with undecided() as shown:
+        train(private(net(), dataset, 12, seed=1, collate=collate), loss_of, STEPS)
+    return shown
 
 
 def weighted_by_a_list(model, batch):
