@@ -198,7 +198,7 @@ CATALOGUE = [
     Row("DPE016", errors.UnknownParameterError, lbfgs, "LBFGS", "such as SGD or AdamW"),
     Row("DPE017", errors.RepeatedBackwardError, lambda: backward_only(make_loop(), times=2), "2 backward passes",
         "(a + b).backward()"),
-    Row("DPE018", errors.BatchMismatchError, doubled_rows, "such as '2'", "Augment examples in the data set"),
+    Row("DPE018", errors.BatchMismatchError, doubled_rows, "such as '2'", "Augment each example in the data set"),
     Row("DPE019", errors.DetachedError, copied_optimizer, "optimizer is a copy", "dpengine.detach(optimizer)"),
     Row("DPE020", errors.MissingDependencyError, without_dp_accounting, "dp-accounting", "pip install"),
     Row("DPE022", errors.BatchStateError, lambda: make_loop().optimizer.step(), "step() has no complete batch",
