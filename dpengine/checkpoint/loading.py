@@ -17,7 +17,7 @@ from dpengine.engine.grad_sample_module import model_inside
 from dpengine.engine.privacy_engine import PrivacyEngine
 from dpengine.engine.run import Run
 from dpengine.errors import CorruptFileError, MechanismMismatchError
-from dpengine.noise.sharded_noise import noised_places
+from dpengine.noise.sharded_noise import noised_positions
 
 from . import folder as folders
 from . import layout, sharded_state
@@ -120,8 +120,8 @@ class _CheckpointFiles:
         """Prepares all changes without making them."""
         topology = run.step.passes.topology
         if (nothing_released_since or is_seeded(self.state)) and self._noise.names:
-            places = noised_places(run.step.passes.buffer, topology.replicas)
-            self.state["noise"]["slices"] = sharded_state.read_slices(self._noise, places)
+            positions = noised_positions(run.step.passes.buffer, topology.replicas)
+            self.state["noise"]["slices"] = sharded_state.read_slices(self._noise, positions)
         self.changes = resumption(
             run, self.state, engine.ledger.history, nonce=nonce, nothing_released_since=nothing_released_since
         )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from dpengine.distributed.local_shards import Box, Places, is_dtensor, local_part
+from dpengine.distributed.local_shards import Box, StridedPositions, is_dtensor, local_part
 from dpengine.distributed.topology import Topology
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 
@@ -95,29 +95,36 @@ def _is_sharded_like(tensor: Any, parameter: Any) -> bool:
     return is_dtensor(tensor) and (tensor.shape, tensor.placements) == (parameter.shape, parameter.placements)
 
 
-def slice_shards(slices: Mapping[Places, Tensor]) -> dict[str, Shard]:
-    """Returns the state of correlated noise, tensors ``(K, D)`` by places, as shards of a file."""
-    return {".".join([_SLICE, *map(str, astuple(places))]): Shard(state_KD) for places, state_KD in slices.items()}
+def slice_shards(slices: Mapping[StridedPositions, Tensor]) -> dict[str, Shard]:
+    """Returns the state of correlated noise, tensors ``(K, D)`` by positions, as shards of a file."""
+    return {
+        ".".join([_SLICE, *map(str, astuple(positions))]): Shard(state_KD) for positions, state_KD in slices.items()
+    }
 
 
-def read_slices(stored: StoredTensors, slices: Sequence[Places]) -> dict[Places, Tensor]:
-    """Reads the state of correlated noise for the slices of this rank, by their places."""
+def read_slices(stored: StoredTensors, slices: Sequence[StridedPositions]) -> dict[StridedPositions, Tensor]:
+    """Reads the state of correlated noise for the slices of this rank, by their positions."""
     rows = sorted(row for name in stored.names for row in _stored_rows(name))
-    return {places: _read_slice(stored, rows, places) for places in slices}
+    return {positions: _read_slice(stored, rows, positions) for positions in slices}
 
 
 def _stored_rows(name: str) -> list[tuple[int, int, str, int]]:
     """Returns start, length, name and offset of each row of a stored slice."""
-    places = Places(*map(int, name.split(".")[1:]))
-    return [(places.start + i * places.stride, places.length, name, i * places.length) for i in range(places.rows)]
+    positions = StridedPositions(*map(int, name.split(".")[1:]))
+    return [
+        (positions.start + i * positions.stride, positions.length, name, i * positions.length)
+        for i in range(positions.rows)
+    ]
 
 
-def _read_slice(stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], places: Places) -> Tensor:
+def _read_slice(
+    stored: StoredTensors, rows: Sequence[tuple[int, int, str, int]], positions: StridedPositions
+) -> Tensor:
     parts: list[Tensor] = []
     cache: dict[str, Tensor] = {}  # stored slices with several rows, so that each is read once
-    for row in range(places.rows):
-        position = places.start + row * places.stride
-        end = position + places.length
+    for row in range(positions.rows):
+        position = positions.start + row * positions.stride
+        end = position + positions.length
         index = bisect.bisect_right(rows, position, key=lambda stored_row: stored_row[0]) - 1
         while position < end:
             start, length, name, offset = rows[index] if 0 <= index < len(rows) else (end, 0, "", 0)

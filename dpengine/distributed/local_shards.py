@@ -63,8 +63,8 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Positions in a vector: rows of equal length at equal distances.
+class StridedPositions:
+    """Positions in a vector that form rows of equal length at equal distances.
 
     Attributes:
         start: Position of the first element.
@@ -83,7 +83,7 @@ class Places:
         """Number of positions."""
         return self.rows * self.length
 
-    def shifted(self, base: int) -> Places:
+    def shifted(self, base: int) -> StridedPositions:
         """Returns the positions shifted by ``base``."""
         return replace(self, start=self.start + base)
 
@@ -116,11 +116,11 @@ class LocalShard:
         return math.prod(self.shape)
 
     @property
-    def places(self) -> list[Places]:
+    def positions(self) -> list[StridedPositions]:
         """Positions of ``kept`` in the flat parameter, in memory order."""
         partial_axes = [axis for axis, size in enumerate(self.kept.size) if size != self.shape[axis]]
         if not partial_axes or not self.kept.numel:
-            return [Places(0, self.kept.numel)] if self.kept.numel else []
+            return [StridedPositions(0, self.kept.numel)] if self.kept.numel else []
         strides = [math.prod(self.shape[axis + 1 :]) for axis in range(len(self.shape))]
         inner = partial_axes[-1]
         outer = partial_axes[-2] if len(partial_axes) > 1 else 0  # between these axes, rows have equal distances
@@ -128,7 +128,7 @@ class LocalShard:
         stride = strides[inner - 1] if rows > 1 else 0
         first = _product(self.kept.start, strides)
         indices = itertools.product(*map(range, self.kept.size[: min(outer, inner)]))
-        return [Places(first + _product(index, strides), length, rows, stride) for index in indices]
+        return [StridedPositions(first + _product(index, strides), length, rows, stride) for index in indices]
 
 
 def _product(index: Sequence[int], strides: Sequence[int]) -> int:

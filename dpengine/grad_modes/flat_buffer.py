@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from dpengine.distributed.local_shards import LocalShard, Places
+from dpengine.distributed.local_shards import LocalShard, StridedPositions
 from dpengine.distributed.ranks import RankFingerprint
 from dpengine.distributed.topology import SINGLE, Topology
 
@@ -72,26 +72,28 @@ class BufferSpan:
     Attributes:
         key: Device and dtype of the memory.
         offset: Index of the first number in the memory.
-        places: Positions in the vector of all parameters.
+        positions: Positions in the vector of all parameters.
     """
 
     key: Key
     offset: int
-    places: Places
+    positions: StridedPositions
 
     @cached_property
     def count(self) -> int:
         """Number of elements."""
-        return self.places.count
+        return self.positions.count
 
     def part(self, begin: int, stop: int) -> BufferSpan:
         """Returns a part of a span whose positions are contiguous."""
-        return replace(self, offset=self.offset + begin, places=Places(self.places.start + begin, stop - begin))
+        return replace(
+            self, offset=self.offset + begin, positions=StridedPositions(self.positions.start + begin, stop - begin)
+        )
 
     def followed_by(self, other: BufferSpan) -> bool:
         """Returns True if the other span starts at the end of this one, in the memory and in the vector."""
-        contiguous = self.key == other.key and self.places.rows == other.places.rows == 1
-        distances = (other.offset - self.offset, other.places.start - self.places.start)
+        contiguous = self.key == other.key and self.positions.rows == other.positions.rows == 1
+        distances = (other.offset - self.offset, other.positions.start - self.positions.start)
         return contiguous and distances == (self.count, self.count)
 
 
@@ -122,9 +124,9 @@ class DrainedBuffer:
     def add_noise(self, mechanism: Any, *, std: float, step: int, scale: float) -> None:
         """Adds the noise of a step to all sums and multiplies them by ``scale``. For topologies without replicas."""
         for span in self.spans:
-            places = span.places
-            positions = {"start": places.start, "rows": places.rows, "stride": places.stride}
-            mechanism.add(self.sums(span), std=std, step=step, scale=scale, **positions)
+            positions = span.positions
+            fields = {"start": positions.start, "rows": positions.rows, "stride": positions.stride}
+            mechanism.add(self.sums(span), std=std, step=step, scale=scale, **fields)
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,12 +374,12 @@ def _spans(
     base = 0
     for parameter in sorted(locations, key=lambda p: keys.index(locations[p][0])):  # a stable sort
         key, offset = locations[parameter]
-        for shard_places in shards[parameter].places:
-            span = BufferSpan(key, offset, shard_places.shifted(base))
+        for shard_positions in shards[parameter].positions:
+            span = BufferSpan(key, offset, shard_positions.shifted(base))
             offset += span.count
             if spans and spans[-1].followed_by(span):
-                merged = Places(spans[-1].places.start, spans[-1].count + span.count)
-                spans[-1] = replace(spans[-1], places=merged)
+                merged = StridedPositions(spans[-1].positions.start, spans[-1].count + span.count)
+                spans[-1] = replace(spans[-1], positions=merged)
             else:
                 spans.append(span)
         base += shards[parameter].numel

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dpengine.accounting.run_events import Correlation
-from dpengine.distributed.local_shards import Places
+from dpengine.distributed.local_shards import StridedPositions
 from dpengine.errors import PrivacyError
 
 from .mechanism import AbstractNoise, GaussianNoise, check_noise_arguments, end_of, used_address
@@ -126,9 +126,10 @@ class CorrelatedNoise(AbstractNoise):
         self._first_step = first_step
         self._next_address = (first_step, 0)  # (step, index) of the first unused address
         self._std: float | None = None
-        self._slices: dict[Places, _Slice] = {}
+        self._slices: dict[StridedPositions, _Slice] = {}
         self._nonces: dict[int, int] = {}  # nonces of the source, by the first row generated with the nonce
-        self._generators: dict[Places | None, str] = {}  # generator of each slice; the key None is for a loaded state
+        # Generator of each slice. The key None is for a loaded state.
+        self._generators: dict[StridedPositions | None, str] = {}
 
     def add(
         self,
@@ -160,8 +161,8 @@ class CorrelatedNoise(AbstractNoise):
         where = "noise.CorrelatedNoise.add"
         check_noise_arguments(where, sums, std)
         self._check_step(where, std, step, start)
-        places = Places(start, sums.numel() // rows, rows, stride)
-        slice_state = self._slice_state(where, sums, step, places)
+        positions = StridedPositions(start, sums.numel() // rows, rows, stride)
+        slice_state = self._slice_state(where, sums, step, positions)
         self._std = std
         # Set before the noise is added: an address counts as used even if the addition fails.
         self._next_address = (step, end_of(sums, start, rows, stride))
@@ -173,7 +174,7 @@ class CorrelatedNoise(AbstractNoise):
             sums.mul_(scale)
             return
 
-        self._check_generator(where, sums, places)
+        self._check_generator(where, sums, positions)
 
         def fresh(out: Tensor, weight: float, fresh_row: int) -> None:
             nonce = next(nonce for first, nonce in reversed(self._nonces.items()) if first <= fresh_row)
@@ -204,10 +205,10 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Do not change the noise multiplier or the clipping norm, or use independent noise.",
             )
 
-    def _check_generator(self, where: str, sums: Tensor, places: Places) -> None:
+    def _check_generator(self, where: str, sums: Tensor, positions: StridedPositions) -> None:
         """Raises if a different generator would regenerate different rows of earlier steps, which would not cancel."""
         generator = self._source.generator_on(sums.device)
-        earlier = self._generators.setdefault(places, self._generators.get(None, generator))
+        earlier = self._generators.setdefault(positions, self._generators.get(None, generator))
         if generator != earlier and self._recurrence.regenerates:
             raise PrivacyError(
                 f"{where}: the noise of earlier steps comes from a different generator ({earlier}, now "
@@ -215,18 +216,18 @@ class CorrelatedNoise(AbstractNoise):
                 fix="Move the model before training starts, and keep it on devices of the same type.",
             )
 
-    def _slice_state(self, where: str, sums: Tensor, step: int, places: Places) -> _Slice:
+    def _slice_state(self, where: str, sums: Tensor, step: int, positions: StridedPositions) -> _Slice:
         """Returns the state of a slice of the vector. Slices must be the same at every step."""
-        slice_state = self._slices.get(places)
+        slice_state = self._slices.get(positions)
         rows_used = max((other.rows for other in self._slices.values()), default=0)
         is_first_step = rows_used in (0, step - self._first_step + 1)
         if slice_state is None and is_first_step and all(other.first == step for other in self._slices.values()):
             state_KD = sums.new_zeros(self._recurrence.num_kept, sums.numel())
-            slice_state = self._slices[places] = _Slice(state_KD, first=step)
+            slice_state = self._slices[positions] = _Slice(state_KD, first=step)
         if slice_state is None:
             raise PrivacyError(
-                f"{where}: the slices of the vector differ from those of earlier steps (index {places.start}, "
-                f"{places.count} elements).",
+                f"{where}: the slices of the vector differ from those of earlier steps (index {positions.start}, "
+                f"{positions.count} elements).",
                 fix="Freeze, unfreeze or move parameters before training starts.",
             )
         slice_state.state_KD = slice_state.state_KD.to(sums)  # a loaded state is on the CPU
@@ -236,7 +237,7 @@ class CorrelatedNoise(AbstractNoise):
         """Returns the state that determines later noise, without the source. Secret.
 
         Returns:
-            ``"slices"`` maps the places of each slice of this rank to its state ``(K, D)``. It may be loaded
+            ``"slices"`` maps the positions of each slice of this rank to its state ``(K, D)``. It may be loaded
             with different boundaries of the slices. The other entries are equal on all ranks.
 
         Raises:
@@ -258,7 +259,7 @@ class CorrelatedNoise(AbstractNoise):
             "generators": sorted(set(self._generators.values())),
             "first": first,
             "rows": rows,
-            "slices": {places: slice_state.state_KD.clone() for places, slice_state in self._slices.items()},
+            "slices": {positions: slice_state.state_KD.clone() for positions, slice_state in self._slices.items()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -282,8 +283,8 @@ class CorrelatedNoise(AbstractNoise):
         generators = state.get("generators")  # missing in states of earlier versions
         self._generators = {None: " and ".join(generators)} if generators else {}
         self._slices = {
-            places: _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
-            for places, state_KD in state["slices"].items()
+            positions: _Slice(state_KD.clone(), first=state["first"], rows=state["rows"])
+            for positions, state_KD in state["slices"].items()
         }
 
 

@@ -51,7 +51,7 @@ class AbstractNoise(abc.ABC):
         """Returns the state for a resume between two steps, without the noise source. Secret.
 
         Returns:
-            ``"next_step"`` is the first step without noise; ``"slices"`` maps places to tensors ``(K, D)``.
+            ``"next_step"`` is the first step without noise; ``"slices"`` maps positions to tensors ``(K, D)``.
         """
 
     @abc.abstractmethod

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from dpengine.distributed.local_shards import Places
+from dpengine.distributed.local_shards import StridedPositions
 from dpengine.distributed.ranks import RankFingerprint, Ranks
 from dpengine.grad_modes.flat_buffer import BufferSpan, DrainedBuffer, FlatBuffer, Key
 
@@ -45,9 +45,9 @@ def add_noise(
     waits, noised = [], 0
     buckets = list(_buckets(sums)) if replicas.size > 1 else []
     for span, is_local in _split_spans(sums.spans, replicas, sums.message_sizes, sums.total_numel):
-        part, places = sums.sums(span), span.places
+        part, positions = sums.sums(span), span.positions
         if is_local:
-            slice_of = {"start": places.start, "rows": places.rows, "stride": places.stride}
+            slice_of = {"start": positions.start, "rows": positions.rows, "stride": positions.stride}
             mechanism.add(part, std=std, step=step, scale=scale, **slice_of)
         else:
             part.mul_(scale)
@@ -63,10 +63,10 @@ def add_noise(
             RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)
 
 
-def noised_places(buffer: FlatBuffer, replicas: Ranks) -> list[Places]:
-    """Returns the places in the vector of all parameters where this rank adds noise."""
+def noised_positions(buffer: FlatBuffer, replicas: Ranks) -> list[StridedPositions]:
+    """Returns the positions in the vector of all parameters to which this rank adds noise."""
     return [
-        span.places
+        span.positions
         for span, is_local in _split_spans(buffer.spans, replicas, buffer.message_sizes, buffer.total_numel)
         if is_local
     ]
@@ -97,8 +97,8 @@ def _split_spans(
     first, end = (total * rank // replicas.size for rank in (replicas.rank, replicas.rank + 1))
     count = 0
     for span in spans:
-        start = span.places.start if total_numel else count  # position that determines the rank
-        if span.places.rows > 1:  # spans of several rows are not split
+        start = span.positions.start if total_numel else count  # position that determines the rank
+        if span.positions.rows > 1:  # spans of several rows are not split
             yield span, first <= start < end
         else:
             low, high = (min(max(edge - start, 0), span.count) for edge in (first, end))

@@ -13,7 +13,7 @@ from dpengine.errors import MechanismMismatchError
 from dpengine.grad_modes import flat_buffer
 from dpengine.grad_modes.flat_buffer import FlatBuffer
 from dpengine.noise import GaussianNoise, NoiseSource
-from dpengine.noise.sharded_noise import add_noise, noised_places
+from dpengine.noise.sharded_noise import add_noise, noised_positions
 
 SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 
@@ -42,7 +42,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
     layout = ParameterLayout() if held is None else ParameterLayout(local_shard=held)
     topology = Topology(replicas=ranks, layout=layout)
     buffer = FlatBuffer(parameters, topology)
-    places = noised_places(buffer, ranks)
+    positions = noised_positions(buffer, ranks)
     taken, noise = buffer.drain(), GaussianNoise(NoiseSource.seeded(4))
     for flat in taken.flats.values():
         flat.zero_()
@@ -50,7 +50,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
         add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, fingerprint=("fingerprint",))
     except MechanismMismatchError:  # nobody added the words of the others
         assert ranks.size > 1
-    return [flat.clone() for flat in taken.flats.values()], places
+    return [flat.clone() for flat in taken.flats.values()], positions
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -63,7 +63,9 @@ def test_each_number_gets_its_noise_from_one_rank(small_messages, size, dtypes):
     for flat, parts in zip(alone, zip(*(flats for flats, _ in of_ranks), strict=True), strict=True):
         assert torch.equal(sum(parts), flat)
         assert ((torch.stack(parts) != 0).sum(dim=0) == 1).all()
-    covered = sorted(n for _, places in of_ranks for one in places for n in range(one.start, one.start + one.count))
+    covered = sorted(
+        n for _, positions in of_ranks for one in positions for n in range(one.start, one.start + one.count)
+    )
     assert covered == list(range(sum(one.count for one in whole)))
 
 
@@ -113,7 +115,7 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
         topology = Topology(
             replicas=Ranks(replica, 2), splits=Ranks(split, 2), layout=ParameterLayout(local_shard=held)
         )
-        drawn = noised_places(FlatBuffer(parameters, topology), Ranks(replica, 2))
+        drawn = noised_positions(FlatBuffer(parameters, topology), Ranks(replica, 2))
         mine = {n for one in drawn for n in range(one.start, one.start + one.count)}
         sizes = [torch.Size(s).numel() for s in SHAPES]
         return [
