@@ -31,12 +31,12 @@ class StoredAttributes(NamedTuple):
     Attributes:
         slots: Locations of the attributes.
         state: Model state after the batch.
-        other: Model state after the same pass with other data in some samples.
+        other_state: Model state after the same pass with other data in some samples.
     """
 
     slots: list[Slot]
     state: ModelState
-    other: ModelState
+    other_state: ModelState
 
 
 class MemoryCheck:
@@ -66,13 +66,13 @@ class MemoryCheck:
         state, completed = state.detached(), 0
         for _, source_B in batch_axis.halves(permute=False):
             try:
-                other = self._state_after(forward_pass, partial(batch_axis.gather, source_B=source_B)).detached()
+                other_state = self._state_after(forward_pass, partial(batch_axis.gather, source_B=source_B)).detached()
             except Exception:  # for example if a tensor without a batch axis has the length of the batch
                 continue
             completed += 1
-            slots = [slot for slot in changed if not _agree(state.value_of(slot), other.value_of(slot), 0.0)]
+            slots = [slot for slot in changed if not _agree(state.value_of(slot), other_state.value_of(slot), 0.0)]
             if slots:
-                yield StoredAttributes(slots, state, other)
+                yield StoredAttributes(slots, state, other_state)
         if not completed:
             self._warn_unknown("it could not run with other data")
 
@@ -110,7 +110,7 @@ class MemoryCheck:
     def _reads(self, forward_pass: ForwardPass, attributes: StoredAttributes, slots: Sequence[Slot]) -> bool:
         """Returns True if the outputs of a pass change when these attributes have the values of the other run."""
         model, runs = self._capture.model, []
-        for state in (attributes.state, attributes.other):
+        for state in (attributes.state, attributes.other_state):
             with forward_pass.in_initial_state(model):
                 state.put(slots)
                 runs.append([output.detach() for output in forward_pass.forward(model)])

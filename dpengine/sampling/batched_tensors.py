@@ -52,8 +52,8 @@ def batched_tensors(dataset: Dataset[Any], collate_fn: Any) -> BatchedTensors | 
     if type(dataset) is not TensorDataset or not _reads_as_torch_does(dataset):
         return None
     tensors = dataset.tensors
-    plain = all(map(_is_plain, tensors)) and len({len(tensor) for tensor in tensors}) == 1
-    return BatchedTensors(tensors, tuple(indices)) if plain else None
+    is_supported = all(map(_is_selectable, tensors)) and len({len(tensor) for tensor in tensors}) == 1
+    return BatchedTensors(tensors, tuple(indices)) if is_supported else None
 
 
 def _collates_as_torch_does() -> bool:
@@ -76,7 +76,7 @@ def _reads_as_torch_does(dataset: Dataset[Any]) -> bool:
     return True
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def _is_selectable(tensor: Tensor) -> bool:
     """Returns True if selected examples equal stacked ones, including their type and autograd history."""
     own = type(tensor) is Tensor and tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return own and tensor.dim() > 0 and not tensor.requires_grad

@@ -51,7 +51,7 @@ def empty_template(collate: Callable[[list[Any]], Any], example: Any, *, batch_f
         double = collate([example, example])
     rule = _GrowthRule()
     template = _empty_form(single, double, rule, "batch")
-    return template if rule.found else _empty_form(single, single, _AxisRule(0 if batch_first else 1), "batch")
+    return template if rule.found_axis else _empty_form(single, single, _AxisRule(0 if batch_first else 1), "batch")
 
 
 def placeholder_batch(collate: Callable[[list[Any]], Any], example: Any, *, public: bool = False) -> Any:
@@ -84,18 +84,18 @@ def restored_generators() -> Iterator[None]:
 class _GrowthRule:
     """Treats an axis as the batch axis if its size doubles from one example to two."""
 
-    found: bool = False
+    found_axis: bool = False
 
     def shape(self, single: Sequence[int], double: Sequence[int]) -> list[int]:
         if len(single) != len(double):
             return list(single)
         grows = [size > 0 and other == 2 * size for size, other in zip(single, double, strict=True)]
-        self.found = self.found or any(grows)
+        self.found_axis = self.found_axis or any(grows)
         return [0 if grown else size for size, grown in zip(single, grows, strict=True)]
 
     def sequence(self, single: Sequence[Any], double: Sequence[Any]) -> bool:
         grows = len(single) > 0 and len(double) == 2 * len(single)
-        self.found = self.found or grows
+        self.found_axis = self.found_axis or grows
         return grows
 
 

@@ -71,7 +71,7 @@ def entries(batch: Any, other: Any, sizes: Sizes) -> dict[str, Entry]:
 
 
 def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Iterator[Entry]:
-    batch, other = plain(batch, sizes.axis), plain(other, sizes.axis)
+    batch, other = to_standard_types(batch, sizes.axis), to_standard_types(other, sizes.axis)
     if isinstance(batch, Tensor):
         shapes = [t.shape if isinstance(t, Tensor) else () for t in (batch, other)]
         for axis in (sizes.axis, 1 - sizes.axis):
@@ -93,7 +93,7 @@ def _entries(batch: Any, other: Any, sizes: Sizes, path: str, depth: int) -> Ite
     yield Entry(path, None, batch)
 
 
-def plain(value: Any, axis: int = 0) -> Any:
+def to_standard_types(value: Any, axis: int = 0) -> Any:
     """Converts nested, sparse and packed tensors, arrays, mappings and objects to tensors, dicts, lists or tuples.
 
     Other values are returned unchanged. ``axis`` is the batch axis.
@@ -150,7 +150,7 @@ def same(a: Any, b: Any, *, padded: str = "") -> bool:
         padded: ``"constant"`` if tensors may differ by padding with a constant, ``"any"`` if they may differ by padding
             with any values.
     """
-    a, b = plain(a), plain(b)
+    a, b = to_standard_types(a), to_standard_types(b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         if len(a) == len(b):
             return all(same(*pair, padded=padded) for pair in zip(a, b, strict=True))

@@ -31,7 +31,7 @@ from torch.utils.data.dataloader import default_collate, default_convert
 from dpengine.errors import BatchDependentLossError, BatchMismatchError, PrivacyError, notice
 
 from .collate import restored_generators
-from .collate_entries import Entry, Sizes, entries, is_order, plain, same
+from .collate_entries import Entry, Sizes, entries, is_order, same, to_standard_types
 
 _EXAMPLES = 7  # number of examples that are read
 _ROUNDS = 8  # number of comparisons of a function that draws random numbers
@@ -328,7 +328,7 @@ def _copied(example: Any) -> Any:
 
 def _size(value: Any, depth: int = 4) -> int:
     """Returns the number of values in an example."""
-    value = plain(value)
+    value = to_standard_types(value)
     if isinstance(value, Tensor):
         return value.numel()
     if isinstance(value, (str, bytes)) or not depth:

@@ -111,9 +111,9 @@ def _check_loader_size(loader: Any, sampling: Draws | None = None) -> None:
 
 def _copy_with(loader: DataLoader[Any], kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
     """Returns a shallow copy of class ``kind`` with changed attributes. DataLoader protects some from assignment."""
-    other = object.__new__(kind)
-    other.__dict__.update(loader.__dict__, **attributes)
-    return other
+    copied = object.__new__(kind)
+    copied.__dict__.update(loader.__dict__, **attributes)
+    return copied
 
 
 def _wrapped_loaders(loader: DataLoader[Any]) -> dict[str, DataLoader[Any]]:
@@ -260,9 +260,9 @@ class PrivateIteration:
 
     def _with(self, attributes: dict[str, Any]) -> Any:
         """Returns a loader of the same run with these attributes, without workers."""
-        other = object.__new__(type(self))
-        other.__dict__.update(attributes, _iterator=None)
-        return other
+        copied = object.__new__(type(self))
+        copied.__dict__.update(attributes, _iterator=None)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._batches.__reduce_ex__(protocol)

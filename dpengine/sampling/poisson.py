@@ -82,15 +82,15 @@ class PoissonDraws(Draws):
         if self.sample_rate == 1.0:
             return np.arange(self.num_examples, dtype=np.int64)
         max_gap, request = self._max_gap, self._words_per_request
-        found: list[IndexBatch] = []
+        included_indices: list[IndexBatch] = []
         decided, block = 0, 0  # number of examples for which inclusion is decided; number of requests
         while decided < self.num_examples:
             skips = _skips(words(request, step=step, block=block), self.sample_rate, max_gap)
             included = skips < max_gap
             ends = decided + np.cumsum(skips + included)
-            found.append(ends[included] - 1)
+            included_indices.append(ends[included] - 1)
             decided, block = int(ends[-1]), block + 1
-        indices = np.concatenate(found) if found else np.empty(0, dtype=np.int64)
+        indices = np.concatenate(included_indices) if included_indices else np.empty(0, dtype=np.int64)
         return indices[: np.searchsorted(indices, self.num_examples)]
 
     @functools.cached_property

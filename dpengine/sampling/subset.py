@@ -15,12 +15,12 @@ def numbers_below(size: int, count: int, words: WordStream, *, step: int, block:
     Uses at most the blocks ``block`` to ``block + 2**16 - 1`` of the random words.
     """
     mask = np.uint64((1 << max(1, (size - 1).bit_length())) - 1)
-    found = np.empty(0, dtype=np.int64)
-    while len(found) < count:
-        drawn = (words(2 * (count - len(found)) + 8, step=step, block=block) & mask).astype(np.int64)
-        found = np.concatenate([found, drawn[drawn < size]])
+    numbers = np.empty(0, dtype=np.int64)
+    while len(numbers) < count:
+        drawn = (words(2 * (count - len(numbers)) + 8, step=step, block=block) & mask).astype(np.int64)
+        numbers = np.concatenate([numbers, drawn[drawn < size]])
         block += 1
-    return found[:count]
+    return numbers[:count]
 
 
 def uniform_subset(size: int, count: int, words: WordStream, *, step: int) -> IndexBatch:

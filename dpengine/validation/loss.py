@@ -132,9 +132,11 @@ def compare_model_loss(
     close = {name: bool((batch_grad - grad).norm() <= 1e-3 * grad.norm() + 1e-7) for name, grad in expected.items()}
     if close[declared]:
         return
-    other = "sum" if declared == "mean" else "mean"
-    if close[other]:
-        raise _reduction_error(other, declared, float(batch_grad.norm() / expected[declared].norm().clamp(min=1e-30)))
+    other_reduction = "sum" if declared == "mean" else "mean"
+    if close[other_reduction]:
+        raise _reduction_error(
+            other_reduction, declared, float(batch_grad.norm() / expected[declared].norm().clamp(min=1e-30))
+        )
     raise BatchDependentLossError(
         "The loss that the model computes mixes samples: its gradient is neither the mean nor the sum of the "
         "gradients of single samples. A typical cause is a mean over all tokens of the batch.",
@@ -282,10 +284,10 @@ def _compare_gradients(
     if agrees[declared]:
         return
     norms = [float(torch.stack([t.norm() for t in tensors]).norm()) for tensors in (in_batch, single)]
-    other = "sum" if declared == "mean" else "mean"
-    if agrees[other]:
+    other_reduction = "sum" if declared == "mean" else "mean"
+    if agrees[other_reduction]:
         ratio = norms[0] * (size if declared == "mean" else 1) / max(norms[1], 1e-30)
-        raise _reduction_error(other, declared, ratio)
+        raise _reduction_error(other_reduction, declared, ratio)
     norm_in_batch = norms[0] * (size if declared == "mean" else 1)
     raise BatchDependentLossError(
         f"The loss of sample {i} depends on the other samples of the batch (gradient norm {norm_in_batch:.3g}, and "
