@@ -179,33 +179,21 @@ def test_mappings_tuples_and_keywords_go_in_and_mappings_come_out(mode):
     sums = attached(model, mode)
     F.cross_entropy(model(*inputs, scale=scale)["scores"], targets).backward()
     sums.clip(rows=ROWS)
-
-    class Positional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = copy.deepcopy(model)
-
-        def forward(self, named, pair, scale):
-            return self.model(named, pair, scale=scale)["scores"]
-
+    run = lambda m, named, pair, scale: m.model(named, pair, scale=scale)["scores"]  # noqa: E731
     loss_of_row = lambda output, i: F.cross_entropy(output, targets[i])  # noqa: E731
-    truth, _ = clip_by_loop(Positional(), (*inputs, scale), loss_of_row, ROWS)
+    positional = Parts(run, model=copy.deepcopy(model))
+    truth, _ = clip_by_loop(positional, (*inputs, scale), loss_of_row, ROWS)
     assert relative_error(totals(sums), {name.removeprefix("model."): t for name, t in truth.items()}) < 1e-9
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_time_major_models_clip_along_the_second_axis(mode):
-    class TimeMajor(nn.Module):
-        def __init__(self, axis):
-            super().__init__()
-            self.embedding, self.mix, self.head = nn.Embedding(7, 4), nn.Linear(4, 5), nn.Linear(5, 3)
-            self.axis = axis
-
-        def forward(self, ids):
-            return self.head(torch.tanh(self.mix(self.embedding(ids))).mean(dim=self.axis))
+    def mean_over(axis):
+        run = lambda m, ids: m.head(torch.tanh(m.mix(m.embedding(ids))).mean(dim=axis))  # noqa: E731
+        return Parts(run, embedding=nn.Embedding(7, 4), mix=nn.Linear(4, 5), head=nn.Linear(5, 3)).double()
 
     torch.manual_seed(2)
-    model, rowwise = TimeMajor(0).double(), TimeMajor(1).double()
+    model, rowwise = mean_over(0), mean_over(1)
     rowwise.load_state_dict(model.state_dict())
     ids, targets = torch.randint(0, 7, (6, ROWS)), torch.arange(ROWS) % 3
     sums = attached(model, mode, batch_first=False)
@@ -293,15 +281,8 @@ def test_copies_are_plain_models_and_keys_stay():
 
 @pytest.mark.hazard("M5")
 def test_a_weight_used_outside_its_layer_is_rejected_by_name():
-    class Functional(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.mix = nn.Embedding(7, 4), nn.Linear(4, 4)
-
-        def forward(self, ids):
-            return F.linear(self.mix(self.embedding(ids).mean(dim=1)), self.embedding.weight)
-
-    model = Functional()
+    run = lambda m, ids: F.linear(m.mix(m.embedding(ids).mean(dim=1)), m.embedding.weight)  # noqa: E731
+    model = Parts(run, embedding=nn.Embedding(7, 4), mix=nn.Linear(4, 4))
     sums = attached(model, mode="hooks")
     F.cross_entropy(model(torch.randint(0, 7, (ROWS, 3))), torch.arange(ROWS)).backward()
     with pytest.raises(MissingGradientError, match=r"DPE002.*'embedding.weight'.*grad_sample_mode='auto'"):
@@ -333,15 +314,7 @@ def test_a_second_backward_over_one_forward_is_rejected(mode, net):
 @pytest.mark.parametrize("fold", [lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1)], ids=["folded", "time-first"])
 @pytest.mark.hazard("M9")
 def test_a_layer_that_does_not_see_the_samples_is_rejected_by_name(fold):
-    class Folding(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.inner(fold(x)).sum() + torch.zeros(len(x), 3)
-
-    model = Folding()
+    model = Parts(lambda m, x: m.inner(fold(x)).sum() + torch.zeros(len(x), 3), inner=nn.Linear(4, 3))
     sums = attached(model)
     inputs, targets = batch(torch.float32, time=7)
     F.cross_entropy(model(inputs), targets).backward()
@@ -353,19 +326,12 @@ def test_a_model_called_twice_in_one_loss_is_clipped_as_one_sample():
     model, sums, inputs, targets = begun()
     (F.cross_entropy(model(inputs), targets) + model(2 * inputs).square().sum(dim=1).mean()).backward()
     sums.clip(rows=ROWS)
-
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.net = copy.deepcopy(model)
-
-        def forward(self, x):
-            return torch.cat([self.net(x), self.net(2 * x)], dim=1)
+    both = Parts(lambda m, x: torch.cat([m.net(x), m.net(2 * x)], dim=1), net=copy.deepcopy(model))
 
     def loss_of_row(output, i):
         return F.cross_entropy(output[:, :3], targets[i]) + output[:, 3:].square().sum()
 
-    truth, _ = clip_by_loop(Both(), (inputs,), loss_of_row, ROWS)
+    truth, _ = clip_by_loop(both, (inputs,), loss_of_row, ROWS)
     assert relative_error(totals(sums), {name.removeprefix("net."): t for name, t in truth.items()}) < 1e-9
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from checkpoint.runs import Run, loader
 from plans import CONFIGS, DRAWS, STEPS, Still, agrees, covariance, expected_covariance
 from recipes import recipe
@@ -346,21 +347,16 @@ def test_the_threshold_of_adaptive_clipping_is_resumed(tmp_path):
 
 
 def test_tied_weights_are_stored_once(tmp_path):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-            self.b.weight = self.a.weight
-            self.head = nn.Linear(4, 3)
-
-        def forward(self, x):
-            return self.head(self.b(self.a(x)))
+    def tied():
+        model = Parts(lambda m, x: m.head(m.b(m.a(x))), a=nn.Linear(4, 4), b=nn.Linear(4, 4), head=nn.Linear(4, 3))
+        model.b.weight = model.a.weight
+        return model
 
     torch.manual_seed(1)
-    first = Run(model=Tied()).train(2).saved(tmp_path / "run")
+    first = Run(model=tied()).train(2).saved(tmp_path / "run")
     stored = load_file(tmp_path / "run" / "model.safetensors")
     assert "b.weight" not in stored
-    assert torch.equal(Run(model=Tied()).resumed(tmp_path / "run").weights, first.weights)
+    assert torch.equal(Run(model=tied()).resumed(tmp_path / "run").weights, first.weights)
 
 
 @pytest.mark.hazard("N11", "P6")

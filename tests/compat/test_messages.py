@@ -5,6 +5,7 @@ from collections import deque
 
 import pytest
 import torch
+from case_models import Parts
 from opacus_runs import assert_same, batch, by_hand, flat, gradients, loss, model, rows, truth
 from torch import nn
 from torch.utils.data import DataLoader
@@ -222,17 +223,9 @@ def test_rows_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
 # What the engine's own words would leave open here
 
 
-class Idle(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = model(), nn.Linear(2, 2)
-
-    def forward(self, inputs):
-        return self.used(inputs)
-
-
 def test_the_error_for_an_unused_parameter_names_the_engine_that_allows_it():
-    wrapped, optimizer, loader = of_compat(Idle())
+    idle = Parts(lambda m, inputs: m.used(inputs), used=model(), idle=nn.Linear(2, 2))
+    wrapped, optimizer, loader = of_compat(idle)
     with pytest.raises(MissingGradientError, match=r"idle.*unused_parameters='zero' to dpengine\.PrivacyEngine"):
         step(wrapped, optimizer, *next(iter(loader)))
 

@@ -7,6 +7,7 @@ import inside
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from loops import (
     BATCH,
     ROWS,
@@ -157,32 +158,20 @@ def test_parameters_may_not_change_within_a_step():
 
 
 def test_an_unused_parameter_can_get_only_noise():
-    class Spare(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.spare = nn.Linear(4, 3), nn.Linear(4, 3)
+    def with_spare():
+        return Parts(lambda m, inputs: m.used(inputs), used=nn.Linear(4, 3), spare=nn.Linear(4, 3))
 
-        def forward(self, inputs):
-            return self.used(inputs)
-
-    loop = make_loop(Spare(), unused_parameters="zero", noise_multiplier=1.0)
+    loop = make_loop(with_spare(), unused_parameters="zero", noise_multiplier=1.0)
     train(loop)
-    quiet = make_loop(Spare(), unused_parameters="zero")
+    quiet = make_loop(with_spare(), unused_parameters="zero")
     with unchanged(quiet.model.spare):
         train(quiet)
     assert loop.model.spare.weight.grad.std() > 0.5 / BATCH
 
 
 def test_a_missing_gradient_is_reported_in_every_step():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left, self.right, self.both = nn.Linear(4, 3), nn.Linear(4, 3), True
-
-        def forward(self, inputs):
-            return self.left(inputs) + (self.right(inputs) if self.both else 0)
-
-    loop = make_loop(Branches(), noise_multiplier=1.0)
+    run = lambda m, inputs: m.left(inputs) + (m.right(inputs) if m.both else 0)  # noqa: E731
+    loop = make_loop(Parts(run, left=nn.Linear(4, 3), right=nn.Linear(4, 3), both=True), noise_multiplier=1.0)
     batches = iter(loop.loader)
     loop.step(*next(batches))
     loop.model.both = False

@@ -7,6 +7,7 @@ import inside
 import numpy as np
 import pytest
 import torch
+from case_models import Parts
 from loops import BATCH, ROWS, first_batch, gradients_of, make_loop, same_state, state_of, train
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -75,15 +76,8 @@ def test_every_parameter_gets_noise_of_its_own():
 
 @pytest.mark.hazard("N3")
 def test_parameters_of_two_dtypes_share_no_noise():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.narrow, self.wide = nn.Linear(4, 50), nn.Linear(4, 50).double()
-
-        def forward(self, inputs):
-            return self.narrow(inputs).double() + self.wide(inputs.double())
-
-    loop = make_loop(Mixed(), noise_multiplier=1.0)
+    run = lambda m, inputs: m.narrow(inputs).double() + m.wide(inputs.double())  # noqa: E731
+    loop = make_loop(Parts(run, narrow=nn.Linear(4, 50), wide=nn.Linear(4, 50).double()), noise_multiplier=1.0)
     loop.optimizer.zero_grad()
     (loop.model(first_batch(loop.loader)[0]) * 0).sum().backward()
     loop.optimizer.step()

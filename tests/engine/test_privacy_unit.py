@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from case_models import Parts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,27 +22,21 @@ from dpengine.sampling.units import UnitDraws, unit_numbers
 ROWS, CLASSES, BOUND = 60, 4, 0.1
 
 
-class Attention(nn.Module):
+def attention():
     """Packed projections, and a parameter that is followed operation by operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(8, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.block(x).mean(dim=1))
+    block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    return Parts(lambda m, x: m.head(m.block(x).mean(dim=1)), block=block, head=nn.Linear(8, CLASSES))
 
 
-class Tied(nn.Module):
+def tied():
     """A table that is read twice."""
+    run = lambda m, ids: m.head(m.table(ids[:, :3]).sum(dim=1) * m.table(ids[:, 3:]).mean(dim=1))  # noqa: E731
+    return Parts(run, table=nn.Embedding(12, 5), head=nn.Linear(5, CLASSES))
 
-    def __init__(self):
-        super().__init__()
-        self.table, self.head = nn.Embedding(12, 5), nn.Linear(5, CLASSES)
 
-    def forward(self, ids):
-        return self.head(self.table(ids[:, :3]).sum(dim=1) * self.table(ids[:, 3:]).mean(dim=1))
+def recurrent():
+    lstm = nn.LSTM(6, 5, batch_first=True)
+    return Parts(lambda m, x: m.head(m.lstm(x)[0][:, -1]), lstm=lstm, head=nn.Linear(5, CLASSES))
 
 
 MODELS = {
@@ -50,21 +45,10 @@ MODELS = {
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(36, CLASSES)),
         (3, 5, 5),
     ),
-    "attention": (Attention, (5, 8)),
-    "embedding": (Tied, None),
-    "recurrent": (lambda: Recurrent(), (4, 6)),
+    "attention": (attention, (5, 8)),
+    "embedding": (tied, None),
+    "recurrent": (recurrent, (4, 6)),
 }
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 5, batch_first=True), nn.Linear(5, CLASSES)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0][:, -1])
 
 
 def data(shape, rows=ROWS):
@@ -227,20 +211,10 @@ def test_the_report_names_the_unit():
     assert "training example" not in said
 
 
-class Mixing(nn.Module):
-    """Takes a mean over the batch."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, CLASSES)
-
-    def forward(self, x):
-        return self.layer(x - x.mean(dim=0))
-
-
-def test_rows_that_mix_are_found():
+def test_a_model_that_mixes_samples_is_rejected():
+    mixing = Parts(lambda m, x: m.layer(x - x.mean(dim=0)), layer=nn.Linear(6, CLASSES))
     with pytest.raises(UnsupportedLayerError, match=r"rows|batch"):
-        one_release(Mixing(), data((6,)), user_ids(), noise_multiplier=1.0)
+        one_release(mixing, data((6,)), user_ids(), noise_multiplier=1.0)
 
 
 BAD = [
@@ -267,7 +241,7 @@ def test_bad_units_are_rejected(settings, error, message):
     assert not model._forward_hooks
 
 
-# What a review found
+# Ids, order and chunks
 
 
 def test_ids_of_any_kind_are_distinguished():

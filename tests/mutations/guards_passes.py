@@ -49,7 +49,7 @@ GUARDS = [
         "the probe compares samples, not privacy units",
         "(units is not None or self.only is not None)",
         "self.only is not None",
-        "engine/test_privacy_unit.py::test_rows_that_mix_are_found",
+        "engine/test_privacy_unit.py::test_a_model_that_mixes_samples_is_rejected",
     ),
     Guard(
         "the probe compares all parameters",

@@ -226,7 +226,7 @@ def test_calibrated_plans_keep_their_target_in_training():
     assert math.isfinite(engine.epsilon)
 
 
-# What a review found
+# Further arguments and checks
 
 
 @pytest.mark.parametrize("name", ["band-mf", "blt"])
