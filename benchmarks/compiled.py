@@ -89,15 +89,18 @@ def main() -> None:
         cell = {**CELLS, **MORE}[name]
         error = _deviation(_update(one_graph, cell, setting), _update(ours("auto"), cell, setting))
         torch.compiler.reset()
-        runners = {way: _started(build, cell, setting) for way, build in CONTENDERS.items()}
-        seconds: dict[str, list[float]] = {way: [] for way in runners}
+        runners = {contender: _started(build, cell, setting) for contender, build in CONTENDERS.items()}
+        seconds: dict[str, list[float]] = {contender: [] for contender in runners}
         for step in range(5 + args.steps):
-            for way, runner in runners.items():
-                seconds[way] += [timed(runner.step, "cpu")][step < 5 :]
-        medians = {way: statistics.median(times) for way, times in seconds.items()}
-        for way, value in medians.items():
-            deviation = f"{error:.0e}" if "compile=True" in way else ""
-            print(f"| {name} | {way} | {1e3 * value:.2f} | {value / medians['plain']:.2f} | {deviation} |", flush=True)
+            for contender, runner in runners.items():
+                seconds[contender] += [timed(runner.step, "cpu")][step < 5 :]
+        medians = {contender: statistics.median(times) for contender, times in seconds.items()}
+        for contender, value in medians.items():
+            deviation = f"{error:.0e}" if "compile=True" in contender else ""
+            print(
+                f"| {name} | {contender} | {1e3 * value:.2f} | {value / medians['plain']:.2f} | {deviation} |",
+                flush=True,
+            )
 
 
 def _started(build: Build, cell: Cell, setting: Setting) -> Runner:

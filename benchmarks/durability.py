@@ -49,21 +49,21 @@ def _row(name: str, folder: Path, steps: int, setting: Setting) -> None:
     from dpengine.ledger_file.run_ledger import RunLedger
 
     cell, writes = CELLS[name], []
-    ways = {"memory": ours("auto"), "file": ours("auto", ledger=folder / "run.ledger")}
+    builds = {"memory": ours("auto"), "file": ours("auto", ledger=folder / "run.ledger")}
     runners = {}
-    for way, build in ways.items():
+    for kind, build in builds.items():
         torch.manual_seed(0)
-        runners[way] = build(cell, cell.make(), cell.batch(cell.batch_size), setting)
+        runners[kind] = build(cell, cell.make(), cell.batch(cell.batch_size), setting)
     charge = RunLedger.charge
 
     def timed_charge(*args: object, **kwargs: object) -> None:
         writes.append(timed(lambda: charge(*args, **kwargs), "cpu"))  # type: ignore[arg-type]
 
     RunLedger.charge = timed_charge  # type: ignore[method-assign]
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[float]] = {kind: [] for kind in builds}
     for step in range(20 + steps):  # the first steps choose between methods
-        for way, runner in runners.items():
-            seconds[way] += [timed(runner.step, "cpu")][step < 20 :]
+        for kind, runner in runners.items():
+            seconds[kind] += [timed(runner.step, "cpu")][step < 20 :]
     RunLedger.charge = charge  # type: ignore[method-assign]
     memory, write = statistics.mean(seconds["memory"]), statistics.mean(writes[20:])
     shares = " | ".join(f"{write / m / memory:.2%}" for m in RESERVED)

@@ -32,7 +32,7 @@ from benchmarks.gate import LARGE_RATE, judge
 from benchmarks.runner import Build, Runner, Setting
 from dpengine.grad_modes import rows as grad_rows
 
-WAYS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
+DEFAULT_CONTENDERS = ("plain", "dpengine auto", "dpengine ghost", "opacus hooks", "opacus ghost")
 MODES = ("auto", "hooks", "ghost", "functorch", "ew")
 LAG = 200_000_000  # cycles, about 0.1 s
 GATE_BATCH = 8
@@ -76,15 +76,20 @@ def check_sums(device: str, cells: dict[str, Cell]) -> dict[str, Any]:
     """Returns the deviation of clipped sums from the loop over samples, by cell and mode.
 
     Returns:
-        ``{cell: {way: {"deviation", "overshoot", "why_not"}}}``.
+        ``{cell: {contender: {"deviation", "overshoot", "why_not"}}}``.
     """
-    ways = {f"dpengine {mode}": CONTENDERS[f"dpengine {mode}"] for mode in MODES}
+    contenders = {f"dpengine {mode}": CONTENDERS[f"dpengine {mode}"] for mode in MODES}
     if device == "cuda":
-        ways |= {f"{n}, lagging stream": Contender(lagging(ours(n.split()[1])), 1e-5, 1e-6) for n in list(ways)[:3]}
+        contenders |= {
+            f"{n}, lagging stream": Contender(lagging(ours(n.split()[1])), 1e-5, 1e-6) for n in list(contenders)[:3]
+        }
     found: dict[str, Any] = {}
     for name, cell in cells.items():
-        verdicts = {way: judge(one, cell, Setting(device=device), batch_size=GATE_BATCH) for way, one in ways.items()}
-        found[name] = {way: vars(verdict) for way, verdict in verdicts.items()}
+        verdicts = {
+            contender: judge(one, cell, Setting(device=device), batch_size=GATE_BATCH)
+            for contender, one in contenders.items()
+        }
+        found[name] = {contender: vars(verdict) for contender, verdict in verdicts.items()}
         print(name, found[name], flush=True)
     return found
 
@@ -125,19 +130,20 @@ def _update(cell: Cell, batch: Batch, setting: Setting) -> Tensor:
     return torch.cat(changes) * (len(batch[0]) / setting.rate)
 
 
-def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[str, Any]:
+def measure(cell: Cell, device: str, steps: int, contenders: tuple[str, ...]) -> dict[str, Any]:
     """Times each contender separately, because the models of all may not fit into memory.
 
     Returns:
-        ``{way: {"ms", "host_ms", "peak_gib", "kernels", "synchronisations", "top"}}``, or ``{way: {"failed"}}``.
+        ``{contender: {"ms", "host_ms", "peak_gib", "kernels", "synchronisations", "top"}}``; ``{"failed"}`` for a
+        contender that failed.
     """
     found: dict[str, Any] = {}
-    for way in ways:
+    for contender in contenders:
         try:
-            found[way] = _measure(cell, way, device, steps)
+            found[contender] = _measure(cell, contender, device, steps)
         except Exception as error:
-            found[way] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
-            if way.startswith("dpengine"):
+            found[contender] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:300]}
+            if contender.startswith("dpengine"):
                 traceback.print_exc()
         if device == "cuda":
             gc.collect()  # models of this contender would count in the peak of the next one
@@ -148,8 +154,8 @@ def measure(cell: Cell, device: str, steps: int, ways: tuple[str, ...]) -> dict[
     return found
 
 
-def _measure(cell: Cell, way: str, device: str, steps: int) -> dict[str, Any]:
-    runner = start(cell, way, Setting(device=device, autocast=True))
+def _measure(cell: Cell, contender: str, device: str, steps: int) -> dict[str, Any]:
+    runner = start(cell, contender, Setting(device=device, autocast=True))
     finish: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     for _ in range(10):  # two of them with a probe
         runner.step()
@@ -235,7 +241,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models and few steps")
     parser.add_argument("--cells", nargs="+", help="some of the cells")
     parser.add_argument("--gate", nargs="+", help="some of the models whose sums are checked")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--skip", nargs="+", default=[], choices=["sums", "autocast", "noise", "cell"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", help="a JSON file, written after each part")
@@ -261,9 +267,9 @@ def main() -> None:
         "autocast": lambda: {name: check_autocast(arguments.device, cell) for name, cell in under_autocast.items()},
         "noise": lambda: noise.measure([1 << 16 if arguments.tiny else 1 << 27], 3, arguments.device),
     }
-    ways = tuple(dict.fromkeys(("plain", *arguments.ways)))
+    contenders = tuple(dict.fromkeys(("plain", *arguments.contenders)))
     parts |= {
-        f"cell {name}": lambda cell=cell: measure(cell, arguments.device, arguments.steps, ways)
+        f"cell {name}": lambda cell=cell: measure(cell, arguments.device, arguments.steps, contenders)
         for name, cell in cells.items()
         if arguments.cells is None or name in arguments.cells
     }

@@ -34,7 +34,7 @@ from benchmarks.simulated_gpu import Card, OnCard, run_again, simulated
 BYTES_PER_SECOND = 4.3e12  # of an H200, as measured by `benchmarks.gpu`, like the floating point operations
 FLOPS_PER_SECOND = {torch.bfloat16: 6e14, torch.float16: 6e14, torch.float32: 5e13, torch.float64: 4e13}
 SECONDS_PER_LAUNCH = 2e-6
-WAYS = ("plain", "dpengine auto", "dpengine ghost")
+DEFAULT_CONTENDERS = ("plain", "dpengine auto", "dpengine ghost")
 CARDS = {"80 GiB": 80 * 2**30, "139 GiB": 139 * 2**30}
 _STEPS = 3  # the third is ordinary: the first two time methods and compare all values of the parameters
 _GIB = 2**30
@@ -90,33 +90,33 @@ def engine_on(log: Log, *, checks: bool = False, draws: bool = False) -> Iterato
         yield
 
 
-def step_of(cell: Cell, way: str, batch_size: int, card: Card) -> int:
+def step_of(cell: Cell, contender: str, batch_size: int, card: Card) -> int:
     """Runs steps on the simulated device, so that its log holds an ordinary one. Returns the number of parameters."""
     with torch.device("meta"):
         model = cell.make()
         inputs, targets = cell.batch(batch_size)
     model = card.move_model(model)
     batch = card.moved(inputs), card.moved(targets)
-    runner = CONTENDERS[way].build(cell, model, batch, Setting(device="cuda", autocast=True))
+    runner = CONTENDERS[contender].build(cell, model, batch, Setting(device="cuda", autocast=True))
     for _ in range(_STEPS):
         card.log.start_again()
         runner.step()
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def predict(cell: Cell, ways: tuple[str, ...]) -> dict[str, Any]:
-    """Predicts an ordinary step of each way.
+def predict(cell: Cell, contenders: tuple[str, ...]) -> dict[str, Any]:
+    """Predicts an ordinary step of each contender.
 
     Returns:
-        ``{way: {"ms", "ratio", "launches", "waits", "flops", "peak_gib", "ms_of", "top"}}``. ``"flops"`` has the
+        ``{contender: {"ms", "ratio", "launches", "waits", "flops", "peak_gib", "ms_of", "top"}}``. ``"flops"`` has the
         operations of products by dtype, ``"ms_of"`` the time by part of the step, and ``"top"`` the longest kernels.
     """
     found: dict[str, Any] = {}
-    for way in ways:
+    for contender in contenders:
         log = Log(seconds_of)
         with simulated(log) as card, engine_on(log):
-            numel = step_of(cell, way, cell.batch_size, card)
-        one = found[way] = _summary(log.kernels, numel)
+            numel = step_of(cell, contender, cell.batch_size, card)
+        one = found[contender] = _summary(log.kernels, numel)
         one |= {"waits": dict(log.waits), "peak_gib": log.peak / _GIB}
         one["ratio"] = one["ms"] / found["plain"]["ms"]
     return found
@@ -168,21 +168,21 @@ def deviation(cell: Cell) -> float:
     return float((updates[0] - updates[1]).norm() / updates[1].norm())
 
 
-def max_batch_size(cell: Cell, way: str, memory: int) -> int:
+def max_batch_size(cell: Cell, contender: str, memory: int) -> int:
     """Returns a batch size whose ordinary step takes 96 to 100 % of the memory: peaks grow almost linearly."""
     last, size = cell.batch_size, 4 * cell.batch_size
-    last_peak, peak = _peak(cell, way, last, memory), _peak(cell, way, size, memory)
+    last_peak, peak = _peak(cell, contender, last, memory), _peak(cell, contender, size, memory)
     while not 0.96 * memory <= peak <= memory:
         slope = (peak - last_peak) / (size - last)
         last, last_peak, size = size, peak, max(1, int(size + (0.98 * memory - peak) / slope))
-        peak = _peak(cell, way, size, memory)
+        peak = _peak(cell, contender, size, memory)
     return size
 
 
-def _peak(cell: Cell, way: str, batch_size: int, memory: int) -> int:
+def _peak(cell: Cell, contender: str, batch_size: int, memory: int) -> int:
     log = Log(seconds_of)
     with simulated(log, memory=memory) as card, engine_on(log):
-        step_of(cell, way, batch_size, card)
+        step_of(cell, contender, batch_size, card)
     return log.peak
 
 
@@ -223,26 +223,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="small models")
     parser.add_argument("--cells", nargs="+", help="some of the cells")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=list(DEFAULT_CONTENDERS), choices=CONTENDERS)
     parser.add_argument("--memory", action="store_true", help="largest batches instead of times")
     parser.add_argument("--out", help="a JSON file")
     given = parser.parse_args()
     cells = gpu.TINY if given.tiny else gpu.LARGE
-    ways = tuple(dict.fromkeys(("plain", *given.ways)))
+    contenders = tuple(dict.fromkeys(("plain", *given.contenders)))
     found: dict[str, Any] = {}
     for name, cell in cells.items():
         if given.cells is not None and name not in given.cells:
             continue
         if given.memory:
-            found[name] = {way: {c: max_batch_size(cell, way, size) for c, size in CARDS.items()} for way in ways}
+            found[name] = {
+                contender: {c: max_batch_size(cell, contender, size) for c, size in CARDS.items()}
+                for contender in contenders
+            }
             print(name, found[name], flush=True)
             continue
-        found[name] = predict(cell, ways)
+        found[name] = predict(cell, contenders)
         found[name]["limits"] = limits(cell, found[name]["plain"])
         if given.tiny:
             found[name]["values"] = {"deviation": deviation(cell)}
-        for way, one in found[name].items():
-            print(name, way, {key: value for key, value in one.items() if key != "top"}, flush=True)
+        for contender, one in found[name].items():
+            print(name, contender, {key: value for key, value in one.items() if key != "top"}, flush=True)
     if given.out:
         with open(given.out, "w") as file:
             json.dump(found, file, indent=1)

@@ -47,31 +47,32 @@ PROBED = {
     "words-8000": Cell(lambda: models.TiedDecoder(8000, 64, 1, 4), next_words(8000, 64), 16, loss=TokenLoss),
     "decoder-6": Cell(lambda: models.TiedDecoder(8000, 256, 6, 8), next_words(8000, 64), 8, loss=TokenLoss),
 }
-WAYS = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "dpengine ghost", "opacus hooks")}
-WAYS |= {"plain, compiled": Contender(compiled(CONTENDERS["plain"].build)), "compile=True": Contender(one_graph)}
+TIMED = {name: CONTENDERS[name] for name in ("plain", "dpengine auto", "dpengine ghost", "opacus hooks")}
+TIMED |= {"plain, compiled": Contender(compiled(CONTENDERS["plain"].build)), "compile=True": Contender(one_graph)}
 PHASES = ("zero_grad", "forward", "backward", "step")
 
 
-def step_times(cell: Cell, ways: list[str], steps: int) -> dict[str, Any]:
+def step_times(cell: Cell, contenders: list[str], steps: int) -> dict[str, Any]:
     """Times the steps of each contender, alternating with plain steps. Values are medians.
 
     Returns:
-        ``{way: {"ms", "plain_ms", "ratio"}}``, or ``{way: {"failed"}}``.
+        ``{contender: {"ms", "plain_ms", "ratio"}}``, or ``{contender: {"failed"}}``.
     """
     found: dict[str, Any] = {}
-    for way in ways:
+    for contender in contenders:
         torch.manual_seed(0)
         try:
             plain, step = (
-                WAYS[one].build(cell, cell.make(), cell.batch(BATCH), Setting(threads=1)).step for one in ("plain", way)
+                TIMED[one].build(cell, cell.make(), cell.batch(BATCH), Setting(threads=1)).step
+                for one in ("plain", contender)
             )
             seconds: list[tuple[float, float]] = []
             for _ in range(70 + steps):  # past the probes of passes 1, 8 and 64
                 seconds.append((_seconds(plain), _seconds(step)))
             plain_ms, ms = (1e3 * statistics.median(past) for past in zip(*seconds[70:], strict=True))
-            found[way] = {"ms": ms, "plain_ms": plain_ms, "ratio": ms / plain_ms}
+            found[contender] = {"ms": ms, "plain_ms": plain_ms, "ratio": ms / plain_ms}
         except Exception as error:
-            found[way] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
+            found[contender] = {"failed": f"{type(error).__name__}: {error}".split("\n")[0][:200]}
     return found
 
 
@@ -256,24 +257,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--probed", nargs="+", default=list(PROBED), choices=PROBED)
-    parser.add_argument("--ways", nargs="+", default=list(WAYS)[1:], choices=WAYS)
+    parser.add_argument("--contenders", nargs="+", default=list(TIMED)[1:], choices=TIMED)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--out", help="a JSON file")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     results: dict[str, Any] = {"torch": torch.__version__, "steps": given.steps, "cells": {}, "phases": {}}
-    print("| cell | way | ms | over plain |\n|---|---|---|---|")
+    print("| cell | contender | ms | ratio to plain |\n|---|---|---|---|")
     for name in given.cells:
-        results["cells"][name] = step_times(CELLS[name], given.ways, given.steps)
-        for way, one in results["cells"][name].items():
+        results["cells"][name] = step_times(CELLS[name], given.contenders, given.steps)
+        for contender, one in results["cells"][name].items():
             shown = f"{one['ms']:.2f} | {one['ratio']:.2f}" if "ms" in one else f"{one['failed']} | -"
-            print(f"| {name} | {way} | {shown} |", flush=True)
-    print(f"\n| cell, us per layer | way | {' | '.join(PHASES)} |\n|---|---|{'---|' * len(PHASES)}")
+            print(f"| {name} | {contender} | {shown} |", flush=True)
+    print(f"\n| cell, us per layer | contender | {' | '.join(PHASES)} |\n|---|---|{'---|' * len(PHASES)}")
     for name in given.cells:
         results["phases"][name] = phase_times(CELLS[name], given.steps)
-        for way, phases in results["phases"][name].items():
-            print(f"| {name} | {way} | {' | '.join(f'{phases[phase]:.0f}' for phase in PHASES)} |", flush=True)
+        for contender, phases in results["phases"][name].items():
+            print(f"| {name} | {contender} | {' | '.join(f'{phases[phase]:.0f}' for phase in PHASES)} |", flush=True)
     print("\n| model | step | ms | over ordinary | MiB |\n|---|---|---|---|---|")
     results["probed"] = {name: probed_times(PROBED[name], given.steps // 10) for name in given.probed}
     for name, kinds in results["probed"].items():

@@ -30,7 +30,7 @@ def _torch(flat: Tensor) -> Callable[[int], object]:
     return lambda step: flat.add_(torch.randn_like(flat))
 
 
-WAYS: dict[str, Callable[[Tensor], Callable[[int], object]]] = {
+METHODS: dict[str, Callable[[Tensor], Callable[[int], object]]] = {
     "dpengine add_normal_": _ours,
     "torch randn and add": _torch,
 }
@@ -40,7 +40,7 @@ def measure(sizes: list[int], repeats: int, device: str) -> list[tuple[int, str,
     """Returns ``(elements, method, median ns, min ns)`` per element; the methods alternate."""
     found = []
     for size in sizes:
-        draws = {name: make(torch.zeros(size, device=device)) for name, make in WAYS.items()}
+        draws = {name: make(torch.zeros(size, device=device)) for name, make in METHODS.items()}
         seconds: dict[str, list[float]] = {name: [] for name in draws}
         for step in range(repeats + 1):
             for name, draw in draws.items():

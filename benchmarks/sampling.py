@@ -57,12 +57,12 @@ def loading(examples: int, batch: int) -> Callable[[int], int]:
     return lambda step: len(next(batches))
 
 
-WAYS: dict[str, Callable[[int, int], Callable[[int], int]]] = {"draw": drawing, "loader": loading}
+METHODS: dict[str, Callable[[int, int], Callable[[int], int]]] = {"draw": drawing, "loader": loading}
 
 
-def measure(way: str, examples: int, batch: int, repeats: int) -> tuple[float, float]:
+def measure(method: str, examples: int, batch: int, repeats: int) -> tuple[float, float]:
     """Returns the median milliseconds per thousand indices, and the peak memory of a draw in MiB."""
-    draw = WAYS[way](examples, batch)
+    draw = METHODS[method](examples, batch)
     draw(0)
     cost = []
     for step in range(1, repeats + 1):
@@ -85,9 +85,9 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     print("| examples | expected batch | method | ms per 1,000 indices | peak MiB |\n|---|---|---|---|---|")
-    for way, batch, examples in itertools.product(WAYS, args.batches, args.examples):
-        cost, peak = measure(way, examples, batch, args.repeats)
-        print(f"| {examples:,} | {batch:,} | {way} | {cost:.3f} | {peak:.2f} |", flush=True)
+    for method, batch, examples in itertools.product(METHODS, args.batches, args.examples):
+        cost, peak = measure(method, examples, batch, args.repeats)
+        print(f"| {examples:,} | {batch:,} | {method} | {cost:.3f} | {peak:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

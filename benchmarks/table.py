@@ -27,7 +27,7 @@ def merged(parts: Iterable[Results]) -> Results:
 
 def report(results: Results) -> str:
     """Returns all tables."""
-    parts = [summary(results), ladder(results), memory(results), failures(results)]
+    parts = [summary(results), peer_ratios(results), memory(results), failures(results)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -88,7 +88,7 @@ def detail(results: Results) -> str:
     return "\n".join(lines)
 
 
-def ladder(results: Results) -> str:
+def peer_ratios(results: Results) -> str:
     """Returns each peer's ratio in each cell. A star marks a ratio that does not count, for the reason below."""
     names = _peers(results)
     if not names:

@@ -12,7 +12,7 @@ from dpengine.clipping import policy
 @pytest.mark.slow
 def test_all_parts_run_with_tiny_models(tmp_path, monkeypatch):
     out = tmp_path / "gpu.json"
-    arguments = ["gpu", "--device", "cpu", "--tiny", "--steps", "1", "--ways", "dpengine auto"]
+    arguments = ["gpu", "--device", "cpu", "--tiny", "--steps", "1", "--contenders", "dpengine auto"]
     monkeypatch.setattr("sys.argv", [*arguments, "--gate", "vit", "--out", str(out)])
     gpu.main()
     found = json.loads(out.read_text())

@@ -22,7 +22,8 @@ pytestmark = [NEEDS, pytest.mark.slow]  # a process of 20 s, and one of 45 s
 @pytest.fixture(scope="module")
 def predicted(tmp_path_factory):
     out = tmp_path_factory.mktemp("gpu_model") / "tiny.json"
-    command = [sys.executable, "-m", "benchmarks.gpu_model", "--tiny", "--ways", "dpengine auto", "--out", str(out)]
+    arguments = ["--tiny", "--contenders", "dpengine auto", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu_model", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text())
