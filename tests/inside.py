@@ -52,7 +52,7 @@ def state(owner, run=-1):
         dropped=step.dropped_samples,
         step=step.batches.last_step,
         chunk=step.batches.chunk,
-        waiting=[(ticket.step, tuple(ticket.sizes)) for ticket in step.batches.batches],
+        waiting=[(ticket.step, tuple(ticket.sizes)) for ticket in step.batches.logical_batches],
         written=set(step.writer.released),
         largest_norm=step.statistics.largest_norm,
         pending=passes.pending,
@@ -76,7 +76,7 @@ def state(owner, run=-1):
 def public_text(owner, run=-1):
     """Representations that may reach a log: the plan and the logical batches."""
     step = _step(owner, run)
-    return f"{step.plan!r} {step.batches.batches!r}"
+    return f"{step.plan!r} {step.batches.logical_batches!r}"
 
 
 def return_batch(owner, step, rows):
@@ -87,7 +87,7 @@ def return_batch(owner, step, rows):
 def samples_now(owner, run=-1):
     """The number of samples of the current physical batch: 0 for a placeholder, or if the batch was discarded."""
     batches = _step(owner, run).batches
-    return batches.samples if batches.batches else 0
+    return batches.samples if batches.logical_batches else 0
 
 
 def without_placeholders(loader):

@@ -104,7 +104,7 @@ class AuditedRun:
     def _chunk(self) -> tuple[int, Indices]:
         """Returns the step, and the example indices of the current physical batch."""
         run = self.run.step
-        step = run.batches.batches[-1].step
+        step = run.batches.logical_batches[-1].step
         drawn = self.run.loader._batches.draw(step)  # a pure function, so it returns the same batch again
         return step, np.asarray(drawn.chunks[run.batches.chunk], dtype=np.int64)
 
@@ -117,9 +117,11 @@ class AuditedRun:
             torch.zeros(p.numel()) if p.grad is None else p.grad.detach().flatten().double().cpu()
             for p in self._trainable().values()
         ]
-        divisor = run.plan.divisor(len(run.batches.batches), mean=run.passes.loss_reduction == "mean")
+        divisor = run.plan.divisor(len(run.batches.logical_batches), mean=run.passes.loss_reduction == "mean")
         scale = divisor / run.plan.clipping.sensitivity()
-        self._projections[run.batches.batches[-1].step] = self._directions.project(torch.cat(grads).numpy()) * scale
+        self._projections[run.batches.logical_batches[-1].step] = (
+            self._directions.project(torch.cat(grads).numpy()) * scale
+        )
 
     @property
     def releases(self) -> int:

@@ -58,7 +58,7 @@ def _public_texts(trial: Trial) -> dict[str, bytes]:
         "repr of the engine": repr(engine).encode(),
         "repr of the optimizer": repr(trial.optimizer).encode(),
         "repr of the noise": repr(trial.step.source).encode(),
-        "repr of a logical batch": repr(trial.step.batches.batches).encode(),
+        "repr of a logical batch": repr(trial.step.batches.logical_batches).encode(),
         "the statement": str(engine.report()).encode(),
         "the metrics": repr(engine.metrics()).encode(),
         "the state": repr(engine.state_dict()).encode(),

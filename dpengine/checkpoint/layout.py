@@ -16,7 +16,7 @@ VERSION = 2
 SECRET = "private"
 MODEL, OPTIMIZER, RUN, NOISE = "model", "optimizer", "run", "noise"  # names of tensor files
 PUBLIC, SEALS = "privacy_state.json", "seals.json"  # the seal of a file is its SHA-256
-EARLIER = "Use an earlier checkpoint."
+USE_EARLIER = "Use an earlier checkpoint."
 
 
 def only_run(engine: PrivacyEngine) -> Run:

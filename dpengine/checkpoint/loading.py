@@ -112,7 +112,7 @@ class _CheckpointFiles:
         if not isinstance(self.state, dict) or self.state.get("version") != layout.VERSION:
             version = self.state.get("version") if isinstance(self.state, dict) else None
             raise CorruptFileError(
-                f"{layout.RUN} has version {version!r}; this release reads {layout.VERSION}.", fix=layout.EARLIER
+                f"{layout.RUN} has version {version!r}; this release reads {layout.VERSION}.", fix=layout.USE_EARLIER
             )
         check_state(self.state)
 
@@ -133,11 +133,13 @@ class _CheckpointFiles:
         metadata = self._optimizer.metadata
         owners = _json(metadata.get("of", ""), layout.OPTIMIZER)
         if not isinstance(owners, dict) or not all(isinstance(number, int) for number in owners.values()):
-            raise CorruptFileError(f"{layout.OPTIMIZER} does not assign its tensors to parameters.", fix=layout.EARLIER)
+            raise CorruptFileError(
+                f"{layout.OPTIMIZER} does not assign its tensors to parameters.", fix=layout.USE_EARLIER
+            )
         tensors = sharded_state.optimizer_tensors(self._optimizer, owners, run.optimizer, topology)
         self._object_states = join_tensors(_json(metadata.get("state", ""), layout.OPTIMIZER), tensors)
         if not isinstance(self._object_states, dict):
-            raise CorruptFileError(f"{layout.OPTIMIZER} has no states.", fix=layout.EARLIER)
+            raise CorruptFileError(f"{layout.OPTIMIZER} has no states.", fix=layout.USE_EARLIER)
         if self._object_states.keys() != stateful_objects(run).keys():
             raise MechanismMismatchError(
                 f"The checkpoint has {list(self._object_states)}, but this run has {sorted(stateful_objects(run))}.",
@@ -154,7 +156,7 @@ class _CheckpointFiles:
                 stateful.load_state_dict(self._object_states[name])
             except (KeyError, TypeError, ValueError, AttributeError) as error:
                 raise CorruptFileError(
-                    f"The stored state does not fit the {name}: {error!r}.", fix=layout.EARLIER
+                    f"The stored state does not fit the {name}: {error!r}.", fix=layout.USE_EARLIER
                 ) from error
         engine.load_state_dict(_marked_resumed(self._privacy_state))
 
@@ -183,16 +185,16 @@ def _check_seals(folder: Path, rank: int, ranks: int) -> str:
     """Raises if a file changed since it was saved. Each rank checks some files. Returns the digest of the seals."""
     for name, seal in list(_seals(folder).items())[rank::ranks]:
         if folders.digest(folder / name) != seal:
-            raise CorruptFileError(f"{name} was changed after it was saved.", fix=layout.EARLIER)
+            raise CorruptFileError(f"{name} was changed after it was saved.", fix=layout.USE_EARLIER)
     return folders.digest(folder / layout.SECRET / layout.SEALS)
 
 
 def _seals(folder: Path) -> dict[str, str]:
     seals = _json(folders.read(folder / layout.SECRET / layout.SEALS).decode(errors="replace"), layout.SEALS)
     if not isinstance(seals, dict) or not all(isinstance(name, str) and ".." not in name for name in seals):
-        raise CorruptFileError(f"{layout.SEALS} is damaged.", fix=layout.EARLIER)
+        raise CorruptFileError(f"{layout.SEALS} is damaged.", fix=layout.USE_EARLIER)
     if not {layout.PUBLIC, f"{layout.SECRET}/{layout.RUN}.safetensors"} <= seals.keys():
-        raise CorruptFileError(f"{layout.SEALS} does not list all files.", fix=layout.EARLIER)
+        raise CorruptFileError(f"{layout.SEALS} does not list all files.", fix=layout.USE_EARLIER)
     return seals
 
 
@@ -200,7 +202,7 @@ def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{where} is damaged: {error}.", fix=layout.EARLIER) from error
+        raise CorruptFileError(f"{where} is damaged: {error}.", fix=layout.USE_EARLIER) from error
 
 
 def _check_weights(current: Mapping[str, Tensor], stored: StoredTensors) -> None:

@@ -31,7 +31,7 @@ from dpengine.noise.mechanism import AbstractNoise
 from dpengine.noise.source import NoiseSource
 from dpengine.plan.run_plan import RunPlan
 
-from .layout import EARLIER
+from .layout import USE_EARLIER
 
 _BETWEEN_STEPS = (Stage.IDLE, Stage.RELEASED, Stage.DISCARDED)
 _NONCE_BITS = 63
@@ -84,24 +84,24 @@ def check_state(state: Any) -> None:
         value = state
         for name in path.split("."):
             if not isinstance(value, dict) or name not in value:
-                raise CorruptFileError(f"The state of the run has no {path!r}.", fix=EARLIER)
+                raise CorruptFileError(f"The state of the run has no {path!r}.", fix=USE_EARLIER)
             value = value[name]
         in_range = kind is not int or (not isinstance(value, bool) and isinstance(value, int) and -1 <= value < 2**64)
         if not isinstance(value, kind) or not in_range:
             description = "number out of range" if isinstance(value, int) else type(value).__name__
-            raise CorruptFileError(f"The state of the run has a {description} as {path!r}.", fix=EARLIER)
+            raise CorruptFileError(f"The state of the run has a {description} as {path!r}.", fix=USE_EARLIER)
     nonces = state.get("earlier_nonces", [])  # missing in earlier checkpoints
     are_lists = isinstance(nonces, list) and all(isinstance(pair, list) for pair in nonces)
     if not are_lists or any([*map(type, pair)] != [int, int] for pair in nonces):
-        raise CorruptFileError("The state of the run has damaged 'earlier_nonces'.", fix=EARLIER)
+        raise CorruptFileError("The state of the run has damaged 'earlier_nonces'.", fix=USE_EARLIER)
     generators = state["noise"].get("generators", [])  # missing in earlier checkpoints
     if not isinstance(generators, list) or not all(isinstance(name, str) for name in generators):
-        raise CorruptFileError("The state of the noise has damaged 'generators'.", fix=EARLIER)
+        raise CorruptFileError("The state of the noise has damaged 'generators'.", fix=USE_EARLIER)
     units = state.get("units")  # missing in earlier checkpoints; None before the first batch
     if not (units is None or (isinstance(units, list) and all(isinstance(name, str) for name in units))):
-        raise CorruptFileError("The state of the run has damaged 'units'.", fix=EARLIER)
+        raise CorruptFileError("The state of the run has damaged 'units'.", fix=USE_EARLIER)
     if not all(isinstance(name, str) for name in state["fingerprint"]):
-        raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=EARLIER)
+        raise CorruptFileError("The fingerprint of the run has names that are not strings.", fix=USE_EARLIER)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def resumption(
     try:
         source = NoiseSource.from_secret_state(state["source"], nonce=nonce)
     except ValueError as error:
-        raise CorruptFileError(f"The state of the run has no usable key: {error}", fix=EARLIER) from error
+        raise CorruptFileError(f"The state of the run has no usable key: {error}", fix=USE_EARLIER) from error
     _check_examples(run, source, state)
     first = state["last_step"] + 1
     same_matrix = plan.noise is None or plan.noise.name == state["matrix"]

@@ -16,7 +16,7 @@ from dpengine.distributed.local_shards import Box, StridedPositions, is_dtensor,
 from dpengine.distributed.topology import Topology
 from dpengine.errors import CorruptFileError, MechanismMismatchError
 
-from .layout import EARLIER
+from .layout import USE_EARLIER
 from .tensor_files import Shard, StoredTensors
 
 _SLICE = "noise"
@@ -72,7 +72,7 @@ def optimizer_tensors(
             tensors[name] = stored.read(name)
             continue
         if not 0 <= index_of[name] < len(parameters):
-            raise CorruptFileError(f"{name!r} does not belong to a parameter.", fix=EARLIER)
+            raise CorruptFileError(f"{name!r} does not belong to a parameter.", fix=USE_EARLIER)
         parameter, shape = parameters[index_of[name]], stored.shape(name)
         if not is_dtensor(parameter) or not shape:
             tensors[name] = stored.read(name)
@@ -129,7 +129,7 @@ def _read_slice(
         while position < end:
             start, length, name, offset = rows[index] if 0 <= index < len(rows) else (end, 0, "", 0)
             if not start <= position < start + length:
-                raise CorruptFileError(f"The state of the noise at index {position} is missing.", fix=EARLIER)
+                raise CorruptFileError(f"The state of the noise at index {position} is missing.", fix=USE_EARLIER)
             stop = min(end, start + length)
             state_rows, has_several_rows = stored.shape(name)[0], stored.shape(name)[1] > length
             if has_several_rows:

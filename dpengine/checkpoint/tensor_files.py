@@ -24,7 +24,7 @@ from dpengine.distributed.local_shards import Box
 from dpengine.errors import CorruptFileError
 
 from .folder import COPY_ALL
-from .layout import EARLIER
+from .layout import USE_EARLIER
 
 _SUFFIX = ".safetensors"
 _SHARDING_KEY, _OFFSETS_KEY = "DCP_SHARDING_INFO", "saved_offsets"  # names of torch.distributed.checkpoint
@@ -125,7 +125,7 @@ class StoredTensors:
                     out[common.slices_in(box)] = values
                     count += common.numel
         if out is None or count != box.numel:
-            raise CorruptFileError(f"{name!r} is incomplete.", fix=EARLIER)
+            raise CorruptFileError(f"{name!r} is incomplete.", fix=USE_EARLIER)
         return out
 
 
@@ -146,4 +146,4 @@ def _corruption_errors(name: str) -> Any:
     except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RuntimeError, RecursionError) as error:
         if isinstance(error, CorruptFileError):
             raise
-        raise CorruptFileError(f"{name} is damaged, or not a tensor file: {error}.", fix=EARLIER) from error
+        raise CorruptFileError(f"{name} is damaged, or not a tensor file: {error}.", fix=USE_EARLIER) from error

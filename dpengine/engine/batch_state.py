@@ -49,7 +49,7 @@ class BatchState:
         continues: True if the next backward pass belongs to the current logical batch. Used only if ``external``.
         look_ahead: Number of physical batches that a trainer fetches before it uses the first one. If positive, the
             trainer must run one backward pass for each physical batch, in the order of the loader.
-        batches: Logical batches whose gradients are in the sums. The last one is the current batch.
+        logical_batches: Logical batches whose gradients are in the sums. The last one is the current batch.
         fetched: Physical batches that were fetched ahead of their backward pass.
         chunk: Index of the current physical batch within its logical batch.
         done: True if the current physical batch had its backward pass, even if its logical batch is discarded.
@@ -64,7 +64,7 @@ class BatchState:
     continues: bool = False
     look_ahead: int = 0
     stage: Stage = field(default=Stage.IDLE, init=False)
-    batches: list[LogicalBatch] = field(default_factory=list, init=False)
+    logical_batches: list[LogicalBatch] = field(default_factory=list, init=False)
     fetched: deque[tuple[LogicalBatch, int]] = field(default_factory=deque, init=False)
     chunk: int = field(default=0, init=False)
     done: bool = field(default=False, init=False)
@@ -77,17 +77,17 @@ class BatchState:
     @property
     def samples(self) -> int:
         """Number of samples of the current physical batch."""
-        return self.batches[-1].sizes[self.chunk]
+        return self.logical_batches[-1].sizes[self.chunk]
 
     @property
     def steps(self) -> list[int]:
         """Step numbers of the merged logical batches."""
-        return [batch.step for batch in self.batches]
+        return [batch.step for batch in self.logical_batches]
 
     @property
     def first_uncharged(self) -> int:
         """The first step that is not accounted yet."""
-        return self.batches[0].step if self.stage in _UNCHARGED else self.last_step + 1
+        return self.logical_batches[0].step if self.stage in _UNCHARGED else self.last_step + 1
 
     @property
     def awaits_backward(self) -> bool:
@@ -107,7 +107,7 @@ class BatchState:
     @property
     def is_placeholder(self) -> bool:
         """True if the current physical batch is empty, and the loader returned a placeholder sample for it."""
-        return self.awaits_backward and self.samples == 0 and self.batches[-1].placeholder
+        return self.awaits_backward and self.samples == 0 and self.logical_batches[-1].placeholder
 
     # The loader
 
@@ -136,14 +136,14 @@ class BatchState:
         self.last_step = batch.step
         self.passed_over = self.awaits_backward and self.chunk == 0
         effect = NO_EFFECT
-        if self.passed_over and len(self.batches) > 1:
-            self.batches.pop()  # the batches before it stay in the sums
+        if self.passed_over and len(self.logical_batches) > 1:
+            self.logical_batches.pop()  # the batches before it stay in the sums
             effect = Effect(discarded=1)
         elif self.stage is Stage.OPEN:
             effect = self.discard()
         if self.stage not in _UNCHARGED:
-            self.batches = []
-        self.batches.append(batch)
+            self.logical_batches = []
+        self.logical_batches.append(batch)
         self.stage, self.chunk, self.done = Stage.OPEN, 0, False
         return effect
 
@@ -152,15 +152,15 @@ class BatchState:
 
         Its step counts as skipped. Batches whose gradients are in the sums stay complete.
         """
-        self.batches.pop()
+        self.logical_batches.pop()
         self.last_step, self.done = last_step, True
-        self.stage = Stage.CLIPPED if self.batches else Stage.DISCARDED
-        self.chunk = len(self.batches[-1].sizes) - 1 if self.batches else 0
+        self.stage = Stage.CLIPPED if self.logical_batches else Stage.DISCARDED
+        self.chunk = len(self.logical_batches[-1].sizes) - 1 if self.logical_batches else 0
 
     def extend(self, samples: int) -> None:
         """Adds a physical batch to the current logical batch, and makes it the current one."""
-        batch = replace(self.batches[-1], sizes=(*self.batches[-1].sizes, samples))
-        self.batches[-1] = batch
+        batch = replace(self.logical_batches[-1], sizes=(*self.logical_batches[-1].sizes, samples))
+        self.logical_batches[-1] = batch
         self.stage, self.chunk, self.done = Stage.OPEN, len(batch.sizes) - 1, False
 
     # The backward pass
@@ -179,7 +179,7 @@ class BatchState:
     def clipped(self) -> None:
         """Records that the gradients of the current physical batch are in the sums."""
         self.done = True
-        if self.chunk == len(self.batches[-1].sizes) - 1:
+        if self.chunk == len(self.logical_batches[-1].sizes) - 1:
             self.stage = Stage.CLIPPED
 
     # The optimizer
@@ -194,7 +194,7 @@ class BatchState:
 
     def charged(self) -> None:
         """Records that the merged logical batches are accounted."""
-        self.merged = len(self.batches)
+        self.merged = len(self.logical_batches)
         self.stage = Stage.CHARGED
 
     def finished(self) -> None:
@@ -206,13 +206,13 @@ class BatchState:
     def cleared(self) -> Effect:
         """Records a call of ``zero_grad``: discards complete logical batches that were not stepped."""
         if self.stage is Stage.RELEASED:
-            self.batches, self.stage = [], Stage.IDLE
+            self.logical_batches, self.stage = [], Stage.IDLE
         elif self.stage is Stage.CLIPPED:
             return self.discard()
-        elif self.awaits_backward and self.chunk == 0 and len(self.batches) > 1:
-            current = self.batches.pop()
+        elif self.awaits_backward and self.chunk == 0 and len(self.logical_batches) > 1:
+            current = self.logical_batches.pop()
             effect = self.discard()
-            self.batches, self.stage, self.done = [current], Stage.OPEN, False
+            self.logical_batches, self.stage, self.done = [current], Stage.OPEN, False
             return effect
         return NO_EFFECT
 
@@ -221,8 +221,8 @@ class BatchState:
     def upcoming(self) -> tuple[int, int]:
         """Returns how many batches will be charged separately from, and together with, the next logical batch."""
         if self.stage is Stage.CLIPPED:
-            return 0, max(len(self.batches) + 1, self.merged)
-        return (len(self.batches) if self.stage is Stage.OPEN else 0) + self._fetched_batches, self.merged
+            return 0, max(len(self.logical_batches) + 1, self.merged)
+        return (len(self.logical_batches) if self.stage is Stage.OPEN else 0) + self._fetched_batches, self.merged
 
     @property
     def _fetched_batches(self) -> int:
@@ -230,14 +230,14 @@ class BatchState:
 
     def discard(self) -> Effect:
         """Ends the merged logical batches early."""
-        uncharged = len(self.batches) if self.stage in _UNCHARGED else 0
-        self.batches, self.done = [], True
+        uncharged = len(self.logical_batches) if self.stage in _UNCHARGED else 0
+        self.logical_batches, self.done = [], True
         self.stage = Stage.CLOSED if self.stage is Stage.CLOSED else Stage.DISCARDED
         return Effect(uncharged, zero_sums=True)
 
     def drop_uncharged(self) -> None:
         """Drops a complete logical batch that exceeds the budget. It is not charged, because no result is released."""
-        self.batches, self.stage = [], Stage.DISCARDED
+        self.logical_batches, self.stage = [], Stage.DISCARDED
 
     def close(self) -> Effect:
         """Ends the run."""

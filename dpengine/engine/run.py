@@ -132,7 +132,7 @@ class Run:
                 fix='Compute it with reduction="none", and reduce every axis but the first.',
             )
         batches = self.step.batches
-        if batches.batches and loss_B.shape[0] != batches.samples and not batches.is_placeholder:
+        if batches.logical_batches and loss_B.shape[0] != batches.samples and not batches.is_placeholder:
             raise BatchMismatchError(
                 f"loss_per_example has {loss_B.shape[0]} numbers for the {batches.samples} samples of this batch.",
                 fix="Reduce every axis but the first, which is the batch.",

@@ -108,8 +108,7 @@ class PrivateStep:
         self.writer = GradWriter(self.passes.topology)
         self.budget = Budget() if budget is None else budget
         self.dataset_check = dataset_check
-        self.unused_parameters = unused_parameters
-        self.unit_reduction = unit_reduction
+        self.unused_parameters, self.unit_reduction = unused_parameters, unit_reduction
         self.grad_scaler = grad_scaler
         self.statistics, self.dropped_samples = ClipStatistics(), 0
         self.run: Any = None  # set by `Run.attach`, so that the run lives as long as the model
@@ -260,7 +259,7 @@ class PrivateStep:
 
     def _units(self) -> Units | None:
         """Returns the privacy unit of each sample of the current physical batch; None if each sample is a unit."""
-        units = self.batches.batches[-1].units
+        units = self.batches.logical_batches[-1].units
         if not units or not self.batches.samples:
             return None
         unit_B = torch.from_numpy(units[self.batches.chunk])
@@ -281,7 +280,7 @@ class PrivateStep:
             return False
         with self.private_update():
             mean = self.passes.loss_reduction == "mean"
-            self.write_gradients(self.plan.divisor(len(self.batches.batches), mean=mean))
+            self.write_gradients(self.plan.divisor(len(self.batches.logical_batches), mean=mean))
             update()
         return True
 
@@ -294,7 +293,7 @@ class PrivateStep:
             self._begin(self.batches.next_for_step())
         if self.batches.stage in NOT_RETURNED:
             self._check_before_charge(1)  # the loader may have ended because of the budget
-        if not self.batches.is_ready or len(self.batches.batches) > 1:
+        if not self.batches.is_ready or len(self.batches.logical_batches) > 1:
             check_step(self)
         if not self.batches.done:
             check_stale(self)
@@ -307,7 +306,7 @@ class PrivateStep:
 
         An error in the update discards the batch, which is not charged a second time.
         """
-        self._check_before_charge(len(self.batches.batches))
+        self._check_before_charge(len(self.batches.logical_batches))
         with self._discard_on_error():
             if missing := self.passes.missing(self.passes.update_buffer()):
                 check_unused(self, missing)
@@ -345,7 +344,7 @@ class PrivateStep:
         )
 
     def _charge(self) -> None:
-        count = len(self.batches.batches)
+        count = len(self.batches.logical_batches)
         if count > 1 and not self.plan.accounts_per_epoch:  # merging does not change the cost of an epoch
             warn_merged(self, count)
         event, before = self.plan.event(count), self.ledger.steps
@@ -361,14 +360,15 @@ class PrivateStep:
 
     def write_gradients(self, divisor: float) -> None:
         """Adds noise to the sums, divides them by a public constant and writes them to ``p.grad`` without a copy."""
-        buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.batches)
+        buffer, topology, count = self.passes.buffer, self.passes.topology, len(self.batches.logical_batches)
         if buffer.deferred:
             buffer.settle()
         fingerprint = ("release", *self._fingerprint(), count, divisor)
         sums = buffer.drain()
         self.noise_drawn.update((self.source, flat.device.type) for flat in sums.flats.values())
         try:
-            std, step, scale, ranks = self.plan.noise_std, self.batches.batches[-1].step, 1 / divisor, topology.replicas
+            std, scale, ranks = self.plan.noise_std, 1 / divisor, topology.replicas
+            step = self.batches.logical_batches[-1].step
             if ranks.size == 1:
                 sums.add_noise(self.noise, std=std, step=step, scale=scale)
             else:
@@ -383,8 +383,8 @@ class PrivateStep:
         """Returns values that must be equal on all ranks; an empty tuple in a single process."""
         if self.passes.topology.everyone.size == 1:
             return ()
-        step = self.batches.batches[-1].step if self.batches.batches else None
-        position = (step, self.batches.chunk, len(self.batches.batches), self.batches.released)
+        step = self.batches.logical_batches[-1].step if self.batches.logical_batches else None
+        position = (step, self.batches.chunk, len(self.batches.logical_batches), self.batches.released)
         return (*position, self.plan.noise_std, *self.plan.clipping.bounds, self.ledger.steps)
 
     # The run

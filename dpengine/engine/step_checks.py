@@ -83,7 +83,7 @@ def check_backward(step: Step, recorded: RecordedPass) -> None:
             "out, for example by a loop that fetches ahead.",
             fix=f"Continue with the next batch of the loader. {_KEEP_ORDER}",
         )
-    if step.batches.stage is Stage.IDLE or (step.batches.stage is Stage.RELEASED and not step.batches.batches):
+    if step.batches.stage is Stage.IDLE or (step.batches.stage is Stage.RELEASED and not step.batches.logical_batches):
         raise BatchStateError(
             "Backward ran on samples that did not come from the private loader of this model: no batch of that loader "
             "awaits a backward pass.",
@@ -155,7 +155,7 @@ def check_step(step: Step) -> None:
 
 def check_unused(step: Step, missing: Sequence[str]) -> None:
     """Raises if parameters have no gradient in a logical batch with samples, unless this is allowed."""
-    if step.unused_parameters == "error" and any(sum(batch.sizes) for batch in step.batches.batches):
+    if step.unused_parameters == "error" and any(sum(batch.sizes) for batch in step.batches.logical_batches):
         number = f" ({len(missing)} parameters have none)" if len(missing) > 1 else ""
         raise MissingGradientError(
             f"Parameter '{missing[0]}' has no gradient in this step{number}.",

@@ -12,7 +12,7 @@ from dpengine.accounting.events import Event, event_from_state
 from dpengine.accounting.ledger import KINDS, Charge
 from dpengine.errors import InvalidBudgetError, LedgerError
 
-from .lines import BACKUP, Entry, entries_of
+from .lines import RESTORE_BACKUP, Entry, entries_of
 
 SCHEMA = 1
 
@@ -98,7 +98,7 @@ class Contents:
 
     def damaged(self, entry: Entry, reason: str) -> LedgerError:
         """Returns the error for an invalid entry."""
-        return LedgerError(f"{self.where}: line {entry.seq + 1} {reason}.", fix=BACKUP)
+        return LedgerError(f"{self.where}: line {entry.seq + 1} {reason}.", fix=RESTORE_BACKUP)
 
     def _begin(self, entry: Entry) -> None:
         if entry.fields["schema"] != SCHEMA:

@@ -18,7 +18,7 @@ from dpengine.errors import LedgerError
 _INITIAL_SEAL = "0" * 64
 _SEAL = re.compile(rb',"hash":"([0-9a-f]{64})"\}$')
 _FIRST = b'{"seq":0,"kind":"ledger",'
-BACKUP = "Restore it from a backup."
+RESTORE_BACKUP = "Restore it from a backup."
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,19 @@ def _read(line: bytes, previous: Entry | None, where: str) -> Entry:
     seq = 0 if previous is None else previous.seq + 1
     match = _SEAL.search(line)
     if match is None:
-        raise LedgerError(f"{where}: line {seq + 1} is not a ledger entry.", fix=BACKUP)
+        raise LedgerError(f"{where}: line {seq + 1} is not a ledger entry.", fix=RESTORE_BACKUP)
     text, seal = line[: match.start()] + b"}", match[1].decode()
     if _seal_of(previous, text) != seal:
-        raise LedgerError(f"{where}: line {seq + 1}, or an earlier one, was edited, moved or removed.", fix=BACKUP)
+        raise LedgerError(
+            f"{where}: line {seq + 1}, or an earlier one, was edited, moved or removed.", fix=RESTORE_BACKUP
+        )
     try:
         fields = json.loads(text)
         if fields.pop("seq") != seq:
             raise ValueError("its number is wrong")
         return Entry(seq, fields.pop("kind"), fields, seal)
     except (ValueError, KeyError, AttributeError, RecursionError) as error:
-        raise LedgerError(f"{where}: line {seq + 1} cannot be read: {error}.", fix=BACKUP) from error
+        raise LedgerError(f"{where}: line {seq + 1} cannot be read: {error}.", fix=RESTORE_BACKUP) from error
 
 
 def _seal_of(previous: Entry | None, text: bytes) -> str:

@@ -83,7 +83,7 @@ class Loops(RuleBasedStateMachine):
             self.begin((batch(self.step, samples), 0))
         assert self.state.awaits_backward and self.state.samples == samples
         if samples:
-            self.sums.add((self.state.batches[-1].step, self.state.chunk))
+            self.sums.add((self.state.logical_batches[-1].step, self.state.chunk))
         self.state.clipped()
 
     @rule()
@@ -95,7 +95,7 @@ class Loops(RuleBasedStateMachine):
             return
         if not self.state.awaits_backward or self.state.samples == 0:
             return
-        self.sums.add((self.state.batches[-1].step, self.state.chunk))
+        self.sums.add((self.state.logical_batches[-1].step, self.state.chunk))
         self.state.clipped()
 
     @precondition(lambda self: self.state.awaits_backward)
@@ -120,7 +120,7 @@ class Loops(RuleBasedStateMachine):
             self.state.clipped()
         if self.state.stage is not Stage.CLIPPED:
             return
-        merged = self.state.batches
+        merged = self.state.logical_batches
         assert self.sums == {(b.step, i) for b in merged for i, size in enumerate(b.sizes) if size}
         if end == "over budget":
             self.dropped += len(merged)
@@ -140,7 +140,7 @@ class Loops(RuleBasedStateMachine):
 
     @invariant()
     def every_batch_is_charged_once(self):
-        live = len(self.state.batches) if self.state.stage in {Stage.OPEN, Stage.CLIPPED} else 0
+        live = len(self.state.logical_batches) if self.state.stage in {Stage.OPEN, Stage.CLIPPED} else 0
         ahead = sum(chunk == 0 for _, chunk in self.state.fetched)
         assert live + ahead + self.charged + self.discarded + self.dropped == self.returned
 
@@ -151,7 +151,7 @@ class Loops(RuleBasedStateMachine):
     @invariant()
     def a_complete_batch_has_no_physical_batch_left(self):
         if self.state.stage is Stage.CLIPPED:
-            assert self.state.done and self.state.chunk == len(self.state.batches[-1].sizes) - 1
+            assert self.state.done and self.state.chunk == len(self.state.logical_batches[-1].sizes) - 1
 
     @invariant()
     def steps_rise(self):
@@ -160,7 +160,7 @@ class Loops(RuleBasedStateMachine):
     @invariant()
     def upcoming_charges_cover_what_is_not_charged(self):
         separately, together = self.state.upcoming()
-        live = len(self.state.batches) if self.state.stage in {Stage.OPEN, Stage.CLIPPED} else 0
+        live = len(self.state.logical_batches) if self.state.stage in {Stage.OPEN, Stage.CLIPPED} else 0
         assert separately + together > live
 
     def teardown(self):

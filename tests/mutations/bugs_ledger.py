@@ -91,7 +91,7 @@ def _late(step: Any) -> Any:
     def stepped(self: Any, update: Any) -> bool:
         def updated() -> None:
             update()
-            count = len(self.batches.batches)
+            count = len(self.batches.logical_batches)
             self.ledger.charge(self.plan.event(count), count=count)
 
         return bool(step(self, updated))

@@ -106,7 +106,7 @@ def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> P
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
         def written(step: Any, divisor: float) -> None:
-            share = max(1, sum(ticket.size for ticket in step.batches.batches)) / step.plan.expected_batch_size
+            share = max(1, sum(ticket.size for ticket in step.batches.logical_batches)) / step.plan.expected_batch_size
             step.noise = _Through(step.noise, lambda std, scale: changed(std, scale, share))
             try:
                 write(step, divisor)

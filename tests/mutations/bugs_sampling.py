@@ -77,9 +77,9 @@ def _empty_skipped(step: Any) -> Any:
     @functools.wraps(step)
     def stepped(self: Any, update: Any) -> bool:
         state = self.batches
-        if state.stage in (Stage.OPEN, Stage.CLIPPED) and not sum(batch.size for batch in state.batches):
+        if state.stage in (Stage.OPEN, Stage.CLIPPED) and not sum(batch.size for batch in state.logical_batches):
             self.passes.discard()
-            state.batches, state.stage = [], Stage.IDLE
+            state.logical_batches, state.stage = [], Stage.IDLE
             return False
         return bool(step(self, update))
 

@@ -71,8 +71,8 @@ GUARDS = [
     ),
     Guard(
         "noise has the standard deviation of the plan",
-        "std, step, scale, ranks = self.plan.noise_std, ",
-        "std, step, scale, ranks = 0.0, ",
+        "std, scale, ranks = self.plan.noise_std, ",
+        "std, scale, ranks = 0.0, ",
         "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(
@@ -83,8 +83,8 @@ GUARDS = [
     ),
     Guard(
         "noise is addressed by the step",
-        "self.plan.noise_std, self.batches.batches[-1].step, 1",
-        "self.plan.noise_std, 0, 1",
+        "            step = self.batches.logical_batches[-1].step\n",
+        "            step = 0\n",
         "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     ),
     Guard(
@@ -299,7 +299,7 @@ GUARDS = [
     ),
     Guard(
         "a pass over an empty batch that the loader did not pad",
-        "self.samples == 0 and self.batches[-1].placeholder",
+        "self.samples == 0 and self.logical_batches[-1].placeholder",
         "self.samples == 0",
         "users/test_batches.py::test_samples_for_an_empty_batch_raise",
     ),
@@ -329,7 +329,7 @@ GUARDS = [
     ),
     Guard(
         "a step without a batch is looked at",
-        "not self.batches.is_ready or len(self.batches.batches) > 1",
+        "not self.batches.is_ready or len(self.batches.logical_batches) > 1",
         "False",
         "users/test_step.py::test_a_second_step_of_one_batch_is_rejected_before_its_noise_is_drawn",
     ),

@@ -139,8 +139,8 @@ GUARDS = [
     ),
     Guard(
         "a batch in the sums stays complete when the next one is revoked",
-        "Stage.CLIPPED if self.batches else Stage.DISCARDED\n        self.chunk",
-        "Stage.OPEN if self.batches else Stage.DISCARDED\n        self.done = False\n        self.chunk",
+        "Stage.CLIPPED if self.logical_batches else Stage.DISCARDED\n        self.chunk",
+        "Stage.OPEN if self.logical_batches else Stage.DISCARDED\n        self.done = False\n        self.chunk",
         "engine/test_own_accountant.py::test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised",
     ),
     Guard(

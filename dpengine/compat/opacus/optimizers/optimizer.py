@@ -260,8 +260,8 @@ class DPOptimizer(Optimizer):
             return batches.merged
         if not batches.external:
             awaits_pass = batches.stage is Stage.OPEN and not (batches.done or passes.pending)
-            return max(1, len(batches.batches) - awaits_pass)
-        clipped = len(batches.batches) if batches.stage is Stage.CLIPPED else 0
+            return max(1, len(batches.logical_batches) - awaits_pass)
+        clipped = len(batches.logical_batches) if batches.stage is Stage.CLIPPED else 0
         return max(1, clipped + (0 if clipped and batches.continues else passes.count))
 
     # Step

@@ -299,7 +299,7 @@ def is_complete(step: PrivateStep) -> bool:
 @contextlib.contextmanager
 def private_update(optimizer: DPOptimizer, step: PrivateStep) -> Iterator[None]:
     """Charges the logical batch before noise is added in the context, and zeroes its sums after it."""
-    count, charged = len(step.batches.batches), False
+    count, charged = len(step.batches.logical_batches), False
     try:
         with step.private_update():
             charged = True
@@ -342,7 +342,7 @@ def scale(optimizer: DPOptimizer, step: PrivateStep) -> None:
     """Divides ``p.grad`` by the divisor of the plan."""
     if optimizer.loss_reduction == "mean":
         included = [number for number in step.batches.steps if number not in optimizer._skipped_batches]
-        count = max(1, len(included)) if step.batches.batches else step.batches.merged
+        count = max(1, len(included)) if step.batches.logical_batches else step.batches.merged
         written = step.writer.released.keys()
         # If there are none, the user's own add_noise wrote the gradients.
         grads = {p: p.grad for p in written or optimizer.params if p.grad is not None}
