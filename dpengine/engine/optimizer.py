@@ -275,8 +275,8 @@ def check_not_replaced(
     if skipped := len(released - initial - set(optimized)):
         notice(
             "DPE003",
-            f"{skipped} parameters were added to the model after make_private. The optimizer does not update them. "
-            "Call engine.detach(model), rebuild the optimizer, and call make_private again.",
+            f"{skipped} parameters were added to the model or replaced after make_private. The optimizer does not "
+            "update them. Call engine.detach(model), rebuild the optimizer, and call make_private again.",
             key="in a step",
             of=optimizer,
         )
