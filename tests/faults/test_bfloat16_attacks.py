@@ -1,4 +1,4 @@
-"""F-U: samples made so that their bfloat16 sum exceeds the clipping norm, by rounding of norms or of factors."""
+"""Samples made so that their bfloat16 sum exceeds the clipping norm, by rounding of norms or of factors."""
 
 import pytest
 import torch

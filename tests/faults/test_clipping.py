@@ -1,4 +1,4 @@
-"""F-C: what one row can add to a released sum, measured on the sum itself."""
+"""Effect of one sample on the sum of a step."""
 
 import inside
 import pytest

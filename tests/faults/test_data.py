@@ -1,4 +1,4 @@
-"""F-D: rows that no model was made for, and loaders used as people use them."""
+"""Samples that are not finite, and failures and unusual uses of loaders."""
 
 import copy
 import math

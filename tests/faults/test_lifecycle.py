@@ -1,4 +1,4 @@
-"""F-L: the life of a step, from the draw of a batch to the weights."""
+"""One private step: order of calls, charges, parameters and hooks."""
 
 import copy
 import logging

@@ -1,4 +1,4 @@
-"""F-M: modules as people write them, through the whole engine: right, or refused by name."""
+"""Modules in a private step: exact, or rejected by name."""
 
 import copy
 import warnings

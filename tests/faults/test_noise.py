@@ -1,4 +1,4 @@
-"""F-N: nobody can guess the noise of an engine, and no two releases share any."""
+"""Keys and seeds of the noise, and noise of repeated steps."""
 
 import os
 

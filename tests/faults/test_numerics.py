@@ -1,4 +1,4 @@
-"""F-U: rounding, overflow and cancellation do not let a row add more than its threshold."""
+"""Rounding, overflow and cancellation do not raise the sensitivity."""
 
 import inside
 import pytest

@@ -1,4 +1,4 @@
-"""F-U: rows made so that a norm and a sum of other rounding would differ, found by attack on the methods."""
+"""Samples made so that a norm and a sum of other rounding would differ, found by attack on the methods."""
 
 import functools
 import itertools

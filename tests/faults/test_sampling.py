@@ -1,4 +1,4 @@
-"""F-S: what the engine's loader draws is what the ledger books, and an empty batch is a step like any other."""
+"""Batches that the loader draws, and the rate that is charged for them."""
 
 import random
 from fractions import Fraction

@@ -468,19 +468,19 @@ GUARDS = [
         "many more rows are probed again",
         "        elif samples > 2 * self._max_samples > 0:",
         "        elif False:",
-        "faults/test_isolation.py::test_much_larger_batches_are_probed_as_well",
+        "faults/test_mixing_models.py::test_much_larger_batches_are_probed_as_well",
     ),
     Guard(
         "the other rows get other data",
         "torch.where(_broadcast(self._keep_B, front), front, first)",
         "front",
-        "faults/test_isolation.py::test_a_maximum_over_the_batch_is_found_in_each_sample",
+        "faults/test_mixing_models.py::test_a_maximum_over_the_batch_is_found_in_each_sample",
     ),
     Guard(
         "rows that do not stay apart",
         "        self._raise(same, changed)\n",
         "        pass\n",
-        "faults/test_isolation.py::test_the_layer_that_mixes_samples_is_named_and_nothing_is_released",
+        "faults/test_mixing_models.py::test_the_layer_that_mixes_samples_is_named_and_nothing_is_released",
     ),
     Guard(
         "the largest factor of automatic clipping",

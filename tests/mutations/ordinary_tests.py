@@ -40,7 +40,7 @@ TESTS = {
     "PB-33": "checkpoint/test_save.py::test_noise_goes_on_as_one_matrix_where_nothing_released_since[1-banded]",
     "PB-34": "checkpoint/test_save.py::test_groups_stay_as_they_were_drawn_where_nothing_released_since",
     "PB-35": "users/test_precision.py::test_no_sample_makes_the_scaler_skip_a_step[nan]",
-    "PB-36": "faults/test_isolation.py::test_every_planted_operation_is_found[outer-loss-sorted_rows]",
+    "PB-36": "faults/test_mixing_models.py::test_every_planted_operation_is_found[outer-loss-sorted_rows]",
     "PB-37": "faults/test_weights.py::test_a_weight_used_outside_its_layer_is_rejected_and_charged",
     "PB-38": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
     "PB-39": "engine/test_privacy_unit.py::test_a_user_is_clipped_as_one[linear-mean-{}]",

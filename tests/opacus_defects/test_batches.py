@@ -170,9 +170,6 @@ def test_a_loop_that_calls_the_module_inside_the_wrapper_is_private(api):
     assert_run_is_right(private, batch(), NORM)
 
 
-# Ranks make different numbers of steps
-
-
 # Adaptive clipping uses the last physical batch only
 
 

@@ -167,9 +167,6 @@ def test_a_step_hook_does_not_remove_the_accounting(api):
     assert [(sigma, steps) for sigma, _, steps in private.engine.accountant.history] == [(1.0, 1)]
 
 
-# A rejected step empties the history
-
-
 # Calibration exceeds the target
 
 QUICK_LENGTHS = (1, 93)

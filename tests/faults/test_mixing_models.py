@@ -1,4 +1,4 @@
-"""Models in which one row moves the others are found by the isolation probe, before anything is released."""
+"""Models that mix samples are found by the independence probe before a step."""
 
 import random
 import warnings
