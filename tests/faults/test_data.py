@@ -150,7 +150,7 @@ def test_two_loops_over_one_loader_never_share_a_logical_batch():
     with pytest.raises(PrivacyError, match=r"DPE0(04|05|17|18|22)"):
         loop.optimizer.zero_grad()
         loop.backward(*stale)
-    with pytest.raises(PrivacyError, match=r"DPE004.*another was started"):
+    with pytest.raises(PrivacyError, match=r"DPE004.*another pass started"):
         next(outer)
     assert loop.engine.ledger.steps == 5
 
