@@ -1,4 +1,4 @@
-"""A small private run, and what one step of it must be by a loop over single rows, in float64."""
+"""A small private run, and the expected gradients of one step from a loop over samples in float64."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from dpengine import PrivacyEngine
 
-SLACK = 2.0**-20  # thresholds are met with this much to spare
+SLACK = 2.0**-20  # relative margin by which clipped norms are below the clipping norm
 ROWS, BATCH, FEATURES, CLASSES = 24, 6, 4, 3
-MAX_NORM = 1.4  # about the median: where all rows are clipped, a gradient that counts twice would not show
+MAX_NORM = 1.4  # about the median: if all samples were clipped, a gradient that counts twice would go undetected
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 every_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -34,7 +34,7 @@ def examples(rows=ROWS, *, scale=1.0):
 
 
 class Stream(IterableDataset):
-    """The examples, without a length."""
+    """The data set of ``examples``, without a length."""
 
     def __iter__(self):
         return iter(examples())
@@ -42,7 +42,7 @@ class Stream(IterableDataset):
 
 @dataclass
 class Loop:
-    """All that a training loop has at hand."""
+    """The objects of a private training loop."""
 
     engine: PrivacyEngine
     model: nn.Module
@@ -65,7 +65,7 @@ class Loop:
 
 
 def make_loop(model=None, *, make_optimizer=None, engine=None, dataset=None, batch_size=BATCH, seed=0, **options):
-    """``make_private`` on small things; without noise unless it is asked for."""
+    """Calls ``make_private`` on a small model and data set, by default without noise."""
     model = mlp() if model is None else model
     make_optimizer = make_optimizer or (lambda parameters: torch.optim.SGD(parameters, lr=0.5))
     optimizer = make_optimizer([p for p in model.parameters() if p.requires_grad])
@@ -79,18 +79,18 @@ def make_loop(model=None, *, make_optimizer=None, engine=None, dataset=None, bat
 
 
 def first_batch(loader, *, least=1):
-    """The first batch with so many rows."""
+    """Returns the first batch with at least ``least`` samples."""
     return next(batch for batch in loader if len(batch[-1]) >= least)
 
 
 def one_step(loop):
-    """A step on the first batch."""
+    """Takes a step on the first batch."""
     loop.step(*first_batch(loop.loader))
     return loop
 
 
 def train(loop, epochs=1):
-    """Steps through the loader; returns how many batches it gave."""
+    """Takes a step on each batch of the loader, and returns the number of steps."""
     steps = 0
     for _ in range(epochs):
         for batch in loop.loader:
@@ -100,7 +100,7 @@ def train(loop, epochs=1):
 
 
 def expected_gradients(model, batches, *, max_norm=MAX_NORM, divisor=BATCH, loss_fn=F.cross_entropy):
-    """Returns ``p.grad`` after a step without noise on these batches, by a loop over their rows."""
+    """Returns ``p.grad`` after a step without noise on these batches, from a loop over their samples."""
     plain = copy.deepcopy(model).float()
     rows = [row for inputs, targets in batches for row in per_sample_gradients(plain, loss_fn, (inputs,), targets)]
     if not rows:
@@ -122,14 +122,14 @@ def assert_same_gradients(found, expected, *, rtol=1e-5):
 
 @contextlib.contextmanager
 def exact_gradients(loop, *batches, **options):
-    """Checks that ``p.grad`` after the block is that of a loop over the rows of the batches."""
+    """Checks that ``p.grad`` after the block is that of a loop over the samples of the batches."""
     expected = expected_gradients(loop.model, batches, **options)
     yield
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
 def state_of(module):
-    """The parameters, as they are now."""
+    """Returns a copy of the state dict."""
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 

@@ -21,7 +21,8 @@ class Relation(enum.Enum):
     ADD_OR_REMOVE_ONE = "add-or-remove-one"
     """One data set has one example more. The number of examples is private."""
     ZERO_OUT = "zero-out"
-    """One example contributes zero ("replace special"). The cost is that of add-or-remove, and N is public."""
+    """One example contributes zero ("replace special"). The cost is that of add-or-remove. The number of examples is
+    public."""
     REPLACE_ONE = "replace-one"
     """One example is replaced, which doubles the sensitivity of a sum."""
 
@@ -69,7 +70,7 @@ class PoissonGaussianEvent(BaseEvent):
         return self.sample_rate
 
     def rounded(self) -> "PoissonGaussianEvent":
-        """See `BaseEvent.rounded`: rounds the sampling rate, whose last digits may differ."""
+        """See `BaseEvent.rounded`: rounds the sampling rate, whose last digits may differ between records."""
         return replace(self, sample_rate=float(f"{self.sample_rate:.12g}"))
 
 
@@ -144,7 +145,8 @@ class MatrixGaussianEvent(BaseEvent):
     def precision(self, steps: int) -> float:
         """Returns ``1 / noise_multiplier**2`` of the Gaussian mechanism formed by these steps.
 
-        Further steps count as another run, as for a history that was loaded twice.
+        Cycles beyond the last entry of ``sq_sensitivities`` count as another run. A history that was loaded twice has
+        such cycles.
 
         Args:
             steps: Number of steps in the run, at least 1.
@@ -171,7 +173,7 @@ class NonPrivateEvent(BaseEvent):
 
 @dataclass(frozen=True)
 class UnclaimedEvent(BaseEvent):
-    """A release without a privacy analysis, such as shuffled batches. Its history has no epsilon.
+    """A release without a privacy analysis, such as shuffled batches. A history that contains it has no epsilon.
 
     Args:
         reason: Reason for the missing analysis, as a sentence for the user.
@@ -251,7 +253,7 @@ def event_to_state(event: Event) -> dict[str, Any]:
 
 
 def event_from_state(state: Mapping[str, Any]) -> Event:
-    """Returns the event of a result of `event_to_state`."""
+    """Restores an event from the output of `event_to_state`."""
     if not isinstance(state, Mapping):
         raise LedgerError(f"An event of the ledger is a {type(state).__name__}, not a dictionary.")
     fields = dict(state)

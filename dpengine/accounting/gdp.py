@@ -1,7 +1,7 @@
 """Accountant with Gaussian differential privacy, for the cases in which its closed form is exact.
 
-A composition of Gaussian mechanisms without sampling is one Gaussian mechanism, whose trade-off is that of N(0, 1)
-against N(mu, 1) (Dong, Roth, Su 2019, arXiv:1905.02383). With sampling, this form only holds in a limit and
+A composition of Gaussian mechanisms without sampling is one Gaussian mechanism, whose trade-off function is that of
+N(0, 1) against N(mu, 1) (Dong, Roth, Su 2019, arXiv:1905.02383). With sampling, this form only holds in a limit and
 underestimates the cost, so it is not supported.
 """
 
@@ -125,7 +125,7 @@ def epsilon_of_mu(mu: float, delta: float, *, above: bool = True) -> float:
 
 
 def largest_mu(epsilon: float, delta: float) -> float:
-    """Returns the largest float mu with ``delta`` at ``epsilon``: the inverse of `epsilon_of_mu`."""
+    """Returns the largest float mu for which mu-GDP implies (epsilon, delta)-DP: the inverse of `epsilon_of_mu`."""
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)

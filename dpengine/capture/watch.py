@@ -1,4 +1,4 @@
-"""Watch list: the modules that capture hooks, and the method that follows the parameters of each."""
+"""List of the modules that capture watches, and the granularity at which it follows their parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Kind(enum.Enum):
-    """Method to follow a module's parameters."""
+    """Granularity at which capture follows the parameters of a module."""
 
     LAYER = "layer"  # a layer with one output tensor; each parameter has its own grad sampler
     UNIT = "unit"  # the module with all its submodules, with one joint sampler. Not a privacy unit
@@ -31,7 +31,7 @@ class Watch:
     Attributes:
         name: Dotted name in the model.
         module: The module.
-        kind: Method to follow its parameters.
+        kind: Granularity at which capture follows its parameters.
         rule: The grad samplers of the module, which capture passes to the grad mode.
         batch_first: True if calls have the batch on axis 0 even in a model with ``batch_first=False``, which holds for
             layers inside a batch-first replacement layer.
@@ -44,7 +44,7 @@ class Watch:
     batch_first: bool = False
 
     def slots(self) -> list[tuple[nn.Module, str, str]]:
-        """Returns owner, name in the owner and dotted name in the module of every parameter that is followed."""
+        """Returns (owner, name in the owner, dotted name in the module) of every parameter that is followed."""
         if self.kind is not Kind.UNIT:
             return [(self.module, name, name) for name, p in self.module._parameters.items() if p is not None]
         return [
@@ -56,13 +56,13 @@ class Watch:
 
 
 class WatchChoice(Protocol):
-    """Changes the watches of a model in its first batches."""
+    """Selects the units of a model during its first batches."""
 
     def __call__(self, capture: Capture, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Called before a forward pass of the model that is recorded."""
+        """Called before every recorded forward pass of the model."""
 
     def use(self, capture: Capture, units: Collection[str]) -> None:
-        """Makes the modules with these names units, and ends the choice."""
+        """Watches the modules with these names as units, and ends the selection of units."""
 
     def share(self, capture: Capture) -> None:
         """Makes every process use the units of all processes. All processes call it at the end of a step."""

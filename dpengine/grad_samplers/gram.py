@@ -97,7 +97,7 @@ def _norms_of(products: Sequence[Factors]) -> list[GramNorm]:
         index = {key: i for i, key in enumerate(tensors)}
         indices = [[index[elements_key(factor)] for factor in factors] for factors in products]
         sq_norms, scales = native.gram_norms([*tensors.values()], indices)
-        return [GramNorm(*norm) for norm in zip(sq_norms, _long(scales, length), strict=True)]
+        return [GramNorm(*norm) for norm in zip(sq_norms, _scale_for_terms(scales, length), strict=True)]
     dtype = torch.float64 if in_float64 else torch.promote_types(products[0][0].dtype, torch.float32)
     elements = (len(tensors) + 1) * length * _tile(length, dtype) + length * sum(t.shape[2] for t in tensors.values())
     step = max(1, memory_for(products[0][0].device, WORKSPACE_BYTES) // (dtype.itemsize * elements))
@@ -149,7 +149,7 @@ def _guarded(products: Sequence[Factors]) -> list[GramNorm]:
         inexact_B = ~(guard_B <= _MAX_GUARD * sq_norm_B)  # also true after an overflow or underflow
         if inexact_B.any():
             sq_norm_B[inexact_B] = _direct([factor_BTF[inexact_B] for factor_BTF in factors_BTF])
-        guarded.append(GramNorm(sq_norm_B, _long(norm_products_BT.sum(dim=1), norm_products_BT.shape[1])))
+        guarded.append(GramNorm(sq_norm_B, _scale_for_terms(norm_products_BT.sum(dim=1), norm_products_BT.shape[1])))
     return guarded
 
 
@@ -169,7 +169,8 @@ def _gram_sums(products: Sequence[Factors]) -> list[GramNorm]:
             sq_norms[k] += 2 * _dot(rest, last) - _dot(rest[:, :, :tile], last[:, :, :tile])
             diagonals = [gram.diagonal(dim1=1, dim2=2).clamp(min=0) for gram in (rest, last)]
             scales[k] += torch.mul(*diagonals).sqrt().sum(dim=1)
-    return [GramNorm(s.clamp(min=0), _long(scale, length)) for s, scale in zip(sq_norms, scales, strict=True)]
+    scales = [_scale_for_terms(scale, length) for scale in scales]
+    return [GramNorm(sq_norm.clamp(min=0), scale) for sq_norm, scale in zip(sq_norms, scales, strict=True)]
 
 
 def _dot(left_BTS: Tensor, right_BTS: Tensor) -> Tensor:
@@ -216,7 +217,7 @@ def outer_sum(*factors_BTF: Tensor) -> Tensor:
 
 
 def product_of_norms(*tensors: Tensor) -> Tensor:
-    """Returns, per sample, the product of its norms in all tensors, ``(B,)``.
+    """Returns the product, over the tensors, of the norm of each sample, ``(B,)``.
 
     By Cauchy-Schwarz, the product is at least the sum of the norms of the outer products over T.
     """
@@ -225,10 +226,10 @@ def product_of_norms(*tensors: Tensor) -> Tensor:
 
 def rounding_scale_of(terms: int, *factors: Tensor) -> Tensor:
     """Returns the value of `GradSampler.rounding_scale` for a sum of ``terms`` outer products per sample."""
-    return _long(product_of_norms(*factors), terms)
+    return _scale_for_terms(product_of_norms(*factors), terms)
 
 
-def _long(sum_of_norms_B: Tensor, terms: int) -> Tensor:
+def _scale_for_terms(sum_of_norms_B: Tensor, terms: int) -> Tensor:
     """Increases a sum of norms for the number of terms, because the rounding errors of a long sum add up."""
     return sum_of_norms_B * (1 + terms / _BLOCK)
 

@@ -22,7 +22,7 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def lightning_class(name: str) -> type:
-    """Returns a class of Lightning, preferably from an imported package; ``object`` if none is installed."""
+    """Returns a class of Lightning, from an already imported package if possible; ``object`` if none is installed."""
     for package in sorted(_PACKAGES, key=lambda package: package not in sys.modules):
         try:
             return getattr(importlib.import_module(package), name)  # type: ignore[no-any-return]
@@ -32,7 +32,9 @@ def lightning_class(name: str) -> type:
 
 
 _TRAINING_METRIC = re.compile(r"(^|[^a-z])train(ing)?([^a-z]|$)")
-_LARGER_BATCH = "Make the loader's batch_size larger by this factor, and pass DPCallback(physical_batch_size=...)."
+_LARGER_BATCH = (
+    "Multiply the loader's batch_size by the accumulation factor, and pass DPCallback(physical_batch_size=...)."
+)
 # Error, effect of the callback, and fix, by class name, which is the same in both Lightning packages.
 _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     "GradientAccumulationScheduler": (
@@ -42,14 +44,14 @@ _CALLBACKS: dict[str, tuple[type[PrivacyError], str, str]] = {
     ),
     "LearningRateFinder": (
         SamplingError,
-        "(also as Tuner.lr_find) takes steps on the training data with this callback disabled, and then restores the "
+        "(also as Tuner.lr_find) takes steps on the training data with DPCallback disabled, and then restores the "
         "weights. These steps would not be accounted.",
-        "Find the rate on public data, with a trainer without this callback; or compare private runs, which are all "
+        "Find the rate on public data, with a trainer without DPCallback; or compare private runs, which are all "
         "accounted.",
     ),
     "BatchSizeFinder": (
         SamplingError,
-        "(also as Tuner.scale_batch_size) takes steps on the training data with this callback disabled, and changes "
+        "(also as Tuner.scale_batch_size) takes steps on the training data with DPCallback disabled, and changes "
         "the batch size, on which the cost of a step depends.",
         "Choose the loader's batch_size yourself, and pass DPCallback(physical_batch_size=...) for the number of "
         "samples that fit into memory.",
@@ -78,7 +80,7 @@ def warn_of_training_metrics(trainer: Any) -> None:
         if isinstance(monitor, str) and _TRAINING_METRIC.search(monitor.lower()):
             notice(
                 "DPE012",
-                f"{type(callback).__name__}(monitor={monitor!r}) chooses by the training data, and this choice has a "
+                f"{type(callback).__name__}(monitor={monitor!r}) decides by the training data, and this decision has a "
                 "privacy cost that is not accounted. Monitor a metric of public data.",
                 of=callback,
             )
@@ -89,7 +91,7 @@ def check_unchanged(trainer: Any, callback: Any, run: Run) -> None:
     if not run.attached:
         raise DetachedError(
             "The module was detached during trainer.fit, so training would continue without privacy.",
-            fix="Do not call engine.detach(module) during trainer.fit, which detaches the module at its end.",
+            fix="Do not call engine.detach(module) during trainer.fit. DPCallback detaches the module when fit ends.",
         )
     if len(trainer.optimizers) != 1 or trainer.optimizers[0] is not run.optimizer:
         raise ParameterMismatchError(

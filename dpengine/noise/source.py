@@ -58,7 +58,7 @@ class NoiseSource:
         self._stream = stream_kind(kind)
         self._kind = kind
         self._key = bytearray(key)
-        self._nonce = _address("nonce", nonce)
+        self._nonce = _checked_address("nonce", nonce)
         self._insecure_seed = insecure_seed
         self._pid = os.getpid()
         self._pool: ThreadPoolExecutor | None = None
@@ -146,7 +146,7 @@ class NoiseSource:
             count: Number of words.
             domain: Purpose of the words. Different purposes must have different domains.
             step: Step of the words.
-            block: First block, in units of 8 words.
+            block: Index of the first block of 8 words.
             nonce: Noise nonce; None for the current one.
 
         Returns:
@@ -155,7 +155,7 @@ class NoiseSource:
         Raises:
             ValueError: If a number is negative, or the address exceeds 2**64.
         """
-        first, size = _address("block", block), _address("count", count)
+        first, size = _checked_address("block", block), _checked_address("count", count)
         if first - (-size // WORDS_PER_BLOCK) > _LIMIT:
             raise ValueError(
                 f"noise.NoiseSource.words: block {block} and count {count} exceed the last block, 2**64 - 1."
@@ -192,7 +192,7 @@ class NoiseSource:
             domain: Purpose of the noise. Different purposes must have different domains.
             step: Number of the step. Every step must have a new number.
             start: Index of ``flat[0]`` in the complete vector, if ``flat`` is a slice of it on one rank or device.
-            scale: Factor of the noisy vector.
+            scale: Factor by which the noisy vector is multiplied.
             rows: Number of rows of equal length in ``flat``. The starts of adjacent rows are ``stride`` apart in the
                 complete vector, for example if a rank holds several columns of a matrix.
             stride: See ``rows``.
@@ -238,15 +238,15 @@ class NoiseSource:
     def _subkey(self, use: bytes, domain: str, step: int, nonce: int | None = None) -> bytes:
         # Numbers of fixed width come first, so different addresses give different messages. `use` separates words and
         # normals.
-        nonce = self._nonce if nonce is None else _address("nonce", nonce)
-        numbers = struct.pack("<QQ", nonce, _address("step", step))
+        nonce = self._nonce if nonce is None else _checked_address("nonce", nonce)
+        numbers = struct.pack("<QQ", nonce, _checked_address("step", step))
         keyed = hashlib.blake2b(numbers, digest_size=_KEY_BYTES, key=self._open_key(), person=b"dpengine " + use)
         keyed.update(domain.encode())
         return keyed.digest()
 
     def _draw(self, tensor: Tensor, std: float, scale: float, subkey: bytes, start: int, *, overwrite: bool) -> Tensor:
         _check_tensor(tensor)
-        start = _address("start", start)
+        start = _checked_address("start", start)
         if start + tensor.numel() > _LIMIT:
             raise ValueError(f"noise.NoiseSource: start {start} and {tensor.numel()} elements exceed 2**64.")
         flat = tensor.detach()
@@ -279,13 +279,13 @@ class NoiseSource:
         span = (rows - 1) * stride + length
         if flat.device.type == "cpu" and self._stream.supports_rows:
             _check_tensor(flat)
-            start = _address("start", start)
-            _address("start", start + span)
+            start = _checked_address("start", start)
+            _checked_address("start", start + span)
             threads = min(torch.get_num_threads(), -(-flat.numel() // _MIN_PER_THREAD))
             target = flat.detach().numpy()
             self._stream.add_normals_by_rows(subkey, start, std, scale, target, threads, rows=rows, stride=stride)
             return flat
-        noise = torch.zeros(span, dtype=flat.dtype, device=flat.device)  # also of the elements between the rows
+        noise = torch.zeros(span, dtype=flat.dtype, device=flat.device)  # includes the elements between the rows
         self._draw(noise, std, 1.0, subkey, start, overwrite=False)
         flat.detach().view(rows, length).add_(noise.as_strided((rows, length), (stride, 1)))
         return flat.mul_(scale)
@@ -328,7 +328,7 @@ def _check_tensor(flat: Tensor) -> None:
         )
 
 
-def _address(name: str, value: int) -> int:
+def _checked_address(name: str, value: int) -> int:
     if isinstance(value, bool):
         raise TypeError(f"noise.NoiseSource: {name} must be an int, got a bool.")
     number = operator.index(value)

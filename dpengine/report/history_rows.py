@@ -13,9 +13,9 @@ from dpengine.errors import LedgerError
 
 _MAX_LENGTH = 500
 _FOLDERS = re.compile(
-    r"""(?: file:/*                             # a file URL,
-          | (?<![\w:/\\.~-])                    # or no part of a web address, a relative path, a DOI or a fraction,
-            (?: ~[\w.-]* | [A-Za-z]: )? )       # a home or a drive
+    r"""(?: file:/*                             # a file URL, or a path that
+          | (?<![\w:/\\.~-])                    # is not part of a web URL, a relative path, a DOI or a fraction,
+            (?: ~[\w.-]* | [A-Za-z]: )? )       # with an optional home directory or drive
         [/\\]+ (?=[^\s/\\]) (?: [^\s/\\]+ [/\\]+ )*  # folders
         ( [^\s/\\]* )                           # and the last component, which is kept""",
     re.VERBOSE,
@@ -51,7 +51,7 @@ _ADDED = {"non-private": {"noise_multiplier": 0.0}, "gaussian": {"sample_rate": 
 
 
 def rows_of(history: Iterable[Charge]) -> list[dict[str, Any]]:
-    """Returns a run-length encoding of the history. Discarded batches have the cost of steps and count as steps."""
+    """Returns a run-length encoding of the history. Discarded batches are encoded as steps of the same cost."""
     rows: list[dict[str, Any]] = []
     numbers: dict[str, int] = {}
     for charge in history:

@@ -1,4 +1,4 @@
-"""Checkpoints: round trips, files in the layout of Opacus, and what is told when a part is missing."""
+"""Checkpoints: round trips, files in the layout of Opacus, and warnings about missing parts and steps."""
 
 import io
 import warnings
@@ -36,11 +36,11 @@ def weights(parts):
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 def test_a_run_continues_with_its_weights_and_its_privacy_cost(mode, poisson):
-    asked = {"grad_sample_mode": mode, "poisson_sampling": poisson, "noise_multiplier": 1.0}
-    parts = private(**asked)
+    options = {"grad_sample_mode": mode, "poisson_sampling": poisson, "noise_multiplier": 1.0}
+    parts = private(**options)
     train(parts)
     file = saved(parts, optimizer=parts.optimizer, checkpoint_dict={"epoch": 7})
-    other = private(module=model(9), **asked)
+    other = private(module=model(9), **options)
     content = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer)
     assert content["epoch"] == 7
     assert set(content) == {"epoch", "module_state_dict", "privacy_accountant_state_dict"}
@@ -54,14 +54,14 @@ def test_a_run_continues_with_its_weights_and_its_privacy_cost(mode, poisson):
 
 
 def test_schedulers_are_saved_under_their_names():
-    def made():
+    def make():
         parts = private(noise_multiplier=1.0)
         noise = ExponentialNoise(parts.optimizer, gamma=0.5)
         return parts, {"noise_scheduler": noise, "grad_clip_scheduler": ExponentialGradClip(parts.optimizer, gamma=0.5)}
 
-    parts, schedulers = made()
-    for one in schedulers.values():
-        one.step()
+    parts, schedulers = make()
+    for scheduler in schedulers.values():
+        scheduler.step()
     file = saved(parts, optimizer=parts.optimizer, **schedulers)
     content = torch.load(file, weights_only=False)
     assert set(content) == {
@@ -72,10 +72,10 @@ def test_schedulers_are_saved_under_their_names():
         "grad_clip_scheduler_state_dict",
     }
     file.seek(0)
-    other, fresh = made()
-    left = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer, **fresh)
-    assert set(left) == {"module_state_dict", "privacy_accountant_state_dict"}
-    assert all(one.last_epoch == 1 for one in fresh.values())
+    other, fresh = make()
+    remaining = other.engine.load_checkpoint(path=file, module=other.model, optimizer=other.optimizer, **fresh)
+    assert set(remaining) == {"module_state_dict", "privacy_accountant_state_dict"}
+    assert all(scheduler.last_epoch == 1 for scheduler in fresh.values())
 
 
 @pytest.mark.parametrize("prefix", ["_module.", ""])
@@ -92,12 +92,12 @@ def test_a_file_that_opacus_wrote_is_read(prefix):
     assert torch.equal(parts.model._module[0].weight, model(5)[0].weight)
     assert parts.optimizer.param_groups[0]["lr"] == 0.03
     assert parts.engine.accountant.history == [(1.5, 0.01, 20), (1.0, 0.02, 3)]
-    spent = parts.engine.get_epsilon(1e-5)
+    epsilon = parts.engine.get_epsilon(1e-5)
     train(parts)
-    assert parts.engine.get_epsilon(1e-5) > spent
+    assert parts.engine.get_epsilon(1e-5) > epsilon
 
 
-def test_an_account_that_goes_back_is_noticed():
+def test_loading_an_earlier_history_warns():
     parts = private(noise_multiplier=1.0)
     train(parts, 2)
     file, again = saved(parts), saved(parts)
@@ -109,7 +109,7 @@ def test_an_account_that_goes_back_is_noticed():
         parts.engine.load_checkpoint(path=file, module=parts.model)
 
 
-def test_an_account_of_other_steps_is_noticed_and_one_that_goes_on_is_not():
+def test_loading_a_history_that_contains_all_steps_of_the_engine_does_not_warn():
     first = private(noise_multiplier=1.0)
     train(first, steps=2)
     file = saved(first)
@@ -127,7 +127,7 @@ def test_an_account_of_other_steps_is_noticed_and_one_that_goes_on_is_not():
         other.engine.load_checkpoint(path=saved(other), module=other.model)
 
 
-def test_steps_that_were_saved_and_are_not_in_another_checkpoint_are_noticed():
+def test_loading_a_checkpoint_without_the_saved_steps_of_the_engine_warns():
     other, first = private(noise_multiplier=2.0), private(noise_multiplier=1.0)
     train(other, steps=2)
     train(first, steps=2)
@@ -139,7 +139,7 @@ def test_steps_that_were_saved_and_are_not_in_another_checkpoint_are_noticed():
 
 
 @pytest.mark.parametrize("entry", [([1.0], 0.5, 2), (), ("a note",), (torch.tensor(1.0), torch.tensor(0.5), 2), 7])
-def test_what_an_accountant_of_a_users_own_keeps_does_not_stop_a_checkpoint(entry):
+def test_any_history_entry_of_a_custom_accountant_can_be_saved_and_loaded(entry):
     parts = private(noise_multiplier=1.0)
     parts.engine.accountant = Counting()
     parts.engine.accountant.history.append(entry)
@@ -150,11 +150,11 @@ def test_what_an_accountant_of_a_users_own_keeps_does_not_stop_a_checkpoint(entr
 
 
 class Secretive(Counting):
-    """Shows its history to nobody."""
+    """An accountant whose history cannot be read."""
 
     @property
     def history(self):
-        raise RuntimeError("not yours")
+        raise RuntimeError("unreadable")
 
     @history.setter
     def history(self, value):
@@ -164,7 +164,7 @@ class Secretive(Counting):
         self._history.append((noise_multiplier, sample_rate, 1))
 
 
-def test_an_account_that_cannot_be_read_is_taken_to_know_nothing():
+def test_an_unreadable_history_counts_as_empty():
     dataset = rows()
     train(private(noise_multiplier=1.0, dataset=dataset))
     second = private(noise_multiplier=1.0, dataset=dataset)
@@ -174,7 +174,7 @@ def test_an_account_that_cannot_be_read_is_taken_to_know_nothing():
 
 
 @pytest.mark.parametrize(("noise", "steps"), [(1.0, 3), (2.0, 1)])
-def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, steps):
+def test_loading_a_history_without_the_unsaved_steps_of_the_engine_warns(noise, steps):
     first = private(noise_multiplier=noise)
     train(first, steps=steps)
     file = saved(first)
@@ -187,32 +187,32 @@ def test_an_account_that_has_other_steps_than_those_made_here_is_noticed(noise, 
 @pytest.mark.one_in(2, "poisson", "accountant", others="slow")
 @pytest.mark.parametrize("poisson", [True, False])
 @pytest.mark.parametrize("accountant", [PRVAccountant, Counting])
-def test_an_engine_that_loads_the_account_of_another_over_the_same_data_does_not_warn(accountant, poisson):
+def test_an_engine_that_loads_the_history_of_another_over_the_same_data_does_not_warn(accountant, poisson):
     dataset = rows()
 
-    def made():
+    def make():
         parts = private(noise_multiplier=1.0, dataset=dataset, poisson_sampling=poisson)
         parts.engine.accountant = accountant()
         return parts
 
-    first = made()
+    first = make()
     train(first, steps=2)
     file = saved(first)
-    second = made()
+    second = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
-        if accountant is PRVAccountant or poisson:  # what a Counting is told of passes says less than the ledger
+        if accountant is PRVAccountant or poisson:  # a Counting accountant records less about passes than the ledger
             second.engine.load_checkpoint(path=file, module=second.model)
             train(second, steps=2)
-    third = made()
+    third = make()
     if accountant is PRVAccountant or poisson:
         file.seek(0)
-        third.engine.load_checkpoint(path=file, module=third.model)  # of the first two steps alone
+        third.engine.load_checkpoint(path=file, module=third.model)  # contains the first two steps only
     with pytest.warns(PrivacyWarning, match=r"DPE012.*Another engine.*load_checkpoint"):
         train(third, steps=1)
 
 
-def test_a_part_that_is_on_one_side_only_is_warned_of():
+def test_a_part_missing_from_the_checkpoint_or_the_arguments_warns():
     parts = private(noise_multiplier=1.0)
     without, with_it = saved(parts), saved(parts, optimizer=parts.optimizer)
     with pytest.warns(UserWarning, match="optimizer is not in the checkpoint"):
@@ -273,7 +273,7 @@ class Runs:
         return setattr, (Runs, "ran", True)
 
 
-def test_a_file_that_may_run_code_is_loaded_only_where_that_is_asked_for(monkeypatch):
+def test_a_file_that_may_run_code_is_loaded_only_on_request(monkeypatch):
     monkeypatch.setattr(Runs, "ran", False)
     parts = private(noise_multiplier=1.0)
     before = weights(parts).clone()

@@ -1,4 +1,4 @@
-"""The buffer of clipped sums: exact, of a wide dtype, and never the same memory before and after a release."""
+"""The buffer of clipped sums: sums are exact and in float32, and drained memory is never reused."""
 
 import pytest
 import torch
@@ -30,24 +30,24 @@ def test_sums_add_up_and_what_was_not_written_is_zero():
 
 def test_sums_of_all_parameters_at_once_are_added_in_the_order_of_the_buffer():
     listed = parameters()
-    one, other = FlatBuffer(listed), FlatBuffer(listed)
+    at_once, one_by_one = FlatBuffer(listed), FlatBuffer(listed)
     totals = [torch.arange(11.0), torch.arange(11.0) * 3]
     for scale, total in zip((2.0, 0.5), totals, strict=True):
-        one.add_all([total], scale)
+        at_once.add_all([total], scale)
         for parameter, part in zip(listed, total.split([p.numel() for p in listed]), strict=True):
-            other.add(parameter, part, scale)
-    for parameter, total in one:
-        assert torch.equal(total, dict(other)[parameter])
+            one_by_one.add(parameter, part, scale)
+    for parameter, total in at_once:
+        assert torch.equal(total, dict(one_by_one)[parameter])
     with pytest.raises(ValueError, match="those of the parameters"):
-        one.add_all([torch.zeros(3)], 1.0)
+        at_once.add_all([torch.zeros(3)], 1.0)
 
 
 def test_drained_buffers_are_never_written_again():
     listed = parameters()
     buffer = FlatBuffer(listed)
     buffer.add(listed[0], torch.ones(3, 2))
-    taken = buffer.drain()
-    flats, views = list(taken.flats.values()), taken.views
+    drained = buffer.drain()
+    flats, views = list(drained.flats.values()), drained.views
     assert buffer.clean
     buffer.add(listed[0], torch.full((3, 2), 7.0))
     assert views[listed[0]].eq(1).all() and views[listed[1]].eq(0).all()
@@ -65,14 +65,14 @@ def test_thousands_of_small_sums_do_not_stagnate_in_half_precision():
 
 def test_empty_sums_are_drained_completely():
     listed = parameters()
-    taken = FlatBuffer(listed).drain()
-    assert [len(memory) for memory in taken.memory.values()] == [len(flat) for flat in taken.flats.values()] == [11]
-    assert taken.views.keys() == set(listed)
-    assert not any(flat.any() for flat in taken.flats.values())
+    drained = FlatBuffer(listed).drain()
+    assert [len(memory) for memory in drained.memory.values()] == [len(flat) for flat in drained.flats.values()] == [11]
+    assert drained.views.keys() == set(listed)
+    assert not any(flat.any() for flat in drained.flats.values())
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["few spans", "many spans"])
-def test_a_vector_of_sums_goes_where_its_parameters_are(interleaved):
+def test_add_flat_adds_each_slice_to_its_parameter(interleaved):
     listed = [nn.Parameter(torch.zeros(2, 3) if i % 2 else torch.zeros(2)) for i in range(40)]
     chosen = listed[::2] if interleaved else listed[:20]
     torch.manual_seed(0)

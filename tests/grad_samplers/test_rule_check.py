@@ -1,4 +1,4 @@
-"""Registered rules are compared with a loop over samples in the first batches, and wrong ones are refused by name."""
+"""Registered rules are compared with a loop over samples in the first batches. Errors name wrong rules."""
 
 import warnings
 
@@ -15,7 +15,7 @@ ROWS = 6
 
 
 class Affine(nn.Module):
-    """Over positions: ``x gain + bias``, with one gain for each feature and one bias for all."""
+    """Computes ``x * gain + bias`` at every position, with one gain per feature and a scalar bias."""
 
     def __init__(self, features=4):
         super().__init__()
@@ -31,7 +31,7 @@ def right(layer, activations, backprops):
 
 
 def changed(**how):
-    """The right rule with changes of single parameters."""
+    """Returns the right rule with the gradients of some parameters changed."""
 
     def rule(layer, activations, backprops):
         found = right(layer, activations, backprops)
@@ -51,7 +51,7 @@ def norms_of(rule):
 
 WRONG = {
     "half": (changed(gain=lambda g: g / 2), r"'1\.gain' are 0\.5 times as large"),
-    "per-mille": (changed(bias=lambda g: 1.02 * g), r"'1\.bias' are 1\.02 times as large"),
+    "two percent": (changed(bias=lambda g: 1.02 * g), r"'1\.bias' are 1\.02 times as large"),
     "times-batch": (changed(gain=lambda g: len(g) * g), r"'1\.gain' are the batch size times as large.*own_loss="),
     "over-batch": (changed(gain=lambda g: g / len(g)), r"'1\.gain' are one over the batch size times as large"),
     "mean": (changed(gain=lambda g: g.mean(0, keepdim=True).expand_as(g)), r"'1\.gain' differ by up to \d+% from"),
@@ -99,16 +99,16 @@ def test_a_wrong_rule_is_rejected_by_name_with_its_differences(name, kind, mode)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "ew", "functorch"])
 def test_right_rules_train_and_are_compared_in_the_first_batch_only(mode, dtype, monkeypatch):
-    asked = []
-    truth = rule_check.single_sample_grads
-    monkeypatch.setattr(rule_check, "single_sample_grads", lambda *call: asked.append(1) or truth(*call))
+    calls = []
+    original = rule_check.single_sample_grads
+    monkeypatch.setattr(rule_check, "single_sample_grads", lambda *call: calls.append(1) or original(*call))
     register_grad_sampler(Affine)(right)
     register_norm_sampler(Affine)(norms_of(right))
     state = torch.get_rng_state()
     with warnings.catch_warnings():
         warnings.simplefilter("error", PrivacyWarning)
         passes(model_of(dtype=dtype), 3, mode)
-    assert len(asked) == {"auto": 2, "ghost": 2, "functorch": 0}.get(mode, 1)  # grad sampler and norm sampler
+    assert len(calls) == {"auto": 2, "ghost": 2, "functorch": 0}.get(mode, 1)  # grad sampler and norm sampler
     after = torch.get_rng_state()
     torch.set_rng_state(state)
     with rule_check.without_rule_checks():
@@ -132,7 +132,7 @@ def test_a_wrong_rule_changes_no_weight_of_a_private_run():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_gradients_of_zero_are_compared_again_in_the_next_batches():
+def test_zero_gradients_are_compared_again_in_the_next_batches():
     register_grad_sampler(Affine)(WRONG["half"][0])
     model = model_of()
     with torch.no_grad():
@@ -144,15 +144,15 @@ def test_gradients_of_zero_are_compared_again_in_the_next_batches():
         passes(model)
 
 
-def test_rounding_of_gradients_that_cancel_is_no_error():
-    """A shift and a factor before a layer norm have gradients of 0, but for rounding."""
+def test_rounding_of_gradients_that_cancel_is_accepted():
+    """A shift and a factor before a layer norm have gradients that are zero up to rounding."""
 
-    def backwards(layer, activations, backprops):
+    def summed_in_reverse(layer, activations, backprops):
         terms = {layer.gain: activations[0] * backprops, layer.bias: backprops}
         return {p: g.flatten(1).flip(1).cumsum(1)[:, -1].view(-1, *p.shape) for p, g in terms.items()}
 
-    register_grad_sampler(Affine)(backwards)
-    register_norm_sampler(Affine)(norms_of(backwards))
+    register_grad_sampler(Affine)(summed_in_reverse)
+    register_norm_sampler(Affine)(norms_of(summed_in_reverse))
     for seed in range(5):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 64), Affine(1), nn.LayerNorm((5, 64)), nn.Linear(64, 2))
@@ -173,9 +173,11 @@ def test_a_rule_that_is_right_for_the_first_batch_size_only_is_rejected_at_the_s
 
 def test_two_batch_sizes_are_compared(monkeypatch):
     compared = []
-    truth = rule_check.single_sample_grads
+    original = rule_check.single_sample_grads
     monkeypatch.setattr(
-        rule_check, "single_sample_grads", lambda call, samples: compared.append(len(samples)) or truth(call, samples)
+        rule_check,
+        "single_sample_grads",
+        lambda call, samples: compared.append(len(samples)) or original(call, samples),
     )
     register_grad_sampler(Affine)(right)
     model = model_of()
@@ -227,12 +229,12 @@ def test_a_layer_that_cannot_be_run_on_single_samples_is_warned_about(register):
         passes(model_of(Dropping()))
 
 
-def test_of_a_large_layer_a_few_samples_are_compared(monkeypatch):
+def test_only_a_few_samples_of_a_large_layer_are_compared(monkeypatch):
     monkeypatch.setattr(rule_check, "_MAX_ELEMENTS", 30)
     compared = []
-    truth = rule_check.single_sample_grads
+    original = rule_check.single_sample_grads
     monkeypatch.setattr(
-        rule_check, "single_sample_grads", lambda call, samples: compared.append(samples) or truth(call, samples)
+        rule_check, "single_sample_grads", lambda call, samples: compared.append(samples) or original(call, samples)
     )
     register_grad_sampler(Affine)(right)
     with warnings.catch_warnings():

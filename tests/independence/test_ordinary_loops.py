@@ -20,7 +20,7 @@ PROTOTYPES = torch.linspace(-1, 1, 9).view(CLASSES, CLASSES)
 WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
-def each(o, y):
+def per_sample(o, y):
     return F.cross_entropy(o, y, reduction="none")
 
 
@@ -33,7 +33,7 @@ def signs(y):
 
 
 def focal(o, y):
-    loss = each(o, y)
+    loss = per_sample(o, y)
     return (WEIGHTS[y] * (1 - torch.exp(-loss)) ** 2 * loss).mean()
 
 
@@ -47,7 +47,7 @@ def distilled(o, y):
     return 0.5 * F.cross_entropy(o, y) + 2 * F.kl_div(o.div(2).log_softmax(1), teacher, reduction="batchmean")
 
 
-def of_lists(o, y):
+def loss_over_list(o, y):
     losses = [F.cross_entropy(a[None], b[None]) for a, b in zip(o.unbind(), y.unbind(), strict=True)]
     return torch.stack(losses).mean()
 
@@ -60,17 +60,17 @@ def logged(o, y):
 
 
 def vae_like(o, y):
-    mean, spread = o[:, :1], o[:, 1:2]
-    draw = mean + torch.randn_like(mean) * (0.5 * spread).exp()
-    divergence = -0.5 * (1 + spread - mean**2 - spread.exp()).sum(1)
+    mean, log_var = o[:, :1], o[:, 1:2]
+    draw = mean + torch.randn_like(mean) * (0.5 * log_var).exp()
+    divergence = -0.5 * (1 + log_var - mean**2 - log_var.exp()).sum(1)
     return F.mse_loss(draw[:, 0], y.float()) + 0.1 * divergence.mean()
 
 
-def rows_by_place(o, y):
-    wanted = torch.zeros(len(y), CLASSES)
+def targets_by_index(o, y):
+    targets = torch.zeros(len(y), CLASSES)
     for i in range(len(y)):
-        wanted[i, y[i]] = 1
-    return F.mse_loss(o, wanted)
+        targets[i, y[i]] = 1
+    return F.mse_loss(o, targets)
 
 
 def finite(o, y):
@@ -80,7 +80,7 @@ def finite(o, y):
     return loss
 
 
-ROWS = {
+VECTOR_LOSSES = {
     "CrossEntropyLoss": nn.CrossEntropyLoss(),
     "label smoothing": nn.CrossEntropyLoss(label_smoothing=0.1),
     "soft targets": lambda o, y: F.cross_entropy(o, 0.9 * one_hot(y) + 0.1 / CLASSES),
@@ -109,7 +109,7 @@ ROWS = {
     "focal": focal,
     "symmetric": symmetric,
     "generalized": lambda o, y: ((1 - o.softmax(1).gather(1, y[:, None]) ** 0.7) / 0.7).mean(),
-    "poly": lambda o, y: (each(o, y) + 1 - torch.exp(-each(o, y))).mean(),
+    "poly": lambda o, y: (per_sample(o, y) + 1 - torch.exp(-per_sample(o, y))).mean(),
     "hinge": lambda o, y: F.relu(1 - o * signs(y)).mean(),
     "expectile": lambda o, y: ((o[:, 0] - y) ** 2 * torch.where(o[:, 0] > y, 0.3, 0.7)).mean(),
     "pinball": lambda o, y: torch.maximum(0.9 * (y - o[:, 0]), -0.1 * (y - o[:, 0])).mean(),
@@ -118,27 +118,27 @@ ROWS = {
     "penalty on outputs": lambda o, y: F.cross_entropy(o, y) + 0.01 * o.square().mean(),
     "entropy bonus": lambda o, y: F.cross_entropy(o, y) + 0.1 * (o.softmax(1) * o.log_softmax(1)).sum(1).mean(),
     "two tasks": lambda o, y: F.cross_entropy(o, y) + 0.3 * F.mse_loss(o[:, 0], y.float()),
-    "weights of samples": lambda o, y: (each(o, y) * WEIGHTS[y]).mean(),
-    "masked sum": lambda o, y: (each(o, y) * (y > 0)).sum() / len(y),
-    "certain samples": lambda o, y: (each(o, y) * (o.detach().softmax(1).amax(1) < 0.9)).mean(),
-    "top of a sample": lambda o, y: F.cross_entropy(o, y) + 0.1 * o.topk(2, dim=1).values.mean(),
+    "weights of samples": lambda o, y: (per_sample(o, y) * WEIGHTS[y]).mean(),
+    "masked sum": lambda o, y: (per_sample(o, y) * (y > 0)).sum() / len(y),
+    "uncertain samples": lambda o, y: (per_sample(o, y) * (o.detach().softmax(1).amax(1) < 0.9)).mean(),
+    "topk in a sample": lambda o, y: F.cross_entropy(o, y) + 0.1 * o.topk(2, dim=1).values.mean(),
     "sorted in a sample": lambda o, y: F.mse_loss(o.sort(1).values, one_hot(y).sort(1).values),
     "gumbel": lambda o, y: F.mse_loss(F.gumbel_softmax(o.float()), one_hot(y)),
     "dropout on outputs": lambda o, y: F.cross_entropy(F.dropout(o, 0.2), y),
     "noise on outputs": lambda o, y: F.cross_entropy(o + 0.1 * torch.randn_like(o), y),
     "variational": vae_like,
     "einsum": lambda o, y: -torch.einsum("bc,bc->b", o.log_softmax(1), one_hot(y)).mean(),
-    "list of samples": of_lists,
-    "numbers for a log": logged,
-    "entries by place": lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean() + torch.ones(len(y)).mean(),
-    "rows by place": rows_by_place,
+    "list of samples": loss_over_list,
+    "logged numbers": logged,
+    "entries by index": lambda o, y: -o.log_softmax(1)[torch.arange(len(y)), y].mean() + torch.ones(len(y)).mean(),
+    "targets by index": targets_by_index,
     "shared noise": lambda o, y: F.cross_entropy(o + torch.empty(CLASSES).normal_(), y),
     "rounded outputs": lambda o, y: F.cross_entropy(o.bfloat16().float(), y),
     "rate of a Gamma": lambda o, y: (y / o[:, 0].exp() + o[:, 0]).mean(),
     "density": lambda o, y: -Normal(o[:, 0], o[:, 1].exp()).log_prob(y.float()).mean(),
     "a finite loss": finite,
     "sum over len": lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(y),
-    "sum over shape": lambda o, y: each(o, y).sum() / y.shape[0],
+    "sum over shape": lambda o, y: per_sample(o, y).sum() / y.shape[0],
 }
 
 
@@ -152,7 +152,7 @@ def ctc(o, y):
     return F.ctc_loss(o.float().log_softmax(2).transpose(0, 1), y[:, :2].clamp(min=1), *lengths)
 
 
-TOKENS = {
+TOKEN_LOSSES = {
     "flat": lambda o, y: F.cross_entropy(o.flatten(0, 1), y.flatten()),
     "view": lambda o, y: F.cross_entropy(o.view(-1, o.size(-1)), y.view(-1)),
     "transposed": lambda o, y: F.cross_entropy(o.transpose(1, 2), y),
@@ -173,7 +173,7 @@ def dice(o, y):
     return (1 - 2 * (p * y.flatten(1)).sum(1) / (p.sum(1) + y.flatten(1).sum(1) + 1)).mean()
 
 
-MAPS = {
+MAP_LOSSES = {
     "BCEWithLogitsLoss": lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y),
     "dice of samples": dice,
     "dice and BCE": lambda o, y: dice(o, y) + F.binary_cross_entropy_with_logits(o[:, 0], y),
@@ -194,7 +194,7 @@ def recurrent_model():
     return Parts(run, words=nn.Embedding(WORDS, 6), gru=nn.GRU(6, 6, batch_first=True), head=nn.Linear(6, WORDS))
 
 
-def attending():
+def attention_model():
     run = lambda m, x: m.head(m.block(m.words(x)))  # noqa: E731
     return Parts(
         run,
@@ -210,7 +210,7 @@ def conv(*last):
 
 KINDS = {
     "rows": (
-        ROWS,
+        VECTOR_LOSSES,
         lambda n: (torch.randn(n, 4), torch.randint(CLASSES, (n,))),
         {
             "mlp": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES)),
@@ -219,16 +219,16 @@ KINDS = {
         },
     ),
     "tokens": (
-        TOKENS,
+        TOKEN_LOSSES,
         lambda n: (torch.randint(WORDS, (n, LENGTH)), torch.randint(WORDS, (n, LENGTH))),
         {
             "embedding": lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)),
             "recurrent": recurrent_model,
-            "attention": attending,
+            "attention": attention_model,
         },
     ),
     "maps": (
-        MAPS,
+        MAP_LOSSES,
         lambda n: (torch.randn(n, 1, 4, 4), (torch.randn(n, 4, 4) > 0).float()),
         {
             "conv": lambda: conv(nn.Conv2d(4, 1, 1)),
@@ -239,7 +239,7 @@ KINDS = {
 LOOPS = ("plain", "autocast", "physical batches", "closure", "add-or-remove", "sum")
 CASES = [
     (kind, model, loss) for kind, (losses, _, models) in KINDS.items() for loss in losses for model in models
-]  # with the loops, more than 1,000
+]  # more than 1,000 combinations with LOOPS
 
 
 def train(kind, model_name, loss_name, loop, steps=4):

@@ -159,7 +159,7 @@ def test_a_choice_by_the_training_data_is_noticed(monitor, count):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         trainer(stopping, DPCallback(**WANTED)).fit(Logging(), loader(), loader())
-    found = [str(one.message) for one in seen if "chooses by the training data" in str(one.message)]
+    found = [str(one.message) for one in seen if "decides by the training data" in str(one.message)]
     assert len(found) == count
     assert all("EarlyStopping(monitor='train_loss')" in one and "public data" in one for one in found)
 

@@ -1,4 +1,4 @@
-"""The oracle is torch's own layer, which the twin was a moment before."""
+"""Compares the replacement of ``nn.MultiheadAttention`` with the original layer."""
 
 import itertools
 
@@ -35,8 +35,8 @@ def inputs_for(module, sharing: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def results(module, inputs, **options):
-    """Everything that can be compared: outputs, and all gradients under a random cotangent."""
-    torch.manual_seed(2)  # of the dropout
+    """Returns the outputs, and the gradients of all inputs and parameters for random output gradients."""
+    torch.manual_seed(2)  # for dropout
     output, weights = module(*inputs, **options)
     outputs = [output] if weights is None else [output, weights]
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ def results(module, inputs, **options):
     return outputs, torch.autograd.grad(loss, leaves)
 
 
-def assert_equal_twin(module, inputs, *, outputs_to=1e-12, gradients_to=1e-12, **options):
+def assert_replacement_equals_original(module, inputs, *, outputs_to=1e-12, gradients_to=1e-12, **options):
     expected = results(module, inputs, **options)
     assert to_replacement(module) is module
     got = results(module, inputs, **options)
@@ -55,8 +55,8 @@ def assert_equal_twin(module, inputs, *, outputs_to=1e-12, gradients_to=1e-12, *
 
 
 SETTINGS = [
-    {"bias": bias, "add_bias_kv": learnt, "add_zero_attn": zero, "kdim": kdim, "vdim": vdim, "batch_first": first}
-    for bias, learnt, zero, (kdim, vdim), first in itertools.product(
+    {"bias": bias, "add_bias_kv": bias_kv, "add_zero_attn": zero, "kdim": kdim, "vdim": vdim, "batch_first": first}
+    for bias, bias_kv, zero, (kdim, vdim), first in itertools.product(
         (True, False), (True, False), (True, False), ((None, None), (5, 6), (SIZE, 6), (6, 6)), (True, False)
     )
 ]
@@ -77,7 +77,7 @@ def test_outputs_and_gradients_equal_the_original_for_all_settings(settings):
         padding[0, -2:] = True
         for need_weights in (True, False):
             options = {"key_padding_mask": padding, "attn_mask": mask, "need_weights": need_weights}
-            assert_equal_twin(module, inputs, **options)
+            assert_replacement_equals_original(module, inputs, **options)
 
 
 def masks(keys):
@@ -86,7 +86,7 @@ def masks(keys):
     padding = torch.zeros(ROWS, keys, dtype=torch.bool)
     padding[0, -2:] = True
     per_head = torch.rand(ROWS * HEADS, QUERIES, keys) > 0.6
-    per_head[..., 0] = False  # a query that may see nothing gives NaN
+    per_head[..., 0] = False  # a query for which all keys are masked gives NaN
     floating = {"dtype": torch.float64}
     return (
         {"none": None, "bool": padding, "float": torch.randn(ROWS, keys, **floating)},
@@ -117,13 +117,13 @@ def test_outputs_and_gradients_equal_the_original_for_all_masks(padding, mask, b
             if causal and not mask.startswith("causal"):
                 continue
             more = {"need_weights": need_weights, "average_attn_weights": average, "is_causal": causal}
-            assert_equal_twin(module, inputs_for(module, sharing), **options, **more)
+            assert_replacement_equals_original(module, inputs_for(module, sharing), **options, **more)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_dropout_draws_what_the_original_draws(need_weights):
     module = attention(dropout=0.5)
-    assert_equal_twin(module, inputs_for(module, "all"), need_weights=need_weights)
+    assert_replacement_equals_original(module, inputs_for(module, "all"), need_weights=need_weights)
     inputs = inputs_for(module, "all")
     to_replacement(module)
     assert not torch.equal(module(*inputs)[0], module(*inputs)[0])
@@ -136,7 +136,7 @@ def test_single_precision_agrees_to_its_rounding(need_weights):
     module = attention(dtype=torch.float32, add_bias_kv=True)
     inputs = inputs_for(module, "key-value")
     # Gradients are sums of some 30 terms.
-    assert_equal_twin(module, inputs, need_weights=need_weights, outputs_to=2e-6, gradients_to=1e-5)
+    assert_replacement_equals_original(module, inputs, need_weights=need_weights, outputs_to=2e-6, gradients_to=1e-5)
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
@@ -184,7 +184,7 @@ def test_function_transforms_give_the_gradient_of_each_row(need_weights):
 
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_transformer_layers_take_the_replacement(layer, batch_first):
+def test_torchs_transformer_layers_work_with_the_replacement(layer, batch_first):
     torch.manual_seed(0)
     module = layer(SIZE, HEADS, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     x = torch.randn(ROWS, ROWS, SIZE, dtype=torch.float64)
@@ -216,7 +216,7 @@ def test_torchs_transformer_layers_take_the_replacement(layer, batch_first):
         (lambda q, m: (q, q, q, {"is_causal": True}), "is_causal is a hint"),
     ],
 )
-def test_what_does_not_fit_is_rejected(change, message):
+def test_invalid_arguments_are_rejected(change, message):
     x = torch.randn(ROWS, QUERIES, SIZE, dtype=torch.float64)
     *inputs, options = change(x, torch.ones(QUERIES, QUERIES, dtype=torch.bool))
     with pytest.raises(ValueError, match=message):
@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_rejected(change, message):
 
 
 class Watched(Tensor):
-    """A parameter that may be used only in ways that keep its rows apart, and notes them."""
+    """A parameter that logs its uses. It may only be sliced, expanded, or passed to ``F.linear`` as the weight."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -241,7 +241,7 @@ class Watched(Tensor):
                 args[0].log.append((args[1:], args[0].label))
                 result = result.as_subclass(Tensor)
             else:
-                assert not isinstance(result, Tensor), f"{func} gave a tensor made of a parameter"
+                assert not isinstance(result, Tensor), f"{func} returned a tensor computed from a parameter"
         return result
 
 
@@ -267,5 +267,5 @@ def test_each_weight_is_used_once_with_the_batch_on_axis_0(sharing, kdim, batch_
             watched = module._parameters[name] = parameter.detach().as_subclass(Watched)
             watched.log, watched.label = log, name
     torch.testing.assert_close(module(*inputs)[0], expected, atol=1e-12, rtol=0)
-    learnt = [((ROWS, -1, -1), "bias_k"), ((ROWS, -1, -1), "bias_v")]
-    assert log == EXPECTED_USES[sharing, kdim] + learnt
+    bias_uses = [((ROWS, -1, -1), "bias_k"), ((ROWS, -1, -1), "bias_v")]
+    assert log == EXPECTED_USES[sharing, kdim] + bias_uses

@@ -1,4 +1,4 @@
-"""The oracle is ``F.linear``."""
+"""Compares ``linear_node`` with ``F.linear``."""
 
 import pytest
 import torch
@@ -17,17 +17,17 @@ def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
     torch.manual_seed(0)
     operands = [torch.randn(shape, dtype=torch.float64), *(torch.randn(s, dtype=torch.float64) for s in [(2, 3), (2,)])]
     operands = operands if with_bias else operands[:2]
-    wanted = [t.requires_grad_() for t, need in zip(operands, needed, strict=False) if need]
+    leaves = [t.requires_grad_() for t, need in zip(operands, needed, strict=False) if need]
     expected = F.linear(*operands)
     cotangent = torch.randn_like(expected)
     got = linear_node(*operands)
     assert got.shape == expected.shape
     assert got.dtype == expected.dtype
-    pairs = [torch.autograd.grad(output, wanted, cotangent) for output in (got, expected)]
+    pairs = [torch.autograd.grad(output, leaves, cotangent) for output in (got, expected)]
     torch.testing.assert_close(*pairs, atol=1e-12, rtol=1e-12)
 
 
-def test_its_zeros_take_the_room_of_one():
+def test_the_zeros_share_the_memory_of_one_element():
     output = linear_node(torch.randn(100, 50, 3), torch.randn(70, 3, requires_grad=True))
     assert output.shape == (100, 50, 70)
     assert output.untyped_storage().nbytes() == 4
@@ -36,22 +36,22 @@ def test_its_zeros_take_the_room_of_one():
 
 def test_it_is_not_a_view():
     output = linear_node(torch.randn(4, 3), torch.randn(2, 3))
-    assert output._base is None  # which would be part of the graph
+    assert output._base is None  # the base of a view would be part of the graph
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_it_can_be_overridden_by_any_operand(place):
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_torch_function_of_any_operand_is_called(position):
     class Mine(Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             return func, len(args)
 
     operands = [torch.randn(4, 3), torch.randn(2, 3), torch.randn(2)]
-    operands[place] = operands[place].as_subclass(Mine)
+    operands[position] = operands[position].as_subclass(Mine)
     assert linear_node(*operands) == (linear_node, 3)
 
 
-def test_a_weight_of_another_type_gets_its_gradient_in_its_own():
+def test_the_gradient_of_a_weight_has_the_dtype_of_the_weight():
     weight, bias = torch.randn(2, 3, requires_grad=True), torch.randn(2, requires_grad=True)
     linear_node(torch.randn(4, 5, 3, dtype=torch.bfloat16), weight, bias).sum().backward()
     assert weight.grad.dtype == bias.grad.dtype == torch.float32

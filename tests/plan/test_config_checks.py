@@ -30,7 +30,7 @@ from dpengine.plan import (
         ('{"config": "DPSGDConfig", "version": 1, "iterations": 5, "sampling_prob": NaN}', "sampling_prob=nan"),
     ],
 )
-def test_other_json_is_rejected(text, message):
+def test_json_of_another_config_is_rejected(text, message):
     with pytest.raises(ValueError, match=message):
         DPSGDConfig.from_json(text)
 
@@ -80,13 +80,13 @@ def test_bad_fields_are_rejected_by_name_and_value(kind, fields, message):
 @pytest.mark.parametrize(
     "fields", [{"iterations": 5.5}, {"iterations": True}, {"rescale_to_unit_norm": 1}, {"l2_clip_norm": "1"}], ids=str
 )
-def test_fields_have_their_types(fields):
+def test_fields_of_a_wrong_type_are_rejected(fields):
     with pytest.raises(TypeError, match=next(iter(fields))):
         DPSGDConfig(**{"iterations": 5, **fields})
 
 
 @pytest.mark.parametrize("bands", [0, 11])
-def test_bands_fit_the_run(bands):
+def test_a_number_of_bands_out_of_range_is_rejected(bands):
     with pytest.raises(ValueError, match=f"num_bands={bands}"):
         BandMFConfig.default(num_bands=bands, iterations=10)
 
@@ -95,14 +95,14 @@ def test_bands_fit_the_run(bands):
     "target", [{"epsilon": 0.0, "delta": 1e-5}, {"epsilon": 1.0, "delta": 1.0}, {"epsilon": math.nan, "delta": 1e-5}]
 )
 @pytest.mark.parametrize("name", ["dp-sgd", "fixed", "blt"])
-def test_targets_are_in_range(name, target):
+def test_targets_out_of_range_are_rejected(name, target):
     with pytest.raises(ValueError, match=r"epsilon|delta"):
         CONFIGS[name].calibrate(**target)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("delta", [0.0, 1.0, 2.0, math.nan, -1.0])
-def test_deltas_are_in_range(name, delta):
+def test_deltas_out_of_range_are_rejected(name, delta):
     with pytest.raises(ValueError, match="delta"):
         noisy(CONFIGS[name]).epsilon(delta)
 
@@ -110,7 +110,7 @@ def test_deltas_are_in_range(name, delta):
 @pytest.mark.parametrize(
     "name, accountant", [("fixed", "rdp"), ("fixed", "gdp"), ("truncated", "rdp"), ("truncated", "gdp")]
 )
-def test_an_accountant_that_cannot_judge_is_rejected(name, accountant):
+def test_an_accountant_that_does_not_support_the_sampling_is_rejected(name, accountant):
     for ask in (
         lambda: noisy(CONFIGS[name]).epsilon(1e-5, accountant=accountant),
         lambda: CONFIGS[name].calibrate(epsilon=1.0, delta=1e-5, accountant=accountant),
@@ -134,7 +134,7 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize("text", HOSTILE, ids=["steps", "noise", "version", "nobody", "nested"])
+@pytest.mark.parametrize("text", HOSTILE, ids=["steps", "noise", "version", "no examples", "nested"])
 def test_hostile_json_is_rejected(text):
     with pytest.raises(ValueError, match="DPSGDConfig"):
         DPSGDConfig.from_json(text)
@@ -147,10 +147,10 @@ def test_strategies_are_lists_of_numbers(strategy):
 
 
 @pytest.mark.parametrize("strategy", [[2, 1], np.array([2.0, 1.0]), (2.0, 1.0)], ids=["list", "array", "tuple"])
-def test_strategies_may_come_as_any_list(strategy):
+def test_strategies_may_be_lists_arrays_or_tuples(strategy):
     assert BandMFConfig(iterations=5, strategy=strategy).strategy == (2.0, 1.0)
 
 
-def test_no_user_drawn_needs_no_noise():
+def test_a_sampling_probability_of_zero_cannot_be_calibrated():
     with pytest.raises(PrivacyError, match="no noise to calibrate"):
         DPSGDConfig(iterations=5, sampling_prob=0.0).calibrate(epsilon=1.0, delta=1e-5)

@@ -48,7 +48,7 @@ def build(args):
 
 
 def train_epoch(args, model, criterion, optimizer, loader):
-    """Trains for one epoch. The loader yields physical batches, and `step` updates after the last one of each batch."""
+    """Trains for one epoch. `step` updates the parameters only after the last physical batch of a logical batch."""
     losses, physical_batches = [], 0
     with BatchMemoryManager(
         data_loader=loader, max_physical_batch_size=args.max_physical_batch_size, optimizer=optimizer

@@ -1,7 +1,8 @@
 """Privacy curve of a single release in closed form, with a bound on rounding errors.
 
 For a `Pair` (P, Q), delta at an epsilon is ``P[x > a] - e^epsilon Q[x > a]``, where a is the output with loss epsilon.
-Both are tails of normal mixtures. The bound is loose if the terms nearly cancel: for tiny epsilon, a lattice is better.
+Both are tails of normal mixtures. The bound is loose if the terms nearly cancel. For tiny epsilon, a discretized PLD is
+tighter.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from .loss_pairs import Pair
 
 _ROUNDING = 2.0**-47
 _MIN_MASS = 1e-290  # smaller masses lose digits
-_GAPS = np.geomspace(1e-6, 60.0, 2**11)  # losses above epsilon at which cells end
+_GAPS = np.geomspace(1e-6, 60.0, 2**11)  # ends of the cells of `_weighted_by_losses`, in units of loss above epsilon
 
 
 def epsilon(pair: Pair, delta: float) -> float:
-    """Returns the smallest epsilon whose bound on delta is small enough; infinity if there is none below 1e6."""
+    """Returns the smallest epsilon whose bound on delta is at most ``delta``; infinity if there is none below 1e6."""
     low, high = 0.0, 1.0
     if delta_of(pair, low) <= delta:
         return 0.0
@@ -64,7 +65,7 @@ def _delta(pair: Pair, epsilon: float, side: int) -> float:
 
 
 def _weighted_by_losses(pair: Pair, epsilon: float, x: float, side: int) -> float:
-    """Returns a bound on ``e^epsilon Q[> x]``, an upper one if ``side`` is -1, else a lower one, without the mass of Q.
+    """Returns an upper (``side`` -1) or lower (``side`` 1) bound on ``e^epsilon Q[> x]``, from the masses of P only.
 
     Q is P times ``e^-loss``. The loss increases, so the loss in a cell of outputs is between the losses at its ends.
     """
