@@ -145,12 +145,15 @@ def _no_open_records():
 
 @pytest.fixture
 def registries():
-    """The rules that a test registers are gone after it."""
+    """Registered rules: none before a test, and those from before it again after it."""
     from dpengine.grad_samplers.registered import REGISTERED, REGISTERED_NORMS
 
-    before = dict(REGISTERED), dict(REGISTERED_NORMS)
+    tables = REGISTERED, REGISTERED_NORMS
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
     yield
-    for table, entries in zip((REGISTERED, REGISTERED_NORMS), before, strict=True):
+    for table, entries in zip(tables, before, strict=True):
         table.clear()
         table.update(entries)
 
