@@ -2,12 +2,13 @@
 
     python -m benchmarks.revisions 170d470 --cells mlp cnn --pairs 200
 
-Each revision runs the same cell in a separate process, with its own ``benchmarks`` and its own native library.
-The processes step alternately, in pairs of alternating order. The second of two adjacent steps can be 30% faster, so a
-ratio is the geometric mean of two pairs with opposite order. Prints the median of these ratios and its 95% bounds, from
-the ranks of the sorted ratios. Two processes with the same code can differ by several percent for as long as they run;
-``--starts 10`` starts that many pairs of processes, and prints the median of each, and median and bounds of these
-medians.
+Each revision runs the same cell (a model with its data) in a separate process, with its own ``benchmarks`` and its own
+native library. The processes step alternately, in pairs of alternating order. The second of two adjacent steps can be
+30% faster, so a ratio is the geometric mean of two pairs with opposite order. Prints the median of these ratios and its
+95% bounds, from the ranks of the sorted ratios.
+
+The ratio of two processes with the same code can be several percent from 1 throughout a run. ``--starts 10`` starts 10
+pairs of processes. It prints the median of each, and then the median of these medians with its bounds.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ def seconds(process: subprocess.Popen[str]) -> float:
 def bounds(ratios: list[float]) -> tuple[float, float, float]:
     """Returns the lower 95% bound of the median, the median, and the upper bound."""
     ordered, half = sorted(ratios), len(ratios) / 2
-    distance = 0.98 * math.sqrt(len(ratios))
+    distance = 0.98 * math.sqrt(len(ratios))  # 1.96 standard deviations of a rank, sqrt(n) / 2 each
     at = lambda index: ordered[min(len(ordered) - 1, max(0, index))]  # noqa: E731
     return at(math.floor(half - distance)), at(int(half)), at(math.ceil(half + distance))
 
 
 def compare(other: Path, cell: str, pairs: int, warm_up: int, threads: int) -> list[float]:
-    """Returns ratios of step times, this checkout over the other, each from a pair in either order."""
+    """Returns ratios of step times, this checkout over the other, each from two pairs of opposite order."""
     processes = [worker(folder, cell, warm_up, threads) for folder in (ROOT, other)]
     try:
         for process in processes:

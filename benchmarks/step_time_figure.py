@@ -137,14 +137,14 @@ def caption(text: str) -> str:
     both = [(time.dpengine, time.opacus, time.cell) for time in times if time.opacus is not None]
     ours, theirs = (statistics.median(values) for values in list(zip(*both, strict=True))[:2])
     faster = [
-        f"{DESCRIPTIONS.get(cell, cell)} ({theirs:.2f} against {ours:.2f})"
+        f"{DESCRIPTIONS.get(cell, cell).replace(', ', ' with ')} ({theirs:.2f} against {ours:.2f})"
         for ours, theirs, cell in both
         if theirs < ours
     ]
     return (
         f"Step time relative to non-private training (1.00); log scale. Median over the {len(both)} models that both "
         f"libraries ran: dpengine {ours:.2f}, Opacus in its fastest mode {theirs:.2f}. "
-        f"Opacus is faster in {' and '.join(faster) or 'none'}. Measured on {machine(text)}."
+        f"Opacus is faster for {' and '.join(faster) or 'none'}. Measured on {machine(text)}."
     )
 
 

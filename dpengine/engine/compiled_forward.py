@@ -30,7 +30,7 @@ from dpengine.grad_modes.bookkeep import BookKeeping
 from .pass_clipper import PassClipper
 
 _MAX_GRAPHS = 8  # maximum number of compiled graphs
-_MAX_LARGER_BATCHES = 8  # number of batches larger than the graphs after which a notice is given
+_MAX_LARGER_BATCHES = 8  # number of batches above the padded size after which a notice is given
 _MAX_REASON_LENGTH = 300  # maximum number of characters of an error that a notice quotes
 _ONE_TENSOR = pytree.tree_flatten(((0,), {}))[1]
 _UNKNOWN: Any = object()
@@ -95,8 +95,8 @@ class _Call:
 class CompiledForward(ReplacedForward):
     """Replaces the ``forward`` of a model by a compiled one, whose backward pass computes norms and clipped sums.
 
-    Uses the hooks instead if an independence check is due, if a batch is larger than the graphs, or if the model
-    cannot be compiled. In the last case a notice states the reason.
+    Uses the hooks instead if an independence check is due, if a batch is larger than the padded size, or if the
+    model cannot be compiled. In the last case a notice states the reason.
 
     Args:
         passes: Clips the passes of the model.
@@ -111,11 +111,11 @@ class CompiledForward(ReplacedForward):
         self._compile = compile
         self._settings: ModelSettings | None = None
         self._grouping: Any = None
-        self._graphs: dict[object, Graphs | None] = {}  # graphs for the current settings by call; None to use the hooks
+        self._graphs: dict[object, Graphs | None] = {}  # by `_Call.key`, for current settings; None: use the hooks
         self._all_graphs: dict[object, dict[object, Graphs | None]] = {}  # by settings and groups
-        self._count = self._larger = 0  # number of compiled graphs, and of batches larger than the graphs
+        self._count = self._larger = 0  # number of compiled graphs, and of batches above the padded size
         self._disabled = False  # True if all further calls use the hooks
-        self._probed: list[Any] | None = None  # calls of the model in the last pass if it was probed
+        self._probed: list[Any] | None = None  # model calls in the last pass, if an independence check ran it
         self._uncompiled = torch.compiler.disable(self._call, recursive=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,7 +218,7 @@ class CompiledForward(ReplacedForward):
             differentiable = [o for o, has_grad in zip(outputs, layout.differentiable, strict=True) if has_grad]
             grads = [torch.randn_like(o, memory_format=torch.contiguous_format) for o in differentiable]
             for grad in grads:
-                grad[min(samples, max(size - 1, 1)) :] = 0  # so that a gradient at the index of a wrong sample differs
+                grad[min(samples, max(size - 1, 1)) :] = 0  # so that gradients of a wrong sample are detected
             weights_PK = torch.rand(size, grouping.count, dtype=torch.float64, device=device)
             inputs = PassInputs(state, batch, grads, weights_PK)
             if key not in self._graphs:
@@ -232,8 +232,8 @@ class CompiledForward(ReplacedForward):
         if self._count == _MAX_GRAPHS:
             self._disabled = True
             raise UnsupportedLayerError(
-                f"more than {_MAX_GRAPHS} graphs would be needed: a setting of the model, a plain argument or a shape "
-                "changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
+                f"more than {_MAX_GRAPHS} graphs would be needed: a setting of the model, a non-tensor argument or a "
+                "shape changes repeatedly. Pass changing values as tensors, and pad all batches to one length."
             )
         self._count += 1
         return traced_graphs(eager_pass, inputs, layout, draws=draws, compile=self._compile)
@@ -279,7 +279,7 @@ def padded_size_for(sampling: Any, physical_batch_size: int | None, accumulation
 
 
 def compiler_for(backend: Any) -> Compile:
-    """Returns the function that compiles a graph for example inputs, for a value of ``make_private(compile=...)``."""
+    """Returns the function that compiles graphs, for the value of ``make_private(compile=...)``."""
     if backend is True or backend == "inductor":
         return _inductor
     return lambda graph, _: torch.compile(graph, backend=backend, fullgraph=True, dynamic=False)

@@ -29,7 +29,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def widened(call: LayerCall) -> LayerCall:
     """Returns the call with half-precision tensors in float32, the lowest precision of norms and sums.
 
-    A call that draws its random numbers again is left as it is: they may depend on the precision.
+    A call that is rerun with its random numbers does not change, because they may depend on the dtype.
     """
     if call.per_sample_run is not None:
         return call
@@ -47,7 +47,7 @@ def stays_narrow(call: LayerCall, samplers: Iterable[GradSampler]) -> bool:
 
 
 def without_rows(call: LayerCall, rows_B: Tensor) -> LayerCall:
-    """Returns the call with zeros for the samples where ``rows_B`` is True. Selects, because zero times NaN is NaN."""
+    """Returns the call with zeros for the samples where ``rows_B`` is True, which also removes NaN."""
 
     def dropped(leaf: Tensor) -> Tensor:
         return zeroed(leaf, rows_B) if leaf.is_floating_point() else leaf
@@ -65,8 +65,8 @@ def zeroed(tensor: Tensor, rows_B: Tensor) -> Tensor:
 def is_batched(call: LayerCall, rows: int) -> bool:
     """Returns True if axis 0 of every input is the batch.
 
-    Returns False if there are index tensors besides other tensors: they may be flat bags whose length is the batch size
-    by chance.
+    Returns False for index tensors among several tensors: they may be the flat input of an ``EmbeddingBag``, whose
+    length equals the batch size by coincidence.
     """
     tensors = tensors_in((call.inputs, dict(call.kwargs)))
     sized = all(tensor.dim() > 0 and tensor.shape[0] == rows for tensor in tensors)
@@ -79,7 +79,7 @@ def slice_batch(call: LayerCall, start: int, stop: int) -> LayerCall:
 
 
 def shapes_of(call: LayerCall) -> tuple[Any, ...]:
-    """Returns shapes without axis 0 and dtypes of all tensors of a call. The choice of a method depends on them."""
+    """Returns the shape without axis 0, and the dtype, of every tensor of a call. They determine the method."""
     return tuple([(tensor.shape[1:], tensor.dtype) for tensor in call.tensors()])
 
 

@@ -31,18 +31,18 @@ def untracked_input(record: LoopRecord, model_inputs: Any) -> str | None:
         if inputs and not any(id(tensor) in record.dependent for tensor in inputs):
             return f"the input of the model may be computed from numbers that {name} read from the batch"
     elif inputs and not record.drew_random and not any(id(tensor) in record.dependent for tensor in inputs):
-        return "the input of the model does not come from tensors of the batch by torch functions"
+        return "the input of the model was not computed from tensors of the batch by torch functions"
     return None
 
 
 def attribute_of_batch(record: LoopRecord, model: nn.Module) -> str | None:
-    """Returns a description of a model attribute with a tensor that combines samples of the batch; None if none.
+    """Returns a description of a model attribute with a tensor that combines samples; None if there is none.
 
     Such a tensor is computed from the batch, and does not have one entry per sample.
     """
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules"):  # compared after the pass
+            if name in ("_parameters", "_buffers", "_modules"):  # the independence checks compare these after the pass
                 continue
             tensors: Sequence[Tensor] = (value,) if isinstance(value, Tensor) else ()
             if type(value) in (list, dict):

@@ -4,7 +4,7 @@ import inside
 import numpy as np
 import pytest
 import torch
-from faults.sampler_law import largest_pair_correlation, masks, p_values
+from faults.sampler_law import inclusion_counts, largest_pair_correlation, p_values
 from launch import launched
 from spread_runs import Case, Spread, difference
 from torch import nn
@@ -28,7 +28,7 @@ def mask_of_rank(draws):
         loader = DataLoader(range(ROWS), batch_size=BATCH, shuffle=True)
         engine = PrivacyEngine(seed=seed)
         private = engine.make_private(model, optimizer, loader, noise_multiplier=1.0)[2]
-        found.append(masks(inside.without_placeholders(private), draws, ROWS))
+        found.append(inclusion_counts(inside.without_placeholders(private), draws, ROWS))
     return found
 
 

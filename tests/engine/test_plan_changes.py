@@ -1,4 +1,4 @@
-"""A plan that changes in the middle of a run: clip, noise and ledger go over together, between two releases."""
+"""A plan that changes in the middle of a run: clipping, noise and ledger change together, between two steps."""
 
 import inside
 import pytest
@@ -21,64 +21,64 @@ class Claimed(ShuffleDraws):
         return EpochParticipation(self.steps_per_epoch, claimed=True)
 
 
-def passes(spe=4, *, claims=True, **changed):
-    sampling = (Claimed if claims else ShuffleDraws)(4 * spe, 4)
+def epoch_plan(steps_per_epoch=4, *, claims=True, **changed):
+    sampling = (Claimed if claims else ShuffleDraws)(4 * steps_per_epoch, 4)
     return Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **{"run": "r"} | changed)
 
 
-# Passes as releases
+# Accounting by epoch
 
 
-def test_a_pass_costs_one_release_of_everybody():
-    event = passes().event()
+def test_an_epoch_costs_one_release_over_all_examples():
+    event = epoch_plan().event()
     assert (event.sample_rate, event.noise_multiplier, event.cycle_length) == (1.0, 1.0, 4)
     assert [event.cycles(steps) for steps in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
-    assert passes().event(3) == event  # each row is in one of them
+    assert epoch_plan().event(3) == event  # each example is in at most one of three batches of an epoch
 
 
-def test_batches_of_one_pass_may_make_one_release_and_of_two_may_not():
-    assert passes().why_not_merged([4, 5, 7]) == ""
-    assert "two passes" in passes().why_not_merged([3, 4])
+def test_batches_may_be_merged_within_an_epoch_and_not_across_epochs():
+    assert epoch_plan().why_not_merged([4, 5, 7]) == ""
+    assert "two passes" in epoch_plan().why_not_merged([3, 4])
     assert Plan(PoissonDraws(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT).why_not_merged([3, 4]) == ""
 
 
-def test_the_rest_of_a_pass_is_charged_separately_and_whole_passes_follow():
-    changed = passes().changed(6, noise_multiplier=2.0)
+def test_the_rest_of_an_epoch_is_charged_separately_from_the_following_epochs():
+    changed = epoch_plan().changed(6, noise_multiplier=2.0)
     assert changed.noise_multiplier == 2.0
     names = [changed.at_step(6).run, changed.at_step(7).run, changed.at_step(8).run]
     assert names == ["r@6", "r@6", "r@8"]
     assert changed.at_step(8).at_step(12).run == "r@8"
-    assert passes().changed(8).at_step(12).run == "r@8"
+    assert epoch_plan().changed(8).at_step(12).run == "r@8"
 
 
 @pytest.mark.parametrize("first, expected", [(0, "r"), (4, "r"), (6, "r@6")])
-def test_a_run_that_begins_within_a_pass_accounts_for_the_rest_separately(first, expected):
-    assert passes().at_step(first, first=True).run == expected
-    assert passes(claims=False).at_step(first, first=True).run == expected
+def test_a_run_that_begins_within_an_epoch_accounts_for_the_rest_separately(first, expected):
+    assert epoch_plan().at_step(first, first=True).run == expected
+    assert epoch_plan(claims=False).at_step(first, first=True).run == expected
 
 
-def test_shuffled_batches_claim_nothing_and_know_what_a_pass_costs():
-    event = passes(claims=False).event()
+def test_shuffled_batches_have_no_epsilon_and_state_the_cost_of_an_epoch():
+    event = epoch_plan(claims=False).event()
     assert isinstance(event, UnclaimedEvent)
-    assert event.unamplified == passes().event()
-    assert passes(claims=False).event(2).unamplified is None  # they may be of two passes
+    assert event.unamplified == epoch_plan().event()
+    assert epoch_plan(claims=False).event(2).unamplified is None  # the batches may be in different epochs
     sampling = ShuffleDraws(16, 4)
     private_size = Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ADD_OR_REMOVE_ONE)
-    assert private_size.event().unamplified is None  # an example less changes all batches
+    assert private_size.event().unamplified is None  # removing an example changes all batches
 
 
-def test_only_plans_of_passes_are_renamed():
+def test_only_plans_by_epoch_are_renamed():
     plan = Plan(PoissonDraws(16, 0.25, 4, 4.0), Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, run="r")
     assert plan.changed(3, noise_multiplier=2.0).run == "r"
 
 
 @pytest.mark.parametrize("wrong", [{"noise_multiplier": -1.0}, {"expected_batch_size": 0.0}])
-def test_a_plan_cannot_change_to_one_that_no_run_could_keep(wrong):
+def test_invalid_changes_of_a_plan_are_rejected(wrong):
     with pytest.raises(InvalidBudgetError):
-        passes().changed(3, **wrong)
+        epoch_plan().changed(3, **wrong)
 
 
-# Policies of another size
+# Policies with another clipping norm
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_plan_cannot_change_to_one_that_no_run_could_keep(wrong):
     ],
     ids=lambda policy: type(policy).__name__,
 )
-def test_every_policy_can_be_had_with_another_norm(policy):
+def test_resized_returns_the_policy_with_another_clipping_norm(policy):
     other = policy.resized(0.5)
     assert type(other) is type(policy)
     assert other.max_grad_norm == pytest.approx(0.5)
@@ -104,7 +104,7 @@ def test_every_policy_can_be_had_with_another_norm(policy):
         policy.resized(-1.0)
 
 
-def test_a_policy_that_cannot_says_so():
+def test_a_custom_policy_without_resized_is_rejected():
     class Own(AbstractClip):
         bounds = (1.0,)
 
@@ -121,24 +121,23 @@ def test_a_policy_that_cannot_says_so():
         Own().resized(2.0)
 
 
-def test_what_an_adaptive_policy_observed_stays_with_the_release_it_belongs_to():
+def test_a_resized_adaptive_policy_drops_the_observed_norms():
     policy = Adaptive(1.0, learning_rate=1.0, count_noise_multiplier=1e-12)
     policy.observe(torch.full((50, 1), 0.1))
-    moved = [policy.resized(1.0), Adaptive(1.0, learning_rate=1.0, count_noise_multiplier=1e-12)]
-    for one in moved:
-        one.finish_step(NoiseSource.seeded(0), 0, 50.0)
-    assert moved[0].max_grad_norm == pytest.approx(moved[1].max_grad_norm)
+    policies = [policy.resized(1.0), Adaptive(1.0, learning_rate=1.0, count_noise_multiplier=1e-12)]
+    for each_policy in policies:
+        each_policy.finish_step(NoiseSource.seeded(0), 0, 50.0)
+    assert policies[0].max_grad_norm == pytest.approx(policies[1].max_grad_norm)
 
 
-# Through a run
+# Changes during a run
 
 
-def started(**asked):
-    loop = make_loop(**({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | asked))
-    return loop
+def started(**options):
+    return make_loop(**({"noise_multiplier": 1.0, "max_grad_norm": 1.0} | options))
 
 
-def test_a_change_before_the_first_batch_holds_at_once():
+def test_a_change_before_the_first_batch_takes_effect_immediately():
     engine = started().engine
     inside.change_plan(engine, noise_multiplier=3.0, clipping=Flat(2.0))
     state = inside.state(engine)
@@ -146,7 +145,7 @@ def test_a_change_before_the_first_batch_holds_at_once():
     assert state.clipping_norm_in_force == 2.0
 
 
-def test_a_change_waits_as_long_as_clipped_gradients_do_and_then_all_holds_together():
+def test_a_change_during_accumulation_takes_effect_after_the_step():
     loop = started(physical_batch_size=2)
     charged = []
     for chunk, (inputs, targets) in enumerate(loop.loader):
@@ -172,7 +171,7 @@ def test_a_change_waits_as_long_as_clipped_gradients_do_and_then_all_holds_toget
     assert [(c.event.noise_multiplier, c.count) for c in inside.charges(loop.engine)] == [(1.0, 1), (3.0, 2)]
 
 
-def test_noise_from_another_source_is_drawn_from_the_next_release_on():
+def test_the_next_step_draws_its_noise_from_the_new_source():
     engine = started().engine
     assert inside.draw_from(engine, NoiseSource.seeded(7))
     assert inside.noise_source(engine).insecure_seed

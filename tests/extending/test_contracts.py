@@ -1,4 +1,4 @@
-"""Extensions that contradict what they state: each is named by an error, and nothing is released."""
+"""Extensions that violate their declared properties raise an error before any release."""
 
 import itertools
 
@@ -26,30 +26,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 Bernoulli, Decaying, Soft = recipe("Bernoulli"), recipe("Decaying"), recipe("Soft")
 
 
-class Stated(Bernoulli):
-    """Draws Poisson batches, and states something."""
+class Declared(Bernoulli):
+    """Draws Poisson batches, and declares the given participation."""
 
     def __init__(self, rate, participation, num_examples=0):
         super().__init__(rate, num_examples)
-        self.stated = participation
+        self.declared = participation
 
     def over(self, num_examples):
-        return type(self)(self.rate, self.stated, num_examples)
+        return type(self)(self.rate, self.declared, num_examples)
 
     def participation(self):
-        return self.stated
+        return self.declared
 
 
-class Fixed(Stated):
-    """Batches of fixed size."""
+class Fixed(Declared):
+    """Draws batches of fixed size."""
 
     def draw(self, step, words):
         size = round(self.rate * self.num_examples)
         return np.argsort(words(self.num_examples, step=step, block=0), kind="stable")[:size]
 
 
-class Changing(Stated):
-    """Other batches for the same words."""
+class Changing(Declared):
+    """Draws another batch in each call, even for the same random words."""
 
     calls = 0
 
@@ -58,60 +58,60 @@ class Changing(Stated):
         return super().draw(step + Changing.calls, words)
 
 
-class Twice(Stated):
-    """An example twice in a batch."""
+class Twice(Declared):
+    """Draws the same example twice in a batch."""
 
     def draw(self, step, words):
         return np.array([3, 3])
 
 
 class Same(Fixed):
-    """The same batch at each step."""
+    """Draws the same batch in each step."""
 
     def draw(self, step, words):
         return super().draw(0, words)
 
 
-class Favored(Stated):
-    """An example that is in each batch."""
+class Favored(Declared):
+    """Includes one example in each batch."""
 
     def draw(self, step, words):
         return np.union1d([7], super().draw(step, words))
 
 
-class Public(Stated):
-    """Batches that depend on the step alone."""
+class Public(Declared):
+    """Draws batches that depend on the step, but not on the random words."""
 
     def draw(self, step, words):
         return np.flatnonzero(np.random.default_rng(step).random(self.num_examples) < self.rate)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "says"),
+    ("scheme", "message"),
     [
-        (Stated(0.25, PoissonParticipation(0.2)), r"examples were drawn instead of 5,760"),
-        (Stated(0.25, PoissonParticipation(1.0, 4)), "not 4 steps apart"),
+        (Declared(0.25, PoissonParticipation(0.2)), r"examples were drawn instead of 5,760"),
+        (Declared(0.25, PoissonParticipation(1.0, 4)), "not 4 steps apart"),
         (Fixed(0.25, PoissonParticipation(0.25)), "have a variance of 0 instead of 45"),
-        (Stated(0.25, FixedSizeParticipation(60)), "batches have sizes"),
-        (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.25), 61)), r"a batch has \d+ examples"),
-        (Stated(0.25, EpochParticipation(4)), "in two batches of one epoch"),
-        (Stated(0.25, SeparatedParticipation(3)), "in batches that are 1 steps apart"),
+        (Declared(0.25, FixedSizeParticipation(60)), "batches have sizes"),
+        (Declared(0.25, TruncatedParticipation(PoissonParticipation(0.25), 61)), r"a batch has \d+ examples"),
+        (Declared(0.25, EpochParticipation(4)), "in two batches of one epoch"),
+        (Declared(0.25, SeparatedParticipation(3)), "in batches that are 1 steps apart"),
         (Changing(0.25, PoissonParticipation(0.25)), "two different batches for the same step"),
         (Twice(0.25, PoissonParticipation(0.25)), "did not return distinct indices"),
-        (Stated(0.25, "poisson"), "Return one of PoissonParticipation"),
-        (Stated(0.25, TruncatedParticipation(PoissonParticipation(0.1), 240)), "drawn instead of 2,880"),
+        (Declared(0.25, "poisson"), "Return one of PoissonParticipation"),
+        (Declared(0.25, TruncatedParticipation(PoissonParticipation(0.1), 240)), "drawn instead of 2,880"),
         (Same(0.25, FixedSizeParticipation(60)), "an example is in 120 batches instead of about 30"),
         (Favored(0.25, PoissonParticipation(0.25)), "an example is in 120 batches instead of about 30"),
         (Public(0.25, PoissonParticipation(0.25)), "the same batches for other words"),
     ],
 )
-def test_a_scheme_that_draws_otherwise_than_stated_is_rejected(scheme, says):
-    with pytest.raises(ExtensionError, match=says):
+def test_a_scheme_whose_draws_contradict_its_participation_is_rejected(scheme, message):
+    with pytest.raises(ExtensionError, match=message):
         begun("BandMF", noise=None, sampling=scheme)
 
 
 @pytest.mark.parametrize("size", [1, 60, 512])
-def test_a_batch_may_be_larger_than_the_data_set_of_the_trial(size):
+def test_a_batch_may_be_larger_than_the_data_set_of_the_check(size):
     class Sized(Fixed):
         def draw(self, step, words):
             return np.argsort(words(self.num_examples, step=step, block=0))[:size]
@@ -119,8 +119,8 @@ def test_a_batch_may_be_larger_than_the_data_set_of_the_trial(size):
     check_draws(Sized(0.25, FixedSizeParticipation(size)))
 
 
-def test_batches_of_two_stated_epochs_are_not_one_step():
-    class Epochs(Stated):
+def test_batches_of_two_declared_epochs_cannot_share_a_step():
+    class Epochs(Declared):
         def draw(self, step, words):
             return np.arange(self.num_examples).reshape(4, -1)[step % 4]
 
@@ -141,7 +141,7 @@ def test_batches_of_two_stated_epochs_are_not_one_step():
 @pytest.mark.filterwarnings("ignore:.*DPE0")
 @pytest.mark.parametrize("steps", [None, 9])
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=3)], ids=["independent", "banded"])
-def test_a_run_ends_with_the_iterations_of_its_scheme(noise, steps):
+def test_a_run_ends_after_the_iterations_of_its_scheme(noise, steps):
     scheme = BMinSepSampling(sampling_prob=0.25, min_separation=3, iterations=5)
     engine, model, _, loader = begun("BandMF", noise=noise, sampling=scheme, steps=steps)
     assert sum(1 for _ in itertools.chain(loader, loader, loader)) == 5
@@ -173,7 +173,7 @@ def test_a_policy_cannot_lower_its_bound_after_a_batch_was_clipped():
 
 
 @pytest.mark.parametrize(
-    ("members", "says"),
+    ("members", "message"),
     [
         ({"bounds": ()}, r"bounds is \(\)"),
         ({"bounds": (-1.0,)}, "positive, finite number for each group"),
@@ -182,8 +182,8 @@ def test_a_policy_cannot_lower_its_bound_after_a_batch_was_clipped():
         ({"group_of": lambda self, names: [-1] * len(names)}, "numbered from 0"),
     ],
 )
-def test_a_policy_without_usable_bounds_or_groups_is_rejected(members, says):
-    with pytest.raises(ExtensionError, match=says):
+def test_a_policy_without_usable_bounds_or_groups_is_rejected(members, message):
+    with pytest.raises(ExtensionError, match=message):
         begun("Soft", clipping=type("Broken", (Soft,), members)(1.0))
 
 
@@ -211,7 +211,7 @@ class Weights:
 
 
 @pytest.mark.parametrize(
-    ("noise", "says"),
+    ("noise", "message"),
     [
         (Weights(((0.0,), ())), "the first number of row"),
         (Weights(((1.0,), (0.5,))), "one weight, factor and gain"),
@@ -222,13 +222,13 @@ class Weights:
         (BandMF(num_bands=6), "bands need batches of at most 1/6"),
     ],
 )
-def test_noise_without_an_analysis_is_rejected(noise, says):
-    with pytest.raises(InvalidBudgetError, match=says):
+def test_noise_without_an_analysis_is_rejected(noise, message):
+    with pytest.raises(InvalidBudgetError, match=message):
         begun("BandMF", noise=noise)
 
 
 @pytest.mark.parametrize("missing", ["over", "participation", "expected_batch_size", "steps_per_epoch"])
-def test_a_scheme_without_a_member_is_rejected(missing):
+def test_a_scheme_that_lacks_a_member_is_rejected(missing):
     members = {name: getattr(Bernoulli, name) for name in dir(Bernoulli) if not name.startswith("__")}
     del members[missing]
     partial = type("Partial", (), members)()
@@ -250,10 +250,10 @@ def test_batches_of_fixed_size_are_accounted_for_replaced_examples():
     assert "replace" in str(engine.report())
 
 
-# The strategy of noise from outside
+# The strategy matrix of custom noise
 
 
-def test_noise_of_many_bands_is_used_with_groups_of_one_batch():
+def test_noise_with_more_bands_than_groups_has_the_sensitivity_of_its_epochs():
     engine, *_ = begun("BandMF", noise=banded_toeplitz([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]), noise_multiplier=2.0)
     event = inside.event(engine)
     strategy = sum(np.eye(STEPS, k=-lag) * value for lag, value in enumerate([1.0, 0.5, 0.3, 0.2, 0.1, 0.1]))
@@ -268,14 +268,14 @@ def test_noise_that_float32_would_round_away_is_rejected():
         recurrence_of(growing, 30)
 
 
-def test_weights_are_those_that_were_analyzed():
+def test_later_changes_do_not_affect_the_analyzed_weights():
     noise = Decaying()
     noise.name = "mine"
     found = recurrence_of(noise, 4)
     noise.share = 0.5
     assert list(found.row(3)[1]) == [-0.05]
     again = recurrence_of(noise, 4)
-    assert found.name != again.name and found.name.startswith("mine-")  # which a checkpoint compares
+    assert found.name != again.name and found.name.startswith("mine-")  # a checkpoint compares the names
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7, 40])
@@ -288,7 +288,7 @@ def test_the_strategy_is_the_inverse_of_the_noise(steps):
 
 
 @pytest.mark.parametrize("column_normalized_steps", [None, 12])
-def test_built_in_noise_has_the_analysis_of_noise_from_outside(column_normalized_steps):
+def test_built_in_noise_has_the_analysis_of_custom_noise(column_normalized_steps):
     built_in = banded_toeplitz([1.0, 0.5, 0.25], column_normalized_steps=column_normalized_steps)
     found = recurrence_of(built_in, STEPS)
     assert found.correlation.bands == 3
@@ -297,7 +297,7 @@ def test_built_in_noise_has_the_analysis_of_noise_from_outside(column_normalized
 
 
 @pytest.mark.parametrize(("size", "cycle"), [(12, 3), (12, 4), (12, 12), (30, 5)])
-def test_the_sensitivity_is_that_of_all_places_in_the_cycle(size, cycle):
+def test_the_sensitivity_is_the_maximum_over_all_positions_in_the_cycle(size, cycle):
     generator = np.random.default_rng(size + cycle)
     strategy = np.tril(generator.uniform(-0.5, 0.5, (size, size))) + 2 * np.eye(size)
     found = cycle_sq_sensitivities_of(strategy, cycle)
@@ -310,7 +310,7 @@ def test_the_sensitivity_is_that_of_all_places_in_the_cycle(size, cycle):
 
 
 class Shuffled:
-    """Splits an order of the examples into batches; the length of an epoch follows from their number."""
+    """Splits a permutation of the examples into batches; the length of an epoch follows from their number."""
 
     def __init__(self, batch_size, num_examples=0, shift=0):
         self.batch_size, self.num_examples, self.shift = batch_size, num_examples, shift
@@ -343,7 +343,7 @@ def test_the_length_of_an_epoch_may_depend_on_the_number_of_examples():
         begun("BandMF", noise=None, sampling=Shuffled(12, shift=1), steps=8)
 
 
-class Unequal(Stated):
+class Unequal(Declared):
     """Two groups, of which the first has two thirds of the examples."""
 
     def draw(self, step, words):
@@ -351,11 +351,11 @@ class Unequal(Stated):
 
 
 @pytest.mark.parametrize("truncated", [False, True])
-def test_groups_of_another_size_than_stated_are_rejected(truncated):
+def test_groups_of_another_size_than_declared_are_rejected(truncated):
     groups = PoissonParticipation(1.0, 2, equal_groups=True)
-    stated = TruncatedParticipation(groups, 200) if truncated else groups
+    declared = TruncatedParticipation(groups, 200) if truncated else groups
     with pytest.raises(ExtensionError, match="a group has 160 examples, more than an equal share of 120"):
-        begun("BandMF", noise=None, sampling=Unequal(1.0, stated))
+        begun("BandMF", noise=None, sampling=Unequal(1.0, declared))
 
 
 def test_a_policy_that_changes_its_bounds_does_not_fit_correlated_noise():

@@ -1,11 +1,11 @@
-"""The sampler detector: which examples took part in which batch, against the law of Poisson sampling."""
+"""Detects a wrong sampler: compares the examples of each batch with Poisson sampling."""
 
 import numpy as np
 from scipy import stats
 
 
-def masks(loader, draws, rows):
-    """Returns the number of times that the user sees each example in each logical batch: ``(draws, rows)``."""
+def inclusion_counts(loader, draws, rows):
+    """Returns how often the loader returned each example in each logical batch, ``(draws, rows)``."""
     found = np.zeros((draws, rows), dtype=int)
     step = 0
     while step < draws:
@@ -17,7 +17,10 @@ def masks(loader, draws, rows):
 
 
 def p_values(found, rate):
-    """Two-sided p of each statistic of detector DS against Poisson sampling at this rate."""
+    """Returns two-sided p-values under Poisson sampling at this rate.
+
+    They test the counts of each example (``"each"``), the total count, and the variance of batch sizes (``"spread"``).
+    """
     draws, rows = found.shape
     each = stats.chi2(rows).cdf(((found.sum(0) - draws * rate) ** 2).sum() / (draws * rate * (1 - rate)))
     total = stats.binom(draws * rows, rate).cdf(found.sum())

@@ -72,7 +72,7 @@ def test_the_probe_accepts_all_ordinary_models(ordinary):
         model, optimizer, loader = engine.make_private(model, optimizer, loader, noise_multiplier=1.0, **constants)
         with warnings.catch_warnings():
             warnings.simplefilter("error", PrivacyWarning)
-            warnings.filterwarnings("ignore", message=".*input of the model does not come from tensors of the batch")
+            warnings.filterwarnings("ignore", message=".*input of the model was not computed from tensors of the batch")
             for _ in loader:
                 optimizer.zero_grad()
                 one.loss(model).backward()

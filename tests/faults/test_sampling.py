@@ -7,7 +7,7 @@ import inside
 import pytest
 import torch
 from faults.neighbours import MODES, mlp, plain_step, private, release_of, tensors, truth_of
-from faults.sampler_law import masks, p_values
+from faults.sampler_law import inclusion_counts, p_values
 from inside_parts import planned_steps
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -31,7 +31,7 @@ def private_loader(dataset, batch_size, *, seed=0, shuffle=True, **options):
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.hazard("S1")
 def test_batches_are_poisson_with_and_without_shuffle(shuffle):
-    found = masks(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1], DRAWS, ROWS)
+    found = inclusion_counts(private_loader(range(ROWS), BATCH, shuffle=shuffle)[1], DRAWS, ROWS)
     assert found.max() == 1
     assert min(p_values(found, BATCH / ROWS).values()) > 1e-4
 
@@ -40,7 +40,7 @@ def test_batches_are_poisson_with_and_without_shuffle(shuffle):
 @pytest.mark.hazard("S1")
 def test_shuffled_batches_would_be_seen_and_no_epsilon_is_given_for_them():
     engine, loader = private_loader(range(ROWS), BATCH, sampling="shuffle")
-    wrong = p_values(masks(loader, DRAWS, ROWS), BATCH / ROWS)
+    wrong = p_values(inclusion_counts(loader, DRAWS, ROWS), BATCH / ROWS)
     assert wrong["each"] < 1e-6 and wrong["spread"] < 1e-6
     with pytest.raises(AccountingRefusedError):
         engine.get_epsilon(1e-3)
@@ -84,7 +84,7 @@ def assert_divided_by(divisor, run):
 @pytest.mark.slow
 @pytest.mark.hazard("S2")
 def test_a_rate_that_is_a_tenth_too_high_would_be_seen():
-    found = masks(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)
+    found = inclusion_counts(private_loader(range(ROWS), BATCH, sample_rate=1.1 * BATCH / ROWS)[1], 2000, ROWS)
     assert p_values(found, BATCH / ROWS)["total"] < 1e-6
     assert min(p_values(found, 1.1 * BATCH / ROWS).values()) > 1e-4
 
@@ -156,7 +156,7 @@ def test_an_empty_batch_is_a_step_with_noise_and_a_charge(mode):
 
 @pytest.mark.hazard("S5")
 def test_batches_are_poisson_if_most_are_empty():
-    found = masks(inside.without_placeholders(private_loader(range(10), 1)[1]), 1500, 10)
+    found = inclusion_counts(inside.without_placeholders(private_loader(range(10), 1)[1]), 1500, 10)
     assert (found.sum(1) == 0).mean() == pytest.approx(0.9**10, abs=0.06)
     assert min(p_values(found, 0.1).values()) > 1e-4
 

@@ -1,4 +1,4 @@
-"""Mode ``auto``: the smallest parts of a model that no rule of a layer covers run each sample alone."""
+"""Mode ``auto`` runs the smallest parts of a model without a grad sampler separately for each sample."""
 
 import copy
 import inspect
@@ -47,8 +47,8 @@ def units_in(seen):
     return sorted(re.search(r"through (?:'(.*?)'|the model) \(", text).group(1) or "" for text in texts)
 
 
-def for_loop(model):
-    """A copy for the loop over samples, which cannot run reentrant checkpoints."""
+def reference_copy(model):
+    """Returns a copy for the loop over samples, which cannot run reentrant checkpoints."""
     model = copy.deepcopy(model)
     for part in model.modules():
         if isinstance(part, Recomputed):
@@ -56,27 +56,27 @@ def for_loop(model):
     return model
 
 
-def assert_clipped(model, found_by, inputs, weights=WEIGHTS):
+def assert_clipped(model, clipper, inputs, weights=WEIGHTS):
     """Compares a step with a loop over samples on a copy."""
-    gradients = per_sample_gradients(for_loop(model), weighted_loss, inputs, weights)
+    gradients = per_sample_gradients(reference_copy(model), weighted_loss, inputs, weights)
     model.zero_grad()
     weighted_loss(model(**inputs), weights).backward()
-    assert_clips_as_loop(found_by, gradients)
+    assert_clips_as_loop(clipper, gradients)
 
 
-def clipper(model, inputs):
-    return clipper_at_median(model, per_sample_gradients(for_loop(model), weighted_loss, inputs, WEIGHTS))
+def median_clipper(model, inputs):
+    return clipper_at_median(model, per_sample_gradients(reference_copy(model), weighted_loss, inputs, WEIGHTS))
 
 
 def unit_clipper(model, max_norm=1.0):
     return PerSampleGradientClipper(model, Flat(max_norm), loss_reduction="sum")
 
 
-def units_of_first_pass(model, clipped):
+def units_of_first_pass(model, clipper):
     """Names of the units that a notice states at the first pass over samples."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        assert_clipped(model, clipped, words())
+        assert_clipped(model, clipper, words())
     return units_in(seen)
 
 
@@ -85,11 +85,11 @@ def units_of_first_pass(model, clipped):
 def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(name):
     make, expected = CASES[name]
     model = make().double()
-    clipped = clipper(model, words())
-    assert units_of_first_pass(model, clipped) == expected
+    clipper = median_clipper(model, words())
+    assert units_of_first_pass(model, clipper) == expected
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert_clipped(model, clipped, words())
+        assert_clipped(model, clipper, words())
 
 
 @pytest.mark.one_in(4, "autocast", "name", others="slow")
@@ -98,59 +98,59 @@ def test_the_smallest_part_is_a_unit_and_the_sum_is_that_of_a_loop_over_samples(
 @pytest.mark.parametrize("name", CASES)
 def test_the_sum_over_two_backward_passes_is_that_of_a_loop_over_samples(name, autocast):
     model, inputs, weights = CASES[name][0](), words(), WEIGHTS.float()
-    gradients = per_sample_gradients(for_loop(model).double(), weighted_loss, inputs, WEIGHTS)
-    clipped = clipper_at_median(model, gradients)
+    gradients = per_sample_gradients(reference_copy(model).double(), weighted_loss, inputs, WEIGHTS)
+    clipper = clipper_at_median(model, gradients)
     for part in (slice(0, 2), slice(2, SAMPLES)):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = model(inputs["words"][part])
         weighted_loss(output.float(), weights[part]).backward()
-        clipped.clip_and_accumulate()
-    assert_sum_is_that_of_loop(clipped, gradients, bound=0.05 if autocast else 1e-5)
+        clipper.clip_and_accumulate()
+    assert_sum_is_that_of_loop(clipper, gradients, bound=0.05 if autocast else 1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("name", ["relative positions", "windows", "flattened"])
-def test_a_batch_as_long_as_its_sequences_does_not_hide_an_axis(name):
+def test_units_are_right_for_a_batch_size_that_equals_the_sequence_length(name):
     model = CASES[name][0]().double()
-    clipped = clipper(model, words(length=4))
+    clipper = median_clipper(model, words(length=4))
     for length in (6, 4):
-        assert_clipped(model, clipped, words(length, samples=length), torch.rand(length).double() + 0.1)
+        assert_clipped(model, clipper, words(length, samples=length), torch.rand(length).double() + 0.1)
 
 
 @pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 @pytest.mark.parametrize("name", CASES)
-def test_a_first_batch_without_samples_adds_nothing_and_leaves_the_choice_open(name):
+def test_a_first_batch_without_samples_adds_nothing_and_selects_no_units(name):
     make, expected = CASES[name]
     model = make().double()
-    clipped = clipper(model, words())
+    clipper = median_clipper(model, words())
     for _ in range(2):
         weighted_loss(model(**words(samples=0)), WEIGHTS[:0]).backward()
-        clipped.clip_and_accumulate()
-        clipped.pre_step()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
         assert not any(p.grad.any() for p in model.parameters() if p.requires_grad)
-    assert units_of_first_pass(model, clipped) == expected
+    assert units_of_first_pass(model, clipper) == expected
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
-def test_a_first_batch_of_one_sample_leaves_the_choice_open():
+def test_a_first_batch_of_one_sample_does_not_select_the_units():
     model = between_layers(shared_features()).double()
-    clipped = clipper(model, words())
-    assert_clipped(model, clipped, words(samples=1), WEIGHTS[:1])
-    assert_clipped(model, clipped, words())
+    clipper = median_clipper(model, words())
+    assert_clipped(model, clipper, words(samples=1), WEIGHTS[:1])
+    assert_clipped(model, clipper, words())
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm", "ignore:.*DPE028")
-def test_a_weight_that_a_hook_computes_has_the_gradient_of_one_that_is_parametrized():
+def test_hook_based_weight_norm_has_the_gradients_of_parametrized_weight_norm():
     grads = []
     for weight_norm in (nn.utils.weight_norm, nn.utils.parametrizations.weight_norm):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(11, WIDTH), nn.Linear(WIDTH, 3))
         weight_norm(model[1])
-        clipped = unit_clipper(model, 0.5)
+        clipper = unit_clipper(model, 0.5)
         weighted_loss(model(words()["words"]), WEIGHTS.float()).backward()
-        clipped.clip_and_accumulate()
-        clipped.pre_step()
+        clipper.clip_and_accumulate()
+        clipper.pre_step()
         grads.append([p.grad for p in model.parameters()])
     torch.testing.assert_close(*grads)
 
@@ -181,7 +181,7 @@ class WithDropout(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_a_unit_is_clipped_with_the_random_numbers_that_the_loss_saw():
     model = WithDropout().double()
-    clipped = unit_clipper(model)
+    clipper = unit_clipper(model)
     for _ in range(2):
         inputs = words()
         model.zero_grad()
@@ -189,22 +189,22 @@ def test_a_unit_is_clipped_with_the_random_numbers_that_the_loss_saw():
         given = {**inputs, "masks": masks.detach()}
         gradients = per_sample_gradients(copy.deepcopy(model), lambda o, w: weighted_loss(o[0], w), given, WEIGHTS)
         weighted_loss(output, WEIGHTS).backward()
-        assert_clips_as_loop(clipped, gradients)
+        assert_clips_as_loop(clipper, gradients)
 
 
-def centres():
-    """Mixes the samples of a batch, in a module that no rule covers."""
+def subtracts_batch_mean():
+    """Mixes the samples of a batch, in a module without a grad sampler."""
     run = lambda m, hidden: m.layer((hidden - hidden.mean(0)).flatten(0, 1)).view(hidden.shape)  # noqa: E731
     return Parts(run, layer=nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize("others", [(), (Flattens,)], ids=["single", "beside one that a unit accepts"])
+@pytest.mark.parametrize("others", [(), (Flattens,)], ids=["single", "with a valid unit"])
 def test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer(others):
-    model = between_layers(nn.Sequential(centres(), *(make() for make in others))).double()
-    clipped = unit_clipper(model)
+    model = between_layers(nn.Sequential(subtracts_batch_mean(), *(make() for make in others))).double()
+    clipper = unit_clipper(model)
     with warnings.catch_warnings(record=True) as seen, pytest.raises(PrivacyError, match="DPE018"):
         weighted_loss(model(**words()), WEIGHTS).backward()
-        clipped.clip_and_accumulate()
+        clipper.clip_and_accumulate()
     assert units_in(seen) == []
 
 
@@ -225,7 +225,7 @@ def test_the_notice_says_which_part_why_and_what_it_costs():
 @pytest.mark.filterwarnings("ignore:.*DPE028")
 def test_the_choice_changes_no_state_and_the_hooks_leave_the_model_as_it_was():
     model = WithDropout()
-    clipped = unit_clipper(model)
+    clipper = unit_clipper(model)
     assert list(inspect.signature(model.forward).parameters) == ["words", "masks"]
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert "forward" not in vars(other)
@@ -235,7 +235,7 @@ def test_the_choice_changes_no_state_and_the_hooks_leave_the_model_as_it_was():
         masks.append(model(**inputs)[1])
         states.append(torch.get_rng_state())
     assert torch.equal(*masks) and torch.equal(*states)
-    clipped.detach()
+    clipper.detach()
     assert not any("forward" in vars(module) for module in model.modules())
 
 
@@ -281,8 +281,8 @@ def test_a_resumed_run_has_the_units_of_the_saved_one(tmp_path, monkeypatch, mak
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE028")
-def test_processes_get_the_units_of_all():
+def test_all_processes_use_the_units_of_every_process():
     model = between_layers(nn.Sequential(Flattens(), in_list(own_parameter())))
     units = share_units(model, words(), others=[("part.1",), None])
-    assert units == ("part.0", "part.1.parts.0")  # a process has not chosen yet
+    assert units == ("part.0", "part.1.parts.0")  # one process has not selected units yet
     assert share_units(model, words(), others=[("part.1",), ()]) == ("part.0", "part.1")

@@ -1,4 +1,4 @@
-"""Selection of the library, and the cases in which its threads are not changed."""
+"""Loads the native library only in the matching version, and has no thread team after a fork."""
 
 import os
 import subprocess
@@ -19,15 +19,15 @@ print(before is not None, os.waitstatus_to_exitcode(os.wait()[1]))
 """
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no forks here")
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="os.fork is not available")
 @pytest.mark.slow
-def test_a_fork_has_no_team():
+def test_a_forked_process_has_no_thread_team():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", IN_A_FORK], capture_output=True, text=True, check=True)
     assert done.stdout.split()[1] == "0"
 
 
-@pytest.mark.skipif(native_library() is None, reason="native code is not built here")
-def test_a_library_of_another_version_is_not_taken(monkeypatch):
+@pytest.mark.skipif(native_library() is None, reason="native code is not built")
+def test_a_library_of_another_version_is_not_loaded(monkeypatch):
     monkeypatch.setattr(library, "_VERSION", library._VERSION + 1)
     native_library.cache_clear()
     try:

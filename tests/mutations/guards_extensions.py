@@ -3,7 +3,7 @@
 from .guard import Guard
 
 CONTRACTS = "extending/test_contracts.py::"
-DRAWN = CONTRACTS + "test_a_scheme_that_draws_otherwise_than_stated_is_rejected"
+DRAWN = CONTRACTS + "test_a_scheme_whose_draws_contradict_its_participation_is_rejected"
 NOISE = CONTRACTS + "test_noise_without_an_analysis_is_rejected"
 EVENTS = "accounting/test_events.py::"
 
@@ -43,7 +43,7 @@ GUARDS = [
         "epochs are those of the participation, also if a pass of the loader is longer",
         "self.sampling.participation.epoch_steps for step in steps",
         "self.sampling.steps_per_epoch for step in steps",
-        CONTRACTS + "test_batches_of_two_stated_epochs_are_not_one_step",
+        CONTRACTS + "test_batches_of_two_declared_epochs_cannot_share_a_step",
     ),
     Guard(
         "a policy that lowers its bounds between clipping and noise",
@@ -55,13 +55,13 @@ GUARDS = [
         "weights of noise that change after their analysis",
         "        lambda step: rows[step][:2],",
         "        noise.row,",
-        CONTRACTS + "test_weights_are_those_that_were_analyzed",
+        CONTRACTS + "test_later_changes_do_not_affect_the_analyzed_weights",
     ),
     Guard(
         "a checkpoint of noise with other weights of the same name",
         "f\"{getattr(noise, 'name', name)}-{digest}\"",
         'getattr(noise, "name", name)',
-        CONTRACTS + "test_weights_are_those_that_were_analyzed",
+        CONTRACTS + "test_later_changes_do_not_affect_the_analyzed_weights",
     ),
     Guard(
         "a resumed scheme draws from the words of the batches so far",
@@ -128,6 +128,6 @@ GUARDS = [
         "groups that are not of the stated equal size",
         "        if max(group_sizes) > examples:",
         "        if False:",
-        CONTRACTS + "test_groups_of_another_size_than_stated_are_rejected",
+        CONTRACTS + "test_groups_of_another_size_than_declared_are_rejected",
     ),
 ]

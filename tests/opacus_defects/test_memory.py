@@ -13,7 +13,7 @@ from dpengine.grad_modes import MethodTable
 
 
 def peak_of(run):
-    """Runs it, and sums up what was allocated and freed, in order."""
+    """Returns the peak memory in bytes that ``run`` allocates."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         run()
     changes = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -27,7 +27,7 @@ def peak_of(run):
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012:dpengine.PrivacyWarning")
 
 CRITERION = nn.CrossEntropyLoss()
-# Those that need not keep what they show: the others promise the gradients of all rows, or are torch's own.
+# Modes that do not keep per-sample gradients. The others return those of all samples, or use torch's implementation.
 FRUGAL = [d for d in LAYER_APIS if d.mode in ("auto", "ghost") or (d.compat and d.mode == "hooks")]
 MIB = 2**20
 
@@ -45,7 +45,7 @@ def test_the_measured_peak_is_the_largest_memory_at_one_time():
 
 
 def peak_of_a_step(private, x, y):
-    """Returns the peak of the second step, because the first allocates what is kept."""
+    """Returns the peak of the second step, because the first allocates persistent buffers."""
     for _ in private.loader:
         private.step(x, y)
     found = []
@@ -67,12 +67,12 @@ def test_memory_of_a_large_embedding_does_not_grow_with_the_batch(api):
         private = api.open(model, fixed_loader(rows), criterion=CRITERION)
         peaks[rows] = peak_of_a_step(private, x, y)
     assert peaks[4] < 4 * table
-    assert peaks[64] - peaks[4] < table / 4  # 64 rows of the whole table would be 64 tables
+    assert peaks[64] - peaks[4] < table / 4  # dense gradients of 64 samples would be 64 tables
 
 
 @pytest.fixture
 def by_estimates(monkeypatch):
-    """Ways are chosen by what they are estimated to take, which does not hang on what else the machine does."""
+    """Chooses methods by estimated cost instead of timings, which depend on the load of the machine."""
     plan = MethodTable.plan
 
     def untimed(self, entries, rows):
@@ -99,7 +99,7 @@ def test_a_convolution_does_not_unfold_its_input(api, by_estimates):
 
 
 @pytest.mark.hazard("O52")
-def test_without_a_memory_budget_gradients_are_computed_twice_and_exact():
+def test_without_a_memory_budget_sums_are_exact_and_gradients_are_not_kept():
     rows, width = 32, 256
     torch.manual_seed(1)
     model = nn.Sequential(

@@ -4,7 +4,7 @@ from dpengine.accounting import Charge, PoissonGaussianEvent, Relation, Unclaime
 from dpengine.report.assumptions import assumptions, stamps
 
 
-def found(facts, word):
+def status(facts, word):
     (item,) = [item for item in assumptions(facts) if word in item.name]
     return item.holds, item.light
 
@@ -46,8 +46,8 @@ def found(facts, word):
     ],
 )
 @pytest.mark.hazard("N9")
-def test_each_assumption_is_judged_by_the_facts(make_facts, word, changes, holds, light):
-    assert found(make_facts(**changes), word) == (holds, light)
+def test_each_assumption_has_the_expected_status(make_facts, word, changes, holds, light):
+    assert status(make_facts(**changes), word) == (holds, light)
 
 
 def test_every_assumption_has_evidence_of_one_line(any_facts):
@@ -86,7 +86,7 @@ def test_failed_assumptions_are_stamped_worst_first(make_facts, changes, expecte
     assert stamps(make_facts(**changes)) == expected
 
 
-def test_several_rates_are_listed_and_fine(make_facts):
+def test_several_sampling_rates_are_listed_and_meet_the_assumption(make_facts):
     history = tuple(Charge(PoissonGaussianEvent(0.02 / k, 1.5), 1) for k in range(1, 8))
     (item,) = [item for item in assumptions(make_facts(history=history)) if "Poisson" in item.name]
     assert item.holds == "yes"

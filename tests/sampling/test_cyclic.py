@@ -1,6 +1,7 @@
-"""Cyclic Poisson sampling: who may be drawn when, how often, at what cost, and bad arguments.
+"""Cyclic Poisson sampling: groups, inclusion counts, memory, and argument checks.
 
-The oracle is the binomial law. Statistical tests have fixed seeds; each states its draws and its level.
+Compares with the binomial distribution. Statistical tests have fixed seeds; each states its sample size and
+significance level.
 """
 
 import tracemalloc
@@ -13,21 +14,21 @@ from dpengine.sampling.cyclic import KEY_WORDS, CyclicDraws, KeyedPermutation, P
 from dpengine.sampling.poisson import PoissonDraws
 
 ROWS, RATE, CYCLE = 205, 0.3, 4
-both = pytest.mark.parametrize("partition", Partition)
+both_partitions = pytest.mark.parametrize("partition", Partition)
 
 
 def sampling(rows=ROWS, rate=RATE, cycle=CYCLE, partition=Partition.EQUAL_SPLIT):
     return CyclicDraws(rows, rate, cycle, 1, 5.0, partition)
 
 
-@both
+@both_partitions
 @pytest.mark.hazard("S11")
 def test_no_example_is_drawn_outside_the_steps_of_its_group(seeded_words, partition):
-    strategy, words = sampling(partition=partition), seeded_words()
-    groups = strategy.group_of(words)
+    draws, words = sampling(partition=partition), seeded_words()
+    groups = draws.group_of(words)
     seen = [set() for _ in range(CYCLE)]
     for step in range(400):
-        drawn = strategy.draw(step, words)
+        drawn = draws.draw(step, words)
         assert np.array_equal(drawn, np.unique(drawn))
         assert (groups[drawn] == step % CYCLE).all()
         seen[step % CYCLE] |= set(drawn.tolist())
@@ -47,9 +48,9 @@ def test_independent_groups_take_every_example_and_have_binomial_sizes(seeded_wo
         groups = sampling(40, partition=Partition.INDEPENDENT).group_of(seeded_words(seed))
         assert (groups >= 0).all()
         sizes.append((groups == 1).sum())
-    law = stats.binom(40, 1 / CYCLE)
+    distribution = stats.binom(40, 1 / CYCLE)
     edges = np.arange(6, 15)
-    expected = np.array([law.cdf(6), *law.pmf(edges[1:]), law.sf(14)]) * len(sizes)
+    expected = np.array([distribution.cdf(6), *distribution.pmf(edges[1:]), distribution.sf(14)]) * len(sizes)
     found = np.bincount(np.clip(sizes, 6, 15) - 6, minlength=10)
     assert stats.chisquare(found, expected).pvalue > 1e-4
 
@@ -57,27 +58,27 @@ def test_independent_groups_take_every_example_and_have_binomial_sizes(seeded_wo
 @pytest.mark.slow
 def test_sizes_of_independent_groups_are_multinomial(seeded_words):
     """5,000 partitions of 4 examples in 3 groups: chi-square of all 15 vectors of sizes at 1e-4."""
-    law = stats.multinomial(4, np.full(3, 1 / 3))
+    distribution = stats.multinomial(4, np.full(3, 1 / 3))
     vectors = [(a, b, 4 - a - b) for a in range(5) for b in range(5 - a)]
     found = dict.fromkeys(vectors, 0)
     for seed in range(5000):
-        strategy = sampling(4, rate=1.0, cycle=3, partition=Partition.INDEPENDENT)
-        found[tuple(len(strategy.draw(step, seeded_words(seed))) for step in range(3))] += 1
-    expected = [5000 * law.pmf(vector) for vector in vectors]
+        draws = sampling(4, rate=1.0, cycle=3, partition=Partition.INDEPENDENT)
+        found[tuple(len(draws.draw(step, seeded_words(seed))) for step in range(3))] += 1
+    expected = [5000 * distribution.pmf(vector) for vector in vectors]
     assert stats.chisquare(list(found.values()), expected).pvalue > 1e-4
 
 
-@both
-def test_a_draw_needs_no_time_or_memory_for_each_group(seeded_words, partition):
-    strategy, words = sampling(10**6, rate=1.0, cycle=10**15, partition=partition), seeded_words()
-    assert [len(strategy.draw(step, words)) for step in (0, 10**15 - 1, 3 * 10**15 + 7)] == [0, 0, 0]
+@both_partitions
+def test_time_and_memory_of_a_draw_do_not_grow_with_the_number_of_groups(seeded_words, partition):
+    draws, words = sampling(10**6, rate=1.0, cycle=10**15, partition=partition), seeded_words()
+    assert [len(draws.draw(step, words)) for step in (0, 10**15 - 1, 3 * 10**15 + 7)] == [0, 0, 0]
     assert len(sampling(10**6, rate=1.0, cycle=2, partition=partition).draw(1, words)) == pytest.approx(5e5, rel=0.01)
 
 
 @pytest.mark.slow
-@both
-def test_groups_are_independent(seeded_words, partition):
-    """1,000 partitions: whether examples 0 and 1 share a group, chi-square at 1e-4."""
+@both_partitions
+def test_two_examples_share_a_group_with_the_expected_probability(seeded_words, partition):
+    """1,000 partitions: how often examples 0 and 1 share a group, binomial test at 1e-4."""
     rows = 40
     shared = sum(
         int(np.equal(*sampling(rows, partition=partition).group_of(seeded_words(seed))[:2])) for seed in range(1000)
@@ -87,14 +88,14 @@ def test_groups_are_independent(seeded_words, partition):
 
 
 @pytest.mark.one_in(2, "partition", others="slow")
-@both
+@both_partitions
 def test_inclusion_in_the_steps_of_the_group_is_poisson(seeded_words, partition):
-    """2,000 steps: the number of inclusions of each example, and the sizes of batches, chi-square at 1e-4."""
-    strategy, words = sampling(partition=partition), seeded_words()
-    groups, counts = strategy.group_of(words), np.zeros(ROWS)
+    """2,000 steps: inclusions of each example, chi-square at 1e-4; batch sizes, 5 standard deviations."""
+    draws, words = sampling(partition=partition), seeded_words()
+    groups, counts = draws.group_of(words), np.zeros(ROWS)
     sizes = [[] for _ in range(CYCLE)]
     for step in range(2000):
-        drawn = strategy.draw(step, words)
+        drawn = draws.draw(step, words)
         counts[drawn] += 1
         sizes[step % CYCLE].append(len(drawn))
     trials = 2000 // CYCLE
@@ -102,51 +103,52 @@ def test_inclusion_in_the_steps_of_the_group_is_poisson(seeded_words, partition)
     statistic = ((inside - trials * RATE) ** 2 / (trials * RATE * (1 - RATE))).sum()
     assert 1e-4 < stats.chi2(len(inside)).cdf(statistic) < 1 - 1e-4
     for group, seen in enumerate(sizes):
-        law = stats.binom((groups == group).sum(), RATE)
-        spread = (np.var(seen) - law.var()) / (law.var() * (2 / trials) ** 0.5)
-        assert abs(np.mean(seen) - law.mean()) < 5 * (law.var() / trials) ** 0.5 and abs(spread) < 5
+        distribution = stats.binom((groups == group).sum(), RATE)
+        variance_score = (np.var(seen) - distribution.var()) / (distribution.var() * (2 / trials) ** 0.5)
+        assert abs(np.mean(seen) - distribution.mean()) < 5 * (distribution.var() / trials) ** 0.5
+        assert abs(variance_score) < 5
 
 
 def test_a_rate_of_one_draws_the_whole_group(seeded_words):
-    strategy, words = sampling(rate=1.0), seeded_words()
-    union = np.concatenate([strategy.draw(step, words) for step in range(CYCLE)])
+    draws, words = sampling(rate=1.0), seeded_words()
+    union = np.concatenate([draws.draw(step, words) for step in range(CYCLE)])
     assert len(union) == len(set(union.tolist())) == 204
-    assert np.array_equal(strategy.draw(0, words), strategy.draw(CYCLE, words))
+    assert np.array_equal(draws.draw(0, words), draws.draw(CYCLE, words))
 
 
-def test_one_group_is_poisson_sampling_of_shuffled_places(seeded_words):
-    strategy, words = sampling(cycle=1), seeded_words()
-    plain = PoissonDraws(ROWS, RATE, 1, 5.0)
-    assert [len(strategy.draw(t, words)) for t in range(20)] == [len(plain.draw(t, words)) for t in range(20)]
-    assert len(set(strategy.group_of(words))) == 1
+def test_batches_of_one_group_have_the_sizes_of_poisson_batches(seeded_words):
+    draws, words = sampling(cycle=1), seeded_words()
+    poisson = PoissonDraws(ROWS, RATE, 1, 5.0)
+    assert [len(draws.draw(t, words)) for t in range(20)] == [len(poisson.draw(t, words)) for t in range(20)]
+    assert len(set(draws.group_of(words))) == 1
 
 
-@both
+@both_partitions
 def test_a_draw_is_a_function_of_its_step(seeded_words, partition):
-    strategy = sampling(partition=partition)
-    assert np.array_equal(strategy.draw(7, seeded_words(3)), strategy.draw(7, seeded_words(3)))
-    assert not np.array_equal(strategy.draw(7, seeded_words(3)), strategy.draw(11, seeded_words(3)))
+    draws = sampling(partition=partition)
+    assert np.array_equal(draws.draw(7, seeded_words(3)), draws.draw(7, seeded_words(3)))
+    assert not np.array_equal(draws.draw(7, seeded_words(3)), draws.draw(11, seeded_words(3)))
 
 
-@both
+@both_partitions
 def test_a_billion_examples_need_memory_only_for_the_batch(seeded_words, partition):
-    strategy, words = sampling(10**9, 1e-5, 16, partition), seeded_words()
+    draws, words = sampling(10**9, 1e-5, 16, partition), seeded_words()
     tracemalloc.start()
-    drawn = strategy.draw(5, words)
+    drawn = draws.draw(5, words)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert abs(len(drawn) - 625) < 6 * 25 and peak < 2**20
 
 
-@both
-def test_more_groups_than_examples_are_no_error(seeded_words, partition):
-    strategy, words = sampling(3, 1.0, 5, partition), seeded_words()
-    drawn = [i for step in range(5) for i in strategy.draw(step, words).tolist()]
+@both_partitions
+def test_more_groups_than_examples_are_accepted(seeded_words, partition):
+    draws, words = sampling(3, 1.0, 5, partition), seeded_words()
+    drawn = [i for step in range(5) for i in draws.draw(step, words).tolist()]
     assert sorted(drawn) == ([] if partition is Partition.EQUAL_SPLIT else [0, 1, 2])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "says"),
+    ("arguments", "error", "message"),
     [
         ((10, 1.5, 2, 1, 5.0), ValueError, "sample_rate"),
         ((10, 0.5, 0, 1, 5.0), ValueError, "cycle_length must be at least 1"),
@@ -156,8 +158,8 @@ def test_more_groups_than_examples_are_no_error(seeded_words, partition):
         ((10, 0.5, 1, 1, 5.0, "equal"), TypeError, r"Partition\.EQUAL_SPLIT"),
     ],
 )
-def test_arguments_out_of_range_are_rejected(arguments, error, says):
-    with pytest.raises(error, match=says):
+def test_arguments_out_of_range_are_rejected(arguments, error, message):
+    with pytest.raises(error, match=message):
         CyclicDraws(*arguments)
 
 
@@ -166,29 +168,29 @@ def keyed(size, seed):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])
-def test_every_number_has_a_place_of_its_own(size):
+def test_the_keyed_permutation_is_a_bijection(size):
     for seed in range(3):
         assert np.array_equal(np.sort(keyed(size, seed)(np.arange(size))), np.arange(size))
 
 
-def test_no_numbers_are_no_places_and_large_ones_stay_in_range():
+def test_the_keyed_permutation_accepts_empty_and_large_domains():
     assert len(keyed(0, 0)(np.arange(0))) == 0
-    numbers = np.arange(10**9 - 1000, 10**9)
-    places = keyed(10**9, 0)(numbers)
-    assert len(set(places)) == 1000 and places.min() >= 0 and places.max() < 10**9
+    indices = np.arange(10**9 - 1000, 10**9)
+    images = keyed(10**9, 0)(indices)
+    assert len(set(images)) == 1000 and images.min() >= 0 and images.max() < 10**9
 
 
 @pytest.mark.slow
-def test_a_number_falls_on_every_place_alike_over_keys():
-    """4,000 keys, 11 places: chi-square at 1e-4."""
-    places = np.array([keyed(11, seed)(np.array([3]))[0] for seed in range(4000)])
-    assert stats.chisquare(np.bincount(places, minlength=11)).pvalue > 1e-4
+def test_the_image_of_an_index_is_uniform_over_keys():
+    """4,000 keys, 11 images: chi-square at 1e-4."""
+    images = np.array([keyed(11, seed)(np.array([3]))[0] for seed in range(4000)])
+    assert stats.chisquare(np.bincount(images, minlength=11)).pvalue > 1e-4
 
 
 @pytest.mark.slow
-def test_two_numbers_fall_on_every_pair_of_places_alike_over_keys():
-    """6,000 keys, 30 ordered pairs of 6 places: chi-square at 1e-4."""
-    places = np.array([keyed(6, seed)(np.array([0, 1])) for seed in range(6000)])
-    counts = np.bincount(places[:, 0] * 6 + places[:, 1], minlength=36).reshape(6, 6)
+def test_the_images_of_two_indices_are_uniform_over_keys():
+    """6,000 keys, 30 ordered pairs of 6 images: chi-square at 1e-4."""
+    images = np.array([keyed(6, seed)(np.array([0, 1])) for seed in range(6000)])
+    counts = np.bincount(images[:, 0] * 6 + images[:, 1], minlength=36).reshape(6, 6)
     assert np.trace(counts) == 0
     assert stats.chisquare(counts[~np.eye(6, dtype=bool)]).pvalue > 1e-4

@@ -1,4 +1,4 @@
-"""The remedy that a message names, typed as it stands, works."""
+"""The fix that an error message suggests works as it is written there."""
 
 import itertools
 import re
@@ -84,7 +84,7 @@ def test_time_on_axis_0_is_rejected_and_batch_first_accepts_it():
     assert trains(remedy, time_first_loss(remedy))
 
 
-def test_two_views_name_a_sound_loss_and_say_that_a_contrastive_one_is_not():
+def test_the_error_for_two_views_suggests_a_valid_loss_and_rules_out_a_contrastive_one():
     loop = make_loop(**NOISE)
     inputs, _ = first_batch(loop.loader)
     with pytest.raises(BatchMismatchError, match=r"DPE018.*contrastive loss.*SimCLR.*neither can be trained") as seen:
@@ -95,7 +95,7 @@ def test_two_views_name_a_sound_loss_and_say_that_a_contrastive_one_is_not():
     assert trains(remedy, lambda x, y: eval(line, names | {"a": x, "b": x + 0.1, "y": y}))
 
 
-def test_changed_gradients_name_the_arguments():
+def test_the_warning_of_changed_gradients_names_the_arguments():
     forget_notices()
     loop = make_loop(**NOISE)
     loop.backward(*first_batch(loop.loader))
@@ -120,11 +120,11 @@ def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
     loop = make_loop(**NOISE)
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*contrastive loss compares samples.*cannot be trained"):
         for inputs, _ in loop.loader:
-            one, two = loop.model(inputs), loop.model(inputs + 0.1)
-            F.cross_entropy(one @ two.T, torch.arange(len(inputs))).backward()
+            first_view, second_view = loop.model(inputs), loop.model(inputs + 0.1)
+            F.cross_entropy(first_view @ second_view.T, torch.arange(len(inputs))).backward()
 
 
-def test_class_weights_name_a_loss_that_keeps_them():
+def test_the_error_for_class_weights_suggests_a_loss_that_keeps_them():
     weight, loop = torch.tensor([1.0, 2.0, 9.0]), make_loop(**NOISE)
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*class weights.*reduction='none' and average"):
         for inputs, targets in loop.loader:
@@ -137,7 +137,7 @@ def test_class_weights_name_a_loss_that_keeps_them():
     assert trains(remedy, lambda inputs, targets: losses(remedy.model(inputs), targets).mean())
 
 
-def test_a_loader_that_is_cycled_raises_because_batches_repeat():
+def test_itertools_cycle_over_the_loader_is_rejected():
     loop = make_loop(**NOISE)
     with pytest.raises(PrivacyError, match=r"DPE022.*itertools.cycle repeats old batches"):
         for inputs, targets in itertools.cycle(loop.loader):
@@ -145,7 +145,7 @@ def test_a_loader_that_is_cycled_raises_because_batches_repeat():
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_a_mean_over_selected_samples_names_a_loss_that_trains():
+def test_the_error_for_a_mean_over_selected_samples_suggests_a_loss_that_trains():
     loop = make_loop(**NOISE)
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*over selected samples") as seen:
         for inputs, targets in loop.loader:
@@ -184,14 +184,14 @@ GRAPHS = {"edges": EDGES, "adjacency": torch.sparse_coo_tensor(EDGES, torch.ones
 
 
 @pytest.mark.parametrize("edges", GRAPHS.values(), ids=GRAPHS)
-def test_the_nodes_of_a_graph_are_named_first(edges):
+def test_the_error_for_shared_edges_names_the_nodes_of_a_graph(edges):
     loop = make_loop(graph_model(), batch_size=ROWS, sample_rate=1.0, **NOISE)
     ((inputs, targets),) = loop.loader
     with pytest.raises(PrivacyError, match=r"DPE001.*Nodes of one graph share its edges.*make each graph a sample"):
         F.cross_entropy(loop.model(inputs, edges), targets).backward()
 
 
-def test_forward_called_by_name_is_reported():
+def test_a_direct_call_of_forward_is_reported():
     class Own(nn.Sequential):
         def training_step(self, inputs, targets):
             return F.cross_entropy(self.forward(inputs), targets)
@@ -214,7 +214,7 @@ def test_check_names_the_graph():
 # Several networks, learned weights of losses, losses with masks, folds
 
 
-class Both(nn.Module):
+class SeveralNetworks(nn.Module):
     def __init__(self, *networks):
         super().__init__()
         self.networks = nn.ModuleList(networks)
@@ -229,11 +229,11 @@ def test_two_networks_of_one_optimizer_become_parts_of_one_module():
     loader = DataLoader(TensorDataset(torch.randn(ROWS, FEATURES)), batch_size=4)
     with pytest.raises(ParameterMismatchError, match=r"one module whose forward returns all outputs"):
         PrivacyEngine().make_private(networks[0], optimizer, loader, noise_multiplier=1.0, max_grad_norm=1.0)
-    loop = make_loop(Both(*networks), **NOISE)
+    loop = make_loop(SeveralNetworks(*networks), **NOISE)
     assert trains(loop, lambda x, _: sum(outputs.square().mean() for outputs in loop.model(x)))
 
 
-def test_a_container_that_is_not_called_raises_about_its_forward():
+def test_a_container_that_is_not_called_warns_about_its_forward():
     forget_notices()
     loop = make_loop(nn.ModuleList([nn.Linear(FEATURES, 2), nn.Linear(FEATURES, 2)]), **NOISE)
     with pytest.warns(PrivacyWarning, match=r"not its forward or its parts.*outputs of several networks"):
@@ -263,7 +263,7 @@ def train_on(dataset, engine=None):
 
 
 @pytest.mark.filterwarnings("ignore:.*DPE006")
-def test_engines_of_overlapping_folds_raise_with_the_advice_to_use_one():
+def test_engines_of_overlapping_folds_warn_with_the_advice_to_use_one():
     forget_notices()
     data, folds = examples(), [range(16), range(8, ROWS)]
     train_on(Subset(data, folds[0]))
@@ -272,7 +272,7 @@ def test_engines_of_overlapping_folds_raise_with_the_advice_to_use_one():
 
 
 @pytest.mark.parametrize("second", [[*range(16, ROWS)], [*range(-8, 0)]], ids=["indices", "negative indices"])
-def test_engines_of_disjoint_parts_and_one_engine_of_all_folds_are_silent(recwarn, second):
+def test_engines_of_disjoint_parts_and_one_engine_for_all_folds_do_not_warn(recwarn, second):
     forget_notices()
     data = examples()
     train_on(Subset(data, range(16)))

@@ -1,4 +1,4 @@
-"""``check_loss``, ``check`` and ``fix`` name what they got if it is not what they need."""
+"""Errors of ``check_loss``, ``check`` and ``fix`` name the argument that has a wrong type."""
 
 import pytest
 import torch
@@ -23,10 +23,10 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
-def test_a_wrong_argument_is_named_with_what_is_needed(given, said):
-    with pytest.raises(TypeError, match=rf"check_loss: {said}.*check_loss\(model, loss_fn, \(inputs, targets\)\)"):
-        check_loss(*given)
+@pytest.mark.parametrize(("arguments", "message"), WRONG.values(), ids=WRONG)
+def test_the_error_names_the_wrong_argument_and_the_expected_call(arguments, message):
+    with pytest.raises(TypeError, match=rf"check_loss: {message}.*check_loss\(model, loss_fn, \(inputs, targets\)\)"):
+        check_loss(*arguments)
 
 
 def test_an_unknown_reduction_is_rejected():
@@ -39,7 +39,7 @@ def test_a_tuple_or_list_from_a_loader_is_accepted(batch):
     check_loss(MODEL, nn.CrossEntropyLoss(), batch)
 
 
-NO_MODULES = {
+NOT_MODULES = {
     "NoneType": None,
     "Linear": nn.Linear,
     "SGD": torch.optim.SGD([nn.Parameter(torch.ones(1))]),
@@ -48,7 +48,7 @@ NO_MODULES = {
 
 
 @pytest.mark.parametrize("call", [dpengine.check, dpengine.fix])
-@pytest.mark.parametrize("got", NO_MODULES)
-def test_an_argument_that_is_no_module_is_named(call, got):
+@pytest.mark.parametrize("got", NOT_MODULES)
+def test_an_argument_that_is_not_a_module_is_named(call, got):
     with pytest.raises(TypeError, match=rf"model is .*{got}; pass an instance of torch\.nn\.Module"):
-        call(NO_MODULES[got])
+        call(NOT_MODULES[got])

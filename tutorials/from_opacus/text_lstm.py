@@ -17,7 +17,7 @@ MODES = ("hooks", "functorch", "ew", "ghost")
 
 def parse(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=1000, help="of each library")
+    parser.add_argument("--rows", type=int, default=1000, help="docstrings of each library")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--lr", type=float, default=0.01)
@@ -46,8 +46,8 @@ class Reader(nn.Module):
         self.lstm = nn.LSTM(width, width, batch_first=True)
         self.head = nn.Linear(width, len(documentation.LIBRARIES))
 
-    def forward(self, numbers):
-        outputs, _ = self.lstm(self.words(numbers))
+    def forward(self, tokens):
+        outputs, _ = self.lstm(self.words(tokens))
         return self.head(outputs.mean(dim=1))
 
 
@@ -82,8 +82,8 @@ def main(argv=None):
     steps, seconds = 0, 0.0
     for epoch in range(1, args.epochs + 1):
         start = time.perf_counter()
-        for numbers, libraries in loader:
-            loss = criterion(model(numbers), libraries)
+        for tokens, libraries in loader:
+            loss = criterion(model(tokens), libraries)
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

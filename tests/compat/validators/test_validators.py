@@ -191,7 +191,7 @@ def test_small_batch_norm_becomes_instance_norm_next_to_an_lstm():
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        ({"replace_bn_with_in": True, "num_groups": 2}, ValueError, "exclude each other"),
+        ({"replace_bn_with_in": True, "num_groups": 2}, ValueError, "cannot be combined"),
         ({"num_groups": 3}, ValueError, "does not divide the 4 channels of SyncBatchNorm"),
         ({"num_groups": 0}, ValueError, "does not divide"),
         ({"replace_bn_with_in": True}, UnsupportableModuleError, "does not state its dimensions"),

@@ -1,4 +1,4 @@
-"""Wrapper and hooks classes by the name of the mode."""
+"""Maps the names of grad sample modes to wrapper and hooks classes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def get_gsm_class(grad_sample_mode: str) -> type[AbstractGradSampleModule]:
     """Returns the wrapper class of a mode; ``ValueError`` if there is none."""
     if grad_sample_mode not in _CLASSES:
         known = ", ".join(map(repr, _CLASSES))
-        raise ValueError(f"grad_sample_mode={grad_sample_mode!r} has no wrapper. Choose one of: {known}.")
+        raise ValueError(f"grad_sample_mode={grad_sample_mode!r} is unknown. Choose one of: {known}.")
     return _CLASSES[grad_sample_mode][0]
 
 
@@ -64,8 +64,8 @@ def prepare_module(
         model: The model.
         grad_sample_mode: Name of the mode.
         wrap_model: Whether to return a wrapper or the hooks.
-        args: Arguments of the class.
-        kwargs: Arguments of the class.
+        args: Further arguments of the wrapper or hooks class.
+        kwargs: Further keyword arguments of the wrapper or hooks class.
 
     Returns:
         The wrapper or the hooks. ``ValueError`` for a mode that has none.

@@ -64,7 +64,7 @@ class DPRNNCellBase(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def set_max_batch_length(self, max_batch_length: int) -> None:
-        """Sets the batch size, before calls with fewer samples, which are the first ones of the batch."""
+        """Sets the batch size of a packed sequence. Later calls may contain only the first samples of the batch."""
         self.ih.max_batch_len = self.hh.max_batch_len = max_batch_length
 
     def _zeros(self, input: Tensor) -> Tensor:
@@ -130,9 +130,9 @@ RNN_CELL_TYPES: dict[str, tuple[type[DPRNNCellBase], dict[str, Any]]] = {
 
 
 class DPRNNBase(RenameParamsMixin, nn.Module, metaclass=abc.ABCMeta):
-    """Recurrent layer of custom cells, in layers and directions, with torch's names in its state dict.
+    """Multi-layer recurrent layer of custom cells, in one or two directions, with torch's keys in its state dict.
 
-    ``DPRNN``, ``DPGRU`` and ``DPLSTM`` are virtual subclasses without cells, and much faster.
+    ``DPRNN``, ``DPGRU`` and ``DPLSTM`` are registered as virtual subclasses. They have no cells and are much faster.
 
     Args:
         mode: A subclass of ``DPRNNCellBase``, or a key of ``RNN_CELL_TYPES``.
@@ -224,9 +224,9 @@ class _OpacusLayer(RenameParamsMixin):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         for key in list(state_dict):
-            own = _OPACUS_NAME.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
-            if own is not None:
-                layer, gates, kind = own.groups()
+            match = _OPACUS_NAME.fullmatch(key.removeprefix(prefix)) if key.startswith(prefix) else None
+            if match is not None:
+                layer, gates, kind = match.groups()
                 state_dict.setdefault(f"{prefix}{kind}_{gates}_{layer}", state_dict.pop(key))
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

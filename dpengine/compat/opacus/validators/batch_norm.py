@@ -25,10 +25,12 @@ def validate(module: Any) -> list[UnsupportedModuleError]:
 
 @register_module_fixer(list(BATCH_NORMS))
 def fix(module: Any, **kwargs: Any) -> nn.Module:
-    """Returns group norm in ``gcd(32, channels)`` groups with the same scale and shift, or instance norm without them.
+    """Returns the group norm or instance norm that replaces a batch norm.
 
-    A sample of ``BatchNorm1d`` may be a vector, for which a group of one channel would be normalized to zero. Its
-    groups therefore have several channels. A single channel becomes instance norm, which rejects vectors.
+    Group norm has ``gcd(32, channels)`` groups and the same scale and shift. ``replace_bn_with_in`` returns instance
+    norm without scale and shift. A sample of ``BatchNorm1d`` may be a vector. Groups of one channel would normalize a
+    vector to zero, so ``BatchNorm1d`` is replaced by groups of several channels, and ``BatchNorm1d(1)`` by instance
+    norm, which rejects vectors.
 
     Args:
         module: The layer; it does not change.
@@ -41,12 +43,12 @@ def fix(module: Any, **kwargs: Any) -> nn.Module:
     num_groups = kwargs.get("num_groups")
     if kwargs.get("replace_bn_with_in", False):
         if num_groups is not None:
-            raise ValueError("fix: replace_bn_with_in=True and num_groups exclude each other. Pass one of them.")
+            raise ValueError("fix: replace_bn_with_in=True and num_groups cannot be combined. Pass one of them.")
         norm = instance_norm_of(module, affine=False)
         if norm is None:
             raise UnsupportableModuleError(
                 f"{type(module).__name__} does not state its dimensions, so InstanceNorm cannot replace it. Omit "
-                "replace_bn_with_in: GroupNorm supports any."
+                "replace_bn_with_in: GroupNorm supports any number of dimensions."
             )
         return _with_opacus_eps(norm)
     if type(module) is nn.BatchNorm1d and module.num_features == 1 and num_groups in {None, 1}:
