@@ -107,7 +107,7 @@ class IndependenceCheck:
         if baseline is None or not self._outputs_agree(self._outputs, baseline.outputs, self._keep_B):
             if self._replay.reached:
                 self._warn_unknown(
-                    "The forward pass returned another output when it was run again",
+                    "The forward pass returned a different output when it was run again",
                     "Use only the random generators of torch, Python and NumPy, and keep no state between batches.",
                 )
             else:
