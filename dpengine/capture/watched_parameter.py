@@ -363,14 +363,6 @@ def _einsum(func, args, kwargs):
     return torch.einsum(f"{','.join(letters)}->{result}", *operands)
 
 
-_SAVES_RESULT = {
-    Tensor.exp, torch.exp, Tensor.sigmoid, torch.sigmoid, Tensor.tanh, torch.tanh, F.softplus, Tensor.abs, torch.abs,
-    Tensor.square, torch.square,
-}  # fmt: skip
-_SAVES_NOTHING = {
-    Tensor.add, torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__, Tensor.sub, torch.sub, Tensor.sub_,
-    Tensor.__isub__, Tensor.__rsub__, torch.rsub, torch.cat, torch.concat, torch.concatenate, torch.where,
-}  # fmt: skip
 _KEEPS_SHAPE = {Tensor.to, Tensor.contiguous, Tensor.clone, Tensor.type_as}
 _UNARY = [
     Tensor.__getitem__, Tensor.unsqueeze, torch.unsqueeze, Tensor.squeeze, torch.squeeze, Tensor.view, Tensor.reshape,
@@ -379,17 +371,27 @@ _UNARY = [
     Tensor.__neg__, Tensor.abs, torch.abs, Tensor.square, torch.square, Tensor.float, Tensor.t, torch.t,
     Tensor.T.__get__, Tensor.mT.__get__, *_KEEPS_SHAPE,  # type: ignore[attr-defined]
 ]  # fmt: skip
-_ELEMENTWISE = [
+_SUMS = [
     Tensor.add, torch.add, Tensor.add_, Tensor.__iadd__, Tensor.__radd__,
-    Tensor.mul, torch.mul, torch.multiply, Tensor.mul_, Tensor.__imul__, Tensor.__rmul__,
     Tensor.sub, torch.sub, Tensor.sub_, Tensor.__isub__, Tensor.__rsub__, torch.rsub,
+]  # fmt: skip
+_ELEMENTWISE = [
+    *_SUMS,
+    Tensor.mul, torch.mul, torch.multiply, Tensor.mul_, Tensor.__imul__, Tensor.__rmul__,
     Tensor.div, torch.div, torch.true_divide, Tensor.div_, Tensor.__rdiv__, Tensor.__truediv__, Tensor.__rtruediv__,
 ]  # fmt: skip
+_CONCATENATIONS = [torch.cat, torch.concat, torch.concatenate]
+# What autograd saves of a parameter for the backward pass: a value or a result, or nothing.
+_SAVES_RESULT = {
+    Tensor.exp, torch.exp, Tensor.sigmoid, torch.sigmoid, Tensor.tanh, torch.tanh, F.softplus, Tensor.abs, torch.abs,
+    Tensor.square, torch.square,
+}  # fmt: skip
+_SAVES_NOTHING = {*_SUMS, *_CONCATENATIONS}
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys(_UNARY, _unary),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),
     **dict.fromkeys([Tensor.expand, Tensor.repeat], _expand),
-    **dict.fromkeys([torch.cat, torch.concat, torch.concatenate], _join),
+    **dict.fromkeys(_CONCATENATIONS, _join),
     **dict.fromkeys([F.linear, linear_node], _linear),
     **dict.fromkeys([torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm], _product),
     torch.einsum: _einsum,
