@@ -55,7 +55,7 @@ def current_checkpoint() -> Checkpoint | None:
     A reentrant checkpoint whose block runs outside `without_checkpoints` is not recognized.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is not None and hooks[0].__qualname__.startswith("_checkpoint_hook."):
+    if hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook."):
         return Checkpoint.NOT_REENTRANT
     return _replaced.get()
 

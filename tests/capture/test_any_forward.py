@@ -1,6 +1,7 @@
 """Modules of every kind, inside each other and in every situation, against a loop over samples."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -329,6 +330,15 @@ def test_a_parameter_in_a_checkpoint_names_a_mode_that_accepts_it(operation, ree
     model, inputs = recomputes(operation, reentrant=reentrant)
     with pytest.raises(error, match=rf"{reason}.*'auto' or, if that is in use, 'whole_model'"):
         clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="hooks")
+
+
+def test_a_parameter_is_clipped_under_any_hooks_of_saved_tensors():
+    model, inputs = nn.Sequential(nn.Linear(4, 4), gain()).double(), (torch.randn(ROWS, 4).double(),)
+    truth, _ = clip_by_loop(model, inputs, lambda output, _: output.square().sum(), ROWS)
+    pack = functools.partial(torch.clone, memory_format=torch.preserve_format)  # has no name
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed):
+        found, _ = clip_by_engine(model, inputs, lambda output: output.square().sum(), mode="hooks")
+    assert relative_error(found, truth) < 1e-6
 
 
 def test_a_sum_in_a_checkpoint_needs_no_unit():
