@@ -1,4 +1,4 @@
-"""Calls of layers made on the spot, as capture would report them."""
+"""Calls of layers in the form in which capture records them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def normal(*shape):
 
 
 class Doubled(torch.autograd.Function):
-    """Written for autograd alone: torch.func cannot look inside."""
+    """A function of autograd without support for torch.func."""
 
     @staticmethod
     def forward(ctx, x):

@@ -12,12 +12,12 @@ Part = Callable[[int, torch.dtype], Tensor]
 
 
 def batch(*parts: Part) -> Callable[[int, torch.dtype], tuple[Tensor, ...]]:
-    """Inputs made of parts."""
+    """Returns a function that concatenates the inputs of all parts."""
     return lambda rows, dtype: tuple(part(rows, dtype) for part in parts)
 
 
 def floats(*shape: int, layout: Callable[[Tensor], Tensor] = lambda x: x) -> Part:
-    """Normal numbers ``(B, *shape)`` in a memory layout."""
+    """Standard normal numbers ``(B, *shape)`` in a memory layout."""
     return lambda rows, dtype: layout(torch.randn(rows, *shape, dtype=dtype))
 
 
@@ -68,7 +68,7 @@ def flat_bags(size: int, *, weights: bool = False, end: bool = False):
 
 
 def bag_alone(end: bool = False):
-    """Cuts one bag out of a flat list."""
+    """Returns a function that slices one bag out of a flat list."""
 
     def row(inputs: tuple[Any, ...], i: int) -> tuple[Any, ...]:
         entries, offsets, *weights = inputs

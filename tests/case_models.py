@@ -1,4 +1,4 @@
-"""Small models that together use every way in which capture follows parameters."""
+"""Small models that together cover all uses of parameters that capture supports."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A small model that gives ``(B, classes)`` scores.
+    """A small model that returns ``(B, classes)`` logits.
 
     Attributes:
-        id: Says what is special.
+        id: The edge case.
         make: The model.
         inputs: ``(rows, dtype) -> `` its positional inputs.
         classes: Number of classes.
@@ -29,7 +29,7 @@ class ModelCase:
     classes: int = 3
 
     def targets(self, rows: int) -> Tensor:
-        """A class for each row."""
+        """Returns the class of each sample."""
         return torch.randint(self.classes, (rows,))
 
 
@@ -58,7 +58,7 @@ class Parts(nn.Module):
 
 
 def model_of(parts):
-    """Replaces a forward function by one that makes a model with these parts, always with the same weights."""
+    """Turns a forward function into a factory of models with these parts and fixed weights."""
 
     def with_parts(run):
         @functools.wraps(run)
@@ -98,7 +98,7 @@ class Tied(nn.Module):
 
 
 class OwnParameter(nn.Module):
-    """Parameters beside children, used directly."""
+    """Uses parameters of its own besides its children."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +111,7 @@ class OwnParameter(nn.Module):
 
 
 class Polynomial(nn.Module):
-    """A layer that no table knows."""
+    """A layer without a grad sampler."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ class Polynomial(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention whose projections lie in one parameter."""
+    """Attention whose projections are one parameter."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The tables that drive the tests: every built-in layer with its awkward variants, and small models."""
+"""Parameter tables of the tests: each built-in layer with its edge cases, and small models."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["CASES", "MODELS", "Case", "ModelCase"]
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and what to run it on.
+    """A layer and its inputs.
 
     Attributes:
-        id: Says what is special.
+        id: The edge case.
         make: The layer.
-        inputs: ``(rows, dtype) -> `` its inputs, of that many rows.
-        keywords: Names of the last inputs, which go in by keyword.
-        row: ``(inputs, i) -> `` inputs of row i alone, where that is not cutting axis 0.
+        inputs: ``(rows, dtype) -> `` inputs of that many samples.
+        keywords: Names of the last inputs, which are passed by keyword.
+        row: ``(inputs, i) -> `` inputs of sample i; None to slice axis 0.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Case:
     row: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 
     def split(self, inputs: tuple[Any, ...]) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Positional and keyword inputs."""
+        """Returns the positional and the keyword inputs."""
         first = len(inputs) - len(self.keywords)
         return inputs[:first], dict(zip(self.keywords, inputs[first:], strict=True))
 
@@ -218,7 +218,7 @@ def _embedding() -> list[Case]:
 
 
 def _tracked(layer: nn.Module) -> nn.Module:
-    """In eval mode, with running statistics that are not the default."""
+    """Sets eval mode and running statistics that differ from the defaults."""
     layer.running_mean.copy_(torch.arange(3.0))  # type: ignore[operator, union-attr]
     layer.running_var.fill_(0.5)  # type: ignore[operator, union-attr]
     return layer.eval()

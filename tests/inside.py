@@ -91,7 +91,7 @@ def samples_now(owner, run=-1):
 
 
 def without_placeholders(loader):
-    """Has a private loader return zero rows for an empty batch, as one of Opacus compatibility does."""
+    """Makes a private loader return zero samples for an empty batch, as in Opacus compatibility."""
     loader._batches._placeholder = False
     collate = loader.collate_fn.collate
     loader.__dict__["collate_fn"] = EmptyAwareCollate(collate, empty_template(collate, loader.dataset[0]))
@@ -172,7 +172,7 @@ def sum_dtypes(owner, run=-1):
 
 
 def passes_of_run(owner, run=-1):
-    """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
+    """Returns a driver of the clipped sums of a run; the run no longer sees its backward passes."""
     return ClippedPasses.of_run(_step(owner, run).passes)
 
 
@@ -184,7 +184,7 @@ def pass_recorded(owner, run=-1):
 
 
 def gradients_formed_by(owner, run=-1):
-    """Identity of the grad mode of a run, and whether it is the run's own and its passes are probed."""
+    """Returns the identity of the grad mode of a run, whether the run owns it, and whether its passes are probed."""
     passes = _step(owner, run).passes
     return id(passes.mode), not isinstance(passes.mode, CanaryGradients) and passes.probe.every is not None
 
@@ -208,7 +208,7 @@ def noise_source(owner, run=-1):
 
 
 def draw_from(owner, source):
-    """Draws noise from another source; returns whether the mechanism is another one, too."""
+    """Draws noise from another source. Returns True if the mechanism was replaced as well."""
     step = _step(owner)
     before = step.noise
     step.source, step.noise = source, mechanism_for(source, step.plan.noise)
@@ -276,7 +276,7 @@ def record_noise(owner, seen):
 
 
 def checked_loops(owner):
-    """Number of steps in which no loss or loop that mixes samples was seen."""
+    """Returns the number of steps that passed the check of the loss and of the loop."""
     return _step(owner).loop.checked
 
 
@@ -348,7 +348,7 @@ def runs_of(engine):
 
 
 def alive(engine, run=-1):
-    """A function that says whether the state of a run still exists."""
+    """Returns a function that returns True while the state of a run exists."""
     reference = weakref.ref(engine.runs[run])
     return lambda: reference() is not None
 
@@ -374,7 +374,7 @@ def settle_ledger_file(engine):
 
 
 def let_go_of_ledger_file(engine, *, settles=True):
-    """Releases the ledger file, as the end of the process does; without ``settles``, as its death does."""
+    """Releases the ledger file as at the end of the process; without ``settles``, as after a crash."""
     if not settles:
         engine._engine_ledger._open_ledger.file.reservations.clear()
     engine._engine_ledger._open_ledger.finalizer()

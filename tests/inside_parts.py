@@ -42,7 +42,7 @@ accounted_rate = accounted_sample_rate
 
 
 def planned_steps(epochs, steps, steps_per_epoch):
-    """The number of steps of a run; looked up at each call, so that a planted bug is seen."""
+    """Returns the number of steps of a run; looked up at each call, so that a planted bug takes effect."""
     return dpengine.engine.argument_checks.planned_steps(epochs, steps, steps_per_epoch)
 
 
@@ -70,7 +70,7 @@ class ClippedPasses:
 
     @classmethod
     def of_run(cls, passes):
-        """A driver of the clipped sums of a run, whose backward passes no longer reach the run."""
+        """Returns a driver of the clipped sums of a run; the run no longer sees its backward passes."""
         made = object.__new__(cls)
         made._passes, made._recorded, made._action = passes, None, None
         passes._on_pass = made._ended
@@ -123,7 +123,7 @@ class ClippedPasses:
         return not (self._passes.pending or capture.swapped or capture.switched_off)
 
     def interrupt_in_layer(self, layer):
-        """Leaves a layer as an interrupt does that comes while the flags of its parameters are put back."""
+        """Simulates an interrupt while the flags of the parameters of a layer are restored."""
         live = [parameter for parameter in layer.parameters() if parameter.requires_grad]
         self._passes.capture.switched_off.append(live)
         for parameter in live:
@@ -143,7 +143,7 @@ class ClippedPasses:
         self._passes.discard()
 
     def detach(self):
-        """Stops to watch the model."""
+        """Removes the hooks from the model."""
         self._passes.detach()
 
 
@@ -171,14 +171,14 @@ class ShownPasses:
         self.statistics = self._pending_passes.clipper.clip(recorded)
 
     def clip(self, *, rows=None):
-        """Clips the pass that has waited longest."""
+        """Clips the oldest pending pass."""
         self._rows = rows
         self._pending_passes._deliver_next(self)
         self._rows = None
         return SimpleNamespace(largest_norm=self.statistics.largest_norm)
 
     def own(self):
-        """Clips passes as an optimizer does that was built over the model."""
+        """Clips passes like an optimizer that was built for the model."""
         owner = SimpleNamespace(_step=self)
         self._pending_passes.owner = lambda: owner
 
@@ -191,7 +191,7 @@ class ShownPasses:
         return self._pending_passes.norms()
 
     def waiting(self):
-        """Returns whether a pass waits, the number of passes, and the rows of the first."""
+        """Returns True if a pass is pending, the number of passes, and the number of samples of the first."""
         parts = next(iter(self._pending_passes._parts().values()), None)
         rows = len(parts[0]) if parts else self._pending_passes._pending[0].gradients.samples
         return self._pending_passes.pending, self._pending_passes.count, rows
@@ -218,7 +218,7 @@ class ShownPasses:
 
 
 def share_units(model, inputs, others):
-    """Chooses units as one process of several, of which the others chose ``others``. Returns the units of all."""
+    """Chooses units as one rank of several; ``others`` are the choices of the other ranks. Returns the common units."""
     everyone = SimpleNamespace(size=1 + len(others), rank=0, all_gather=lambda own: [own, *others])
     listener = SimpleNamespace(forward_started=lambda _: None)
     capture, *_ = watch_model(model, listener, "auto", topology=replace(SINGLE, everyone=everyone))
@@ -230,7 +230,7 @@ def share_units(model, inputs, others):
 
 
 def rows_of_forward(model, inputs):
-    """The number of rows that a forward pass is taken to have."""
+    """Returns the number of samples that capture infers for a forward pass."""
     rows = []
     capture, *_ = watch_model(model, SimpleNamespace(forward_started=rows.append), "auto")
     capture.attach()
@@ -239,7 +239,7 @@ def rows_of_forward(model, inputs):
 
 
 def book_keeping():
-    """Returns the default grad mode, which times nothing."""
+    """Returns the default grad mode without timing of algorithms."""
     return BookKeeping(MethodTable(timed=False))
 
 
@@ -250,7 +250,7 @@ class GradientsOfRows:
         self._kept = BookKeeping(table)
 
     def receive(self, call, uses, rule):
-        """Takes the call of a layer."""
+        """Adds the call of a layer."""
         self._kept.receive(call, uses, rule)
 
     def sq_norms(self, parameters, scale):
@@ -264,7 +264,7 @@ class GradientsOfRows:
         return dict(buffer)
 
     def clear(self):
-        """Forgets the calls."""
+        """Removes all calls."""
         self._kept.clear()
 
 
@@ -280,7 +280,7 @@ class Plan:
         self.event, self.why_not_merged = self._plan.event, self._plan.why_not_merged
 
     def changed(self, step, **constants):
-        """The plan with other constants from a step on."""
+        """Returns the plan with other constants from a step on."""
         return Plan(plan=self._plan.changed(step, **constants))
 
     def at_step(self, step, **options):
@@ -300,7 +300,7 @@ def limit_compiled_graphs(monkeypatch, number):
 
 
 def record_probes(monkeypatch, *, ask=True):
-    """A list that gets the number of rows of each probe; without ``ask`` probes do nothing."""
+    """Returns a list of the number of samples of each probe; without ``ask``, probes do nothing."""
     asked, original = [], probe.IndependenceCheck.run
 
     def recorded(self):
@@ -312,7 +312,7 @@ def record_probes(monkeypatch, *, ask=True):
 
 
 def record_halves(monkeypatch):
-    """A list that gets the rows of each half that a probe would keep. The probe compares none of them."""
+    """Returns a list of the samples of each half that a probe would keep. The probe compares none of them."""
     kept, halves = [], probe._halves
     monkeypatch.setattr(probe, "_halves", lambda *args: kept.extend(part.tolist() for part in halves(*args)) or [])
     return kept
@@ -363,7 +363,7 @@ def list_as_private(model):
 
 
 def record_calibrations(monkeypatch):
-    """A list that gets the sample rate of each calibration of the noise."""
+    """Returns a list of the sample rate of each noise calibration."""
     rates, original = [], dpengine.accounting.noise_calibration.calibration
 
     def recorded(**given):

@@ -17,7 +17,7 @@ from dpengine import PrivacyEngine
 
 SLACK = 2.0**-20  # relative margin by which clipped norms are below the clipping norm
 ROWS, BATCH, FEATURES, CLASSES = 24, 6, 4, 3
-MAX_NORM = 1.4  # about the median: if all samples were clipped, a gradient that counts twice would go undetected
+MAX_NORM = 1.4  # near the median: if all samples were clipped, a gradient that is added twice would go undetected
 MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 every_mode = pytest.mark.parametrize("mode", MODES)
 

@@ -1,4 +1,4 @@
-"""The scripts of ``tutorials/from_opacus`` as modules, and the same text as it was written for Opacus."""
+"""The scripts of ``tutorials/from_opacus`` as modules, and their text before the migration from Opacus."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SCRIPTS = tuple(sorted(path.stem for path in FOLDER.glob("*.py") if "def main(" 
 
 
 def script(name: str) -> ModuleType:
-    """A script, not run yet."""
+    """Imports a script without running it."""
     if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))  # a script finds what lies beside it, as it does when Python runs it
+        sys.path.append(str(FOLDER))  # scripts import modules of their folder
     return importlib.import_module(name)
 
 
 def text_of(name: str) -> str:
-    """The script as it stands."""
+    """Returns the text of a script."""
     return (FOLDER / f"{name}.py").read_text(encoding="utf-8")
 
 
 def written_for_opacus(text: str) -> str:
-    """The rule of the migration, backwards: a leading ``dpengine.compat.opacus`` was ``opacus``."""
+    """Reverts the migration: replaces a leading ``dpengine.compat.opacus`` by ``opacus``."""
     return re.sub(r"\bdpengine\.compat\.opacus\b", "opacus", text)

@@ -1,4 +1,4 @@
-"""Clipped sums by the engine's hooks, and by a loop over single rows that shares no code with them."""
+"""Clipped sums by the hooks of the engine, and by an independent loop over single samples."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from reference import clipped_sum, flat_norms, per_sample_gradients
 
 from dpengine import Flat, PerSampleGradientClipper
 
-SLACK = 2.0**-20  # thresholds are met with this much to spare
+SLACK = 2.0**-20  # relative margin by which clipped norms are below the clipping norm
 
 
 def clip_by_engine(model, inputs, loss_of, *, policy=None, mode="auto", reduction="sum", batch_first=True):
-    """Names to clipped sums, and the statistics, of one forward and backward pass of a copy of the model."""
+    """Runs a forward and backward pass of a copy of the model. Returns the clipped sums by name, and the statistics."""
     model = copy.deepcopy(model)
     passes = ClippedPasses(model, policy, mode=mode, loss_reduction=reduction, batch_first=batch_first)
     loss_of(model(*inputs) if isinstance(inputs, tuple) else model(**inputs)).backward()
@@ -26,7 +26,7 @@ def clip_by_engine(model, inputs, loss_of, *, policy=None, mode="auto", reductio
 
 
 def clip_by_loop(model, inputs, loss_of_row, rows, *, max_norm=1.0, row=None):
-    """The same by autograd on each row alone, in float64."""
+    """Returns the clipped sums by name, and the sample norms, from a loop over single samples in float64."""
     gradients = per_sample_gradients(model, loss_of_row, inputs, torch.arange(rows), row=row)
     total = {}
     for one in gradients:
@@ -39,16 +39,16 @@ def clip_by_loop(model, inputs, loss_of_row, rows, *, max_norm=1.0, row=None):
 
 
 def relative_error(found, truth):
-    """Largest deviation of any parameter's sum, relative to the whole truth."""
+    """Returns the largest error of any parameter's sum, relative to the norm of all expected sums."""
     scale = torch.cat([t.flatten() for t in truth.values()]).norm().clamp(min=1e-30)
     assert found.keys() == truth.keys()
     return max(float((found[name].double() - truth[name]).norm() / scale) for name in truth)
 
 
 def assert_sums_of_loop(passes, plain, inputs, targets, *, loss=F.cross_entropy, bound=1e-9, prefix="", **options):
-    """Clips a backward pass, and compares the sums with those of a loop over the rows of a plain model.
+    """Clips a backward pass, and compares the sums with those of a loop over the samples with a plain model.
 
-    ``prefix`` begins the names of the parameters in the plain model alone. Returns the statistics of the clipped pass.
+    ``prefix`` is removed from the names of the parameters of the plain model. Returns the statistics of the pass.
     """
     seen = passes.clip(rows=len(targets))
     loss_of_row = lambda output, i: loss(output, targets[i])  # noqa: E731
@@ -60,7 +60,7 @@ def assert_sums_of_loop(passes, plain, inputs, targets, *, loss=F.cross_entropy,
 def assert_engine_gives_sums_of_loop(
     model, inputs, targets, *, loss=F.cross_entropy, bound=1e-9, reduction="mean", row=None, **options
 ):
-    """Compares the clipped sums of one pass of the engine with those of a loop over rows."""
+    """Compares the clipped sums of one pass of the engine with those of a loop over samples."""
     found, _ = clip_by_engine(model, inputs, lambda output: loss(output, targets), reduction=reduction, **options)
     loss_of_row = lambda output, i: loss(output, targets[i])  # noqa: E731
     truth, _ = clip_by_loop(model, inputs, loss_of_row, len(targets), row=row)

@@ -1,4 +1,4 @@
-"""Plans of every kind, and the covariance over steps that each of them states."""
+"""Plans of each noise mechanism, and the covariance across steps that each states."""
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ def covariance(noise_NP):
 
 
 def agrees(found, expected, draws):
-    """Each entry within 4 standard errors of a covariance of normals."""
+    """Checks that each entry is within 4 standard errors of the expected covariance of normals."""
     error = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / draws)
     return np.abs(found - expected) <= 4 * error
 

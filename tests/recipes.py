@@ -16,13 +16,13 @@ NAMES = ("Soft", "Decaying", "Bernoulli", "FewOrders", "Scale")
 
 
 def code_of(name: str) -> str:
-    """The block of the page that defines a class."""
+    """Returns the code block of the page that defines a class."""
     (block,) = [one.code for one in snippets_of("docs/extending.md") if f"class {name}" in one.code]
     return block
 
 
 def recipe(name: str) -> type:
-    """The class that a block of the page defines."""
+    """Returns the class that a block of the page defines."""
     found: dict[str, Any] = {"__name__": "recipe"}
     exec(code_of(name), found)
     return found[name]  # type: ignore[no-any-return]
@@ -39,7 +39,7 @@ OPTIONS = {
 
 
 def begun(name: str, seed: int | None = 0, **options: Any) -> tuple[PrivacyEngine, nn.Module, Any, Any]:
-    """A private run with the extension of one recipe."""
+    """Starts a private run with the extension of a recipe."""
     torch.manual_seed(0)
     middle = recipe("Scale")(8) if name == "Scale" else nn.Linear(8, 8)
     model = nn.Sequential(nn.Linear(20, 8), nn.Tanh(), middle, nn.Linear(8, 2))
@@ -68,13 +68,13 @@ def train(model: nn.Module, optimizer: Any, loader: Any, steps: int) -> None:
 
 
 def weights_after(name: str, steps: int = STEPS, **options: Any) -> tuple[dict[str, torch.Tensor], float]:
-    """The weights after some steps, and epsilon."""
+    """Returns the weights after some steps, and epsilon."""
     engine, model, optimizer, loader = begun(name, **options)
     train(model, optimizer, loader, steps)
     return {key: value.detach().clone() for key, value in model.state_dict().items()}, engine.epsilon
 
 
 def of_rank() -> list[tuple[dict[str, torch.Tensor], float]]:
-    """The result of each recipe in one of several processes."""
+    """Returns the result of each recipe on this rank."""
     warnings.simplefilter("ignore")
     return [weights_after(name) for name in NAMES]

@@ -1,4 +1,4 @@
-"""The slow truth: every row of a batch alone, through plain autograd, in float64. Shares no code with dpengine."""
+"""Reference gradients: a loop over single samples by plain autograd in float64, without code of dpengine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 
 
 def per_sample_gradients(model, loss_fn, inputs, targets, *, row=None):
-    """The gradient of each row's own loss, one ``{parameter name: gradient}`` for each row.
+    """Returns the gradient of the loss of each sample, as one ``{parameter name: gradient}`` per sample.
 
     Args:
-        model: Any module; a float64 copy is run, with the buffers it had at the start for every row.
-        loss_fn: ``(output, targets of one row) -> scalar``.
+        model: Any module; a float64 copy runs, with the initial buffers for each sample.
+        loss_fn: ``(output, targets of one sample) -> scalar``.
         inputs: A tuple of positional or a dict of keyword inputs.
         targets: Tensor with the batch on axis 0.
-        row: ``(inputs, i) -> inputs of row i alone``; by default tensors with the batch on axis 0 are cut.
+        row: ``(inputs, i) -> inputs of sample i``; by default slices axis 0 of tensors that have the batch there.
     """
     row = row or cut_row(len(targets))
     model = copy.deepcopy(model).double()
@@ -39,23 +39,23 @@ def per_sample_gradients(model, loss_fn, inputs, targets, *, row=None):
 
 
 def stacked(gradients):
-    """``{name: (B, *shape)}`` of what ``per_sample_gradients`` gave."""
+    """Stacks the result of ``per_sample_gradients`` as ``{name: (B, *shape)}``."""
     return {name: torch.stack([row[name] for row in gradients]) for name in gradients[0]}
 
 
 def flat_norms(gradients):
-    """The norm of each row's whole gradient, ``(B,)``."""
+    """Returns the norm of the gradient of each sample over all parameters, ``(B,)``."""
     return torch.stack([torch.cat([g.flatten() for g in row.values()]).norm() for row in gradients])
 
 
 def clipped_sum(gradients, max_norm):
-    """The sum of rows, each scaled down to norm ``max_norm`` at most."""
+    """Returns the sum of the gradients, each scaled down to a norm of at most ``max_norm``."""
     factors = [(max_norm / norm.clamp(min=1e-300)).clamp(max=1.0) for norm in flat_norms(gradients)]
     return {name: sum(f * row[name] for f, row in zip(factors, gradients, strict=True)) for name in gradients[0]}
 
 
 def cut_row(size):
-    """Cuts row i out of every tensor whose axis 0 has this size, in nested tuples, lists and dicts; memory in order."""
+    """Returns a function that slices sample i from each tensor with this size on axis 0, in nested containers."""
 
     def cut(tree, i):
         if isinstance(tree, torch.Tensor):
@@ -68,7 +68,7 @@ def cut_row(size):
 
 
 def widened(tree):
-    """Floating tensors in float64."""
+    """Converts floating-point tensors to float64."""
     if isinstance(tree, torch.Tensor):
         return tree.detach().double() if tree.is_floating_point() else tree
     if isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Runs Python blocks of Markdown pages, each in a process of its own.
+"""Runs Python blocks of Markdown pages, each in a separate process.
 
 Run as a script, it reads ``[[name, first line, code], ...]`` from standard input, forks a process for each block after
 the packages are loaded, and prints ``[[exit code, output], ...]``. So torch, which takes seconds, is loaded once.
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def snippets_of(page: str) -> list[Snippet]:
-    """All Python blocks of a page, in order."""
+    """Returns all Python blocks of a page, in order."""
     text = (ROOT / page).read_text(encoding="utf-8")
     return [Snippet(page, text[: match.start(1)].count("\n"), match[1]) for match in BLOCK.finditer(text)]
 

@@ -5,7 +5,7 @@ import gc
 
 
 def tree_of(text: str) -> ast.Module:
-    """Returns the tree of a module. Garbage is not looked for meanwhile: it would take most of the time."""
+    """Returns the syntax tree of a module. Garbage collection is off, since it would dominate the run time."""
     gc.disable()
     try:
         return ast.parse(text)

@@ -1,4 +1,4 @@
-"""Small private runs that one process or several take, for tests that they are the same run."""
+"""Small private runs on one process or several, for tests that both give the same result."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ VOCABULARY, WIDTH, LENGTH, ROWS = 11, 8, 5, 96
 
 
 class Block(nn.Module):
-    """A layer norm and two linear layers, beside the identity."""
+    """A residual block of a layer norm and two linear layers."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with a trainable one of low rank beside it."""
+    """A frozen linear layer plus a trainable low-rank adapter."""
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
@@ -46,7 +46,7 @@ class Adapted(nn.Module):
 
 
 class Words(nn.Module):
-    """Predicts each next word: embedding, blocks, and a last layer that may be the embedding again."""
+    """Predicts each next word: embedding, blocks, and a head that may be tied to the embedding."""
 
     def __init__(self, *, tied: bool = False):
         super().__init__()
@@ -64,12 +64,12 @@ class Words(nn.Module):
 
 
 def plain() -> nn.Module:
-    """All of it trains."""
+    """All parameters are trainable."""
     return Words()
 
 
 def tied() -> nn.Module:
-    """The last layer has the weight of the first."""
+    """The head and the embedding share a weight."""
     return Words(tied=True)
 
 
@@ -82,7 +82,7 @@ def frozen() -> nn.Module:
 
 
 def adapted() -> nn.Module:
-    """Low-rank adapters beside frozen layers."""
+    """Frozen layers with low-rank adapters."""
     model = Words().requires_grad_(False)
     for block in model.blocks:
         block.inner = Adapted(block.inner)
@@ -91,7 +91,7 @@ def adapted() -> nn.Module:
 
 
 class Flattened(nn.Module):
-    """Runs a block on all tokens of the batch, so that each sample must run alone through it."""
+    """Flattens tokens into the batch axis, so that the engine must run single samples through the block."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -102,14 +102,14 @@ class Flattened(nn.Module):
 
 
 def flattened() -> nn.Module:
-    """One block gets a batch of tokens."""
+    """One block runs on a batch of tokens."""
     model = Words()
     model.blocks[1] = Flattened(model.blocks[1])
     return model
 
 
 class Recomputed(nn.Module):
-    """Forms the activations of a block again in the backward pass."""
+    """Recomputes the activations of a block in the backward pass."""
 
     def __init__(self, block: nn.Module):
         super().__init__()
@@ -120,7 +120,7 @@ class Recomputed(nn.Module):
 
 
 def recomputed() -> nn.Module:
-    """The block that gets a batch of tokens is inside a checkpoint."""
+    """The block that runs on a batch of tokens is inside a checkpoint."""
     model = flattened()
     model.blocks[1] = Recomputed(model.blocks[1])
     return model
@@ -149,10 +149,10 @@ class Case:
         model: A key of ``MODELS``.
         noise: A key of ``NOISE``.
         clipping: As for ``make_private``.
-        batch: Expected rows of a batch, over all processes.
-        physical: Most rows of a process at once.
-        skips_empty: Whether a process without rows leaves out forward and backward, and steps.
-        more: Other arguments of ``make_private``.
+        batch: Expected number of samples of a batch over all processes.
+        physical: Physical batch size of a process.
+        skips_empty: True if a process without samples skips forward and backward, but not the step.
+        more: Further arguments of ``make_private``.
     """
 
     model: str = "plain"
@@ -165,19 +165,19 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For ``pytest``."""
+        """The parameter id."""
         return "-".join(str(part) for part in (self.model, self.noise, self.clipping, self.batch, self.physical))
 
 
 def data() -> TensorDataset:
-    """Sentences of a fixed length."""
+    """Returns sentences of a fixed length."""
     generator = torch.Generator().manual_seed(5)
     words = torch.randint(0, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     return TensorDataset(words[:, :-1], words[:, 1:])
 
 
 def wrapped(model: nn.Module, topology: str) -> nn.Module:
-    """The model as a user of that topology has it; ``"data"`` does nothing."""
+    """Wraps or shards the model for a topology; ``"data"`` leaves it unchanged."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if topology.startswith("tp"):
         return split(model, ranks // 2, topology)
@@ -196,7 +196,7 @@ def wrapped(model: nn.Module, topology: str) -> nn.Module:
 
 
 def split(model: nn.Module, others: int, topology: str) -> nn.Module:
-    """Each layer in two parts, on a mesh that has so many other ranks beside each part: replicas or shards."""
+    """Splits each layer over two ranks; the other mesh dimension has ``others`` replicas or shards of each part."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -223,7 +223,7 @@ def split(model: nn.Module, others: int, topology: str) -> nn.Module:
 
 
 class Spread:
-    """A run of a case that this process has begun, alone or with others."""
+    """A private run of a case, on a single process or on one rank of several."""
 
     def __init__(self, case: Case, topology: str = "data", *, seed: int | None = 1, optimizer: str = "SGD"):
         torch.manual_seed(0)
@@ -231,7 +231,7 @@ class Spread:
         settings: dict[str, Any] = {"lr": 0.3, "momentum": 0.9} if optimizer == "SGD" else {"lr": 0.03}
         optimizer = getattr(torch.optim, optimizer)([p for p in model.parameters() if p.requires_grad], **settings)
         self.case, self.engine = case, PrivacyEngine(seed=seed)
-        self.empty = 0  # chunks without rows in this process
+        self.empty = 0  # chunks without samples on this rank
         self.model, self.optimizer, self.loader = self.engine.make_private(
             model,
             optimizer,
@@ -261,7 +261,7 @@ class Spread:
         return self
 
     def result(self) -> dict[str, Any]:
-        """All weights, epsilon, and how many chunks had no rows in this process."""
+        """Returns all weights, epsilon, and the number of chunks without samples on this rank."""
         weights = whole_weights(self.model)
         return {"weights": weights, "epsilon": self.engine.get_epsilon(1e-5), "empty": self.empty}
 
@@ -272,13 +272,13 @@ def trained(case: Case, topology: str = "data", *, seed: int = 1, steps: int = 2
 
 
 def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter as a whole, by its name in the model as it was built."""
+    """Returns the full tensor of each parameter, by its name in the unwrapped model."""
     named = model.module.named_parameters() if hasattr(model, "module") else model.named_parameters()
     return {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for name, p in named}
 
 
 def all_trained(cases: list[Case], topology: str, steps: int = 20) -> list[dict[str, Any]]:
-    """Several runs, one after the other."""
+    """Returns the results of several consecutive runs."""
     return [trained(case, topology, steps=steps) for case in cases]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-SECOND = torch.device("meta")  # whose nodes autograd runs in any build of torch, in the thread of the CPU
+SECOND = torch.device("meta")  # autograd runs its nodes in any build of torch, in the CPU thread
 _MOVES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks are not installed: they are found beside the package."""
+"""Puts the root of the repository on the path, because the benchmarks are not part of the installed package."""
 
 import sys
 from pathlib import Path

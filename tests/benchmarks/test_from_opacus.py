@@ -1,4 +1,4 @@
-"""The benchmark of migrated scripts: what it runs, what it measures, and what it says where Opacus is missing."""
+"""The benchmark of migrated scripts: its runs, its measurements, and its output without Opacus."""
 
 import argparse
 
@@ -30,14 +30,14 @@ def a_run(**figures):
     } | figures
 
 
-def test_every_script_is_measured_in_the_modes_that_it_knows():
+def test_each_script_is_measured_in_the_modes_that_it_lists():
     assert set(from_opacus.EXAMPLES) == set(SCRIPTS)
     for name in SCRIPTS:
         assert from_opacus.modes_of(name) == script(name).MODES
         assert set(from_opacus.modes_of(name)) <= set(from_opacus.MODES)
 
 
-def test_copies_for_opacus_name_only_opacus(tmp_path):
+def test_copies_for_opacus_import_opacus_instead_of_dpengine(tmp_path):
     from_opacus.copy_for_opacus(tmp_path)
     assert {path.stem for path in tmp_path.glob("*.py")} > set(SCRIPTS)
     for name in SCRIPTS:
@@ -52,7 +52,7 @@ def test_without_opacus_only_dpengine_is_run():
     assert both == [("dpengine", "hooks"), ("opacus", "ew"), ("opacus", "ghost")]
 
 
-def test_where_opacus_is_missing_the_output_says_what_is_missing(monkeypatch, capsys):
+def test_the_output_without_opacus_names_the_requirements_to_install(monkeypatch, capsys):
     monkeypatch.setattr(from_opacus.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(from_opacus.sys, "argv", ["from_opacus", "--examples", "schedulers"])
     monkeypatch.setattr(from_opacus, "run", lambda *args: a_run())
@@ -64,7 +64,7 @@ def test_where_opacus_is_missing_the_output_says_what_is_missing(monkeypatch, ca
     assert "opacus hooks" not in said
 
 
-def test_the_ratio_is_to_the_fastest_mode_of_opacus():
+def test_the_ratio_is_the_median_time_over_that_of_the_fastest_opacus_mode():
     runs = {
         "dpengine hooks": [a_run(seconds=3.0), a_run(seconds=2.0), a_run(seconds=1.0)],
         "opacus hooks": [a_run(seconds=8.0)],
@@ -76,7 +76,7 @@ def test_the_ratio_is_to_the_fastest_mode_of_opacus():
     assert lines[-1] == "opacus ghost does not run: ValueError: no"
 
 
-def test_contenders_take_turns_and_one_that_breaks_is_named(monkeypatch, tmp_path):
+def test_contenders_alternate_and_one_that_fails_is_reported_and_not_run_again(monkeypatch, tmp_path):
     seen = []
 
     def run(folder, example, argv, threads):
@@ -96,12 +96,12 @@ def test_contenders_take_turns_and_one_that_breaks_is_named(monkeypatch, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_process_says_what_its_script_took_and_why_it_failed(tmp_path):
+def test_a_run_returns_time_and_peak_memory_or_raises_the_error_of_its_script(tmp_path):
     (tmp_path / "one.py").write_text(SCRIPT, encoding="utf-8")
     found = from_opacus.run(tmp_path, "one", ["--quick"], threads=1)
     assert (found["argv"], found["accuracy"], found["library"]) == (["--quick"], 1.0, "one")
     assert found["whole"] > 0
     assert 60 < found["peak_mib"] < 90
-    (tmp_path / "two.py").write_text("raise ValueError('as asked')", encoding="utf-8")
-    with pytest.raises(RuntimeError, match=r"^ValueError: as asked$"):
+    (tmp_path / "two.py").write_text("raise ValueError('planned failure')", encoding="utf-8")
+    with pytest.raises(RuntimeError, match=r"^ValueError: planned failure$"):
         from_opacus.run(tmp_path, "two", [], threads=1)

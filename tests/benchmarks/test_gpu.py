@@ -23,7 +23,7 @@ def test_all_parts_run_with_tiny_models(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_threshold_that_is_exceeded_under_autocast_shows(monkeypatch):
+def test_the_autocast_check_reports_samples_above_the_clipping_norm(monkeypatch):
     monkeypatch.setattr(policy, "SLACK", -1e-3)
     assert gpu.check_autocast("cpu", gpu.TINY["vit"])["overshoot"] == pytest.approx(1e-3, rel=0.01)
     assert CELLS.keys() >= {"mlp", "vit", "bert", "gpt"}  # those that are checked on a GPU

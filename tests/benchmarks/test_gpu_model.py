@@ -30,36 +30,36 @@ def predicted(tmp_path_factory):
 
 
 @pytest.mark.parametrize("cell", TINY)
-def test_a_private_step_launches_few_kernels_more(predicted, cell):
+def test_a_private_step_launches_at_most_half_as_many_kernels_more_plus_thirty(predicted, cell):
     plain, private = predicted[cell]["plain"], predicted[cell]["dpengine auto"]
     assert private["launches"] <= 1.5 * plain["launches"] + 30
 
 
 @pytest.mark.parametrize("cell", TINY)
-def test_the_host_waits_once_in_a_step(predicted, cell):
+def test_the_host_synchronizes_once_per_private_step(predicted, cell):
     assert not predicted[cell]["plain"]["waits"]
     places = predicted[cell]["dpengine auto"]["waits"]
     assert sum(places.values()) == 1 and "engine/add_clipped.py" in next(iter(places)), places
 
 
 @pytest.mark.parametrize("cell", TINY)
-def test_noise_reads_and_writes_each_number_once(predicted, cell):
+def test_noise_reads_and_writes_each_parameter_once(predicted, cell):
     assert predicted[cell]["dpengine auto"]["noise_bytes_per_parameter"] == 8
 
 
-WIDER = {"bert": {"float32"}, "gpt-2": {"float32", "float64"}}  # of embeddings, whose gradients are float32
+WIDER = {"bert": {"float32"}, "gpt-2": {"float32", "float64"}}  # dtypes of embedding gradients
 
 
 @pytest.mark.parametrize("cell", TINY)
-def test_products_of_layers_are_in_bfloat16_under_autocast(predicted, cell):
+def test_matrix_products_of_layers_are_bfloat16_under_autocast(predicted, cell):
     flops = predicted[cell]["dpengine auto"]["flops"]
     assert flops.keys() <= {"bfloat16"} | WIDER.get(cell, set())
     assert sum(flops.values()) < 1.1 * flops["bfloat16"]
 
 
 @pytest.mark.parametrize("cell", TINY)
-def test_updates_equal_those_of_the_cpu(predicted, cell):
-    """The first step, which is checked: its operations never mix devices."""
+def test_the_first_update_equals_that_of_the_cpu(predicted, cell):
+    """Compares the first step; the simulated device raises if an operation mixes devices."""
     assert predicted[cell]["values"]["deviation"] < 1e-5
 
 
@@ -72,7 +72,7 @@ def deviations():
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_a_run_gives_the_parameters_of_the_cpu(deviations, run):
+def test_parameters_after_a_run_equal_those_of_the_cpu(deviations, run):
     deviation = deviations[run]
     assert isinstance(deviation, float), deviation  # an error on the device
     assert deviation <= 1e-5
@@ -80,13 +80,13 @@ def test_a_run_gives_the_parameters_of_the_cpu(deviations, run):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("run", NARROW)
-def test_a_run_in_bfloat16_gives_the_parameters_of_the_cpu(deviations, run, capability):
-    """The CPU and GPUs round other results to bfloat16 under autocast, so only models of bfloat16 are equal."""
+def test_parameters_after_a_bfloat16_run_equal_those_of_the_cpu_up_to_autocast_rounding(deviations, run, capability):
+    """Autocast rounds different results on the CPU and on GPUs, so only bfloat16 models are bitwise equal."""
     assert deviations[name_with(run, capability)] <= (0 if run == "bfloat16 model" else 1e-3)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_autocast_around_the_backward_pass_changes_nothing(deviations, capability):
+def test_autocast_around_the_backward_pass_does_not_change_the_result(deviations, capability):
     outside, inside = (
         deviations[name_with(f"autocast of sequences{end}", capability)] for end in ("", ", backward inside")
     )

@@ -1,4 +1,4 @@
-"""Tables of known results, and the file of truths of the accounting benchmark."""
+"""Tables of known results, and the reference file of the accounting benchmark."""
 
 import json
 import random
@@ -31,13 +31,13 @@ def only(found):
 PEERS = {"plain": row(10.0), "dpengine auto": row(12.6), "opacus ew": row(18.0), "opake": row(15.0)}
 
 
-def test_the_summary_names_the_fastest_peer_and_by_how_much_the_target_is_missed():
+def test_the_summary_shows_the_fastest_peer_and_the_percentage_by_which_the_target_is_missed():
     line = table.summary(only(cell(PEERS, goals=[goal(1.2, 1.1)]))).splitlines()[-1]
     assert line == "| one | 8 | 10.0 | 1.26 | - | - | - | - | opake 1.50 | 0.84 | 1.20 (1.10) | 5 % |"
 
 
 @pytest.mark.parametrize(
-    "aim, said",
+    "aim, outcome",
     [
         (goal(1.3, 1.2), "met"),
         (goal(1.4, 1.3), "met, stretch too"),
@@ -46,12 +46,12 @@ def test_the_summary_names_the_fastest_peer_and_by_how_much_the_target_is_missed
         (goal(0.5, against="jax"), "no time"),
     ],
 )
-def test_goals_are_judged(aim, said):
+def test_the_summary_shows_whether_a_goal_is_met(aim, outcome):
     line = table.summary(only(cell(PEERS, goals=[aim]))).splitlines()[-1]
-    assert line.endswith(f" | {said} |")
+    assert line.endswith(f" | {outcome} |")
 
 
-def test_what_is_labelled_or_without_privacy_is_not_the_fastest_peer():
+def test_labeled_and_non_private_contenders_are_excluded_from_the_fastest_peer():
     found = cell({**PEERS, "jax plain": row(5.0)}, labels={"opake": "does something else"})
     assert table.fastest(found) == "opacus ew"
     assert table.fastest(found, "opake") is None
@@ -59,7 +59,7 @@ def test_what_is_labelled_or_without_privacy_is_not_the_fastest_peer():
     assert "| one | 1.80 | 1.50\\* |" in table.report(only(found))
 
 
-def test_a_cell_in_which_we_have_no_time_says_so():
+def test_a_cell_in_which_dpengine_was_not_timed_shows_no_time():
     found = cell({"plain": row(10.0)}, goals=[goal(1.2)], failed={"dpengine auto": "deviates by 1e-1"})
     assert table.summary(only(found)).splitlines()[-1].endswith("| - | - | 1.20 | no time |")
     assert "| dpengine auto | one | deviates by 1e-1 |" in table.failures(only(found))
@@ -71,7 +71,7 @@ def test_memory_is_a_ratio_to_the_ordinary_step():
     assert lines[-1] == "| one | 50 / 40 | 2.00 / 1.10 | - | - |"
 
 
-def test_every_contender_has_a_line_of_its_own_in_the_detail():
+def test_the_detail_table_has_a_line_per_contender():
     found = cell(
         {**PEERS, "jax-privacy": row(30.0, own_ratio=1.5)}, gate={"opake": {"deviation": 2e-7, "overshoot": None}}
     )
@@ -88,7 +88,7 @@ def test_later_files_replace_the_cells_of_earlier_ones():
     assert whole["threads"] == 2
 
 
-def test_the_chart_is_written(tmp_path):
+def test_the_chart_is_written_as_svg(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "ratios.svg"
     table.plot(only(cell(PEERS, goals=[goal(1.2)])), str(path))
@@ -99,7 +99,7 @@ TRUTHS = json.loads(PATH.read_text())
 ROWS = TRUTHS["settings"]
 
 
-def test_the_file_of_truths_is_well_formed():
+def test_the_file_of_reference_epsilons_is_well_formed():
     assert len(ROWS) >= 300
     assert {row["class"] for row in ROWS} == set(CLASSES)
     assert len({Setting.from_json(row).key for row in ROWS}) == len(ROWS)
@@ -113,7 +113,7 @@ def test_the_file_of_truths_is_well_formed():
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_settings_are_candidates_of_their_class_in_order(name):
+def test_settings_are_candidates_of_their_class(name):
     drawn = candidates(name)
     for row in [*TRUTHS["settings"], *TRUTHS["dropped"]]:
         if row["class"] == name:
@@ -124,7 +124,7 @@ def test_settings_are_candidates_of_their_class_in_order(name):
 @pytest.mark.slow
 @pytest.mark.one_in(2, "row")
 @pytest.mark.parametrize("row", random.Random(5).sample(ROWS, 10), ids=lambda row: str(Setting.from_json(row)))
-def test_ours_is_sound_at_a_few_of_them(row):
+def test_dpengine_bounds_contain_the_reference_epsilon_and_are_tight(row):
     setting, doubt = Setting.from_json(row), row["error"] + 1e-12 * row["epsilon"]
     history = tuple(Charge(release_event(noise_multiplier=s, sample_rate=q), n) for q, s, n in setting.kinds)
     lower, _, upper = bounds_of(history, setting.delta, relation=Relation(setting.relation))
@@ -132,11 +132,11 @@ def test_ours_is_sound_at_a_few_of_them(row):
     assert row["epsilon"] - doubt <= upper <= row["epsilon"] * (1 + 1e-3)
 
 
-def test_an_answer_below_the_truth_differs_from_one_above():
+def test_underestimates_overestimates_and_failures_are_counted_separately():
     settings = [{"kinds": [[1.0, sigma, 1]], "delta": 1e-5, "relation": "add_remove"} for sigma in (1.0, 2.0, 3.0)]
     settings = [{**row, "epsilon": 2.0, "error": 1e-9, "class": "one"} for row in settings]
-    said = [{"lower": 1.9, "upper": 2.0 - 2e-9}, {"lower": 2.1, "upper": 2.2}, {"failed": "OSError: no"}]
-    answers = {Setting.from_json(row).key: one for row, one in zip(settings, said, strict=True)}
+    results = [{"lower": 1.9, "upper": 2.0 - 2e-9}, {"lower": 2.1, "upper": 2.2}, {"failed": "OSError: no"}]
+    answers = {Setting.from_json(row).key: one for row, one in zip(settings, results, strict=True)}
     below, above, failed = accounting_table.judge(answers, settings)
     assert below["below"] and not below["above"]
     assert not above["below"] and above["above"] and above["excess"] == pytest.approx(0.1)

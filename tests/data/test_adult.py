@@ -20,7 +20,7 @@ def adult():
 
 
 def published_rows(file: str) -> list[list[str]]:
-    """The obvious reading of a file: every line that has 15 cells."""
+    """Reads a file independently of the loader: every line with 15 cells."""
     text = lzma.decompress((FOLDER / f"{file}.xz").read_bytes()).decode("ascii")
     return [cells for line in text.splitlines() if len(cells := line.split(", ")) == 15]
 
@@ -45,38 +45,38 @@ def test_the_shipped_files_are_small():
     assert sum(path.stat().st_size for path in FOLDER.glob("*.xz")) < 500_000
 
 
-def test_the_licence_and_the_authors_are_stated():
+def test_the_license_and_the_authors_are_stated():
     note = (FOLDER / "SOURCE.md").read_text(encoding="utf-8")
     for words in ["Barry Becker", "Ronny Kohavi", "CC BY 4.0", "10.24432/C5XW20", "contents unchanged"]:
         assert words in note
 
 
-def test_no_row_is_dropped(adult):
+def test_all_examples_of_the_file_are_loaded(adult):
     assert adult.train_inputs.shape == (32_561, 107)
     assert adult.test_inputs.shape == (16_281, 107)
     assert adult.train_labels.shape == (32_561,)
     assert adult.test_labels.shape == (16_281,)
 
 
-def test_missing_values_are_categories_of_their_own(adult):
+def test_missing_values_are_a_separate_category(adult):
     missing = [i for i, name in enumerate(adult.feature_names) if name.endswith("=?")]
     assert len(missing) == 3
     assert (adult.train_inputs[:, missing].sum(dim=1) > 0).sum() == 2_399
     assert (adult.test_inputs[:, missing].sum(dim=1) > 0).sum() == 1_221
 
 
-def test_types_are_those_of_training(adult):
+def test_inputs_are_float32_and_labels_are_int64(adult):
     assert adult.train_inputs.dtype == adult.test_inputs.dtype == torch.float32
     assert adult.train_labels.dtype == adult.test_labels.dtype == torch.int64
     assert adult.classes == 2
 
 
-def test_the_majority_of_the_test_rows_is_known(adult):
+def test_the_majority_class_has_the_published_share_of_the_test_set(adult):
     assert 1 - adult.test_labels.double().mean().item() == pytest.approx(12_435 / 16_281)
 
 
 @pytest.mark.parametrize(("file", "part"), [("adult.data", "train"), ("adult.test", "test")])
-def test_each_cell_is_what_the_file_says(adult, file, part):
+def test_encoded_examples_equal_the_cells_of_the_file(adult, file, part):
     inputs, labels = getattr(adult, f"{part}_inputs"), getattr(adult, f"{part}_labels")
     order = ["age", "workclass", None, "education", "education_num", "marital_status", "occupation", "relationship"]
     order += ["race", "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country"]
@@ -96,22 +96,22 @@ def test_each_cell_is_what_the_file_says(adult, file, part):
         assert labels[i].item() == row[-1].startswith(">50K")
 
 
-def test_inputs_stay_in_the_unit_interval_and_every_row_has_eight_categories(adult):
+def test_inputs_are_in_the_unit_interval_and_each_example_has_eight_categories(adult):
     for inputs in (adult.train_inputs, adult.test_inputs):
         assert inputs.min() == 0
         assert inputs.max() == 1
         assert (inputs[:, len(NUMBERS) :].sum(dim=1) == 8).all()
 
 
-def test_a_row_is_read_alike_whatever_the_other_rows_are(adult, monkeypatch):
-    # Preprocessing that reads a statistic of the rows would move row 0 when the others are gone
+def test_the_encoding_of_an_example_does_not_depend_on_other_examples(adult, monkeypatch):
+    # Preprocessing with statistics of the data set would change example 0 if the others are removed
     from dpengine.data import adult as reader
 
     read_all = reader._read_examples
     monkeypatch.setattr(reader, "_read_examples", lambda file: read_all(file)[:1])
-    alone = reader.load_adult()
-    assert torch.equal(alone.train_inputs, adult.train_inputs[:1])
-    assert torch.equal(alone.test_inputs, adult.test_inputs[:1])
+    first_only = reader.load_adult()
+    assert torch.equal(first_only.train_inputs, adult.train_inputs[:1])
+    assert torch.equal(first_only.test_inputs, adult.test_inputs[:1])
 
 
 def test_a_damaged_file_is_rejected(adult, monkeypatch, tmp_path):
@@ -127,5 +127,5 @@ def test_a_damaged_file_is_rejected(adult, monkeypatch, tmp_path):
         reader.load_adult()
 
 
-def test_one_line_says_what_the_data_are(adult):
+def test_describe_returns_name_sizes_and_license(adult):
     assert adult.describe() == "UCI Adult (32,561 train / 16,281 test, CC BY 4.0)"

@@ -1,4 +1,4 @@
-"""Combinations of layers: ``(draw, shape of a row, depth) -> module``."""
+"""Combinations of layers: ``(draw, shape of a sample, depth) -> module``."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from generated.modules import Apply, Cast, Checkpointed, Concat, Gated, Named, R
 from torch import nn
 
 Build = Callable[[Draw, Shape, int], nn.Module]
-LARGEST = 160  # numbers in a row of the signal
+LARGEST = 160  # elements of a sample
 
 
 def layer(draw: Draw, shape: Shape, depth: int = 0) -> nn.Module:
-    """One layer that fits the signal."""
+    """Returns a layer that accepts this shape."""
     return draw.named(LAYERS[len(shape)])(draw, shape)
 
 
 def chain(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """Blocks one after the other."""
+    """Returns a sequence of blocks."""
     parts: list[nn.Module] = []
     for _ in range(draw.whole(1, 3)):
         part = block(draw, shape, depth - 1)
@@ -32,7 +32,7 @@ def chain(draw: Draw, shape: Shape, depth: int) -> nn.Module:
 
 
 def keeping(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """A block that keeps the shape."""
+    """Returns a block whose output has the shape of its input."""
     for _ in range(6):
         found = block(draw, shape, depth - 1)
         if shape_after(found, shape) == shape:
@@ -49,13 +49,13 @@ def named(draw: Draw, shape: Shape, depth: int) -> nn.Module:
 
 
 def shared(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """One module at two places."""
+    """Returns a model that uses one module twice."""
     one = keeping(draw, shape, depth)
     return nn.Sequential(one, nn.Tanh(), one)
 
 
 def tied(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """Two layers with one weight, and of the second its own bias."""
+    """Returns two layers that share a weight but not a bias."""
     if len(shape) > 2 and draw.chance(0.5):
         kind = nn.Conv2d if len(shape) == 3 else nn.Conv3d
         one, other = (kind(shape[0], shape[0], 3, padding=1) for _ in range(2))
@@ -70,13 +70,13 @@ def checkpointed(draw: Draw, shape: Shape, depth: int) -> nn.Module:
 
 
 def cast(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """A block that will stay in float64."""
+    """Returns a block that keeps float64 parameters."""
     inner = layer(draw, shape)
     return Cast(nn.Sequential(inner, nn.Linear(shape_after(inner, shape)[-1], shape[-1])))
 
 
 def moved(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """The signal as one of another kind."""
+    """Returns a module that changes the number of axes of its input."""
     name = draw.pick(sorted(MOVES[len(shape)]))
     draw.used.append(f"to-{name}")
     return MOVES[len(shape)][name](draw, shape)
@@ -126,7 +126,7 @@ BLOCKS: dict[str, Build] = {
 
 
 def block(draw: Draw, shape: Shape, depth: int) -> nn.Module:
-    """A layer, or a block of blocks as long as there is depth left."""
+    """Returns a layer or, while depth remains, a block of blocks."""
     if depth <= 0 or draw.chance(0.5):
         return layer(draw, shape)
     return draw.named(BLOCKS)(draw, shape, depth)

@@ -16,7 +16,7 @@ class Draw:
 
     Attributes:
         smooth: True to exclude operations that are discontinuous or fail in half precision.
-        used: The names of everything that was drawn from a table, in order.
+        used: The names of all rows that were drawn from tables, in order.
     """
 
     def __init__(self, seed: int):
@@ -37,7 +37,7 @@ class Draw:
         return self._random.randint(low, high)
 
     def width(self) -> int:
-        """A number of features."""
+        """Returns a number of features."""
         return self.pick(WIDTHS)
 
     def named(self, table: dict[str, T]) -> T:
@@ -47,5 +47,5 @@ class Draw:
         return table[name]
 
     def divisor(self, number: int, *, most: int = 4) -> int:
-        """A divisor of a number, ``most`` at most."""
+        """Returns a divisor of a number that is at most ``most``."""
         return self.pick([d for d in range(1, most + 1) if number % d == 0])

@@ -1,4 +1,4 @@
-"""Layers to draw from, by the kind of signal that they take: ``(draw, shape of a row) -> module``."""
+"""Layers to draw, by the number of axes of their inputs: ``(draw, shape of a sample) -> module``."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def group_norm(draw, shape):
 
 def instance_norm(kind):
     def make(draw, shape):
-        if math.prod(shape[1:]) == 1:  # which torch refuses
+        if math.prod(shape[1:]) == 1:  # torch raises for this shape
             return group_norm(draw, shape)
         return kind(shape[0], affine=True, eps=draw.pick(NORM_EPS))
 
@@ -240,15 +240,15 @@ VOLUME: dict[str, Make] = {
     "layer-norm": layer_norm,
 }
 VECTOR: dict[str, Make] = {**FLAT, "group-norm": group_norm, "looked-up": looked_up, "bag": bag}
-LAYERS: dict[int, dict[str, Make]] = {1: VECTOR, 2: SEQUENCE, 3: IMAGE, 4: VOLUME}  # by the axes of a row
+LAYERS: dict[int, dict[str, Make]] = {1: VECTOR, 2: SEQUENCE, 3: IMAGE, 4: VOLUME}  # by the number of axes of a sample
 
 
 def entry(draw: Draw, tokens: int) -> nn.Module:
-    """Returns the layers that process indices below ``tokens`` first."""
+    """Returns an embedding of indices below ``tokens``."""
     return nn.Embedding(tokens, draw.width(), padding_idx=draw.pick((None, 0)))
 
 
 def shape_after(module: nn.Module, shape: Shape) -> Shape:
-    """The shape of a row after a module."""
+    """Returns the shape of a sample after a module."""
     with torch.no_grad():
         return tuple(module(torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))).shape[1:])

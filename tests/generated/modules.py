@@ -1,4 +1,4 @@
-"""Small modules that layers of torch are wrapped in, and layers that no table knows."""
+"""Small wrappers of layers, and layers without a grad sampler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Inner(nn.Module):
-    """One module inside another, used as a subclass says."""
+    """Base class of modules with one child."""
 
     def __init__(self, inner: nn.Module):
         super().__init__()
@@ -17,14 +17,14 @@ class Inner(nn.Module):
 
 
 class First(Inner):
-    """The first of several outputs."""
+    """Returns the first of several outputs."""
 
     def forward(self, x):
         return self.inner(x)[0]
 
 
 class Both(Inner):
-    """The signal as both inputs: of a bilinear layer, or of a decoder and its memory."""
+    """Passes its input twice: to a bilinear layer, or as the target and the memory of a decoder."""
 
     def forward(self, x):
         return self.inner(x, x)
@@ -42,7 +42,7 @@ class Attend(Inner):
 
 
 class Swapped(Inner):
-    """A layer that wants the last two axes the other way round."""
+    """Runs a layer on its input with the last two axes exchanged."""
 
     def forward(self, x):
         return self.inner(x.transpose(1, 2)).transpose(1, 2)
@@ -60,7 +60,7 @@ class Steps(Inner):
 
 
 class Packed(Inner):
-    """A recurrent layer on rows of other lengths, which follow from the data of the row."""
+    """A recurrent layer on packed samples whose lengths depend on their data."""
 
     def forward(self, x):
         lengths = 1 + (x[:, 0, 0].detach() > 0).long() * (x.shape[1] - 1)
@@ -70,7 +70,7 @@ class Packed(Inner):
 
 
 class Positions(Inner):
-    """Entries of a table that all rows share, added."""
+    """Adds position embeddings that all samples share."""
 
     def __init__(self, inner: nn.Module, axes: int):
         super().__init__(inner)
@@ -82,14 +82,14 @@ class Positions(Inner):
 
 
 class Residual(Inner):
-    """A branch around a module."""
+    """Adds the input to the output of a module."""
 
     def forward(self, x):
         return x + self.inner(x)
 
 
 class ResidualInPlace(Inner):
-    """The same, added in place."""
+    """Adds the input to the output of a module in place."""
 
     def forward(self, x):
         y = self.inner(x).clone()
@@ -98,7 +98,7 @@ class ResidualInPlace(Inner):
 
 
 class Gated(Inner):
-    """The signal times a gate that is made of it."""
+    """Multiplies the input by a gate computed from it."""
 
     def forward(self, x):
         return x * torch.sigmoid(self.inner(x))
@@ -112,7 +112,7 @@ class Twice(Inner):
 
 
 class Concat(nn.Module):
-    """Branches side by side, joined along the axis of features."""
+    """Concatenates branches along the feature axis."""
 
     def __init__(self, branches: list[nn.Module], dim: int):
         super().__init__()
@@ -164,7 +164,7 @@ class Cast(Inner):
 
 
 class Polynomial(nn.Module):
-    """A layer that no table knows."""
+    """A layer without a grad sampler."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -178,7 +178,7 @@ class Polynomial(nn.Module):
 
 
 class LowRank(nn.Module):
-    """Two raw matrices, multiplied with the signal."""
+    """Multiplies the input by two parameters of low rank."""
 
     def __init__(self, width: int, rank: int):
         super().__init__()
@@ -200,7 +200,7 @@ class ByFunction(nn.Module):
 
 
 class Beside(nn.Module):
-    """Raw parameters beside a child: a scale, a shift, and a packed projection of which slices are used."""
+    """A child and direct parameters: a scale, a shift, and a packed projection that is used in slices."""
 
     def __init__(self, width: int, out: int):
         super().__init__()
@@ -228,7 +228,7 @@ class Token(nn.Module):
 
 
 class ChannelScale(nn.Module):
-    """A scale of channels beside a convolution."""
+    """A convolution and a scale of its channels."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -240,7 +240,7 @@ class ChannelScale(nn.Module):
 
 
 class SqueezeExcite(nn.Module):
-    """Channels scaled by a gate that is made of their means."""
+    """Scales channels by a gate computed from their means."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -251,7 +251,7 @@ class SqueezeExcite(nn.Module):
 
 
 class Symmetric(nn.Module):
-    """A parametrization: a square matrix, or any other tensor, made of another."""
+    """A parametrization: a square matrix, or any other tensor, computed from another."""
 
     def forward(self, weight):
         return (weight + weight.mT) / 2 if weight.shape[-1] == weight.shape[-2] else torch.tanh(weight)

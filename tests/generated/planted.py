@@ -1,4 +1,4 @@
-"""Modules that clipping by rows does not fit, each with the beginning of its error."""
+"""Modules that do not support per-sample clipping, with the expected error of each."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from dpengine.errors import BufferUpdateError, MissingGradientError, PrivacyErro
 
 
 class OwnBatchNorm(nn.BatchNorm1d):
-    """A subclass, as users write it."""
+    """A subclass of batch norm, as users write one."""
 
 
 class Borrowed(Inner):
-    """A child's weight is used outside of the child."""
+    """Uses the weight of a child outside the child."""
 
     def forward(self, x):
         return self.inner(x) + F.linear(x, self.inner.weight)
 
 
 class Unused(Inner):
-    """A child that never runs."""
+    """Does not run its child."""
 
     def forward(self, x):
         return x
 
 
 class Noisy(nn.Module):
-    """Draws random numbers from a generator of its own."""
+    """Draws random numbers from a private generator."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -45,7 +45,7 @@ class Noisy(nn.Module):
 
 
 class Counting(nn.Module):
-    """Writes what it saw into a buffer."""
+    """Adds the mean of its input to a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Counting(nn.Module):
 
 
 class BesideProduct(Inner):
-    """A product with a raw matrix on the left, beside a child."""
+    """Multiplies by a parameter from the left, then runs a child."""
 
     def __init__(self, width: int):
         super().__init__(nn.Linear(width, width))
@@ -68,14 +68,14 @@ class BesideProduct(Inner):
 
 
 class TimeFirst(Inner):
-    """A recurrent layer that takes the batch for time."""
+    """A recurrent layer that processes the batch axis as time."""
 
     def forward(self, x):
         return self.inner(x if x.dim() == 3 else x.unsqueeze(1))[0].reshape(x.shape)
 
 
 class Looked(Inner):
-    """A table that is read at places made of the signal."""
+    """An embedding with indices computed from the input."""
 
     def forward(self, x):
         return x + self.inner((x.detach().mean(dim=-1) > 0).long())
@@ -83,25 +83,25 @@ class Looked(Inner):
 
 @dataclass(frozen=True)
 class Planted:
-    """One kind.
+    """A kind of unsupported module.
 
     Attributes:
-        make: For this many features.
-        error: The class of the refusal.
-        says: A part of its message.
-        settings: With which the engine is asked.
-        may_run_alone: Whether mode "auto" may run each row alone through a part of the model, and be right.
+        make: ``(number of features) -> module``.
+        error: The expected class of the error.
+        message: A part of the message of the error.
+        settings: Settings of the engine that override the drawn ones.
+        may_run_alone: True if mode "auto" may give right sums by running each sample alone through a unit.
     """
 
     make: Callable[[int], nn.Module]
     error: type[PrivacyError]
-    says: str
+    message: str
     settings: dict[str, Any] = field(default_factory=dict)
     may_run_alone: bool = False
 
 
 class OverFeatures(Inner):
-    """A layer whose channels are the features, for rows with and without time."""
+    """A layer whose channels are the features, for samples with and without a time axis."""
 
     def forward(self, x):
         return self.inner(x) if x.dim() == 2 else self.inner(x.transpose(1, 2)).transpose(1, 2)

@@ -17,7 +17,7 @@ from dpengine.clipping.short_forms import clipping_from
 
 
 def by_engine(subject: Subject, max_norm: float) -> Gradients:
-    """One step of ``make_private`` without noise, at sampling rate 1, in physical chunks."""
+    """Returns the gradients of one ``make_private`` step without noise, at sampling rate 1, in physical batches."""
     settings, model = subject.settings, copy.deepcopy(subject.model)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0)
     data = TensorDataset(*subject.tensors, subject.targets_B)
@@ -48,7 +48,7 @@ def by_engine(subject: Subject, max_norm: float) -> Gradients:
 
 
 def by_sums(subject: Subject, max_norm: float, rows: slice = slice(None)) -> Gradients:
-    """The same by clipped sums alone, for some of the rows."""
+    """Returns the clipped sums of some of the samples, without an optimizer or a loader."""
     settings, model = subject.settings, copy.deepcopy(subject.model)
     policy = clipping_from(settings["clipping"], max_norm)
     passes = ClippedPasses(model, policy, mode=settings["mode"], loss_reduction=settings["reduction"])
@@ -63,7 +63,7 @@ def by_sums(subject: Subject, max_norm: float, rows: slice = slice(None)) -> Gra
 
 
 def by_grad_samples(subject: Subject) -> list[Gradients]:
-    """The gradient of each row, as ``GradSampleModule`` shows it."""
+    """Returns the per-sample gradients of ``GradSampleModule``."""
     model = copy.deepcopy(subject.model)
     reduction = subject.settings["reduction"]
     watched = GradSampleModule(model, loss_reduction=reduction, force_functorch=subject.settings["mode"] == "functorch")

@@ -1,4 +1,4 @@
-"""A subject: a random model, its data, its loss, and how the engine is asked. All of it follows from one seed."""
+"""Subjects: a random model with data, a loss and settings of the engine, all determined by one seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 CLASSES, VOCABULARY, SIDE = 4, 6, 3
 MODES = ("auto", "auto", "hooks", "functorch", "ew", "ghost", "whole_model")
-ALONE = ("auto", "whole_model")  # modes that run samples alone where no rule of a layer applies
+ALONE = ("auto", "whole_model")  # modes that run single samples through units without a grad sampler
 CLIPPINGS = ("flat", "per_layer", "automatic")
 DTYPES = (torch.float32, torch.float32, torch.float32, torch.float64, torch.float64, torch.bfloat16)
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -40,7 +40,7 @@ SIGNALS: dict[str, Callable[[Draw], tuple[int, ...]]] = {
 
 
 class Root(nn.Module):
-    """The body between an entry and a head; takes its inputs and gives its outputs in the form of the settings."""
+    """The body between an entry and a head; accepts inputs and returns outputs in the form that the settings name."""
 
     def __init__(self, entry: nn.Module, side: nn.Module | None, body: nn.Module, head: nn.Module, output: str):
         super().__init__()
@@ -63,7 +63,7 @@ class Root(nn.Module):
 
 
 def _unpacked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The main and the side input, of whatever form they came in."""
+    """Returns the main and the side input from any form of arguments."""
     given = list(args) + [kwargs[name] for name in ("main", "side") if name in kwargs]
     if len(given) == 1 and isinstance(given[0], dict):
         return given[0]["main"], given[0].get("side")
@@ -82,7 +82,7 @@ FORMS: dict[str, Callable[[list[Tensor]], tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def row_losses(output: Any, targets_B: Tensor) -> Tensor:
-    """``(B,)``: the loss of each row, of the first output and a little of the second."""
+    """Returns the loss of each sample ``(B,)``: of the first output, plus 0.1 times that of the second."""
     if isinstance(output, dict):
         output = (output["logits"], output["features"])
     logits, more = output if isinstance(output, tuple) else (output, None)
@@ -100,16 +100,16 @@ def row_losses(output: Any, targets_B: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """The two things that are compared.
+    """A random model, its batch, and the settings of the engine.
 
     Attributes:
-        seed: All follows from it.
+        seed: Determines all other attributes.
         model: In train mode; it is copied before use.
         tensors: Main and perhaps side input, ``(B, ...)``, contiguous.
-        targets_B: A class for each row.
-        settings: What the engine is asked for, and in which form, by name.
-        planted: The key of what makes it impossible, if it is.
-        is_covered: False if it has a part that rules of single layers do not cover.
+        targets_B: The class of each sample.
+        settings: Settings of the engine and of the loop, by name.
+        planted: Key of ``PLANTED`` for an unsupported model, else None.
+        is_covered: False if a module has parameters and no grad sampler.
         used: The names of the layers and blocks that were drawn.
     """
 
@@ -123,11 +123,11 @@ class Subject:
     used: tuple[str, ...] = field(default=())
 
     def call(self, model: nn.Module, tensors: list[Tensor], *, layout: str | None = None) -> Any:
-        """The model's output for a batch, in the memory layout and the form of the settings."""
+        """Returns the output for a batch, in the memory layout and the form that the settings name."""
         lay = LAYOUTS[layout or self.settings["layout"]]
         tensors = [lay(t) for t in tensors]
         if "channels_last" in (self.settings["layout"], self.settings["weights"]):
-            # Else torch 2.13 dies in the backward of a group_norm on such an input, without the package too.
+            # Otherwise torch 2.13 crashes in the backward of group_norm on such an input, also without dpengine.
             tensors = [t.detach().requires_grad_() if t.dim() > 3 else t for t in tensors]
         args, kwargs = FORMS[self.settings["form"]](tensors)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.settings["autocast"]):
@@ -142,12 +142,12 @@ class Subject:
 
 
 def subject_of(seed: int) -> Subject:
-    """The subject of a seed: the first of its draws that torch by itself can train."""
+    """Returns the subject of a seed: the first of its draws that plain torch can train."""
     return next(subject for again in range(20) if trains((subject := drawn(seed, again)), slice(None)))
 
 
 def trains(subject: Subject, rows: slice) -> bool:
-    """Returns True if torch can train a subject on these rows, with some gradient."""
+    """Returns True if plain torch can train a subject on these samples with finite gradients."""
     model = copy.deepcopy(subject.model)
     tensors, targets_B = [t[rows].clone() for t in subject.tensors], subject.targets_B[rows]
     try:
@@ -159,7 +159,7 @@ def trains(subject: Subject, rows: slice) -> bool:
 
 
 def drawn(seed: int, again: int = 0) -> Subject:
-    """A draw, whether or not torch can train it."""
+    """Returns a draw, which torch may be unable to train."""
     draw = Draw(seed * 1000 + again)
     torch.manual_seed(seed)
     dtype = draw.pick(DTYPES)
@@ -176,7 +176,7 @@ def drawn(seed: int, again: int = 0) -> Subject:
     for part in model.modules():
         if isinstance(part, Cast):
             part.inner.to(torch.float16 if planted == "float16" and part is model.body[0] else torch.float64)
-    # The backward of instance_norm in torch 2.13 is wrong for a batch of one row whose gradient is channels_last.
+    # The backward of instance_norm in torch 2.13 is wrong for a batch of one sample with a channels_last gradient.
     fits = signal == "image" and not any(isinstance(part, nn.InstanceNorm2d) for part in model.modules())
     weights = "channels_last" if fits and draw.chance(0.5) else "contiguous"
     if weights == "channels_last":
@@ -207,7 +207,7 @@ def drawn(seed: int, again: int = 0) -> Subject:
 
 
 def _modes(planted: str | None, *, is_covered: bool) -> tuple[str, ...]:
-    if planted == "unused":  # no gradient is a gradient of zero where each sample runs through the whole model
+    if planted == "unused":  # whole_model treats a missing gradient as zero
         return MODES[:-1]
     return MODES if is_covered else (*MODES, *6 * ALONE)
 
@@ -215,7 +215,7 @@ def _modes(planted: str | None, *, is_covered: bool) -> tuple[str, ...]:
 def _model_and_inputs(
     draw: Draw, signal: str, shape: tuple[int, ...], rows: int, planted: str | None, *, is_covered: bool
 ) -> tuple[nn.Module, list[Tensor]]:
-    sizes = torch.tensor([1.0, 3.0, 0.2, 1.0, 2.0, 1.0])[:rows]  # rows of other norms
+    sizes = torch.tensor([1.0, 3.0, 0.2, 1.0, 2.0, 1.0])[:rows]  # samples with different norms
     if signal == "tokens":
         first = entry(draw, VOCABULARY)
         main = torch.randint(VOCABULARY, (rows, *shape))
@@ -226,7 +226,7 @@ def _model_and_inputs(
     side = nn.Linear(SIDE, shape[-1]) if draw.chance(0.3) else None
     body, after = _body(draw, shape, is_covered=is_covered)
     if planted is not None:
-        # In front of all that is drawn, where nothing hides it; behind a dense layer, so that gradients go through it.
+        # Before all drawn layers, so that none hides it; after a dense layer, so that gradients flow through it.
         body = nn.Sequential(PLANTED[planted].make(shape[-1]), body)
         first = nn.Linear(shape[-1], shape[-1])
     features = after[0] if len(after) > 2 else after[-1]
@@ -243,7 +243,7 @@ def _model_and_inputs(
 
 
 def _body(draw: Draw, shape: tuple[int, ...], *, is_covered: bool) -> tuple[nn.Module, tuple[int, ...]]:
-    """Blocks, and the shape of a row after them; with a part that no rule of a layer covers, if not ``is_covered``."""
+    """Returns blocks and the shape of a sample after them; unless ``is_covered``, one module has no grad sampler."""
     body: nn.Module = chain(draw, shape, depth=draw.whole(1, 3))
     after = shape_after(body, shape)
     if not is_covered:
@@ -257,7 +257,7 @@ def _body(draw: Draw, shape: tuple[int, ...], *, is_covered: bool) -> tuple[nn.M
 
 @torch.no_grad()
 def _perturb(model: nn.Module) -> None:
-    """Moves what is initialised as constant: weights of norms, biases."""
+    """Perturbs parameters with constant initialization: weights of norms, biases."""
     for parameter in model.parameters():
         if parameter.dim() < 2:
             parameter.add_(0.2 * torch.randn_like(parameter))
@@ -272,7 +272,7 @@ def _freeze(draw: Draw, model: nn.Module) -> None:
         parameter.requires_grad_(not draw.chance(0.4))
     if not any(p.requires_grad for p in parameters):
         last.requires_grad_(True)
-    if draw.chance(0.5):  # a whole part
+    if draw.chance(0.5):  # the whole body
         for parameter in model.body.parameters():
             parameter.requires_grad_(False)
         last.requires_grad_(True)

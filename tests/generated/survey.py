@@ -1,4 +1,4 @@
-"""Counts generated models that are right, rejected and wrong: ``python tests/generated/survey.py --models 1000``."""
+"""Counts right, wrong and rejected models: ``python tests/generated/survey.py --models 1000``."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ class Survey:
     verdicts: dict[int, Verdict] = field(default_factory=dict)
 
     def of(self, kind: str) -> dict[int, Verdict]:
-        """Those of one kind, by seed."""
+        """Returns the verdicts of one kind, by seed."""
         return {seed: verdict for seed, verdict in self.verdicts.items() if verdict.kind == kind}
 
     def __str__(self) -> str:
-        reasons = Counter(re.sub(r"'[^']*'", "'...'", v.why)[:110] for v in self.of("refused").values())
-        lines = [f"generated {len(self.verdicts)}, refused {len(self.of('refused'))}, wrong {len(self.of('wrong'))}"]
-        lines += [f"  refused {count} times: {why}" for why, count in reasons.most_common()]
+        reasons = Counter(re.sub(r"'[^']*'", "'...'", v.why)[:110] for v in self.of("rejected").values())
+        lines = [f"generated {len(self.verdicts)}, rejected {len(self.of('rejected'))}, wrong {len(self.of('wrong'))}"]
+        lines += [f"  rejected {count} times: {why}" for why, count in reasons.most_common()]
         notices = Counter(notice for v in self.verdicts.values() for notice in v.notices if "DPE012" not in notice)
-        lines += [f"  noticed {count} times: {notice}" for notice, count in notices.most_common()]
+        lines += [f"  warned {count} times: {notice}" for notice, count in notices.most_common()]
         errors = sorted((v.error, v.own, seed) for seed, v in self.of("right").items() if v.error is not None)
         if errors:
             lines.append(
-                f"  largest error of a right one: {errors[-1][0]:.3g}, where plain autograd has {errors[-1][1]:.3g}"
+                f"  largest error of a right model: {errors[-1][0]:.3g}; of plain autograd: {errors[-1][1]:.3g}"
             )
         lines += [f"wrong: {verdict.why}\n{subject_of(seed)}" for seed, verdict in self.of("wrong").items()]
         return "\n".join(lines)
 
 
 def survey(seeds: Iterable[int]) -> Survey:
-    """Verdicts on the subjects of these seeds."""
+    """Returns the verdicts on the subjects of these seeds."""
     return Survey({seed: verdict_on(subject_of(seed)) for seed in seeds})
 
 

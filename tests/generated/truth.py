@@ -1,4 +1,4 @@
-"""The slow truth of a subject: a loop over single rows by plain autograd. Shares no code with the package."""
+"""Expected clipped sums of a subject, from a loop over single samples by plain autograd, without code of dpengine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from reference import widened
 from torch import Tensor
 
 Gradients = dict[str, Tensor]
-SLACK = 2.0**-20  # thresholds are met with this much to spare
-STABILITY = 0.01  # of automatic clipping
+SLACK = 2.0**-20  # relative margin by which clipped norms are below the clipping norm
+STABILITY = 0.01  # stability constant of automatic clipping
 
 
-def rows_alone(subject: Subject, *, wide: bool) -> list[Gradients]:
-    """The gradient of each row's loss, in float64; ``wide`` has it computed there, too, else in the model's dtype."""
+def sample_gradients(subject: Subject, *, wide: bool) -> list[Gradients]:
+    """Returns per-sample gradients as float64, computed in float64 if ``wide`` and else in the model's dtype."""
     model = copy.deepcopy(subject.model).to(memory_format=torch.contiguous_format)
     if wide:
         model.double()
@@ -39,19 +39,19 @@ def rows_alone(subject: Subject, *, wide: bool) -> list[Gradients]:
 
 
 def untouched(subject: Subject) -> set[str]:
-    """The parameters that the loss does not depend on."""
+    """Returns the names of the parameters that the loss does not depend on."""
     model = copy.deepcopy(subject.model)
     row_losses(subject.call(model, [t.clone() for t in subject.tensors]), subject.targets_B).sum().backward()
     return {name for name, p in model.named_parameters() if p.grad is None}
 
 
 def length(gradients: Gradients) -> float:
-    """The norm of all of them, as one vector."""
+    """Returns the norm of all gradients as one vector."""
     return math.sqrt(sum(float(g.square().sum()) for g in gradients.values()))
 
 
 def threshold(rows: list[Gradients], quantile: float) -> float:
-    """A threshold that this share of the rows stays below; above 1 none is clipped."""
+    """Returns a clipping norm near this quantile of the sample norms; above 1, no sample is clipped."""
     norms = sorted(length(row) for row in rows)
     if quantile > 1:
         return 2 * norms[-1] + 1e-3
@@ -82,6 +82,6 @@ CLIPPED = {"flat": _flat, "per_layer": _per_layer, "automatic": _automatic}
 
 
 def clipped_sum(rows: list[Gradients], clipping: str, max_norm: float) -> Gradients:
-    """The sum over rows, each clipped."""
+    """Returns the sum of the clipped gradients."""
     clipped = [CLIPPED[clipping](row, max_norm) for row in rows]
     return {name: sum(row[name] for row in clipped) for name in rows[0]}

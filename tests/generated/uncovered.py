@@ -93,7 +93,7 @@ class Temperature(nn.Module):
 
 
 class OwnMatrix(nn.Module):
-    """Features mixed by a matrix of the module itself, behind a child."""
+    """Multiplies features by a matrix of the module itself, after a child."""
 
     def __init__(self, length: int, width: int):
         super().__init__()
@@ -106,14 +106,14 @@ class OwnMatrix(nn.Module):
 
 
 class Flattened(Inner):
-    """Gives its layers all places of all samples, as rows."""
+    """Flattens the positions of all samples into the batch axis."""
 
     def forward(self, x):
         return self.inner(x.reshape(-1, x.shape[-1])).reshape(x.shape)
 
 
 class Folded(Inner):
-    """Windows along the first axis of places, folded into the batch axis, and moved by ``shift`` places before."""
+    """Folds windows along the first position axis into the batch axis, after a roll by ``shift`` positions."""
 
     def __init__(self, inner: nn.Module, window: int, shift: int):
         super().__init__(inner)
@@ -129,7 +129,7 @@ class Folded(Inner):
 
 
 class FoldedImage(Inner):
-    """Square windows of an image, each of which is a sequence for the child."""
+    """Folds square windows of an image into the batch axis, as sequences."""
 
     def __init__(self, inner: nn.Module, window: int):
         super().__init__(inner)
@@ -145,7 +145,7 @@ class FoldedImage(Inner):
 
 
 class WindowAttention(nn.Module):
-    """Attention inside windows with a table of biases, one for each pair of places."""
+    """Attention inside windows with a table of biases, one for each pair of positions."""
 
     def __init__(self, places: int, width: int):
         super().__init__()
@@ -159,7 +159,7 @@ class WindowAttention(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends each place of each sample to the best of several layers."""
+    """Routes each position to the best of several layers."""
 
     def __init__(self, width: int, best: int):
         super().__init__()
@@ -181,7 +181,7 @@ class Experts(nn.Module):
 
 
 class StackedExperts(nn.Module):
-    """The same with the weights of all layers in one parameter."""
+    """Routes each position to the best of several layers, whose weights are one parameter."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -234,7 +234,7 @@ class SharedTable(nn.Module):
 
 
 class Scaled(nn.Module):
-    """A layer of which features are scaled by a vector that its parent holds."""
+    """A layer whose output is scaled by a vector of its parent."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -246,7 +246,7 @@ class Scaled(nn.Module):
 
 
 class SharedMatrices(nn.Module):
-    """Layers that are changed by fixed random matrices, which they share, and by vectors of their own."""
+    """Layers that are changed by fixed random matrices, which they share, and by one vector each."""
 
     def __init__(self, width: int, rank: int):
         super().__init__()
@@ -285,7 +285,7 @@ class Scan(nn.Module):
 
 
 class Prompt(nn.Module):
-    """Entries of a whole table before each sequence, dropped again after a layer that mixes places."""
+    """Entries of a whole table before each sequence, removed after a layer that mixes positions."""
 
     def __init__(self, length: int, width: int):
         super().__init__()
@@ -298,7 +298,7 @@ class Prompt(nn.Module):
 
 
 class TimeFirst(Inner):
-    """A layer that has time on axis 0, in a model that has samples there."""
+    """A layer with time on axis 0, in a batch-first model."""
 
     def forward(self, x):
         x = x.transpose(0, 1)
@@ -307,7 +307,7 @@ class TimeFirst(Inner):
 
 
 class Lent(nn.Module):
-    """The weight of a layer, transposed, for the way back from it."""
+    """A layer and its transpose with the same weight."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -360,7 +360,7 @@ def time_first(draw, shape):
 
 
 def hooked_norm(draw, shape):
-    """Weight normalisation by a hook before each forward pass."""
+    """Weight normalization by a hook before each forward pass."""
     return nn.utils.weight_norm(nn.Linear(shape[-1], shape[-1]))
 
 
@@ -373,7 +373,7 @@ EVERY: dict[str, Make] = {
     "lent": lambda draw, shape: Lent(shape[-1]),
     "hooked-norm": hooked_norm,
 }
-UNCOVERED: dict[int, dict[str, Make]] = {  # by the axes of a row
+UNCOVERED: dict[int, dict[str, Make]] = {  # by the number of axes of a sample
     1: EVERY,
     2: {
         **EVERY,
@@ -401,7 +401,7 @@ AROUND: dict[str, Callable[[Draw, nn.Module], nn.Module]] = {
 
 
 def uncovered(draw: Draw, shape: Shape) -> nn.Module:
-    """One of them, perhaps inside a block."""
+    """Returns an uncovered module, sometimes inside a block."""
     part = draw.named(UNCOVERED[len(shape)])(draw, shape)
     around = draw.pick(sorted(AROUND)) if shape_after(part, shape) == shape else "alone"
     draw.used.append(f"around-{around}")

@@ -1,4 +1,4 @@
-"""Right, refused or wrong: a subject's run compared with the truth."""
+"""Compares a run of the engine on a subject with the expected sums: right, rejected or wrong."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from generated.modules import Checkpointed, Positions
 from generated.planted import PLANTED
 from generated.runs import by_engine, by_grad_samples, by_sums, named_in
 from generated.subjects import ALONE, Subject, trains
-from generated.truth import Gradients, clipped_sum, length, rows_alone, threshold, untouched
+from generated.truth import Gradients, clipped_sum, length, sample_gradients, threshold, untouched
 from reference import widened
 from torch.utils._pytree import tree_leaves
 
 from dpengine.errors import PrivacyError
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}  # of the length of the truth
-# What the model rounds by itself: how far plain autograd, row by row in its own dtype, is from float64. The engine runs
-# rows together, where other kernels round otherwise, so it may be off by some of these.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-6,
+    torch.bfloat16: 2.0**-8,
+}  # relative to the norm of the expected sums
+# Allowed error, in multiples of the rounding error of plain autograd on single samples in the model's dtype. The engine
+# runs a batch, for which other kernels round differently.
 ROUNDINGS = 2.5
 
-# In float64, where Grams show that the parts of a row cancel, its norm is raised by what rounding may have taken. Its
-# factor is a little smaller then, which is the safe side.
+# If the terms of a float64 Gram norm cancel, the engine adds a bound on the rounding error to the norm. The clipping
+# factor is then slightly too small, which is safe.
 RAISED = 1e-8
 
 
@@ -32,11 +36,11 @@ class Verdict:
     """The result of a comparison.
 
     Attributes:
-        kind: ``"right"``, ``"refused"`` or ``"wrong"``.
+        kind: ``"right"``, ``"rejected"`` or ``"wrong"``.
         why: The reason, for the last two.
-        error: How far the engine was from the truth, relative to its length; None if nothing was compared.
-        own: The same for plain autograd in the dtype of the model.
-        notices: Codes of the notices that were shown.
+        error: Relative error of the engine; None if nothing was compared.
+        own: Relative error of plain autograd in the dtype of the model.
+        notices: Beginnings of the warnings that have a code.
     """
 
     kind: str
@@ -48,17 +52,17 @@ class Verdict:
 
 def verdict_on(subject: Subject) -> Verdict:
     """Runs a subject through the engine and through the loop."""
-    if subject.planted is not None and (not PLANTED[subject.planted].may_run_alone or _is_refused(subject)):
+    if subject.planted is not None and (not PLANTED[subject.planted].may_run_alone or _is_rejected(subject)):
         return _planted(subject)
-    truths, own = rows_alone(subject, wide=True), rows_alone(subject, wide=False)
+    truths, own = sample_gradients(subject, wide=True), sample_gradients(subject, wide=False)
     max_norm = threshold(truths, subject.settings["quantile"])
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         try:
             error, roundings, why = _compared(subject, truths, own, max_norm)
-        except PrivacyError as refusal:
-            return _refused(subject, refusal)
-        except Exception as error:  # whatever it is, it is none of ours
+        except PrivacyError as rejection:
+            return _rejected(subject, rejection)
+        except Exception as error:  # not an error that the engine documents
             return Verdict("wrong", _first_line(error))
     notices = tuple(sorted({str(one.message)[:60] for one in shown if "[DPE" in str(one.message)}))
     allowed = TOLERANCE[_narrowest(subject)] + ROUNDINGS * roundings
@@ -67,7 +71,7 @@ def verdict_on(subject: Subject) -> Verdict:
     return Verdict("wrong" if why else "right", why, error, roundings, notices)
 
 
-def _is_refused(subject: Subject) -> bool:
+def _is_rejected(subject: Subject) -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -82,11 +86,11 @@ def _planted(subject: Subject) -> Verdict:
         warnings.simplefilter("ignore")
         try:
             by_engine(subject, 1.0)
-        except PrivacyError as refusal:
-            return _refused(subject, refusal)
+        except PrivacyError as rejection:
+            return _rejected(subject, rejection)
         except Exception as error:
             return Verdict("wrong", _first_line(error))
-    return Verdict("wrong", f"planted {subject.planted!r}, which was not refused")
+    return Verdict("wrong", f"planted {subject.planted!r}, which was not rejected")
 
 
 def _first_line(error: Exception) -> str:
@@ -98,7 +102,7 @@ def _narrowest(subject: Subject) -> torch.dtype:
 
 
 def _compared(subject: Subject, truths: list[Gradients], own: list[Gradients], max_norm: float):
-    """The error, that of plain autograd, and what else is wrong."""
+    """Returns the error of the engine, that of plain autograd, and any other fault."""
     settings = subject.settings
     if settings["path"] == "grad_sample":
         found = by_grad_samples(subject)
@@ -110,7 +114,7 @@ def _compared(subject: Subject, truths: list[Gradients], own: list[Gradients], m
 
 
 def _broken(subject: Subject, max_norm: float) -> str:
-    """Returns the faults of one row alone, and of no row."""
+    """Returns the fault of a batch of one sample or of none, or an empty text."""
     row = subject.seed % len(subject.targets_B)
     added = length(by_sums(subject, max_norm, slice(row, row + 1)))
     if not added <= max_norm:
@@ -123,7 +127,7 @@ def _broken(subject: Subject, max_norm: float) -> str:
 
 
 def _only_smaller(subject: Subject, truths: list[Gradients], max_norm: float) -> bool:
-    """Returns True if each row is the true one in float64, up to factors that are a little smaller."""
+    """Returns True if each float64 sample is right up to a factor slightly below one."""
     if subject.settings["dtype"] is not torch.float64 or subject.settings["path"] == "grad_sample":
         return False
     for i, row in enumerate(truths):
@@ -142,30 +146,30 @@ def _joined(rows: list[Gradients]) -> Gradients:
 
 
 def _distance(found: Gradients, truth: Gradients) -> float:
-    """The length of the difference over that of the truth."""
+    """Returns the relative error of the gradients."""
     if found.keys() != truth.keys():
         return float("inf")
     return length({name: found[name] - truth[name] for name in truth}) / max(length(truth), 1e-30)
 
 
-def _refused(subject: Subject, refusal: PrivacyError) -> Verdict:
-    """A refusal is right if it names a place and a remedy, and if there is a reason for it."""
-    text = f"{type(refusal).__name__}: {refusal}"
-    if not refusal.fix:
-        return Verdict("wrong", f"refused without a remedy: {text}")
-    if not named_in(str(refusal), subject.model):
-        return Verdict("wrong", f"refused without a name: {text}")
+def _rejected(subject: Subject, rejection: PrivacyError) -> Verdict:
+    """Judges a rejection: its message must name the module and a fix, and the reason must hold."""
+    text = f"{type(rejection).__name__}: {rejection}"
+    if not rejection.fix:
+        return Verdict("wrong", f"rejected without a fix: {text}")
+    if not named_in(str(rejection), subject.model):
+        return Verdict("wrong", f"rejected without a name: {text}")
     if subject.planted is not None:
         expected = PLANTED[subject.planted]
-        says = expected.says in text or (subject.settings["mode"] == "whole_model" and "row was run alone" in text)
-        as_expected = isinstance(refusal, expected.error) and says
-        return Verdict("refused" if as_expected else "wrong", text)
+        quoted = expected.message in text or (subject.settings["mode"] == "whole_model" and "row was run alone" in text)
+        as_expected = isinstance(rejection, expected.error) and quoted
+        return Verdict("rejected" if as_expected else "wrong", text)
     justified = any(part in text and reason(subject, text) for part, reason in REASONS.items())
-    return Verdict("refused" if justified else "wrong", text)
+    return Verdict("rejected" if justified else "wrong", text)
 
 
 def _has_positions_as_long_as_a_batch(subject: Subject, text: str) -> bool:
-    """One axis of indices that is as long as the batch holds rows, as far as can be told: the probe finds it."""
+    """Returns True if a table of positions may be as long as the batch, which the probe mistakes for samples."""
     chunk = None if subject.settings["path"] == "grad_sample" else subject.settings["chunk"]
     rows = min(len(subject.targets_B), chunk or len(subject.targets_B))
     tables = [part for part in subject.model.modules() if isinstance(part, Positions) and part.axes == 1]
@@ -173,19 +177,19 @@ def _has_positions_as_long_as_a_batch(subject: Subject, text: str) -> bool:
 
 
 def _checkpoints_by_running_again(subject: Subject, text: str) -> bool:
-    """A block that autograd runs again by itself, used twice: "ghost" has only the norm of its first use by then."""
+    """Returns True for a reentrant checkpoint in "ghost": its second use comes after the norm was computed."""
     blocks = (part for part in subject.model.modules() if isinstance(part, Checkpointed))
     return subject.settings["mode"] == "ghost" and any(block.use_reentrant for block in blocks)
 
 
 def _needs_samples_alone(subject: Subject, text: str) -> bool:
-    """A part that no rule of a layer covers, where no mode runs its samples alone."""
+    """Returns True if a module has no grad sampler and the mode does not run single samples through units."""
     alone = subject.settings["mode"] in ALONE and subject.settings["path"] != "grad_sample"
     return not (subject.is_covered or alone)
 
 
 def _rounds_too_far(subject: Subject, text: str) -> bool:
-    """Values of the model in half precision that are far from those in float64, so that no rows can be compared."""
+    """Returns True if half-precision outputs are too far from float64 for a comparison of samples."""
     if _narrowest(subject) is not torch.bfloat16:
         return False
     with torch.no_grad():
@@ -197,7 +201,7 @@ def _rounds_too_far(subject: Subject, text: str) -> bool:
     return any(bool((one > 0.04).any()) for one in errors_B)
 
 
-REASONS = {  # why a subject in which nothing was planted may be refused
+REASONS = {  # valid reasons to reject a subject without a planted fault
     "has no gradient in this step": lambda subject, text: any(f"'{name}'" in text for name in untouched(subject)),
     "was reached a second time in one backward pass": _checkpoints_by_running_again,
     "does not keep the samples of a batch independent": _has_positions_as_long_as_a_batch,

@@ -1,4 +1,4 @@
-"""Tuners of PEFT, on a small causal language model."""
+"""PEFT tuners on a small causal language model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def base():
 
 
 def mixed():
-    """Mixes saved adapters by weights that train."""
+    """Returns an X-LoRA model, which mixes saved adapters by trainable weights."""
     import peft
 
     with tempfile.TemporaryDirectory() as folder:
@@ -110,7 +110,7 @@ def mixed():
         model = peft.get_peft_model(base(), config)
     for name, p in model.named_parameters():
         if "lora_" in name:
-            nn.init.normal_(p, 0, 0.5)  # so that it matters which one is chosen
+            nn.init.normal_(p, 0, 0.5)  # so that the adapters differ
     return without_dropout(model)
 
 
@@ -119,7 +119,7 @@ def adapted(config, arguments):
 
     model = base()
     adapted = peft.get_peft_model(model, getattr(peft, config)(**arguments))
-    # Some adapters begin at zero, where others of their parts have no gradient.
+    # Some adapters are initialized to zero, which makes the gradients of their other parameters zero.
     for p in adapted.parameters():
         if p.requires_grad:
             nn.init.normal_(p, p.mean().item(), 0.1)

@@ -12,7 +12,7 @@ def pytest_addoption(parser):
 
 
 def pytest_runtest_logreport(report):
-    """Collects rows in the process that writes the page, also from workers."""
+    """Collects the results of all workers in the process that writes the page."""
     if report.when == "call":
         _results.extend(value for name, value in report.user_properties if name == "row")
 

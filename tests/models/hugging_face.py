@@ -1,4 +1,4 @@
-"""Architectures of transformers, by tiny random configurations."""
+"""Architectures of transformers, with tiny random configurations."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from .row import DTYPES, Row, image, without_dropout
 
 WORDS, LENGTH = 32, 8
-IMAGE = WORDS - 1  # the word whose places an image takes
+IMAGE = WORDS - 1  # the placeholder token of an image
 TOKENS = {
     "vocab_size": WORDS,
     "pad_token_id": 0,
@@ -70,7 +70,7 @@ def text(rows):
 
 
 def masked_text(rows):
-    """Texts of which every other one is padded."""
+    """Texts; every second one is padded."""
     mask = torch.ones(rows, LENGTH, dtype=torch.long)
     mask[::2, LENGTH - 2 :] = 0
     return {"input_ids": words(rows), "attention_mask": mask}
@@ -117,7 +117,7 @@ def series(rows):
 
 
 def picture_in_text(rows):
-    """Four places of the text are those of the patches."""
+    """Texts with four positions for the patches of an image."""
     ids = words(rows).clamp(max=IMAGE - 1)
     ids[:, :4] = IMAGE
     return {"input_ids": ids, "pixel_values": torch.randn(rows, 3, 16, 16)}

@@ -119,7 +119,7 @@ def of_torchvision(name, side):
     torch.manual_seed(0)
     model = _small_of_torchvision(name, side, models)
     for part in model.modules():
-        if isinstance(part, models.vgg.VGG | models.AlexNet):  # most of their weights are in these layers
+        if isinstance(part, models.vgg.VGG | models.AlexNet):  # these layers hold most of the weights
             wide = [layer for layer in part.classifier if isinstance(layer, nn.Linear)]
             part.classifier = nn.Sequential(nn.Linear(wide[0].in_features, 8), nn.ReLU(), nn.Linear(8, 5))
     return without_dropout(model)
@@ -178,7 +178,7 @@ def of_timm(name, side, given):
     torch.manual_seed(0)
     model = None
     make = getattr(timm.models, name) if name[0].isupper() else partial(timm.create_model, name)
-    for size in ({"img_size": side}, {}):  # only some are built for a size
+    for size in ({"img_size": side}, {}):  # only some models accept an image size
         try:
             model = make(**CLASSES, **size, **given)
             break

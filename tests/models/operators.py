@@ -1,6 +1,6 @@
-"""Operators without which torchvision cannot be imported, and transformers neither where torchvision is installed.
+"""Declares the operators that torchvision needs for its import; transformers imports torchvision if it is installed.
 
-The compiled part of torchvision does not load beside every build of torch.
+The compiled extension of torchvision does not load with every build of torch.
 """
 
 import importlib

@@ -28,11 +28,11 @@ def write(path: Path, results: list[list[str]]) -> None:
     """Writes the page.
 
     Args:
-        path: Where.
-        results: For each row and dtype: group, name, dtype, state, what computed it, and the reason of a rejection.
+        path: The file to write.
+        results: For each row and dtype: group, name, dtype, state, gradient algorithm, and rejection reason.
     """
     groups: dict[str, dict[str, dict[str, list[str]]]] = {}
-    # Processes that run tests finish in any order.
+    # The workers that run the tests finish in any order.
     for group, name, dtype, *rest in sorted(results, key=lambda row: (row[0], row[1].lower())):
         groups.setdefault(group, {}).setdefault(name, {})[dtype] = rest
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)

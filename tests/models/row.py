@@ -1,4 +1,4 @@
-"""A row of the table of models: what to build, and what one batch of it is."""
+"""A row of the table of models: how to build the model and a batch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Row:
 
     Attributes:
         group: Heading of the table.
-        name: What the row shows.
+        name: The name that the table shows.
         make: Returns the model, with all dropout off.
         batch: ``(number of samples) -> inputs``; a dict of keyword inputs, or a tuple.
-        outputs: Names of the outputs that the loss reads; by default the first that is known.
+        outputs: Names of the outputs that the loss reads; by default the first of ``KNOWN_OUTPUTS``.
         library: The package.
         dtypes: Those in which the library can run the model.
     """
@@ -36,11 +36,11 @@ class Row:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Turns off all dropout layers and dropped paths, as a loop over samples cannot draw what the batch draws."""
+    """Turns off dropout and stochastic depth, because a loop over samples cannot repeat their draws."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) or type(module).__name__ == "StochasticDepth":
             module.p = 0.0
-        for name in ("drop_prob", "drop_rate"):  # of dropped paths, and of functions
+        for name in ("drop_prob", "drop_rate"):  # stochastic depth, and functional dropout
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model.train()

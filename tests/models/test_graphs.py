@@ -56,7 +56,7 @@ def norm_of(gradient):
 
 @pytest.mark.filterwarnings("ignore:.*DPE012")
 @pytest.mark.parametrize("name", LAYERS)
-def test_each_graph_is_clipped_as_by_a_loop_over_graphs(name):
+def test_clipped_sums_equal_those_of_a_loop_over_graphs(name):
     torch.manual_seed(0)
     model, data = Network(name, LAYERS[name]), list(graphs())
     plain = copy.deepcopy(model)

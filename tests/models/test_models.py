@@ -24,7 +24,7 @@ REJECTED = {"Lily": "DPE001", "CPT": "DPE026"}
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("row", ROWS, ids=[row.name for row in ROWS])
-def test_a_model_is_exact_or_rejected_for_a_true_reason(row, dtype, record_property):
+def test_a_model_gives_exact_clipped_sums_or_is_rejected_with_the_expected_code(row, dtype, record_property):
     if importlib.util.find_spec(row.library) is None:
         pytest.skip(f"{row.library} is not installed: pip install 'dpengine[test-models]'")
     if dtype not in row.dtypes:
@@ -48,22 +48,22 @@ BATCH_NORMS = ["BatchNormAct2d", "SyncBatchNormAct", "SplitBatchNorm2d", "Frozen
 
 
 @pytest.mark.parametrize("name", [*BATCH_NORMS, *EVOLVED, "FilterResponseNormAct2d", "GroupNormAct", "LayerNormAct2d"])
-def test_the_samples_of_a_norm_of_timm_are_independent_after_fix(name):
+def test_fix_makes_timm_norms_independent_across_samples(name):
     layers = pytest.importorskip("timm.layers")
     torch.manual_seed(0)
     made = (getattr(layers, name, None) or getattr(layers.norm_act, name, None) or frozen())(64)
     model = nn.Sequential(nn.Conv2d(3, 64, 3), made).train()
-    mended, _ = fix(model)
-    assert check(mended).ok
+    fixed, _ = fix(model)
+    assert check(fixed).ok
     images = torch.randn(4, 3, 8, 8)
-    torch.testing.assert_close(mended(images)[:1], mended(images[:1]), rtol=1e-4, atol=1e-5)
-    assert all(p.data_ptr() != q.data_ptr() for p, q in zip(mended.parameters(), model.parameters(), strict=False))
+    torch.testing.assert_close(fixed(images)[:1], fixed(images[:1]), rtol=1e-4, atol=1e-5)
+    assert all(p.data_ptr() != q.data_ptr() for p, q in zip(fixed.parameters(), model.parameters(), strict=False))
 
 
 def frozen():
     return pytest.importorskip("torchvision.ops.misc").FrozenBatchNorm2d
 
 
-def test_no_row_is_there_twice():
+def test_the_table_has_no_duplicate_rows():
     names = [(row.group, row.name) for row in ROWS]
     assert len(names) == len(set(names))

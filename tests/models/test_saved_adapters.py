@@ -1,4 +1,4 @@
-"""Adapters of PEFT after private training: saved, loaded without dpengine, merged, and trained on."""
+"""PEFT adapters after private training: saved, loaded without dpengine, merged, and trained further."""
 
 import os
 import subprocess
@@ -63,7 +63,7 @@ def train(model, words):
 
 @pytest.mark.parametrize("detaches", [False, True], ids=["attached", "detached"])
 @pytest.mark.parametrize("name", ["LoRA", "DoRA", "IA3", "LoRA, with layers that train"])
-def test_a_saved_or_merged_adapter_is_the_model_that_was_trained(name, detaches, tmp_path):
+def test_saved_and_merged_adapters_give_the_logits_of_the_trained_model(name, detaches, tmp_path):
     torch.manual_seed(0)
     base, words = adapters.base(), adapters.text(EXAMPLES)["input_ids"]
     base.save_pretrained(tmp_path / "base")
@@ -90,7 +90,7 @@ def test_a_saved_or_merged_adapter_is_the_model_that_was_trained(name, detaches,
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_adapter_that_was_loaded_trains_on(tmp_path):
+def test_a_loaded_adapter_can_be_trained_privately(tmp_path):
     torch.manual_seed(0)
     base = adapters.base()
     base.save_pretrained(tmp_path / "base")

@@ -18,7 +18,7 @@ from dpengine.errors import PrivacyError
 EXAMPLES, BATCH, STEPS = 12, 4, 3
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float64: 1e-5}
 KINK = 2e-2  # largest error in float32 of a model that is exact in float64
-# A parameter is compared with this part of the sum of all, at least.
+# The error of a parameter is relative to at least this fraction of the norm of all parameters.
 FLOOR = {torch.float32: 0.1, torch.bfloat16: 1.0, torch.float64: 0.1}
 KNOWN_OUTPUTS = (
     *("logits", "prediction_logits", "question_answering_score", "image_embeds", "prediction_outputs"),
@@ -27,12 +27,12 @@ KNOWN_OUTPUTS = (
 
 
 class Wrong(AssertionError):
-    """Clipped sums that are not those of the loop."""
+    """Raised if the clipped sums differ from those of the loop."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for a model: ``"exact"`` and what computed the gradients, or ``"rejected"``, codes and a reason."""
+    """Result for a model: ``"exact"`` and the algorithm of the gradients, or ``"rejected"``, codes and a reason."""
 
     state: str
     by: str
@@ -72,7 +72,7 @@ def loss_of(row, model, inputs, weights):
 
 
 def gradients_of(row, model, chosen):
-    """Yields the gradient of each sample alone, by plain autograd."""
+    """Yields the gradient of each single sample, by plain autograd."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     buffers = copy.deepcopy(dict(model.named_buffers()))
     for inputs, weight in chosen:
@@ -88,9 +88,9 @@ def norm_of(gradient):
 
 
 def verdict_of(row, dtype=torch.float32) -> Verdict:
-    """Returns what holds for a model in the default mode, or in mode ``whole_model`` if that rejects it.
+    """Returns the verdict on a model in the default mode, or in mode ``whole_model`` if the default mode rejects it.
 
-    Before that, it does what the messages ask for: ``fix`` if a layer is blocked, and a forward pass that fills caches.
+    First applies the fixes that the messages name: ``fix`` for a blocked layer, and a forward pass that fills caches.
     """
     errors = []
     for mode, fills_caches in (("auto", False), ("auto", True), ("whole_model", False)):
@@ -117,7 +117,7 @@ def verdict_of(row, dtype=torch.float32) -> Verdict:
 
 
 def train(row, model, examples, dtype, mode):
-    """Trains some steps. Returns what computed the gradients, and whether float32 rounds more than the tolerance."""
+    """Trains some steps. Returns the algorithm of the gradients, and True if float32 rounding exceeds the tolerance."""
     plain = copy.deepcopy(model)
     found = list(gradients_of(row, plain, [examples[i] for i in range(EXAMPLES)]))
     max_norm = torch.tensor([norm_of(gradient) for gradient in found]).quantile(0.6).item()
@@ -186,7 +186,7 @@ def clipped_sums(row, plain, chosen, max_norm):
 
 
 def errors_of(sums, truth, dtype):
-    """Returns the relative error of each sum. A sum much smaller than all together is compared with a part of those."""
+    """Returns the relative error of each sum. For small sums it is relative to a fraction of the norm of all sums."""
     scale = torch.stack([total.norm() for total in truth.values()]).norm()
     floor = FLOOR[dtype] * scale
     return {

@@ -28,7 +28,7 @@ def finding_with(bug: Planted, *, seed: int = 0) -> AuditFinding:
 def findings_without_bugs(*, seed: int = 0) -> list[AuditFinding]:
     """Returns the findings on the unmodified engine, for each training run and detector of `BUGS`.
 
-    Runs for the independence detector (``"DI"``) are left out: their models mix samples, with or without a bug.
+    Excludes runs for the independence detector (``"DI"``), whose models mix samples even without a bug.
     """
     looked_at = {(bug.make, bug.detectors[0]) for bug in BUGS.values() if bug.detectors[0] != "DI"}
     ordered = sorted(looked_at, key=lambda one: one[1])

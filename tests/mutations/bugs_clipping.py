@@ -1,4 +1,4 @@
-"""Planted bugs of clipping, capture and of what becomes of rows."""
+"""Planted bugs of clipping, of capture, and of the independence of samples."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dpengine.independence.live_probe import IndependenceCheck
 from .planted import Patch, Planted, module_of
 
 _COPIES = 4
-_ALONE = Patch(module_of(Layout), "MAX_COLUMNS", lambda most: 0)  # no gradients are formed together
+_ALONE = Patch(module_of(Layout), "MAX_COLUMNS", lambda most: 0)  # no gradients are computed together
 
 
 def _normed(change: Callable[[nn.Parameter, str, Tensor], Tensor]) -> Patch:
-    """Other squared norms: ``change(parameter, name, norms)``."""
+    """Replaces squared norms by ``change(parameter, name, norms)``."""
 
     def wrong(each: Any) -> Any:
         @functools.wraps(each)
@@ -102,7 +102,7 @@ def _poison_kept(factors_within: Any) -> Any:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Does not do its work."""
+    """Does nothing."""
 
 
 def _of_nothing(original: Any) -> Any:
@@ -141,7 +141,7 @@ def _leaks_dropped(check: Any) -> Any:
 
 
 class Centred(nn.Sequential):
-    """Takes the mean of the batch away from each row."""
+    """Subtracts the mean of the batch from each sample."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self[0](inputs)
@@ -149,7 +149,7 @@ class Centred(nn.Sequential):
 
 
 class Tied(nn.Sequential):
-    """Uses the weight of a layer a second time, past the layer."""
+    """Uses the weight of a layer a second time, outside the layer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = torch.tanh(self[0](inputs))
@@ -157,7 +157,7 @@ class Tied(nn.Sequential):
 
 
 class TimeFirst(nn.Module):
-    """A recurrent layer that takes rows for steps of time."""
+    """A recurrent layer that processes the batch axis as time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ BUGS = (
     Planted("PB-16", "one layer is not clipped", ("DR", "DO"), (_ALONE, Patch(Entry, "add_sum", _one_layer_whole))),
     Planted(
         "PB-17",
-        "NaN passes",
+        "a NaN gradient is not dropped",
         ("DR",),
         (
             Patch(module_of(Flat), "factors_within", _poison_kept),
@@ -232,11 +232,11 @@ BUGS = (
     ),
     Planted("PB-19", "sums of a batch that was given up stay", ("DO",), (Patch(PassClipper, "zero", _of_nothing),)),
     Planted(
-        "PB-36", "a model mixes rows, and nothing probes for it", ("DI", "DR"), (_NO_PROBE,), make=_of(_three(Centred))
+        "PB-36", "a model mixes samples, and the probe is off", ("DI", "DR"), (_NO_PROBE,), make=_of(_three(Centred))
     ),
     Planted(
         "PB-37",
-        "a weight that is used past its layer",
+        "a weight is used outside its layer",
         ("DO",),
         (Patch(PassClipper, "check_leaks", _leaks_dropped),),
         make=_of(_three(Tied, square=True), grad_sample_mode="hooks"),
@@ -262,7 +262,7 @@ BUGS = (
     ),
     Planted(
         "PB-48",
-        "the axis of time is taken for that of the batch",
+        "the time axis is mistaken for the batch axis",
         ("DI", "DR"),
         (_NO_PROBE, Patch(PassClipper, "_check_samples", _of_nothing)),
         make=_of(TimeFirst),

@@ -1,4 +1,4 @@
-"""Planted bugs of the ledger, the accountant, and what is written."""
+"""Planted bugs of the ledger, the accountant, and the files."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _by_reciprocals(planned: Any) -> Any:
 
 
 def _late(step: Any) -> Any:
-    """The charge comes after the update; `_put_off` keeps it from coming before."""
+    """Charges after the update; `_put_off` removes the charge before it."""
 
     @functools.wraps(step)
     def stepped(self: Any, update: Any) -> bool:
@@ -107,7 +107,7 @@ def _put_off(charge: Any) -> Any:
 
 
 def _plain_fft(on_lattices: Any) -> Any:
-    """Losses on one grid, composed by FFT as they are: rounding is absolute, about 1e-16 of the whole."""
+    """Composes losses on one grid by FFT without tilting, so the rounding error is absolute, about 1e-16."""
 
     def composed(composition: Any, delta: float, relation: Any, accuracy: float) -> Any:
         answer = 0.0
@@ -119,7 +119,7 @@ def _plain_fft(on_lattices: Any) -> Any:
 
 
 def _untilted(groups: Any, delta: float, direction: int) -> float:
-    """Epsilon of Poisson releases, by an FFT over losses that no tilt brings near the answer."""
+    """Returns epsilon of Poisson steps, by an FFT without exponential tilting of the losses."""
     mean = sum(g.count * g.sample_rate**2 / g.noise_multiplier**2 for g in groups) / 2
     spread = math.sqrt(2 * mean) * (1 + math.sqrt(-2 * math.log(delta)))
     farthest = max((2 * (1 + 9 * g.noise_multiplier) - 1) / (2 * g.noise_multiplier**2) for g in groups)
@@ -153,13 +153,13 @@ BUGS = (
     ),
     Planted(
         "PB-40",
-        "adaptive clipping books the noise of its gradients alone",
+        "adaptive clipping charges only the noise of the gradients",
         ("DL",),
         (Patch(RunPlan, "event", _inflated),),
         make=small({"clipping": "adaptive"}),
     ),
     Planted(
-        "PB-41", "the key is in the file of what was spent", ("DF",), (Patch(PrivacyEngine, "state_dict", _with_key),)
+        "PB-41", "the key is in the state dict of the engine", ("DF",), (Patch(PrivacyEngine, "state_dict", _with_key),)
     ),
     Planted("PB-42", "FFT without a tilt", ("DA",), (Patch(module_of(rough_epsilon), "_on_lattices", _plain_fft),)),
     Planted(

@@ -25,7 +25,7 @@ Noises = dict[nn.Parameter, Tensor]
 
 
 def _std(change: Callable[[Any, float], float]) -> Patch:
-    """Another standard deviation, of the plan and what it is."""
+    """Replaces the standard deviation by ``change(plan, std)``."""
     return Patch(RunPlan, "noise_std", lambda original: property(lambda plan: change(plan, original.fget(plan))))
 
 
@@ -85,11 +85,11 @@ def _thawed(step: Any, noises: Noises, std: float) -> None:
 
 
 class _Through:
-    """A mechanism that asks another one for something else.
+    """A mechanism that requests other noise from a wrapped mechanism.
 
     Args:
-        inner: The other.
-        changed: ``changed(std, scale)``, as it is asked.
+        inner: The wrapped mechanism.
+        changed: Maps the requested ``(std, scale)`` to those that are passed on.
     """
 
     def __init__(self, inner: Any, changed: Callable[[float, float], tuple[float, float]]):
@@ -101,7 +101,7 @@ class _Through:
 
 
 def _by_rows(changed: Callable[[float, float, float], tuple[float, float]]) -> Patch:
-    """Asks for noise that hangs on how many rows were drawn, over how many were expected."""
+    """Scales the noise by the number of drawn over that of expected samples."""
 
     def wrong(write: Any) -> Any:
         @functools.wraps(write)
@@ -125,7 +125,7 @@ def _each_rank_draws_all(cut: Any) -> Any:
 def _share_of_ranks(add_noise: Any) -> Any:
     @functools.wraps(add_noise)
     def added(taken: Any, mechanism: Any, *, std: float, replicas: Any, **others: Any) -> None:
-        if replicas.size > 1:  # noise of its own on each rank
+        if replicas.size > 1:  # independent noise on each rank
             mechanism = GaussianNoise(mechanism._source, domain=f"noise of rank {replicas.rank}")
         add_noise(taken, mechanism, std=std / replicas.size, replicas=replicas, **others)
 
@@ -179,7 +179,10 @@ BUGS = (
     Planted("PB-1", "noise times 0.5", ("DN",), (_scaled(0.5),)),
     Planted("PB-2", "noise times 0.97", ("DN",), (_scaled(0.97),)),
     Planted(
-        "PB-3", "noise without the threshold", ("DN",), (_std(lambda plan, std: std / plan.clipping.sensitivity()),)
+        "PB-3",
+        "noise not scaled by the clipping norm",
+        ("DN",),
+        (_std(lambda plan, std: std / plan.clipping.sensitivity()),),
     ),
     Planted(
         "PB-4",
@@ -203,20 +206,20 @@ BUGS = (
     Planted("PB-9", "noise cut off at 2 sigma", ("DN",), (_renoised(_cut_off),)),
     Planted(
         "PB-10",
-        "noise in proportion to the rows that were drawn",
+        "noise scaled by the number of drawn samples",
         ("DN", "DR"),
         (_by_rows(lambda std, scale, share: (std * share, scale)),),
     ),
     Planted(
         "PB-21",
-        "divided by the rows that were drawn",
+        "sums divided by the number of drawn samples",
         ("DR", "DN", "DO"),
         (_by_rows(lambda std, scale, share: (std, scale / share)),),
     ),
     Planted("PB-22", "divisor from N", ("DR", "DN"), (Patch(RunPlan, "divisor", _int_of_n_q),)),
     Planted(
         "PB-32",
-        "address without nonce: noise comes again after a resume",
+        "address without nonce: noise repeats after a resume",
         ("DN",),
         (Patch(NoiseSource, "_subkey", _one_life),),
     ),
@@ -228,7 +231,11 @@ BUGS = (
         make=small(_TURNS),
     ),
     Planted(
-        "PB-34", "groups drawn anew on resume", ("DS",), (Patch(Resumption, "apply", _groups_lost),), make=small(_TURNS)
+        "PB-34",
+        "groups drawn again on resume",
+        ("DS",),
+        (Patch(Resumption, "apply", _groups_lost),),
+        make=small(_TURNS),
     ),
     Planted("PB-45", "a parameter that was thawed gets no noise", ("DN",), (_renoised(_thawed),)),
 )

@@ -17,7 +17,7 @@ from dpengine.sampling.shuffle import ShuffleDraws
 
 from .planted import Patch, Planted
 
-_ELSEWHERE = 1 << 40  # steps that no run has
+_ELSEWHERE = 1 << 40  # beyond the steps of any run
 Draw = Callable[[Any, int, Any], Any]
 
 

@@ -1,6 +1,6 @@
 """One guard of the training step: the text that removes it, and the test that fails without it.
 
-``old`` occurs exactly once in the package; where it stands does not matter, so that code may move between files.
+``old`` occurs exactly once in the package; the file is not named, so that code may move between files.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class Guard(NamedTuple):
         old: The text of the guard.
         new: The text that removes or weakens it.
         test: Node id of the test that fails then, from the folder of the tests.
-        also: Further pairs of old and new text, where the guard is in several places.
+        also: Further pairs of old and new text, if the guard is in several places.
     """
 
     what: str

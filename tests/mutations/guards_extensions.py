@@ -89,7 +89,7 @@ GUARDS = [
         "plan/test_plan.py::test_the_cost_is_that_of_the_participation_which_draws_state",
     ),
     Guard(
-        "noise so large that float32 rounds its fresh row away",
+        "noise so large that float32 rounds away the new noise",
         "    if growth.max() > _MAX_GROWTH:",
         "    if False:",
         CONTRACTS + "test_noise_that_float32_would_round_away_is_rejected",

@@ -4,7 +4,7 @@ from .guard import Guard
 
 GUARDS = [
     Guard(
-        "a part of a model becomes a unit only if rows that run alone give the outputs of the batch",
+        "a module becomes a unit only if single samples give the outputs of the batch",
         "                check_samples_independent(call, samples)\n",
         "                pass\n",
         "grad_modes/test_smallest_units.py::test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer",
@@ -72,13 +72,13 @@ GUARDS = [
         "ected_at_the_second",
     ),
     Guard(
-        "a policy from outside cannot change the norms by which its factors are checked",
+        "a custom policy cannot change the norms by which its factors are checked",
         "policy.factors(norms_BK.clone())",
         "policy.factors(norms_BK)",
         "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_rejected",
     ),
     Guard(
-        "factors of policies from outside are within the bounds",
+        "factors of custom policies are within the bounds",
         "(excess_BK <= 1 + SLACK) | dropped_B1",
         "(excess_BK <= 1e9) | dropped_B1",
         "clipping/test_policies_from_outside.py::test_a_policy_that_exceeds_its_bounds_is_rejected",
@@ -158,7 +158,7 @@ GUARDS = [
         "clipping/test_groups_and_per_layer.py::test_a_list_for_another_number_of_layers_is_rejected_with_their_names",
     ),
     Guard(
-        "a model that is watched already",
+        "a model that already has hooks",
         "any(module in _watched for module in modules)",
         "False",
         "capture/test_two_watchers.py::test_a_second_watcher_is_rejected_until_the_first_is_detached",
@@ -182,7 +182,7 @@ GUARDS = [
         "capture/test_watched_parameter.py::test_other_uses_raise_an_error_with_the_name_before_any_gradient",
     ),
     Guard(
-        "a rule that gives no floats",
+        "a grad sampler that returns no floating-point tensor",
         "not (isinstance(grad, Tensor) and grad.is_floating_point())",
         "False",
         "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",
@@ -276,7 +276,7 @@ GUARDS = [
         "grad_modes/test_bfloat16.py::test_an_accelerator_forms_gradients_of_one_shape_together[discard: direct-False]",
     ),
     Guard(
-        "a model's own mean over the tokens of the batch",
+        "a mean over the tokens of the batch inside the model",
         "    loss.grad_fn.register_prehook(raise_if_used)\n",
         "    pass\n",
         "losses/test_losses.py::test_a_count_of_the_batch_is_rejected",
@@ -324,7 +324,7 @@ GUARDS = [
         "capture/test_watched_parameter.py::test_other_uses_raise_an_error_with_the_name_before_any_gradient",
     ),
     Guard(
-        "dropped rows are selected, not multiplied",
+        "dropped samples are zeroed by selection, not by multiplication",
         "tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)",
         "tensor * ~rows_B.view(-1, *[1] * (tensor.dim() - 1))",
         "grad_modes/test_strategies.py::test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
@@ -452,7 +452,7 @@ GUARDS = [
         "capture/test_layer_forward.py::test_flags_that_an_interrupt_left_are_restored_by_the_next_pass",
     ),
     Guard(
-        "batch norm that looks at the batch",
+        "batch norm that uses batch statistics",
         "not (_uses_batch_statistics(module) and is_on())",
         "True",
         "validation/test_frozen_batch_norm.py::test_a_batch_norm_that_would_use_the_batch_is_rejected_in_"
@@ -465,19 +465,19 @@ GUARDS = [
         "clipping/test_clipper.py::test_unequal_minibatches_give_the_average_over_all_samples",
     ),
     Guard(
-        "many more rows are probed again",
+        "a much larger batch is probed again",
         "        elif samples > 2 * self._max_samples > 0:",
         "        elif False:",
         "faults/test_mixing_models.py::test_much_larger_batches_are_probed_as_well",
     ),
     Guard(
-        "the other rows get other data",
+        "the probe replaces the data of the other samples",
         "torch.where(_broadcast(self._keep_B, front), front, first)",
         "front",
         "faults/test_mixing_models.py::test_a_maximum_over_the_batch_is_found_in_each_sample",
     ),
     Guard(
-        "rows that do not stay apart",
+        "samples that do not stay independent",
         "        self._raise(same, changed)\n",
         "        pass\n",
         "faults/test_mixing_models.py::test_the_layer_that_mixes_samples_is_named_and_nothing_is_released",
@@ -495,13 +495,13 @@ GUARDS = [
         "clipping/test_policy.py::test_a_clipping_norm_that_is_not_positive_and_finite_is_rejected_by_name",
     ),
     Guard(
-        "a rule that leaves out a parameter",
+        "a grad sampler that omits a parameter",
         "        if use.parameter not in computed:\n            raise",
         "        if False:\n            raise",
         "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",
     ),
     Guard(
-        "a rule that gives another shape",
+        "a grad sampler that returns another shape",
         "tuple(grad.shape) != expected",
         "False",
         "grad_samplers/test_table.py::test_a_rule_that_returns_no_gradients_is_rejected_with_its_layer_and_result",

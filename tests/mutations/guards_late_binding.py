@@ -19,7 +19,7 @@ GUARDS = [
         f"{SUBSET}test_a_run_that_has_begun_or_ended_is_rejected",
     ),
     Guard(
-        "several processes do not compare the restriction",
+        "a restriction with several processes",
         "if passes.topology.everyone.size > 1:  # the rank fingerprint does not",
         "if False:  # the rank fingerprint does not",
         f"{SUBSET}test_several_processes_are_rejected",

@@ -90,7 +90,7 @@ GUARDS = [
         "compat/test_messages.py::test_a_backward_pass_through_another_method_is_named_at_the_step",
     ),
     Guard(
-        "gradients of the last step that are still shown",
+        "materialized gradients of the last step that are not cleared",
         "            if self.writes_grad_sample and _is_shown(parameter, one):",
         "            if False:",
         "compat/test_pending_passes.py::test_released_gradients_must_be_cleared_before_the_next_pass",
@@ -102,13 +102,13 @@ GUARDS = [
         "compat/test_pending_passes.py::test_without_accumulation_the_second_pass_is_rejected_and_nothing_counts_twice",
     ),
     Guard(
-        "a pass that waited is clipped once",
+        "a pending pass is clipped once",
         "                first.invalidate()\n                del self._pending[:1]",
         "                first.use_up()",
         "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
     ),
     Guard(
-        "a shown gradient is clipped once",
+        "a materialized gradient is clipped once",
         "self._used.setdefault(parameter, []).append(grad_sample)",
         "pass",
         "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
@@ -303,7 +303,7 @@ GUARDS = [
         "take_it[an error that is caught]",
     ),
     Guard(
-        "a weight that follows the step, beside random inputs",
+        "a weight that depends on the step, with random inputs",
         '        if reduction == "neither" and not record.drew_for_loss:',
         '        if reduction == "neither" and not record.drew_random:',
         "independence/test_bounds_and_numbers.py::test_random_inputs_do_not_hide_a_weight_that_follows_the_step",
@@ -349,20 +349,20 @@ GUARDS = [
         "independence/test_bounds_and_numbers.py::test_a_check_of_a_loop_does_not_decide_its_branches",
     ),
     Guard(
-        "a bound that drops a sample beside others with low losses",
+        "a bound that drops a sample if others have low losses",
         ' if error is not None or "random" in kinds else self._find_mixing_with_copies(baseline, reached)',
         "",
         "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
         "reaches_it[outliers left out]",
     ),
     Guard(
-        "a branch that losses far away would take",
+        "a branch that much larger losses would take",
         "                error = NotRecordedError if self._rerun.is_harmless(call) else BranchError",
         "                error = NotRecordedError",
         "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
     ),
     Guard(
-        "weights of samples that follow from their place",
+        "weights of samples that depend on their index",
         "        return self.other_data and (\n            self._has_constants(calls)",
         "        return (\n            self._has_constants(calls)",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
@@ -415,7 +415,7 @@ GUARDS = [
         "independence/test_loop_probe.py::test_a_loss_is_taken_for_a_sum_on_the_first_batch",
     ),
     Guard(
-        "batches of nearly the same size tell nothing in half precision",
+        "batches of nearly the same size are not compared in half precision",
         "        differ = abs(earlier.samples / self.batch_axis.samples - 1) >= 3 * self.tolerance",
         "        differ = earlier.samples != self.batch_axis.samples",
         "independence/test_loop_probe.py::test_batches_of_nearly_the_same_size_are_not_compared_in_half_precision",
@@ -427,7 +427,7 @@ GUARDS = [
         "independence/test_loop_probe.py::test_an_undecided_loop_is_accepted_with_one_warning[gradient hook]",
     ),
     Guard(
-        "a pass over the loader that is left closes the record",
+        "leaving the loop over the loader ends the record",
         "            self._on_end()",
         "            pass",
         "independence/test_loop_probe.py::test_a_loop_that_is_left_closes_its_record",
@@ -463,7 +463,7 @@ GUARDS = [
         "validation/test_check_loop.py::test_a_private_run_stays_as_it_was",
     ),
     Guard(
-        "a gradient that changes with the place of a sample in the batch",
+        "a gradient that changes with the index of a sample in the batch",
         "        permute = not self._depends_on_position() and self.batch_axis.can_permute(self._record.data)",
         "        permute = False",
         "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
@@ -539,13 +539,13 @@ GUARDS = [
         "compiled/test_compiled_step.py::test_a_parameter_that_is_changed_before_backward_raises",
     ),
     Guard(
-        "two compiled calls are not clipped apart",
+        "two compiled calls are clipped together",
         "        if self._passes.pending:\n            raise called_twice()",
         "        if False:\n            raise called_twice()",
         "compiled/test_compiled_step_checks.py::test_a_model_called_twice_before_backward_is_rejected_or_runs_eagerly",
     ),
     Guard(
-        "samples that move to places of padding are found",
+        "samples that move to padded positions are found",
         "    return torch.where(moved, -1.0, sq_norms_BK)",
         "    return sq_norms_BK",
         "compiled/test_eager_instead.py::test_samples_that_move_by_values_of_later_batches_are_rejected",

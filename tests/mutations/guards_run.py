@@ -4,7 +4,7 @@ from .guard import Guard
 
 GUARDS = [
     Guard(
-        "noise that is drawn again continues with its own generator alone",
+        "noise that is drawn again continues only with its own generator",
         '        _check_generators(run, plan.noise, source, state["noise"])',
         "        pass",
         "checkpoint/test_save.py::test_a_matrix_that_generates_rows_again_continues_only_with_their_generator[CPU-1]",
@@ -40,19 +40,19 @@ GUARDS = [
         "sampling/test_collate_probe.py::test_a_function_that_a_user_registered_with_torch_is_called",
     ),
     Guard(
-        "a row that changes with the number of examples",
+        "a sample that changes with the number of examples",
         '        self._match(_BATCH, batch, _SMALLER, entries(self.smaller, self._call(_BATCH), sizes), "constant")\n',
         "        assert sizes\n",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[divided by the size]",
     ),
     Guard(
-        "a row that changes with other examples",
+        "a sample that changes with other examples",
         "            self._compare(indices, other_indices, repeatable)\n",
         "            pass\n",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[series summed up]",
     ),
     Guard(
-        "a sorted batch has the rows of all common examples",
+        "a sorted batch has the samples of all common examples",
         "        if len(other_indices) - len(unmatched) < common:",
         "        if len(other_indices) == len(unmatched):",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[replaced by the next]",
@@ -70,7 +70,7 @@ GUARDS = [
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[mixup of half of the batches]",
     ),
     Guard(
-        "a row that changes with other examples, with random numbers",
+        "a sample that changes with other examples, with random numbers",
         "            if None not in differing:",
         "            if False:",
         "sampling/test_collate_probe.py::test_functions_that_mix_examples_are_rejected[mixup]",
@@ -88,13 +88,13 @@ GUARDS = [
         "sampling/test_collate_probe.py::test_undecidable_checks_give_one_notice[a mean]",
     ),
     Guard(
-        "another number of rows than examples",
+        "another number of samples than examples",
         "                raise self._row_count_error(path, entry.size, len(_BATCH))",
         "                pass",
         "sampling/test_collate_probe.py::test_another_number_of_rows_is_rejected[two views]",
     ),
     Guard(
-        "another number of rows than examples in some batches",
+        "another number of samples than examples in some batches",
         "                raise self._row_count_error(path, unsplit.size, len(_BATCH))",
         "                pass",
         "sampling/test_collate_probe.py::test_another_number_of_rows_is_rejected[one left out]",
@@ -124,7 +124,7 @@ GUARDS = [
         "noise/test_sharded_noise.py::test_each_number_gets_its_noise_from_one_rank",
     ),
     Guard(
-        "a step is never handed out twice",
+        "a new pass over a loader continues with the next step",
         "            self.position = batch.step + 1",
         "            self.position = batch.step",
         "sampling/test_batches.py::test_passes_go_on_where_the_last_one_ended",
@@ -136,7 +136,7 @@ GUARDS = [
         "sampling/test_batches.py::test_starting_a_second_pass_ends_the_first",
     ),
     Guard(
-        "the budget is asked before each batch",
+        "the budget is checked before each batch",
         "                if not batches.may_draw(batches.position):",
         "                if False:",
         "sampling/test_batches.py::test_a_pass_ends_before_the_step_that_may_not_be_drawn",
@@ -202,7 +202,7 @@ GUARDS = [
         "users/test_precision.py::test_no_sample_makes_the_scaler_skip_a_step",
     ),
     Guard(
-        "gradients that are scaled by a scaler of one's own",
+        "gradients that a custom scaler scales",
         '    if "grad_scale" in self.__dict__:',
         "    if False:",
         "users/test_precision.py::test_a_scaler_that_was_not_passed_is_rejected",
@@ -226,7 +226,7 @@ GUARDS = [
         "users/test_optimizer.py::test_a_group_added_later_is_rejected_by_name",
     ),
     Guard(
-        "ranks with other facts",
+        "ranks with different fingerprints",
         "            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)",
         "            pass",
         "noise/test_sharded_noise.py::test_a_rank_without_any_sum_sends_its_words",
@@ -244,7 +244,7 @@ GUARDS = [
         "engine/test_budget.py::test_on_budget_stop_ends_the_loader_before_the_target_is_exceeded",
     ),
     Guard(
-        "batches of a broken-off pass count",
+        "discarded batches count towards the budget",
         "history += (Charge(plan.event(), separate),) if separate else ()",
         "pass",
         "engine/test_budget.py::test_discarded_batches_count_towards_the_budget",
@@ -262,7 +262,7 @@ GUARDS = [
         "users/test_bad_arguments.py::test_bad_arguments_are_rejected_and_leave_all_objects_unchanged",
     ),
     Guard(
-        "an address that fails halfway is used",
+        "an address whose draw fails midway counts as used",
         "        self._next_address = (step, end_of(sums, start, rows, stride))\n        address:",
         "        address:",
         "noise/test_gaussian.py::test_an_address_whose_draw_failed_counts_as_used",
@@ -330,7 +330,7 @@ GUARDS = [
         "ledger_file/test_engine_ledger.py::test_a_charge_is_on_disk_before_the_weights_change",
     ),
     Guard(
-        "all joined batches are charged to the file",
+        "all merged batches are charged to the file",
         "self.ledger.charge(event, count=count, max_reserved",
         "self.ledger.charge(event, count=1, max_reserved",
         "ledger_file/test_engine_ledger.py::test_all_batches_of_a_step_are_charged_to_the_file",

@@ -1,6 +1,6 @@
 """Bugs to plant in the engine, and the context manager that plants one.
 
-A row names the bug, the functions that it replaces, the training run that it is planted under, and the detectors that
+A row names the bug, the functions that it replaces, the training run in which it is planted, and the detectors that
 must catch it. The rows are in ``bugs_*.py``; ``ordinary_tests.py`` names a test of the suite that fails with each.
 """
 
@@ -39,10 +39,10 @@ class Planted:
 
     Attributes:
         id: ``"PB-1"`` and so on; an id is never used for another bug.
-        what: A few words.
+        what: A short description.
         detectors: Codes of the detectors that catch it. The first one must.
         patches: The functions that it replaces.
-        make: Makes the training run that it is planted under.
+        make: Makes the training run in which it is planted.
         instead: For a bug that this engine cannot have: the reason, and the bug that is planted in its place.
     """
 

@@ -22,7 +22,7 @@ PACKAGE = Path(dpengine.__file__).resolve().parent
 TIMEOUT = 300
 A_BROKEN_MUTATION = {"ImportError", "ModuleNotFoundError", "SyntaxError", "NameError", "UnboundLocalError"}
 
-# Runs tests in this process, and prints what failed: in which phase, and by what kind of exception.
+# Runs tests in this process, and prints the phase and the exception type of each failure.
 RUNNER = """
 import json, sys
 import pytest
@@ -31,7 +31,7 @@ import dpengine
 copy, *arguments = sys.argv[1:]
 assert dpengine.__file__.startswith(copy), dpengine.__file__
 
-class Noting:
+class FailureRecorder:
     failures = []
 
     @pytest.hookimpl(wrapper=True)
@@ -41,9 +41,9 @@ class Noting:
             self.failures.append((report.when, call.excinfo.type.__name__))
         return report
 
-noting = Noting()
-code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", *arguments], plugins=[noting])
-print("\\nRESULT " + json.dumps({"code": int(code), "failures": noting.failures}))
+recorder = FailureRecorder()
+code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", "", *arguments], plugins=[recorder])
+print("\\nRESULT " + json.dumps({"code": int(code), "failures": recorder.failures}))
 """
 
 
@@ -52,14 +52,14 @@ def texts():
 
 
 def place_of(old, sources):
-    """The one file that holds a text."""
+    """Returns the only file that contains a text."""
     found = Counter({path: text.count(old) for path, text in sources.items() if old in text})
     assert found.total() == 1, f"{old!r} occurs {found.total()} times, expected once: {list(map(str, found))}"
     return next(iter(found))
 
 
 def run(copy, tests):
-    """Runs tests against a copy of the package: the exit status of pytest, and what failed."""
+    """Runs tests against a copy of the package. Returns the exit status of pytest with the failures, and the output."""
     hidden = {"PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST", "PYTEST_ADDOPTS"}
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
     # Bytecode of a mutated file must not outlive the mutation.
@@ -95,22 +95,22 @@ def test_every_named_test_exists():
     assert missing_tests(guard.test for guard in GUARDS) == []
 
 
-def test_a_missing_file_or_function_is_found():
+def test_missing_tests_reports_missing_files_and_functions():
     here = "mutations/test_guards.py::"
     wrong = ["mutations/test_gone.py::test_a", f"{here}test_gone[1]", f"{here}run", here]
-    right = [f"{here}test_every_named_test_exists", f"{here}test_a_test_fails_without_the_guard[what]"]
+    right = [f"{here}test_every_named_test_exists", f"{here}test_the_named_test_fails_without_the_guard[what]"]
     assert missing_tests([*wrong, *right]) == wrong
 
 
 @pytest.mark.nightly
-def test_the_named_tests_pass_while_every_guard_is_there(copy):
+def test_the_named_tests_pass_with_all_guards(copy):
     result, output = run(copy, dict.fromkeys(guard.test for guard in GUARDS))
     assert result == {"code": 0, "failures": []}, output[-4000:]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.what)
-def test_a_test_fails_without_the_guard(guard, copy):
+def test_the_named_test_fails_without_the_guard(guard, copy):
     sources, changed = texts(), {}
     for old, new in guard.pairs:
         path = place_of(old, sources)

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.planted
 
 A_HANDFUL = ["PB-19", "PB-31", "PB-34", "PB-42", "PB-47"]
 OTHERS = [name for name in BUGS if name not in A_HANDFUL]
-IN_EVERY_RUN = {*OTHERS[::3], "PB-41"}  # of each detector that has no bug among the handful, and more
+IN_EVERY_RUN = {*OTHERS[::3], "PB-41"}  # includes a bug for each detector without one in A_HANDFUL
 
-# All ordinary tests in one process, each under its bug: starting one for each would take longer than the tests do.
+# All ordinary tests in one process, each under its bug: starting a process for each would take longer than the tests.
 RUNNER = """
 import json, sys
 from pathlib import Path
@@ -31,7 +31,7 @@ import pytest
 folder = Path(sys.argv[1])
 
 def drop_modules_of_tests():
-    # they hold functions that were imported before the bug was there
+    # they hold functions that were imported before the bug was planted
     for name, module in list(sys.modules.items()):
         if (file := getattr(module, "__file__", None)) and folder in Path(file).parents:
             del sys.modules[name]
@@ -53,14 +53,14 @@ for bug, test in json.loads(sys.argv[2]).items():
 """
 
 
-def test_every_bug_has_a_row_with_known_detectors_and_an_ordinary_test():
+def test_each_bug_names_known_detectors_and_an_existing_test():
     assert list(BUGS) == [f"PB-{number}" for number in range(1, 49)] == list(TESTS)
     for bug in BUGS.values():
         assert set(bug.detectors) <= set(DETECTORS) and bug.patches
     assert missing_tests(TESTS.values()) == []
 
 
-def test_a_bug_is_taken_out_again_also_after_an_error():
+def test_a_planted_bug_is_removed_after_an_error():
     original = GaussianNoise.__dict__["add"]
     with pytest.raises(ZeroDivisionError), planted(BUGS["PB-1"]):
         assert GaussianNoise.__dict__["add"] is not original
@@ -69,7 +69,7 @@ def test_a_bug_is_taken_out_again_also_after_an_error():
 
 
 @pytest.mark.parametrize("name", A_HANDFUL)
-def test_a_planted_bug_is_caught(name):
+def test_the_detector_of_a_planted_bug_reports_a_violation(name):
     assert finding_with(BUGS[name]).verdict == "violation"
 
 
@@ -81,20 +81,20 @@ def test_each_detector_has_a_bug_in_every_run():
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in IN_EVERY_RUN else pytest.mark.nightly) for name in OTHERS]
 )
-def test_every_other_planted_bug_is_caught(name):
+def test_the_detector_of_each_other_bug_reports_a_violation(name):
     assert finding_with(BUGS[name]).verdict == "violation"
 
 
 @pytest.mark.slow
-def test_the_unmodified_engine_is_not_accused():
+def test_detectors_report_no_violation_on_the_unmodified_engine():
     findings = findings_without_bugs(seed=1)
     assert [str(finding) for finding in findings if finding.verdict == "violation"] == []
-    # one model uses a weight past its layer, which the engine refuses: there is no release to look at
+    # the engine rejects one model, which uses a weight outside its layer: there is no step to inspect
     assert sum(finding.verdict == "inconclusive" for finding in findings) == 1 < len(findings) / 5
 
 
 @pytest.mark.nightly
-def test_each_bug_fails_an_ordinary_test_too():
+def test_each_bug_fails_its_ordinary_test():
     tests = {name: str(TESTS_FOLDER / test) for name, test in TESTS.items()}
     command = [sys.executable, "-c", RUNNER, str(TESTS_FOLDER), json.dumps(tests)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS_FOLDER.parent, timeout=900, check=False)
