@@ -98,7 +98,7 @@ class Tied(nn.Module):
 
 
 class OwnParameter(nn.Module):
-    """Uses parameters of its own besides its children."""
+    """Uses direct parameters in addition to children."""
 
     def __init__(self):
         super().__init__()
