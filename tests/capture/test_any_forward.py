@@ -1,4 +1,4 @@
-"""Modules of every kind, inside each other and in every situation, against a loop over samples."""
+"""Compares nested modules of every kind with a loop over samples."""
 
 import copy
 import functools
@@ -23,12 +23,12 @@ ROWS = 5
 
 
 def gain():
-    """A module with a parameter of its own and a layer."""
+    """A module with a direct parameter and a layer."""
     return Parts(lambda m, x: m.inner(x) * m.gain, inner=nn.Linear(4, 4), gain=nn.Parameter(torch.ones(4)))
 
 
 def called_outside_too():
-    """Calls a layer inside a unit, and once more by itself."""
+    """Calls a layer inside a unit, and again outside of it."""
     unit = gain()
     run = lambda m, x: m.head(m.again(torch.tanh(m.unit(x))))  # noqa: E731
     return Parts(run, unit=unit, again=unit.inner, head=nn.Linear(4, 3))
@@ -174,7 +174,7 @@ class Around(nn.Module):
 
 
 def with_hidden(model):
-    """Returns also what a model keeps."""
+    """Also returns the activation that a model stores."""
     run = lambda m, x: torch.cat([m.model(x), m.model.hidden.square().mean(dim=(1, 2))[:, None]], dim=1)  # noqa: E731
     return Parts(run, model=model)
 
@@ -229,7 +229,7 @@ def test_hooks_checkpoints_and_losses_of_activations_around_every_kind_of_module
 
 
 class Stores(nn.Module):
-    """A unit that keeps what it computes on the way, and its output."""
+    """A unit that stores an intermediate activation and its output."""
 
     def __init__(self):
         super().__init__()

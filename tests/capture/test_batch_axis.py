@@ -1,4 +1,4 @@
-"""Models with time on axis 0: each layer's calls are read with the batch where it is."""
+"""Models with time on axis 0: capture uses the batch axis of each layer."""
 
 import copy
 
@@ -19,7 +19,7 @@ SIZE = 6
 
 
 def attention():
-    """Time-first attention, and a layer behind it."""
+    """Time-first attention, followed by a linear layer."""
     run = lambda m, x_TBF: m.head(m.layer(x_TBF, x_TBF, x_TBF)[0]).sin()  # noqa: E731
     return Parts(run, layer=nn.MultiheadAttention(SIZE, 2), head=nn.Linear(SIZE, 3))
 
@@ -33,7 +33,7 @@ def curved():
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("make", [attention, curved], ids=["twin", "unit"])
-def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):
+def test_sums_of_a_time_first_model_equal_those_of_a_loop_over_samples(make, mode):
     torch.manual_seed(0)
     model = make().double()
     x_TBF, weights_TO = torch.randn(STEPS, ROWS, SIZE).double(), torch.randn(STEPS, 1, 3).double()
@@ -44,7 +44,7 @@ def test_sums_of_a_time_first_model_are_those_of_the_rows(make, mode):
     assert relative_error(found, truth) < 1e-6
 
 
-def test_a_packed_sequence_has_as_many_rows_as_its_first_step():
+def test_the_batch_size_of_a_packed_sequence_is_that_of_its_first_step():
     inputs = pack_padded_sequence(torch.randn(3, STEPS, SIZE), torch.tensor([4, 2, 1]), batch_first=True)
     assert rows_of_forward(nn.LSTM(SIZE, 2), inputs) == [3]
 

@@ -1,4 +1,4 @@
-"""Capture on the models and loops that people write: what is recorded, and that nothing is left behind."""
+"""Capture in common models and training loops: recorded calls, and cleanup."""
 
 import copy
 import pickle
@@ -113,7 +113,7 @@ def test_several_backward_passes_add_up(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_frozen_parameters_stay_out_and_unfrozen_ones_come_in(mode):
+def test_frozen_parameters_are_excluded_until_they_are_unfrozen(mode):
     model = Net().double()
     model.block.requires_grad_(False)
     model.first.bias.requires_grad_(False)
@@ -171,7 +171,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "functorch", "ew"])
-def test_mappings_tuples_and_keywords_go_in_and_mappings_come_out(mode):
+def test_mapping_tuple_and_keyword_inputs_with_mapping_outputs_are_clipped(mode):
     torch.manual_seed(1)
     model = Two().double()
     inputs = ({"a": torch.randn(ROWS, 4).double()}, (torch.randn(ROWS, 3).double(), "text"))
@@ -238,7 +238,7 @@ def test_an_exception_leaves_a_clean_state(mode, where):
     assert_sums_of_loop(sums, model, (inputs,), targets)
 
 
-def test_an_interrupt_inside_forward_is_mended_by_the_next_pass():
+def test_the_pass_after_an_interrupted_forward_is_exact():
     class Interrupted(Net):
         fail = True
 
@@ -264,7 +264,7 @@ def test_an_interrupt_inside_forward_is_mended_by_the_next_pass():
     assert_nothing_is_left(sums, model)
 
 
-def test_copies_are_plain_models_and_keys_stay():
+def test_copies_are_not_captured_and_have_the_same_state_dict_keys():
     plain = Net().double()
     keys = list(plain.state_dict())
     sums = attached(plain)
@@ -272,7 +272,7 @@ def test_copies_are_plain_models_and_keys_stay():
     inputs, targets = batch()
     for other in (copy.deepcopy(plain), pickle.loads(pickle.dumps(plain)), torch.optim.swa_utils.AveragedModel(plain)):
         F.cross_entropy(other(inputs), targets).backward()
-        assert all(p.grad is not None for p in other.parameters())  # autograd works as if we had never been there
+        assert all(p.grad is not None for p in other.parameters())  # autograd works as without capture
     assert not sums.pending() and not sums.leaks()
     sums.detach()
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in plain.modules())
@@ -313,7 +313,7 @@ def test_a_second_backward_over_one_forward_is_rejected(mode, net):
 
 @pytest.mark.parametrize("fold", [lambda x: x.flatten(0, 1), lambda x: x.transpose(0, 1)], ids=["folded", "time-first"])
 @pytest.mark.hazard("M9")
-def test_a_layer_that_does_not_see_the_samples_is_rejected_by_name(fold):
+def test_a_layer_without_the_batch_axis_is_rejected_by_name(fold):
     model = Parts(lambda m, x: m.inner(fold(x)).sum() + torch.zeros(len(x), 3), inner=nn.Linear(4, 3))
     sums = attached(model)
     inputs, targets = batch(torch.float32, time=7)
@@ -335,7 +335,7 @@ def test_a_model_called_twice_in_one_loss_is_clipped_as_one_sample():
     assert relative_error(totals(sums), {name.removeprefix("net."): t for name, t in truth.items()}) < 1e-9
 
 
-def test_users_hooks_and_in_place_changes_of_the_output_do_no_harm():
+def test_user_hooks_and_in_place_changes_of_the_output_are_clipped_exactly():
     model = Net().double()
     model.head.register_forward_hook(lambda module, args, output: output * 2)
     inputs, targets = batch()

@@ -1,4 +1,4 @@
-"""A backward pass may come by a layer whose outputs nothing depends on: autograd then hands over no gradient."""
+"""Layers whose outputs do not affect the loss: autograd passes no gradient to them."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ MODES = ["auto", "hooks", "functorch", "ew", "ghost"]
 
 
 def scaled():
-    """A layer that no table knows."""
+    """A layer without a built-in rule."""
     return Parts(lambda m, x: m.scale * x, scale=nn.Parameter(torch.ones(4)))
 
 

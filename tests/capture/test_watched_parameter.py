@@ -1,4 +1,4 @@
-"""Parameters that a module uses by itself, beside children: each understood use is exact, every other is refused."""
+"""Direct parameters of a module with children: supported uses are exact, all others raise."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def _as_wide(x):
 
 
 def holder(shape, use):
-    """Holds a parameter beside a child."""
+    """Has a parameter and a child."""
     run = lambda m, x: torch.tanh(m.inner(use(m.own, x))).mean(dim=1)  # noqa: E731
     return Parts(run, own=nn.Parameter(torch.randn(shape)), inner=nn.Linear(WIDTH, WIDTH))
 
@@ -77,7 +77,7 @@ def test_understood_uses_give_the_sums_of_a_loop(use, mode):
 
 
 def assert_sums_of_loop(model, mode, time=TIME):
-    """A row alone: what depends on the number of rows must not change, so the oracle runs the use on one row."""
+    """Compares clipped sums with a loop over samples, which runs the model with batch size one."""
     inputs, targets = (torch.randn(ROWS, time, WIDTH).double(),), torch.arange(ROWS) % 3
     assert_engine_gives_sums_of_loop(model.double(), inputs, targets, mode=mode)
 
@@ -183,7 +183,7 @@ def times_module():
 
 
 def in_root(change=lambda weight: weight):
-    """Uses its parameter in an autograd.Function, beside a child; ``change`` derives a tensor from it first."""
+    """Uses its parameter in an autograd.Function, and has a child; ``change`` derives a tensor from it first."""
     run = lambda m, x: m.head(Times.apply(x, change(m.weight)))  # noqa: E731
     return Parts(run, weight=nn.Parameter(torch.linspace(0.5, 2, WIDTH)), head=nn.Linear(WIDTH, 2))
 

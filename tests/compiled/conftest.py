@@ -1,4 +1,4 @@
-"""Counts the passes that were compiled."""
+"""Records the compiled passes."""
 
 import pytest
 

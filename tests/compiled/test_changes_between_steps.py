@@ -39,7 +39,7 @@ SETTINGS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_that_change_are_seen(name, passes):
+def test_changed_settings_are_detected(name, passes):
     def trained(compile):
         make = lambda: nn.Sequential(nn.Linear(6, 7), nn.LeakyReLU(0.1), nn.Linear(7, CLASSES))  # noqa: E731
         training = Training(make, data((6,)), compile=compile)
@@ -78,7 +78,7 @@ CONTENTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONTENTS)
-def test_contents_of_settings_that_change_are_seen(name, passes):
+def test_changed_contents_of_settings_are_detected(name, passes):
     trainings = [Training(Settings, data((6,)), compile=one) for one in (False, "eager")]
     for training in trainings:
         batches = batches_after_checks(training)
@@ -92,7 +92,7 @@ def test_contents_of_settings_that_change_are_seen(name, passes):
 
 
 @pytest.mark.slow
-def test_weights_tied_otherwise_are_seen(passes):
+def test_changed_weight_tying_is_detected(passes):
     def trained(compile):
         make = lambda: nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))  # noqa: E731
         training = Training(make, data((6,)), compile=compile, unused_parameters="zero")
@@ -107,7 +107,7 @@ def test_weights_tied_otherwise_are_seen(passes):
     assert passes
 
 
-def test_weights_that_get_other_memory_are_read(passes):
+def test_weights_with_new_storage_are_used(passes):
     def trained(compile):
         training = Training(MODELS["linear"][0], data((6,)), compile=compile)
         training.run(3)

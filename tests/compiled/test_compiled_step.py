@@ -1,4 +1,4 @@
-"""A compiled step does what the eager step does: the same weights after the same batches, in the same loop."""
+"""Compiled and eager steps give the same weights after the same batches, in the same loop."""
 
 import itertools
 import math
@@ -59,7 +59,7 @@ def test_trains_as_the_eager_step_does(name, passes):
     ],
     ids=str,
 )
-def test_settings_mean_the_same(settings, passes):
+def test_settings_have_the_same_effect_as_in_eager_mode(settings, passes):
     make, shape = MODELS["linear"]
     eager = {key: value for key, value in settings.items() if key != "compile"}
     compiled = Training(make, data(shape), **{"compile": "eager", **settings}).run()
@@ -219,7 +219,7 @@ def test_outputs_with_one_number_for_each_sample(passes):
 
 
 class Named(nn.Module):
-    """Takes arguments by keyword, shared positions and plain numbers, and returns nested outputs."""
+    """Accepts keyword arguments, shared positions and plain numbers, and returns nested outputs."""
 
     def __init__(self):
         super().__init__()

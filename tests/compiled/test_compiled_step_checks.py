@@ -26,7 +26,7 @@ from .trainings import (
 
 
 @pytest.mark.slow
-def test_detach_and_copies_leave_nothing():
+def test_detach_and_copies_do_not_keep_the_compiled_step():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     training.run(3)
     assert "forward" not in vars(copy.deepcopy(training.model))
@@ -116,7 +116,7 @@ def test_other_samples_than_were_drawn_are_rejected():
         F.cross_entropy(training.model(torch.cat([x, x])), torch.cat([y, y])).backward()
 
 
-def test_a_model_in_eval_mode_is_rejected_as_ever():
+def test_a_model_in_eval_mode_is_rejected_as_in_eager_mode():
     training = Training(MODELS["linear"][0], data((6,)), compile="eager")
     batch = next(batches_after_checks(training))
     training.model.eval()

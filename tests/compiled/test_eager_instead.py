@@ -1,4 +1,4 @@
-"""Passes that are not compiled: the step is then the eager one, with one notice that says why."""
+"""Passes that are not compiled run eagerly, with one warning that states the reason."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from .trainings import CLASSES, MODELS, Training, batches_after_checks, data, we
 
 
 def trains_eagerly(make, why, compile="eager", shape=(6,), count=5, passes=None, **settings):
-    """Asserts that a training with compile= gives a notice, and the weights of the eager training."""
+    """Asserts that training with ``compile=`` warns and gives the weights of eager training."""
     eager = Training(make, data(shape), **settings).run(count)
     with pytest.warns(errors.PrivacyWarning, match=rf"\[DPE029\].*{why}"):
         training = Training(make, data(shape), compile=compile, **settings)
@@ -28,7 +28,7 @@ def trains_eagerly(make, why, compile="eager", shape=(6,), count=5, passes=None,
 
 
 def wrong(where):
-    """A compiler that makes a mistake in the outputs, the norms or the sums."""
+    """Returns a compiler with an error in the outputs, the norms or the sums."""
 
     def backend(graph, inputs):
         def run(*args):
@@ -50,7 +50,7 @@ def test_wrongly_compiled_code_is_not_used(where, passes):
 
 
 def failing(graph, inputs):
-    """A compiler that is not there."""
+    """Compiler backend that raises."""
     raise RuntimeError("no C++ compiler was found")
 
 
@@ -92,7 +92,7 @@ def test_a_model_that_cannot_be_compiled_trains_eagerly(name, passes):
 
 
 class Moving(nn.Module):
-    """Moves samples to other places between its layers, once told so."""
+    """Permutes samples between its layers once ``moves`` is set."""
 
     def __init__(self, order):
         super().__init__()
@@ -107,7 +107,7 @@ class Moving(nn.Module):
 
 
 @pytest.mark.slow
-def test_a_model_that_moves_samples_to_places_of_padding_trains_eagerly(passes):
+def test_a_model_that_moves_samples_into_the_padding_trains_eagerly(passes):
     training = Training(lambda: Moving(lambda x: torch.arange(len(x)).flip(0)), data((6,)), compile="eager")
     batches = batches_after_checks(training)
     training.model.moves = True
@@ -134,7 +134,7 @@ def test_samples_that_move_by_values_of_later_batches_are_rejected(passes):
 
 
 @pytest.mark.parametrize("output", ["a mean", "an object", "one number"])
-def test_other_outputs_train_eagerly(output, passes):
+def test_unsupported_outputs_train_eagerly(output, passes):
     class Other(nn.Module):
         def __init__(self):
             super().__init__()
@@ -151,7 +151,7 @@ def test_other_outputs_train_eagerly(output, passes):
 
 
 def unusual(forward):
-    """A layer with ways to take inputs or give outputs that a graph would not repeat."""
+    """Layer with inputs or outputs that a compiled graph would not reproduce."""
     return Parts(lambda m, x: m.own(m.layer, x), layer=nn.Linear(6, CLASSES), own=forward)
 
 
@@ -266,7 +266,7 @@ def test_inputs_that_require_gradients_get_them(passes):
 
 
 class Late(nn.Module):
-    """Does something else from its third call on."""
+    """Changes its behavior from its third call on."""
 
     def __init__(self, what):
         super().__init__()
@@ -322,7 +322,7 @@ def given():
     ],
     ids=["object", "set", "sparse"],
 )
-def test_arguments_are_dense_tensors_or_plain(argument, why, passes):
+def test_arguments_other_than_dense_tensors_and_plain_values_train_eagerly(argument, why, passes):
     training = Training(given, data((6,)), compile="eager")
     batches = batches_after_checks(training)
     with pytest.warns(errors.PrivacyWarning, match=why):
@@ -334,7 +334,7 @@ def test_arguments_are_dense_tensors_or_plain(argument, why, passes):
 
 
 @pytest.mark.slow
-def test_plain_arguments_are_distinguished(passes):
+def test_plain_argument_values_of_different_types_are_distinguished(passes):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -382,7 +382,7 @@ def test_larger_batches_are_eager(passes):
     assert training.model(x).grad_fn.name() == "CompiledPassFunctionBackward"
 
 
-def test_what_trains_outside_the_model_is_not_compiled(passes):
+def test_a_loss_with_trainable_parameters_is_not_compiled(passes):
     temperature = nn.Parameter(torch.ones(()))
     with pytest.warns(errors.PrivacyWarning, match="not one of its parameters"):
         Training(lambda: special(lambda model, h: h * temperature), data((6,)), compile="eager").run(4)
@@ -399,7 +399,7 @@ def test_a_tensor_of_one_batch_is_not_kept(passes):
 
 
 @pytest.mark.slow
-def test_a_bad_first_batch_does_not_spare_the_comparison(passes):
+def test_a_nonfinite_first_batch_does_not_skip_the_comparison(passes):
     training = Training(MODELS["linear"][0], data((6,)), compile=wrong("sums"))
     batches = batches_after_checks(training)
     x, y = next(batches)
@@ -419,12 +419,12 @@ def test_a_bad_first_batch_does_not_spare_the_comparison(passes):
     ],
     ids=["mode", "axis", "unit"],
 )
-def test_arguments_that_exclude_it_are_rejected(settings, needed):
+def test_arguments_incompatible_with_compile_are_rejected(settings, needed):
     with pytest.raises(errors.UnsupportedLayerError, match=f"compile= needs {needed}"):
         Training(MODELS["linear"][0], data((6,)), compile=True, **settings)
 
 
 @pytest.mark.parametrize("value", [1, None, 2.0])
-def test_it_is_a_choice_or_a_backend(value):
+def test_an_invalid_value_of_compile_is_rejected(value):
     with pytest.raises(TypeError, match="compile="):
         Training(MODELS["linear"][0], data((6,)), compile=value)

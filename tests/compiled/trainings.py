@@ -16,7 +16,7 @@ CLASSES = 4
 
 
 def attention_model():
-    """Packed projections, which are followed operation by operation."""
+    """Attention with packed projections, which is traced by operation."""
     run = lambda m, x: m.head(m.block(x).mean(dim=1))  # noqa: E731
     return Parts(
         run, block=nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), head=nn.Linear(8, CLASSES)
@@ -24,13 +24,13 @@ def attention_model():
 
 
 def scaled():
-    """A layer that nobody knows, and a parameter of its own beside a child."""
+    """Layer without a built-in rule, with a direct parameter and a child."""
     run = lambda m, x: torch.tanh(m.child(x) * m.scale)  # noqa: E731
     return Parts(run, scale=nn.Parameter(torch.linspace(0.5, 1.5, 6)), child=nn.Linear(6, 6))
 
 
 def tied():
-    """A table that is read twice, and padding."""
+    """Embedding that is used twice, with padding."""
 
     def run(m, ids):
         return m.head(torch.tanh(m.table(ids[:, :3]).sum(dim=1) * m.table(ids[:, 3:]).mean(dim=1)))
@@ -122,7 +122,7 @@ def assert_loops_alike(step, make=MODELS["linear"][0], tolerance=(1e-5, 1e-6), *
 
 
 def before_compiled_batch(make=MODELS["linear"][0], **settings):
-    """A training, and a batch of which the compiled step is due."""
+    """Returns a training and the first batch of its compiled step."""
     training = Training(make, data((6,)), compile="eager", **settings)
     x, y = next(batches_after_checks(training))
     training.optimizer.zero_grad()

@@ -63,7 +63,7 @@ class Shifted:
 
 
 class Changed(torch.utils.data.Dataset):
-    """Examples that are others each time they are read."""
+    """Examples that change on each read."""
 
     def __len__(self):
         return 96
@@ -111,13 +111,13 @@ def found_by_ranks():
 
 
 @pytest.mark.hazard("X5")
-def test_ranks_that_do_not_agree_at_the_start_are_rejected(found_by_ranks):
+def test_ranks_with_different_settings_are_rejected_at_the_start(found_by_ranks):
     for found in found_by_ranks:
         for name, (_, what) in DISAGREEMENTS.items():
             assert isinstance(found[name], MechanismMismatchError) and re.search(what, str(found[name]))
 
 
-def test_examples_that_change_as_they_are_read_are_no_disagreement(found_by_ranks):
+def test_examples_that_change_on_each_read_are_accepted(found_by_ranks):
     assert all("changed" not in found for found in found_by_ranks)
 
 
@@ -130,7 +130,7 @@ def skips_a_batch():
 
 
 @pytest.mark.hazard("X5")
-def test_a_rank_at_another_step_is_found_in_the_sum(found_by_ranks):
+def test_a_rank_at_another_step_is_detected_in_the_sum(found_by_ranks):
     for found in found_by_ranks:
         assert isinstance(found["skips"], MechanismMismatchError) and "at different steps" in str(found["skips"])
 
@@ -158,7 +158,7 @@ def raises_in_the_middle():
 def test_if_one_rank_fails_the_others_end_with_an_error_and_the_step_is_charged():
     (kind, charged, same), (other, _, _) = launched(2, raises_in_the_middle, seconds=10.0)
     assert other == "OSError" and kind in {"RuntimeError", "DistBackendError", "DistNetworkError"}
-    assert charged == 3 and same  # two steps, and the one that broke off; its gradients were not applied
+    assert charged == 3 and same  # two steps, and the interrupted one, whose gradients were not applied
 
 
 def odd_wrappers():
@@ -198,7 +198,7 @@ def test_a_model_that_is_sharded_in_part_is_rejected(found_by_ranks):
 
 
 @pytest.mark.hazard("S8")
-def test_a_sampler_that_repeats_rows_is_rejected():
+def test_a_sampler_that_repeats_examples_is_rejected():
     model = plain()
     sampler = DistributedSampler(data(), num_replicas=2, rank=0)
     with pytest.raises(SamplingError, match="repeats examples"):
@@ -211,7 +211,7 @@ def test_a_sampler_that_repeats_rows_is_rejected():
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 64, 5000])
-def test_a_seal_is_whole_only_if_all_wrote_the_same(ranks):
+def test_rank_fingerprints_match_only_if_all_ranks_wrote_the_same(ranks):
     words, other = torch.zeros(2, RankFingerprint.WORDS)
     RankFingerprint.write(words, ("step", 7))
     RankFingerprint.write(other, ("step", 8))

@@ -1,4 +1,4 @@
-"""A run that several processes saved goes on with any other number of them, and is the same run."""
+"""A sharded checkpoint resumes with any number of processes and gives the same run."""
 
 import json
 import stat
@@ -66,7 +66,7 @@ def saved_and_gone_on_alone(folder, names, ends):
 
 @pytest.mark.slow
 @pytest.mark.hazard("B9")
-def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+def test_a_run_resumes_with_another_number_of_processes(tmp_path):
     names, ends = ["gaussian", "bandmf"], [True]
     expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
     assert launched(2, save_all, tmp_path, ["fsdp"], names) == [None] * 2
@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
 @pytest.mark.parametrize(
     "names", [["bandmf"], pytest.param(["gaussian", "inverse"], marks=pytest.mark.nightly)], ids="-".join
 )
-def test_any_topology_goes_on_from_any(tmp_path, names):
+def test_a_run_resumes_from_any_topology_in_any_other(tmp_path, names):
     ends = [True, False]
     expected = saved_and_gone_on_alone(tmp_path / "alone", names, ends)
     four, two = ["data", "fsdp", "hybrid", "tp_fsdp"], ["ddp", "fsdp", "tp"]
@@ -92,7 +92,7 @@ def test_any_topology_goes_on_from_any(tmp_path, names):
 
 
 @pytest.mark.slow
-def test_adaptive_thresholds_and_chunks_go_on(tmp_path):
+def test_adaptive_thresholds_and_chunked_batches_resume(tmp_path):
     expected = saved_and_gone_on_alone(tmp_path / "alone", ["adaptive"], [True])
     assert launched(2, save_all, tmp_path, ["ddp", "fsdp"], ["adaptive"]) == [None] * 2
     folders = [tmp_path / "ddp", tmp_path / "fsdp"]
@@ -130,7 +130,7 @@ def test_torch_distributed_checkpoint_reads_the_files(sharded):
     assert [one[0] for one in found] == [True, True]
 
 
-def test_no_process_writes_the_whole_model(sharded):
+def test_no_process_writes_the_full_model(sharded):
     folder, _ = sharded
     names = sorted(path.name for path in folder.iterdir())
     assert names[:2] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -146,13 +146,13 @@ def test_the_key_is_in_one_private_file(sharded):
     assert {stat.S_IMODE(path.stat().st_mode) for path in (folder / "private").iterdir()} == {0o600}
 
 
-def test_ranks_go_on_with_one_random_nonce(sharded):
+def test_resumed_ranks_share_one_random_nonce(sharded):
     _, found = sharded
     first, second = (one[2] for one in found)
     assert all(torch.equal(w, second[k]) for k, w in first.items())
 
 
-def test_the_report_says_over_how_many_processes(sharded):
+def test_the_report_states_the_number_of_processes(sharded):
     _, found = sharded
     for device, text in (one[3] for one in found):
         assert device == "cpu, 2 processes (fully sharded)"
@@ -160,7 +160,7 @@ def test_the_report_says_over_how_many_processes(sharded):
 
 
 @pytest.mark.hazard("P1")
-def test_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
+def test_a_missing_or_changed_file_of_another_rank_is_detected(sharded):
     folder, _ = sharded
     seals = json.loads((folder / "private" / "seals.json").read_text())
     assert {name for name in seals if name.startswith(("model", "optimizer"))} == {
@@ -176,7 +176,7 @@ def test_a_file_of_another_rank_that_is_missing_or_changed_is_seen(sharded):
 
 
 def saved_where_one_cannot(folder):
-    """One rank has a batch at hand when all save."""
+    """One rank has an unfinished batch when all ranks save."""
     import torch.distributed as dist
 
     run = Spread(Case()).train(1)
@@ -194,7 +194,7 @@ def test_if_one_rank_cannot_save_no_rank_does(tmp_path):
 
 
 def loads_others(folder):
-    """Each rank loads a checkpoint of its own, and then one in a way of its own."""
+    """Each rank loads a different checkpoint, and then the same one with a different option."""
     import torch.distributed as dist
 
     found = []
@@ -215,7 +215,7 @@ def test_ranks_that_load_different_checkpoints_are_rejected(tmp_path):
 
 
 class TiedRows(torch.nn.Module):
-    """Fewer rows than processes, which two layers share."""
+    """Weight with fewer rows than processes, shared by two layers."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A private step exchanges what an ordinary one does, and where layers are split some numbers for each row more."""
+"""A private step has the collectives of an ordinary step. Split layers add a few numbers per sample."""
 
 from contextlib import contextmanager
 
@@ -115,14 +115,14 @@ def test_the_counter_sees_what_ddp_begins_in_cpp_and_each_other_exchange_once(co
     assert calls["all_reduce"] == 2 and sizes["all_reduce"] == 4 * 5 + weights
     assert calls["reduce_scatter"] == 1 and sizes["reduce_scatter"] == 8 * 8
     assert calls["all_gather"] >= 1 and broadcast  # the wrapper compares shapes, and sends the first rank's weights
-    assert of_object  # a message that is no tensor would not go unseen
+    assert of_object  # a message that is not a tensor is counted
 
 
 @pytest.mark.slow
 def test_an_ordinary_run_of_fsdp_has_the_exchanges_that_fsdp_is_known_for(counts):
     ordinary = counts["ordinary", "fsdp"]
     groups = 3  # two blocks, and what is around them
-    assert ordinary["all_gather"][0] == 2 * groups - 1  # the outermost stays after the forward pass
+    assert ordinary["all_gather"][0] == 2 * groups - 1  # the root group is not resharded after the forward pass
     assert ordinary["reduce_scatter"][0] == groups
 
 
@@ -140,7 +140,7 @@ def test_ddp_and_fsdp_exchange_no_more_than_without_privacy(counts, run):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("run", "groups"), [("private", 1), ("per layer", GROUPS)])
-def test_split_layers_cost_one_exchange_of_some_numbers_for_each_row(counts, run, groups):
+def test_split_layers_add_one_exchange_of_a_few_numbers_per_sample(counts, run, groups):
     ordinary, private = counts["ordinary", "tp"], dict(counts[run, "tp"])
     count, size = private.pop("all_reduce")
     plain_count, plain_size = ordinary["all_reduce"]
@@ -157,7 +157,7 @@ def test_chunks_of_a_logical_batch_are_exchanged_together_where_each_rank_has_al
 
 
 @pytest.mark.slow
-def test_an_adaptive_threshold_costs_one_more_number(counts):
+def test_an_adaptive_threshold_adds_one_number_to_the_exchanges(counts):
     for topology in ("ddp", "fsdp"):
         count, size = counts["private", topology].get("all_reduce", (0, 0))
         assert counts["adaptive", topology]["all_reduce"] == (count + 1, size + 8)

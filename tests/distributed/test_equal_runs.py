@@ -14,7 +14,7 @@ CASES = [
     *(Case(model=model, noise=noise) for model in ("tied", "adapted") for noise in ("bandmf", "inverse")),
     Case(model="frozen", noise="inverse", clipping="per_layer", physical=2),
     Case(model="tied", noise="bandmf", clipping="per_layer", physical=3),
-    Case(batch=2),  # most processes have no row
+    Case(batch=2),  # most processes have no sample
     Case(clipping="adaptive", physical=2),
     Case(clipping="automatic", model="tied"),
     Case(model="tied", more=(("accumulation_steps", 3),)),
@@ -49,12 +49,12 @@ def compare(cases, topology, ranks, steps):
 @pytest.mark.one_in(2, "topology", others="slow")
 @pytest.mark.parametrize("topology", ["ddp", "fsdp"])
 @pytest.mark.hazard("S7", "X1", "X2")
-def test_two_processes_give_the_weights_of_one(topology):
+def test_two_processes_give_the_weights_of_one_process(topology):
     compare(A_FEW, topology, 2, steps=6)
 
 
 @pytest.mark.hazard("X2")
-def test_a_process_without_rows_may_leave_out_its_backward_pass_where_it_has_the_whole_model():
+def test_a_process_without_samples_may_skip_backward_if_it_has_the_full_model():
     cases = [Case(batch=1, skips_empty=True), Case(batch=1, noise="bandmf", skips_empty=True)]
     found = launched(2, all_trained, cases, "data", 8)
     for i, case in enumerate(cases):

@@ -1,4 +1,4 @@
-"""The first of several processes that share a run writes the ledger file, and all wait for it."""
+"""The first rank of a distributed run writes the ledger file, and all ranks wait for it."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def seven_steps(path, wrap):
 @pytest.mark.one_in(2, "wrap", others="slow")
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 @pytest.mark.hazard("X5")
-def test_all_ranks_charge_what_the_first_writes(tmp_path, wrap):
+def test_all_ranks_charge_the_events_that_the_first_rank_writes(tmp_path, wrap):
     path = tmp_path / "run.ledger"
     first, second = launched(2, seven_steps, path, wrap)
     epsilon = epsilon_of(read(path).history, 1e-3)
@@ -70,7 +70,7 @@ def full_disk(path):
 
 
 @pytest.mark.hazard("X5")
-def test_no_rank_makes_a_step_that_the_first_cannot_write(tmp_path):
+def test_no_rank_steps_if_the_first_cannot_write_the_ledger(tmp_path):
     path = tmp_path / "run.ledger"
     first, second = launched(2, full_disk, path, seconds=20)
     assert "No space left" in first[0] or "can no longer be written" in first[0]

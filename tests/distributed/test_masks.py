@@ -1,4 +1,4 @@
-"""All processes that share a run draw one batch, and take slices of it."""
+"""All ranks of a run draw the same batch, and each processes a slice of it."""
 
 import inside
 import numpy as np
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from dpengine import PrivacyEngine
 
 ROWS, BATCH, DRAWS = 60, 6, 600
-RARE = 0.2  # expected rows of a batch, over all processes
+RARE = 0.2  # expected batch size, over all processes
 
 
 def mask_of_rank(draws):
@@ -45,13 +45,13 @@ def test_ranks_take_slices_of_one_draw(of_two, seeded):
     first, second = of_two[0 if seeded else 1]
     whole = first + second
     assert whole.max() == 1 and first.any() and second.any()  # no example twice
-    assert np.abs(first.sum(1) - second.sum(1)).max() <= 1  # of each batch about half
+    assert np.abs(first.sum(1) - second.sum(1)).max() <= 1  # about half of each batch
     assert min(p_values(whole, BATCH / ROWS).values()) > 1e-4
     assert largest_pair_correlation(whole) < 6
 
 
 @pytest.mark.hazard("S7")
-def test_equal_masks_of_two_ranks_would_be_seen():
+def test_equal_masks_of_two_ranks_are_detected():
     generator = np.random.default_rng(0)
     mask = (generator.random((DRAWS, ROWS // 2)) < BATCH / ROWS).astype(int)
     assert largest_pair_correlation(np.concatenate([mask, mask], axis=1)) > 20
@@ -66,8 +66,8 @@ def trained_rarely(steps):
 
 @pytest.mark.slow
 @pytest.mark.hazard("X2")
-def test_every_rank_is_included_in_every_step_where_nearly_all_have_no_row():
-    """A tenth of a row for each of two processes and step: 40 steps have eight rows in all, on average."""
+def test_every_rank_is_included_in_steps_with_almost_no_samples():
+    """Each of two processes expects 0.1 samples per step: eight samples in 40 steps."""
     steps = 40
     alone, found = trained_rarely(steps), launched(2, trained_rarely, steps)
     assert all(isinstance(one, dict) for one in found), found

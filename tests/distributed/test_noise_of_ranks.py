@@ -1,4 +1,4 @@
-"""The noise of a whole run, put together from its ranks: that of one process, each number once, its law and no other.
+"""Noise of a distributed run, gathered from its ranks: equal to that of one process, with the stated distribution.
 
 All gradients are zero, so that what stands in ``p.grad`` after a step is noise and nothing else.
 """
@@ -20,7 +20,7 @@ from dpengine.noise import BandedInverse, BandMF
 from dpengine.noise.toeplitz import matrix
 
 STEPS, BATCH, ROWS, SEED = 8, 4, 32, 7
-INPUTS, HIDDEN, OUTPUTS = 251, 401, 101  # nothing that two or four ranks cut evenly
+INPUTS, HIDDEN, OUTPUTS = 251, 401, 101  # sizes that are not divisible by two or four
 NOISE = {"gaussian": None, "bandmf": BandMF(num_bands=4), "inverse": BandedInverse(num_bands=4)}
 SIGMAS = 5
 every_noise = pytest.mark.parametrize("noise", NOISE)
@@ -79,7 +79,7 @@ def noise_of_run(noise, topology="data", seed=SEED):
 
 
 def strategy(noise):
-    """S as a whole matrix."""
+    """Returns S as a dense matrix."""
     if noise is None:
         return np.eye(STEPS)
     if "inverse_coefficients" in noise:
@@ -88,7 +88,7 @@ def strategy(noise):
 
 
 def noise_of_ranks(topologies):
-    """The noise of each kind of run, as rank 0 put it together, and whether all ranks have the same."""
+    """Returns the noise of each kind of run, gathered on rank 0, and whether all ranks have the same."""
     found = {}
     for topology, noise in itertools.product(topologies, NOISE):
         whole = noise_of_run(noise, topology)[0]
@@ -152,8 +152,8 @@ def test_the_noise_is_that_of_one_process_bit_by_bit(of_ranks, of_one, noise):
 
 @every_noise
 @pytest.mark.hazard("N5")
-def test_the_fresh_noise_under_it_is_standard_normal_and_no_rank_has_that_of_another(of_ranks, of_one, noise):
-    """1.1 million draws. Moments within five standard deviations, Kolmogorov and Smirnov with p > 1e-6."""
+def test_uncorrelated_noise_is_standard_normal_and_independent_across_ranks(of_ranks, of_one, noise):
+    """1.1 million draws. Moments within five standard deviations, Kolmogorov-Smirnov test with p > 1e-6."""
     ranks, found = of_ranks
     fresh = of_one[noise][1] @ found[noise].double().numpy()
     error = fresh.size**-0.5
@@ -172,7 +172,7 @@ def test_the_fresh_noise_under_it_is_standard_normal_and_no_rank_has_that_of_ano
 
 @every_noise
 def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(of_ranks, of_one, noise):
-    """140,000 draws: each of 64 entries within five of its standard deviations."""
+    """140,000 draws: each of 64 entries is within five standard deviations."""
     found = of_ranks[1][noise].double().numpy()
     inverse = np.linalg.inv(of_one[noise][1])
     stated = inverse @ inverse.T
@@ -185,8 +185,8 @@ def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(of_ranks,
     ["of_two", pytest.param("of_two_times_two", marks=pytest.mark.slow), pytest.param("of_four", marks=BY_NIGHT)],
 )
 @pytest.mark.hazard("N5")
-def test_without_a_seed_the_noise_of_each_rank_s_share_is_full_and_its_own(launches, of_one, request):
-    """Variance 1 in each share: neither the number of ranks times that, nor a part of it. 0.57 million draws at 2."""
+def test_unseeded_noise_of_each_shard_has_unit_variance_and_is_independent(launches, of_one, request):
+    """Each shard has variance 1, independent of the number of ranks. 0.57 million draws on 2 ranks."""
     ranks, found = request.getfixturevalue(launches)
     noise = found["no seed"].double()
     shares = noise.split(-(-noise.shape[1] // ranks), dim=1)
@@ -225,7 +225,7 @@ def two_trials():
 
 
 @pytest.mark.slow
-def test_two_models_of_one_start_have_each_their_own_noise():
+def test_two_models_in_one_process_group_have_different_noise():
     found = launched(4, two_trials)
     noises = [noise.double() for noise, _ in found]
     assert torch.equal(noises[0], noises[1]) and torch.equal(noises[2], noises[3])

@@ -264,7 +264,7 @@ def rules_of_sharded_layers():
     ]
 
 
-def test_a_layer_that_is_sharded_by_itself_keeps_its_rule():
+def test_a_separately_sharded_layer_has_the_rule_of_its_class():
     assert launched(1, rules_of_sharded_layers) == [[True, True, True]]
 
 
@@ -276,7 +276,7 @@ def test_an_option_that_is_not_supported_is_rejected_by_name(of_ranks, name):
 
 @pytest.mark.hazard("X4")
 def test_mixed_precision_is_that_of_one_process_and_sums_are_exchanged_in_float32(of_ranks):
-    """bfloat16 has 8 bits: sums of a rank's rows are rounded to 0.4 % each, other rows in another order."""
+    """bfloat16 has 8 bits: the sum of each rank is rounded by 0.4 %, in an order that depends on the ranks."""
     of_two = [one["mixed"] for one in of_ranks]
     assert_no_differences([weights for weights, _ in of_two])
     assert_no_differences(of_two[0])

@@ -1,4 +1,4 @@
-"""A process of several dies: torchrun starts all again, and the run goes on from its last checkpoint."""
+"""One process dies: torchrun restarts all, and the run resumes from its last checkpoint."""
 
 import os
 import re

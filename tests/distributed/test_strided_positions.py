@@ -1,4 +1,4 @@
-"""Positions of parts of a parameter in the flat one, by which their noise is addressed."""
+"""Positions of shards in the flattened parameter, which address their noise."""
 
 import itertools
 
@@ -15,14 +15,14 @@ def numbers(positions):
 
 
 def cuts(shape):
-    """Every box that takes a part, or all, of each axis."""
-    ways = [[(0, n), *([(1, n - 2), (n - 1, 1)] if n > 2 else [])] for n in shape]
-    for way in itertools.product(*ways):
-        yield Box(tuple(start for start, _ in way), tuple(size for _, size in way))
+    """Yields boxes that cover a part, or all, of each axis."""
+    ranges = [[(0, n), *([(1, n - 2), (n - 1, 1)] if n > 2 else [])] for n in shape]
+    for box in itertools.product(*ranges):
+        yield Box(tuple(start for start, _ in box), tuple(size for _, size in box))
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (5, 4), (4, 3, 5), (3, 4, 3, 5)], ids=str)
-def test_the_places_of_a_part_are_those_of_its_numbers(shape):
+def test_positions_of_a_shard_equal_its_flat_indices(shape):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     for box in cuts(shape):
         found = LocalShard(shape, Box.full(shape), box).positions
@@ -37,6 +37,6 @@ def test_the_description_of_a_matrix_does_not_depend_on_its_chunks():
         assert len(LocalShard((50, 40), Box.full((50, 40)), box).positions) == 1
 
 
-def test_an_empty_part_has_none():
+def test_an_empty_shard_has_no_positions():
     assert LocalShard((3, 4), Box.full((3, 4)), Box((3, 0), (0, 4))).positions == []
     assert StridedPositions(3, 4, 2, 10).shifted(100) == StridedPositions(103, 4, 2, 10)

@@ -1,4 +1,4 @@
-"""Layers that are split over processes: the run is that of one process, at the cost of one exchange of norms."""
+"""Tensor-parallel layers: the run equals that of one process, with one added all-reduce of norms."""
 
 import itertools
 import re
@@ -42,8 +42,8 @@ CASES = [
     *(Case(model=m, clipping=c) for m in ("plain", "tied", "frozen") for c in ("flat", "per_layer")),
     *(Case(model=m, noise=n) for m in ("plain", "tied") for n in ("bandmf", "inverse")),
     MIXED,
-    Case(model="adapted"),  # what is split is frozen
-    Case(batch=2),  # often no process has a row
+    Case(model="adapted"),  # the split layers are frozen
+    Case(batch=2),  # often no process has a sample
     Case(clipping="adaptive", physical=2),
     Case(clipping="automatic", model="tied"),
     Case(model="tied", more=(("accumulation_steps", 3),)),
@@ -69,7 +69,7 @@ def one_trained(case, topology, steps):
 
 
 @pytest.mark.hazard("X1")
-def test_layers_split_give_the_run_of_one_process(checks):
+def test_split_layers_give_the_run_of_one_process(checks):
     assert_same_runs([one["run"] for one in checks], trained(Case(model="tied")))
 
 
@@ -95,7 +95,7 @@ def test_embeddings_may_be_split_by_features():
 
 
 class Exchanges(TorchDispatchMode):
-    """Counts what is sent, and how many numbers."""
+    """Counts messages and their elements."""
 
     def __init__(self):
         super().__init__()
@@ -156,7 +156,7 @@ SEQUENCES = {
 
 
 def run(model, plan, *, seed=0, shape=(INPUTS,), **options):
-    """One step on two ranks: the rows that were dropped and the first weights, or what was refused."""
+    """Runs one step on two ranks. Returns the number of dropped samples and the first weights, or the error."""
     torch.manual_seed(0)
     model = model()
     if dist.is_initialized():
@@ -224,7 +224,7 @@ def test_one_exchange_of_norms_is_all_that_privacy_adds(checks):
 
 
 @pytest.mark.hazard("X1")
-def test_norms_are_added_up_and_what_all_hold_counts_once(checks):
+def test_norms_of_shards_are_summed_and_replicated_parameters_count_once(checks):
     for one in checks:
         assert one["norms"] == [[10.0], [float("inf")], [14.0]]
         assert one["one is not finite"] == [[7.0], [9.0], [float("inf")]]
@@ -236,7 +236,7 @@ def test_ranks_that_differ_are_rejected_on_all_of_them(checks, case):
     assert [one[case] for one in checks] == ["MechanismMismatchError"] * 2
 
 
-def test_a_row_is_dropped_on_all_ranks(checks):
+def test_a_nonfinite_sample_is_dropped_on_all_ranks(checks):
     dropped, weights = run(split_layers, None)
     for one in checks:
         assert one["a row is dropped"][0] == dropped == 1
@@ -268,7 +268,7 @@ def mechanism(kind):
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "bandmf"])
-def test_a_part_gets_the_noise_of_its_place_in_the_whole(kind):
+def test_a_shard_gets_the_noise_of_its_position_in_the_parameter(kind):
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3,), (7, 6), (2, 2))]
 
     def noise(held, step, drawing):

@@ -1,4 +1,4 @@
-"""The example for several processes is the same run however it is started."""
+"""The distributed example gives the same run with one process, DDP and FSDP."""
 
 import os
 import re

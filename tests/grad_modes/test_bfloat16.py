@@ -1,4 +1,4 @@
-"""Layers whose tensors stay in bfloat16, as on GPUs: products, norms and sums, with the CPU in the place of the GPU."""
+"""Products, norms and sums of layers whose tensors stay in bfloat16. The CPU simulates the GPU."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ ALGORITHMS = [Algorithm(Method.KEEP, "direct"), Algorithm(Method.DISCARD, "direc
 
 
 def wide():
-    """Linear layers whose gradients are too large to be formed with others."""
+    """Linear layers whose gradients are too large to be computed together."""
     torch.manual_seed(0)
     run = lambda m, inputs: m.again(m.down(m.up(inputs).tanh())).mean(1)  # noqa: E731
     return Parts(run, up=nn.Linear(300, 200), down=nn.Linear(200, 300), again=nn.Linear(300, 200))
@@ -120,7 +120,7 @@ def test_convolutions_have_the_sums_of_rounded_inputs(algorithm, narrow, monkeyp
 
 @pytest.mark.parametrize("bfloat16", [True, False])
 @pytest.mark.parametrize("algorithm", ALGORITHMS[:2], ids=str)
-def test_an_accelerator_forms_gradients_of_one_shape_together(algorithm, bfloat16, monkeypatch):
+def test_gradients_of_one_shape_are_computed_together(algorithm, bfloat16, monkeypatch):
     monkeypatch.setattr(choose_method, "_fastest", lambda seconds, fits: algorithm if fits(algorithm) else None)
     model = wide()
     expected, truth = clipped(copy.deepcopy(model))
@@ -156,7 +156,7 @@ def test_groups_that_do_not_fit_are_divided(fitting, monkeypatch):
 
 
 def tied():
-    """A table of words that is also the last layer."""
+    """Embedding whose weight is tied to the last layer."""
     torch.manual_seed(0)
     run = lambda m, indices: m.head(m.words(indices)).mean(1)  # noqa: E731
     m = Parts(run, words=nn.Embedding(40, 300), head=nn.Linear(300, 40, bias=False))
@@ -254,8 +254,8 @@ def sum_in_blocks(products, block, extra_bits):
 
 @pytest.mark.parametrize(("block", "extra_bits"), [(4, 1), (8, 1), (16, 2)])
 @pytest.mark.parametrize("positions", [5, 65, 4096])
-def test_the_bound_covers_products_that_are_cut_off(positions, block, extra_bits):
-    """Each position behind the first is just too small to be added to it."""
+def test_the_bound_covers_truncated_products(positions, block, extra_bits):
+    """Each position after the first is slightly too small to change the sum."""
     small = torch.tensor(255 / 256 * 2.0 ** -(12 + extra_bits)).bfloat16()
     acts, grads = torch.full((1, positions, 1), 2.0**-11).bfloat16(), small.expand(1, positions, 1).clone()
     acts[:, 0], grads[:, 0] = 1, 1
@@ -266,7 +266,7 @@ def test_the_bound_covers_products_that_are_cut_off(positions, block, extra_bits
     assert lost <= PRODUCT_ERROR * float(SAMPLERS["weight"].rounding_scale(call))
 
 
-def test_what_is_traced_is_widened(monkeypatch):
+def test_traced_bfloat16_tensors_are_widened(monkeypatch):
     """Fake tensors and Inductor of torch 2.8 and later do not know all products with a float32 result."""
     monkeypatch.setattr(rows, "multiplies_bfloat16", lambda device: True)
     for mode, stays in ((contextlib.nullcontext(), True), (FakeTensorMode(), False)):
@@ -277,8 +277,8 @@ def test_what_is_traced_is_widened(monkeypatch):
 
 
 @pytest.mark.parametrize(("hip", "capability", "expected"), [(None, (9, 0), True), ("7.0", (9, 4), False)])
-def test_only_cards_whose_products_are_known_multiply_bfloat16(hip, capability, expected, monkeypatch):
-    """Builds of torch for AMD also call their cards "cuda"."""
+def test_only_gpus_with_a_known_product_error_multiply_bfloat16(hip, capability, expected, monkeypatch):
+    """AMD builds of torch also use the device type "cuda"."""
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert devices.multiplies_bfloat16(torch.device("cuda", 0)) is expected

@@ -1,4 +1,4 @@
-"""Every algorithm gives the same norms and sums; the choice keeps to its budget, reads no data, and can be saved."""
+"""Choice of algorithms: equal norms and sums, memory budget, independence of data, and saved tables."""
 
 import json
 import weakref
@@ -62,7 +62,7 @@ def planned(call, samplers=LINEAR, **settings):
     return choice
 
 
-def test_the_table_of_ways_is_complete():
+def test_the_table_of_algorithms_is_complete():
     assert {a.name for a in ALGORITHMS["conv"]} == CONV["weight"].grads.keys() | CONV["weight"].sq_norms.keys()
     assert {a.name for a in ALGORITHMS["linear"]} == LINEAR["weight"].grads.keys() | LINEAR["weight"].sq_norms.keys()
 
@@ -99,17 +99,22 @@ def test_every_algorithm_gives_the_same_norms_and_sums(monkeypatch, algorithm, b
         (16, 256, 10**9, Method.GHOST),  # few positions, many features
         (400, 256, 10**9, Method.KEEP),  # many positions: the Gram costs more than the gradient
         (400, 256, 0, Method.DISCARD),  # the same, and no memory to keep it
-        (80, 256, 10**9, Method.KEEP),  # the Gram costs fewer operations, but keeping saves the weighted product
+        (
+            80,
+            256,
+            10**9,
+            Method.KEEP,
+        ),  # the Gram costs fewer operations, but keeping the gradient saves the weighted product
         (80, 256, 0, Method.GHOST),
     ],
 )
-def test_estimates_follow_shape_and_budget(time, width, budget, expected):
+def test_estimated_choice_depends_on_shape_and_budget(time, width, budget, expected):
     call = linear_call(2, time, width, width)
     assert planned(call, keep_budget=budget, timed=False).algorithm.method is expected
 
 
-def test_the_choice_does_not_look_at_data():
-    """Numbers that are not finite, or denormal and so slow, change nothing: what is timed is random."""
+def test_the_choice_does_not_depend_on_data():
+    """Nonfinite or denormal inputs do not change the choice, because random tensors are timed."""
     seen = []
     call = conv_call(4, 8, 8, 12)
     for value in (1.0, float("nan"), 1e-42, 1e30):
@@ -126,7 +131,7 @@ def test_timing_does_not_advance_the_generators():
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_measured_times_decide(monkeypatch):
+def test_the_fastest_measured_algorithm_is_chosen(monkeypatch):
     call = linear_call(64, 64, 256, 256)
     for fastest in ALGORITHMS["linear"]:
         monkeypatch.setattr(
@@ -159,16 +164,16 @@ def test_a_small_layer_is_not_timed(monkeypatch):
 
 
 def test_times_are_those_of_norm_and_sum_on_this_machine():
-    """A Gram of 2000 positions takes many times what a product of 8 by 8 takes."""
+    """A Gram matrix of 2000 positions is much slower than a product of 8 by 8."""
     entry = entry_of(linear_call(4, 2000, 8, 8), LINEAR)
     seconds = time_algorithms(entry, ALGORITHMS["linear"], 4)
     assert seconds["ghost: gram"] > 3 * seconds["keep: direct"]
-    assert entry.kept is None and len(entry.calls) == 1  # the pass itself is not touched
+    assert entry.kept is None and len(entry.calls) == 1  # timing does not change the recorded pass
 
 
-def test_the_budget_goes_to_what_saves_most_for_a_byte(monkeypatch):
+def test_the_budget_is_spent_on_the_most_time_saved_per_byte(monkeypatch):
     wide, narrow = linear_call(8, 64, 512, 512), linear_call(8, 64, 256, 256)
-    saving = {512: 2.0, 256: 1.5}  # the narrow layer takes a quarter of the memory
+    saving = {512: 2.0, 256: 1.5}  # the narrow layer needs a quarter of the memory
     monkeypatch.setattr(
         choose_method,
         "time_algorithms",
@@ -217,7 +222,7 @@ def test_a_file_without_a_table_is_rejected(tmp_path, text):
         MethodTable.load(tmp_path / "methods.json")
 
 
-def test_a_table_that_knows_only_how_to_keep_does_not_break_the_budget(monkeypatch):
+def test_a_table_with_times_of_keep_only_respects_the_budget(monkeypatch):
     call = linear_call(64, 64, 256, 256)
     table = MethodTable(keep_budget=0)
     table.plan([entry_of(call, LINEAR)], 64)
@@ -228,7 +233,7 @@ def test_a_table_that_knows_only_how_to_keep_does_not_break_the_budget(monkeypat
 
 
 def test_the_budget_holds_for_the_largest_batch_that_a_plan_is_for():
-    """Batches of up to a fifth more rows are planned alike."""
+    """Batches with up to a fifth more samples share a plan."""
     one = 256 * 256 * 4
     call = linear_call(64, 300, 256, 256)
     assert planned(call, keep_budget=64 * one, timed=False).algorithm.method is not Method.KEEP
@@ -246,7 +251,7 @@ def test_without_memory_for_timing_estimates_decide(monkeypatch, error):
     assert planned(linear_call(64, 64, 256, 256)).why == "no memory to time"
 
 
-def test_what_fails_in_timing_for_another_reason_is_raised(monkeypatch):
+def test_errors_in_timing_other_than_out_of_memory_are_raised(monkeypatch):
     def fails(*args):
         raise RuntimeError("shapes do not match")
 
@@ -266,14 +271,14 @@ def test_a_single_large_image_uses_no_gram_matrix(rows):
     assert any(algorithm.startswith("discard") for algorithm in algorithms)
 
 
-def test_a_gradient_without_a_sum_of_its_own_is_kept_whatever_the_budget():
+def test_a_gradient_without_a_weighted_sum_kernel_is_kept_despite_the_budget():
     call = linear_call(64, 3, 8, 50_000)
     (choice,) = MethodTable(keep_budget=0).plan([entry_of(call, LINEAR, "bias")], 64).values()
     assert choice.algorithm.method is Method.KEEP
 
 
-def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
-    """It may be of another version."""
+def test_a_table_with_unknown_algorithms_only_is_measured_again(tmp_path):
+    """Another version may have written the table."""
     call = linear_call(64, 64, 256, 256)
     table = MethodTable()
     table.plan([entry_of(call, LINEAR)], 64)
@@ -284,7 +289,7 @@ def test_a_table_that_knows_other_ways_only_does_not_stop_training(tmp_path):
     assert choice.algorithm.name in {"gram", "direct"}
 
 
-def test_a_pass_that_repeats_a_shape_is_not_planned_again_until_the_times_are_others(monkeypatch):
+def test_a_repeated_shape_is_planned_again_only_after_the_times_change(monkeypatch):
     planned_rows = []
     table = MethodTable(timed=False)
     plan = table.plan
@@ -300,7 +305,7 @@ def test_a_pass_that_repeats_a_shape_is_not_planned_again_until_the_times_are_ot
     assert planned_rows == [9, 3, 9]
 
 
-def test_a_plan_key_holds_its_parameters_so_that_no_other_object_has_their_address():
+def test_a_plan_key_keeps_its_parameters_alive_so_that_their_ids_are_not_reused():
     def key_of_a_dead_layer():
         entry = entry_of(linear_call(2, 1, 3, 4), LINEAR)
         parameter = weakref.ref(entry.use.parameter)
@@ -312,7 +317,7 @@ def test_a_plan_key_holds_its_parameters_so_that_no_other_object_has_their_addre
     assert choose_method.plan_key([entry_of(linear_call(2, 1, 3, 4), LINEAR)], 2) not in {key: None}
 
 
-def test_ranks_that_must_choose_alike_have_one_budget_whatever_their_gpus_have(monkeypatch):
+def test_shared_tables_use_a_budget_that_does_not_depend_on_gpu_memory(monkeypatch):
     call, own = linear_call(64, 300, 256, 256), MethodTable(timed=False)
     chosen = []
     for memory in (0, 2**40):
@@ -320,4 +325,4 @@ def test_ranks_that_must_choose_alike_have_one_budget_whatever_their_gpus_have(m
         for table in (own, own.untimed({})):
             (choice,) = table.plan([entry_of(call, LINEAR)], 64).values()
             chosen.append(choice.algorithm.method is Method.KEEP)
-    assert chosen == [False, True, True, True]  # the first is that of a card without memory
+    assert chosen == [False, True, True, True]  # the first is the choice of a GPU without free memory

@@ -1,4 +1,4 @@
-"""engine.explain(), and tables of methods that runs hand on."""
+"""``engine.explain()``, and method tables that are passed between runs."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def step_of(loop):
 
 
 @pytest.mark.parametrize("small", [True, False])
-def test_explain_has_a_row_for_each_parameter(small, monkeypatch):
+def test_explain_has_one_line_for_each_parameter(small, monkeypatch):
     if not small:
         monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     torch.manual_seed(0)
@@ -40,7 +40,7 @@ def test_explain_has_a_row_for_each_parameter(small, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
-def test_modes_that_keep_everything_say_so(mode):
+def test_explain_reports_modes_that_keep_all_gradients(mode):
     loop = make_loop(grad_sample_mode=mode)
     step_of(loop)
     assert "keep" in loop.engine.explain() and "ghost" not in loop.engine.explain()
@@ -51,7 +51,7 @@ def test_explain_needs_a_model():
         PrivacyEngine().explain()
 
 
-def test_a_table_goes_from_engine_to_engine(tmp_path, monkeypatch):
+def test_a_method_table_is_passed_on_to_another_engine(tmp_path, monkeypatch):
     monkeypatch.setattr(choose_method, "_MIN_TIMED", 0.0)
     monkeypatch.setattr(stacks, "SMALL_CALL_BYTES", 0)
     first = PrivacyEngine(seed=0)  # batches of one size

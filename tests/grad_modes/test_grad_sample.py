@@ -1,4 +1,4 @@
-"""A gradient on demand: the first operation forms it, once, and later operations use the values."""
+"""Gradients on demand: the first operation computes the values, and later operations reuse them."""
 
 import copy
 import io
@@ -57,7 +57,7 @@ def _saved(one):
 
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_every_way_to_read_gives_the_values(read):
+def test_every_read_operation_gives_the_values(read):
     shown, values, calls = on_demand()
     assert torch.equal(read(shown), values)
     assert torch.equal(read(shown), values)
@@ -76,7 +76,7 @@ WRITES = {
 
 
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
-def test_every_way_to_write_changes_what_is_read_later(write):
+def test_every_write_operation_changes_later_reads(write):
     shown, values, _ = on_demand()
     expected = values.clone()
     write(expected)

@@ -56,7 +56,7 @@ def summed(buffer, parameter, number=1.0):
     buffer.complete(parameter)
 
 
-def test_a_bucket_leaves_as_soon_as_it_is_complete(buffer, parameters, ranks):
+def test_a_bucket_is_sent_as_soon_as_it_is_complete(buffer, parameters, ranks):
     for i, parameter in enumerate(parameters):
         summed(buffer, parameter)
         assert len(ranks.left) == i + 1
@@ -70,7 +70,7 @@ def test_a_bucket_waits_for_its_turn_so_that_the_order_is_the_same_on_all_ranks(
     assert len(ranks.left) == 5
 
 
-def test_the_memory_of_few_buckets_is_held(buffer, parameters, ranks):
+def test_only_a_few_buckets_are_in_memory(buffer, parameters, ranks):
     for parameter in parameters:
         summed(buffer, parameter)
     assert ranks.waited == [0, 1, 2]
@@ -105,7 +105,7 @@ def test_sums_that_are_gathered_together_are_sent_together(parameters, ranks, gr
     assert len(ranks.left) == buckets
 
 
-def test_sums_may_wait_for_more_passes_and_leave_once(buffer, parameters, ranks):
+def test_sums_of_several_passes_are_sent_once(buffer, parameters, ranks):
     for _ in range(3):
         buffer.begin(("facts",), defer=True)
         for parameter in parameters:
@@ -134,7 +134,7 @@ def test_pending_messages_are_destroyed_with_the_sums(buffer, parameters, ranks)
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_each_rank_gets_the_part_that_chunk_cuts(axis, ranks):
+def test_each_rank_gets_its_part_of_torch_chunk(axis, ranks):
     whole = torch.arange(2.0 * 5 * 4).view(5, 4, 2) if axis else torch.arange(10.0).view(5, 2)
     parts = whole.chunk(ranks, axis)
     size = parts[0].numel()

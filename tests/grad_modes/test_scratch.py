@@ -1,4 +1,4 @@
-"""Memory that is taken in every pass."""
+"""Scratch memory that passes reuse."""
 
 import torch
 
@@ -14,7 +14,7 @@ def taken(scratch, *shapes, dtype=torch.float32):
     return tensors
 
 
-def test_what_is_taken_in_one_pass_does_not_overlap():
+def test_buffers_of_one_pass_do_not_overlap():
     scratch = Scratch()
     for shapes in ([(3, 5), (7,), (2, 2)], [(3, 5), (7,), (2, 2)], [(100,), (3,), ()], [(1,), (100,)]):
         for dtype in (torch.float32, torch.float64):
@@ -24,7 +24,7 @@ def test_what_is_taken_in_one_pass_does_not_overlap():
             scratch.start_again()
 
 
-def test_the_same_memory_is_taken_in_every_pass_but_the_first():
+def test_memory_is_reused_from_the_second_pass_on():
     scratch, places = Scratch(), []
     for _ in range(4):
         places.append([tensor.data_ptr() for tensor in taken(scratch, (300, 5), (70,))])

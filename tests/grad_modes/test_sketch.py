@@ -1,4 +1,4 @@
-"""Sketches tell whether two sums differ, in memory that does not grow with them."""
+"""Sketches detect whether two sums differ, in memory that does not depend on their size."""
 
 import pytest
 import torch
@@ -36,8 +36,8 @@ def test_the_norm_of_a_sketch_is_about_that_of_the_sum(shape):
     assert float(norm_of_sketch(sketch_of(one))) == pytest.approx(3.0, rel=1e-6)
 
 
-def test_a_difference_of_one_row_is_not_lost():
-    """A rank-one difference, as one sample leaves it: in 200 tries its sketch is never below a third of it."""
+def test_a_rank_one_difference_shows_in_the_sketch():
+    """One sample makes a rank-one difference. In 200 trials the norm of its sketch is at least a third of its norm."""
     torch.manual_seed(1)
     ratios = []
     for _ in range(200):

@@ -208,7 +208,7 @@ def test_a_part_that_mixes_samples_is_rejected_by_the_error_of_its_layer(others)
     assert units_in(seen) == []
 
 
-def test_the_notice_says_which_part_why_and_what_it_costs():
+def test_the_notice_states_the_unit_the_reason_and_the_cost():
     model = between_layers(in_list(Flattens()))
     unit_clipper(model)
     with pytest.warns(PrivacyWarning, match="DPE028") as seen:
@@ -239,7 +239,7 @@ def test_the_choice_changes_no_state_and_the_hooks_leave_the_model_as_it_was():
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_model_of_plain_layers_runs_once():
+def test_a_model_of_supported_layers_runs_once():
     model, calls = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 2)), []
     model[1].register_forward_hook(lambda *_: calls.append(1))
     unit_clipper(model)

@@ -1,4 +1,4 @@
-"""Gradients of small layers that are formed together: against a loop over samples, and what must not be joined."""
+"""Gradients of small layers that are computed together, and layers that must not be merged."""
 
 import copy
 
@@ -80,7 +80,7 @@ def test_equal_layers_are_formed_together_and_exact(rows, dtype):
     assert why["layers.0.weight"] == why["norms.1.bias"] == JOINED and why["head.weight"] == "formed at once"
 
 
-def test_layers_with_other_settings_are_not_joined():
+def test_layers_with_different_settings_are_not_merged():
     model, plain, sums = begun(Blocks(eps=(1e-5, 1.0)).double())
     inputs, targets = batch()
     assert_step(sums, model, plain, inputs, targets)
@@ -267,7 +267,7 @@ def test_a_parameter_whose_first_sum_comes_later_starts_from_zero():
     assert relative_error(sums.totals(), expected) < 1e-9
 
 
-def test_a_matrix_keeps_to_its_share_of_the_budget():
+def test_the_matrix_stays_within_its_share_of_the_budget():
     model = Blocks()
     inputs, targets = batch(8, torch.float32)
     numbers = sum(p.numel() for p in model.parameters())

@@ -1,4 +1,4 @@
-"""Every strategy gives the clipped sums of a loop over single rows, for every layer and model of the tables."""
+"""Compares each grad mode with a loop over samples, for every layer and model of the tables."""
 
 import functools
 
@@ -44,7 +44,7 @@ class Called(nn.Module):
 
 
 def weighted(cotangent):
-    """A loss whose gradient by the output is random: a constant one would hide mistakes."""
+    """Loss with random output gradients, because constant ones would hide errors."""
     return lambda output: (output * cotangent).sum()
 
 
@@ -61,7 +61,7 @@ def layer_and_data(case, dtype):
 
 @functools.cache
 def truth_of_layer(case, dtype):
-    """The clipped sum and the norms, by a loop over rows."""
+    """Returns the clipped sum and the norms by a loop over samples."""
     model, inputs, cotangent = layer_and_data(case, dtype)
     loss_of_row = lambda output, i: (output * cotangent[i].double()).sum()  # noqa: E731
     return clip_by_loop(model, inputs, loss_of_row, ROWS, row=case.row)
@@ -72,7 +72,7 @@ def truth_of_layer(case, dtype):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
+def test_layers_give_the_clipped_sum_of_a_loop_over_samples(case, mode, dtype):
     model, inputs, cotangent = layer_and_data(case, dtype)
     if mode == "whole_model" and case.row is not None:  # the layer is the model, and its rows are not on axis 0
         with pytest.raises(UnsupportedLayerError, match="first axis has the size of the batch by chance"):
@@ -89,7 +89,7 @@ def test_layers_give_the_clipped_sum_of_a_loop_over_rows(case, mode, dtype):
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.id)
-def test_models_give_the_clipped_sum_of_a_loop_over_rows(case, mode, reduction):
+def test_models_give_the_clipped_sum_of_a_loop_over_samples(case, mode, reduction):
     torch.manual_seed(1)
     model = case.make().double()
     inputs, targets = case.inputs(ROWS, torch.float64), case.targets(ROWS)
@@ -101,7 +101,7 @@ def test_models_give_the_clipped_sum_of_a_loop_over_rows(case, mode, reduction):
 
 
 def by_policy(policy, names, norms_by_name):
-    """Factor of each row for each parameter, written out for the policies that this file tests."""
+    """Returns the clipping factor of each sample for each parameter, for the policies in this file."""
     groups = policy.group_of(names)
     factors = {}
     for k in set(groups):
@@ -182,7 +182,7 @@ def test_an_empty_batch_of_words_gives_zero_sums(mode, tied, dtype):
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), 1e38])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.hazard("D5")
-def test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, poison):
+def test_a_nonfinite_sample_adds_nothing_and_does_not_change_the_others(mode, poison):
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
     inputs, targets = torch.randn(ROWS, 4), torch.tensor([0, 1, 2, 1])
@@ -193,13 +193,13 @@ def test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are(mode, p
     clean, _ = clip_by_engine(model, (inputs[kept],), loss_of(targets[kept]), mode=mode)
     if seen.dropped:
         assert relative_error(found, clean) <= 1e-6
-    else:  # a huge finite row may also be clipped to the bound
+    else:  # a huge finite sample may also be clipped to the bound
         moved = torch.cat([(found[n] - clean[n]).flatten() for n in clean]).norm()
         assert poison == 1e38 and moved <= 1.0
     assert all(total.isfinite().all() for total in found.values())
 
 
-def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
+def test_hooks_mode_exposes_the_gradient_of_each_samples_loss():
     torch.manual_seed(4)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     inputs, targets = torch.randn(ROWS, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 1])
@@ -216,7 +216,7 @@ def test_hooks_mode_shows_the_gradient_of_each_rows_own_loss():
 
 
 class _Positions(nn.Module):
-    """Entries that all rows share, as many as there are rows. It does not run with fewer rows, which would tell."""
+    """Table with as many entries as samples, shared by all samples. It fails for other batch sizes."""
 
     def __init__(self):
         super().__init__()
@@ -234,7 +234,7 @@ def test_a_grad_sample_of_several_samples_is_rejected_and_not_exposed():
     with pytest.raises(UnsupportedLayerError, match=r"samples of a batch independent.*'table\.weight'"):
         wrapped(torch.randn(ROWS, ROWS, 3)).square().mean().backward()
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
-    wrapped(torch.randn(ROWS + 1, ROWS, 3)).square().mean().backward()  # and here the shapes tell
+    wrapped(torch.randn(ROWS + 1, ROWS, 3)).square().mean().backward()  # here the shapes reveal it
     assert {len(p.grad_sample) for p in model.parameters()} == {ROWS + 1}
 
 
@@ -262,7 +262,7 @@ def test_rows_of_a_flat_bag_are_not_samples_of_the_batch():
 
 def test_a_sample_that_cannot_be_removed_from_the_sum_is_rejected():
     bag = nn.EmbeddingBag(4, 3, mode="sum")
-    weights = torch.tensor([1.0, float("nan"), 1.0])  # in a flat bag it is not known whose this one is
+    weights = torch.tensor([1.0, float("nan"), 1.0])  # the sample of an entry in a flat bag is not known
     with pytest.raises(UnsupportedLayerError, match=r"DPE001.*not finite could not be kept out of the sum"):
         clip_by_engine(flat_bag(bag), (torch.tensor([1, 1, 3]), torch.tensor([0, 2, 2]), weights), lambda o: o.sum())
 
@@ -272,7 +272,7 @@ def flat_bag(bag):
 
 
 class Products(TorchDispatchMode):
-    """Notes the precision that each matrix product and each convolution may have."""
+    """Records the allowed precision of each matrix product and convolution."""
 
     names = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "convolution", "convolution_backward")
 

@@ -95,7 +95,7 @@ class Flattens(nn.Module):
 
 
 def as_many_places():
-    """Takes weighted means of each sequence, by a table with as many rows of places as the batch has samples."""
+    """Computes weighted means of each sequence with a table that has as many rows as the batch has samples."""
     run = lambda m, hidden: (m.table(m.places).squeeze(-1).softmax(-1) @ hidden).sum(1)  # noqa: E731
     m = Parts(run, table=nn.Embedding(9, 1))
     m.register_buffer("places", torch.randint(9, (SAMPLES, LENGTH)))
@@ -103,7 +103,7 @@ def as_many_places():
 
 
 def own_parameter():
-    """Uses a parameter in a way that is not followed, in a module that has other layers."""
+    """Uses a parameter in an operation that is not tracked, next to another layer."""
     run = lambda m, hidden: m.mix.softmax(-1) @ m.layer(hidden)  # noqa: E731
     return Parts(run, mix=nn.Parameter(torch.randn(LENGTH, LENGTH)), layer=nn.Linear(WIDTH, WIDTH))
 

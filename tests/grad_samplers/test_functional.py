@@ -18,13 +18,13 @@ F64 = torch.float64
 
 
 def loss(output, cotangents):
-    """Sum of all outputs that have a gradient, each weighted."""
+    """Returns the weighted sum of all outputs that have a gradient."""
     pairs = zip(pytree.tree_leaves(output), pytree.tree_leaves(cotangents), strict=True)
     return sum((o * c).sum() for o, c in pairs if isinstance(c, torch.Tensor))
 
 
 def truth_of(call):
-    """By a loop over rows that shares no code with the fallback."""
+    """Returns gradients by a loop over samples that shares no code with the fallback."""
     rows = next(g for g in pytree.tree_leaves(call.grad_output) if g is not None).shape[0]
 
     def cut(tree, i):
@@ -68,7 +68,7 @@ def test_builtin_layers_through_the_fallback_match_the_reference(case):
 
 @pytest.mark.parametrize("case", MODELS, ids=lambda case: case.id)
 @pytest.mark.parametrize("dtype", [F64, torch.float32], ids=["float64", "float32"])
-def test_whole_models_through_the_fallback_match_the_reference(case, dtype):
+def test_models_through_the_fallback_match_the_reference(case, dtype):
     torch.manual_seed(0)
     model = case.make().to(dtype)
     inputs = case.inputs(4, dtype)
@@ -82,7 +82,7 @@ def test_whole_models_through_the_fallback_match_the_reference(case, dtype):
         torch.testing.assert_close(found[name].double(), truth[name], rtol=tolerance, atol=tolerance * max(scale, 1))
 
 
-def test_keywords_none_shared_inputs_and_numbers():
+def test_keyword_none_shared_and_number_arguments_are_passed_on():
     def forward(self, x, bias=None, *, mask, table, power):
         return (x * self.w) ** power * mask + table.mean() + (0 if bias is None else bias)
 
@@ -92,7 +92,7 @@ def test_keywords_none_shared_inputs_and_numbers():
     assert_exact(make_call(layer, normal(5, 3), bias=normal(5, 1), mask=mask, table=normal(3), power=3))
 
 
-def test_nested_inputs_and_nested_outputs():
+def test_nested_inputs_and_outputs_have_exact_gradients():
     def forward(self, batch):
         hidden = batch["x"] * self.w + batch["pair"][0][:, None]
         return {"sum": hidden.sum(dim=1), "parts": (hidden.tanh(), None, hidden.sin())}
@@ -101,7 +101,7 @@ def test_nested_inputs_and_nested_outputs():
     assert_exact(make_call(layer, {"x": normal(5, 3), "pair": (normal(5), 4)}))
 
 
-def test_outputs_without_a_gradient_do_not_count():
+def test_outputs_without_a_gradient_are_ignored():
     def forward(self, x):
         return (x * self.w).sum(dim=1), (x * self.v), x.argmax(dim=1)
 
@@ -111,7 +111,7 @@ def test_outputs_without_a_gradient_do_not_count():
     assert not functional_sampler(layer).grads(call)["v"].any()
 
 
-def test_one_gradient_for_each_tensor_among_other_outputs():
+def test_non_tensor_outputs_are_skipped():
     def forward(self, x):
         return "text", x * self.w, 3, x.sum(dim=1) * self.w[0]
 
@@ -174,7 +174,7 @@ def test_attention_with_a_mask_and_recurrent_layers_match():
         assert_exact(make_call(layer, x, grad_of=lambda o: o.shape == (5, 6, 3)))
 
 
-def test_dropout_that_is_off_is_no_randomness():
+def test_inactive_dropout_is_not_rejected_as_random():
     layer = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.0), nn.Linear(4, 2)).double()
     assert_exact(make_call(layer, normal(5, 3)))
     layer[1].p = 0.5
@@ -194,14 +194,14 @@ def test_one_row():
 
 
 def counted(layer):
-    """Counts the runs of a layer."""
+    """Counts the forward passes of a layer."""
     runs = []
     layer.register_forward_pre_hook(lambda *_: runs.append(1))
     return runs
 
 
-def test_gradients_are_formed_some_rows_at_a_time_and_are_the_same(monkeypatch):
-    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", 2 * 8 * 8)  # two rows of eight numbers
+def test_gradients_computed_in_chunks_of_samples_are_the_same(monkeypatch):
+    monkeypatch.setattr(per_sample_forward, "CHUNK_BYTES", 2 * 8 * 8)  # two samples of eight float64 numbers
     call = make_call(nn.Linear(3, 2).double(), normal(5, 3))
     assert_exact(call)
     runs = counted(call.layer)
@@ -236,7 +236,7 @@ def test_functions_that_cannot_be_vectorized_run_in_a_loop(forward):
     x = torch.cat([normal(1, 3).abs()] * 5) if forward is branching else normal(5, 3)
     call = make_call(layer, x)
     truth, sampler, runs = truth_of(call), functional_sampler(layer), counted(layer)
-    for expected_runs in (1 + 5, 5):  # the second time it goes straight to the loop
+    for expected_runs in (1 + 5, 5):  # the second call does not try vmap again
         runs.clear()
         found = sampler.grads(call)
         assert len(runs) == expected_runs
@@ -245,7 +245,7 @@ def test_functions_that_cannot_be_vectorized_run_in_a_loop(forward):
 
 
 def test_a_first_layer_that_would_crash_torch_is_run_in_a_loop():
-    """torch 2.13 dies in the backward of group_norm where a channels_last input needs no gradient."""
+    """torch 2.13 crashes in the backward of group_norm if a channels_last input needs no gradient."""
     layer = nn.Sequential(nn.GroupNorm(2, 6), layer_of(custom_function, w=(5,))).double()
     call = make_call(layer, normal(4, 6, 4, 5))
     truth = truth_of(call)
@@ -277,7 +277,7 @@ def test_works_inside_a_backward_pass():
 
 
 class Counting(nn.Module):
-    """Keeps state in a buffer and in an attribute, which do not reach the output."""
+    """Updates a buffer and an attribute that do not affect the output."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ def test_layers_that_ran_in_half_precision_are_replayed_in_float32(form):
         torch.testing.assert_close(found[name].double(), truth[name], rtol=1e-4, atol=1e-4 * scale)
 
 
-def test_a_row_that_is_not_finite_does_not_disturb_the_others():
+def test_a_nonfinite_sample_does_not_change_the_others():
     layer = nn.Linear(3, 2).double()
     x = normal(5, 3)
     x[2, 0] = torch.inf
@@ -329,13 +329,13 @@ def test_a_row_that_is_not_finite_does_not_disturb_the_others():
 
 
 def trailing(axis):
-    """A layer that mixes positions, along whichever axis has them: no rule but a run of each row knows it."""
+    """Returns a layer that mixes positions along ``axis``. Only a replay of each sample supports it."""
     run = lambda m, x, start: torch.cumsum(torch.tanh(x @ torch.diag(m.factor)), dim=m.axis) * start  # noqa: E731
     return Parts(run, factor=nn.Parameter(torch.randn(3)), axis=axis)
 
 
 @pytest.mark.parametrize("mode", ["auto", "functorch", "ghost"])
-def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
+def test_a_module_with_the_batch_on_axis_1_gets_its_original_axis_order(mode):
     model, rowwise = trailing(0).double(), trailing(1).double()
     rowwise.load_state_dict(model.state_dict())
     x, start, cotangent = torch.randn(3, 5, 4, 3, dtype=F64)
@@ -347,12 +347,12 @@ def test_a_module_with_the_batch_second_is_run_in_its_own_order(mode):
 
 
 def gated():
-    """A parameter of its own, and dropout inside."""
+    """Returns a module with a direct parameter and a dropout layer."""
     return Parts(lambda m, x: m.drop(x * m.factor), factor=nn.Parameter(torch.randn(3)), drop=nn.Dropout(0.5))
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ew", "ghost", "functorch"])
-def test_a_module_that_drops_out_is_followed_by_its_operations_or_draws_again(mode):
+def test_a_module_with_dropout_is_traced_by_operation_or_replays_its_masks(mode):
     model, (x, cotangent) = gated().double(), torch.randn(2, 4, 3, dtype=F64)
     torch.manual_seed(3)
     mask = model.drop(torch.ones_like(x))

@@ -20,7 +20,9 @@ def ageing(self, x):
 FORWARDS = {
     "centred": lambda self, x: (x - x.mean(dim=0)) * self.w,
     "dropped": lambda self, x: F.dropout(x, 0.3) * self.w,
-    "rarely dropped": lambda self, x: F.dropout(x, 1e-12) * self.w,  # rejected at once, not in some later step
+    "rarely dropped": lambda self, x: (
+        F.dropout(x, 1e-12) * self.w
+    ),  # rejected at the first step, even without a dropped element
     "noisy function": lambda self, x: Doubled.apply(F.dropout(x, 0.3) * self.w),
     "ageing": ageing,
 }
@@ -73,13 +75,13 @@ def test_an_output_with_the_batch_on_another_axis_is_rejected():
         functional_sampler(layer).grads(call)
 
 
-def test_embeddings_that_mix_rows_are_rejected_inside_a_module():
+def test_embeddings_that_mix_samples_are_rejected_inside_a_module():
     layer = nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 3, scale_grad_by_freq=True))
     with pytest.raises(UnsupportedLayerError, match="'1'"):
         functional_sampler(layer)
 
 
-def test_a_row_that_nearly_cancels_may_have_lost_digits():
+def test_rounding_of_an_output_that_nearly_cancels_is_accepted():
     layer = nn.Linear(3, 2)
     call = make_call(layer, torch.randn(5, 3))
     call.inputs[0][0] = 0
@@ -90,7 +92,7 @@ def test_a_row_that_nearly_cancels_may_have_lost_digits():
     functional_sampler(layer).grads(call)
 
 
-def test_a_huge_row_does_not_hide_a_difference_in_another():
+def test_a_huge_sample_does_not_hide_a_wrong_output_of_another():
     layer = layer_of(lambda self, x: x * self.w, w=(3,))
     x = normal(5, 3)
     x[0] = 1e12

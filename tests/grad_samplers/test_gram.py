@@ -19,13 +19,13 @@ MAKERS = {
 
 @pytest.fixture
 def in_float32(monkeypatch):
-    """Uses float32, as on a device that is slow in float64."""
+    """Computes Gram matrices in float32, as on a device that is slow in float64."""
     monkeypatch.setattr(gram, "fast_in_float64", lambda device: False)
 
 
 @pytest.fixture(params=["compiled", "float64-gram", "float32-gram"])
-def each_way(request, monkeypatch):
-    """The Grams in compiled code, in torch where that is off, and in float32."""
+def gram_backend(request, monkeypatch):
+    """Gram matrices in native code, in torch without it, and in float32."""
     if request.param == "compiled" and native_library() is None:
         pytest.skip("native code is not built here")
     if request.param == "float64-gram":
@@ -46,7 +46,7 @@ def truth(*factors):
 @pytest.mark.parametrize("second", MAKERS)
 @pytest.mark.parametrize("first", MAKERS)
 @pytest.mark.parametrize(("length", "sizes"), [(2, (64, 65)), (7, (300, 20)), (140, (40, 130))])
-def test_float32_norms_are_never_low_whatever_the_data(each_way, first, second, length, sizes):
+def test_float32_norms_are_never_underestimated(gram_backend, first, second, length, sizes):
     torch.manual_seed(0)
     factors = MAKERS[first](3, length, sizes[0]), MAKERS[second](3, length, sizes[1])
     true, found = truth(*factors), gram_sq_norm(*factors).double()
@@ -54,8 +54,8 @@ def test_float32_norms_are_never_low_whatever_the_data(each_way, first, second, 
     assert (found <= true * 1.0101).all()
 
 
-def test_norms_are_not_lost_where_positions_cancel(each_way):
-    """The sum is 1e-3 of its terms; its square is lost in the rounding of a float32 Gram."""
+def test_norms_are_accurate_if_positions_nearly_cancel(gram_backend):
+    """The sum is 1e-3 of its terms; rounding of a float32 Gram matrix exceeds its square."""
     torch.manual_seed(0)
     acts = torch.randn(4, 1, 50).expand(4, 8, 50).clone()
     grads = torch.randn(4, 8, 60)
@@ -66,20 +66,20 @@ def test_norms_are_not_lost_where_positions_cancel(each_way):
     assert (found <= true * 1.0101).all()
 
 
-def test_exact_cancellation_gives_about_zero(each_way):
+def test_exact_cancellation_gives_a_norm_near_zero(gram_backend):
     acts = torch.ones(2, 4, 30)
     grads = torch.tensor([1.0, -1.0, 1.0, -1.0]).view(1, 4, 1).expand(2, 4, 20)
     assert (gram_sq_norm(acts, grads) < 1e-12).all()
 
 
-def test_huge_finite_gradients_have_finite_norms(each_way):
+def test_huge_finite_gradients_have_finite_norms(gram_backend):
     acts, grads = torch.full((1, 3, 5), 1e11), torch.full((1, 3, 4), 1e12)
     true, found = truth(acts, grads), gram_sq_norm(acts, grads).double()
     torch.testing.assert_close(found, true, rtol=0.02, atol=0)
 
 
 @pytest.mark.parametrize("length", [1, 3])
-def test_only_the_row_that_is_not_finite_has_such_a_norm(each_way, length):
+def test_only_a_nonfinite_sample_has_a_nonfinite_norm(gram_backend, length):
     torch.manual_seed(0)
     acts, grads = torch.randn(3, length, 5), torch.randn(3, length, 4)
     acts[1, 0, 0] = torch.nan
@@ -89,7 +89,7 @@ def test_only_the_row_that_is_not_finite_has_such_a_norm(each_way, length):
 
 @pytest.mark.parametrize("workspace", [1, 10_000, 200_000])
 @pytest.mark.parametrize("length", [5, 70, 300])
-def test_the_size_of_the_workspace_does_not_matter(monkeypatch, in_float32, workspace, length):
+def test_norms_do_not_depend_on_the_workspace_size(monkeypatch, in_float32, workspace, length):
     torch.manual_seed(0)
     factors = [torch.randn(4, length, size) for size in (7, 5, 3)]
     monkeypatch.setattr(gram, "WORKSPACE_BYTES", workspace)
@@ -115,15 +115,15 @@ def test_the_workspace_stays_below_its_bound(monkeypatch, in_float32, workspace)
 CPU = torch.device("cpu")
 
 
-def test_the_gram_is_not_offered_where_its_guard_would_show(in_float32):
-    """At 4096 features and 1024 positions the operations are fewer, but the guard would exceed what is allowed."""
+def test_the_gram_matrix_is_not_offered_if_its_rounding_guard_is_too_large(in_float32):
+    """4096 features and 1024 positions need fewer operations, but the guard exceeds its limit."""
     assert gram_operations(1024, (4096, 4096), torch.float32, CPU) is None
     assert gram_operations(1024, (4096, 4096), torch.float64, CPU) is not None
     assert gram_operations(8, (64, 64), torch.float32, CPU) is not None
 
 
 @pytest.mark.parametrize("length", [1, 6, 70])
-def test_norms_formed_together_equal_norms_formed_separately(each_way, monkeypatch, length):
+def test_norms_computed_together_equal_norms_computed_separately(gram_backend, monkeypatch, length):
     torch.manual_seed(0)
     shared, a, b, c = (torch.randn(5, length, size) for size in (7, 4, 9, 3))
     products = [(a, shared), (c, b), (b, shared), (shared,), (a, b, c)]
@@ -141,7 +141,7 @@ def test_norms_formed_together_equal_norms_formed_separately(each_way, monkeypat
     assert count < len(formed) - count or length == 1  # ten factors are four tensors
 
 
-def test_the_rounding_scale_is_what_the_parts_have_together(each_way):
+def test_the_rounding_scale_is_the_scaled_sum_of_the_norms_of_positions(gram_backend):
     torch.manual_seed(0)
     for length in (6, 300):
         a, b = torch.randn(3, length, 8), torch.randn(3, length, 5)
@@ -152,8 +152,8 @@ def test_the_rounding_scale_is_what_the_parts_have_together(each_way):
 
 
 @pytest.mark.parametrize(("length", "sizes"), [(64, (256, 2304)), (128, (768, 768))])
-def test_where_float64_is_fast_large_norms_are_as_exact_as_the_project_promises(each_way, length, sizes):
-    if each_way == "float32-gram":
+def test_large_norms_are_exact_to_1e_9_with_float64_gram_matrices(gram_backend, length, sizes):
+    if gram_backend == "float32-gram":
         pytest.skip("float32 has a guard instead")
     torch.manual_seed(0)
     factors = [torch.randn(2, length, size) + 0.3 for size in sizes]

@@ -1,4 +1,4 @@
-"""Norms from outside: which modes clip by them, when they must not be used, and what is refused."""
+"""Registered norm samplers: modes that use them, cases in which they must not be used, and errors."""
 
 import copy
 
@@ -29,13 +29,13 @@ pytestmark = pytest.mark.usefixtures("registries")
 
 @pytest.fixture
 def unchecked():
-    """Accepts norms that are too large, which show where they are used."""
+    """Disables the rule check, so that norms that are too large reveal where they are used."""
     with without_rule_checks():
         yield
 
 
 class Mix(nn.Module):
-    """A layer that no table knows, over positions: ``tanh(x factor) + shift``."""
+    """Layer without a built-in rule, over positions: ``tanh(x factor) + shift``."""
 
     def __init__(self, features=5):
         super().__init__()
@@ -58,7 +58,7 @@ def linear_grads(layer, activations, backprops):
 
 
 def norms_of(rule, times=1.0):
-    """A norm sampler that gives so many times the norms of what a grad sampler forms."""
+    """Returns a norm sampler that scales the norms of the gradients of a grad sampler."""
 
     def norms(layer, activations, backprops):
         found = rule(layer, activations, backprops)
@@ -71,7 +71,7 @@ def model_of(layer):
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), layer, nn.Linear(5, 2)).double()
 
 
-SOURCES = {  # where sums come from: the layer, what is registered for its gradients, and a rule that is right
+SOURCES = {  # source of the sums: layer, registered grad sampler, reference rule
     "own-grad-sampler": (Mix, mix_grads, mix_grads),
     "functional-fallback": (Mix, None, mix_grads),
     "built-in": (lambda: nn.Linear(5, 5), None, linear_grads),
@@ -114,7 +114,7 @@ def loop(model, inputs, cotangent, times=1.0, layers=("2",)):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("source", SOURCES)
-def test_rows_are_clipped_by_registered_norms_in_two_modes_and_by_gradients_in_the_others(source, mode):
+def test_only_the_modes_that_use_norms_clip_by_registered_norms(source, mode):
     model, (inputs, cotangent) = registered(source, 7.0), batch()
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
     layers = ("0", "2", "3") if source == "built-in" else ("2",)
@@ -143,12 +143,12 @@ def test_both_reductions_and_both_forms_give_the_same_sums(mode, own_loss, reduc
 
 
 def twice_model(layer):
-    """One layer used twice in a pass."""
+    """Calls one layer twice in a pass."""
     return Parts(lambda m, x: m.layer(m.layer(x)), layer=layer)
 
 
 class Tied(nn.Module):
-    """Two layers that share a parameter, which each use once."""
+    """Two layers that share a parameter and use it once each."""
 
     def __init__(self, layer):
         super().__init__()
@@ -164,8 +164,8 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", ["own-grad-sampler", "functional-fallback", "built-in-replaced"])
 @pytest.mark.parametrize("wrapped", [twice_model, Tied])
-def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, source, mode):
-    times = 1.0 if wrapped is Tied else 7.0  # what is not tied keeps the norms from outside, so these are true
+def test_registered_norms_are_not_used_for_a_parameter_with_two_uses(wrapped, source, mode):
+    times = 1.0 if wrapped is Tied else 7.0  # other parameters use registered norms, so these must be true
     model, (inputs, cotangent) = registered(source, times), batch()
     model[2] = wrapped(model[2])
     found, _ = clip_by_engine(model, inputs, loss_of_rows(cotangent), mode=mode)
@@ -174,7 +174,7 @@ def test_norms_of_parts_are_not_used_where_a_parameter_is_used_twice(wrapped, so
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_several_calls_of_a_built_in_layer_are_joined_as_without_norms_from_outside():
+def test_registered_norms_do_not_change_the_merging_of_built_in_calls():
     def ways():
         model, (inputs, cotangent) = nn.Sequential(nn.Linear(3, 2), twice_model(nn.Linear(2, 2))).double(), batch()
         sums = ClippedPasses(model, loss_reduction="sum")
@@ -202,7 +202,7 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
     register_norm_sampler(Mix)(norms_of(grads if counted == "norms" else mix_grads))
     inputs, cotangent = batch()
     model = Mix(2).double()
-    sums = ClippedPasses(model, probes=False, mode=mode, loss_reduction="sum")  # a probe asks again
+    sums = ClippedPasses(model, probes=False, mode=mode, loss_reduction="sum")  # a probe calls the sampler again
     loss_of_rows(cotangent)(model(inputs[0][..., :2])).backward()
     assert counted == "norms" or not calls  # norms need no gradients
     sums.clip()
@@ -211,7 +211,7 @@ def test_each_function_is_called_once_for_all_parameters_of_a_call(counted, mode
 
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_an_empty_batch_gives_zero_sums_and_asks_no_policy(source, mode):
+def test_an_empty_batch_gives_zero_sums_without_a_call_of_the_norm_sampler(source, mode):
     def fail(layer, activations, backprops):
         raise AssertionError
 
@@ -224,7 +224,7 @@ def test_an_empty_batch_gives_zero_sums_and_asks_no_policy(source, mode):
 @pytest.mark.parametrize("in_norms", [True, False], ids=["norm", "input"])
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_row_without_a_finite_norm_or_input_is_dropped(source, mode, in_norms):
+def test_a_sample_with_a_nonfinite_norm_or_input_is_dropped(source, mode, in_norms):
     model, (inputs, cotangent) = registered(source, 1.0), batch()
 
     def norms(layer, activations, backprops):
@@ -244,7 +244,7 @@ def test_a_row_without_a_finite_norm_or_input_is_dropped(source, mode, in_norms)
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("source", SOURCES)
 def test_units_of_privacy_are_clipped_by_gradients(source, monkeypatch):
-    monkeypatch.setattr(entry, "CHUNK_BYTES", 1)  # where rules may be asked of some rows, they are
+    monkeypatch.setattr(entry, "CHUNK_BYTES", 1)  # rules that support chunks are called with chunks of samples
     model, (inputs, cotangent) = registered(source, 7.0), batch()
     sums = ClippedPasses(model, loss_reduction="sum")
     loss_of_rows(cotangent)(model(*inputs)).backward()
@@ -271,7 +271,7 @@ def call_of(layer):
 
 
 class WrittenForAutograd(Mix):
-    """Layer that ``torch.func`` cannot trace, so that a fallback runs its rows one by one, with gradients on."""
+    """Layer that ``torch.func`` cannot trace, so that the fallback loops over samples with gradients enabled."""
 
     def forward(self, x):
         return Doubled.apply(super().forward(x) / 2)
@@ -279,7 +279,7 @@ class WrittenForAutograd(Mix):
 
 @pytest.mark.parametrize("mode", BY_NORMS)
 @pytest.mark.parametrize("wrapped", [lambda layer: layer, twice_model], ids=["once", "twice"])
-def test_hooks_are_still_while_a_layer_runs_again_for_its_gradients(wrapped, mode):
+def test_hooks_do_not_record_while_a_layer_is_replayed(wrapped, mode):
     layer = WrittenForAutograd()
     register_norm_sampler(WrittenForAutograd)(norms_of(mix_grads))
     model, (inputs, cotangent) = model_of(wrapped(layer)), batch()
@@ -296,7 +296,7 @@ def test_frozen_parameters_need_no_norms():
     assert relative_error(found, loop(model, inputs, cotangent)) <= 1e-9
 
 
-def test_only_exactly_the_class_is_matched():
+def test_norm_samplers_do_not_match_subclasses():
     register_norm_sampler(nn.Linear)(norms_of(linear_grads))
     other = type("Other", (nn.Linear,), {})(2, 3)
     assert rule_for(other) is None
@@ -307,7 +307,7 @@ def test_only_exactly_the_class_is_matched():
     assert rule_for(nn.Linear(2, 3)).gradients is sampler_for(nn.Linear(2, 3))
 
 
-def test_a_layer_that_computes_its_weight_keeps_its_own_norms():
+def test_registered_norms_are_not_used_for_a_layer_with_an_extra_parameter():
     register_norm_sampler(nn.Linear)(norms_of(linear_grads))
     layer = nn.Linear(2, 3)
     layer.register_parameter("extra", nn.Parameter(torch.ones(1)))
@@ -352,7 +352,7 @@ def test_a_norm_sampler_that_cannot_be_called_is_rejected_at_registration():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_rule_from_outside_sees_the_batch_first_where_it_is_second(mode):
+def test_a_registered_rule_gets_the_batch_on_axis_0_of_a_time_first_layer(mode):
     def seen(layer, activations, backprops):
         shapes.append((activations[0].shape, backprops.shape))
         return mix_grads(layer, activations, backprops)

@@ -11,7 +11,7 @@ from dpengine.grad_samplers.table import BUILTIN, sampler_for
 
 ROWS = 5
 F32, F64 = torch.float32, torch.float64
-# float64: rounding of sums of some hundred terms. float32: the promise of the project, relative to the largest entry.
+# float64: rounding of sums of some hundred terms. float32: documented tolerance, relative to the largest entry.
 TOLERANCE = {F64: 1e-9, F32: 1e-5}
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -51,7 +51,7 @@ def random_layer(case, dtype):
 
 
 def assert_close(found, truth, tolerance, floor=1e-30):
-    """Compares up to a fraction of the largest entry."""
+    """Compares with a tolerance relative to the largest entry."""
     assert found.shape == truth.shape
     scale = truth.abs().max().item() if truth.numel() else 0.0
     torch.testing.assert_close(found.double(), truth, rtol=tolerance, atol=tolerance * scale + floor)
@@ -79,7 +79,7 @@ NARROW = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 def parts_of(run):
-    """The output gradient at one position at a time: what a weighted sum adds one by one, or less of it."""
+    """Yields the output gradient of one position at a time."""
     moved = run.cotangent.movedim(1, -1) if isinstance(run.layer, FEATURES_FIRST) else run.cotangent
     flat = moved.reshape(len(moved), -1, moved.shape[-1])
     for t in range(flat.shape[1]):
@@ -91,7 +91,7 @@ def parts_of(run):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_the_rounding_scale_is_at_least_what_the_parts_of_a_row_add_up_to(case):
+def test_the_rounding_scale_bounds_the_sum_of_the_norms_of_positions(case):
     run = Run(case)
     for name in run.names:
         sampler = run.samplers[name]
@@ -107,7 +107,7 @@ def test_the_rounding_scale_is_at_least_what_the_parts_of_a_row_add_up_to(case):
 @pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
-def test_norm_shortcuts_are_never_low_and_hardly_high(case, dtype):
+def test_norm_shortcuts_are_tight_upper_bounds(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
     for name in run.names:
@@ -142,7 +142,7 @@ def test_every_algorithm_gives_the_gradients_and_norms_of_the_definition(case, d
 @pytest.mark.one_in(3, "case", "rows", others="slow")
 @pytest.mark.parametrize("case", [c for c in CASES if isinstance(c.make(), NARROW)], ids=lambda case: case.id)
 @pytest.mark.parametrize("rows", [0, ROWS])
-def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):
+def test_samplers_that_accept_bfloat16_do_not_round_float32_to_it(case, rows):
     run = Run(case, F32, rows)
     call = run.call.map(lambda tensor: tensor.bfloat16())
     inputs = run.call.replace(grad_output=call.grad_output)  # float32 inputs, as layers under autocast have
@@ -170,7 +170,7 @@ def test_samplers_that_take_bfloat16_round_nothing_to_it(case, rows):
 @pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
-def test_weighted_sums_are_added_where_they_belong(case, dtype):
+def test_weighted_sums_are_accumulated_into_the_given_tensor(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
     for name in run.names:
@@ -188,7 +188,7 @@ def test_weighted_sums_are_added_where_they_belong(case, dtype):
 @pytest.mark.one_in(2, "case", "dtype")
 @every_case
 @both_types
-def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
+def test_weighted_sums_equal_the_sums_of_weighted_gradients(case, dtype):
     run = Run(case, dtype)
     truth = run.truth()
     for name in run.names:
@@ -201,7 +201,7 @@ def test_weighted_sums_are_those_of_the_weighted_rows(case, dtype):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_joined_calls_give_the_sum_of_their_gradients(case):
+def test_merged_calls_give_the_sum_of_their_gradients(case):
     layer = random_layer(case, F64)
     runs = [Run(case, seed=seed, layer=layer) for seed in (1, 2)]
     expected = {name: runs[0].truth()[name] + runs[1].truth()[name] for name in runs[0].names}
@@ -219,7 +219,7 @@ def test_joined_calls_give_the_sum_of_their_gradients(case):
 def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
     run = Run(case, dtype) if case.id.startswith("instance-norm") else Run(case, dtype, rows=0)
     call = run.call
-    if call.batch_size:  # torch's own forward refuses an empty batch here
+    if call.batch_size:  # the forward of torch rejects an empty batch here
         call = call.replace(inputs=tuple(x[:0] for x in call.inputs), grad_output=call.grad_output[:0])
     for name, parameter in run.layer.named_parameters():
         sampler = run.samplers[name]
@@ -235,7 +235,7 @@ def test_an_empty_batch_gives_empty_gradients_and_zero_sums(case, dtype):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_the_memory_layout_of_the_output_gradient_does_not_matter(case):
+def test_results_do_not_depend_on_the_strides_of_the_output_gradient(case):
     run = Run(case)
     if run.cotangent.dim() < 2:
         return
@@ -252,7 +252,7 @@ def test_the_memory_layout_of_the_output_gradient_does_not_matter(case):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_a_constant_output_gradient_without_memory_works(case):
+def test_an_expanded_output_gradient_is_accepted(case):
     run = Run(case)
     run.cotangent = torch.randn((), dtype=F64).expand_as(run.cotangent)  # as a mean over the output makes it
     truth = run.truth()
@@ -263,7 +263,7 @@ def test_a_constant_output_gradient_without_memory_works(case):
 
 @pytest.mark.one_in(2, "case")
 @every_case
-def test_a_row_does_not_depend_on_the_others(case):
+def test_the_gradient_of_a_sample_does_not_depend_on_the_others(case):
     if case.row is not None:
         pytest.skip("rows are not cut along axis 0")
     run = Run(case)
@@ -294,7 +294,7 @@ def test_layer_norm_over_the_batch_is_rejected():
             sampler.grad(call)
 
 
-def test_rms_norm_of_half_precision_has_the_eps_that_it_ran_with():
+def test_rms_norm_in_half_precision_uses_the_eps_of_its_forward_pass():
     torch.manual_seed(0)
     layer = nn.RMSNorm(8).bfloat16()
     inputs, cotangent = (torch.randn(5, 8) * 0.03).bfloat16(), torch.randn(5, 8)
@@ -307,7 +307,7 @@ def test_rms_norm_of_half_precision_has_the_eps_that_it_ran_with():
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_convolutions_take_channels_that_lie_last(groups, size, dimensions, dtype):
+def test_convolutions_accept_channels_last_inputs(groups, size, dimensions, dtype):
     """With one position the strides are ambiguous, and torch's kernels may assume another layout."""
     torch.manual_seed(0)
     layer_class = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dimensions - 1]

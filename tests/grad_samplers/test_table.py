@@ -72,7 +72,7 @@ def test_exactly_the_built_in_layers_have_a_rule(make, kind):
     ],
     ids=["weight-norm", "spectral-norm", "old-weight-norm", "old-spectral-norm", "pruned", "further-parameter"],
 )
-def test_a_layer_that_computes_its_weight_has_none(change):
+def test_layers_with_computed_weights_or_extra_parameters_have_no_built_in_rule(change):
     layer = nn.Linear(4, 3)
     change(layer)
     assert sampler_for(layer) is None
@@ -80,7 +80,7 @@ def test_a_layer_that_computes_its_weight_has_none(change):
 
 @pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
 @pytest.mark.parametrize("setting", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
-def test_embeddings_that_mix_rows_are_rejected_by_name(cls, setting):
+def test_embeddings_that_mix_samples_are_rejected_by_name(cls, setting):
     with pytest.raises(UnsupportedLayerError, match=rf"encoder\.tokens.*{cls.__name__}.*{next(iter(setting))}"):
         check_embedding(cls(5, 3, **setting), "encoder.tokens")
     with pytest.raises(UnsupportedLayerError, match=rf"{cls.__name__}.*{next(iter(setting))}"):
@@ -92,13 +92,13 @@ def test_a_registered_rule_returns_the_function_and_is_found():
     assert isinstance(sampler_for(Scale()), JointSampler)
 
 
-def test_a_registered_rule_wins_over_the_builtin_one():
+def test_a_registered_rule_overrides_the_built_in_one():
     register_grad_sampler(nn.Linear)(scale_rule)
     assert isinstance(sampler_for(nn.Linear(2, 3)), JointSampler)
     assert isinstance(BUILTIN[nn.Linear], dict)
 
 
-def test_several_classes_take_one_rule_and_the_last_registration_holds():
+def test_one_rule_serves_several_classes_and_the_last_registration_is_used():
     other = type("Other", (Scale,), {})
     register_grad_sampler([Scale, other])(scale_rule)
     first = sampler_for(Scale())
@@ -125,7 +125,7 @@ def test_a_registered_rule_reaches_parameters_of_children():
     assert set(sampler_for(call.layer).grads(call)) == {"0.factor"}
 
 
-def test_a_registered_rule_is_not_asked_for_an_empty_batch():
+def test_a_registered_rule_is_not_called_for_an_empty_batch():
     @register_grad_sampler(Scale)
     def rule(layer, activations, backprops):
         raise AssertionError

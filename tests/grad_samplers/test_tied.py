@@ -27,7 +27,7 @@ def calls_of(positions=6, *, padding=None, dtype=torch.float64, pooled=False, op
     by_words = torch.randn(ROWS, positions, WIDTH, dtype=dtype)
     shape = (ROWS,) if pooled else (ROWS, positions + 2)  # the linear layer may have other positions, or none
     inputs, by_head = torch.randn(*shape, WIDTH, dtype=dtype), torch.randn(*shape, VOCABULARY, dtype=dtype)
-    if opposite:  # the uses cancel but for one part in 1e5
+    if opposite:  # the uses cancel except for a relative difference of 1e-5
         ids[:, 1:] = ids[:, :1]
         by_words = inputs[:, :positions] * (1 + 1e-5 * torch.rand(ROWS, positions, 1, dtype=dtype))
         by_head[:] = 0
@@ -46,7 +46,7 @@ def truth_of(calls):
 @pytest.mark.parametrize("workspace", [1, 10**9])
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("pooled", [False, True])
-def test_the_norm_is_that_of_the_sum(monkeypatch, pooled, padding, workspace, order):
+def test_the_norm_of_a_tied_weight_includes_cross_terms(monkeypatch, pooled, padding, workspace, order):
     monkeypatch.setattr(tied, "WORKSPACE_BYTES", workspace)
     calls = calls_of(pooled=pooled, padding=padding)
     norm = tied_norm(calls[::order])
@@ -55,7 +55,7 @@ def test_the_norm_is_that_of_the_sum(monkeypatch, pooled, padding, workspace, or
     assert ((norm.sq_norm_B - alone).abs() > 1e-3 * alone).any()  # the cross terms count
 
 
-def test_float32_uses_that_cancel_have_a_norm_that_is_not_low():
+def test_the_norm_of_float32_uses_that_cancel_is_not_underestimated():
     calls = calls_of(positions=6, dtype=torch.float32, opposite=True)
     calls[1] = (
         calls[1][0].replace(inputs=(calls[1][0].inputs[0][:, :6],), grad_output=calls[1][0].grad_output[:, :6]),
@@ -68,14 +68,14 @@ def test_float32_uses_that_cancel_have_a_norm_that_is_not_low():
     assert (found.double() >= truth_of(wide) * (1 - 1e-6)).all()
 
 
-def test_a_linear_layer_at_one_position_has_a_part_that_may_cancel_too():
+def test_the_rounding_scale_includes_a_linear_layer_with_one_position():
     calls = calls_of(pooled=True)
     (head, _), (words, _) = calls[1], calls[0]
     alone_B = head.inputs[0].norm(dim=1) * head.grad_output.norm(dim=1)
     assert (tied_norm(calls).rounding_scale_B >= (WORDS.rounding_scale(words) + alone_B) * (1 - 1e-9)).all()
 
 
-def test_other_uses_have_no_cross_terms_of_this_kind():
+def test_only_an_embedding_tied_to_a_linear_layer_has_a_tied_cost():
     calls = calls_of()
     assert tied_cost(calls) is not None
     assert tied_cost(calls[:1]) is None and tied_cost([calls[0], calls[0]]) is None
@@ -83,7 +83,7 @@ def test_other_uses_have_no_cross_terms_of_this_kind():
     assert tied_cost([calls[0], (calls[1][0], bilinear)]) is None
 
 
-def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
+def test_algorithms_of_a_tied_weight_are_timed_and_do_not_keep_its_gradient(monkeypatch):
     calls = calls_of(dtype=torch.float32)
     entry = Entry(Use(calls[0][0].layer.weight, "words.weight"), list(calls))
     algorithms = [Algorithm(Method.GHOST, "gram"), Algorithm(Method.DISCARD, "direct")]
@@ -100,8 +100,8 @@ def test_a_tied_weight_is_not_kept_and_its_ways_are_timed(monkeypatch):
     assert set(timed) == set(algorithms)
 
 
-def test_what_arrives_at_the_padding_makes_no_norm_larger():
-    """It is never added. Behind an entry of zeros a norm divides by the root of its eps, so it may be large."""
+def test_output_gradients_at_the_padding_do_not_change_norms():
+    """These gradients are discarded. They may be large: a normalization of zeros divides by sqrt(eps)."""
     (words, sampler), _ = calls_of(padding=3, dtype=torch.float32)
     at_padding = (words.inputs[0] == 3).unsqueeze(2)
     assert at_padding.any()

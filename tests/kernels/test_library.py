@@ -1,4 +1,4 @@
-"""Loads the native library only in the matching version, and has no thread team after a fork."""
+"""Version check of the native library, and its threads after a fork."""
 
 import os
 import subprocess

@@ -19,7 +19,7 @@ print(memory.keep_freed_memory())
 """
 
 
-def said(**environment):
+def printed(**environment):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=True, env=environment
     )
@@ -36,12 +36,12 @@ def said(**environment):
     ],
 )
 @pytest.mark.slow
-def test_an_allocator_that_the_user_set_is_not_changed(name):
+def test_allocator_settings_of_the_user_are_not_changed(name):
     value = "glibc.malloc.trim_threshold=65536" if name == "GLIBC_TUNABLES" else "65536"
-    assert said(**{name: value}) == "False"
+    assert printed(**{name: value}) == "False"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc only")
 @pytest.mark.slow
 def test_freed_memory_is_kept_once_a_model_on_the_cpu_is_private():
-    assert said() == "True"
+    assert printed() == "True"

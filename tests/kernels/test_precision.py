@@ -11,7 +11,7 @@ by_operation = pytest.mark.skipif(
 
 @pytest.fixture
 def lowered():
-    """Lowers the precision, as a user who wants speed does."""
+    """Lowers the precision of products with the global settings of torch."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield
@@ -41,7 +41,7 @@ def test_products_are_exact_inside_and_follow_the_user_setting_outside(lowered):
 
 
 @by_operation
-def test_settings_by_operation_are_exact_inside_and_back_outside(lowered_by_operation):
+def test_settings_by_operation_are_exact_inside_and_restored_outside(lowered_by_operation):
     with full_precision():
         assert [op.fp32_precision for op in lowered_by_operation] == ["ieee", "ieee"]
         assert torch.backends.cudnn.conv.fp32_precision == "ieee"
@@ -49,7 +49,7 @@ def test_settings_by_operation_are_exact_inside_and_back_outside(lowered_by_oper
     assert torch.backends.cudnn.conv.fp32_precision == "tf32"
 
 
-def test_the_users_setting_is_back_after_an_exception(lowered):
+def test_the_setting_of_the_user_is_restored_after_an_exception(lowered):
     with pytest.raises(KeyError), full_precision():
         raise KeyError
     assert flags() == ("medium", True, True)

@@ -22,7 +22,7 @@ def level(request):
 
 @pytest.fixture
 def fenced(monkeypatch):
-    """Work space with a fence behind it, which must stand afterwards."""
+    """Adds guard elements after the workspace, which must not be overwritten."""
     original, fences = products._work, []
 
     def work(each, rows):
@@ -55,7 +55,7 @@ def test_squared_norms_are_exact_for_every_length(size):
 
 
 @pytest.mark.parametrize("scale", [1e-38, 1e-30, 1e30, 3e38])
-def test_squares_out_of_the_range_of_float32_count(scale):
+def test_squares_outside_the_range_of_float32_are_included(scale):
     tensor = torch.full((2, 100), scale)
     expected = tensor.double().square().sum(dim=1)
     torch.testing.assert_close(products.native_sq_norms(tensor), expected, rtol=1e-14, atol=0)
@@ -136,7 +136,7 @@ def test_grams_of_views(fenced, view):
     check_grams([factor, torch.randn(*factor.shape[:2], 5)], [(0, 1)])
 
 
-def test_the_gram_of_what_cancels_is_not_negative():
+def test_gram_norms_are_not_negative_if_positions_cancel():
     factor = torch.randn(2, 6, 50)
     factor[:, 3:] = factor[:, :3]
     signs = torch.tensor([1.0, 1, 1, -1, -1, -1]).view(1, 6, 1).expand(2, 6, 40)
@@ -145,7 +145,7 @@ def test_the_gram_of_what_cancels_is_not_negative():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_stays_in_its_row(two_threads, bad):
+def test_nonfinite_values_stay_in_their_row(two_threads, bad):
     torch.manual_seed(0)
     one, other = torch.randn(9, 12, 20), torch.randn(9, 12, 30)
     whole = products.gram_norms([one, other], [(0, 1)])[0][0]
@@ -161,7 +161,7 @@ def test_what_is_not_finite_stays_in_its_row(two_threads, bad):
         assert torch.equal(now[kept], before[kept])
 
 
-def test_threads_give_the_same_bits(two_threads):
+def test_results_do_not_depend_on_the_number_of_threads(two_threads):
     torch.manual_seed(0)
     factors = [torch.randn(50, 20, 30), torch.randn(50, 20, 40)]
     windows = products.Windows(torch.randn(50, 4, 9, 9), torch.randn(50, 8, 7, 7), 2, (3, 3), (1, 1), (1, 1))
@@ -184,7 +184,7 @@ CASES = {
     "2d-7": ((7, 7), (2, 2), (1, 1), (15, 15), 1, 3, 10),
     "2d-8": ((8, 8), (2, 2), (1, 1), (34, 34), 1, 1, 16),
     "2d-groups": ((3, 2), (1, 2), (2, 1), (8, 9), 3, 2, 8),
-    "2d-many-places": ((3, 3), (1, 1), (1, 1), (40, 40), 1, 10, 12),
+    "2d-many-positions": ((3, 3), (1, 1), (1, 1), (40, 40), 1, 10, 12),
     "3d": ((2, 3, 2), (1, 2, 1), (1, 1, 2), (4, 7, 6), 2, 2, 3),
 }
 
@@ -197,7 +197,7 @@ def windows_of(case):
 
 
 def summed(c, channels):
-    """The weight gradients of an ordinary convolution, row by row."""
+    """Returns the weight gradients of an ordinary convolution for each sample."""
     conv = (F.conv1d, F.conv2d, F.conv3d)[len(c.kernel) - 1]
     weight = torch.zeros(*channels, *c.kernel, dtype=torch.float64, requires_grad=True)
     rows = []
@@ -223,7 +223,7 @@ def test_window_gradients_are_those_of_the_convolution(fenced, case):
 
 @pytest.mark.parametrize("features_last", [True, False])
 @pytest.mark.parametrize("shape", [(3, 5), (3, 1, 40), (3, 21, 17), (3, 6, 2, 19)], ids=str)
-def test_sums_over_places(fenced, shape, features_last):
+def test_sums_over_positions_are_exact(fenced, shape, features_last):
     torch.manual_seed(0)
     grads = torch.randn(shape)
     windows = products.Windows.of_ones(grads, features_last=features_last)
@@ -238,7 +238,7 @@ def test_sums_over_places(fenced, shape, features_last):
     assert torch.equal(products.window_grads(windows), found)
 
 
-def test_windows_that_lie_side_by_side_are_not_copied(fenced):
+def test_adjacent_windows_give_exact_gradients(fenced):
     torch.manual_seed(0)
     for width, high in [(16, 8), (32, 5), (48, 17), (7, 8)]:
         acts, grads = torch.randn(3, 33, width), torch.randn(3, 33, high)
@@ -260,14 +260,14 @@ def test_windows_may_be_views(fenced):
     torch.testing.assert_close(products.window_grads(viewed), truth, rtol=1e-5, atol=0)
 
 
-def test_what_is_not_float32_on_the_cpu_is_not_taken():
+def test_only_float32_cpu_tensors_have_kernels():
     assert products.has_kernels(torch.zeros(2), torch.zeros(3))
     assert not products.has_kernels(torch.zeros(2), torch.zeros(3, dtype=torch.float64))
     assert not products.has_kernels(torch.zeros(2, device="meta"))
     assert not products.has_kernels(torch.zeros(2).to_sparse())
 
 
-def test_gram_matrices_that_need_much_memory_do_not_fit():
+def test_large_gram_matrices_and_windows_are_not_supported():
     assert products.has_gram_kernel(64, 3)
     assert not products.has_gram_kernel(5000, 2)
     large = products.Windows(torch.zeros(2, 2000, 3, 3), torch.zeros(2, 2000, 1, 1), 1, (3, 3), (1, 1), (1, 1))

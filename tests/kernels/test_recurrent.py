@@ -1,4 +1,4 @@
-"""The compiled steps of LSTM and GRU, called as ``dpengine.layers`` does; the oracle is their algebra in float64."""
+"""Compares native steps of LSTM and GRU, called as in ``dpengine.layers``, with float64 formulas."""
 
 import math
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from dpengine.kernels.library import native_library
 
 pytestmark = pytest.mark.skipif(native_library() is None, reason="native code is not built here")
-ROWS, GAP = 3, 5  # rows lie further apart than they are long
+ROWS, GAP = 3, 5  # the stride of rows exceeds their length
 SIZES = [1, 4, 16, 37]  # less than a vector, vectors, and vectors with a rest
 # In a result below 1 that is made of a few functions, each with an error of 2e-7.
 TOLERANCE = {"atol": 1e-6, "rtol": 1e-6}
@@ -24,8 +24,8 @@ def library(request):
     library.allow_vectors(2)
 
 
-def apart(width: int, fill=None) -> Tensor:
-    """Rows with a gap behind each."""
+def gapped(width: int, fill=None) -> Tensor:
+    """Returns rows with a gap after each."""
     return (torch.randn(ROWS, width + GAP) if fill is None else torch.full((ROWS, width + GAP), fill))[:, :width]
 
 
@@ -36,22 +36,22 @@ def call(library, name: str, size: int, tensors: list[Tensor], *, other_stride: 
 
 
 def inputs_of(name: str, size: int) -> list[Tensor]:
-    """Arguments in their order; what is only written begins as NaN, so that a place left out shows."""
+    """Returns the arguments in order. Outputs start as NaN, so that unwritten elements are detected."""
     torch.manual_seed(size)
     gates = 4 if name.startswith("lstm") else 3
     nothing = math.nan
     hidden, bias, packed = torch.randn(ROWS, gates * size), torch.randn(gates * size), torch.full((ROWS, size), nothing)
     wide, narrow = gates * size, size
     if name == "lstm_step_f32":
-        return [hidden, bias, apart(wide), apart(narrow), apart(narrow, nothing), apart(narrow, nothing), packed]
+        return [hidden, bias, gapped(wide), gapped(narrow), gapped(narrow, nothing), gapped(narrow, nothing), packed]
     if name == "gru_step_f32":
-        return [hidden, bias, apart(wide), apart(narrow, nothing), apart(narrow), apart(narrow, nothing), packed]
-    active = apart(wide).sigmoid_()
+        return [hidden, bias, gapped(wide), gapped(narrow, nothing), gapped(narrow), gapped(narrow, nothing), packed]
+    active = gapped(wide).sigmoid_()
     packed = torch.full((ROWS, wide), nothing)
     if name == "lstm_back_f32":
-        narrows = [apart(narrow), apart(narrow), apart(narrow)]
-        return [active, *narrows, torch.randn(ROWS, size), apart(wide, nothing), packed]
-    return [active, *(apart(narrow) for _ in range(4)), apart(wide, nothing), apart(wide, nothing), packed]
+        narrows = [gapped(narrow), gapped(narrow), gapped(narrow)]
+        return [active, *narrows, torch.randn(ROWS, size), gapped(wide, nothing), packed]
+    return [active, *(gapped(narrow) for _ in range(4)), gapped(wide, nothing), gapped(wide, nothing), packed]
 
 
 def expected_of(name: str, args: list[Tensor]) -> list[Tensor]:
@@ -75,7 +75,7 @@ def _gru_step(hidden, bias, gates, _extra, h_old, _h_new, _packed):
 
 
 def _lstm_back(gates, c_old, c_new, grad, grad_c, _delta, _packed):
-    """By autograd, from pre-activations that give these gates; the cell state is taken as given."""
+    """Computes gradients by autograd from pre-activations that give these gates. The cell state is an input."""
     i, f, g, o = gates.chunk(4, dim=1)
     leaves = [t.clone().requires_grad_() for t in (i.logit(), f.logit(), g.atanh(), o.logit(), c_old)]
     a_i, a_f, a_g, a_o, c_leaf = leaves
@@ -104,7 +104,7 @@ _EXPECTED = dict(zip(KERNELS, [_lstm_step, _lstm_back, _gru_step, _gru_back], st
 @pytest.mark.one_in(2, "size", "name")
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", KERNELS)
-def test_every_argument_ends_as_algebra_says(library, name, size):
+def test_every_output_equals_the_float64_reference(library, name, size):
     args = inputs_of(name, size)
     expected = expected_of(name, args)
     call(library, name, size, args, other_stride=size + GAP)
@@ -147,14 +147,14 @@ def gates_of(library, pre: Tensor) -> list[Tensor]:
     return [gates[:, :size], gates[:, 2 * size : 3 * size]]
 
 
-def test_functions_are_accurate_from_end_to_end(library):
+def test_sigmoid_and_tanh_are_accurate_over_their_range(library):
     x = torch.cat([torch.linspace(-110, 110, 200_001), torch.randn(50_000) * 1e-4, torch.randn(50_000)])[None]
     sigmoid, tanh = (t.double() for t in gates_of(library, x))
     torch.testing.assert_close(tanh, x.double().tanh(), atol=0, rtol=2e-7)
     torch.testing.assert_close(sigmoid, x.double().sigmoid(), atol=2e-38, rtol=2e-7)  # below, float32 loses digits
 
 
-def test_functions_end_where_they_should(library):
+def test_sigmoid_and_tanh_have_exact_limits(library):
     ends = torch.tensor([[-math.inf, -3e38, -200.0, 200.0, 3e38, math.inf, 0.0]])
     sigmoid, tanh = gates_of(library, ends)
     assert sigmoid.tolist() == [[0, 0, 0, 1, 1, 1, 0.5]]
@@ -165,7 +165,7 @@ def test_functions_end_where_they_should(library):
 @pytest.mark.one_in(2, "bad", "name")
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", KERNELS)
-def test_what_is_not_finite_stays_in_its_row_and_nan_stays_nan(library, name, bad):
+def test_nonfinite_values_stay_in_their_row_and_nan_stays_nan(library, name, bad):
     inputs = [0, 2, 3] if name == "lstm_step_f32" else [0, 2, 4] if name == "gru_step_f32" else [0, 1, 2, 3, 4]
     size = 20
     for index in inputs:

@@ -16,14 +16,14 @@ def attention(*, batch_first=True, dtype=torch.float64, **settings):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(SIZE, HEADS, batch_first=batch_first, dtype=dtype, **settings)
     with torch.no_grad():
-        if module.in_proj_bias is not None:  # zero at first
+        if module.in_proj_bias is not None:  # initialized to zero
             module.in_proj_bias.normal_()
             module.out_proj.bias.normal_()
     return module
 
 
 def inputs_for(module, sharing: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value: all different, key and value the same, or all the same."""
+    """Returns query, key and value: all different, key and value shared, or all shared."""
 
     def draw(length, size):
         x = torch.randn(ROWS, length, size, dtype=module.out_proj.weight.dtype)
@@ -81,7 +81,7 @@ def test_outputs_and_gradients_equal_the_original_for_all_settings(settings):
 
 
 def masks(keys):
-    """Every form of mask, by name."""
+    """Returns each form of mask by name."""
     torch.manual_seed(0)
     padding = torch.zeros(ROWS, keys, dtype=torch.bool)
     padding[0, -2:] = True
@@ -112,7 +112,7 @@ def test_outputs_and_gradients_equal_the_original_for_all_masks(padding, mask, b
         paddings, attentions = masks(keys)
         options = {"key_padding_mask": paddings[padding], "attn_mask": attentions[mask]}
         if None not in options.values() and len({m.is_floating_point() for m in options.values()}) > 1:
-            continue  # torch warns: masks of two kinds
+            continue  # torch warns about masks of different dtypes
         for need_weights, average, causal in itertools.product((True, False), repeat=3):
             if causal and not mask.startswith("causal"):
                 continue
@@ -121,7 +121,7 @@ def test_outputs_and_gradients_equal_the_original_for_all_masks(padding, mask, b
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_dropout_draws_what_the_original_draws(need_weights):
+def test_dropout_results_equal_the_original_with_the_same_seed(need_weights):
     module = attention(dropout=0.5)
     assert_replacement_equals_original(module, inputs_for(module, "all"), need_weights=need_weights)
     inputs = inputs_for(module, "all")
@@ -132,7 +132,7 @@ def test_dropout_draws_what_the_original_draws(need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_single_precision_agrees_to_its_rounding(need_weights):
+def test_float32_results_equal_the_original_up_to_rounding(need_weights):
     module = attention(dtype=torch.float32, add_bias_kv=True)
     inputs = inputs_for(module, "key-value")
     # Gradients are sums of some 30 terms.
@@ -151,7 +151,7 @@ def test_in_evaluation_mode_outputs_equal_the_original(batch_first, need_weights
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_a_batch_of_no_rows_has_zero_gradients(need_weights):
+def test_an_empty_batch_has_zero_gradients(need_weights):
     module = to_replacement(attention(add_bias_kv=True, add_zero_attn=True))
     x = torch.randn(0, KEYS, SIZE, dtype=torch.float64)
     options = {"key_padding_mask": torch.zeros(0, KEYS, dtype=torch.bool), "need_weights": need_weights}
@@ -164,7 +164,7 @@ def test_a_batch_of_no_rows_has_zero_gradients(need_weights):
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-def test_function_transforms_give_the_gradient_of_each_row(need_weights):
+def test_torch_func_gives_per_sample_gradients(need_weights):
     module = attention(add_bias_kv=True)
     inputs = torch.randn(ROWS, KEYS, SIZE, dtype=torch.float64)
 
@@ -184,7 +184,7 @@ def test_function_transforms_give_the_gradient_of_each_row(need_weights):
 
 @pytest.mark.parametrize("layer", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_torchs_transformer_layers_work_with_the_replacement(layer, batch_first):
+def test_transformer_layers_of_torch_work_with_the_replacement(layer, batch_first):
     torch.manual_seed(0)
     module = layer(SIZE, HEADS, 16, dropout=0.0, batch_first=batch_first, dtype=torch.float64)
     x = torch.randn(ROWS, ROWS, SIZE, dtype=torch.float64)

@@ -13,7 +13,7 @@ from dpengine.layers.linear_node import linear_node
 )
 @pytest.mark.parametrize("shape", [(4, 3), (4, 5, 3), (2, 3, 4, 3), (0, 5, 3)], ids=str)
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
+def test_gradients_equal_those_of_f_linear(with_bias, shape, needed):
     torch.manual_seed(0)
     operands = [torch.randn(shape, dtype=torch.float64), *(torch.randn(s, dtype=torch.float64) for s in [(2, 3), (2,)])]
     operands = operands if with_bias else operands[:2]
@@ -27,7 +27,7 @@ def test_gradients_are_those_of_a_linear(with_bias, shape, needed):
     torch.testing.assert_close(*pairs, atol=1e-12, rtol=1e-12)
 
 
-def test_the_zeros_share_the_memory_of_one_element():
+def test_the_zero_output_is_expanded_from_one_element():
     output = linear_node(torch.randn(100, 50, 3), torch.randn(70, 3, requires_grad=True))
     assert output.shape == (100, 50, 70)
     assert output.untyped_storage().nbytes() == 4
@@ -40,7 +40,7 @@ def test_it_is_not_a_view():
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_torch_function_of_any_operand_is_called(position):
+def test_torch_function_of_each_operand_is_called(position):
     class Mine(Tensor):
         @classmethod
         def __torch_function__(cls, func, types, args=(), kwargs=None):

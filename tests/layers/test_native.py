@@ -1,4 +1,4 @@
-"""Compiled steps against their plain twins in ``cells``, over whole sequences."""
+"""Compares native steps with the PyTorch steps in ``cells``, over full sequences."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ SETTINGS = {
     "lstm-projected": (nn.LSTM, {"proj_size": 6, "bidirectional": True}),
     "gru": (nn.GRU, {}),
     "gru-no-bias": (nn.GRU, {"bias": False}),
-    "gru-both-ways": (nn.GRU, {"bidirectional": True, "num_layers": 2}),
+    "gru-bidirectional": (nn.GRU, {"bidirectional": True, "num_layers": 2}),
 }
 LENGTHS = {"one-length": None, "sorted": [7, 5, 5, 1], "unsorted": [3, 7, 1, 6], "one-row": None, "one-ragged": [7]}
 
 
 def outcome(name, order, dtype=torch.float32):
-    rows = 1 if order.startswith("one-r") else ROWS  # any slice of one row counts as contiguous
+    rows = 1 if order.startswith("one-r") else ROWS  # any slice of a batch of one sample is contiguous
     torch.manual_seed(0)
     layer, settings = SETTINGS[name]
     module = to_replacement(layer(FEATURES, HIDDEN, batch_first=True, **settings)).to(dtype)
@@ -43,17 +43,17 @@ def outcome(name, order, dtype=torch.float32):
 @pytest.mark.skipif(native_library() is None, reason="native code is not built here")
 @pytest.mark.parametrize("order", LENGTHS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_compiled_steps_equal_the_plain_ones(name, order, monkeypatch):
-    taken = []
+def test_native_steps_equal_the_pytorch_steps(name, order, monkeypatch):
+    used = []
 
-    def noted(*tensors):
-        taken.append(native_for(*tensors))
-        return taken[-1]
+    def recorded(*tensors):
+        used.append(native_for(*tensors))
+        return used[-1]
 
-    monkeypatch.setattr(cells, "native_for", noted)
+    monkeypatch.setattr(cells, "native_for", recorded)
     compiled = outcome(name, order)
-    assert taken
-    assert None not in taken
+    assert used
+    assert None not in used
     monkeypatch.setattr(cells, "native_for", lambda *tensors: None)
     plain, exact = outcome(name, order), outcome(name, order, torch.float64)
     for got, other, wanted in zip(compiled, plain, exact, strict=True):
@@ -63,7 +63,7 @@ def test_compiled_steps_equal_the_plain_ones(name, order, monkeypatch):
 
 
 class Special(torch.Tensor):
-    """Tensor whose values may not be at its address."""
+    """Tensor subclass whose memory need not contain its values."""
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ class Special(torch.Tensor):
     ],
     ids=["float64", "bfloat16", "transposed", "device", "subclass"],
 )
-def test_tensors_that_compiled_code_cannot_read_use_another_path(tensor):
+def test_tensors_that_native_code_cannot_read_fall_back_to_pytorch(tensor):
     assert native_for(torch.zeros(2, 3), None) is native_library()
     assert native_for(torch.zeros(2, 3), tensor) is None
 

@@ -1,4 +1,4 @@
-"""Property of the replacement layers: the clipped sum of a batch is that of a loop over rows, with torch's layers."""
+"""Compares clipped sums of replacement layers with a loop over samples through the layers of torch."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ ROWS, STEPS, SIZE = 4, 5, 4
 
 
 class Sequence(nn.Module):
-    """A recurrent layer between two linear ones, over rows of given lengths, or of one length."""
+    """Recurrent layer between two linear layers, for samples of different or equal lengths."""
 
     def __init__(self, layer, *, both=False):
         super().__init__()
@@ -30,7 +30,7 @@ class Sequence(nn.Module):
 
 
 class Steps(nn.Module):
-    """A single-step layer in a loop over time: its weights are used once a step."""
+    """Single-step layer in a loop over time, which uses its weights once per time step."""
 
     def __init__(self, cell):
         super().__init__()
@@ -44,7 +44,7 @@ class Steps(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention from x to itself, or to y."""
+    """Self-attention of ``x``, or cross-attention from ``x`` to ``y``."""
 
     def __init__(self, layer):
         super().__init__()
@@ -93,7 +93,7 @@ def inputs_of(kind):
     }[kind]
 
 
-# The functional mode cuts a layer's inputs into rows along axis 0, which these do not carry the batch on.
+# The functional mode splits inputs into samples along axis 0. The batch of these cases is on another axis.
 NOT_CUT = {"rnn", "gru-packed", "lstm-packed-both-projected", "lstm-packed-no-bias"}
 PAIRS = [(case, mode) for case in CASES for mode in MODES if not (mode == "functorch" and case in NOT_CUT)]
 
@@ -101,14 +101,14 @@ PAIRS = [(case, mode) for case in CASES for mode in MODES if not (mode == "funct
 @pytest.mark.one_in(6, "case", others="slow")
 @pytest.mark.one_in(3, "case")
 @pytest.mark.parametrize(("case", "mode"), PAIRS)
-def test_the_clipped_sum_is_that_of_a_loop_over_rows(case, mode):
+def test_the_clipped_sum_equals_that_of_a_loop_over_samples(case, mode):
     torch.manual_seed(0)
     make, kind = CASES[case]
     model, inputs = make().double(), inputs_of(kind)
-    for parameter in model.parameters():  # biases of attention begin at zero
+    for parameter in model.parameters():  # attention biases are initialized to zero
         nn.init.normal_(parameter, std=0.5)
     cotangent = torch.randn_like(model(*inputs))
-    scales = torch.tensor([3.0, 1.0, 0.3, 0.01], dtype=torch.float64)  # some rows are clipped, some are not
+    scales = torch.tensor([3.0, 1.0, 0.3, 0.01], dtype=torch.float64)  # only some samples are clipped
     cotangent *= scales.view(-1, *[1] * (cotangent.dim() - 1))
     found, seen = clip_by_engine(model, inputs, lambda output: (output * cotangent).sum(), mode=mode)
     truth, norms = clip_by_loop(model, inputs, lambda output, i: (output * cotangent[i]).sum(), ROWS)

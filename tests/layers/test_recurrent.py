@@ -1,4 +1,4 @@
-"""The oracle is torch's own layer, which the twin was a moment before."""
+"""Compares replacement layers with the torch layers that they were converted from."""
 
 import itertools
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ LENGTHS = {"sorted": [6, 4, 4, 2, 1], "unsorted": [4, 1, 6, 2, 4]}
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and how it is called."""
+    """Layer class, its settings and its initial states."""
 
     id: str
     layer: type[nn.Module]
@@ -72,7 +72,7 @@ def tensors_of(output) -> list[Tensor]:
 
 
 def results(module, inputs, states, pack=lambda x: x):
-    """Everything that can be compared: outputs, last states, and all gradients under a random cotangent."""
+    """Returns outputs, last states, and all gradients for random output gradients."""
     inputs = inputs.clone().requires_grad_()
     states = () if states is None else [s.clone().requires_grad_() for s in tensors_of(states)]
     hx = None if not states else tuple(states) if len(states) == 2 else states[0]
@@ -84,7 +84,7 @@ def results(module, inputs, states, pack=lambda x: x):
     return outputs, torch.autograd.grad(loss, [inputs, *states, *module.parameters()])
 
 
-def assert_equal_twin(module, *args, outputs_to=1e-12, gradients_to=1e-12, **kwargs):
+def assert_equal_replacement(module, *args, outputs_to=1e-12, gradients_to=1e-12, **kwargs):
     expected = results(module, *args, **kwargs)
     assert to_replacement(module) is module
     got = results(module, *args, **kwargs)
@@ -96,13 +96,13 @@ def assert_equal_twin(module, *args, outputs_to=1e-12, gradients_to=1e-12, **kwa
 @pytest.mark.one_in(3, "case")
 @each_case
 def test_outputs_and_gradients_equal_the_original(case):
-    assert_equal_twin(case.make(), inputs_for(case), case.states())
+    assert_equal_replacement(case.make(), inputs_for(case), case.states())
 
 
 @small_cases
-def test_single_precision_agrees_to_its_rounding(case):
+def test_float32_results_equal_the_original_up_to_rounding(case):
     args = (case.make(torch.float32), inputs_for(case, torch.float32), case.states(torch.float32))
-    assert_equal_twin(*args, outputs_to=1e-6, gradients_to=1e-5)  # gradients are sums of some 30 terms
+    assert_equal_replacement(*args, outputs_to=1e-6, gradients_to=1e-5)  # gradients are sums of some 30 terms
 
 
 @pytest.mark.one_in(4, "order", "case", others="slow")
@@ -115,11 +115,11 @@ def test_packed_sequences_equal_the_original(case, order):
     def pack(x):
         return pack_padded_sequence(x, LENGTHS[order], batch_first=first, enforce_sorted=order == "sorted")
 
-    assert_equal_twin(case.make(), inputs_for(case), case.states(), pack=pack)
+    assert_equal_replacement(case.make(), inputs_for(case), case.states(), pack=pack)
 
 
 @one_of_each
-def test_a_packed_result_keeps_the_order_of_its_rows(case):
+def test_packed_outputs_keep_the_order_of_the_samples(case):
     module, inputs = case.make(), inputs_for(case)
     packed = pack_padded_sequence(inputs, LENGTHS["unsorted"], batch_first=True, enforce_sorted=False)
     expected = module(packed)[0]
@@ -136,7 +136,7 @@ def test_without_gradients_outputs_equal_the_original(case, order, monkeypatch):
     module, inputs, states = case.make(), inputs_for(case), case.states()
     if order != "none":
         inputs = pack_padded_sequence(inputs, LENGTHS[order], batch_first=True, enforce_sorted=order == "sorted")
-    monkeypatch.setattr(F, "linear", None)  # torch's own kernel runs
+    monkeypatch.setattr(F, "linear", None)  # so the fused kernel of torch must run
     with torch.no_grad():
         expected = module(inputs, states)
         got = to_replacement(module)(inputs, states)
@@ -144,7 +144,7 @@ def test_without_gradients_outputs_equal_the_original(case, order, monkeypatch):
 
 
 @one_of_each
-def test_function_transforms_give_the_gradient_of_each_row(case):
+def test_torch_func_gives_per_sample_gradients(case):
     module, inputs = case.make(), inputs_for(case)
     rows = []
     for row in inputs:
@@ -161,7 +161,7 @@ def test_function_transforms_give_the_gradient_of_each_row(case):
         torch.testing.assert_close(got[name], torch.stack([row[index] for row in rows]), atol=1e-12, rtol=1e-12)
 
 
-def test_dropout_falls_between_layers_only(monkeypatch):
+def test_dropout_is_applied_only_between_layers(monkeypatch):
     def drop(x, p, training):
         assert training
         return x * torch.linspace(0, 2, x.shape[-1], dtype=x.dtype)
@@ -181,7 +181,7 @@ def test_dropout_falls_between_layers_only(monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_one_layer_with_dropout_is_not_random(training):
+def test_a_single_layer_does_not_apply_dropout(training):
     with pytest.warns(UserWarning, match="non-zero dropout"):
         module = nn.GRU(FEATURES, HIDDEN, dropout=0.9)
     inputs = torch.randn(STEPS, ROWS, FEATURES)
@@ -189,7 +189,7 @@ def test_one_layer_with_dropout_is_not_random(training):
     torch.testing.assert_close(to_replacement(module).train(training)(inputs)[0], expected)
 
 
-def test_dropout_of_everything_leaves_only_the_biases():
+def test_dropout_with_probability_one_leaves_only_the_biases():
     module = to_replacement(nn.GRU(FEATURES, HIDDEN, num_layers=2, dropout=1.0))
     first, second = (module(torch.randn(STEPS, ROWS, FEATURES))[0] for _ in range(2))
     torch.testing.assert_close(first, second)
@@ -198,7 +198,7 @@ def test_dropout_of_everything_leaves_only_the_biases():
 
 
 @one_of_each
-def test_a_batch_of_no_rows_has_zero_gradients(case):
+def test_an_empty_batch_has_zero_gradients(case):
     module = to_replacement(case.make())
     output, _ = module(torch.randn(0, STEPS, FEATURES, dtype=torch.float64))
     assert output.shape[:2] == (0, STEPS)
@@ -221,9 +221,9 @@ def test_input_without_a_batch_axis_is_rejected(case, grad):
         ((STEPS, ROWS, FEATURES + 1), None),
         ((STEPS, ROWS, FEATURES), (1, ROWS + 1, HIDDEN)),
     ],
-    ids=["no-time", "features", "rows-of-the-state"],
+    ids=["no-time", "features", "batch-size-of-the-state"],
 )
-def test_wrong_shapes_are_rejected_as_by_torch(shape, states):
+def test_wrong_shapes_raise_the_errors_of_torch(shape, states):
     module, inputs = nn.GRU(FEATURES, HIDDEN), torch.randn(shape)
     states = None if states is None else torch.randn(states)
     with pytest.raises(RuntimeError) as theirs:
@@ -234,7 +234,7 @@ def test_wrong_shapes_are_rejected_as_by_torch(shape, states):
 
 
 class Watched(Tensor):
-    """A parameter that may be used only as ``F.linear`` does, and counts how often it is."""
+    """Parameter that may be used only in ``F.linear``, and records each use."""
 
     uses: list
 
@@ -269,7 +269,7 @@ def test_each_weight_is_used_once_with_the_batch_on_axis_0(case):
         assert [shape[:2] for shape in parameter.uses] == [(ROWS, STEPS)]
 
 
-def test_a_weight_changed_before_backward_is_noticed():
+def test_a_weight_modified_in_place_before_backward_raises():
     module = to_replacement(nn.LSTM(FEATURES, HIDDEN))
     output, _ = module(torch.randn(STEPS, ROWS, FEATURES))
     with torch.no_grad():
@@ -278,7 +278,7 @@ def test_a_weight_changed_before_backward_is_noticed():
         output.sum().backward()
 
 
-def test_changing_the_output_in_place_does_not_reach_the_gradient():
+def test_gradients_are_right_if_the_output_is_modified_in_place():
     module = nn.GRU(FEATURES, HIDDEN, dtype=torch.float64)
     inputs = torch.randn(STEPS, ROWS, FEATURES, dtype=torch.float64)
     gradients = []
@@ -290,7 +290,7 @@ def test_changing_the_output_in_place_does_not_reach_the_gradient():
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-12, rtol=0)
 
 
-def test_only_a_part_of_the_results_may_be_used():
+def test_gradients_are_right_if_only_one_output_is_used():
     module = nn.LSTM(FEATURES, HIDDEN, dtype=torch.float64)
     inputs = torch.randn(STEPS, ROWS, FEATURES, dtype=torch.float64)
     expected = torch.autograd.grad(module(inputs)[1][1].sum(), list(module.parameters()))
@@ -306,7 +306,7 @@ def test_a_second_derivative_is_rejected():
 
 
 @pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM])
-def test_autocast_and_bfloat16_give_about_the_same(layer):
+def test_autocast_and_bfloat16_outputs_are_close_to_float32(layer):
     torch.manual_seed(0)
     module = to_replacement(layer(FEATURES, HIDDEN))
     inputs, state = torch.randn(STEPS, ROWS, FEATURES), torch.randn(1, ROWS, HIDDEN)

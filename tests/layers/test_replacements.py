@@ -1,4 +1,4 @@
-"""A twin is its original with another forward: nothing else may change, either way."""
+"""Checks that conversion changes only the class of a module, in both directions."""
 
 import copy
 import pickle
@@ -29,12 +29,12 @@ def output_of(module):
     return result if isinstance(result, torch.Tensor) else result[0]
 
 
-def test_every_replacement_is_tried():
+def test_every_replacement_is_tested():
     assert set(MAKE) == set(REPLACEMENTS)
 
 
 @each_layer
-def test_there_and_back_leaves_the_module_as_it_was(original):
+def test_converting_to_the_replacement_and_back_leaves_the_module_unchanged(original):
     module = MAKE[original]()
     before, parameters = dict(module.__dict__), list(module.parameters())
     assert to_replacement(module) is module
@@ -50,19 +50,19 @@ def test_there_and_back_leaves_the_module_as_it_was(original):
 
 
 @each_layer
-def test_state_dicts_load_strictly_both_ways(original):
-    module, twin = MAKE[original](), to_replacement(MAKE[original]())
-    assert list(module.state_dict()) == list(twin.state_dict())
-    twin.load_state_dict(module.state_dict(), strict=True)
-    torch.testing.assert_close(output_of(twin), output_of(module))
+def test_state_dicts_load_strictly_in_both_directions(original):
+    module, replacement = MAKE[original](), to_replacement(MAKE[original]())
+    assert list(module.state_dict()) == list(replacement.state_dict())
+    replacement.load_state_dict(module.state_dict(), strict=True)
+    torch.testing.assert_close(output_of(replacement), output_of(module))
     other = MAKE[original]()
-    other.load_state_dict(twin.state_dict(), strict=True)
+    other.load_state_dict(replacement.state_dict(), strict=True)
     torch.testing.assert_close(output_of(other), output_of(module))
 
 
 @each_layer
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_are_replacements_with_parameters_of_their_own(original, copied):
+def test_copies_are_replacements_with_separate_parameters(original, copied):
     module = to_replacement(MAKE[original]())
     other = copied(module)
     assert type(other) is REPLACEMENTS[original]
@@ -74,7 +74,7 @@ def test_copies_are_replacements_with_parameters_of_their_own(original, copied):
 
 
 @each_layer
-def test_moves_and_casts_reach_the_replacement(original):
+def test_double_and_float_cast_the_replacement(original):
     module = MAKE[original]()
     expected = output_of(module)
     to_replacement(module).double()
@@ -100,7 +100,7 @@ def test_modules_without_a_replacement_are_not_changed():
 
 
 @each_layer
-def test_a_replacement_is_made_like_its_original(original):
+def test_a_replacement_has_the_constructor_and_repr_of_its_original(original):
     plain = MAKE[original]()
     assert REPLACEMENTS[original].__init__ is original.__init__
     assert repr(to_replacement(MAKE[original]())) == repr(plain).replace(

@@ -1,4 +1,4 @@
-"""The oracle is torch's own layer, which the twin was a moment before."""
+"""Compares replacement layers with the torch layers that they were converted from."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_two_steps_equal_the_original(kind, bias, given, dtype, tolerance):
 
 
 @each_cell
-def test_a_batch_of_no_rows_works(kind):
+def test_an_empty_batch_gives_empty_outputs(kind):
     output = to_replacement(CELLS[kind]())(torch.randn(0, 3))
     assert (output[0] if kind == "lstm" else output).shape == (0, 4)
 

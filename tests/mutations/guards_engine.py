@@ -139,13 +139,13 @@ GUARDS = [
         "samples without a finite norm are dropped",
         "        mode.drop(dropped_B)\n    return dropped",
         "        pass\n    return dropped",
-        "grad_modes/test_strategies.py::test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
+        "grad_modes/test_strategies.py::test_a_nonfinite_sample_adds_nothing_and_does_not_change_the_others",
     ),
     Guard(
         "norms are checked to be finite",
         "0 if math.isfinite(total) else _drop_not_finite(mode, norms_BK)",
         "0",
-        "grad_modes/test_strategies.py::test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
+        "grad_modes/test_strategies.py::test_a_nonfinite_sample_adds_nothing_and_does_not_change_the_others",
     ),
     Guard(
         "a pass that fails while it is summed leaves nothing",
@@ -229,7 +229,7 @@ GUARDS = [
         "a layer with another number of samples",
         "samples is not None and seen != samples",
         "False",
-        "capture/test_capture.py::test_a_layer_that_does_not_see_the_samples_is_rejected_by_name",
+        "capture/test_capture.py::test_a_layer_without_the_batch_axis_is_rejected_by_name",
     ),
     Guard(
         "a gradient that the user wrote",

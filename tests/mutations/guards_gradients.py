@@ -273,7 +273,7 @@ GUARDS = [
         "norms that depend on the rounding_scale of a parameter are not computed together",
         "algorithm.method is Method.DISCARD and not self._in_bfloat16",
         "False",
-        "grad_modes/test_bfloat16.py::test_an_accelerator_forms_gradients_of_one_shape_together[discard: direct-False]",
+        "grad_modes/test_bfloat16.py::test_gradients_of_one_shape_are_computed_together[discard: direct-False]",
     ),
     Guard(
         "a mean over the tokens of the batch inside the model",
@@ -327,7 +327,7 @@ GUARDS = [
         "dropped samples are zeroed by selection, not by multiplication",
         "tensor.masked_fill(rows_B.to(tensor.device).view(-1, *[1] * (tensor.dim() - 1)), 0)",
         "tensor * ~rows_B.view(-1, *[1] * (tensor.dim() - 1))",
-        "grad_modes/test_strategies.py::test_a_poisoned_row_counts_nothing_and_leaves_the_others_as_they_are",
+        "grad_modes/test_strategies.py::test_a_nonfinite_sample_adds_nothing_and_does_not_change_the_others",
     ),
     Guard(
         "a second backward pass over one forward pass",
@@ -419,7 +419,7 @@ GUARDS = [
         "layers with other settings are not formed together",
         "            call += tuple([getattr(self.module, name) for name in self._settings])",
         "            pass",
-        "grad_modes/test_stacks.py::test_layers_with_other_settings_are_not_joined",
+        "grad_modes/test_stacks.py::test_layers_with_different_settings_are_not_merged",
     ),
     Guard(
         "a sample that is dropped has no gradient in the matrix",

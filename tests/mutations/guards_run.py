@@ -229,7 +229,7 @@ GUARDS = [
         "ranks with different fingerprints",
         "            RankFingerprint.check(memory[-RankFingerprint.WORDS :], replicas.size)",
         "            pass",
-        "noise/test_sharded_noise.py::test_a_rank_without_any_sum_sends_its_words",
+        "noise/test_sharded_noise.py::test_a_rank_without_sums_sends_its_fingerprint",
     ),
     Guard(
         "the loader stops before the target",
@@ -277,19 +277,19 @@ GUARDS = [
         "correlated noise that was used",
         "str, std: float, step: int, start: int) -> None:\n        if (step, start) < self._next_address:",
         "str, std: float, step: int, start: int) -> None:\n        if False:",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
+        "noise/test_correlated.py::test_calls_that_the_privacy_guarantee_does_not_cover_are_rejected",
     ),
     Guard(
         "correlated noise of another standard deviation",
         "self._std is not None and std != self._std",
         "False",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
+        "noise/test_correlated.py::test_calls_that_the_privacy_guarantee_does_not_cover_are_rejected",
     ),
     Guard(
         "more steps of correlated noise than planned",
         "size is not None and step - self._first_step >= size",
         "False",
-        "noise/test_correlated.py::test_what_the_guarantee_does_not_cover_is_rejected",
+        "noise/test_correlated.py::test_calls_that_the_privacy_guarantee_does_not_cover_are_rejected",
     ),
     Guard(
         "units of privacy in a mode that cannot combine rows",
@@ -315,7 +315,7 @@ GUARDS = [
         "counts of all ranks are added up",
         "            ranks.all_reduce(summed)()\n        return float(summed)",
         "            pass\n        return float(summed)",
-        "distributed/test_equal_runs.py::test_two_processes_give_the_weights_of_one",
+        "distributed/test_equal_runs.py::test_two_processes_give_the_weights_of_one_process",
     ),
     Guard(
         "parameters that were all replaced",

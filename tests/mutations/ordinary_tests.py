@@ -4,7 +4,7 @@ from __future__ import annotations
 
 TESTS = {
     "PB-1": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
-    "PB-2": "noise/test_gaussian.py::test_noise_has_the_asked_standard_deviation_and_leaves_the_mean",
+    "PB-2": "noise/test_gaussian.py::test_noise_has_the_requested_standard_deviation_and_zero_mean",
     "PB-3": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-4": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-5": "noise/test_sharded_noise.py::test_each_number_gets_its_noise_from_one_rank",
@@ -13,14 +13,14 @@ TESTS = {
     "PB-8": "engine/test_noise.py::test_every_parameter_gets_noise_of_its_own",
     "PB-9": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
     "PB-10": "engine/test_noise.py::test_noise_has_the_standard_deviation_that_is_charged",
-    "PB-11": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
-    "PB-12": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
+    "PB-11": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_samples",
+    "PB-12": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-13": (
         "clipping/test_groups_and_per_layer.py::test_one_clipping_norm_is_divided_and_a_list_belongs_to_the_layers"
     ),
-    "PB-14": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_rows",
+    "PB-14": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-15": "engine/test_engine.py::test_layers_have_thresholds_of_their_own",
-    "PB-16": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
+    "PB-16": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-17": "faults/test_data.py::test_no_sample_makes_a_weight_infinite_or_exceeds_the_clipping_norm",
     "PB-18": "faults/test_numerics.py::test_norms_neither_overflow_nor_underflow_in_half_precision",
     "PB-19": "faults/test_lifecycle.py::test_a_batch_that_ended_early_is_charged_and_leaves_nothing_behind",
@@ -42,7 +42,7 @@ TESTS = {
     "PB-35": "users/test_precision.py::test_no_sample_makes_the_scaler_skip_a_step[nan]",
     "PB-36": "faults/test_mixing_models.py::test_every_planted_operation_is_found[outer-loss-sorted_rows]",
     "PB-37": "faults/test_weights.py::test_a_weight_used_outside_its_layer_is_rejected_and_charged",
-    "PB-38": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_rows",
+    "PB-38": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-39": "engine/test_privacy_unit.py::test_a_user_is_clipped_as_one[linear-mean-{}]",
     "PB-40": "opacus_defects/test_bounds_in_force.py::test_noise_and_charge_follow_a_moving_clipping_norm",
     "PB-41": "checkpoint/test_save.py::test_the_key_is_only_in_the_private_folder",

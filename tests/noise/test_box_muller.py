@@ -1,4 +1,4 @@
-"""The normals of given keystream words, against the formula in Python numbers, and native code against plain code."""
+"""Compares normals of keystream words with the Box-Muller formula, and native code with NumPy code."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ def drawn_from_words(first, count, std=1.0, scale=1.0):
 
 
 def keystream(far, turn):
-    """The words of one group that read as these numbers: the inverse of the layout, word by word."""
+    """Returns the keystream words of one group that decode to the given numbers."""
     rows = [number >> shift & 0xFFFFFFFF for number in far for shift in (0, 32)] + list(turn)
     words = [0] * len(rows)
     for row in range(48):
@@ -55,7 +55,7 @@ def by_the_formula(far, turn):
 
 @pytest.mark.parametrize("extreme", [False, True])
 @pytest.mark.hazard("N8")
-def test_normals_are_those_of_the_formula(extreme):
+def test_normals_equal_the_box_muller_formula(extreme):
     """64-bit words reach 9.49; float32 uniforms stop at 5.77."""
     generator = np.random.default_rng(1)
     far = [int(word) for word in generator.integers(0, 2**64, PAIRS, dtype=np.uint64)]
@@ -75,7 +75,7 @@ def test_normals_are_those_of_the_formula(extreme):
 
 @given(st.tuples(st.integers(0, GROUPS * GROUP), st.integers(0, GROUPS * GROUP)).map(sorted))
 @settings(max_examples=60, deadline=None)
-def test_a_value_does_not_depend_on_what_is_drawn_with_it(ends):
+def test_a_slice_drawn_separately_equals_the_slice_of_one_draw(ends):
     low, high = ends
     assert np.array_equal(drawn_from_words(low, high - low), WHOLE[low:high])
 
@@ -84,7 +84,7 @@ def test_the_standard_deviation_and_the_scale_multiply():
     assert np.allclose(drawn_from_words(0, 999, std=2.5, scale=0.25), 0.625 * WHOLE[:999], rtol=1e-15)
 
 
-def test_float32_is_added_to_in_float64_and_rounded_once():
+def test_noise_is_added_to_float32_in_float64_and_rounded_once():
     to = np.linspace(-3, 3, 999, dtype=np.float32)
     expected = ((to.astype(np.float64) + normals(999, 1.5)) * 0.3).astype(np.float32)
     add_normals(functools.partial(fill_keystream, KEY, 0), 0, 1.5, 0.3, to)
@@ -103,7 +103,7 @@ def normals(count, std):
 @pytest.mark.parametrize(
     ("first", "count"), [(0, 512), (5, 70_000), (511, 2), (512, 1), (2**63 + 77, 5000), (2**64 - 1000, 1000)]
 )
-def test_native_code_gives_the_bits_of_plain_code(vectors, dtype, first, count):
+def test_native_code_gives_the_bits_of_numpy_code(vectors, dtype, first, count):
     library = native_library()
     library.allow_vectors(vectors)
     try:

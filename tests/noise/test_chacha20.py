@@ -1,4 +1,4 @@
-"""Both back ends against published vectors, against a slow cipher written from the RFC, and against each other."""
+"""Compares both back ends with published vectors, with a reference implementation of the RFC, and with each other."""
 
 import struct
 
@@ -45,7 +45,7 @@ VECTORS = [
 @pytest.mark.hazard("N10")
 def test_the_keystream_is_that_of_rfc_8439(fill, vector):
     _, key, nonce, counter, expected = vector
-    # The RFC has a 32-bit counter and three words of nonce; ours takes the first of the three into the counter.
+    # The RFC has a 32-bit counter and three words of nonce; ours uses the first of them as upper half of the counter.
     block, rest = counter | int.from_bytes(nonce[:4], "little") << 32, int.from_bytes(nonce[4:], "little")
     out = np.empty(8, np.uint64)
     fill(key, rest, block, out)
@@ -96,7 +96,7 @@ def test_a_long_stream_is_the_same_from_both_back_ends():
 
 
 @every_backend
-def test_a_stream_that_starts_later_is_the_rest_of_the_stream(fill):
+def test_a_stream_can_start_at_any_block(fill):
     whole, rest = np.empty(80_000, np.uint64), np.empty(80_000 - 8 * 321, np.uint64)
     fill(b"k" * 32, 0, 17, whole)
     fill(b"k" * 32, 0, 17 + 321, rest)
@@ -128,7 +128,7 @@ def test_a_library_that_fails_its_self_test_is_not_used(bad, undecided, monkeypa
 
 
 @pytest.mark.hazard("N10")
-def test_without_a_library_numpy_does_it(undecided, monkeypatch):
+def test_numpy_is_used_without_a_library(undecided, monkeypatch):
     monkeypatch.setattr(chacha20, "_libcrypto", lambda: None)
     assert chacha20.backend() is fill_with_numpy
     with pytest.raises(OSError, match="libcrypto"):

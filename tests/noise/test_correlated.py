@@ -1,4 +1,4 @@
-"""Noise over steps against ``S^-1 Z`` with both matrices built whole, resumed runs, and what is refused."""
+"""Compares correlated noise with the dense product ``S^-1 Z``; resumed runs, and errors."""
 
 import pickle
 
@@ -17,7 +17,7 @@ DECAYS, SCALES = [0.9, 0.3], [0.2, 0.1]
 
 
 def normalised(column, steps):
-    """The strategy with each column divided by its norm."""
+    """Returns the strategy with each column divided by its norm."""
     whole = matrix(np.asarray(column), steps)
     return whole / np.linalg.norm(whole, axis=0)
 
@@ -31,7 +31,7 @@ def buffered(steps):
 LOWER = np.tril(np.random.default_rng(0).normal(size=(STEPS, STEPS)))
 np.fill_diagonal(LOWER, 1.5)
 
-# name: (recurrence, strategy as a whole matrix)
+# name: (recurrence, strategy as a dense matrix)
 KINDS = {
     "one-band": (lambda: banded_toeplitz([2.0]), lambda n: 2 * np.eye(n)),
     "banded": (lambda: banded_toeplitz(BANDS), lambda n: matrix(np.array(BANDS), n)),
@@ -55,7 +55,7 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def run(mechanism, steps, *, size=SIZE, std=1.5, dtype=torch.float64, cuts=(0,)):
-    """The noise of some steps, ``(len(steps), size)``."""
+    """Returns the noise of the given steps, ``(len(steps), size)``."""
     found = []
     for step in steps:
         sums = torch.zeros(size, dtype=dtype)
@@ -77,14 +77,14 @@ def mechanism_of(kind, seed=0, **settings):
 
 @every_kind
 @pytest.mark.parametrize("cuts", [(0,), (0, 20, 33)])
-def test_the_stream_is_the_product_of_whole_matrices(kind, cuts):
+def test_the_noise_equals_the_dense_matrix_product(kind, cuts):
     found = run(mechanism_of(kind), range(STEPS), cuts=cuts)
     expected = 1.5 * np.linalg.solve(KINDS[kind][1](STEPS), fresh(STEPS))
     np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
 @every_kind
-def test_a_step_that_was_discarded_has_its_row_all_the_same(kind):
+def test_a_discarded_step_uses_up_its_row_of_noise(kind):
     found = run(mechanism_of(kind), [0, 2, 3, 7])
     expected = 1.5 * np.linalg.solve(KINDS[kind][1](STEPS), fresh(STEPS))
     np.testing.assert_allclose(found, expected[[0, 2, 3, 7]], atol=1e-9)
@@ -138,7 +138,7 @@ def test_a_multiple_of_a_strategy_is_the_strategy_where_columns_are_normalised(f
 
 @every_kind
 def test_the_covariance_over_steps_is_the_one_that_the_strategy_states(kind):
-    """100,000 draws: each entry within 4.5 of its standard deviations; 81 of them for each of 12 kinds."""
+    """100,000 draws: each of 81 entries for 12 kinds is within 4.5 standard deviations."""
     draws, std = 100_000, 2.0
     found = run(mechanism_of(kind, seed=5), range(STEPS), size=draws, std=std)
     inverse = np.linalg.inv(KINDS[kind][1](STEPS))
@@ -174,7 +174,7 @@ def test_float32_sums_stay_float32():
         ({"step": STEPS}, "planned for 9 steps"),
     ],
 )
-def test_what_the_guarantee_does_not_cover_is_rejected(then, says):
+def test_calls_that_the_privacy_guarantee_does_not_cover_are_rejected(then, says):
     mechanism = mechanism_of("column-normalised")
     run(mechanism, [0, 3])
     size, settings = then.pop("size", SIZE), {"std": 1.5, **then}
@@ -216,7 +216,7 @@ def test_the_state_of_another_mechanism_raises():
         (lambda: BandMF(num_bands=4).recurrence(3), "4 bands for 3 steps"),
     ],
 )
-def test_matrices_that_are_none_are_rejected(make, says):
+def test_invalid_strategy_matrices_are_rejected(make, says):
     with pytest.raises(ValueError, match=says):
         make()
 

@@ -12,15 +12,15 @@ from dpengine.noise import GaussianNoise, NoiseSource
 from dpengine.noise.discrete import add_discrete_normal_
 
 
-def test_noise_has_the_asked_standard_deviation_and_leaves_the_mean():
-    """A million draws: the ratio of variances has standard deviation 0.0014, the mean 0.001; 5 of each."""
+def test_noise_has_the_requested_standard_deviation_and_zero_mean():
+    """A million draws: the variance ratio has standard deviation 0.0014, the mean 0.001; tested at 5."""
     sums = torch.full((1_000_000,), 7.0)
     GaussianNoise(NoiseSource.seeded(1)).add(sums, std=2.5, step=0)
     noise = (sums.double() - 7.0) / 2.5
     assert abs(noise.var().item() - 1) < 5 * 0.0014 and abs(noise.mean().item()) < 5 * 0.001
 
 
-def test_every_step_gets_other_noise():
+def test_every_step_gets_different_noise():
     noise, source = [], NoiseSource.seeded(1)
     mechanism = GaussianNoise(source)
     for step in range(3):
@@ -29,7 +29,7 @@ def test_every_step_gets_other_noise():
     assert len(torch.unique(torch.cat(noise))) > 29_900  # float32: a few coincide by chance
 
 
-def test_slices_of_one_step_hold_the_noise_of_the_whole():
+def test_noise_of_slices_equals_slices_of_the_noise():
     whole, parts = torch.zeros(1000), [torch.zeros(300), torch.zeros(700)]
     GaussianNoise(NoiseSource.seeded(1)).add(whole, std=1.5, step=4)
     mechanism = GaussianNoise(NoiseSource.seeded(1))
@@ -48,7 +48,7 @@ def test_two_domains_of_one_source_are_two_mechanisms():
 @pytest.mark.parametrize(("step", "start"), [(5, 0), (5, 99), (4, 0), (4, 10_000), (0, 0)])
 @pytest.mark.hazard("N2", "N3")
 def test_an_address_that_was_used_is_rejected_and_the_sums_are_untouched(step, start):
-    """Two vectors of one step, or a step that lies behind."""
+    """A second vector at the same address, or an earlier step."""
     mechanism, sums = GaussianNoise(NoiseSource.seeded(1)), torch.zeros(100)
     mechanism.add(torch.zeros(100), std=1.0, step=5)
     with pytest.raises(PrivacyError, match="cancels"):
@@ -78,7 +78,7 @@ def test_a_standard_deviation_of_zero_adds_nothing():
     mechanism, sums = GaussianNoise(NoiseSource.seeded(1)), torch.linspace(-1, 1, 100)
     mechanism.add(sums, std=0.0, step=0)
     assert sums.equal(torch.linspace(-1, 1, 100))
-    mechanism.add(sums, std=1.0, step=0)  # and has used up no address
+    mechanism.add(sums, std=1.0, step=0)  # and no address is used up
 
 
 @pytest.mark.parametrize("std", [-1.0, math.nan, math.inf])
@@ -110,7 +110,7 @@ def drawn(size, sigma, step=0, seed=0, **settings):
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 2.7, 40.0])
 @pytest.mark.hazard("N9")
 def test_the_distribution_is_that_of_the_formula(sigma):
-    """200,000 draws: chi-square at 1e-4, places of less than 10 expected draws together."""
+    """200,000 draws: chi-square test at 1e-4, with values of less than 10 expected draws merged."""
     found = drawn(200_000, sigma, seed=1)
     reach = math.ceil(6 * sigma)
     places = np.arange(-reach, reach + 1)
@@ -126,7 +126,7 @@ def test_the_distribution_is_that_of_the_formula(sigma):
 
 
 def variance_of(sigma):
-    """Returns the variance of the law, below ``sigma ** 2``."""
+    """Returns the variance of the discrete Gaussian, which is below ``sigma ** 2``."""
     reach = np.arange(1, math.ceil(40 * sigma) + 2, dtype=np.float64)
     weights = np.exp(-np.square(reach) / (2 * sigma * sigma))
     return float(2 * (weights @ np.square(reach)) / (1 + 2 * weights.sum()))
@@ -134,7 +134,7 @@ def variance_of(sigma):
 
 @pytest.mark.parametrize("sigma", [0.3, 3.0, 1e6])
 def test_mean_and_variance(sigma):
-    """100,000 draws, within 5 of their standard deviations."""
+    """100,000 draws; both are within 5 standard deviations."""
     found = drawn(100_000, sigma, seed=2).astype(np.float64)
     variance = variance_of(sigma) if sigma < 1e4 else sigma**2
     assert abs(found.mean()) < 5 * math.sqrt(variance / 1e5)

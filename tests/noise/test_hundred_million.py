@@ -1,4 +1,4 @@
-"""A hundred million draws of each source: their law, and that steps, parameters and ranks share nothing.
+"""A hundred million draws of each source: distribution, and independence of steps, parameters and ranks.
 
 Each p-value below 1e-6 fails. The seeds are fixed, so a run that passes will pass again. The distance of
 Kolmogorov and Smirnov is taken at the ends of fixed cells, so that nothing is sorted: it can only be smaller than the
@@ -27,7 +27,7 @@ Draw = Callable[[int, int], Tensor]  # (number of the first draw, count) -> floa
 
 
 def chunks(total: int, size: int = CHUNK) -> Iterator[tuple[int, int]]:
-    """First number and count of each chunk."""
+    """Yields the start and size of each chunk."""
     for start in range(0, total, size):
         yield start, min(size, total - start)
 
@@ -52,30 +52,30 @@ def counts_of_words(words: Callable[[int, int], np.ndarray], total: int) -> np.n
 
 
 def distance_p(counts: np.ndarray, masses: np.ndarray) -> float:
-    """The p-value of Kolmogorov and Smirnov for counts in ordered cells of these masses."""
+    """Returns the p-value of the Kolmogorov-Smirnov test for counts in ordered cells of these masses."""
     total = counts.sum()
     distance = np.abs(np.cumsum(counts) / total - np.cumsum(masses)).max()
     return float(stats.kstwobign.sf(distance * total**0.5))
 
 
 def cells_p(counts: np.ndarray, masses: np.ndarray, cells: int | None = None) -> float:
-    """The p-value of chi-square, on both sides: counts that are too even are no chance either.
+    """Returns the two-sided p-value of the chi-square test, which also detects counts that are too even.
 
     Args:
         counts: In ordered cells.
         masses: Of the cells, adding up to 1.
-        cells: Into about how many of equal mass they are joined; at the least so that each expects 100.
+        cells: Approximate number of merged cells of equal mass. Each merged cell expects at least 100 draws.
     """
     total = counts.sum()
     least = max(100.0, 0 if cells is None else total / cells)
     whole = np.floor(np.cumsum(masses * total) / least)
-    # Where the rounded sum steps up, a joined cell ends.
+    # A merged cell ends where the rounded sum increases.
     group = np.concatenate([[0], np.cumsum(np.diff(whole) > 0)])
     group = np.minimum(group, max(0, group[-1] - 1))  # the last one may be short
     observed, expected = np.bincount(group, counts), np.bincount(group, masses * total)
     statistic = np.square(observed - expected) @ (1 / expected)
-    law = stats.chi2(len(expected) - 1)
-    return float(2 * min(law.sf(statistic), law.cdf(statistic)))
+    null = stats.chi2(len(expected) - 1)
+    return float(2 * min(null.sf(statistic), null.cdf(statistic)))
 
 
 def masses_of_normals() -> np.ndarray:
@@ -216,17 +216,17 @@ def test_steps_parameters_and_ranks_are_uncorrelated(kind):
     assert_by_chance(correlations(lambda step: source))
 
 
-# That these tests can fail
+# Faults that these tests must detect
 
 
 @pytest.mark.slow
-def test_a_source_that_is_a_thousandth_too_wide_is_found():
+def test_a_standard_deviation_that_is_too_large_by_a_thousandth_is_detected():
     found = p_values_of_normals(normals_of(NoiseSource.seeded(25), scale=1.001))
     assert found["chi-square, 100 cells"] < LEAST
 
 
 class Repeating:
-    """A source that forgets the step."""
+    """A source that ignores the step."""
 
     def __init__(self):
         self.source = NoiseSource.seeded(26)
@@ -236,14 +236,14 @@ class Repeating:
 
 
 class SamePlaces(Repeating):
-    """A source that begins anew on each rank."""
+    """A source that starts the same stream on each rank."""
 
     def normal_(self, out, *, domain, step, start):
         return self.source.normal_(out, domain=domain, step=step, start=0)
 
 
 class Flipping(Repeating):
-    """A source whose next step repeats the size of the noise and not its sign."""
+    """A source whose next step repeats the absolute values of the noise with other signs."""
 
     def normal_(self, out, *, domain, step, start):
         signs = self.source.words(out.numel(), domain="signs", step=step, block=start // 8) & np.uint64(1)
@@ -256,14 +256,14 @@ class Flipping(Repeating):
     [(Repeating(), "steps, values"), (SamePlaces(), "ranks, values"), (Flipping(), "steps, squares")],
     ids=["steps", "ranks", "sizes"],
 )
-def test_a_stream_that_comes_again_is_found(source, name):
+def test_a_repeated_stream_is_detected(source, name):
     found = correlations(lambda step: source, steps=3, places=2**14)
     assert found[name] < LEAST
     right = NoiseSource.seeded(26)
     assert min(correlations(lambda step: right, steps=3, places=2**14).values()) > LEAST
 
 
-def test_normals_of_another_distribution_are_found():
+def test_normals_of_another_distribution_are_detected():
     """Finds normals of the same mean and variance in steps of 1/64: the cells between are empty."""
     source = NoiseSource.seeded(27)
     rounded = lambda start, count: (normals_of(source)(start, count) * 64).round() / 64  # noqa: E731
@@ -271,7 +271,7 @@ def test_normals_of_another_distribution_are_found():
     assert_by_chance(p_values_of_normals(normals_of(source), 10**6))
 
 
-def test_a_draw_beyond_the_cells_is_noticed():
+def test_a_draw_outside_the_histogram_is_detected():
     assert counts_of_normals(lambda start, count: torch.full((count,), 11.0), 10).sum() == 0
     assert (
         p_values_of_normals(lambda start, count: torch.full((count,), 11.0).index_fill(0, torch.tensor([0]), 1.0), 10)[
@@ -281,7 +281,7 @@ def test_a_draw_beyond_the_cells_is_noticed():
     )
 
 
-def test_words_with_one_bit_that_leans_are_found():
+def test_words_with_one_biased_bit_are_detected():
     source = NoiseSource.seeded(28)
 
     def leaning(start, count):
@@ -293,4 +293,4 @@ def test_words_with_one_bit_that_leans_are_found():
     assert found["chi-square of the bits of part 2"] < LEAST and found["chi-square of byte 4"] < LEAST
     assert found["chi-square of part 0"] > LEAST
     assert_by_chance(p_values_of_words(words_of(source), 10**6))
-    assert CHUNK % 8 == 0  # else words of two chunks would be of one block
+    assert CHUNK % 8 == 0  # otherwise two chunks would share a block

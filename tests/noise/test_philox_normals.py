@@ -30,7 +30,7 @@ SIZE = 5 * GROUP + 77
         (DIGITS_OF_PI[:4], DIGITS_OF_PI[4:], (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
     ],
 )
-def test_the_words_are_those_that_the_authors_of_philox_published(counter, key, words):
+def test_words_equal_the_published_philox_test_vectors(counter, key, words):
     assert tuple(int(word) for word in philox(tuple(torch.tensor([word]) for word in counter), key)) == words
 
 
@@ -47,14 +47,14 @@ def expected_normals(first, size, std=1.0):
 
 
 @pytest.mark.parametrize("first", [0, 2**40 + 100, 2**41 - 300])
-def test_normals_are_those_of_the_transform_of_the_cpu(first):
+def test_normals_equal_those_of_the_cpu_up_to_rounding(first):
     got = torch.zeros(SIZE, dtype=torch.float64)
     add_with_torch(got, 1.0, 1.0, KEY, first)
-    # Not bit by bit: the square root of torch on a CPU is off by a last place.
+    # Not bit by bit: the CPU square root of torch has an error of one unit in the last place.
     np.testing.assert_allclose(got.numpy(), expected_normals(first, SIZE), rtol=1e-15)
 
 
-def test_a_slice_of_the_noise_is_that_slice_of_the_whole(monkeypatch):
+def test_a_slice_drawn_separately_equals_the_slice_of_one_draw(monkeypatch):
     monkeypatch.setattr(philox_normals, "_GROUPS_AT_ONCE", 2)
     whole = torch.linspace(-1, 1, SIZE)
     part = whole[700:2000].clone()
@@ -84,7 +84,7 @@ def test_normals_are_normal_and_independent_of_their_neighbors():
             assert abs(np.mean(left * right)) < 5 * math.sqrt(np.mean((left * right) ** 2) / len(left))
 
 
-def test_a_source_gives_each_step_and_purpose_its_own_key(monkeypatch):
+def test_noise_of_steps_domains_and_seeds_is_uncorrelated(monkeypatch):
     monkeypatch.setattr("dpengine.noise.source._GENERATOR_DEVICES", ("cpu",))
     source = NoiseSource.seeded(1)
     whole = source.normal_(torch.empty(50_000), domain="noise", step=3)
@@ -117,11 +117,11 @@ def test_a_kernel_with_other_numbers_is_not_used(monkeypatch, fault):
 
 
 @pytest.mark.gpu
-def test_a_card_uses_the_kernel_whose_bits_are_those_of_torch_there():
+def test_a_gpu_uses_the_kernel_that_reproduces_the_bits_of_torch():
     assert philox_normals._fastest_on(torch.device("cuda")) is not add_with_torch
 
 
-# The Triton kernel. Triton decides when it is imported whether it interprets, so that takes a process of its own.
+# The Triton kernel. Triton selects its interpreter at import, so these tests need a separate process.
 
 INTERPRETED = """
 import sys, torch
@@ -148,7 +148,7 @@ def test_the_kernel_gives_the_bits_of_the_transform_of_the_cpu(tmp_path, first):
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 89, 90, 100, 120])
 def test_the_compiled_kernel_rounds_each_operation_and_passes_once_over_memory(capability):
-    """On every card the same: no fused product and sum, no approximate quotient or root."""
+    """Results are equal on all GPUs: no fused multiply-add, no approximate division or square root."""
     pytest.importorskip("triton", reason="Triton is not installed")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile

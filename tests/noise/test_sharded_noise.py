@@ -1,4 +1,4 @@
-"""Noise of several ranks: each number once, and every message leaves when its noise is in it."""
+"""Noise of several ranks: each element gets noise once, and each message is sent after its noise is added."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ SHAPES = [(30, 7), (11,), (5, 4, 3), (1,), (200,), (13, 13)]
 
 @dataclass
 class Ranks:
-    """One of several that notes what it would add up, and adds nothing."""
+    """One of several ranks. Records the messages that it would sum, and sums nothing."""
 
     rank: int
     size: int
@@ -48,7 +48,7 @@ def noised(ranks, held=None, dtypes=(torch.float32,)):
         flat.zero_()
     try:
         add_noise(taken, noise, std=2.0, step=3, scale=0.5, replicas=ranks, fingerprint=("fingerprint",))
-    except MechanismMismatchError:  # nobody added the words of the others
+    except MechanismMismatchError:  # the fingerprints of the other ranks were not added
         assert ranks.size > 1
     return [flat.clone() for flat in taken.flats.values()], positions
 
@@ -70,7 +70,7 @@ def test_each_number_gets_its_noise_from_one_rank(small_messages, size, dtypes):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_message_leaves_when_it_is_complete_and_all_of_them_are_all_there_is(small_messages, rank):
+def test_messages_are_sent_once_complete_and_cover_all_sums(small_messages, rank):
     ranks = Ranks(rank, 2)
     flats, _ = noised(ranks)
     assert len(ranks.sent) > 2
@@ -79,7 +79,7 @@ def test_a_message_leaves_when_it_is_complete_and_all_of_them_are_all_there_is(s
     assert torch.equal(together[: len(flats[0])], flats[0]) and len(together) > len(flats[0])
 
 
-def test_columns_of_a_parameter_have_the_noise_of_their_places():
+def test_columns_of_a_parameter_get_the_noise_of_their_positions():
     def columns(number):
         def held(parameter):
             whole = Box.full(parameter.shape)
@@ -102,10 +102,10 @@ def test_columns_of_a_parameter_have_the_noise_of_their_places():
 
 
 @pytest.mark.parametrize("replica", [0, 1])
-def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_same_replica(replica):
-    """Else the sums of what each holds as a whole would be added up in another order, and rounded otherwise."""
+def test_the_noise_of_unsplit_parameters_comes_from_the_same_replica_on_all_ranks(replica):
+    """Otherwise the sums of unsplit parameters would be added in another order, and rounded differently."""
 
-    def places_of_whole(split):
+    def unsplit_positions(split):
         def held(parameter):
             whole = Box.full(parameter.shape)
             part = whole.part(0, split, 2) if parameter.dim() > 1 else whole
@@ -122,14 +122,14 @@ def test_ranks_that_split_layers_unevenly_get_the_noise_of_whole_ones_from_the_s
             {n for n in mine if sum(sizes[:i]) <= n < sum(sizes[: i + 1])} for i, s in enumerate(SHAPES) if len(s) == 1
         ]
 
-    first, second = places_of_whole(0), places_of_whole(1)
+    first, second = unsplit_positions(0), unsplit_positions(1)
     assert first == second and any(first)
 
 
-def test_a_rank_without_any_sum_sends_its_words():
+def test_a_rank_without_sums_sends_its_fingerprint():
     ranks, nothing = Ranks(0, 2), LocalShard((3,), Box.full((3,)), Box((3,), (0,)))
     topology = Topology(replicas=ranks, layout=ParameterLayout(local_shard=lambda parameter: nothing))
     taken, noise = FlatBuffer([nn.Parameter(torch.zeros(3))], topology).drain(), GaussianNoise(NoiseSource.seeded(4))
-    with pytest.raises(MechanismMismatchError):  # nobody added the words of the others
+    with pytest.raises(MechanismMismatchError):  # the fingerprints of the other ranks were not added
         add_noise(taken, noise, std=1.0, step=0, scale=1.0, replicas=ranks, fingerprint=())
     assert [len(now) for now, _ in ranks.sent] == [16]

@@ -1,4 +1,4 @@
-"""Addresses, secrets and processes. The law of what is drawn is tested in test_source_law.py."""
+"""Addresses, secrets and processes. test_source_law.py tests the distribution of the draws."""
 
 import copy
 import itertools
@@ -19,7 +19,7 @@ from dpengine.noise.keyed_streams import STREAM_KINDS
 
 NARROW_DTYPES = [torch.bfloat16, torch.float16, torch.int64, torch.complex64]
 NOT_FLAT = [torch.zeros(2, 2), torch.zeros(()), torch.zeros(6)[::2]]
-SIZE = 200_000  # many groups, the last one not whole, for several threads
+SIZE = 200_000  # many groups, the last one incomplete, for several threads
 every_kind = pytest.mark.parametrize("kind", STREAM_KINDS)
 
 
@@ -50,7 +50,7 @@ def test_one_address_gives_the_same_values_in_every_call_and_object(kind):
 @every_kind
 @pytest.mark.hazard("N2", "N3")
 def test_two_addresses_share_no_value(kind):
-    """64-bit values that coincide by chance: 10**-13."""
+    """64-bit values coincide by chance with probability 10**-13."""
     addresses = [
         (NoiseSource.seeded(seed, kind, nonce=incarnation), domain, step)
         for seed in (0, 1, -1, 2**32, 2**64)  # a generator that keeps 32 bits of its seed would repeat
@@ -64,8 +64,8 @@ def test_two_addresses_share_no_value(kind):
     assert len(torch.unique(drawn)) == len(drawn)
 
 
-def test_words_and_normals_of_one_address_have_nothing_in_common():
-    """Else whoever learns a batch that words have drawn would learn the noise."""
+def test_words_and_normals_of_one_address_come_from_different_streams():
+    """Otherwise an attacker who knows the sampled batch could infer the noise."""
     source = NoiseSource.seeded(1)
     words = source.words(2**17, domain="noise", step=3).view(np.int64).astype(np.float64)
     drawn = normals(source, 2**17).numpy()
@@ -91,7 +91,7 @@ def test_values_do_not_depend_on_the_number_of_threads(kind, threads):
 
 @given(cuts=st.lists(st.integers(0, SIZE), max_size=4))
 @settings(max_examples=10, deadline=None)
-def test_slices_drawn_separately_are_slices_of_the_whole(cuts):
+def test_slices_drawn_separately_equal_slices_of_one_draw(cuts):
     source = NoiseSource.seeded(1)
     ends = [0, *sorted(cuts), SIZE]
     parts = [normals(source, high - low, start=low) for low, high in itertools.pairwise(ends)]
@@ -111,20 +111,20 @@ def test_elements_at_large_addresses_do_not_overflow():
     assert far.isfinite().all() and not torch.isin(far, near).any()
 
 
-def test_adding_adds_what_filling_fills():
+def test_add_normal_adds_the_values_of_normal():
     source, sums = NoiseSource.seeded(1), torch.linspace(-3, 3, 1000, dtype=torch.float64)
     expected = sums + 2.5 * normals(source)
     returned = source.add_normal_(sums, 2.5, domain="noise", step=3)
     assert returned is sums and torch.allclose(sums, expected, rtol=1e-14)
 
 
-def test_float32_sums_take_float64_noise_and_round_once():
+def test_float32_sums_are_rounded_once_after_float64_noise():
     source, sums = NoiseSource.seeded(1), torch.linspace(-3, 3, SIZE)
     expected = (sums.double() + 2.5 * normals(source, SIZE)).float()
     assert source.add_normal_(sums, 2.5, domain="noise", step=3).equal(expected)
 
 
-def test_a_tensor_is_overwritten_whatever_it_held():
+def test_normal_overwrites_nonfinite_contents():
     source, out = NoiseSource.seeded(1), torch.tensor([float("nan"), float("inf"), 5.0])
     assert source.normal_(out, domain="a", step=0).equal(source.normal_(torch.zeros(3), domain="a", step=0))
 
@@ -133,7 +133,7 @@ def test_noise_can_be_added_to_a_parameter_and_under_any_mode_of_torch():
     source, expected = NoiseSource.seeded(1), normals(NoiseSource.seeded(1), dtype=torch.float32)
     with torch.inference_mode():
         assert normals(source, dtype=torch.float32).equal(expected)
-    assert normals(source, dtype=torch.float32).equal(expected)  # buffers made in that mode would refuse
+    assert normals(source, dtype=torch.float32).equal(expected)  # buffers created in inference mode would raise
     parameter = torch.nn.Parameter(torch.zeros(1000))
     source.add_normal_(parameter, 1.0, domain="noise", step=3)
     assert parameter.detach().equal(expected)
@@ -190,14 +190,14 @@ def test_a_fresh_key_is_256_bits_from_the_operating_system(monkeypatch):
     assert not normals(NoiseSource.fresh()).equal(normals(NoiseSource.fresh()))
 
 
-def test_a_seed_is_stamped_insecure_and_a_fresh_key_is_not():
+def test_a_seeded_source_is_marked_insecure_and_a_fresh_one_is_not():
     seeded, fresh = NoiseSource.seeded(3), NoiseSource.fresh()
     assert seeded.insecure_seed and seeded.describe()["insecure_seed"] and "INSECURE_SEED" in repr(seeded)
     assert not fresh.insecure_seed and not fresh.describe()["insecure_seed"] and "INSECURE" not in repr(fresh)
 
 
 @every_kind
-def test_the_description_says_what_is_cryptographic(kind):
+def test_the_description_states_which_generators_are_cryptographic(kind):
     described = NoiseSource.fresh(kind).describe()
     assert described == {
         "kind": kind,
@@ -209,7 +209,7 @@ def test_the_description_says_what_is_cryptographic(kind):
 
 
 @pytest.mark.hazard("P6")
-def test_the_key_is_nowhere_in_what_is_printed():
+def test_repr_str_and_description_do_not_contain_the_key():
     source = NoiseSource(bytes(range(32)))
     shown = f"{source!r} {source!s} {source.describe()}"
     assert bytes(range(32)).hex() not in shown and "0, 1, 2, 3" not in shown and "\\x00\\x01" not in shown
@@ -247,7 +247,7 @@ def test_a_closed_source_has_no_key_and_draws_nothing():
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("use", [normals, NoiseSource.secret_state, lambda s: s.words(1, domain="a", step=0)])
 @pytest.mark.hazard("N4")
-def test_a_fork_cannot_draw(use):
+def test_a_forked_process_cannot_draw(use):
     source, (reader, writer) = NoiseSource.fresh(), os.pipe()
     child = os.fork()
     if child == 0:
@@ -262,7 +262,7 @@ def test_a_fork_cannot_draw(use):
     os.waitpid(child, 0)
     assert b"main process" in os.read(reader, 1000)
     os.close(reader)
-    use(source)  # the parent goes on
+    use(source)  # the parent can still draw
 
 
 def test_an_error_in_a_thread_reaches_the_caller(threads):
@@ -315,7 +315,7 @@ def test_a_number_outside_64_bits_is_rejected_and_nothing_is_changed(name, bad):
 
 
 @pytest.mark.hazard("U4")
-def test_an_address_that_would_pass_the_end_is_rejected():
+def test_an_address_past_the_end_of_the_stream_is_rejected():
     source = NoiseSource.seeded(1)
     assert source.words(8, domain="a", step=0, block=2**64 - 1).shape == (8,)
     with pytest.raises(ValueError, match="exceed the last block"):
@@ -325,14 +325,14 @@ def test_an_address_that_would_pass_the_end_is_rejected():
 
 
 @pytest.mark.parametrize("bad", [1.0, True, None, "1"])
-def test_a_step_or_seed_that_is_no_integer_raises(bad):
+def test_a_noninteger_step_or_seed_raises(bad):
     with pytest.raises(TypeError):
         NoiseSource.seeded(1).words(1, domain="a", step=bad)
     with pytest.raises(TypeError, match="seed must be an int"):
         NoiseSource.seeded(bad)
 
 
-def test_a_step_may_be_an_integer_of_numpy():
+def test_a_step_may_be_a_numpy_integer():
     source = NoiseSource.seeded(1)
     assert np.array_equal(source.words(9, domain="a", step=np.int64(5)), source.words(9, domain="a", step=5))
 
@@ -364,7 +364,7 @@ def test_cuda_noise_is_normal_addressed_and_repeatable(dtype):
 
 
 def test_a_secure_source_draws_for_an_accelerator_what_it_draws_for_the_cpu(monkeypatch):
-    """With the CPU in the place of an accelerator."""
+    """The CPU simulates an accelerator."""
     expected = NoiseSource(bytes(32)).normal_(torch.empty(5000), domain="noise", step=3)
     monkeypatch.setattr(noise_source, "_GENERATOR_DEVICES", ("cpu",))
     secure, ordinary = NoiseSource(bytes(32), kind="secure"), NoiseSource(bytes(32))

@@ -22,7 +22,7 @@ def normals(source, size=MILLION, *, domain="noise", step=0, dtype=torch.float64
 
 
 def correlation(one, other):
-    """In standard errors: the mean product of n independent pairs has standard deviation 1/sqrt(n)."""
+    """Returns the correlation in standard errors. The mean of n independent products has error 1/sqrt(n)."""
     return abs((one * other).mean().item()) * one.numel() ** 0.5
 
 
@@ -42,7 +42,7 @@ def test_moments_are_those_of_the_standard_normal(kind, dtype):
 @pytest.mark.one_in(2, "kind", others="slow")
 @every_kind
 def test_the_distribution_is_normal(kind):
-    """Kolmogorov and Smirnov, a million draws, p > 1e-6; both halves of the pairs apart."""
+    """Kolmogorov-Smirnov test, a million draws, p > 1e-6, separately for both halves of the pairs."""
     drawn = normals(NoiseSource.seeded(12, kind), 2048 * GROUP).numpy()
     halves = drawn.reshape(-1, 2, PAIRS)
     for part in (drawn, halves[:, 0].ravel(), halves[:, 1].ravel()):
@@ -52,8 +52,8 @@ def test_the_distribution_is_normal(kind):
 @pytest.mark.slow
 @every_kind
 @pytest.mark.hazard("N8")
-def test_the_tails_are_as_heavy_as_they_should_be(kind):
-    """Counts beyond each level are Poisson; 10 million draws hold 5.7 beyond 5 on average."""
+def test_tail_counts_match_the_standard_normal(kind):
+    """Counts beyond each level are Poisson. Of 10 million draws, 5.7 are expected beyond 5."""
     drawn = normals(NoiseSource.seeded(13, kind), 10 * MILLION, dtype=torch.float32).abs()
     for level in (2.0, 3.0, 4.0, 5.0):
         expected = 10 * MILLION * 2 * stats.norm.sf(level)
@@ -64,7 +64,7 @@ def test_the_tails_are_as_heavy_as_they_should_be(kind):
 @every_kind
 @pytest.mark.hazard("N2")
 def test_steps_are_uncorrelated(kind):
-    """Lag one and two."""
+    """Tests lags one and two."""
     source = NoiseSource.seeded(14, kind)
     steps = [normals(source, step=step) for step in range(3)]
     assert correlation(steps[0], steps[1]) < SIGMAS and correlation(steps[1], steps[2]) < SIGMAS
@@ -86,7 +86,7 @@ def test_domains_nonces_and_keys_are_uncorrelated(kind):
 
 @every_kind
 def test_elements_are_uncorrelated_with_their_neighbours_and_partners(kind):
-    """Lags that a layout in chunks, halves, blocks or lanes could betray, for values and for their squares."""
+    """Tests lags of chunks, halves, blocks and lanes, for values and for their squares."""
     drawn = normals(NoiseSource.seeded(17, kind), 2 * MILLION)
     squares = (drawn**2 - 1) / 2**0.5
     for lag in (1, 2, 4, 8, 16, 64, PAIRS - 1, PAIRS, PAIRS + 1, GROUP, 32 * GROUP, 2**16):
@@ -95,13 +95,13 @@ def test_elements_are_uncorrelated_with_their_neighbours_and_partners(kind):
 
 
 def test_the_sum_over_a_vector_has_the_variance_of_its_length():
-    """400 sums of 1000: a repeated or shared value would raise it. Standard deviation of the ratio 0.071."""
+    """400 sums of 1000: repeated values would increase the variance. The ratio has standard deviation 0.071."""
     source = NoiseSource.seeded(18)
     sums = np.array([normals(source, 1000, step=step).sum().item() for step in range(400)])
     assert abs(sums.var() / 1000 - 1) < SIGMAS * (2 / 400) ** 0.5
 
 
-# The first place, rows, their length, and places between two rows.
+# Start, number of rows, row length, and gap between rows.
 CUTS = [(0, 1, 1, 0), (3, 5, 7, 11), (1000, 400, 300, 2), (7, 300, 600, 5000), (511, 2, 9, 4096)]
 
 
@@ -109,7 +109,7 @@ CUTS = [(0, 1, 1, 0), (3, 5, 7, 11), (1000, 400, 300, 2), (7, 300, 600, 5000), (
 @pytest.mark.parametrize("kind", STREAM_KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("cut", CUTS)
-def test_rows_have_the_normals_of_their_places(kind, dtype, cut):
+def test_strided_rows_get_the_normals_of_their_positions(kind, dtype, cut):
     start, rows, length, gap = cut
     stride, source = length + gap, NoiseSource.seeded(3, kind)
     span = (rows - 1) * stride + length
@@ -138,7 +138,7 @@ def words(kind, count, *, key=KEY, block=0):
 
 
 @every_kind
-def test_a_stream_that_starts_later_is_the_rest_of_the_stream(kind):
+def test_a_stream_can_start_at_any_block(kind):
     assert np.array_equal(words(kind, 1003)[8 * 57 :], words(kind, 1003 - 8 * 57, block=57))
 
 
@@ -148,7 +148,7 @@ def test_blocks_near_the_end_of_the_address_space_differ_from_those_at_its_start
 
 
 @every_kind
-def test_every_bit_of_the_key_that_is_used_matters(kind):
+def test_every_used_bit_of_the_key_changes_the_stream(kind):
     used = 32 if kind == "chacha20" else 16  # Philox4x64 takes 128 bits
     seen = {words(kind, 1).item()}
     for bit in range(8 * used):
@@ -158,14 +158,14 @@ def test_every_bit_of_the_key_that_is_used_matters(kind):
 
 @every_kind
 def test_all_64_bits_are_fair_and_bytes_are_uniform(kind):
-    """2**18 words: a share has standard deviation 0.001, tested at 5; chi-square over 256 byte values at p > 1e-6."""
+    """2**18 words: the fraction of ones has standard deviation 0.001, tested at 5; chi-square of bytes, p > 1e-6."""
     drawn = words(kind, 2**18)
     shares = np.array([((drawn >> np.uint64(bit)) & np.uint64(1)).mean() for bit in range(64)])
     assert np.abs(shares - 0.5).max() < 5 * 0.5 / 2**9
     assert stats.chisquare(np.bincount(drawn.view(np.uint8), minlength=256)).pvalue > 1e-6
 
 
-def test_philox_is_numpys():
+def test_philox_words_equal_those_of_numpy():
     key = np.frombuffer(KEY, np.uint64, 2)
     assert np.array_equal(words("philox", 99), np.random.Philox(key=key).random_raw(99))
 

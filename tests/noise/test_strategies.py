@@ -1,4 +1,4 @@
-"""Strategies of correlated noise against whole matrices: Toeplitz algebra, sensitivity, and least error."""
+"""Compares strategies of correlated noise with dense matrices: Toeplitz algebra, sensitivity, and optimal error."""
 
 import itertools
 
@@ -14,11 +14,11 @@ IMPOSSIBLE_STEPS = [(-1, 1, None), (4, 0, None), (4, 1, 0)]
 
 
 def whole(column, size):
-    """Entry by entry, as its definition reads."""
+    """Returns the dense Toeplitz matrix with the given first column."""
     return np.array([[column[i - j] if 0 <= i - j < len(column) else 0.0 for j in range(size)] for i in range(size)])
 
 
-def test_matrix_inverse_product_and_solution_are_those_of_the_whole_matrices():
+def test_toeplitz_matrix_inverse_product_and_solve_equal_dense_algebra():
     c, d, size = np.array([2.0, 0.5, -0.25]), RNG.normal(size=7), 7
     dense = whole(c, size)
     np.testing.assert_array_equal(toeplitz.matrix(c, size), dense)
@@ -28,25 +28,25 @@ def test_matrix_inverse_product_and_solution_are_those_of_the_whole_matrices():
     np.testing.assert_allclose(toeplitz.product(d, c, size), toeplitz.product(c, d, size), atol=1e-12)
 
 
-def test_long_products_are_the_same():
+def test_long_products_equal_the_convolution():
     one, other = RNG.normal(size=300), RNG.normal(size=200)
     np.testing.assert_allclose(toeplitz.product(one, other, 300), np.convolve(one, other)[:300], atol=1e-10)
 
 
 @pytest.mark.parametrize("column", [np.ones(9), np.array([4.0, 1, 0, 2, 0, 0, 0, 0, 1])])
-def test_a_root_is_one(column):
+def test_the_square_of_the_root_is_the_matrix(column):
     root = whole(toeplitz.root(column), 9)
     np.testing.assert_allclose(root @ root, whole(column, 9), atol=1e-12)
 
 
-def test_the_root_of_running_totals_is_known():
+def test_the_root_of_prefix_sums_has_the_known_coefficients():
     np.testing.assert_allclose(toeplitz.root_of_prefix_sums(5), [1, 1 / 2, 3 / 8, 5 / 16, 35 / 128])
     np.testing.assert_allclose(toeplitz.root_of_prefix_sums(40), toeplitz.root(np.ones(40)), rtol=1e-12)
 
 
-def test_the_workload_of_momentum_is_what_the_optimizer_does():
+def test_the_momentum_workload_equals_simulated_sgd():
     mu, size = 0.9, 6
-    weights = np.zeros((size, size))  # of each gradient in the model after each step
+    weights = np.zeros((size, size))  # weight of each gradient in the model after each step
     for j in range(size):
         velocity = total = 0.0
         for t in range(size):
@@ -64,7 +64,7 @@ def test_column_norms_are_those_of_the_truncated_matrix(size):
 
 
 @pytest.mark.parametrize(("loss", "reduce"), [("mean", np.mean), ("max", np.max)])
-def test_the_loss_is_error_times_sensitivity_of_whole_matrices(loss, reduce):
+def test_the_banded_loss_is_squared_error_times_squared_sensitivity(loss, reduce):
     c, size = np.array([1.0, 0.4, 0.2]), 11
     noising = whole(toeplitz.prefix_sums(size), size) @ np.linalg.inv(whole(c, size))
     errors = np.square(noising).sum(axis=1)
@@ -73,7 +73,7 @@ def test_the_loss_is_error_times_sensitivity_of_whole_matrices(loss, reduce):
     assert toeplitz.banded_loss(3 * c, toeplitz.prefix_sums(size), loss) == pytest.approx(found, rel=1e-12)
 
 
-def test_independent_noise_has_the_losses_of_the_closed_form():
+def test_the_loss_of_independent_noise_has_its_closed_form():
     assert toeplitz.banded_loss([1.0], np.ones(30), "mean") == pytest.approx((30 + 1) / 2)
     assert toeplitz.banded_loss([1.0], np.ones(30), "max") == pytest.approx(30)
 
@@ -81,7 +81,7 @@ def test_independent_noise_has_the_losses_of_the_closed_form():
 DECAYS, HATS = (0.95, 0.6, 0.2), (0.8, 0.4, 0.1)
 
 
-def test_the_inverse_is_one():
+def test_blt_inverse_column_inverts_the_matrix():
     strategy = blt_from_decays(DECAYS, HATS)
     whole, inverse = (toeplitz.matrix(c, 12) for c in (strategy.column(12), strategy.inverse_column(12)))
     np.testing.assert_allclose(whole @ inverse, np.eye(12), atol=1e-12)
@@ -90,14 +90,14 @@ def test_the_inverse_is_one():
     np.testing.assert_allclose(np.sort(eigenvalues.real)[::-1], HATS, atol=1e-12)
 
 
-def test_the_column_is_sums_of_powers():
+def test_blt_column_is_a_sum_of_powers_of_the_decays():
     strategy = blt_from_decays(DECAYS, HATS)
     expected = [1.0] + [sum(w * d**k for w, d in zip(strategy.scales, DECAYS, strict=True)) for k in range(7)]
     np.testing.assert_allclose(strategy.column(8), expected, rtol=1e-12)
     assert BLTStrategy((), (), ()).column(3).tolist() == [1.0, 0.0, 0.0]
 
 
-def test_the_stream_is_that_of_the_inverse_column():
+def test_blt_noise_equals_the_product_with_the_inverse_column():
     strategy, steps = blt_from_decays(DECAYS, HATS), 10
     mechanism = CorrelatedNoise(NoiseSource.seeded(0), blt(strategy.decays, strategy.scales))
     source, found, fresh = NoiseSource.seeded(0), [], []
@@ -116,14 +116,14 @@ def largest_loss(strategy, size):
 
 @pytest.mark.parametrize("size", [10, 1000])
 def test_few_buffers_come_near_the_best_toeplitz_strategy(size):
-    """For the largest error of single participation that is the root of running totals."""
+    """For the maximum error with a single participation, the optimum is the root of prefix sums."""
     best = toeplitz.banded_loss(toeplitz.root_of_prefix_sums(size), np.ones(size), "max")
     found = optimize_blt(size)
     assert 1 <= len(found.decays) <= 6
     assert best * (1 - 1e-9) <= largest_loss(found, size) <= 1.03 * best
 
 
-def test_more_buffers_never_cost_error():
+def test_more_buffers_never_increase_the_error():
     losses = [largest_loss(optimize_blt(200, buffers=m), 200) for m in range(4)]
     assert losses[0] == pytest.approx(200) and losses == sorted(losses, reverse=True)
 
@@ -148,14 +148,16 @@ FALLING = {"one": [1.0], "three": [1.0, 0.6, 0.2], "long": [1.0, 0.9, 0.5, 0.5, 
 @pytest.mark.parametrize("separation", [1, 2, 3, 5])
 @pytest.mark.parametrize("participations", [1, 2, 4])
 @pytest.mark.parametrize("size", [1, 5, 9])
-def test_falling_coefficients_give_the_largest_sum_over_all_sets(column, separation, participations, size):
+def test_sensitivity_of_decreasing_coefficients_is_the_maximum_over_participation_sets(
+    column, separation, participations, size
+):
     expected = brute_force(toeplitz.matrix(column, size), separation, min(participations, -(-size // separation)))
     found = sensitivity.toeplitz_sq_sensitivity(column, size, separation, participations)
     assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_other_coefficients_give_a_bound(seed):
+def test_sensitivity_of_other_coefficients_is_an_upper_bound(seed):
     rng = np.random.default_rng(seed)
     column, size, separation = rng.normal(size=4), 8, int(rng.integers(1, 5))
     expected = brute_force(toeplitz.matrix(column, size), separation, 8)
@@ -176,7 +178,7 @@ def test_any_matrix_has_a_bound_that_is_exact_without_overlap(seed):
     strategy = np.tril(rng.normal(size=(7, 7)))
     times = sensitivity.max_participations(7, 2)
     assert sensitivity.sq_sensitivity(strategy, 2) >= brute_force(strategy, 2, times) * (1 - 1e-12)
-    banded = np.triu(strategy, -1)  # two diagonals: columns two apart do not meet
+    banded = np.triu(strategy, -1)  # two diagonals: columns at distance two do not overlap
     assert sensitivity.sq_sensitivity(banded, 2) == pytest.approx(brute_force(banded, 2, times), rel=1e-12)
 
 
@@ -228,7 +230,7 @@ def test_known_optima_are_reached(size, bands, loss):
 
 
 @pytest.mark.parametrize("loss", ["mean", "max"])
-def test_more_bands_never_cost_error_and_the_start_is_beaten(loss):
+def test_more_bands_never_increase_the_loss_and_the_optimum_beats_the_start(loss):
     losses = [toeplitz.banded_loss(optimize.optimize_banded(50, b, loss=loss), np.ones(50), loss) for b in range(1, 9)]
     assert all(after <= before * (1 + 1e-9) for before, after in itertools.pairwise(losses))
     start = toeplitz.banded_loss(toeplitz.root_of_prefix_sums(8), np.ones(50), loss)
