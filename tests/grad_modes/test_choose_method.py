@@ -99,12 +99,7 @@ def test_every_algorithm_gives_the_same_norms_and_sums(monkeypatch, algorithm, b
         (16, 256, 10**9, Method.GHOST),  # few positions, many features
         (400, 256, 10**9, Method.KEEP),  # many positions: the Gram costs more than the gradient
         (400, 256, 0, Method.DISCARD),  # the same, and no memory to keep it
-        (
-            80,
-            256,
-            10**9,
-            Method.KEEP,
-        ),  # the Gram costs fewer operations, but keeping the gradient saves the weighted product
+        (80, 256, 10**9, Method.KEEP),  # the Gram needs fewer operations, but KEEP saves the weighted product
         (80, 256, 0, Method.GHOST),
     ],
 )

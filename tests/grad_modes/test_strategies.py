@@ -216,7 +216,7 @@ def test_hooks_mode_exposes_the_gradient_of_each_samples_loss():
 
 
 class _Positions(nn.Module):
-    """Table with as many entries as samples, shared by all samples. It fails for other batch sizes."""
+    """Table with as many entries as samples, shared by all samples. It fails for smaller batches."""
 
     def __init__(self):
         super().__init__()

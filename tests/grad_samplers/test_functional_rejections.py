@@ -20,9 +20,7 @@ def ageing(self, x):
 FORWARDS = {
     "centred": lambda self, x: (x - x.mean(dim=0)) * self.w,
     "dropped": lambda self, x: F.dropout(x, 0.3) * self.w,
-    "rarely dropped": lambda self, x: (
-        F.dropout(x, 1e-12) * self.w
-    ),  # rejected at the first step, even without a dropped element
+    "rarely dropped": lambda self, x: F.dropout(x, 1e-12) * self.w,  # rejected even if no element is dropped
     "noisy function": lambda self, x: Doubled.apply(F.dropout(x, 0.3) * self.w),
     "ageing": ageing,
 }
