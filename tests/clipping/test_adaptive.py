@@ -69,7 +69,7 @@ def test_a_noise_multiplier_out_of_range_is_rejected(count, sigma, words):
         Adaptive(1.0, **({"count_noise_multiplier": count} if count else {})).gradient_noise_multiplier(sigma)
 
 
-def test_without_noise_the_gradient_gets_none():
+def test_without_noise_the_effective_gradient_noise_multiplier_is_zero():
     assert Adaptive(1.0).gradient_noise_multiplier(0.0) == 0.0
 
 
@@ -81,7 +81,7 @@ def test_without_noise_the_gradient_gets_none():
         ((0.5, math.nan, math.inf), 0.5),  # two are dropped
     ],
 )
-def test_each_sample_counts_one_half_up_or_down_and_a_dropped_one_nothing(norms, count):
+def test_each_sample_counts_plus_or_minus_one_half_and_a_dropped_one_zero(norms, count):
     policy = Adaptive(1.0)
     policy.observe(column(*norms))
     assert released_count(policy) == pytest.approx(count)
@@ -115,7 +115,7 @@ def test_physical_batches_add_up_to_their_logical_batch():
     assert whole.max_grad_norm == parts.max_grad_norm != 1.0
 
 
-def test_the_threshold_holds_still_within_a_step_and_a_discarded_batch_leaves_no_trace():
+def test_the_threshold_is_constant_within_a_step_and_ignores_discarded_batches():
     policy = Adaptive(1.0)
     policy.observe(torch.full((50, 1), 0.1))
     assert policy.bounds == (1.0,) and policy.factors(column(2.0)).item() == pytest.approx(0.5, rel=2**-19)
@@ -123,21 +123,21 @@ def test_the_threshold_holds_still_within_a_step_and_a_discarded_batch_leaves_no
     assert released_count(policy) == 0.0
 
 
-def test_a_finished_step_leaves_no_count_behind():
+def test_a_finished_step_resets_the_count():
     policy = Adaptive(1.0)
     policy.observe(torch.full((5, 1), 0.1))
     policy.finish_step(Stream(), 1, 10)
     assert released_count(policy) == pytest.approx(0.0, abs=1e-12)
 
 
-def test_noise_comes_from_the_given_stream_under_its_own_domain_and_step():
+def test_count_noise_uses_the_given_stream_with_its_own_domain_and_step():
     policy, stream = Adaptive(1.0, count_noise_multiplier=3.0), Stream(2.0)
     policy.finish_step(stream, 41, 10)
     assert stream.asked == [(1, "clip", 41)]
     assert math.log(policy.max_grad_norm) == pytest.approx(-RATE * 3.0 * 2.0 / 10)
 
 
-def test_the_count_has_the_noise_that_was_promised():
+def test_count_noise_has_the_stated_standard_deviation():
     """4000 draws: the variance ratio has standard deviation sqrt(2/4000) = 0.022, the mean 0.016; 5 of each."""
     policy, source = Adaptive(1.0, count_noise_multiplier=7.0, learning_rate=1e-3), NoiseSource.seeded(3)
     counts = []

@@ -105,7 +105,7 @@ def folded_again():
         *((folded_again, mode, "layer[^']*") for mode in ("hooks", "functorch", "ew")),
     ],
 )
-def test_layers_with_different_numbers_of_rows_raise_an_error_with_their_names(make, mode, name):
+def test_layers_with_different_batch_sizes_raise_an_error_with_their_names(make, mode, name):
     model, (inputs, targets) = make().double(), data(4)
     clipper = PerSampleGradientClipper(model, Flat(0.4), grad_sample_mode=mode)
     with pytest.raises(BatchMismatchError, match=rf"DPE018.*'{name}' saw [48] rows and layer '{name}"):
@@ -113,7 +113,7 @@ def test_layers_with_different_numbers_of_rows_raise_an_error_with_their_names(m
         clipper.clip_and_accumulate()
 
 
-def test_a_second_round_starts_from_nothing():
+def test_a_second_average_starts_from_zero():
     model, inputs, targets, clipper = begun()
     for _ in range(2):
         model.zero_grad()
@@ -131,7 +131,7 @@ def test_batch_first_false_takes_the_batch_from_the_second_axis():
     assert_average_of_loop(clipper, time_major, copy.deepcopy(rowwise), ids, targets, 0.2)
 
 
-def test_per_layer_gives_every_threshold():
+def test_per_layer_accepts_one_norm_or_a_list_of_norms():
     model = model_of()
     inputs, targets = data(4)
     clipper = PerSampleGradientClipper(model, PerLayer([0.1, 0.3]))
@@ -148,7 +148,7 @@ def test_an_empty_minibatch_counts_nothing():
     assert_average_of_loop(clipper, model, model, inputs, targets)
 
 
-def test_calls_out_of_order_say_what_is_missing():
+def test_calls_out_of_order_raise_an_error_that_names_the_missing_call():
     model, inputs, targets, clipper = begun()
     with pytest.raises(BatchStateError, match=r"DPE022.*Run forward in train mode and backward first"):
         clipper.clip_and_accumulate()
@@ -231,12 +231,12 @@ NO_MODULES = {
 
 @pytest.mark.parametrize("wrap", [lambda m: PerSampleGradientClipper(m, Flat(1.0)), GradSampleModule])
 @pytest.mark.parametrize("got", NO_MODULES)
-def test_arguments_that_are_no_modules_are_named(wrap, got):
+def test_arguments_that_are_not_modules_are_named_in_the_error(wrap, got):
     with pytest.raises(TypeError, match=rf"module is .*{got}; pass an instance of torch\.nn\.Module"):
         wrap(NO_MODULES[got])
 
 
-def test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself():
+def test_a_pass_that_fails_while_it_is_summed_is_discarded_completely():
     """A model that mixes rows is found out when its pass is in the sums already."""
     run = lambda m, x: m.layer(x).cumsum(dim=0) if m.mixes else m.layer(x)  # noqa: E731
     model = Parts(run, layer=nn.Linear(4, 3), mixes=False).double()

@@ -17,7 +17,7 @@ def test_factors_are_those_of_a_loop_over_samples(policy, factor):
     assert torch.allclose(policy.factors(norms), expected, rtol=2**-19)
 
 
-def test_a_threshold_may_be_any_real_number_and_reads_as_a_float():
+def test_a_threshold_may_be_any_real_number_and_is_stored_as_a_float():
     assert Flat(2).max_norm == 2.0 and isinstance(Flat(2).max_norm, float)
 
 

@@ -63,7 +63,7 @@ def test_a_layer_is_the_part_of_the_name_before_the_last_dot(names, groups):
 @pytest.mark.parametrize(
     ("norms", "expected"), [(3.0, [1.5] * 4), ([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])], ids=["one", "listed"]
 )
-def test_one_clipping_norm_is_divided_and_a_list_belongs_to_the_layers(norms, expected):
+def test_one_clipping_norm_is_split_over_layers_and_a_list_is_used_in_layer_order(norms, expected):
     huge = torch.full((1, len(expected)), 100.0, dtype=torch.float64)
     clipped = PerLayer(norms).factors(huge) * huge
     assert torch.allclose(clipped, torch.tensor([expected], dtype=torch.float64), rtol=2**-19)

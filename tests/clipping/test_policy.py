@@ -56,7 +56,7 @@ def adversarial_norms(dtype: torch.dtype, threshold: float) -> torch.Tensor:
 @every_dtype
 @given(threshold=THRESHOLDS)
 @settings(max_examples=15, deadline=None)
-def test_factor_times_norm_never_passes_the_threshold(case, dtype, threshold):
+def test_factor_times_norm_never_exceeds_the_threshold(case, dtype, threshold):
     make, bounds_of = CASES[case]
     bounds = bounds_of(threshold)
     norms = adversarial_norms(dtype, threshold)
@@ -72,7 +72,7 @@ def test_factor_times_norm_never_passes_the_threshold(case, dtype, threshold):
 @every_policy
 @given(entries=st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=6, max_size=24), threshold=THRESHOLDS)
 @settings(max_examples=60, deadline=None)
-def test_a_clipped_float32_gradient_has_at_most_the_promised_norm(case, entries, threshold):
+def test_a_clipped_float32_gradient_never_exceeds_the_clipping_norm(case, entries, threshold):
     make, bounds_of = CASES[case]
     groups = len(bounds_of(threshold))
     policy, gradient = make(threshold), torch.tensor(entries, dtype=torch.float32)
@@ -87,7 +87,7 @@ def test_a_clipped_float32_gradient_has_at_most_the_promised_norm(case, entries,
 @pytest.mark.one_in(2, "dtype", "case")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ["flat", "per-layer-shared-out", "automatic", "adaptive"])
-def test_a_million_rows_overshoot_by_nothing(case, dtype):
+def test_none_of_a_million_samples_exceeds_its_threshold(case, dtype):
     """A product of two float32 numbers is exact in long double; of two float64, rounded by 2**-64."""
     make, bounds_of = CASES[case]
     threshold = 1.3
@@ -131,7 +131,7 @@ def test_one_unusable_norm_drops_the_sample_from_every_group(case, dtype, bad):
 
 
 @every_policy
-def test_a_batch_without_rows_has_factors_without_rows(case):
+def test_an_empty_batch_has_empty_factors(case):
     make, bounds_of = CASES[case]
     groups = len(bounds_of(1.0))
     assert make(1.0).factors(torch.zeros(0, groups)).shape == (0, groups)
@@ -156,7 +156,7 @@ def test_an_unknown_relation_is_rejected_with_the_known_ones(case):
 
 
 @every_policy
-def test_groups_are_numbered_without_gaps_and_as_many_as_the_thresholds(case):
+def test_group_indices_are_contiguous_and_match_the_number_of_thresholds(case):
     make, bounds_of = CASES[case]
     policy = make(1.0)
     assert sorted(set(policy.group_of(NAMES))) == list(range(policy.num_groups(NAMES)))
@@ -194,7 +194,7 @@ def test_norms_for_another_number_of_groups_are_rejected(case):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "adaptive"])
-def test_a_policy_without_state_is_immutable_comparable_and_learns_nothing(case):
+def test_a_stateless_policy_is_immutable_and_comparable(case):
     make, bounds_of = CASES[case]
     policy = make(1.0)
     assert policy == make(1.0) == copy.deepcopy(policy) and hash(policy) == hash(make(1.0)) and policy != make(2.0)

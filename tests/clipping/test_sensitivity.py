@@ -53,7 +53,7 @@ def check_one(plan, policy_name, mode, left_out):
         assert relative_error(together, truth) < 1e-8
 
 
-def test_every_policy_is_drawn():
+def test_policies_lists_every_built_in_policy():
     drawn = {type(make(["a.weight", "b.weight"])) for make in POLICIES.values()}
     known = {policy for policy in AbstractClip.__subclasses__() if policy.__module__.startswith("dpengine.")}
     assert drawn == known - {CustomPolicy}  # which forwards to a policy from outside
@@ -77,12 +77,12 @@ def test_one_sample_moves_the_sum_of_any_model_by_at_most_the_sensitivity(plan, 
 @pytest.mark.slow
 @settings(max_examples=200, **QUIET)
 @given(**CHOICES)
-def test_the_same_for_more_models(plan, policy_name, mode, left_out):
+def test_one_sample_moves_the_sum_by_at_most_the_sensitivity_for_more_models(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)
 
 
 @pytest.mark.nightly
 @settings(max_examples=1000, **QUIET)
 @given(**CHOICES)
-def test_the_same_for_many_more_models(plan, policy_name, mode, left_out):
+def test_one_sample_moves_the_sum_by_at_most_the_sensitivity_for_many_more_models(plan, policy_name, mode, left_out):
     check_one(plan, policy_name, mode, left_out)

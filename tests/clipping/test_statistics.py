@@ -25,7 +25,7 @@ def pass_over(policy, scales):
         (Flat(1.0), [], (0, 0, 0)),
     ],
 )
-def test_rows_without_a_finite_norm_are_dropped_and_neither_clipped_nor_the_largest(policy, scales, counts):
+def test_samples_without_a_finite_norm_are_counted_as_dropped_only(policy, scales, counts):
     seen, whole = pass_over(policy, scales), pass_over(policy, [1.0, 2.0, 3.0])
     assert (seen.samples, seen.clipped, seen.dropped) == counts
     assert 0 < seen.largest_norm <= whole.largest_norm if scales else seen.largest_norm == 0.0

@@ -8,7 +8,7 @@ from dpengine.errors import RepeatedBackwardError, StaleGradientError
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
-def test_per_sample_gradients_of_all_batches_stand_until_the_step(mode):
+def test_per_sample_gradients_of_all_batches_are_kept_until_the_step(mode):
     parts = private(count=8, grad_sample_mode=mode)
     seen = []
     for inputs, targets in parts.loader:
@@ -66,7 +66,7 @@ def test_a_batch_whose_gradients_were_cleared_does_not_block_the_next(clears):
     assert steps_in_history(parts) == 2  # the one that was given up counts, too
 
 
-def test_after_a_step_what_was_not_cleared_is_named_as_that():
+def test_gradients_not_cleared_after_a_step_are_named_in_the_error():
     parts = poisson()
     with pytest.raises(StaleGradientError, match="not cleared"):
         for batch in parts.loader:

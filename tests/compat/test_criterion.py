@@ -82,7 +82,7 @@ def test_losses_add_up_and_are_scaled_before_clipping(reduction):
 
 
 @pytest.mark.parametrize("shaped", [True, False])
-def test_tokens_count_within_their_row_and_ignored_ones_do_not(shaped):
+def test_token_losses_belong_to_their_sample_and_ignored_tokens_to_none(shaped):
     torch.manual_seed(0)
     wrapped = GradSampleModuleFastGradientClipping(nn.Linear(3, 5))
     optimizer = DPOptimizerFastGradientClipping(
@@ -102,14 +102,14 @@ def test_tokens_count_within_their_row_and_ignored_ones_do_not(shaped):
     assert_same(gradients(wrapped._module, 2), expected)
 
 
-def test_numbers_that_fit_no_row_are_rejected():
+def test_losses_that_do_not_divide_into_samples_are_rejected():
     wrapped, optimizer, inputs, targets = made()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, lambda out, y: out.flatten()[:7])
     with pytest.raises(BatchDependentLossError, match="reduction"):
         criterion(wrapped(inputs), targets)
 
 
-def test_sums_of_losses_of_other_rows_and_unknown_reductions_are_rejected():
+def test_sums_of_losses_of_other_samples_and_unknown_reductions_are_rejected():
     wrapped, optimizer, inputs, targets = made()
     criterion = DPLossFastGradientClipping(wrapped, optimizer, nn.CrossEntropyLoss())
     one, other = criterion(wrapped(inputs), targets), criterion(wrapped(inputs[:3]), targets[:3])

@@ -45,7 +45,7 @@ def passes_booked(engine):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "no_op"])
-def test_ghost_modes_give_four_values_and_others_three(mode):
+def test_make_private_returns_four_values_in_ghost_modes_and_three_otherwise(mode):
     plain = model()
     made = PrivacyEngine().make_private(**arguments(plain, grad_sample_mode=mode))
     assert len(made) == (4 if mode == "ghost" else 3)
@@ -57,7 +57,7 @@ def test_ghost_modes_give_four_values_and_others_three(mode):
 @pytest.mark.one_in(2, "mode", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_all_modes_apply_the_clipped_sum_of_a_loop_over_rows(mode, reduction):
+def test_all_modes_apply_the_clipped_sum_of_a_loop_over_samples(mode, reduction):
     parts = private(grad_sample_mode=mode, loss_reduction=reduction)
     for inputs, targets in parts.loader:
         expected = truth(parts.model._module, inputs, targets)
@@ -163,7 +163,7 @@ PASSES = [
 @pytest.mark.one_in(2, "drop_last", "does", others="slow")
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("does, expected", PASSES, ids=[does.__name__ for does, _ in PASSES])
-def test_every_pass_that_may_include_a_row_is_charged(does, expected, drop_last):
+def test_every_pass_that_may_include_an_example_is_charged(does, expected, drop_last):
     rest = 3 if drop_last else 0
     parts = private(count=40 + rest, noise_multiplier=1.0, shuffle=True, drop_last=drop_last)
     assert len(parts.loader) == 10
@@ -171,7 +171,7 @@ def test_every_pass_that_may_include_a_row_is_charged(does, expected, drop_last)
     assert passes_booked(parts.engine) == expected
 
 
-def test_batches_of_two_passes_never_make_one_release():
+def test_batches_of_two_passes_are_never_merged_into_one_step():
     parts = private(count=12, noise_multiplier=1.0)
     train(parts, steps=2)
     parts.optimizer.zero_grad()
@@ -185,7 +185,7 @@ def test_batches_of_two_passes_never_make_one_release():
 
 
 @pytest.mark.parametrize("poisson", [True, False])
-def test_an_accountant_of_the_users_own_observes_steps_or_passes(poisson, monkeypatch):
+def test_a_custom_accountant_observes_steps_or_passes(poisson, monkeypatch):
     monkeypatch.setattr(registry, "_ACCOUNTANTS", dict(registry._ACCOUNTANTS))
     register_accountant("counting", Counting)
     parts = private(
@@ -242,7 +242,7 @@ def test_a_frozen_parameter_is_not_moved_by_a_gradient_from_before():
     assert torch.equal(plain[0].weight, before)
 
 
-def test_a_subclass_may_give_an_optimizer_of_its_own():
+def test_a_subclass_may_return_its_own_optimizer():
     class Halved(DPOptimizer):
         def scale_grad(self):
             super().scale_grad()
@@ -267,7 +267,7 @@ def test_the_adaptive_engine_moves_the_threshold_within_its_bounds():
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_looking_at_other_data_between_backward_and_step_changes_nothing(mode):
+def test_evaluating_other_data_between_backward_and_step_changes_nothing(mode):
     parts = private(grad_sample_mode=mode)
     inputs, targets = next(iter(parts.loader))
     expected = truth(parts.model._module, inputs, targets)
@@ -374,7 +374,7 @@ def test_an_engine_with_private_models_is_not_copied(way, made):
 
 @ways
 @pytest.mark.parametrize("kind", [dpengine.PrivacyEngine, PrivacyEngine])
-def test_a_copy_of_an_engine_without_private_models_counts_by_itself(way, kind):
+def test_a_copy_of_an_engine_without_private_models_has_its_own_ledger(way, kind):
     engine = kind()
     other = WAYS[way](engine)
     wrapped, optimizer, loader = other.make_private(**arguments())
@@ -393,7 +393,7 @@ def test_a_copied_accountant_keeps_its_epsilon():
 
 
 @ways
-def test_a_private_optimizer_is_not_copied_and_goes_on(way):
+def test_copying_a_private_optimizer_raises_and_training_continues(way):
     wrapped, optimizer = by_hand()
     with pytest.raises(TypeError, match=r"DPOptimizer cannot be copied.*state_dict\(\).*make_private"):
         WAYS[way](optimizer)

@@ -39,12 +39,12 @@ def test_the_script_before_is_the_script_after_by_the_rule():
 
 
 @pytest.mark.slow
-def test_the_page_runs_and_both_ways_spend_about_the_same(after_the_page):
+def test_the_page_runs_and_both_interfaces_have_nearly_equal_epsilon(after_the_page):
     theirs, ours = after_the_page["privacy_engine"].get_epsilon(1e-5), after_the_page["engine"].get_epsilon(1e-5)
     assert 0 < after_the_page["spent"](after_the_page["history"], 1e-5) <= theirs < 1.01 * ours
 
 
-def test_links_lead_somewhere():
+def test_relative_links_exist():
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", TEXT)
     assert links
     assert [link for link in links if not (PAGE.parent / link).exists()] == []
@@ -115,7 +115,7 @@ def test_everything_that_the_page_calls_rejected_raises(what):
         REFUSED[what]()
 
 
-def test_frozen_batch_norm_in_eval_mode_is_taken():
+def test_frozen_batch_norm_in_eval_mode_is_accepted():
     model, optimizer, loader = a_run(layers=[nn.BatchNorm1d(4).requires_grad_(False).eval()])
     backward(model, next(iter(loader)))
     optimizer.step()
@@ -124,7 +124,7 @@ def test_frozen_batch_norm_in_eval_mode_is_taken():
         model(torch.zeros(2, 3))
 
 
-def test_gradients_of_parameters_are_not_to_be_had_and_torch_says_it_in_the_words_of_the_page():
+def test_autograd_grad_for_parameters_raises_the_error_that_the_page_quotes():
     model, _, loader = a_run()
     inputs, targets = next(iter(loader))
     loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -135,7 +135,7 @@ def test_gradients_of_parameters_are_not_to_be_had_and_torch_says_it_in_the_word
     assert words in TEXT
 
 
-def test_a_second_backward_a_second_step_and_foreign_rows_are_rejected():
+def test_a_second_backward_a_second_step_and_samples_from_elsewhere_are_rejected():
     model, _, loader = a_run()
     batch = next(iter(loader))
     backward(model, batch)
@@ -152,7 +152,7 @@ def test_a_second_backward_a_second_step_and_foreign_rows_are_rejected():
         optimizer.step()
 
 
-def test_what_the_page_says_to_have_changed_has_changed():
+def test_differences_listed_on_the_page_hold():
     assert opacus.PrivacyEngine(secure_mode=True).get_epsilon(delta=1e-5) == 0
     model, optimizer, loader = a_run()
     batches = iter(loader)

@@ -51,7 +51,7 @@ def test_attributes_are_those_of_opacus():
 
 @pytest.mark.parametrize("count", [1, 7, 93, 99, 105, 141])
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_pass_has_as_many_batches_as_the_loader_it_was_made_of(count, size):
+def test_a_pass_has_as_many_batches_as_the_original_loader(count, size):
     plain = DataLoader(numbered(count), size)
     loader = DPDataLoader.from_data_loader(plain)
     assert len(loader) == len(plain)
@@ -74,7 +74,7 @@ def batches_of_a_run(*, made_by_hand, **asked):
 
 
 @pytest.mark.parametrize("made_by_hand", [False, True])
-def test_the_generator_of_a_loader_draws_no_batches_of_a_run_whose_epsilon_rests_on_them(made_by_hand):
+def test_the_generator_of_a_loader_does_not_draw_poisson_batches(made_by_hand):
     with pytest.warns(UserWarning, match="must be secret"):
         one, other = (batches_of_a_run(made_by_hand=made_by_hand) for _ in range(2))
     assert one != other
@@ -97,7 +97,7 @@ def test_settings_of_the_loader_are_carried_over():
     assert (len(again), again.sample_rate, again.num_workers) == (len(loader), loader.sample_rate, 2)
 
 
-def test_rows_without_an_index_are_a_value_error():
+def test_a_data_set_without_an_index_raises_a_value_error():
     with pytest.raises(ValueError, match="IterableDataset"):
         DPDataLoader(Endless(), sample_rate=0.1)
     with pytest.raises(ValueError, match="IterableDataset"):
@@ -175,7 +175,7 @@ def test_the_rows_of_an_empty_batch_may_be_on_axis_1_or_one_of_chance():
     assert [(tuple(one.shape), one.dtype) for one in shaped([])] == [((0, 3), torch.float), ((0,), torch.long)]
 
 
-def test_leaves_that_are_no_tensors_have_no_empty_form():
+def test_leaves_that_are_not_tensors_have_no_empty_form():
     collate = CollateFnWithEmpty(list)
     collate(["a text"])
     with pytest.raises(TypeError, match="str"):
@@ -199,7 +199,7 @@ def test_another_generator_makes_a_copy_that_draws_from_it():
 
 @pytest.mark.one_in(2, "padded", others="slow")
 @pytest.mark.parametrize("padded", [False, True])
-def test_empty_batches_are_steps_and_a_row_of_padding_counts_for_nothing(padded):
+def test_empty_batches_are_steps_and_a_padding_sample_contributes_nothing(padded):
     parts = private(poisson_sampling=True, count=6, batch_size=1, rand_on_empty=padded, noise_multiplier=1e-9)
     empties = 0
     for _ in range(20):
@@ -218,7 +218,7 @@ def test_empty_batches_are_steps_and_a_row_of_padding_counts_for_nothing(padded)
     assert steps_in_history(parts) == 120
 
 
-def test_rows_that_did_not_come_from_the_loader_are_rejected():
+def test_samples_that_the_loader_did_not_draw_are_rejected():
     parts = private(noise_multiplier=1.0)
     train(parts)
     parts.optimizer.zero_grad()

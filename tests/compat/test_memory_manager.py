@@ -107,7 +107,7 @@ LEAVINGS = [  # a loader of parts, its workers, and the part of 15 at which the 
 
 @pytest.mark.one_in(4, "in_parts", others="slow")
 @pytest.mark.parametrize(("in_parts", "workers", "left_at"), LEAVINGS)
-def test_a_pass_that_is_left_without_the_context_leaves_nothing_for_the_next_batch(in_parts, workers, left_at):
+def test_an_unfinished_pass_without_the_context_does_not_affect_the_next_batch(in_parts, workers, left_at):
     wrapped, optimizer = by_hand(expected_batch_size=20)
     loader = DataLoader(rows(60), 20, **workers)
     chunks = in_parts(data_loader=loader, max_batch_size=4, optimizer=optimizer)
@@ -184,7 +184,7 @@ def backward_and_step(wrapped, optimizer, inputs, targets):
 @pytest.mark.one_in(2, "in_parts", "workers")
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers, monkeypatch):
+def test_an_example_that_cannot_be_read_discards_its_batch(in_parts, workers, monkeypatch):
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that a worker gets to end
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = in_parts(data_loader=DataLoader(Torn(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer)
@@ -196,7 +196,7 @@ def test_a_row_that_cannot_be_read_leaves_nothing_of_its_batch(in_parts, workers
 
 
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
-def test_a_pass_that_goes_on_after_another_one_leaves_nothing_when_it_is_left(in_parts):
+def test_an_unfinished_pass_that_resumed_after_another_one_is_discarded(in_parts):
     wrapped, optimizer = by_hand(expected_batch_size=6)
     older, other = (
         in_parts(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in range(2)
@@ -221,7 +221,7 @@ def test_a_batch_that_another_pass_interrupts_does_not_join_it():
     assert_same(gradients(wrapped._module, 6), expected)
 
 
-def test_a_loader_that_was_wrapped_is_wrapped_anew():
+def test_a_wrapped_loader_can_be_wrapped_again():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     once = wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=3, optimizer=optimizer)
     twice = wrap_data_loader(data_loader=once, max_batch_size=2, optimizer=optimizer)
@@ -246,7 +246,7 @@ def test_a_chunk_without_a_step_is_not_confused_with_another_one(left_out):
     assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 
-def test_parts_of_two_passes_alternately_are_rejected():
+def test_alternating_between_chunks_of_two_passes_is_rejected():
     wrapped, optimizer = by_hand(expected_batch_size=6)
     pair = [wrap_data_loader(data_loader=DataLoader(rows(), 6), max_batch_size=2, optimizer=optimizer) for _ in "ab"]
     with pytest.raises(BatchStateError, match="parts of several batches"):
@@ -320,7 +320,7 @@ def test_a_loader_of_dpengine_is_not_split_for_an_optimizer_built_by_hand():
         wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)
 
 
-def test_parts_of_batches_are_nearly_equal_and_say_which_is_the_last():
+def test_chunks_are_nearly_equal_and_the_last_one_is_marked():
     _, optimizer = by_hand()
     asked = []
     optimizer.signal_skip_step = lambda do_skip=True: asked.append(do_skip)
@@ -345,7 +345,7 @@ def test_settings_of_the_loader_are_carried_over():
     assert len(list(unbatched)) == 12
 
 
-def test_the_loader_itself_goes_on_where_its_chunks_ended():
+def test_the_loader_continues_after_its_chunks():
     parts = private(noise_multiplier=1.0)
     with BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer) as chunks:
         train(parts._replace(loader=chunks))

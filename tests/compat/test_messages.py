@@ -155,7 +155,7 @@ MISSPELT = [
 
 @pytest.mark.parametrize(("called", "call", "meant"), MISSPELT)
 @pytest.mark.hazard("O34")
-def test_a_misspelt_keyword_is_answered_with_the_nearest(called, call, meant):
+def test_a_misspelt_keyword_raises_an_error_that_names_the_nearest(called, call, meant):
     with pytest.raises(TypeError, match=rf"{called}\(\) has no argument .* Did you mean '{meant}'"):
         call()
 
@@ -190,7 +190,7 @@ def test_a_backward_pass_through_another_method_is_named_at_the_step(mode):
 @pytest.mark.one_in(4, "mode", "stepped", others="slow")
 @pytest.mark.parametrize("mode", OTHER_MODES)
 @pytest.mark.parametrize("stepped", [False, True])
-def test_rows_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
+def test_samples_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
     wrapped, optimizer, loader = of_compat(
         Encodes(), grad_sample_mode=mode, noise_multiplier=0.0, poisson_sampling=False
     )
@@ -207,7 +207,7 @@ def test_rows_of_another_method_do_not_add_to_the_next_batch(mode, stepped):
 
 
 @pytest.mark.parametrize("cleared", [False, True])
-def test_rows_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
+def test_samples_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared):
     wrapped, optimizer = by_hand(Encodes())
     wrapped.encode(batch()[0] + 1).square().mean().backward()
     if not cleared:
@@ -230,7 +230,7 @@ def test_the_error_for_an_unused_parameter_names_the_engine_that_allows_it():
         step(wrapped, optimizer, *next(iter(loader)))
 
 
-def test_thresholds_for_each_parameter_are_written_anew_where_one_was_frozen():
+def test_per_parameter_thresholds_must_be_assigned_again_after_one_was_frozen():
     module = model()
     wrapped, optimizer, loader = of_compat(module, clipping="per_layer", max_grad_norm=1.0)
     frozen = next(module.parameters())
@@ -273,7 +273,7 @@ def test_a_setting_of_adaptive_clipping_that_is_rejected_changes_nothing():
     optimizer.max_clipbound = 5.0
 
 
-def test_batches_of_a_pass_that_are_merged_cost_no_more_and_give_no_warning():
+def test_merged_batches_of_one_pass_do_not_warn():
     forget_notices()
     wrapped, optimizer, loader = of_compat(poisson_sampling=False)
     batches = iter(loader)
@@ -285,7 +285,7 @@ def test_batches_of_a_pass_that_are_merged_cost_no_more_and_give_no_warning():
             optimizer.step()
 
 
-def test_a_step_without_hooks_and_without_gradients_says_what_to_write():
+def test_the_error_for_a_step_without_hooks_and_gradients_names_grad_sample():
     wrapped, optimizer, loader = of_compat(grad_sample_mode="no_op")
     with pytest.raises(
         BatchStateError, match=r"no p\.grad_sample was written.*write p\.grad_sample of every parameter"

@@ -132,18 +132,18 @@ def assert_sums_of_a_loop(name, mode):
 @pytest.mark.slow
 @pytest.mark.one_in(2, "name")
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_clipped_sums_of_a_script_are_those_of_a_loop_over_rows(name):
+def test_clipped_sums_of_a_script_equal_a_loop_over_samples(name):
     assert_sums_of_a_loop(name, "hooks")
 
 
 @pytest.mark.one_in(2, "name")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mode"), [pair for pair in NAME_AND_MODE if pair[1] != "hooks"])
-def test_clipped_sums_in_other_modes_are_those_of_a_loop_over_rows(name, mode):
+def test_clipped_sums_in_other_modes_equal_a_loop_over_samples(name, mode):
     assert_sums_of_a_loop(name, mode)
 
 
-def test_pieces_of_a_batch_add_up_to_the_sums_of_a_loop_over_rows():
+def test_chunks_of_a_batch_add_up_to_the_sums_of_a_loop_over_samples():
     torch.manual_seed(0)
     module = script("limited_memory")
     args = module.parse(["--quick", "--max-physical-batch-size", "7", "--width", "16"])

@@ -92,7 +92,7 @@ def test_a_manually_attached_accountant_observes_each_step_and_accumulation():
     assert optimizer.step_hook is None
 
 
-def test_attributes_are_those_of_the_optimizer_inside():
+def test_attributes_are_those_of_the_wrapped_optimizer():
     wrapped, optimizer = by_hand()
     inner = optimizer.original_optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -125,7 +125,7 @@ def test_two_steps_without_zero_grad_are_a_value_error():
         backward(wrapped)
 
 
-def test_a_pass_that_was_rejected_leaves_nothing_that_could_count_twice():
+def test_a_rejected_pass_is_not_counted_later():
     wrapped, optimizer = by_hand()
     wrapped.forbid_grad_accumulation()
     backward(wrapped)
@@ -213,7 +213,7 @@ def test_the_second_optimizer_over_a_model_clips_by_its_own_groups(kinds):
         assert released.norm() == pytest.approx(optimizer.max_grad_norm, rel=1e-3)
 
 
-def test_thresholds_for_each_parameter_bound_each_by_its_own():
+def test_each_parameter_is_clipped_to_its_own_threshold():
     bounds = [0.5, 0.25, 1.0, 0.125]
     wrapped, optimizer = by_hand(kind=DPPerLayerOptimizer, max_grad_norm=bounds, noise_multiplier=0.0)
     assert optimizer.max_grad_norms == bounds
@@ -239,7 +239,7 @@ def adaptive(**changed):
     return by_hand(kind=AdaClipDPOptimizer, **(settings | bounds | changed))
 
 
-def test_the_adaptive_optimizer_keeps_its_settings_and_counts_rows():
+def test_the_adaptive_optimizer_keeps_its_settings_and_counts_samples():
     wrapped, optimizer = adaptive()
     assert (optimizer.target_unclipped_quantile, optimizer.unclipped_num_std) == (0.5, 1.0)
     for name, value in {"clipbound_learning_rate": 0.4, "max_clipbound": 5.0, "min_clipbound": 0.02}.items():
@@ -255,7 +255,7 @@ def test_the_adaptive_optimizer_keeps_its_settings_and_counts_rows():
             adaptive(**wrong)
 
 
-def test_the_ghost_optimizer_has_its_other_name_for_clipping():
+def test_the_ghost_optimizer_offers_accumulate_for_clipping():
     wrapped, optimizer = by_hand(
         kind=DPOptimizerFastGradientClipping, wrapper=GradSampleModuleFastGradientClipping, noise_multiplier=0.0
     )
@@ -298,7 +298,7 @@ def test_p_grad_is_none_between_backward_and_step_after_clearing():
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("moment", ["before the first step", "before forward", "before backward", "before step"])
-def test_a_threshold_that_is_written_is_that_of_the_next_step(moment, mode):
+def test_an_assigned_threshold_takes_effect_at_the_next_step(moment, mode):
     parts = private(grad_sample_mode=mode)
 
     def write(now):
@@ -323,7 +323,7 @@ def test_a_threshold_that_is_written_is_that_of_the_next_step(moment, mode):
 
 
 @pytest.mark.parametrize("poisson", [True, False])
-def test_noise_that_is_written_is_charged_from_the_release_that_has_it(poisson):
+def test_an_assigned_noise_multiplier_is_charged_from_the_first_step_that_uses_it(poisson):
     parts = private(noise_multiplier=1.0, poisson_sampling=poisson)
     batches = iter(parts.loader)
     stds = []
@@ -338,7 +338,7 @@ def test_noise_that_is_written_is_charged_from_the_release_that_has_it(poisson):
     assert [(sigma, steps) for sigma, _, steps in parts.engine.accountant.history] == [(1.0, 1), (4.0, 2)]
 
 
-def test_a_change_between_chunks_waits_for_the_next_logical_batch():
+def test_a_change_between_chunks_takes_effect_at_the_next_logical_batch():
     wrapped, optimizer = by_hand(noise_multiplier=1e-9)
     expected = truth(wrapped._module, *batch(6))
     optimizer.signal_skip_step()
@@ -354,7 +354,7 @@ def test_a_change_between_chunks_waits_for_the_next_logical_batch():
     assert inside.state(optimizer).noise_std == pytest.approx(0.5e-9, rel=1e-9, abs=0)
 
 
-def test_other_constants_may_be_written_too():
+def test_other_attributes_may_be_assigned():
     wrapped, optimizer = by_hand()
     optimizer.expected_batch_size = 16
     assert_clipped_step(wrapped, optimizer, *batch(), size=16)

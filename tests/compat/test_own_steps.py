@@ -53,7 +53,7 @@ class OwnNoise(DPOptimizer):
 
 
 @pytest.mark.parametrize("sigma", [0.0, 1e-9])
-def test_a_subclass_with_noise_of_its_own_steps(sigma):
+def test_a_subclass_with_its_own_noise_steps(sigma):
     wrapped, optimizer = by_hand(kind=OwnNoise, noise_multiplier=sigma)
     OwnNoise.drawn = 0
     for _ in range(2):
@@ -61,7 +61,7 @@ def test_a_subclass_with_noise_of_its_own_steps(sigma):
     assert OwnNoise.drawn == 8
 
 
-def test_the_noise_has_the_deviation_and_form_that_were_asked_for():
+def test_noise_has_the_given_standard_deviation_and_shape():
     reference = torch.empty(400, 500, dtype=torch.float64)
     noise = _generate_noise(3.0, reference)
     assert (noise.shape, noise.dtype) == (reference.shape, reference.dtype)
@@ -84,7 +84,7 @@ def test_a_generator_makes_it_repeat(secure):
     assert not torch.equal(*one)
 
 
-def test_a_gradient_that_went_into_a_step_is_rejected():
+def test_a_gradient_that_a_step_already_used_is_rejected():
     fresh, used = torch.zeros(2), torch.zeros(2)
     _mark_as_processed([used])
     _check_processed_flag([fresh])
@@ -113,7 +113,7 @@ def chunked(parts):
         train(parts._replace(loader=chunks))
 
 
-def test_a_step_of_ones_own_waits_for_all_chunks_of_a_batch():
+def test_a_custom_step_waits_for_all_chunks_of_a_batch():
     parts, own = (private(count=16, batch_size=8, noise_multiplier=0.0) for _ in range(2))
     own.optimizer.__class__ = OwnStep
     for each in (parts, own):
@@ -123,7 +123,7 @@ def test_a_step_of_ones_own_waits_for_all_chunks_of_a_batch():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_part_of_a_batch_gets_no_noise_and_does_not_leave():
+def test_add_noise_on_part_of_a_batch_raises_and_changes_no_weight():
     parts = private(count=16, batch_size=8, noise_multiplier=1.0)
     before = flat(dict(parts.model.named_parameters())).clone()
     chunks = BatchMemoryManager(data_loader=parts.loader, max_physical_batch_size=3, optimizer=parts.optimizer)
@@ -136,7 +136,7 @@ def test_a_part_of_a_batch_gets_no_noise_and_does_not_leave():
     assert torch.equal(flat(dict(parts.model.named_parameters())), before)
 
 
-def test_an_own_add_noise_is_used_and_charged():
+def test_an_overridden_add_noise_is_used_and_charged():
     class Silent(DPOptimizer):
         def add_noise(self):
             for parameter in self.params:
@@ -147,7 +147,7 @@ def test_an_own_add_noise_is_used_and_charged():
         assert_clipped_step(wrapped, optimizer, *batch())
 
 
-def test_what_an_own_add_noise_makes_of_the_gradient_is_divided_as_well():
+def test_the_gradient_of_an_overridden_add_noise_is_divided_by_the_batch_size():
     class Moved(DPOptimizer):
         def add_noise(self):
             super().add_noise()
@@ -163,7 +163,7 @@ def test_what_an_own_add_noise_makes_of_the_gradient_is_divided_as_well():
 
 @pytest.mark.parametrize("calls_super", [False, True])
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
-def test_sums_of_an_own_clip_and_accumulate_are_those_that_get_noise(calls_super, through):
+def test_sums_of_an_overridden_clip_and_accumulate_get_noise(calls_super, through):
     class Signs(DPOptimizer):
         def clip_and_accumulate(self):
             seen = {p: sum(p.grad_sample).sign() for p in self.params}
@@ -206,7 +206,7 @@ def test_the_parts_of_a_step_may_be_called_one_by_one():
     assert [steps for *_, steps in parts.engine.accountant.history] == [1]
 
 
-def test_a_skip_is_asked_of_one_step_only():
+def test_signal_skip_step_applies_to_one_step_only():
     wrapped, optimizer = by_hand()
     before = flat(dict(wrapped.named_parameters())).clone()
     optimizer.signal_skip_step()
@@ -280,7 +280,7 @@ def test_parameters_of_two_wrappers_are_rejected():
         optimizer.step()
 
 
-def test_parameters_without_hooks_get_what_is_written_to_them():
+def test_parameters_without_hooks_are_trained_by_gradients_written_to_them():
     wrapped, optimizer = by_hand(wrapper=GradSampleModuleNoOp)
     written = {p: torch.randn(4, *p.shape) for p in wrapped.parameters()}
     for parameter, grad in written.items():
@@ -342,7 +342,7 @@ def test_manually_changed_sums_are_used_with_a_warning(change, by_parts):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_what_is_added_by_more_backward_passes_is_no_change(mode):
+def test_sums_extended_by_more_backward_passes_are_accepted(mode):
     parts = private(noise_multiplier=1.0, grad_sample_mode=mode)
     batches = iter(parts.loader)
     loss(parts.model, *next(batches)).backward()

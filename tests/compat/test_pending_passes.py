@@ -40,7 +40,7 @@ def assert_sums(model, sums, expected):
 
 @pytest.mark.parametrize("writes_grad_sample", [True, False])
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
-def test_an_untouched_pass_is_clipped_as_a_loop_over_rows_does(mode, writes_grad_sample):
+def test_an_untouched_pass_is_clipped_as_by_a_loop_over_samples(mode, writes_grad_sample):
     model, sums = watched(mode=mode, writes_grad_sample=writes_grad_sample)
     assert not sums.pending()
     backward(model, *batch())
@@ -54,7 +54,7 @@ def test_an_untouched_pass_is_clipped_as_a_loop_over_rows_does(mode, writes_grad
 
 
 @pytest.mark.parametrize("looks", [False, True])
-def test_passes_that_wait_are_clipped_one_by_one_and_each_once(looks):
+def test_pending_passes_are_clipped_one_by_one_and_each_once(looks):
     model, sums = watched()
     expected = None
     for seed, rows in enumerate((4, 2, 3)):
@@ -72,7 +72,7 @@ def test_passes_that_wait_are_clipped_one_by_one_and_each_once(looks):
     assert_sums(model, sums, expected)
 
 
-def test_norms_of_a_pass_that_waits_do_not_use_it_up():
+def test_reading_norms_of_a_pending_pass_does_not_consume_it():
     model, sums = watched(writes_grad_sample=False)
     assert sums.norms() is None
     backward(model, *batch())
@@ -195,7 +195,7 @@ def test_a_pass_is_probed_also_if_its_gradients_were_read_or_replaced(change):
         sums.clip(rows=4)
 
 
-def test_gradients_that_were_read_of_independent_samples_pass_the_probe():
+def test_independent_samples_pass_the_probe_after_their_gradients_were_read():
     model, sums = watched()
     backward(model, *batch())
     for parameter in model.parameters():

@@ -135,17 +135,17 @@ def test_star_imports_give_the_names_of_all():
         assert not missing, f"{path}: {missing}"
 
 
-def test_the_table_is_about_the_version_that_is_followed():
+def test_the_table_is_about_the_mirrored_version():
     assert TABLE["version"] == VERSION == importlib.import_module(ROOT).__version__
     assert list(TABLE["paths"]) == list(NAMES)
 
 
-def test_what_is_not_promised_exists_over_there():
+def test_exempted_members_exist_in_opacus():
     there = {name for one in TABLE["objects"].values() for name in one.get("members", ())}
     assert there >= NOT_PROMISED
 
 
-def test_the_table_is_what_the_installed_package_says():
+def test_the_table_matches_the_installed_opacus():
     opacus = pytest.importorskip("opacus")
     if opacus.__version__ != VERSION:
         pytest.skip(f"Opacus {opacus.__version__} is installed, the table is about {VERSION}")
@@ -167,11 +167,11 @@ DIFFERENT = {
 
 
 @pytest.mark.parametrize("theirs, ours", DIFFERENT.values(), ids=DIFFERENT)
-def test_a_call_that_differs_is_found(theirs, ours):
+def test_a_different_signature_is_detected(theirs, ours):
     assert list(call_faults(_call(theirs), _call(ours)))
 
 
-def test_keywords_may_be_spelled_out_in_the_place_of_a_swallower():
+def test_explicit_keywords_may_replace_kwargs():
     theirs, ours = _call(lambda a, *, b=1, **kwargs: None), _call(lambda a, *, c=2, b=1: None)
     assert not list(call_faults(theirs, ours))
     assert list(call_faults(theirs, theirs, spelled_out=True))

@@ -66,7 +66,7 @@ def test_an_accountant_that_is_set_later_counts_from_then_on():
     assert engine.get_epsilon(1e-5) > 0
 
 
-def test_an_accountant_with_a_step_of_its_own_is_asked_for_each():
+def test_an_overridden_step_of_an_accountant_is_called_for_each_step():
     class Doubled(RDPAccountant):
         def step(self, *, noise_multiplier, sample_rate):
             super().step(noise_multiplier=noise_multiplier / 2, sample_rate=sample_rate)
@@ -79,7 +79,7 @@ def test_an_accountant_with_a_step_of_its_own_is_asked_for_each():
     assert [(sigma, steps) for sigma, _, steps in engine.accountant.history] == [(0.5, 5)]
 
 
-def test_an_accountant_of_the_users_own_counts_a_step_that_fails_after_its_charge():
+def test_a_custom_accountant_counts_a_step_that_fails_after_its_charge():
     class Listed(RDPAccountant):
         def step(self, *, noise_multiplier, sample_rate):
             super().step(noise_multiplier=noise_multiplier, sample_rate=sample_rate)
@@ -99,7 +99,7 @@ def _fail():
     raise RuntimeError("no scale")
 
 
-def test_a_jump_into_another_pass_is_charged_as_a_pass_of_its_own():
+def test_a_jump_into_another_pass_is_charged_as_a_separate_pass():
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine, poisson_sampling=False)
     train(model, optimizer, loader)
@@ -121,7 +121,7 @@ def test_the_length_of_a_loader_in_chunks_is_about_the_number_of_chunks():
     assert len(loader) == 5
 
 
-def test_a_pass_for_the_sake_of_a_generator_is_dropped_and_costs_nothing():
+def test_a_backward_pass_that_trains_a_generator_after_the_step_costs_nothing():
     engine = PrivacyEngine()
     model, optimizer, loader = private(engine)
     made = nn.Linear(2, 3)

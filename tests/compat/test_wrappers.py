@@ -47,7 +47,7 @@ def shown(wrapped):
 
 @each_showing
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_grad_sample_is_the_gradient_of_each_rows_own_loss(wrap, reduction):
+def test_grad_sample_is_the_gradient_of_each_samples_loss(wrap, reduction):
     wrapped = wrap(model(), loss_reduction=reduction)
     assert all(p.grad_sample is None for p in wrapped.parameters())
     per_row = (wrapped(batch()[0]) - batch()[1]).square().sum(dim=1)
@@ -68,7 +68,7 @@ def test_several_passes_are_a_list_until_they_are_cleared(wrap):
 
 
 @each_showing
-def test_axis_0_is_the_row_whatever_batch_first_says(wrap):
+def test_axis_0_is_the_sample_for_either_batch_first(wrap):
     wrapped = wrap(nn.Linear(3, 2), batch_first=False)
     inputs = torch.randn(5, 4, 3)  # 5 tokens of 4 rows
     wrapped(inputs).square().sum(dim=(0, 2)).mean().backward()
@@ -92,7 +92,7 @@ def test_axis_0_is_the_row_whatever_batch_first_says(wrap):
     ids=["replaced", "in-place", "listed", "data"],
 )
 @pytest.mark.parametrize("through", ["make_private", "by hand"])
-def test_what_is_written_to_grad_sample_is_what_is_clipped(write, through):
+def test_gradients_written_to_grad_sample_are_clipped(write, through):
     parts = private(max_grad_norm=0.1)
     wrapped, optimizer = by_hand(max_grad_norm=0.1)
     inputs, targets = batch()
@@ -137,7 +137,7 @@ def test_a_gradient_that_was_kept_never_becomes_that_of_a_later_pass():
 
 
 @pytest.mark.parametrize("wrap", ALL_WRAPPERS)
-def test_everything_of_the_users_module_is_reached_through_the_wrapper(wrap):
+def test_the_wrapper_forwards_attributes_and_methods_of_the_module(wrap):
     class Named(nn.Sequential):
         config = ("width", 4)
 
@@ -156,7 +156,7 @@ def test_everything_of_the_users_module_is_reached_through_the_wrapper(wrap):
 
 
 @pytest.mark.parametrize("wrap", ALL_WRAPPERS)
-def test_the_standard_module_has_no_trace(wrap):
+def test_to_standard_module_removes_all_traces_of_the_wrapper(wrap):
     plain = model()
     wrapped = wrap(plain)
     if wrap is not GradSampleModuleNoOp:
@@ -187,7 +187,7 @@ def _saved(one):
 @pytest.mark.parametrize("moment", ["new", "after backward"])
 @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("wrap", WRAPPERS.values())
-def test_copies_of_a_wrapper_have_hooks_of_their_own(wrap, copied, moment):
+def test_copies_of_a_wrapper_have_their_own_hooks(wrap, copied, moment):
     wrapped = wrap(model(), batch_first=True, loss_reduction="sum")
     wrapped.forbid_grad_accumulation()
     if moment == "after backward":
@@ -236,7 +236,7 @@ def test_hooks_are_disabled_enabled_removed_and_added(wrap):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer(mode):
+def test_reattached_hooks_work_with_the_same_private_optimizer(mode):
     parts = private(grad_sample_mode=mode)
     train(parts)
     parts.model.remove_hooks()
@@ -245,7 +245,7 @@ def test_hooks_that_were_put_on_again_serve_the_same_private_optimizer(mode):
     assert [steps for *_, steps in parts.engine.accountant.history] == [4]
 
 
-def test_hooks_put_on_again_in_the_middle_of_a_batch_destroy_its_sums():
+def test_reattaching_hooks_within_a_batch_discards_its_sums():
     wrapped, optimizer = by_hand()
     optimizer.signal_skip_step()
     step(wrapped, optimizer, *batch())
@@ -297,7 +297,7 @@ def test_trainable_layers_with_buffers_are_rejected_if_strict():
     assert_same(shown(wrapped), of_rows(wrapped._module, *batch()))
 
 
-def test_norms_and_factors_of_ghost_wrappers_are_those_of_rows():
+def test_norms_and_factors_of_ghost_wrappers_are_per_sample():
     wrapped = GradSampleModuleFastGradientClipping(model(), max_grad_norm=0.5)
     with pytest.raises(AttributeError, match="No norms yet"):
         wrapped.get_norm_sample()
@@ -309,7 +309,7 @@ def test_norms_and_factors_of_ghost_wrappers_are_those_of_rows():
     assert all(getattr(p, "grad_sample", None) is None for p in wrapped.parameters())
 
 
-def test_frozen_parameters_show_nothing():
+def test_frozen_parameters_have_no_grad_sample():
     plain = model()
     plain[0].requires_grad_(False)
     wrapped = GradSampleModule(plain)
@@ -329,7 +329,7 @@ def write(module, inputs, targets, names=None):
             parameter.grad_sample = rows[name].float()
 
 
-def test_what_was_written_is_clipped_and_summed_from_the_first_step_on():
+def test_written_gradients_are_clipped_and_summed_from_the_first_step_on():
     module = model()
     optimizer = optimizer_over(module)
     for _ in range(3):
@@ -340,7 +340,7 @@ def test_what_was_written_is_clipped_and_summed_from_the_first_step_on():
         assert_same(gradients(module, 4), expected)
 
 
-def test_a_raw_gradient_with_it_reaches_no_weight():
+def test_a_raw_gradient_next_to_written_ones_reaches_no_weight():
     module = model()
     expected = truth(module, *batch())
     optimizer = optimizer_over(module)
@@ -352,7 +352,7 @@ def test_a_raw_gradient_with_it_reaches_no_weight():
 
 
 @pytest.mark.parametrize("names", [(), ("0.weight", "0.bias")], ids=["none", "some"])
-def test_a_parameter_without_one_is_rejected_and_no_weight_moves(names):
+def test_a_parameter_without_a_written_gradient_is_rejected_and_no_weight_changes(names):
     module = model()
     optimizer, before = optimizer_over(module), flat(model().state_dict())
     loss(module, *batch()).backward()  # a raw gradient, which must stay out of the weights

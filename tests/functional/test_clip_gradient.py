@@ -42,7 +42,7 @@ def test_bounds_may_be_tensors_infinite_or_crossed(lo, hi, expected):
     assert x.grad.tolist() == pytest.approx(expected)
 
 
-def test_nan_stays_nan_and_nothing_stays_nothing():
+def test_nan_gradients_stay_nan_and_empty_tensors_stay_empty():
     x = torch.zeros(2, requires_grad=True)
     (clip_gradient(x, -1.0, 1.0) * torch.tensor([math.nan, 1.0])).sum().backward()
     assert x.grad[0].isnan() and x.grad[1] == 1.0

@@ -61,14 +61,14 @@ def test_a_tree_of_thresholds_clips_in_groups():
     assert norms["b"] == 4.0
 
 
-def test_thresholds_of_a_dict_in_another_order_meet_their_leaves():
+def test_thresholds_in_a_dict_are_matched_by_key():
     clipped, norms = clip_tree({"x": torch.tensor(3.0), "y": torch.tensor(4.0)}, {"y": 1.0, "x": 10.0})
     assert clipped["x"] == 3.0 and clipped["y"] == 1.0 and norms["x"] == 3.0 and norms["y"] == 4.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 7, 1000])
-def test_norms_are_right_over_the_whole_range_of_a_type(dtype, count):
+def test_norms_are_accurate_over_the_whole_range_of_a_dtype(dtype, count):
     info = torch.finfo(dtype)
     for value in (info.smallest_normal * info.eps, info.smallest_normal, 1.0, info.max / 2, info.max):
         leaf = torch.full((count,), value, dtype=dtype)
@@ -102,6 +102,6 @@ def test_thresholds_out_of_range_or_of_another_structure_are_rejected(c, says):
         clip_tree(tree(), c)
 
 
-def test_a_negative_tensor_is_zero():
+def test_a_negative_tensor_threshold_counts_as_zero():
     clipped, _ = clip_tree(torch.ones(2), torch.tensor(-1.0))
     assert not clipped.any()

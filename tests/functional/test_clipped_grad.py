@@ -24,7 +24,7 @@ def half_square(p, x):
     return 0.5 * ((x - p) ** 2).mean()
 
 
-def test_the_worked_numbers():
+def test_a_worked_example_by_hand():
     data, p = torch.tensor([0.0, 7.0, -2.0]), torch.tensor(3.0)
     total, extra = clipped_grad(half_square, l2_clip_norm=INF, return_values=True, return_grad_norms=True)(p, data)
     assert total == 4.0 and extra.values.tolist() == [4.5, 8.0, 12.5] and extra.grad_norms.tolist() == [3.0, 4.0, 5.0]
@@ -110,7 +110,7 @@ def test_trees_of_parameters_give_the_sum_of_a_loop(microbatch, rescale):
     assert grad.sensitivity(Relation.REPLACE_ONE) == 2 * grad.sensitivity("ADD_OR_REMOVE_ONE")
 
 
-def test_groups_have_norms_of_their_own():
+def test_each_group_is_clipped_by_its_own_norm():
     params, x, y = problem()
     bounds = {"first": 0.3, "second": [0.4]}
     grad = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=bounds, return_grad_norms=True)
@@ -136,7 +136,7 @@ def test_several_arguments_are_differentiated_together():
     assert [float(t) for t in total] == [20.0, 8.0]
 
 
-def test_the_hook_engine_gives_the_same():
+def test_clipped_grad_equals_the_hook_engine():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
     x, y = torch.randn(8, 4).double(), torch.arange(8) % 3
@@ -182,7 +182,7 @@ def test_unused_parameters_have_zeros():
 
 
 @pytest.mark.parametrize("bad", [math.nan, INF, -INF])
-def test_an_example_that_is_not_finite_adds_nothing_and_is_seen(bad):
+def test_a_non_finite_example_adds_nothing_and_is_reported(bad):
     data = torch.tensor([1.0, bad, 2.0])
     grad = clipped_grad(lambda p, x: (p * x).sum(), l2_clip_norm=10.0, return_grad_norms=True)
     total, extra = grad(torch.tensor(1.0), data)
@@ -190,13 +190,13 @@ def test_an_example_that_is_not_finite_adds_nothing_and_is_seen(bad):
     assert clipped_grad(lambda p, x: (p * x).sum(), l2_clip_norm=10.0, nan_safe=False)(torch.tensor(1.0), data).isnan()
 
 
-def test_one_group_that_is_not_finite_takes_the_example_out_of_all():
+def test_one_non_finite_group_excludes_the_example_from_all_groups():
     grad = clipped_grad(lambda p, x: (p[0] * x[:, 0] + p[1] * x[:, 1]).sum(), l2_clip_norm=[1.0, 1.0])
     total = grad([torch.tensor(1.0), torch.tensor(1.0)], torch.tensor([[0.5, math.nan], [0.25, 0.25]]))
     assert [float(t) for t in total] == [0.25, 0.25]
 
 
-def test_a_transformation_comes_before_the_norm_and_after_the_raw_one():
+def test_clipping_follows_the_transform_and_grad_norms_precede_it():
     grad = clipped_grad(
         lambda p, x: (p * x).sum(), l2_clip_norm=1.0, return_grad_norms=True,
         pre_clipping_transform=lambda g: {"scaled": 100 * g, "sign": g.sign()},
@@ -219,7 +219,7 @@ def test_auxiliary_outputs_are_per_example(keep):
     assert grad.has_aux and extra.values is None
 
 
-def test_each_example_has_a_seed_of_its_own():
+def test_each_example_has_its_own_seed():
     def noisy(p, x, seed):
         return (p * x).sum() + 0 * seed, seed
 
@@ -237,7 +237,7 @@ def test_dropout_differs_from_example_to_example():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("asked", [None, torch.float32, torch.float64])
-def test_half_precision_is_summed_in_more(dtype, asked):
+def test_half_precision_is_summed_in_float32_or_the_given_dtype(dtype, asked):
     x = torch.full((1000, 1), 0.125, dtype=dtype)
     total = clipped_grad(lambda p, v: (p * v).sum(), l2_clip_norm=1.0, dtype=asked)(torch.ones(1, dtype=dtype), x)
     assert total.dtype is (asked or torch.float32) and total.item() == 125.0
@@ -277,7 +277,7 @@ def test_no_example_moves_the_sum_further_than_the_sensitivity(rows, other, boun
 @pytest.mark.parametrize("numbers", [1, 3, 1000])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 @pytest.mark.hazard("N9")
-def test_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
+def test_integer_gradients_never_exceed_the_grid_scale(scale, numbers, dtype):
     if math.sqrt(numbers) >= 2 * scale:
         pytest.skip("too coarse a grid, which is refused")
     torch.manual_seed(0)
@@ -289,14 +289,14 @@ def test_whole_numbers_have_the_promised_norm_exactly(scale, numbers, dtype):
     assert grad.sensitivity() == scale
 
 
-def test_a_norm_that_shrinking_left_too_large_is_lowered_one_by_one(monkeypatch):
+def test_an_integer_norm_that_is_still_too_large_is_lowered_stepwise(monkeypatch):
     """Lowers a norm that rounding of the root left too large."""
     monkeypatch.setattr(grid.math, "sqrt", lambda value: 1.0)
     row = grid._shrunk(torch.tensor([3.0, -5.0, 4.0]), 30)
     assert row.tolist() == [3.0, -3.0, 3.0]
 
 
-def test_whole_numbers_are_near_the_clipped_gradient():
+def test_integer_gradients_approximate_the_clipped_gradient():
     torch.manual_seed(0)
     x = torch.randn(5, 7)
     whole = clipped_grad(lambda p, v: (p * v).sum(), l2_clip_norm=1.0, grid_scale=1e6)(torch.ones(7), x)
@@ -304,7 +304,7 @@ def test_whole_numbers_are_near_the_clipped_gradient():
     torch.testing.assert_close(whole / 1e6, real, atol=2e-5, rtol=0, check_dtype=False)
 
 
-def test_sums_of_other_outputs_are_clipped_likewise():
+def test_clipped_fun_clips_outputs_of_any_function():
     x = torch.tensor([[3.0, 4.0], [0.3, 0.4]])
     mean = clipped_fun(lambda v: v, l2_clip_norm=1.0)
     torch.testing.assert_close(mean(x), torch.tensor([0.9, 1.2]))
@@ -317,7 +317,7 @@ def test_sums_of_other_outputs_are_clipped_likewise():
 
 
 @pytest.mark.slow
-def test_a_compiled_function_gives_the_same():
+def test_a_compiled_function_gives_the_uncompiled_sum():
     params, x, y = problem(dtype=torch.float32)
     grad = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
     compiled = torch.compile(grad, backend="aot_eager")
@@ -378,7 +378,7 @@ def test_calls_that_do_not_fit_are_rejected(options, args, kwargs, error, says):
         grad(*args, **kwargs)
 
 
-def test_a_loss_that_is_no_scalar_is_rejected():
+def test_a_loss_that_is_not_a_scalar_is_rejected():
     with pytest.raises(ValueError, match="must return a scalar loss"):
         clipped_grad(lambda p, x: p * x, l2_clip_norm=1.0)(torch.ones(2), torch.ones(3, 2))
 
@@ -388,7 +388,7 @@ def test_an_unknown_relation_is_rejected():
         clipped_grad(half_square, l2_clip_norm=1.0).sensitivity("ADD_OR_REMOVE_TWO")
 
 
-def test_microbatches_take_every_so_many_examples():
+def test_microbatches_are_strided():
     """Example i is in microbatch i mod (B / size), so that padding at the end falls into the last ones."""
     seen = []
 

@@ -36,7 +36,7 @@ def assert_same(one, other):
     ],
     ids=str,
 )
-def test_it_gives_the_same(options):
+def test_a_compiled_sum_equals_the_uncompiled_one(options):
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5, **options)
     fast = compiled(slow, *problem(), backend="aot_eager")
     assert_same(fast(*problem()), slow(*problem()))
@@ -45,7 +45,7 @@ def test_it_gives_the_same(options):
 
 
 @pytest.mark.nightly  # the compiler takes half a minute; `compiled/test_backward.py` has it in the slow suite
-def test_it_gives_the_same_by_inductor():
+def test_inductor_gives_the_uncompiled_sum():
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
     fast = compiled(slow, *problem())
     assert_same(fast(*problem()), slow(*problem()))

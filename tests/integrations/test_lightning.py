@@ -95,7 +95,7 @@ def test_the_target_is_kept_over_the_epochs_of_the_trainer():
 
 
 @pytest.mark.slow
-def test_what_the_docstring_shows_runs_as_written(capsys):
+def test_the_docstring_example_runs(capsys):
     names = {"Trainer": trainer_of, "module": Plain(), "loader": loader(), "DPCallback": DPCallback}
     code = inspect.getdoc(DPCallback).split("::\n\n")[1].split("\n\n")[0]
     exec(inspect.cleandoc(code), names)
@@ -139,14 +139,14 @@ def test_chunks_make_one_step_and_are_all_fetched():
     assert made.lr_scheduler_configs[0].scheduler.last_epoch == engine.ledger.steps
 
 
-def test_loaders_to_validate_with_stay_as_they_are():
+def test_validation_loaders_are_unchanged():
     callback = DPCallback(**WANTED)
     made = trainer(callback, num_sanity_val_steps=2)
     made.fit(Plain(), loader(), loader(25))
     assert float(made.callback_metrics["validated"]) == 25
 
 
-def test_after_training_the_module_is_plain_and_a_second_fit_is_counted():
+def test_after_fit_the_module_is_detached_and_a_second_fit_adds_to_the_privacy_cost():
     callback, module = DPCallback(**WANTED), Plain()
     made = fit(module, callback)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
@@ -157,7 +157,7 @@ def test_after_training_the_module_is_plain_and_a_second_fit_is_counted():
     assert callback.engine.epsilon > first
 
 
-def test_training_that_breaks_off_leaves_a_plain_module():
+def test_an_exception_during_fit_detaches_the_module():
     callback, module = DPCallback(**WANTED), Breaking()
     with pytest.raises(RuntimeError, match="broke"):
         fit(module, callback)
@@ -183,7 +183,7 @@ def test_an_engine_that_trained_before_adds_the_steps_of_a_checkpoint_of_another
     assert callback.engine.ledger.steps == 6 + 12 + 6
 
 
-def test_a_checkpoint_is_counted_each_time_that_training_goes_on_from_it(tmp_path):
+def test_each_run_resumed_from_a_checkpoint_adds_to_the_privacy_cost(tmp_path):
     callback, module = DPCallback(**WANTED), Plain()
     fit(module, callback, epochs=2).save_checkpoint(tmp_path / "run.ckpt")
     trainer(callback).validate(module, loader(25), ckpt_path=tmp_path / "run.ckpt", verbose=False)
@@ -192,7 +192,7 @@ def test_a_checkpoint_is_counted_each_time_that_training_goes_on_from_it(tmp_pat
     assert callback.engine.ledger.steps == 12 + 12 + 6
 
 
-def test_correlated_noise_takes_its_length_from_the_trainer():
+def test_correlated_noise_uses_the_number_of_steps_of_the_trainer():
     callback = DPCallback(noise=BandMF(num_bands=3), noise_multiplier=1.0)
     fit(Plain(), callback)
     assert callback.engine.ledger.steps == 18
@@ -215,7 +215,7 @@ def test_a_checkpoint_without_a_record_of_privacy_is_rejected(tmp_path):
     ],
     ids=["two optimizers", "several loaders", "no loader", "chunks before there is an optimizer"],
 )
-def test_modules_and_loaders_that_do_not_fit_are_rejected(module, callback, settings, error, says):
+def test_unsupported_modules_and_loaders_are_rejected(module, callback, settings, error, says):
     with pytest.raises(error, match=says):
         fit(module(), DPCallback(**WANTED, **callback), **{name: make() for name, make in settings.items()})
 
@@ -237,7 +237,7 @@ def test_settings_that_would_break_the_guarantee_are_rejected(settings, error, s
         made.callbacks[0].setup(made, Plain(), "fit")
 
 
-def test_a_loader_that_went_by_unseen_is_noticed():
+def test_a_loader_that_was_set_up_before_the_callback_is_rejected():
     class Early(lightning.Callback):
         def setup(self, trainer, pl_module, stage):
             trainer.fit_loop.setup_data()
@@ -261,7 +261,7 @@ def test_without_lightning_an_error_says_what_to_install():
 
 
 @pytest.mark.slow
-def test_the_names_of_opacus_do_not_import_lightning_before_it_is_asked_for():
+def test_the_opacus_interface_imports_lightning_lazily():
     code = (
         "import sys; from dpengine.compat import opacus; print('lightning' in sys.modules); "
         "print(opacus.lightning.DPLightningDataModule.__name__, 'lightning' in sys.modules)"

@@ -92,7 +92,7 @@ def test_changes_in_the_middle_are_rejected_before_the_next_step(changed, error,
         changed_at_epoch(change)
 
 
-def test_a_module_that_is_detached_in_the_middle_trains_no_further():
+def test_a_module_that_is_detached_during_fit_stops_training():
     callback = DPCallback(**WANTED)
     with pytest.raises(DetachedError, match="detach"):
         changed_at_epoch(lambda trainer, module: callback.engine.detach(module), callback)
@@ -124,7 +124,7 @@ def test_a_module_may_be_detached_when_training_ended():
     assert callback.engine.ledger.steps == 18
 
 
-def test_callbacks_that_change_the_unit_or_train_unseen_are_rejected():
+def test_callbacks_and_tuners_that_break_the_guarantee_are_rejected():
     with pytest.raises(ScaledGradientError, match="GradientAccumulationScheduler"):
         trainer(GradientAccumulationScheduler({1: 2}), DPCallback(**WANTED)).fit(Plain(), loader())
     module = Tuned()
@@ -153,7 +153,7 @@ def test_a_stream_is_rejected_by_make_private_if_the_trainer_ends_sooner(limits)
 
 
 @pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0), ("val_constraint", 0)])
-def test_a_choice_by_the_training_data_is_noticed(monitor, count):
+def test_early_stopping_on_the_training_loss_warns(monitor, count):
     forget_notices()
     stopping = EarlyStopping(monitor, patience=50, check_on_train_epoch_end=monitor == "train_loss")
     with warnings.catch_warnings(record=True) as seen:
@@ -235,7 +235,7 @@ def test_an_empty_batch_can_be_skipped_and_is_released():
     assert inside.state(callback.engine).released == callback.engine.ledger.steps
 
 
-def test_training_without_end_ends_with_the_budget():
+def test_training_without_a_step_limit_stops_when_the_budget_is_used_up():
     callback = DPCallback(target_epsilon=3.0, target_delta=1e-3, steps=10)
     made = trainer(callback, AtEpoch(pytest.fail, epoch=10), epochs=-1)
     made.fit(Plain(), loader())

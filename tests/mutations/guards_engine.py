@@ -151,7 +151,7 @@ GUARDS = [
         "a pass that fails while it is summed leaves nothing",
         "            self.zero()\n            raise\n        return statistics",
         "            raise\n        return statistics",
-        "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself",
+        "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_is_discarded_completely",
     ),
     Guard(
         "factors below all normal numbers become zero",
@@ -175,7 +175,7 @@ GUARDS = [
         "clearing gradients discards a complete batch",
         "        elif self.stage is Stage.CLIPPED:\n            return self.discard()",
         "        elif False:\n            return self.discard()",
-        "users/test_accumulation.py::test_zero_grad_before_the_step_leaves_nothing_to_release",
+        "users/test_accumulation.py::test_zero_grad_before_the_step_leaves_no_gradient_to_apply",
     ),
     Guard(
         "an open batch is charged at the end",
@@ -295,7 +295,7 @@ GUARDS = [
         "the placeholder of an empty batch counts for nothing",
         "            if self.batches.is_placeholder:  #",
         "            if False:  #",
-        "users/test_empty_batches.py::test_nothing_of_a_placeholder_is_released[auto]",
+        "users/test_empty_batches.py::test_a_placeholder_sample_contributes_nothing[auto]",
     ),
     Guard(
         "a pass over an empty batch without a placeholder",
@@ -343,6 +343,6 @@ GUARDS = [
         "a pass over a chunk of a discarded batch does not take the next chunk",
         "if self.stage is Stage.DISCARDED and not self.done:",
         "if False:",
-        "users/test_accumulation.py::test_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step",
+        "users/test_accumulation.py::test_a_failed_chunk_of_a_batch_fetched_ahead_does_not_misalign_later_batches",
     ),
 ]

@@ -87,13 +87,13 @@ GUARDS = [
         "thresholds leave room for rounding",
         "bounds_K * (1 - SLACK) / norms_BK",
         "bounds_K / norms_BK",
-        "clipping/test_policy.py::test_factor_times_norm_never_passes_the_threshold",
+        "clipping/test_policy.py::test_factor_times_norm_never_exceeds_the_threshold",
     ),
     Guard(
         "small factors are rounded down",
         "factors_BK.sub_(_smallest_subnormal(factors_BK.dtype))",
         "factors_BK",
-        "clipping/test_policy.py::test_factor_times_norm_never_passes_the_threshold",
+        "clipping/test_policy.py::test_factor_times_norm_never_exceeds_the_threshold",
     ),
     Guard(
         "factors are at most 1",
@@ -129,7 +129,7 @@ GUARDS = [
         "the noise on the count",
         " + self.count_noise_multiplier * noise.item()",
         "",
-        "clipping/test_adaptive.py::test_noise_comes_from_the_given_stream_under_its_own_domain_and_step",
+        "clipping/test_adaptive.py::test_count_noise_uses_the_given_stream_with_its_own_domain_and_step",
     ),
     Guard(
         "limits of the threshold",
@@ -516,6 +516,6 @@ GUARDS = [
         "layers that disagree on the batch size",
         "    sizes = set(rows.values())\n    if len(sizes) > 1:",
         "    sizes = set(rows.values())\n    if False:",
-        "clipping/test_clipper.py::test_layers_with_different_numbers_of_rows_raise_an_error_with_their_names",
+        "clipping/test_clipper.py::test_layers_with_different_batch_sizes_raise_an_error_with_their_names",
     ),
 ]

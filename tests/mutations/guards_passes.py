@@ -63,7 +63,7 @@ GUARDS = [
         "            self.zero()\n            raise\n        return",
         "        except BaseException:\n            self.zero()\n            raise\n"
         "        self.probe.end_pass(recorded.replay, count, sq_norms_B)\n        return",
-        "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_leaves_nothing_of_itself",
+        "clipping/test_clipper.py::test_a_pass_that_fails_while_it_is_summed_is_discarded_completely",
     ),
     Guard(
         "discarded sums are zeroed",
@@ -81,7 +81,7 @@ GUARDS = [
         "gradients of each sample's own loss are not scaled again",
         "mode=recorded.mode, mean_loss=False",
         "mode=recorded.mode",
-        "compat/test_wrappers.py::test_what_is_written_to_grad_sample_is_what_is_clipped",
+        "compat/test_wrappers.py::test_gradients_written_to_grad_sample_are_clipped",
     ),
     Guard(
         "a pass that did not come through the model",
@@ -105,19 +105,19 @@ GUARDS = [
         "a pending pass is clipped once",
         "                first.invalidate()\n                del self._pending[:1]",
         "                first.use_up()",
-        "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
+        "compat/test_pending_passes.py::test_pending_passes_are_clipped_one_by_one_and_each_once",
     ),
     Guard(
         "a materialized gradient is clipped once",
         "self._used.setdefault(parameter, []).append(grad_sample)",
         "pass",
-        "compat/test_pending_passes.py::test_passes_that_wait_are_clipped_one_by_one_and_each_once",
+        "compat/test_pending_passes.py::test_pending_passes_are_clipped_one_by_one_and_each_once",
     ),
     Guard(
         "a gradient that was written is what is clipped",
         "first is not None and self._is_untouched(first, parts)",
         "first is not None",
-        "compat/test_wrappers.py::test_what_is_written_to_grad_sample_is_what_is_clipped",
+        "compat/test_wrappers.py::test_gradients_written_to_grad_sample_are_clipped",
     ),
     Guard(
         "parameters of unequally many passes",

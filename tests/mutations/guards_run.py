@@ -351,7 +351,7 @@ GUARDS = [
         "two engines on one data set",
         "            self.dataset_check.before_charge(self.ledger)",
         "            pass",
-        "users/test_batches.py::test_two_engines_on_one_data_set_warn_before_the_second_releases",
+        "users/test_batches.py::test_two_engines_on_one_data_set_warn_before_the_first_step_of_the_second",
     ),
     Guard(
         "another data set is not the same one",

@@ -16,7 +16,7 @@ TESTS = {
     "PB-11": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-12": "grad_modes/test_strategies.py::test_models_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-13": (
-        "clipping/test_groups_and_per_layer.py::test_one_clipping_norm_is_divided_and_a_list_belongs_to_the_layers"
+        "clipping/test_groups_and_per_layer.py::test_one_clipping_norm_is_split_over_layers_and_a_list_is_used_in_layer_order"
     ),
     "PB-14": "grad_modes/test_strategies.py::test_layers_give_the_clipped_sum_of_a_loop_over_samples",
     "PB-15": "engine/test_engine.py::test_layers_have_thresholds_of_their_own",

@@ -303,7 +303,7 @@ def test_zero_grad_between_batches_discards_as_it_does_without_an_engine():
     assert loop.charges == [("void", 1), ("release", 1)]
 
 
-def test_zero_grad_before_the_step_leaves_nothing_to_release():
+def test_zero_grad_before_the_step_leaves_no_gradient_to_apply():
     loop = make_loop(noise_multiplier=1.0)
     loop.backward(*first_batch(loop.loader))
     loop.optimizer.zero_grad()
@@ -314,7 +314,7 @@ def test_zero_grad_before_the_step_leaves_nothing_to_release():
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
-def test_a_failed_chunk_of_a_batch_fetched_ahead_leaves_later_batches_in_step(ahead):
+def test_a_failed_chunk_of_a_batch_fetched_ahead_does_not_misalign_later_batches(ahead):
     loop = make_loop(physical_batch_size=1, seed=3)
     fetch_ahead(loop.engine, ahead)
     sampled = list(make_loop(seed=3).loader)

@@ -71,7 +71,7 @@ def test_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
 
 
 @pytest.mark.parametrize("leave_out", [True, False], ids=["without backward", "with backward"])
-def test_an_empty_batch_of_dicts_goes_through_the_loop(leave_out):
+def test_an_empty_batch_of_dicts_trains(leave_out):
     loop = make_loop(batch_size=1, dataset=OfDicts(), seed=1)
     sizes = []
     for batch in loop.loader:
@@ -113,7 +113,7 @@ EMPTY_MODELS = {
 @pytest.mark.one_in(3, "mode", "make_model")
 @every_mode
 @pytest.mark.parametrize(("make_model", "shape"), EMPTY_MODELS.values(), ids=EMPTY_MODELS)
-def test_layers_take_batches_without_samples(make_model, shape, mode):
+def test_layers_accept_batches_without_samples(make_model, shape, mode):
     torch.manual_seed(0)
     inputs = torch.randint(0, 5, (6, *shape)) if shape == (3,) else torch.randn(6, *shape)
     dataset = TensorDataset(inputs, torch.randint(0, CLASSES, (6,)))
@@ -134,7 +134,7 @@ def test_layers_take_batches_without_samples(make_model, shape, mode):
 @pytest.mark.one_in(4, "mode", "bad")
 @every_mode
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e38])
-def test_samples_that_are_not_finite_contribute_nothing(bad, mode):
+def test_samples_with_non_finite_values_contribute_nothing(bad, mode):
     dataset = examples()
     dataset.tensors[0][::3] = bad
     loop = make_loop(dataset=dataset, grad_sample_mode=mode)
@@ -177,7 +177,7 @@ def test_samples_for_an_empty_batch_raise():
         loop.backward(inputs, targets)
 
 
-def test_fewer_samples_raise_because_axis_0_may_not_be_the_batch():
+def test_fewer_samples_than_were_drawn_raise_because_axis_0_may_not_be_the_batch():
     loop = make_loop()
     inputs, targets = first_batch(loop.loader, least=2)
     with pytest.raises(BatchMismatchError, match=r"DPE018.*axis 0"):
@@ -220,7 +220,7 @@ def no_warnings():
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 @pytest.mark.hazard("A11")
-def test_two_engines_on_one_data_set_warn_before_the_second_releases(order):
+def test_two_engines_on_one_data_set_warn_before_the_first_step_of_the_second(order):
     dataset = examples()
     loops = [make_loop(dataset=dataset, **NOISE) for _ in range(2)]
     first, second = (loops[i] for i in order)
@@ -297,7 +297,7 @@ def test_the_first_engine_that_continues_next_to_one_with_its_state_warns():
         one_step(first)
 
 
-def test_steps_over_other_data_do_not_count_as_known():
+def test_loaded_steps_over_other_data_do_not_suppress_the_warning():
     one, other = examples(), examples()
     charged = one_epoch(one).engine.state_dict()
     second = one_epoch(other)  # as many steps of the same kind

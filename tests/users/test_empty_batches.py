@@ -34,7 +34,7 @@ def test_a_model_that_cannot_run_without_samples_trains(mode):
 @pytest.mark.one_in(6, "mode", others="slow")
 @pytest.mark.one_in(2, "mode")
 @every_mode
-def test_nothing_of_a_placeholder_is_released(mode):
+def test_a_placeholder_sample_contributes_nothing(mode):
     huge = (torch.full((FEATURES,), 1e3), torch.tensor(1))
     runs = []
     for example in (None, huge, (torch.full((FEATURES,), torch.nan), torch.tensor(1))):
@@ -57,7 +57,7 @@ def lengths_model(m, sequences, lengths):
     return m.head(m.recurrent(packed)[1][-1])
 
 
-def test_an_error_of_the_model_for_a_placeholder_names_the_remedy():
+def test_a_model_error_on_a_placeholder_suggests_a_fix():
     sequences, lengths = torch.randn(20, 5, FEATURES), torch.arange(20) % 5 + 1
     data = TensorDataset(sequences, lengths, torch.arange(20) % CLASSES)
 
@@ -75,7 +75,7 @@ def test_an_error_of_the_model_for_a_placeholder_names_the_remedy():
     assert train(example_input=data[0]) == 20
 
 
-def test_an_error_of_the_model_for_samples_has_no_note():
+def test_a_model_error_on_real_samples_has_no_placeholder_note():
     loop = make_loop(batch_size=ROWS, sample_rate=1.0, noise_multiplier=1.0)
     ((inputs, _),) = loop.loader
     with pytest.raises(RuntimeError) as seen:
@@ -93,7 +93,7 @@ def test_an_adaptive_clipping_norm_does_not_see_the_placeholder():
     assert norms[0] == norms[1]
 
 
-def test_a_loss_for_each_sample_takes_the_placeholder():
+def test_per_sample_losses_accept_the_placeholder():
     loop = make_loop(batch_size=1)
     for inputs, targets in loop.loader:
         loop.optimizer.zero_grad()
@@ -139,7 +139,7 @@ class OfRows(Dataset):
         return examples()[index]
 
 
-def test_a_type_without_a_known_form_runs_with_an_example():
+def test_a_batch_type_of_unknown_structure_trains_if_an_example_is_given():
     from dpengine import PrivacyEngine
 
     loader = torch.utils.data.DataLoader(OfRows(), batch_size=1, collate_fn=Opaque)

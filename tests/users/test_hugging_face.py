@@ -151,7 +151,7 @@ def test_the_loss_that_the_message_names_can_be_installed_and_is_exact(make, los
 
 
 @MODELS
-def test_the_own_loss_of_texts_of_equal_length_is_accepted(make):
+def test_the_built_in_loss_of_the_model_is_accepted_for_texts_of_equal_length(make):
     trained(make, own, padded=False)
 
 

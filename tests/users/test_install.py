@@ -68,7 +68,7 @@ def modules_loaded(*, allowed: set[str], then: str = "") -> set[str]:
 
 
 @pytest.mark.slow
-def test_importing_needs_nothing_but_torch_and_numpy():
+def test_importing_requires_only_torch_and_numpy():
     assert modules_loaded(allowed={"torch", "numpy"}) == {"dpengine"}
 
 

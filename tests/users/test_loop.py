@@ -54,7 +54,7 @@ def test_a_second_backward_over_the_same_samples_raises(twice, mode):
 
 
 @every_mode
-def test_an_old_graph_cannot_serve_another_batch(mode):
+def test_the_graph_of_an_earlier_batch_is_rejected(mode):
     loop = make_loop(grad_sample_mode=mode, sampling="shuffle")  # for batches of one size
     chunks = iter(loop.loader)
     inputs, targets = next(chunks)
@@ -198,7 +198,7 @@ def test_passes_outside_training_change_nothing_between_backward_and_step(interl
 
 @pytest.mark.one_in(2, "mode", others="slow")
 @every_mode
-def test_an_interrupt_inside_a_layer_leaves_no_trace(mode, monkeypatch):
+def test_an_interrupt_inside_a_layer_does_not_affect_later_steps(mode, monkeypatch):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
 

@@ -38,7 +38,7 @@ def token_batch():
 
 
 @pytest.mark.hazard("B16")
-def test_a_summed_loss_is_found_where_a_mean_was_declared():
+def test_a_summed_loss_is_detected_where_a_mean_was_declared():
     batch = examples().tensors
     summed = lambda outputs, targets: F.cross_entropy(outputs, targets, reduction="sum")  # noqa: E731
     says = r'DPE013.*looks like a sum, expected a mean.*up to twice the clipping norm.*loss_reduction="sum"'
@@ -61,7 +61,7 @@ def test_a_loss_that_is_declared_as_a_sum_gives_the_same_gradients(mode):
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_a_loss_that_mixes_samples_is_found_and_its_remedy_works():
+def test_a_loss_that_mixes_samples_is_detected_and_the_suggested_fix_works():
     with pytest.raises(
         BatchDependentLossError, match=r"DPE010.*sample 0 depends on the other samples.*per_example\(loss_fn\)"
     ):

@@ -99,7 +99,7 @@ def test_steps_beyond_the_plan_are_reported():
         assert train(loop) == 0
 
 
-def test_the_end_of_the_plan_is_silent(recwarn):
+def test_no_warning_at_the_end_of_the_plan(recwarn):
     loop = make_loop(target_epsilon=3.0, target_delta=1e-3, steps=6)
     train(loop, 2)
     assert loop.engine.ledger.steps == 6
@@ -225,7 +225,7 @@ def test_a_new_model_next_to_the_optimizer_of_another_is_reported():
     assert train(loop) == len(loop.loader)
 
 
-def test_epsilon_without_arguments_is_that_at_the_delta_of_the_run():
+def test_epsilon_without_arguments_uses_the_delta_of_the_run():
     loop = make_loop(target_delta=1e-3, **NOISE)
     train(loop)
     assert loop.engine.get_epsilon() == loop.engine.epsilon == loop.engine.get_epsilon(1e-3)

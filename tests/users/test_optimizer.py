@@ -183,7 +183,7 @@ def test_a_closure_runs_once_and_its_loss_comes_back(kind):
     assert loop.engine.ledger.steps == 1
 
 
-def test_a_closure_that_detaches_the_model_releases_nothing():
+def test_a_closure_that_detaches_the_model_changes_no_weight():
     loop = loop_with(torch.optim.SGD)
     inputs, targets = first_batch(loop.loader)
 
@@ -236,7 +236,7 @@ def replace_groups(optimizer):
 @pytest.mark.one_in(4, "kind", "replace")
 @every_optimizer
 @pytest.mark.parametrize("replace", [reload_state, replace_groups])
-def test_rates_take_effect_after_the_groups_were_replaced(kind, replace):
+def test_learning_rates_take_effect_after_the_groups_were_replaced(kind, replace):
     loop = loop_with(kind)
     shadow = Shadow(loop.model, kind)
     for position, batch in enumerate(loop.loader):
@@ -321,7 +321,7 @@ def test_a_group_added_later_is_rejected_by_name():
     loop.engine.detach(loop.model)
 
 
-def test_a_detached_copy_takes_groups():
+def test_a_detached_copy_accepts_new_parameter_groups():
     other = copy.deepcopy(make_loop().optimizer)
     other.add_param_group({"params": nn.Linear(2, 2).parameters()})
     assert len(other.param_groups) == 2
@@ -367,7 +367,7 @@ def test_two_optimizers_are_rejected_and_left_unchanged(name, derived):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_collected_within_the_step_of_another_optimizer_disturbs_nothing():
+def test_garbage_collecting_a_run_during_the_step_of_another_optimizer_is_harmless():
     before = len(_global_optimizer_pre_hooks)
     held, other = [make_loop(noise_multiplier=1.0)], torch.optim.SGD(mlp().parameters())
 
@@ -446,6 +446,6 @@ UNSEEN = {
 
 
 @pytest.mark.parametrize("make", UNSEEN.values(), ids=UNSEEN)
-def test_updates_that_do_not_show_in_versions_or_values_are_accepted(make):
+def test_updates_that_change_no_version_counter_or_no_value_are_accepted(make):
     loop = make_loop(noise_multiplier=1.0, make_optimizer=make)
     assert train(loop) == loop.engine.ledger.steps

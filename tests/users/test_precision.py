@@ -178,7 +178,7 @@ def test_no_sample_makes_the_scaler_skip_a_step(bad):
     assert loop.engine.ledger.steps == len(loop.loader)
 
 
-def test_a_loss_that_overflows_releases_noise_only():
+def test_a_step_whose_loss_overflows_applies_noise_only():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     loop = make_loop(grad_scaler=scaler)
     inputs, targets = first_batch(loop.loader, least=3)

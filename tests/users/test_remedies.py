@@ -106,7 +106,7 @@ def test_the_warning_of_changed_gradients_names_the_arguments():
     assert trains(make_loop(max_grad_norm=0.5, **NOISE))
 
 
-def test_a_contrastive_loss_is_rejected_with_that_reason():
+def test_the_error_for_a_contrastive_loss_says_that_it_is_contrastive():
     model, batch = nn.Linear(FEATURES, CLASSES), next(iter(torch.utils.data.DataLoader(examples(), batch_size=6)))
 
     def contrastive(outputs, targets):
@@ -116,7 +116,7 @@ def test_a_contrastive_loss_is_rejected_with_that_reason():
         check_loss(model, contrastive, batch)
 
 
-def test_a_contrastive_loss_in_the_loop_is_rejected_with_that_reason():
+def test_the_error_for_a_contrastive_loss_in_the_loop_says_that_it_is_contrastive():
     loop = make_loop(**NOISE)
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*contrastive loss compares samples.*cannot be trained"):
         for inputs, _ in loop.loader:
@@ -161,7 +161,7 @@ def test_the_error_for_a_mean_over_selected_samples_suggests_a_loss_that_trains(
     assert trains(remedy, loss_of)
 
 
-def test_a_sum_in_the_loop_says_that_the_sensitivity_grows_and_names_the_argument():
+def test_the_error_for_a_summed_loss_names_the_sensitivity_and_the_argument():
     def trains_on_sum(loop):
         return trains(loop, lambda inputs, targets: F.cross_entropy(loop.model(inputs), targets, reduction="sum"))
 

@@ -162,7 +162,7 @@ def test_preferences_of_one_user_are_clipped_together():
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_preferences_in_two_rows_name_one_example_for_both():
+def test_preference_pairs_in_two_samples_are_rejected_with_the_advice_to_use_one_example():
     pairs = torch.arange(ROWS) // 2
     loop = make_loop(dataset=TensorDataset(torch.randn(ROWS, FEATURES), pairs), privacy_unit=pairs)
     with pytest.raises(BatchDependentLossError, match=r"DPE010.*pairs.*store both in one example, and call the model"):

@@ -134,7 +134,7 @@ def test_a_copy_can_be_made_private_itself(make_model):
 
 
 @every_model
-def test_averaged_models_follow(make_model):
+def test_averaged_models_track_a_private_model(make_model):
     loop = make_loop(make_model(), noise_multiplier=1.0)
     averaged = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     truth = None

@@ -36,7 +36,7 @@ def steps(accountant):
     return accountant.ledger.steps
 
 
-def test_equal_neighbours_are_merged():
+def test_equal_consecutive_entries_are_merged():
     accountant = create_accountant("prv")
     for sigma in (1.0, 1.0, 2.0, 1.0):
         accountant.step(noise_multiplier=sigma, sample_rate=0.1)
@@ -45,7 +45,7 @@ def test_equal_neighbours_are_merged():
     assert isinstance(accountant.history, list)
 
 
-def test_what_an_engine_charges_shows_at_once():
+def test_the_history_shows_charges_of_the_engine_at_once():
     ledger, accountant = Ledger(), create_accountant("gdp")
     accountant.ledger = ledger
     history = accountant.history
@@ -141,7 +141,7 @@ def test_a_new_history_does_not_change_the_engine_and_its_later_charges_are_adde
     assert accountant.history == [(1.0, 0.1, 1)]
 
 
-def test_entries_that_are_put_back_keep_what_they_stand_for():
+def test_entries_that_are_put_back_keep_their_privacy_events():
     accountant = create_accountant("rdp")
     cyclic = CyclicGaussianEvent(0.1, 1.0, 5, "run")
     accountant.ledger.charge(cyclic, count=7)
@@ -254,7 +254,7 @@ def test_a_rate_that_is_above_one_by_rounding_counts_as_one():
 
 
 @pytest.mark.parametrize(("mechanism", "kind"), MECHANISMS.items())
-def test_names_make_their_classes(mechanism, kind):
+def test_create_accountant_builds_the_class_of_a_name(mechanism, kind):
     assert type(create_accountant(mechanism)) is kind
     assert kind.mechanism() == mechanism
 
@@ -291,7 +291,7 @@ def counting(monkeypatch):
 
 
 @pytest.mark.usefixtures("counting")
-def test_an_accountant_of_a_user_works():
+def test_a_custom_accountant_works():
     accountant = create_accountant("counting")
     accountant.get_optimizer_hook_fn(0.1)(SimpleNamespace(noise_multiplier=2.0, accumulated_iterations=1))
     assert (len(accountant), accountant.get_epsilon(1e-5)) == (1, 0.5)
@@ -301,7 +301,7 @@ def test_an_accountant_of_a_user_works():
 
 
 @pytest.mark.usefixtures("counting")
-def test_noise_is_found_by_an_accountant_of_a_user_with_its_keywords():
+def test_calibration_uses_a_custom_accountant_with_its_keywords():
     found = get_noise_multiplier(
         target_epsilon=3.0, target_delta=1e-5, sample_rate=0.1, steps=60, accountant="counting", scale=2.0
     )
@@ -309,7 +309,7 @@ def test_noise_is_found_by_an_accountant_of_a_user_with_its_keywords():
 
 
 @pytest.mark.usefixtures("counting")
-def test_a_taken_name_needs_force():
+def test_registering_a_name_again_requires_force():
     with pytest.raises(ValueError, match="force=True"):
         register_accountant("rdp", Counting)
     assert create_accountant("rdp").mechanism() == "rdp"

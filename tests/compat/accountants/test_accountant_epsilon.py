@@ -104,7 +104,7 @@ def test_gdp_has_no_amplification_without_poisson_sampling():
     assert sampled.get_epsilon(DELTA, poisson=False) == whole.get_epsilon(DELTA) > 10 * sampled.get_epsilon(DELTA)
 
 
-def test_rdp_looks_at_the_orders_that_are_asked_for():
+def test_rdp_uses_the_given_orders():
     accountant = with_history("rdp", [(1.0, 0.01, 1000)])
     epsilon, order = accountant.get_privacy_spent(delta=DELTA, alphas=[2.5, 3])
     assert order in (2.5, 3.0)
@@ -173,7 +173,7 @@ def assert_sound_over(grid, mechanisms):
 
 
 @pytest.mark.hazard("O25")
-def test_rdp_never_fails_over_a_grid_and_stays_below_what_no_sampling_costs():
+def test_rdp_is_finite_over_a_grid_and_at_most_the_cost_without_sampling():
     assert_sound_over(GRID, ["rdp"])
 
 
@@ -215,7 +215,7 @@ def test_prv_always_returns_an_upper_bound(history, delta):
         assert not caught
 
 
-def test_prv_takes_its_errors_and_rejects_what_are_none():
+def test_prv_accepts_error_tolerances_and_rejects_invalid_ones():
     accountant = with_history("prv", [(1.0, 0.01, 100)])
     assert accountant.get_epsilon(DELTA, eps_error=0.1, delta_error=1e-9) == accountant.get_epsilon(DELTA)
     for wrong in ({"eps_error": 0.0}, {"delta_error": -1e-9}):
@@ -254,7 +254,7 @@ def test_releases_without_noise_and_rate_count(mechanism, event):
     assert 0 < one < more < math.inf
 
 
-def test_correlated_noise_costs_its_triples():
+def test_correlated_noise_has_the_epsilon_of_its_history_entries():
     accountant = with_events("gdp", (MATRIX, 20))
     ((sigma, rate, steps),) = accountant.history
     assert (rate, steps) == (1.0, 20)
@@ -263,7 +263,7 @@ def test_correlated_noise_costs_its_triples():
 
 
 @pytest.mark.parametrize("event", [CYCLIC, ONE_SIZE, CUT, SELECTED], ids=lambda event: type(event).__name__)
-def test_the_triples_of_other_releases_cost_no_less(event):
+def test_history_entries_of_other_events_cost_at_least_as_much(event):
     accountant = with_events("rdp", (event, 20))
     triples = with_history("rdp", [tuple(entry) for entry in accountant.history])
     assert triples.history[0][2] == 20

@@ -22,7 +22,7 @@ from dpengine.compat.opacus.accountants.analysis.prv import (
 DELTA = 1e-5
 
 
-def test_divergences_come_as_the_orders_do():
+def test_divergences_have_the_shape_of_the_orders():
     alone = rdp.compute_rdp(q=0.01, noise_multiplier=1.0, steps=10, orders=2.5)
     several = rdp.compute_rdp(q=0.01, noise_multiplier=1.0, steps=10, orders=[2.5, 4, 70])
     assert isinstance(alone, float)
@@ -32,7 +32,7 @@ def test_divergences_come_as_the_orders_do():
 
 
 @pytest.mark.parametrize(("q", "sigma", "value"), [(0.0, 1.0, 0.0), (0.1, 0.0, math.inf)])
-def test_divergences_at_the_ends(q, sigma, value):
+def test_divergences_at_extreme_rates_and_noise(q, sigma, value):
     assert rdp.compute_rdp(q=q, noise_multiplier=sigma, steps=5, orders=[2.0, 3.5]).tolist() == [value, value]
 
 
@@ -48,7 +48,7 @@ def test_epsilon_follows_from_divergences():
     assert best == orders[int(np.argmin(by_hand))]
 
 
-def test_a_best_order_at_the_end_gives_a_warning():
+def test_a_best_order_at_the_end_of_the_range_warns():
     with pytest.warns(UserWarning, match="first one"):
         rdp.get_privacy_spent(orders=[20, 30], rdp=[100.0, 200.0], delta=DELTA)
     with pytest.warns(UserWarning, match="last one"):
@@ -65,7 +65,7 @@ def test_epsilon_of_divergences_is_never_negative_and_may_be_infinite():
 
 
 @pytest.mark.parametrize("sigma", [0.4, 1.0, 3.0, 200.0])
-def test_the_mus_are_those_of_the_paper(sigma):
+def test_mu_equals_the_formula_of_the_paper(sigma):
     run = {"steps": 100, "noise_multiplier": sigma, "sample_rate": 0.01}
     assert gdp.compute_mu_poisson(**run) == pytest.approx(0.1 * math.sqrt(math.expm1(sigma**-2)))
     phi = stats.norm.cdf
@@ -84,7 +84,7 @@ def test_the_approximations_never_fail(kind, sigma):
         assert gdp.delta_eps_mu(eps=epsilon, mu=mu) == pytest.approx(DELTA, rel=1e-6)
 
 
-def test_epsilon_of_mu_is_the_dual_of_its_curve():
+def test_epsilon_and_delta_of_mu_are_inverse_functions():
     def delta(eps, mu):
         return stats.norm.cdf(-eps / mu + mu / 2) - math.exp(eps) * stats.norm.cdf(-eps / mu - mu / 2)
 
@@ -93,7 +93,7 @@ def test_epsilon_of_mu_is_the_dual_of_its_curve():
 
 
 @pytest.mark.parametrize(("rate", "sigma"), [(0.02, 1.0), (0.4, 0.7), (1.0, 2.0)])
-def test_a_loss_has_its_distribution(rate, sigma):
+def test_the_prv_distribution_matches_sampled_losses(rate, sigma):
     prv = PoissonSubsampledGaussianPRV(rate, sigma)
     x = np.random.default_rng(0).normal(size=400_000) * sigma
     x[: round(rate * len(x))] += 1  # under the mixture
@@ -107,7 +107,7 @@ def test_a_loss_has_its_distribution(rate, sigma):
     )
 
 
-def test_a_truncated_loss_is_a_distribution_of_its_own():
+def test_a_truncated_prv_is_a_normalized_distribution():
     prv = PoissonSubsampledGaussianPRV(0.3, 0.8)
     cut = TruncatedPrivacyRandomVariable(prv, -0.2, 1.0)
     assert cut.cdf([-0.3, -0.2, 1.0, 2.0]).tolist() == [0.0, 0.0, 1.0, 1.0]
@@ -158,7 +158,7 @@ def test_manually_computed_losses_give_the_bounds_of_the_releases(composed):
     assert lower <= estimate <= upper
 
 
-def test_the_masses_themselves_say_about_the_same(composed):
+def test_epsilon_from_the_composed_masses_is_nearly_equal(composed):
     _, estimate, _ = composed.compute_epsilon(DELTA, DELTA / 1000, 0.01)
     alone = DiscretePRV(composed.pmf, composed.domain)
     assert len(alone) == composed.domain.size
@@ -178,11 +178,11 @@ def test_masses_that_were_changed_count_as_they_are(composed):
     assert changed.compute_epsilon(DELTA, DELTA / 1000, 0.01) != before
 
 
-def test_no_delta_has_no_epsilon(composed):
+def test_epsilon_at_delta_zero_is_infinite(composed):
     assert composed.compute_epsilon(0.0, 0.0, 0.01) == (math.inf, math.inf, math.inf)
 
 
-def test_losses_that_do_not_fit_together_are_rejected(composed):
+def test_composing_incompatible_prvs_raises(composed):
     other = DiscretePRV(np.full(4, 0.25), Domain(0.0, 3.0, 4))
     with pytest.raises(ValueError, match="same points"):
         compose_heterogeneous([composed, other], [1, 1])
@@ -192,7 +192,7 @@ def test_losses_that_do_not_fit_together_are_rejected(composed):
         len(DiscretePRV(np.ones(3), Domain(0.0, 3.0, 4)))
 
 
-def test_tiny_noise_and_large_losses_are_discretized_too():
+def test_tiny_noise_and_large_losses_are_discretized():
     prv = PoissonSubsampledGaussianPRV(0.5, 0.05)
     domain = Domain.create_aligned(-300, 300, 0.05)
     composed = compose_heterogeneous([discretize(TruncatedPrivacyRandomVariable(prv, -300, 300), domain)], [3])
@@ -208,7 +208,7 @@ def test_sums_of_losses_lie_where_they_should():
 
 
 @pytest.mark.parametrize(("sample_rate", "noise_multiplier", "steps"), [(0.01, 0.8, 1000), (0.05, 1.0, 200)])
-def test_the_limit_is_below_the_truth_here_and_its_docstring_says_so(sample_rate, noise_multiplier, steps):
+def test_the_gdp_limit_can_be_below_epsilon_and_its_docstring_warns(sample_rate, noise_multiplier, steps):
     about = gdp.compute_eps_poisson(steps=steps, noise_multiplier=noise_multiplier, sample_rate=sample_rate, delta=1e-5)
     bounds = epsilon_bounds(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, delta=1e-5)
     assert about < bounds[0]

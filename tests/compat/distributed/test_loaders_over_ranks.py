@@ -41,7 +41,7 @@ def test_manual_loaders_divide_each_batch_over_processes(seeds):
         assert together == passes(seeds)
 
 
-def test_a_loader_for_several_processes_asks_for_a_process_group():
+def test_a_loader_for_several_processes_requires_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         DPDataLoader(numbers(), sample_rate=0.5, distributed=True)
 
@@ -89,7 +89,7 @@ def in_passes():
     return found
 
 
-def test_without_poisson_sampling_each_row_is_in_one_process_of_each_pass():
+def test_without_poisson_sampling_each_example_is_in_one_process_per_pass():
     one, other = launched(2, in_passes)
     for mine, others in zip(one, other, strict=True):
         assert [len(batch) for batch in mine] == [len(batch) for batch in others] == [4] * 5

@@ -135,7 +135,7 @@ def attributes():
     return found
 
 
-def test_optimizers_know_their_place_and_have_the_batch_size_of_a_process():
+def test_optimizers_have_the_rank_and_the_batch_size_of_their_process():
     for rank, found in enumerate(launched(2, attributes)):
         assert found == {
             ("dpddp", "hooks"): (DistributedDPOptimizer, (rank, 2), 4.0, True),
@@ -263,7 +263,7 @@ def resumed(path, alone_path):
 
 
 @pytest.mark.slow
-def test_all_processes_go_on_from_the_checkpoint_that_one_of_them_wrote():
+def test_all_processes_resume_from_the_checkpoint_that_one_of_them_wrote():
     with tempfile.TemporaryDirectory() as folder:
         paths = (os.path.join(folder, "ranks"), os.path.join(folder, "alone"))
         found = launched(2, resumed, *paths)

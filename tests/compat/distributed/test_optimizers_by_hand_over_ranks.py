@@ -245,7 +245,7 @@ def begins_alike():
     return [t.detach().clone() for t in (*wrapper.parameters(), *wrapper.buffers())]
 
 
-def test_the_mark_gives_all_processes_the_weights_and_buffers_of_the_first():
+def test_the_distributed_wrapper_broadcasts_weights_and_buffers_of_rank_0():
     one, other = launched(2, begins_alike)
     assert len(one) == 5 and all(map(torch.equal, one, other))
 

@@ -48,7 +48,7 @@ def named(layer, found):
 
 
 @pytest.mark.parametrize("case", KNOWN, ids=lambda case: case.id)
-def test_gradients_are_those_of_a_loop_over_rows(case):
+def test_gradients_equal_a_loop_over_samples(case):
     layer, activations, backprops, truth = call_of(case)
     activations = [t.requires_grad_() if t is not None and t.is_floating_point() else t for t in activations]
     found = named(layer, GRAD_SAMPLERS[type(layer)](layer, activations, backprops))
@@ -82,14 +82,14 @@ def test_frozen_parameters_get_nothing(case):
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, nn.Embedding, nn.Conv2d])
-def test_no_rows_give_no_gradients(kind):
+def test_an_empty_batch_has_empty_gradients(kind):
     layer = {nn.Linear: nn.Linear(3, 4), nn.Embedding: nn.Embedding(5, 4), nn.Conv2d: nn.Conv2d(2, 4, 1)}[kind]
     x = {nn.Linear: torch.ones(0, 3), nn.Embedding: torch.zeros(0, 2).long(), nn.Conv2d: torch.ones(0, 2, 3, 3)}[kind]
     found = GRAD_SAMPLERS[kind](layer, [x], layer(x).detach())
     assert {tuple(grad.shape) for grad in found.values()} == {(0, *p.shape) for p in layer.parameters()}
 
 
-def test_half_precision_is_squared_and_added_up_in_float32():
+def test_half_precision_norms_are_accumulated_in_float32():
     layer = nn.Linear(1, 1)
     acts, grads = torch.full((1, 1, 1), 10.0), torch.full((1, 1, 1), 300.0, dtype=torch.float16)
     for parameter, norm in ((layer.weight, 3000), (layer.bias, 300)):
@@ -97,7 +97,7 @@ def test_half_precision_is_squared_and_added_up_in_float32():
         assert found.dtype is torch.float16 and found.item() == norm  # whose square is no float16
 
 
-def test_an_embedding_that_mixes_rows_is_rejected():
+def test_an_embedding_that_mixes_samples_is_rejected():
     layer = nn.Embedding(5, 3, scale_grad_by_freq=True)
     with pytest.raises(UnsupportedLayerError, match="scale_grad_by_freq"):
         embedding.compute_embedding_grad_sample(layer, [torch.zeros(2, 3).long()], torch.ones(2, 3, 3))
@@ -141,7 +141,7 @@ class Cumulative(nn.Module):
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_layer_without_a_rule_is_run_row_by_row(frozen, batch_first):
+def test_a_layer_without_a_rule_runs_sample_by_sample(frozen, batch_first):
     layer, rowwise = Cumulative(1 if batch_first else 0).double(), Cumulative(1).double()
     rowwise.load_state_dict(layer.state_dict())
     layer.factor.requires_grad_(not frozen)

@@ -86,7 +86,7 @@ def test_a_users_rules_give_the_sums_of_a_loop_in_every_mode(mode, reduction, ba
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost"])
 @without_rule_checks()
-def test_a_rule_that_is_not_linear_gives_the_same_for_both_reductions(mode):
+def test_a_nonlinear_rule_gives_equal_results_for_both_reductions(mode):
     def limited(layer, activations, backprops):
         return affine_grads(layer, activations, backprops.clamp(-0.1, 0.1))
 
@@ -115,7 +115,7 @@ def test_a_subclass_is_not_matched():
     assert type("Other", (nn.Linear,), {}) not in GRAD_SAMPLERS
 
 
-def test_misuse_is_reported():
+def test_invalid_registrations_raise():
     with pytest.raises(TypeError, match="Did you mean 'target_class_or_classes'"):
         register_grad_sampler(target_class_or_class=Affine)
     with pytest.raises(TypeError, match="subclass of torch"):
@@ -170,7 +170,7 @@ def test_a_built_in_rule_that_is_deleted_is_not_used_until_it_is_written_back():
     assert sampler_for(layer) is BUILTIN[nn.Linear] and GRAD_SAMPLERS.copy() == before
 
 
-def test_a_view_that_is_cleared_and_filled_again_is_as_before():
+def test_clearing_and_refilling_a_view_restores_it():
     register_grad_sampler(Affine)(affine_grads)
     before = GRAD_SAMPLERS.copy()
     GRAD_SAMPLERS.clear()

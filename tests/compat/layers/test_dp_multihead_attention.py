@@ -129,7 +129,7 @@ def test_attention_drops_weights_in_train_mode_only():
 @pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
 @pytest.mark.parametrize("batch_first", [True, False], ids=["batch-first", "length-first"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_per_sample_gradients_are_those_of_each_row_by_itself(settings, batch_first, functorch):
+def test_per_sample_gradients_equal_those_of_each_sample_separately(settings, batch_first, functorch):
     theirs, ours = pair(SETTINGS[settings], batch_first)
     given = inputs(SETTINGS[settings])
     padding = masks("padding-bool")["key_padding_mask"]
@@ -163,7 +163,7 @@ def opacus_names(state, prefix, packed):
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.hazard("O42")
-def test_state_dicts_load_strictly_both_ways_nested_too(settings):
+def test_state_dicts_load_strictly_in_both_directions_also_when_nested(settings):
     theirs, ours = (nn.ModuleDict({"deep": nn.ModuleList([one])}) for one in pair(SETTINGS[settings], True))
     assert list(theirs.state_dict()) == list(ours.state_dict())
     for source, target in ((theirs, ours), (ours, theirs)):
@@ -197,7 +197,7 @@ def test_input_without_a_batch_axis_is_rejected():
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_sequence_bias_adds_one_element_behind_the_last(batch_first):
+def test_sequence_bias_appends_one_element(batch_first):
     layer = SequenceBias(SIZE, batch_first)
     x = torch.randn(ROWS, QUERIES, SIZE)
     output = layer(x)

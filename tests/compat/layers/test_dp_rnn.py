@@ -142,7 +142,7 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
     ("lengths", "functorch"), [("whole", False), ("sorted", False), ("unsorted", False), ("unsorted", True)]
 )
 @pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm"])
-def test_per_sample_gradients_are_those_of_each_row_by_itself(kind, lengths, functorch):
+def test_per_sample_gradients_equal_those_of_each_sample_separately(kind, lengths, functorch):
     cells = kind.startswith("cells-")
     for flags in (FLAGS[0], {"num_layers": 2, "batch_first": False, "bidirectional": True}):
         theirs, ours = twins(kind.removeprefix("cells-"), flags, cells=cells)
@@ -169,7 +169,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("kind", [*PAIRS, "cells-gru", "cells-lstm"])
 @pytest.mark.hazard("O42")
-def test_state_dicts_load_strictly_both_ways_nested_too(kind):
+def test_state_dicts_load_strictly_in_both_directions_also_when_nested(kind):
     cells = kind.startswith("cells-")
     flags = {"num_layers": 2, "bidirectional": True}
     theirs, ours = (Net(layer) for layer in twins(kind.removeprefix("cells-"), flags, cells=cells))
@@ -197,7 +197,7 @@ def test_missing_keys_are_named_as_in_the_state_dict():
     assert layer.load_state_dict(state, strict=False).missing_keys == ["weight_ih_l0"]
 
 
-def test_copies_of_a_layer_of_cells_are_on_their_own():
+def test_copies_of_a_layer_of_cells_are_independent():
     layer = DPRNNBase("LSTM", SIZE, HIDDEN)
     other = copy.deepcopy(layer)
     assert other.cells[0] is other.l0
@@ -279,7 +279,7 @@ class ByHand(nn.Module):
 
 @pytest.mark.one_in(3, "lengths", others="slow")
 @pytest.mark.parametrize(("lengths", "functorch"), [("whole", False), ("unsorted", False), ("unsorted", True)])
-def test_a_cell_of_ones_own_has_exact_per_sample_gradients(lengths, functorch):
+def test_a_custom_cell_has_exact_per_sample_gradients(lengths, functorch):
     torch.manual_seed(0)
     layer = DPRNNBase(
         Peephole, SIZE, HIDDEN, 2, batch_first=True, bidirectional=True, cell_params={"leak": 0.3}
@@ -297,7 +297,7 @@ def test_a_cell_of_ones_own_has_exact_per_sample_gradients(lengths, functorch):
 
 
 @pytest.mark.parametrize("functorch", [False, True], ids=["hooks", "functorch"])
-def test_steps_with_fewer_rows_give_each_row_its_own_gradient(functorch):
+def test_time_steps_with_fewer_samples_have_exact_per_sample_gradients(functorch):
     torch.manual_seed(0)
     model = ByHand().double()
     alone = copy.deepcopy(model)
@@ -312,7 +312,7 @@ def test_steps_with_fewer_rows_give_each_row_its_own_gradient(functorch):
             torch.testing.assert_close(parameter.grad_sample[row], grad, rtol=1e-9, atol=1e-11)
 
 
-def test_more_rows_than_the_batch_has_are_rejected():
+def test_more_samples_than_the_batch_has_are_rejected():
     layer = RNNLinear(2, 3)
     layer.max_batch_len = 2
     with pytest.raises(ValueError, match=r"3 rows, which exceeds max_batch_len=2"):

@@ -69,7 +69,7 @@ def test_new_names_hold_inside_a_model():
     torch.testing.assert_close(dict(other.state_dict()), dict(model.state_dict()), rtol=0, atol=0)
 
 
-def test_old_names_load_too():
+def test_old_names_load():
     model = Renamed()
     state = {name: torch.ones_like(p) for name, p in [*model.named_parameters(), *model.named_buffers()]}
     model.load_state_dict(state, strict=True)

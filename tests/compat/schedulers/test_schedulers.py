@@ -42,7 +42,7 @@ each_case = pytest.mark.parametrize("make, options, attribute, expected", CASES.
 
 
 @each_case
-def test_construction_enters_epoch_0_and_each_step_the_next(make, options, attribute, expected):
+def test_construction_sets_epoch_0_and_each_step_advances_it(make, options, attribute, expected):
     one = optimizer()
     scheduler, found = make(one, **options), []
     for epoch in range(len(expected)):
@@ -55,7 +55,7 @@ def test_construction_enters_epoch_0_and_each_step_the_next(make, options, attri
 
 
 @each_case
-def test_a_later_last_epoch_starts_there(make, options, attribute, expected):
+def test_training_starts_from_a_given_last_epoch(make, options, attribute, expected):
     theirs = importlib.import_module("opacus.schedulers") if importlib.util.find_spec("opacus") else None
     one = optimizer()
     assert make(one, **options, last_epoch=3).last_epoch == 4
@@ -77,7 +77,7 @@ def test_the_state_is_every_attribute_but_the_optimizer(make, options, attribute
 
 
 @each_case
-def test_a_state_goes_on_where_it_was_stored(make, options, attribute, expected):
+def test_a_loaded_state_continues_from_its_epoch(make, options, attribute, expected):
     first, second = optimizer(), optimizer()
     old = make(first, **options)
     for _ in range(3):
@@ -137,7 +137,7 @@ def _base(make):
     "base, method, attribute",
     [(_NoiseScheduler, "get_noise_multiplier", NOISE), (_GradClipScheduler, "get_max_grad_norm", CLIP)],
 )
-def test_a_subclass_says_the_value(base, method, attribute):
+def test_a_subclass_defines_the_value(base, method, attribute):
     def value(self):
         return 3.0 + self.last_epoch
 
@@ -149,7 +149,7 @@ def test_a_subclass_says_the_value(base, method, attribute):
 
 
 @pytest.mark.parametrize("base", [_NoiseScheduler, _GradClipScheduler])
-def test_a_subclass_that_says_nothing_gets_a_message_that_lists_what_to_define(base):
+def test_a_subclass_that_defines_no_value_raises_an_error_that_names_the_method(base):
     with pytest.raises(NotImplementedError, match=r"Mine must define get_\w+\(\)"):
         type("Mine", (base,), {})(optimizer())
 

@@ -18,7 +18,7 @@ BATCHES = ([0, 1, 2, 3, 4], [5, 6], [], [7, 8, 9])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_chunks_of_another_size_are_of_the_same_run(workers):
+def test_loaders_with_other_chunk_sizes_belong_to_the_same_run(workers):
     recorder = Recorder()
     whole = private(Fixed(*BATCHES), recorder=recorder, workers=workers)
     chunks = in_chunks(whole, 2)

@@ -55,14 +55,14 @@ MODES = get_grad_sample_modes(use_ew=True)
 @pytest.mark.one_in(2, "mode", others="slow")
 @each_case
 @pytest.mark.parametrize("mode", MODES)
-def test_right_gradients_are_found_right_in_every_mode(make, batch, batch_first, mode):
+def test_correct_gradients_pass_the_check_in_every_mode(make, batch, batch_first, mode):
     torch.manual_seed(0)
     model, x = make(), batch()
     assert check_per_sample_gradients_are_correct(x, model, batch_first=batch_first, grad_sample_mode=mode) is True
 
 
 @each_case
-def test_both_ways_give_a_gradient_for_each_sample_and_parameter(make, batch, batch_first):
+def test_both_functions_return_a_gradient_for_each_sample_and_parameter(make, batch, batch_first):
     torch.manual_seed(0)
     model, x = make(), batch()
     alone, together = compute_grad_samples_microbatch_and_opacus(x, model, batch_first=batch_first)
@@ -73,7 +73,7 @@ def test_both_ways_give_a_gradient_for_each_sample_and_parameter(make, batch, ba
         assert any(gradient.abs().max() > 1e-3 for gradient in found.values())
 
 
-def test_a_wrong_gradient_is_found_wrong_for_either_reduction(monkeypatch):
+def test_a_wrong_gradient_fails_the_check_for_either_reduction(monkeypatch):
     torch.manual_seed(0)
     right = utils.compute_opacus_grad_sample
     for wrong_reduction in ("mean", "sum"):
@@ -88,7 +88,7 @@ def test_a_wrong_gradient_is_found_wrong_for_either_reduction(monkeypatch):
     assert check_per_sample_gradients_are_correct(torch.randn(5, 3), nn.Linear(3, 2)) is True
 
 
-def test_tolerances_are_what_their_names_say(monkeypatch):
+def test_atol_and_rtol_are_absolute_and_relative(monkeypatch):
     true, off = {"p": torch.full((2, 3), 100.0)}, {"p": torch.full((2, 3), 100.5)}
     monkeypatch.setattr(utils, "compute_grad_samples_microbatch_and_opacus", lambda *args: (true, off))
     assert check_per_sample_gradients_are_correct(None, None, atol=0.6, rtol=0.0)
@@ -159,7 +159,7 @@ def test_an_empty_batch_is_rejected_and_recognised():
         check_per_sample_gradients_are_correct(torch.zeros(0, 3), nn.Linear(3, 2))
 
 
-def test_the_modes_are_those_that_leave_gradients_of_samples():
+def test_the_modes_are_those_that_compute_per_sample_gradients():
     assert get_grad_sample_modes() == ["hooks", "functorch"]
     assert get_grad_sample_modes(use_ew=True) == ["hooks", "functorch", "ew"]
 
@@ -180,7 +180,7 @@ def test_an_unknown_reduction_is_rejected():
         ModelWithLoss(nn.Linear(3, 2), "none")
 
 
-def test_a_loss_of_zeros_still_shows_a_fault_at_the_padding_index():
+def test_zero_weights_still_give_nonzero_gradients_except_at_the_padding_index():
     model = nn.Embedding(4, 3, padding_idx=1)
     torch.nn.init.zeros_(model.weight)
     found = compute_opacus_grad_sample(torch.tensor([[1, 2], [0, 1]]), model)["weight"]

@@ -28,7 +28,7 @@ def test_other_rates_make_as_many_steps_as_fit(rate, steps):
     assert len(sampler) == sampler.steps == steps == sum(1 for _ in sampler)
 
 
-def test_every_example_joins_each_batch_on_its_own_with_the_rate():
+def test_each_example_is_sampled_independently_at_the_rate():
     rows, rate, steps = 40, 0.1, 4000
     sampler = UniformWithReplacementSampler(
         num_samples=rows, sample_rate=rate, steps=steps, generator=torch.Generator().manual_seed(1)
@@ -66,7 +66,7 @@ def test_without_a_generator_no_seed_repeats_the_batches():
     assert batches() != batches()
 
 
-def test_the_attributes_are_read_and_count_when_written():
+def test_assigned_attributes_take_effect():
     generator = torch.Generator()
     sampler = UniformWithReplacementSampler(num_samples=50, sample_rate=0.1, generator=generator)
     assert (sampler.num_samples, sampler.sample_rate, sampler.generator, sampler.steps) == (50, 0.1, generator, 10)
@@ -117,7 +117,7 @@ def test_every_process_makes_the_same_steps_from_a_share_of_its_own(ranks, total
     assert sizes == [len(share) for share in shares] and max(sizes) - min(sizes) <= 1
 
 
-def test_an_epoch_deals_the_data_out_anew_and_alike_on_all(ranks):
+def test_set_epoch_reshuffles_the_shards_identically_on_all_processes(ranks):
     samplers = ranks(2, total_size=30, sample_rate=1.0)
     first = [next(iter(sampler)) for sampler in samplers]
     for sampler in samplers:

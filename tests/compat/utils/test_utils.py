@@ -52,7 +52,7 @@ def test_trainable_parameters_leave_out_frozen_ones():
     assert [name for name, _ in trainable_parameters(model())] == ["2.0.weight", "2.0.bias", "2.1.weight", "2.1.bias"]
 
 
-def test_modules_inside_count_only_where_asked_for():
+def test_submodules_count_only_if_requested():
     assert (requires_grad(model()), requires_grad(model(), recurse=True)) == (False, True)
     assert not requires_grad(model()[0], recurse=True)
 
@@ -135,7 +135,7 @@ def test_norms_of_half_precision_do_not_overflow():
     assert norms.dtype == torch.float32 and norms.tolist() == pytest.approx([1.2e5] * 2, rel=1e-3)
 
 
-def test_norms_of_no_samples_and_of_numbers():
+def test_norms_of_empty_batches_and_of_scalars():
     assert calc_sample_norms_one_layer(torch.zeros(0, 3, 2)).shape == (0,)
     assert calc_sample_norms_one_layer(torch.tensor([3.0, -4.0])).tolist() == [3.0, 4.0]
     with pytest.raises(ValueError, match="no tensors"):
@@ -177,7 +177,7 @@ def test_windows_in_three_dimensions_make_the_convolution(layout, padding, dilat
     torch.testing.assert_close((weight.view(4, -1) @ windows).view_as(expected), expected)
 
 
-def test_same_padding_in_two_dimensions_puts_the_odd_zero_behind():
+def test_same_padding_in_two_dimensions_puts_the_odd_zero_at_the_end():
     torch.manual_seed(0)
     image, weight = torch.randn(2, 3, 7, 6), torch.randn(4, 3, 2, 4)
     options = {"padding": "same", "dilation": (1, 1)}
@@ -186,7 +186,7 @@ def test_same_padding_in_two_dimensions_puts_the_odd_zero_behind():
     torch.testing.assert_close((weight.view(4, -1) @ windows).view_as(expected), expected)
 
 
-def test_numbers_stand_for_all_axes_in_three_dimensions():
+def test_single_numbers_apply_to_all_axes_in_three_dimensions():
     volume = torch.randn(1, 2, 5, 5, 5)
     number = unfold3d(volume, kernel_size=2, padding=1, stride=2, dilation=2)
     tuples = unfold3d(volume, kernel_size=(2,) * 3, padding=(1,) * 3, stride=(2,) * 3, dilation=(2,) * 3)
@@ -195,14 +195,14 @@ def test_numbers_stand_for_all_axes_in_three_dimensions():
         unfold3d(volume[0], kernel_size=2)
 
 
-def test_dilated_rows_keep_every_so_manieth_value():
+def test_dilated_windows_keep_values_at_the_dilation_step():
     tensor = torch.randn(2, 3, 5, 3, 4)
     kept = filter_dilated_rows(tensor, (2, 1, 3), (5, 3, 4), (3, 3, 2))
     assert kept.shape == (2, 3, 3, 3, 2)
     assert torch.equal(kept, tensor[:, :, [0, 2, 4]][..., [0, 3]])
 
 
-def test_lengths_of_packed_sequences_fall():
+def test_lengths_of_packed_sequences_are_in_descending_order():
     for lengths in ([5, 3, 3, 1], [1, 1, 1], [4], [2, 2]):
         packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(n, 2) for n in lengths])
         assert compute_seq_lengths(packed.batch_sizes) == lengths

@@ -134,7 +134,7 @@ def test_errors_of_the_engine_are_caught_by_the_except_clauses_of_a_script():
         *(ShouldReplaceModuleError, IllegalModuleConfigurationError),
     ],
 )
-def test_errors_are_a_family(kind):
+def test_validation_errors_share_a_base_class(kind):
     assert kind.__bases__ == (UnsupportedModuleError,)
     assert UnsupportedModuleError.__bases__ == (UnsupportedError,)
     assert UnsupportedError.__bases__ == (ValueError,)
@@ -295,7 +295,7 @@ def test_small_fix_needs_no_pickling_and_no_leaves():
     assert fixed(torch.randn(8, 4)).shape == (8, 4)
 
 
-def test_what_is_shared_stays_shared():
+def test_shared_layers_stay_shared():
     norm, first, second = nn.BatchNorm1d(64), nn.GRU(2, 2), nn.GRU(2, 2)
     second.weight_hh_l0 = first.weight_hh_l0
     model = nn.ModuleDict({"a": norm, "b": nn.Sequential(norm), "c": first, "d": second})
@@ -311,7 +311,7 @@ def test_a_model_that_is_one_layer_is_replaced():
     assert "The model: " in str(ModuleValidator.validate(nn.LSTM(2, 3))[0])
 
 
-def test_frozen_layers_are_left():
+def test_frozen_layers_are_not_replaced():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).requires_grad_(False))
     assert type(ModuleValidator.fix(model)[1]) is nn.BatchNorm1d
 
@@ -326,7 +326,7 @@ def own_layer():
         table.pop(Odd, None)
 
 
-def test_functions_of_ones_own_are_used_and_get_what_they_take(own_layer):
+def test_registered_functions_receive_the_keywords_that_they_accept(own_layer):
     @register_module_validator(own_layer)
     def validate(module):
         return [UnsupportableModuleError("odd")]
@@ -347,7 +347,7 @@ def test_functions_of_ones_own_are_used_and_get_what_they_take(own_layer):
     assert callable(fix)
 
 
-def test_a_fixer_that_takes_all_keywords_gets_all(own_layer):
+def test_a_fixer_with_kwargs_receives_all_keywords(own_layer):
     seen = {}
 
     @register_module_fixer(own_layer)
@@ -360,7 +360,7 @@ def test_a_fixer_that_takes_all_keywords_gets_all(own_layer):
     assert batch_norm.fix is ModuleValidator.FIXERS[nn.BatchNorm2d]
 
 
-def test_a_validator_class_of_ones_own_has_tables_of_its_own(own_layer):
+def test_a_validator_subclass_has_its_own_registries(own_layer):
     class Mine(ModuleValidator):
         VALIDATORS: ClassVar[dict] = {}
         FIXERS: ClassVar[dict] = {}
