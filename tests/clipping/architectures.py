@@ -25,7 +25,7 @@ class Residual(nn.Module):
 
 
 class Own(nn.Module):
-    """A layer scale and a shift beside a child."""
+    """A layer with its own scale and shift parameters and a child module."""
 
     def __init__(self, width):
         super().__init__()
@@ -37,7 +37,7 @@ class Own(nn.Module):
 
 
 class Unknown(nn.Module):
-    """A layer that no table knows."""
+    """A layer of a class without a registered rule."""
 
     def __init__(self, width):
         super().__init__()
@@ -48,7 +48,7 @@ class Unknown(nn.Module):
 
 
 class First(nn.Module):
-    """The first output of a layer that gives several."""
+    """Returns the first output of a layer with several outputs."""
 
     def __init__(self, layer):
         super().__init__()
@@ -70,7 +70,7 @@ class Attend(nn.Module):
 
 
 class Along(nn.Module):
-    """A convolution along time."""
+    """A convolution over the time axis."""
 
     def __init__(self, width, groups):
         super().__init__()
@@ -99,7 +99,7 @@ LAYERS = {
 
 
 class Model(nn.Module):
-    """Embedding or projection, a stack in which layers may come again, and a head."""
+    """An embedding or projection, a stack in which layers may be reused, and a head."""
 
     def __init__(self, plan):
         super().__init__()
@@ -154,7 +154,7 @@ class Plan:
     seed: int
 
     def build(self):
-        """The model in float64, and inputs of ``ROWS`` rows."""
+        """Returns the model in float64, and inputs of ``ROWS`` samples."""
         torch.manual_seed(self.seed)
         model = Model(self).double()
         if self.tokens:

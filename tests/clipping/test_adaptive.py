@@ -1,4 +1,4 @@
-"""The release of adaptive clipping is one Gaussian of a joint vector, and its threshold finds the quantile."""
+"""Adaptive clipping is one Gaussian mechanism on a joint vector, and its threshold converges to the quantile."""
 
 import math
 
@@ -15,7 +15,7 @@ RATE = 0.2
 
 
 class Stream:
-    """Fills with one number, and writes down what was asked for."""
+    """Noise stream that fills tensors with one number and records the calls."""
 
     def __init__(self, value=0.0):
         self.value, self.asked = value, []
@@ -30,7 +30,7 @@ def column(*norms):
 
 
 def released_count(policy, stream=None, size=10.0):
-    """The noisy count that follows from the move of the threshold."""
+    """Returns the noisy count implied by the change of the threshold."""
     before = policy.max_grad_norm
     policy.finish_step(stream or Stream(), 1, size)
     share = -math.log(policy.max_grad_norm / before) / policy.learning_rate + policy.target_quantile
@@ -152,7 +152,7 @@ def test_count_noise_has_the_stated_standard_deviation():
 @pytest.mark.parametrize("quantile", [0.3, 0.5, 0.8])
 @pytest.mark.parametrize("start", [0.01, 100.0])
 def test_the_threshold_finds_the_quantile(quantile, start):
-    """Batches of 500 +- 22 and count noise 10: one step sees the share to 0.03, the mean of 200 to well below 0.02."""
+    """Batches of 500 +- 22 and count noise 10: one step has the share within 0.03, the mean of 200 within 0.02."""
     generator, source = torch.Generator().manual_seed(5), NoiseSource.seeded(8)
     policy, shares = Adaptive(start, target_quantile=quantile), []
     for step in range(400):

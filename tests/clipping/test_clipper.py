@@ -1,4 +1,4 @@
-"""The clipper on its own, as its specification reads: any number of minibatches, then the average in ``.grad``."""
+"""The clipper without an engine: any number of minibatches, then the average in ``.grad``."""
 
 import copy
 import re
@@ -33,7 +33,7 @@ def truth(model, inputs, targets, bound):
 
 
 def begun(bound=0.4, rows=4, **options):
-    """A model, a batch, and a clipper of the model."""
+    """Returns a model, a batch, and a clipper of the model."""
     model = model_of()
     return model, *data(rows), PerSampleGradientClipper(model, Flat(bound), **options)
 
@@ -83,13 +83,13 @@ def test_automatic_clipping_enlarges_small_gradients(mode):
 
 
 def folded():
-    """Cuts each row into two before its second layer."""
+    """Splits each sample into two before the second layer."""
     run = lambda m, inputs: m.second(m.first(inputs).view(-1, 3)).view(len(inputs), -1)  # noqa: E731
     return Parts(run, first=nn.Linear(4, 6), second=nn.Linear(3, 2))
 
 
 def folded_again():
-    """Runs one layer on rows, and on halves of rows."""
+    """Runs one layer on samples, and on halves of samples."""
 
     def run(m, inputs):
         padded = F.pad(inputs, (0, 2))
@@ -131,7 +131,7 @@ def test_batch_first_false_takes_the_batch_from_the_second_axis():
     assert_average_of_loop(clipper, time_major, copy.deepcopy(rowwise), ids, targets, 0.2)
 
 
-def test_per_layer_accepts_one_norm_or_a_list_of_norms():
+def test_pre_step_returns_the_thresholds_of_all_layers():
     model = model_of()
     inputs, targets = data(4)
     clipper = PerSampleGradientClipper(model, PerLayer([0.1, 0.3]))
@@ -237,7 +237,7 @@ def test_arguments_that_are_not_modules_are_named_in_the_error(wrap, got):
 
 
 def test_a_pass_that_fails_while_it_is_summed_is_discarded_completely():
-    """A model that mixes rows is found out when its pass is in the sums already."""
+    """A model that mixes samples is detected after its pass was added to the sums."""
     run = lambda m, x: m.layer(x).cumsum(dim=0) if m.mixes else m.layer(x)  # noqa: E731
     model = Parts(run, layer=nn.Linear(4, 3), mixes=False).double()
     inputs, _ = data(4)

@@ -1,4 +1,4 @@
-"""Factors of policies from outside are checked against the bounds that they state, in every step."""
+"""Factors of custom policies are checked against their stated bounds in every step."""
 
 import math
 
@@ -14,7 +14,7 @@ from dpengine.errors import ExtensionError
 
 
 class Own(AbstractClip):
-    """Flat or per-layer clipping to so many times the bounds that it states."""
+    """Flat or per-layer clipping to a multiple of its stated bounds."""
 
     def __init__(self, times=1.0, bounds=(0.5,), groups=1):
         self.times, self._bounds, self.groups = times, bounds, groups
@@ -130,7 +130,7 @@ def test_a_private_run_raises_at_its_first_batch_and_changes_no_weight(times):
 
 def test_built_in_policies_are_not_checked_and_others_are_in_every_step(monkeypatch):
     asked = []
-    sensitivity = AbstractClip.sensitivity  # which nothing but the check asks for here
+    sensitivity = AbstractClip.sensitivity  # which only the check reads here
     monkeypatch.setattr(AbstractClip, "sensitivity", lambda *args: asked.append(1) or sensitivity(*args))
     clip(Flat(1.0))
     clip(PerLayer(1.0))

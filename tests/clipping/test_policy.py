@@ -1,4 +1,4 @@
-"""Properties of all policies: factors within the clipping norms, in exact arithmetic, which means fractions."""
+"""Properties of all policies: scaled norms stay within the clipping norms in exact rational arithmetic."""
 
 import copy
 import math
@@ -167,7 +167,7 @@ def test_group_indices_are_contiguous_and_match_the_number_of_thresholds(case):
 @pytest.mark.parametrize("bad", [0, 0.0, -1.0, math.nan, math.inf, -math.inf, True, None, "1.0", torch.tensor(1.0)])
 @pytest.mark.hazard("C10", "B2")
 def test_a_clipping_norm_that_is_not_positive_and_finite_is_rejected_by_name(case, bad):
-    others = {  # of which the case has more arguments
+    others = {  # this case has further arguments
         "per-layer-listed": lambda: PerLayer([1.0, bad]),
         "groups": lambda: Groups({"": bad}),
         "automatic-wide": lambda: Automatic(1.0, bad),
@@ -216,4 +216,6 @@ def test_the_description_names_the_policy(case):
 
 def test_every_policy_has_a_case():
     ours = {kind for kind in AbstractClip.__subclasses__() if kind.__module__.startswith("dpengine.")}
-    assert {type(make(1.0)) for make, _ in CASES.values()} == ours - {CustomPolicy}  # tests/extending has that one
+    assert {type(make(1.0)) for make, _ in CASES.values()} == ours - {
+        CustomPolicy
+    }  # tests/extending covers that policy

@@ -1,4 +1,4 @@
-"""Sensitivity, tested directly: one sample more or less moves the sum by no more than the policy says."""
+"""Sensitivity, tested directly: adding or removing one sample moves the sum by at most the policy's sensitivity."""
 
 import copy
 
@@ -16,7 +16,7 @@ from dpengine.grad_modes.modes import MODES
 
 
 def groups_of(names):
-    """A group for each child of the model, with thresholds that differ."""
+    """Returns one group per child of the model, with different thresholds."""
     children = dict.fromkeys(name.partition(".")[0] for name in names)
     return Groups({child: 0.2 + 0.1 * place for place, child in enumerate(children)})
 
@@ -45,7 +45,7 @@ def check_one(plan, policy_name, mode, left_out):
     rest = [i for i in range(ROWS) if i != left_out]
     without = clipped(model, plan, inputs[rest], policy, mode)
     moved = torch.cat([(together[name] - without[name]).flatten() for name in together]).norm()
-    # Sums are float64: what is left of rounding is far below the slack that the policies keep.
+    # Sums are float64: the rounding error is far below the slack of the policies.
     assert float(moved) <= policy.sensitivity()
     if policy_name == "flat":
         loss_of_row = lambda output, i: plan.loss_of(output)  # noqa: E731
@@ -56,7 +56,7 @@ def check_one(plan, policy_name, mode, left_out):
 def test_policies_lists_every_built_in_policy():
     drawn = {type(make(["a.weight", "b.weight"])) for make in POLICIES.values()}
     known = {policy for policy in AbstractClip.__subclasses__() if policy.__module__.startswith("dpengine.")}
-    assert drawn == known - {CustomPolicy}  # which forwards to a policy from outside
+    assert drawn == known - {CustomPolicy}  # which forwards to a user's policy
 
 
 CHOICES = {

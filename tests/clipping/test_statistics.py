@@ -7,7 +7,7 @@ from dpengine.clipping import Flat, PerLayer
 
 
 def pass_over(policy, scales):
-    """Statistics of a pass over rows whose loss is the sum of two layers' outputs, times a scale for each row."""
+    """Returns statistics of a pass whose loss sums two layers' outputs, scaled per sample."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 2, bias=False)).double()
     passes = ClippedPasses(model, policy, loss_reduction="sum")

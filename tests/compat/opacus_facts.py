@@ -17,7 +17,7 @@ from typing import Any
 FACTS = Path(__file__).with_name("opacus_facts.json")
 VERSION = "1.6.0"
 
-# Below the root: the names that scripts import from each path. To them come the public functions and classes that a
+# Below the root: the names that scripts import from each path. Also the public functions and classes that a
 # module defines itself.
 _RULES = (
     "compute_conv_grad_sample compute_linear_grad_sample compute_embedding_grad_sample compute_layer_norm_grad_sample "
@@ -124,7 +124,7 @@ def names_of(module: types.ModuleType, path: str) -> list[str]:
 
 
 def facts_of(value: Any, package: str) -> dict[str, Any]:
-    """Kind and signature of one name; for a class those of all that classes of ``package`` give it."""
+    """Returns kind and signature of one name; for a class, also of each member that classes of ``package`` define."""
     if inspect.ismodule(value):
         return {"kind": "module"}
     if inspect.isclass(value):
@@ -175,7 +175,7 @@ def default_text(value: Any) -> str:
 
 
 def collect(root: str = "opacus") -> dict[str, Any]:
-    """The whole table: for each path its names, each with the object it stands for; the objects, each once."""
+    """Returns the table: for each path its names with the objects that they refer to, and each object once."""
     _stand_in_for_lightning()
     paths: dict[str, dict[str, str]] = {}
     objects: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Small runs through ``dpengine.compat.opacus`` that one process or several take, for tests that they are the same."""
+"""Small runs through ``dpengine.compat.opacus`` in one or several processes, for tests that the results are equal."""
 
 import dataclasses
 import warnings
@@ -45,7 +45,7 @@ class Run:
 
 
 def network() -> nn.Module:
-    """Two layers, the same each time."""
+    """Returns two layers with the same weights at each call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, 6), nn.Tanh(), nn.Linear(6, CLASSES))
 
@@ -59,12 +59,12 @@ def data() -> TensorDataset:
 
 
 def seeded(seed: int) -> torch.Generator:
-    """A generator of its own."""
+    """Returns a new seeded generator."""
     return torch.Generator().manual_seed(seed)
 
 
 def made_private(model: nn.Module, data_loader: DataLoader[Any], *, engine: Any = None, **asked: Any) -> Any:
-    """Makes a model private with plain SGD, by default by an engine of its own."""
+    """Makes a model private with plain SGD, by default with a new engine."""
     settings = {"noise_multiplier": 0.8, "max_grad_norm": 0.5} | asked
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine = engine or opacus.PrivacyEngine()
@@ -72,7 +72,7 @@ def made_private(model: nn.Module, data_loader: DataLoader[Any], *, engine: Any 
 
 
 def tensor_parallel(model: nn.Module) -> nn.Module:
-    """Both layers in two parts; with four processes, each part is held twice."""
+    """Splits both layers into two shards; with four processes, each shard has two replicas."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -81,7 +81,7 @@ def tensor_parallel(model: nn.Module) -> nn.Module:
 
 
 def hybrid(model: nn.Module) -> nn.Module:
-    """Sharded over two processes, and held by twice as many."""
+    """Shards over two processes, and replicates over the others."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replica", "shard"))
@@ -98,7 +98,7 @@ WRAPPERS: dict[str, Any] = {
 
 
 class Started:
-    """A run that this process has begun, alone or with others."""
+    """A run that this process has started, by itself or with others."""
 
     def __init__(self, run: Run, *, loader: DataLoader[Any] | None = None, noise_seed: int = 1):
         self.run, self.plain = run, network()
@@ -128,7 +128,7 @@ class Started:
         self.sizes: list[int] = []  # rows of each chunk
 
     def train(self) -> dict[str, Any]:
-        """Trains for the steps of the run, and tells of it."""
+        """Trains for the steps of the run, and returns the result."""
         if self.run.physical is None:
             return self.train_on(self.loader)
         size = self.run.physical
@@ -138,7 +138,7 @@ class Started:
             return self.train_on(chunks)
 
     def train_on(self, loader: Any) -> dict[str, Any]:
-        """The same, on this loader."""
+        """Trains on the given loader, and returns the result."""
         taken = 0
         while taken < self.run.steps:
             for x, y in loader:
@@ -164,7 +164,7 @@ def all_trained(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def assert_run_of_one_process(of_ranks: list[dict[str, Any]], alone: dict[str, Any], case: object) -> None:
-    """Refuses ranks that have not the same weights bit for bit, or others than one process has."""
+    """Asserts that all ranks have identical weights, equal to those of one process."""
     for one in of_ranks:
         assert isinstance(one, dict), one
         assert all(torch.equal(w, of_ranks[0]["weights"][name]) for name, w in one["weights"].items()), case
@@ -173,6 +173,6 @@ def assert_run_of_one_process(of_ranks: list[dict[str, Any]], alone: dict[str, A
 
 
 def bare(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without what wrappers put before names, in one order."""
+    """Returns the entries without the prefixes of wrappers, sorted by name."""
     found = {name.replace("module.", ""): weight for name, weight in weights.items()}
     return dict(sorted(found.items()))

@@ -63,7 +63,7 @@ def test_a_batch_whose_gradients_were_cleared_does_not_block_the_next(clears):
             p.grad_sample = None
     backward(parts, second)
     parts.optimizer.step()
-    assert steps_in_history(parts) == 2  # the one that was given up counts, too
+    assert steps_in_history(parts) == 2  # the discarded batch counts as well
 
 
 def test_gradients_not_cleared_after_a_step_are_named_in_the_error():
@@ -78,7 +78,7 @@ SIZE = 4
 
 
 def run(parts, skips, *, clears=True):
-    """The gradients of each step that was made, and what they should be but for the divisor."""
+    """Returns the gradients of each step, and the expected ones before the division."""
     waiting, found = [], []
     for skip, batch in zip(skips, parts.loader, strict=True):
         waiting.append(batch)

@@ -1,4 +1,4 @@
-"""The criterion of ghost modes: any spelling of a loss gives the sums of the plain one."""
+"""The criterion of ghost modes: each equivalent form of a loss gives the same clipped sums."""
 
 import functools
 

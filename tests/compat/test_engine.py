@@ -1,4 +1,4 @@
-"""``PrivacyEngine`` of Opacus's names: what it returns, what it charges, what subclasses may change, and copies."""
+"""``PrivacyEngine`` under Opacus's names: return values, charges, methods that subclasses override, and copies."""
 
 import copy
 import gc
@@ -103,7 +103,7 @@ def test_the_optimizer_of_an_earlier_call_is_rejected():
         train(first)
 
 
-# Without Poisson sampling each pass is one release of everybody's part
+# Without Poisson sampling, each pass is one event that includes every example once
 
 
 def two_passes(parts):
@@ -146,7 +146,7 @@ def batches_added_up(parts):
 def two_iterators(parts):
     first = iter(parts.loader)
     next(first)
-    train(parts)  # goes on behind it: one batch given up, and ten
+    train(parts)  # continues after it: one discarded batch, and ten
 
 
 PASSES = [
@@ -194,7 +194,7 @@ def test_a_custom_accountant_observes_steps_or_passes(poisson, monkeypatch):
     train(parts)
     train(parts, steps=1)
     history = parts.engine.accountant.history
-    # A rate below 1 would claim that chance decides who is in a batch.
+    # A rate below 1 would claim that batches are sampled at random.
     assert history == ([(1.0, pytest.approx(0.1), 1)] * 11 if poisson else [(1.0, 1.0, 1)] * 2)
 
 

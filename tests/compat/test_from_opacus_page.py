@@ -1,4 +1,4 @@
-"""The Python of docs/from_opacus.md runs as it stands, in order, and its two scripts differ by the one rule."""
+"""The Python code of docs/from_opacus.md runs in order, and its two scripts differ only by the stated rule."""
 
 import copy
 import re
@@ -64,7 +64,7 @@ def test_the_page_counts_the_scripts():
 
 
 def a_run(*, layers=(), loader=None, optimizer=torch.optim.SGD, **settings):
-    """The three values of ``make_private`` by Opacus's names, of a small model over Poisson batches of 16 rows."""
+    """Returns the three values of Opacus's ``make_private`` for a small model with Poisson batches of 16 samples."""
     model = nn.Sequential(nn.Linear(3, 4), *layers, nn.Linear(4, 2))
     rows = TensorDataset(torch.randn(64, 3), torch.randint(2, (64,)))
     return opacus.PrivacyEngine().make_private(
@@ -82,7 +82,7 @@ def backward(model, batch):
 
 
 class Stream(IterableDataset):
-    """Rows without an index."""
+    """A data set without an index."""
 
     def __iter__(self):
         yield torch.zeros(3), 0

@@ -1,4 +1,4 @@
-"""Loaders of Opacus's names: how batches are drawn, what they carry over, and what an empty one is."""
+"""Loaders under Opacus's names: sampling, settings that are carried over, and empty batches."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""``BatchMemoryManager``: chunks of a logical batch are one release, whatever happens in between."""
+"""``BatchMemoryManager``: the chunks of a logical batch make one step, also after interruptions."""
 
 import copy
 import gc
@@ -86,7 +86,7 @@ def test_a_batch_that_was_interrupted_never_enters_another(through, workers):
 
 
 def by_sampler(*, data_loader, max_batch_size, optimizer):
-    """Builds the loader of parts as a script does."""
+    """Builds the loader of chunks as a script does."""
     sampler = BatchSplittingSampler(
         sampler=data_loader.batch_sampler, max_batch_size=max_batch_size, optimizer=optimizer
     )
@@ -94,7 +94,7 @@ def by_sampler(*, data_loader, max_batch_size, optimizer):
 
 
 PERSISTENT = {"num_workers": 2, "persistent_workers": True}
-LEAVINGS = [  # a loader of parts, its workers, and the part of 15 at which the pass is left
+LEAVINGS = [  # a loader of chunks, its workers, and the chunk of 15 after which the pass ends
     (wrap_data_loader, {}, 1),
     (wrap_data_loader, {"num_workers": 2}, 1),
     (wrap_data_loader, {"num_workers": 2}, 13),  # the sampler has ended by then
@@ -160,7 +160,7 @@ def test_a_pass_of_another_loader_keeps_its_signals_when_an_earlier_one_goes(in_
 
 
 class Torn(Dataset):
-    """Rows of which one cannot be read."""
+    """A data set of which one example cannot be read."""
 
     def __len__(self):
         return 12
@@ -185,7 +185,7 @@ def backward_and_step(wrapped, optimizer, inputs, targets):
 @pytest.mark.parametrize("in_parts", [wrap_data_loader, by_sampler])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_example_that_cannot_be_read_discards_its_batch(in_parts, workers, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that a worker gets to end
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)  # seconds that a worker has to stop
     wrapped, optimizer = by_hand(expected_batch_size=6)
     chunks = in_parts(data_loader=DataLoader(Torn(), 6, num_workers=workers), max_batch_size=2, optimizer=optimizer)
     with pytest.raises(OSError, match="row 3"):
@@ -282,7 +282,7 @@ def test_a_manual_poisson_loader_is_split_for_a_manual_optimizer():
 
 
 def signals_to(optimizer, loader):
-    """Returns a list of what is signalled for the parts of a loader, and the parts."""
+    """Returns the skip signals for the chunks of a loader, and the chunks."""
     signals = []
     optimizer.signal_skip_step = lambda do_skip: signals.append(do_skip)
     return signals, wrap_data_loader(data_loader=loader, max_batch_size=3, optimizer=optimizer)

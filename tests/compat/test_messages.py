@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
 def of_engine(module=None, **asked):
-    """The same parts, of the engine itself."""
+    """Returns the same parts from the engine itself."""
     module = module or model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     loader = DataLoader(rows(24), 8)
@@ -220,7 +220,7 @@ def test_samples_of_another_method_do_not_add_to_the_next_batch_by_hand(cleared)
     assert_same(gradients(wrapped._module, 4), expected)
 
 
-# What the engine's own words would leave open here
+# Messages of the engine that need more detail here
 
 
 def test_the_error_for_an_unused_parameter_names_the_engine_that_allows_it():

@@ -1,4 +1,4 @@
-"""Whole scripts that were written for Opacus: what they add up, what they spend, and that only imports differ."""
+"""Scripts written for Opacus: their clipped sums, their privacy cost, and that only imports differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpengine import PrivacyWarning
 ROWS = 24
 NAME_AND_MODE = [(name, mode) for name in SCRIPTS for mode in script(name).MODES]
 
-# What Opacus 1.6.0 says at the end of each script: (epsilon, noise multiplier of the last step), first with --quick.
+# Output of Opacus 1.6.0 at the end of each script: (epsilon, noise multiplier of the last step), first with --quick.
 # Measured with torch 2.13.0 on the CPU; to repeat, with opacus on the path:
 #   mkdir there && cp tutorials/from_opacus/*.py there && sed -i 's/dpengine\.compat\.opacus/opacus/' there/*.py
 #   for s in there/*_*.py there/schedulers.py; do python $s --quick | tail -1; python $s | tail -1; done
@@ -34,7 +34,7 @@ OPACUS = {
 
 
 def assert_no_more_than_opacus(name, result, *, quick):
-    """Never more than 1 % above Opacus, in epsilon or in the noise that was found for one.
+    """Asserts that epsilon, or the calibrated noise, is at most 1 % above that of Opacus.
 
     It may be less: Opacus's accountants return upper bounds with a margin of their own.
     """
@@ -120,7 +120,9 @@ def assert_sums_of_a_loop(name, mode):
     gradients = per_sample_gradients(model, criterion, (inputs,), targets)
     norms = flat_norms(gradients)
     bound = float(norms.median())
-    assert float(norms.min()) < 0.99 * bound < bound < 0.99 * float(norms.max())  # some are clipped, and some are not
+    assert (
+        float(norms.min()) < 0.99 * bound < bound < 0.99 * float(norms.max())
+    )  # some samples are clipped, and some are not
     truth = clipped_sum(gradients, bound)
     found = one_step(module, mode, model, criterion, batch, bound)
     assert found.keys() == truth.keys()

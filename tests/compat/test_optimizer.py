@@ -1,4 +1,4 @@
-"""``DPOptimizer`` by hand and through ``make_private``: attributes, steps, and values that are written to it."""
+"""``DPOptimizer`` by hand and through ``make_private``: attributes, steps, and assigned values."""
 
 import math
 
@@ -140,7 +140,7 @@ def test_a_rejected_pass_is_not_counted_later():
 def test_a_backward_pass_that_was_interrupted_discards_its_batch():
     parts = private(noise_multiplier=1.0)
     inputs, targets = next(iter(parts.loader))
-    inputs.requires_grad_().register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
+    inputs.requires_grad_().register_hook(lambda grad: 1 / 0)  # runs after the hooks of all layers
     with pytest.raises(ZeroDivisionError):
         loss(parts.model, inputs, targets).backward()
     with pytest.raises(BatchStateError, match="discarded"):
@@ -248,7 +248,7 @@ def test_the_adaptive_optimizer_keeps_its_settings_and_counts_samples():
     backward(wrapped)
     optimizer.step()
     assert optimizer.sample_size == 4
-    assert optimizer.unclipped_num == 0  # the data are far off: all are clipped
+    assert optimizer.unclipped_num == 0  # the targets are far off, so all samples are clipped
     assert optimizer.max_grad_norm != 1.0
     for wrong in ({"max_clipbound": 0.001}, {"noise_multiplier": 3.0}):
         with pytest.raises(ValueError, match=r"clipbound|unclipped_num_std"):

@@ -1,4 +1,4 @@
-"""Optimizers with a step of their own, in parts or whole, and optimizers over parts of a model."""
+"""Optimizers with a custom step, called whole or in parts, and optimizers over parts of a model."""
 
 import warnings
 
@@ -95,7 +95,7 @@ def test_a_gradient_that_a_step_already_used_is_rejected():
 
 
 class OwnStep(DPOptimizer):
-    """A step of the user's own, out of the parts that Opacus has."""
+    """A user's step, composed of the methods that Opacus has."""
 
     def pre_step(self, closure=None):
         self.clip_and_accumulate()
@@ -318,7 +318,7 @@ def test_sums_that_were_changed_after_clipping_are_rejected_where_an_epsilon_is_
             parts.optimizer.add_noise() if by_parts else parts.optimizer.step()
     assert all(torch.equal(before[name], tensor) for name, tensor in parts.model.state_dict().items())
     parts.optimizer.zero_grad()
-    train(parts)  # and the next batches go on
+    train(parts)  # and the next batches train
 
 
 @changed
@@ -347,7 +347,7 @@ def test_sums_extended_by_more_backward_passes_are_accepted(mode):
     batches = iter(parts.loader)
     loss(parts.model, *next(batches)).backward()
     parts.optimizer.clip_and_accumulate()
-    for _ in range(2):  # the first of them is clipped to make way for the other
+    for _ in range(2):  # the first is clipped before the second runs
         loss(parts.model, *next(batches)).backward()
     parts.optimizer.step()
     assert parts.optimizer.params[0].grad is not None

@@ -1,4 +1,4 @@
-"""Backward passes that wait: what is in ``p.grad_sample`` is clipped, each pass once."""
+"""Pending backward passes: the gradients in ``p.grad_sample`` are clipped, each pass once."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Every name, argument, kind and default that scripts may use is here too: the stored table against ours."""
+"""The package has every name, argument, kind and default of Opacus that scripts may use, by a stored table."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ NOT_PROMISED = {
     "set_pattern_param_sample_norm_sum",
     "unsqueeze_0_2",
 }
-# Where a misspelt keyword must not vanish: no **kwargs, each keyword is spelled out.
+# Functions that must reject a misspelt keyword: explicit keywords, no **kwargs.
 SPELLED_OUT = {
     "privacy_engine:PrivacyEngine.make_private",
     "privacy_engine:PrivacyEngine.make_private_with_epsilon",
@@ -37,7 +37,7 @@ BY_POSITION = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL")
 
 
 def call_faults(theirs, ours, spelled_out=False):
-    """Lists the differences that would break a call that Opacus accepts. Ours may have more optional arguments."""
+    """Lists the differences that would break a call that Opacus accepts. The package may have more optional arguments."""
     swallows = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
     positional = [[one for one in call if one[1] in BY_POSITION] for call in (theirs, ours)]
     keywords = [{one[0]: one for one in call if one[1] not in (*BY_POSITION, "VAR_KEYWORD")} for call in (theirs, ours)]

@@ -1,4 +1,4 @@
-"""Parameters that come later, accountants that are shared or replaced, and jumps across passes: nothing is missed."""
+"""Parameters added later, shared or replaced accountants, and jumps across passes: every step is counted."""
 
 import contextlib
 
@@ -74,7 +74,7 @@ def test_an_overridden_step_of_an_accountant_is_called_for_each_step():
     engine = PrivacyEngine()
     engine.accountant = Doubled()
     parts = private(engine)
-    parts[1].step_hook = None  # which takes off what scripts attached, and no more
+    parts[1].step_hook = None  # which removes only the hooks that scripts attached
     train(*parts)
     assert [(sigma, steps) for sigma, _, steps in engine.accountant.history] == [(0.5, 5)]
 

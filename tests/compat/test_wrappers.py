@@ -1,4 +1,4 @@
-"""``GradSampleModule`` and its kin: what they show of each row, and gradients that a loop writes itself."""
+"""``GradSampleModule`` and related wrappers: per-sample gradients, and gradients that a loop writes."""
 
 import copy
 import io
@@ -70,7 +70,7 @@ def test_several_passes_are_a_list_until_they_are_cleared(wrap):
 @each_showing
 def test_axis_0_is_the_sample_for_either_batch_first(wrap):
     wrapped = wrap(nn.Linear(3, 2), batch_first=False)
-    inputs = torch.randn(5, 4, 3)  # 5 tokens of 4 rows
+    inputs = torch.randn(5, 4, 3)  # 5 tokens of 4 samples
     wrapped(inputs).square().sum(dim=(0, 2)).mean().backward()
     truths = stacked(
         per_sample_gradients(

@@ -1,4 +1,4 @@
-"""Clipping of trees: the table of edge cases, norms over the whole range of each type, groups, and what is refused."""
+"""Clipping of trees: edge cases, norms over the whole range of each dtype, groups, and rejected arguments."""
 
 import math
 

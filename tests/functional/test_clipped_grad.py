@@ -1,4 +1,4 @@
-"""Sums of clipped gradients of functions, against loops over examples; what one example can do; every option."""
+"""Sums of clipped gradients of functions: against loops over examples, sensitivity to one example, and all options."""
 
 import copy
 import itertools
@@ -290,7 +290,7 @@ def test_integer_gradients_never_exceed_the_grid_scale(scale, numbers, dtype):
 
 
 def test_an_integer_norm_that_is_still_too_large_is_lowered_stepwise(monkeypatch):
-    """Lowers a norm that rounding of the root left too large."""
+    """Covers a norm that is too large because the square root was rounded."""
     monkeypatch.setattr(grid.math, "sqrt", lambda value: 1.0)
     row = grid._shrunk(torch.tensor([3.0, -5.0, 4.0]), 30)
     assert row.tolist() == [3.0, -3.0, 3.0]

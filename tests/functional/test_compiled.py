@@ -1,4 +1,4 @@
-"""A compiled clipped sum is used only if it adds for each example what the uncompiled one adds."""
+"""A compiled clipped sum is used only if it equals the uncompiled one for each example."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_a_bounded_gradient_stays_bounded():
 def test_a_compiler_that_is_wrong_for_one_sample_is_rejected():
     slow = clipped_grad(loss, batch_argnums=(1, 2), l2_clip_norm=0.5)
 
-    torch.compiler.reset()  # else what other tests compiled is used again
+    torch.compiler.reset()  # otherwise functions that other tests compiled are reused
 
     def wrong(graph, inputs):
         return lambda *args: [out * 1.01 if out.is_floating_point() and out.dim() else out for out in graph(*args)]

@@ -1,4 +1,4 @@
-"""A plain LightningModule, a trainer that says nothing, and the loop by hand that they are compared to."""
+"""A plain LightningModule, a trainer without output, and the hand-written loop that they are compared to."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def loader(rows=ROWS, **settings):
 
 
 class Plain(lightning.LightningModule):
-    """Module of a user who does not think of privacy."""
+    """A module without any code for privacy."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Plain(lightning.LightningModule):
 
 
 class Manual(Plain):
-    """Steps by itself."""
+    """A module with manual optimization."""
 
     def __init__(self):
         super().__init__()
@@ -73,7 +73,7 @@ def fit(module, callback, *, loaders=None, ckpt_path=None, **settings):
 
 
 def by_hand(*, planned=None, **wanted):
-    """The weights and the engine of a loop of one's own, of three epochs."""
+    """Returns the weights and the engine of a hand-written loop over three epochs."""
     model, engine = Plain(), PrivacyEngine(seed=5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     model, optimizer, batches = engine.make_private(model, optimizer, loader(), epochs=planned, **wanted)

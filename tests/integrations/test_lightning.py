@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers an
 
 
 class Bypassing(Plain):
-    """Calls its parts, not itself."""
+    """Calls its submodules instead of the module itself."""
 
     def training_step(self, batch, index):
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
@@ -41,7 +41,7 @@ class Scheduled(Plain):
 
 
 class Asking(Scheduled):
-    """Asks for the number of steps, for which Lightning needs the loader before there is an optimizer."""
+    """Reads the number of steps, for which Lightning sets up the loader before there is an optimizer."""
 
     def configure_optimizers(self):
         assert self.trainer.estimated_stepping_batches in {18, -1}
@@ -58,7 +58,7 @@ class Two(Plain):
 
 
 class Batches:
-    """No DataLoader."""
+    """An iterable that is not a DataLoader."""
 
     def __iter__(self):
         yield data()
@@ -162,7 +162,7 @@ def test_an_exception_during_fit_detaches_the_module():
     with pytest.raises(RuntimeError, match="broke"):
         fit(module, callback)
     assert not any(layer._forward_hooks or layer._forward_pre_hooks for layer in module.modules())
-    assert callback.engine.ledger.steps == 3  # the batch that was handed out counts
+    assert callback.engine.ledger.steps == 3  # the batch that the loader returned counts
 
 
 def test_a_resumed_run_counts_the_steps_before_the_checkpoint(tmp_path):

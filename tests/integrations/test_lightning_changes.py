@@ -1,4 +1,4 @@
-"""Changes to a run of Lightning by other code are rejected before they reach the weights."""
+"""Changes that other code makes during a Lightning run are rejected before they reach the weights."""
 
 import warnings
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning, on workers an
 
 
 class Tuned(Plain):
-    """Has what a tuner writes to."""
+    """Module with the attributes that a tuner sets."""
 
     lr, batch_size = 0.1, 4
 
@@ -50,7 +50,7 @@ class Logging(Plain):
 
 
 class AtEpoch(lightning.Callback):
-    """Does something at the start of an epoch, and keeps the weights from before."""
+    """Calls a function at the start of an epoch, and stores the weights before the call."""
 
     def __init__(self, action, epoch=1):
         self.action, self.epoch = action, epoch
@@ -139,7 +139,7 @@ def test_callbacks_and_tuners_that_break_the_guarantee_are_rejected():
 
 
 class Stream(IterableDataset):
-    """The rows, without a length."""
+    """Iterates over the examples, without a length."""
 
     def __iter__(self):
         return iter(loader().dataset)
@@ -153,7 +153,7 @@ def test_a_stream_is_rejected_by_make_private_if_the_trainer_ends_sooner(limits)
 
 
 @pytest.mark.parametrize(("monitor", "count"), [("train_loss", 1), ("validated", 0), ("val_constraint", 0)])
-def test_early_stopping_on_the_training_loss_warns(monitor, count):
+def test_early_stopping_warns_only_if_it_monitors_the_training_loss(monitor, count):
     forget_notices()
     stopping = EarlyStopping(monitor, patience=50, check_on_train_epoch_end=monitor == "train_loss")
     with warnings.catch_warnings(record=True) as seen:
@@ -196,7 +196,7 @@ def test_a_step_that_reads_the_loader_itself_trains_as_well(wanted):
 
 
 class Leaving(Plain):
-    """Has no loss for one batch."""
+    """Returns no loss for one batch."""
 
     def training_step(self, batch, index):
         loss = super().training_step(batch, index)

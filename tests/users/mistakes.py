@@ -1,4 +1,4 @@
-"""Mistakes that both the catalogue of errors and the table of bad arguments know."""
+"""Mistakes that are in both the error catalogue and the table of bad arguments."""
 
 from torch import nn
 
@@ -12,4 +12,4 @@ def batch_norm():
 
 
 def rdp():
-    return PrivacyEngine(accountant="rdp")  # the fastest to say that it cannot be done
+    return PrivacyEngine(accountant="rdp")  # the accountant that fails fastest

@@ -1,4 +1,4 @@
-"""Loops, models, data and losses of small training scripts, in the forms in which people write them."""
+"""Loops, models, data and losses of small training scripts in common styles."""
 
 from types import SimpleNamespace
 
@@ -102,7 +102,7 @@ def accelerated(model, optimizer, loader, loss_of, steps):
 
 
 class Both(nn.Module):
-    """Two encoders and a head for what ``join`` makes of their outputs."""
+    """Two encoders, and a head over their outputs combined by ``join``."""
 
     def __init__(self, one, other, join, head):
         super().__init__()

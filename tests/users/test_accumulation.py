@@ -1,4 +1,4 @@
-"""Schedulers, and several batches or parts of one in a step."""
+"""Schedulers, and steps over several batches or over chunks of one."""
 
 import copy
 import functools
@@ -45,7 +45,7 @@ def released(loop, batches=None):
 
 
 def assert_same_steps(loop, batches, expected):
-    """Checks that the steps over batches release what the steps of another loop release, and cost the same."""
+    """Checks that both loops apply equal gradients and have equal privacy cost."""
     truth, found = released(expected), released(loop, batches)
     assert len(found) == len(truth) > 1
     assert all(same_state(one, other) for one, other in zip(found, truth, strict=True))
@@ -274,7 +274,7 @@ def test_undeclared_accumulation_costs_each_batch_at_its_share_of_the_noise(coun
                 loop.backward(*next(chunks))
             loop.optimizer.step()
     assert len([w for w in seen if "DPE006" in str(w.message)]) == 1  # once for each process
-    rate = math.nextafter(BATCH / ROWS, 1)  # and what the draw may lie above it
+    rate = math.nextafter(BATCH / ROWS, 1)  # and the tolerance of the random draw
     event = release_event(noise_multiplier=2.0 / math.sqrt(count), sample_rate=rate)
     assert loop.engine.ledger.history == (Charge(event, 4),)
     apart = epsilon_of((Charge(release_event(noise_multiplier=2.0, sample_rate=BATCH / ROWS), 4),), 1e-3)

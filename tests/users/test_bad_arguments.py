@@ -278,7 +278,7 @@ def test_a_warning_that_is_an_error_changes_nothing():
 
 
 @pytest.mark.hazard("B8")
-def test_make_plan_rejects_a_relation_that_is_not_an_enum_member():
+def test_a_plan_rejects_relations_outside_the_enum_and_invalid_batch_sizes():
     sampling = PoissonDraws(10, 0.1, 10, 1.0)
     for relation in ("zero-out", "anything", None):
         with pytest.raises(TypeError, match=r"relation=.*Relation\.ADD_OR_REMOVE_ONE"):

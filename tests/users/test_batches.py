@@ -1,4 +1,4 @@
-"""Odd batches, data that models share, odd loaders."""
+"""Empty, non-finite and wrongly sized batches, data sets shared between engines, and unusual loaders."""
 
 import contextlib
 import gc
@@ -58,7 +58,7 @@ def test_an_empty_batch_is_a_placeholder_of_zeros_and_costs_a_step():
         loss = loop.backward(inputs, targets)
         loop.optimizer.step()
         changed = [not torch.equal(before[name], value) for name, value in state_of(loop.model).items()]
-        assert all(changed)  # noise is added, rows or none
+        assert all(changed)  # noise is added with or without samples
         assert all(value.isfinite().all() for value in state_of(loop.model).values())
         if inside.samples_now(loop.engine) == 0:
             empty += 1
@@ -228,7 +228,7 @@ def test_two_engines_on_one_data_set_warn_before_the_first_step_of_the_second(or
         one_step(first)
         with pytest.raises(PrivacyWarning, match=OTHER_ENGINE):
             one_step(second)
-    assert second.engine.ledger.steps == 0  # as an error, it stops what it is about
+    assert second.engine.ledger.steps == 0  # as an error, the warning prevents the step
 
 
 def one_epoch(dataset, **options):
@@ -256,7 +256,7 @@ def test_a_run_that_outlives_its_engine_is_reported():
     dataset = examples()
     kept = make_loop(dataset=dataset, **NOISE)
     engine = weakref.ref(kept.engine)
-    kept.engine = None  # as where a function made it that gives back the rest
+    kept.engine = None  # as in a function that does not return the engine
     gc.collect()
     assert engine() is None
     one_epoch(dataset)

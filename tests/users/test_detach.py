@@ -1,4 +1,4 @@
-"""After detach nothing is left, and the user's objects go on."""
+"""Detach removes all hooks and attributes, and the user's objects keep working."""
 
 import warnings
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
     }
 )
 def recurrent(m, inputs):
-    """Has layers that are exchanged for twins while they are private."""
+    """Model with layers that batch-first layers replace while it is private."""
     hidden = m.rnn(inputs.unsqueeze(1))[0]
     return m.head(m.mix(hidden, hidden, hidden)[0][:, 0])
 
@@ -84,4 +84,4 @@ def test_a_scheduler_of_the_private_optimizer_continues_after_detach():
         loop.step(*first_batch(loop.loader))
         scheduler.step()
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)
-    assert loop.engine.ledger.steps == 1  # what was spent stays, and plain steps add nothing
+    assert loop.engine.ledger.steps == 1  # the privacy cost stays, and plain steps add nothing

@@ -1,4 +1,4 @@
-"""An empty batch reaches the loop as one placeholder sample, of which nothing is released."""
+"""An empty batch reaches the loop as one placeholder sample, which contributes nothing to the step."""
 
 import inside
 import pytest
@@ -52,7 +52,7 @@ def test_a_placeholder_sample_contributes_nothing(mode):
 
 @model_of(lambda: {"recurrent": nn.GRU(FEATURES, 4, batch_first=True), "head": nn.Linear(4, CLASSES)})
 def lengths_model(m, sequences, lengths):
-    """Takes sequences and their lengths, which must be positive."""
+    """Model of sequences and their lengths, which must be positive."""
     packed = nn.utils.rnn.pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=False)
     return m.head(m.recurrent(packed)[1][-1])
 

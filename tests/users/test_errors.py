@@ -1,4 +1,4 @@
-"""The error catalogue: class, code, cause, and a remedy that works when it is typed."""
+"""The error catalogue: class, code, cause, and a fix that works as written."""
 
 import copy
 import subprocess
@@ -24,7 +24,7 @@ from .mistakes import UNREACHABLE, batch_norm, rdp
 quiet = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
-# Section 6: what each row of the catalogue says
+# Section 6: the statements of each entry in the catalogue
 
 
 class WithSpare(nn.Module):
@@ -157,7 +157,7 @@ def accumulated():
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the catalogue: what brings it about, whom it names, and what it tells to do."""
+    """An entry of the catalogue: the trigger, the object that the message names, and the suggested fix."""
 
     code: str
     kind: type[Exception] | type[Warning]
@@ -241,7 +241,7 @@ def test_errors_every_code_of_the_training_loop_has_a_row():
     assert not issubclass(errors.PrivacyWarning, UserWarning)
 
 
-# Section 6: the remedy, typed
+# Section 6: the suggested fix, applied
 
 
 def test_errors_dpe007_the_suggested_delta_is_accepted():

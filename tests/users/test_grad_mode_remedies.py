@@ -1,4 +1,4 @@
-"""Models that no rule of a layer covers: the gradient modes that a message names are exact."""
+"""Models that no layer rule covers: the gradient modes that an error message suggests are exact."""
 
 import copy
 import re
@@ -29,7 +29,7 @@ OWN = torch.Generator()
 
 
 def part(run, **more):
-    """A function that makes a layer, with further parts, and a forward pass ``run(m, x)``."""
+    """Returns a factory of a layer with further submodules and a forward pass ``run(m, x)``."""
     return lambda: Parts(run, layer=nn.Linear(WIDTH, WIDTH), **{name: make() for name, make in more.items()})
 
 
@@ -55,7 +55,7 @@ class Places(nn.Module):
 
 
 class DrawsInside(nn.Module):
-    """A layer that draws from a generator of its own."""
+    """A layer that draws from its own generator."""
 
     def __init__(self):
         super().__init__()
@@ -181,7 +181,7 @@ REJECTED = {
 
 
 def whole_batch(make, options, **more):
-    """A loop whose only batch is the whole data, and a copy of the model."""
+    """Returns a loop whose only batch is the whole data set, and a copy of the model."""
     torch.manual_seed(0)
     model = make()
     if not isinstance(model, TwoTasks):

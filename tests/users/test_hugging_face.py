@@ -1,4 +1,4 @@
-"""Models of transformers with padded labels, and the loss that the message names. A loop of accelerate."""
+"""Models of transformers with padded labels, and the loss that the error suggests. A training loop with accelerate."""
 
 import re
 

@@ -20,7 +20,7 @@ import dpengine
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Runs in a process of its own: imports the package while every foreign module but torch's own needs is refused
+# Runs in a subprocess: imports the package and blocks all other modules except those that torch requires
 IMPORT_ALONE = """
 import sys
 import numpy, torch
@@ -45,7 +45,7 @@ HEAVY = {"scipy", "dp_accounting", "jinja2", "matplotlib", "transformers"}
 
 
 def needs_of(package: str) -> set[str]:
-    """The packages that this one requires, and those that they require, as import names where these differ."""
+    """Returns the direct and transitive requirements of this package, as import names where these differ."""
     found, left = set(), [package]
     while left:
         name = left.pop()
@@ -73,7 +73,7 @@ def test_importing_requires_only_torch_and_numpy():
 
 
 def test_importing_a_package_loads_neither_torch_nor_scipy():
-    """Each ``__init__`` alone, and every name of accounting, whose functions load scipy when they are called."""
+    """Imports each ``__init__`` separately, and every name of accounting, whose functions load scipy when called."""
     packages = [path.parent.relative_to(ROOT) for path in sorted((ROOT / "dpengine").rglob("__init__.py"))]
     names = [".".join(path.parts) for path in packages if "opacus" not in path.parts]  # which mirrors eager packages
     script = (
@@ -110,7 +110,7 @@ METADATA = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_an_installed_torch_is_not_replaced():
-    # A lower bound is the only condition on torch, so any newer one that is there satisfies it
+    # A lower bound is the only condition on torch, so any newer version that is installed satisfies it
     (torch_line,) = [line for line in METADATA["project"]["dependencies"] if line.startswith("torch")]
     assert torch_line == "torch>=2.6"
 

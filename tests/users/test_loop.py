@@ -49,7 +49,7 @@ def test_a_second_backward_over_the_same_samples_raises(twice, mode):
     with pytest.raises(BatchStateError, match="discarded"):
         loop.optimizer.step()
     assert inside.state(loop.engine).zero
-    loop.step(*next(chunks))  # and the next batch is as good as ever
+    loop.step(*next(chunks))  # and the next batch trains as usual
     assert loop.charges == [("void", 1), ("release", 1)]
 
 
@@ -155,7 +155,7 @@ def fail_in_backward(loop, inputs, targets):
 
 
 def fail_inside_backward(loop, inputs, targets):
-    """After some layers have reported already."""
+    """Fails after the hooks of some layers have run."""
     handle = loop.model[1].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         F.cross_entropy(loop.model(inputs), targets).backward()
@@ -236,7 +236,7 @@ def test_a_pass_that_failed_at_its_end_does_not_join_an_older_forward(mode):
     with exact_gradients(loop, (inputs, targets), max_norm=100.0):
         older = loop.model(inputs)
         watched = inputs.clone().requires_grad_()
-        watched.register_hook(lambda grad: 1 / 0)  # runs after all layers have reported
+        watched.register_hook(lambda grad: 1 / 0)  # runs after the hooks of all layers
         with pytest.raises(ZeroDivisionError):
             loop.backward(watched, targets)
         F.cross_entropy(older, targets).backward()
@@ -269,5 +269,5 @@ def test_a_failure_while_gradients_are_summed_discards_the_batch():
         loop.backward(*batch)
     assert inside.state(loop.engine).zero
     with pytest.raises(BatchStateError, match="discarded"):
-        loop.backward(*batch)  # half of it was in the sums once: it must not be tried again
+        loop.backward(*batch)  # half of the batch was already in the sums, so it must not be retried
     assert loop.charges == [("void", 1)]

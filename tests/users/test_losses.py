@@ -33,7 +33,7 @@ def token_mean(outputs, targets):
 def token_batch():
     torch.manual_seed(5)
     inputs, targets = torch.randn(5, 7, FEATURES), torch.randint(0, CLASSES, (5, 7))
-    targets[0, 2:] = -1  # row 0 is short, so a mean over tokens weighs it by its neighbours
+    targets[0, 2:] = -1  # sample 0 is short, so its weight in a mean over tokens depends on the other samples
     return inputs, targets
 
 
@@ -70,7 +70,7 @@ def test_a_loss_that_mixes_samples_is_detected_and_the_suggested_fix_works():
 
 
 def per_row_tokens(outputs, targets):
-    """The loss of each row, ``(B,)``."""
+    """Returns the loss of each sample, ``(B,)``."""
     each = F.cross_entropy(outputs.transpose(1, 2), targets, ignore_index=-1, reduction="none")
     return each.sum(1) / (targets != -1).sum(1)
 

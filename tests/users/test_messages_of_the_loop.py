@@ -1,4 +1,4 @@
-"""Messages for a loop that spends privacy for nothing, or steps an optimizer that is not private; the remedies work."""
+"""Messages for a loop that wastes privacy budget or steps an optimizer that is not private, and their fixes."""
 
 import gc
 import itertools
@@ -160,7 +160,7 @@ def test_other_models_and_optimizers_step_as_before():
         public(inputs).sum().backward()
         other.step()
         loop.optimizer.step()
-    loop.model.add_module("added", nn.Linear(2, 2))  # which only steps of this model may reject
+    loop.model.add_module("added", nn.Linear(2, 2))  # only steps of this model may be rejected
     public(inputs).sum().backward()
     other.step()
     dpengine.detach(loop.model)

@@ -1,4 +1,4 @@
-"""Nothing in the suite reaches the network. These tests are on the guard itself, which is in conftest.py."""
+"""Tests of the guard in conftest.py that blocks network access."""
 
 import socket
 import urllib.request

@@ -1,4 +1,4 @@
-"""The optimizer stays the object that the user's tools know."""
+"""The optimizer keeps its identity, class and state for the user's tools."""
 
 import copy
 import functools
@@ -56,7 +56,7 @@ every_scheduler = pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=S
 
 
 def loop_with(kind, **options):
-    """A run over matrices only, since one optimizer takes nothing else."""
+    """Returns a loop whose parameters are all matrices, since one of the optimizers accepts no others."""
     return make_loop(mlp(bias=False), make_optimizer=functools.partial(kind, lr=0.05), **options)
 
 
@@ -65,7 +65,7 @@ def loop_of(optimizer, model, **options):
 
 
 class Shadow:
-    """The user's own optimizer on a copy of the model, fed with the gradients that were released."""
+    """The user's optimizer on a copy of the model, stepped with the private gradients."""
 
     def __init__(self, model, kind):
         self.model = copy.deepcopy(model)
@@ -111,7 +111,7 @@ def test_a_scheduler_built_before_make_private_counts_private_steps(kind):
         for steps, batch in enumerate(loop.loader, start=1):
             loop.step(*batch)
             scheduler.step()
-            assert loop.engine.ledger.steps == steps  # the private step ran, and not the one that stood on the instance
+            assert loop.engine.ledger.steps == steps  # the private step ran, and not the step set on the instance
     assert scheduler.get_last_lr()[0] == pytest.approx(0.05 * 0.5**4)
     assert inside.state(loop.engine).written == set(model.parameters())
 
@@ -157,7 +157,7 @@ def test_a_scheduler_built_after_make_private_sets_the_rate_of_the_next_step(kin
 
 
 class ClosureSpy(torch.optim.SGD):
-    """Notes what its step is given."""
+    """Records the arguments of its step."""
 
     def step(self, closure=None):
         self.given = [*getattr(self, "given", []), closure]
@@ -265,7 +265,7 @@ COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda o: pickle.loads(pickle.dum
 @pytest.mark.parametrize("make_copy", COPIES.values(), ids=COPIES)
 def test_a_copy_has_the_state_and_no_engine(kind, make_copy):
     loop = loop_with(kind)
-    lr_scheduler.StepLR(loop.optimizer, 1)  # leaves a step of its own on the instance
+    lr_scheduler.StepLR(loop.optimizer, 1)  # sets a step on the instance
     loop.step(*first_batch(loop.loader))
     other = make_copy(loop.optimizer)
     assert isinstance(other, kind)
@@ -382,11 +382,11 @@ def test_garbage_collecting_a_run_during_the_step_of_another_optimizer_is_harmle
         for handle in handles:
             handle.remove()
     held.append(make_loop(noise_multiplier=1.0))
-    assert len(_global_optimizer_pre_hooks) <= before + 1  # none of the run that is gone
+    assert len(_global_optimizer_pre_hooks) <= before + 1  # none from the collected run
 
 
 class SkipsEverySecond(torch.optim.Optimizer):
-    """A wrapper that skips updates while it accumulates, as that of accelerate does."""
+    """A wrapper that skips updates while it accumulates, as the optimizer of accelerate does."""
 
     def __init__(self, optimizer):
         self.optimizer, self.sync = optimizer, False

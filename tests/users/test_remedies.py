@@ -1,4 +1,4 @@
-"""The fix that an error message suggests works as it is written there."""
+"""The fix that an error message suggests works as written."""
 
 import itertools
 import re
@@ -255,7 +255,7 @@ def test_per_example_takes_a_mask_next_to_the_targets():
         torch.testing.assert_close(5 * grads[i], row.grad[0])
 
 
-# Folds of a cross-validation, with an engine each
+# Folds of a cross-validation with one engine per fold
 
 
 def train_on(dataset, engine=None):

@@ -1,4 +1,4 @@
-"""GANs, attacks on inputs and preferences: the remedy that a message names is exact."""
+"""GANs, adversarial inputs and preference pairs: the fix that an error message suggests is exact."""
 
 import copy
 
@@ -80,7 +80,7 @@ def test_the_passes_of_a_gan_are_exact_for_the_discriminator_and_ordinary_for_th
 
 
 def attacked(loop, inputs, targets, steps, evaluates):
-    """Inputs that have been moved along the signs of their gradients."""
+    """Returns inputs moved along the signs of their gradients."""
     moved = inputs
     loop.model.train(not evaluates)
     for _ in range(steps):
@@ -108,7 +108,7 @@ def test_an_attack_on_inputs_names_eval_mode_and_is_exact_in_it(steps):
 
 
 class Difference(nn.Module):
-    """The scores of two inputs of a sample, for the loop over samples."""
+    """Scores both inputs of a sample, for the loop over samples."""
 
     def __init__(self, model):
         super().__init__()

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012")
 
 
 class Recurrent(nn.Module):
-    """Has layers that run as twins while they are private, and a parameter of its own."""
+    """Model with layers that batch-first layers replace while it is private, and with its own parameter."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ def test_copies_of_a_private_model_are_inert(make_copy, make_model, mode):
     truth = {name: p.grad.double() for name, p in plain.named_parameters()}
     assert_same_gradients(gradients_of(other), truth)
     assert loop.engine.ledger.steps == 1
-    loop.step(*next(batches))  # and the original goes on
+    loop.step(*next(batches))  # and the original keeps training
     assert loop.engine.ledger.steps == 2
 
 

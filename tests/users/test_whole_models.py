@@ -1,4 +1,4 @@
-"""Models of transformers that rules of layers do not cover, in modes ``whole_model`` and ``auto``."""
+"""Models of transformers that no layer rule covers, in modes ``whole_model`` and ``auto``."""
 
 import copy
 import re
@@ -90,7 +90,7 @@ MODELS = {
 }
 
 
-# What the default mode runs for each sample alone.
+# Modules that the default mode runs sample by sample.
 UNITS = {
     "BartForConditionalGeneration": ["model.decoder"],
     "MarianMTModel": ["model.decoder", "model.encoder"],
@@ -150,7 +150,7 @@ def assert_clipped(model, max_norm, gradients):
 
 
 def steps_of(model, inputs_of, loss_of, gradients_of, reduction="sum", mode="whole_model"):
-    """Compares two steps with the gradients that ``gradients_of`` gives, after one that sets the clipping norm."""
+    """Compares two steps with the gradients of ``gradients_of``, after one step that sets the clipping norm."""
     clipped = None
     for _ in range(3):
         inputs = inputs_of()

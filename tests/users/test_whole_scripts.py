@@ -1,4 +1,4 @@
-"""Small training scripts in the forms in which people write them, and the fix that a message names.
+"""Small training scripts in common styles, and the fix that an error message suggests.
 
 Each step is what a loop over samples gives, or the script is rejected, and is exact once the fix is applied.
 """
@@ -202,7 +202,7 @@ def expected(model, batch, loss_of, divisor):
 
 
 class Iterated:
-    """A loader of noted batches."""
+    """A loader that records its batches."""
 
     def __init__(self, batches):
         self.batches = batches

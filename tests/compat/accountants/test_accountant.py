@@ -50,7 +50,7 @@ def test_the_history_shows_charges_of_the_engine_at_once():
     accountant.ledger = ledger
     history = accountant.history
     ledger.charge(EVENT, count=2)
-    ledger.charge(EVENT, kind="void")  # given up, which may depend on the data
+    ledger.charge(EVENT, kind="void")  # discarded, which may depend on the data
     assert history == [(1.0, 0.1, 3)]
     assert accountant.history is history
     accountant.step(noise_multiplier=1.0, sample_rate=0.1)

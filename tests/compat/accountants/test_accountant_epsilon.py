@@ -1,4 +1,4 @@
-"""Epsilon by Opacus's names: its figures and its errors; and the noise multiplier for a target epsilon."""
+"""Epsilon under Opacus's names: values and errors, and the noise multiplier for a target epsilon."""
 
 import math
 import warnings
@@ -96,7 +96,7 @@ def test_gdp_is_an_upper_bound_and_no_looser_than_the_others(figure):
     lower = bounds_of(accountant.ledger.history, DELTA)[0]
     found = accountant.get_epsilon(DELTA)
     assert lower <= found <= with_history("rdp", figure.history).get_epsilon(DELTA)
-    assert found <= 1.002 * lower + 0.011  # what is certain from below is less close for tiny rates
+    assert found <= 1.002 * lower + 0.011  # the lower bound is looser for tiny rates
 
 
 def test_gdp_has_no_amplification_without_poisson_sampling():
@@ -209,7 +209,7 @@ def test_prv_always_returns_an_upper_bound(history, delta):
         found = accountant.get_epsilon(delta)
     lower = bounds_of(accountant.ledger.history, delta, "pld")[0]
     assert lower <= found <= rdp.get_epsilon(delta) * (1 + 1e-9)
-    if found == rdp.get_epsilon(delta):  # it fell back, and says so
+    if found == rdp.get_epsilon(delta):  # the accountant fell back and warned
         assert any("'rdp' answered" in str(one.message) for one in caught)
     else:
         assert not caught
@@ -331,6 +331,6 @@ def test_a_budget_that_is_too_small_is_rejected():
 
 
 def test_the_search_ends_for_a_target_that_needs_little_noise():
-    # The example takes part in no step with a chance above 1 - delta, so that any noise is enough.
+    # The example is in no step with probability above 1 - delta, so any noise is sufficient.
     found = get_noise_multiplier(target_epsilon=1.0, target_delta=0.1, sample_rate=1e-3, steps=10)
     assert with_history("rdp", [(found, 1e-3, 10)]).get_epsilon(0.1) <= 1.0

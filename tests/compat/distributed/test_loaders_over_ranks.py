@@ -1,4 +1,4 @@
-"""Loaders and samplers in several processes: each has its own rows of the same batches, and as many batches."""
+"""Loaders and samplers in several processes: each has its share of the same batches, and equally many batches."""
 
 from itertools import chain
 
@@ -18,7 +18,7 @@ ROWS = 40
 
 
 def numbers(rows=ROWS):
-    """Rows that tell which they are."""
+    """Examples whose values are their indices."""
     return TensorDataset(torch.arange(rows))
 
 
@@ -47,7 +47,7 @@ def test_a_loader_for_several_processes_requires_a_process_group():
 
 
 def sharded(run, shuffle, batch):
-    """A run whose loader has a share of the rows for each process; in one process, a loader of all."""
+    """A run whose loader has a shard of the data for each process; in one process, all of the data."""
     rows = data()
     if dist.is_initialized():
         sampler = DistributedSampler(rows, shuffle=shuffle)

@@ -1,4 +1,4 @@
-"""Several processes that a script for Opacus starts train one private run, that of one process over all of the rows."""
+"""Several processes of a script for Opacus train one private run, equal to one process over all samples."""
 
 import dataclasses
 import os
@@ -67,7 +67,7 @@ def compare(runs, ranks):
     for i, run in enumerate(runs):
         of_ranks = [one[i] for one in found]
         assert_run_of_one_process(of_ranks, all_trained([run])[0], run)
-        splits = 2 if run.wrapper == "tp" else 1  # who holds parts of layers has the same rows
+        splits = 2 if run.wrapper == "tp" else 1  # ranks with shards of a layer have the same samples
         assert all(one["sizes"] == of_ranks[i // splits * splits]["sizes"] for i, one in enumerate(of_ranks))
         if run.batch == 1 and not run.more and ranks > splits:
             assert any(0 in one["sizes"] for one in of_ranks), run
@@ -205,7 +205,7 @@ def ones():
 
 
 def apart():
-    """Processes whose models are not marked train models of their own, each for itself."""
+    """Trains separate models, in processes whose models are not wrapped as distributed."""
     torch.manual_seed(dist.get_rank())
     engine, model = opacus.PrivacyEngine(accountant="rdp"), nn.Linear(4, 3)
     made, optimizer, loader = made_private(model, ones(), engine=engine)

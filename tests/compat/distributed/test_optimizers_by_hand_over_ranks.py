@@ -1,4 +1,4 @@
-"""Wrappers and optimizers that a script puts around a model without an engine, in several processes."""
+"""Wrappers and optimizers that a script creates without an engine, in several processes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,7 +41,7 @@ DDP = nn.parallel.DistributedDataParallel
 
 
 def inside(mark: Callable[[nn.Module], nn.Module], wrapper: Any = GradSampleModule) -> Callable[[nn.Module], Any]:
-    """A wrapper around the model that is marked as one of several processes."""
+    """Returns a function that puts the distributed wrapper around the model, and ``wrapper`` around both."""
     return lambda model: wrapper(mark(model))
 
 
@@ -49,7 +49,7 @@ MARKED_INSIDE = inside(DPDDP)
 
 
 def outside(mark: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any]:
-    """The other way round."""
+    """Returns a function that puts the distributed wrapper around the wrapped model."""
     return lambda model: mark(GradSampleModule(model))
 
 
@@ -74,7 +74,7 @@ def in_parts(optimizer: Any, model: nn.Module) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The way in which a script combines its parts."""
+    """A combination of wrappers, optimizer and step in a script."""
 
     wrap: Callable[[nn.Module], Any] = MARKED_INSIDE
     kind: type[DPOptimizer] = DistributedDPOptimizer
@@ -180,7 +180,7 @@ def test_the_memory_manager_takes_one_step_for_the_chunks_of_a_manual_loader():
 
 
 def written():
-    """Per-sample gradients of the user's own making."""
+    """Runs steps on per-sample gradients that the user wrote."""
     model = network()
     wrapper = GradSampleModuleNoOp(DPDDP(model) if dist.is_initialized() else model)
     kind, ranks = (DistributedDPOptimizer, 2) if dist.is_initialized() else (DPOptimizer, 1)

@@ -1,4 +1,4 @@
-"""The functions that give a layer's per-sample gradients and norms, against a loop over rows."""
+"""Functions for per-sample gradients and norms of a layer, against a loop over samples."""
 
 import importlib
 
@@ -19,7 +19,7 @@ WITH_NORMS = [case for case in KNOWN if type(case.make()) in NORM_SAMPLERS]
 
 
 def call_of(case, dtype=F64):
-    """A layer, its inputs, a random gradient of its output, and the truth."""
+    """Returns a layer, its inputs, a random gradient of its output, and the expected gradients."""
     layer, inputs = case.make().to(dtype), case.inputs(ROWS, dtype)
     args, kwargs = case.split(inputs)
     cotangent = torch.randn_like(layer(*args, **kwargs))
@@ -94,7 +94,7 @@ def test_half_precision_norms_are_accumulated_in_float32():
     acts, grads = torch.full((1, 1, 1), 10.0), torch.full((1, 1, 1), 300.0, dtype=torch.float16)
     for parameter, norm in ((layer.weight, 3000), (layer.bias, 300)):
         found = linear.compute_linear_norm_sample(layer, [acts], grads)[parameter]
-        assert found.dtype is torch.float16 and found.item() == norm  # whose square is no float16
+        assert found.dtype is torch.float16 and found.item() == norm  # whose square overflows float16
 
 
 def test_an_embedding_that_mixes_samples_is_rejected():
@@ -121,7 +121,7 @@ def test_the_bias_of_a_sequence_is_its_last_position():
 
 
 @pytest.mark.parametrize("kind", ["layer_norm", "group_norm", "instance_norm", "rms_norm"])
-def test_each_norm_layer_has_its_module(kind):
+def test_each_norm_layer_sampler_is_in_the_module_of_its_name(kind):
     home = importlib.import_module(f"dpengine.compat.opacus.grad_sample.{kind}")
     assert getattr(home, f"compute_{kind}_grad_sample") in GRAD_SAMPLERS.values()
 

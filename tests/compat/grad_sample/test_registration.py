@@ -1,4 +1,4 @@
-"""Rules that users wrote for Opacus, in every mode of the engine; one registry behind both doors, and views of it."""
+"""Rules that users wrote for Opacus, in every mode of the engine; one registry for both interfaces, and its views."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_users_rules_give_the_sums_of_a_loop_in_every_mode(mode, reduction, ba
     found, _ = clip_by_engine(model, (turn(x),), loss, mode=mode, reduction=reduction, batch_first=batch_first)
     assert relative_error(found, truth) <= 1e-9
     assert bool(seen) == (mode not in {"functorch", "whole_model"})
-    for shape, backprops in seen[:1]:  # those of each sample's own loss, batch first
+    for shape, backprops in seen[:1]:  # gradients of each sample's loss, batch first
         assert shape == (ROWS, T)
         torch.testing.assert_close(backprops, cotangent @ model[3].weight)
 
@@ -194,7 +194,7 @@ def test_norm_samplers_can_be_replaced_and_deleted():
 
 
 def forgetting(layer, activations, backprops):
-    """Norms that are seven times too large, so that it shows who goes by them."""
+    """Returns norms that are seven times too large, so that their use is visible."""
     return {parameter: 7 * norm_B for parameter, norm_B in affine_norms(layer, activations, backprops).items()}
 
 

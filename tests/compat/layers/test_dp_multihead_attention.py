@@ -49,7 +49,7 @@ MASKS = (
 
 
 def pair(settings, batch_first, dropout=0.0):
-    """Torch's layer and ours with the same weights."""
+    """Returns torch's layer and the package's layer with the same weights."""
     torch.manual_seed(0)
     theirs = nn.MultiheadAttention(SIZE, HEADS, dropout, batch_first=batch_first, dtype=torch.float64, **settings)
     ours = DPMultiheadAttention(SIZE, HEADS, dropout, batch_first=batch_first, dtype=torch.float64, **settings)
@@ -66,7 +66,7 @@ def inputs(settings):
 
 
 def call(layer, given, **kwargs):
-    """Batch-first in and out, whatever the layer has."""
+    """Calls a layer with batch-first inputs and outputs for either layout of the layer."""
     output, weights = layer(*(x if layer.batch_first else x.transpose(0, 1) for x in given), **kwargs)
     return output if layer.batch_first else output.transpose(0, 1), weights
 

@@ -13,7 +13,7 @@ from dpengine import GradSampleModule
 from dpengine.compat.opacus.layers import DPGRU, DPLSTM, DPRNN
 from dpengine.compat.opacus.layers.dp_rnn import DPGRUCell, DPLSTMCell, DPRNNBase, DPRNNCell, DPRNNCellBase, RNNLinear
 
-ROWS, STEPS, SIZE, HIDDEN = 3, 5, 3, 4  # another number of rows than of layers times directions
+ROWS, STEPS, SIZE, HIDDEN = 3, 5, 3, 4  # the number of samples differs from layers times directions
 LENGTHS = {"whole": None, "sorted": torch.tensor([5, 4, 1]), "unsorted": torch.tensor([2, 5, 1])}
 PAIRS = {
     "rnn": (nn.RNN, DPRNN, {}),
@@ -123,7 +123,7 @@ def test_dropout_acts_between_layers_only(kind, cells):
 
 
 def rows_by_torch(theirs, x, lengths, cotangent, states):
-    """Gradients of each row's own loss, by torch's layer on the row alone."""
+    """Returns the gradients of each sample's loss, by torch's layer on that sample only."""
     found = []
     for row in range(ROWS):
         steps = STEPS if lengths is None else int(lengths[row])
@@ -244,7 +244,7 @@ def test_cells_compute_what_the_cells_of_torch_compute(kind):
 
 
 class Peephole(DPRNNCellBase):
-    """A cell of a user's own, with a parameter beside its two linear layers."""
+    """A user's cell, with a parameter in addition to its two linear layers."""
 
     has_cell_state = True
 
@@ -261,7 +261,7 @@ class Peephole(DPRNNCellBase):
 
 
 class ByHand(nn.Module):
-    """A loop of a user's own over packed data, as Opacus writes it: late steps have fewer rows."""
+    """A user's loop over packed data, as in Opacus: later time steps have fewer samples."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""State dicts under other names, and under those that Opacus writes."""
+"""State dicts under other names, and under the names that Opacus writes."""
 
 import copy
 import pickle

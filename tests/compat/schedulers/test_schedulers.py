@@ -1,4 +1,4 @@
-"""Schedulers of Opacus's names: the same values in the same epochs, and states that go either way."""
+"""Schedulers under Opacus's names: equal values in equal epochs, and states that load in both directions."""
 
 import importlib.util
 import io
@@ -55,7 +55,7 @@ def test_construction_sets_epoch_0_and_each_step_advances_it(make, options, attr
 
 
 @each_case
-def test_training_starts_from_a_given_last_epoch(make, options, attribute, expected):
+def test_construction_continues_from_a_given_last_epoch(make, options, attribute, expected):
     theirs = importlib.import_module("opacus.schedulers") if importlib.util.find_spec("opacus") else None
     one = optimizer()
     assert make(one, **options, last_epoch=3).last_epoch == 4
@@ -83,7 +83,7 @@ def test_a_loaded_state_continues_from_its_epoch(make, options, attribute, expec
     for _ in range(3):
         old.step()
     new = make(second, **options)
-    setattr(second, attribute, getattr(first, attribute))  # as with Opacus, the script brings the value
+    setattr(second, attribute, getattr(first, attribute))  # as with Opacus, the script restores the value
     new.load_state_dict(old.state_dict())
     assert new.optimizer is second
     new.step()

@@ -27,7 +27,7 @@ def test_loaders_with_other_chunk_sizes_belong_to_the_same_run(workers):
     assert rows_of(chunks) == [[0, 1], [2, 3], [4], [5, 6], [], [7, 8], [9]]
     assert recorder.steps == [(0, 0, 2), (0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 0, 0), (3, 0, 2), (3, 1, 1)]
     assert chunks.position == whole.position == 4
-    assert rows_of(whole) == [[7, 8, 9]] * 4  # undivided, and behind what was handed out
+    assert rows_of(whole) == [[7, 8, 9]] * 4  # undivided, and after the batches already returned
     assert recorder.steps[-1] == (7, 0, 3)
     with pytest.raises(ValueError, match="max_batch_size"):
         in_chunks(whole, 0)

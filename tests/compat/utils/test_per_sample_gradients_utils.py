@@ -1,4 +1,4 @@
-"""The checker of per-sample gradients by Opacus's names."""
+"""The checker of per-sample gradients under Opacus's names."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_correct_gradients_pass_the_check_in_every_mode(make, batch, batch_first
 
 
 @each_case
-def test_both_functions_return_a_gradient_for_each_sample_and_parameter(make, batch, batch_first):
+def test_both_results_have_a_gradient_for_each_sample_and_parameter(make, batch, batch_first):
     torch.manual_seed(0)
     model, x = make(), batch()
     alone, together = compute_grad_samples_microbatch_and_opacus(x, model, batch_first=batch_first)

@@ -1,4 +1,4 @@
-"""Samplers of Opacus's names: the law, the number of steps, and whose randomness it is."""
+"""Samplers under Opacus's names: the sampling scheme, the number of steps, and the source of randomness."""
 
 import itertools
 import math
@@ -90,7 +90,7 @@ def test_numbers_out_of_range_are_rejected(change):
 
 @pytest.fixture
 def ranks(monkeypatch):
-    """Makes samplers as each of several processes would have them."""
+    """Creates the samplers of each of several processes."""
 
     def of(size, **options):
         found = []

@@ -1,4 +1,4 @@
-"""Questions about modules; norms, sums and windows of tensors; by Opacus's names."""
+"""Utilities under Opacus's names: properties of modules; norms, sums and windows of tensors."""
 
 import itertools
 
