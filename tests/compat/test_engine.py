@@ -350,8 +350,8 @@ def test_all_of_a_run_goes_without_references(mode):
     assert [reference() for reference in left] == [None] * len(left)
 
 
-WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}
-ways = pytest.mark.parametrize("way", WAYS)
+COPIERS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}
+each_copier = pytest.mark.parametrize("copier", COPIERS)
 
 
 def engine_itself():
@@ -364,24 +364,24 @@ def engine_of_compat():
     return private(noise_multiplier=1.0).engine
 
 
-@ways
+@each_copier
 @pytest.mark.parametrize("made", [engine_itself, engine_of_compat])
-def test_an_engine_with_private_models_is_not_copied(way, made):
+def test_an_engine_with_private_models_is_not_copied(copier, made):
     engine = made()
     with pytest.raises(TypeError, match=r"PrivacyEngine cannot be copied.*has private models.*checkpoint"):
-        WAYS[way](engine)
+        COPIERS[copier](engine)
 
 
-@ways
+@each_copier
 @pytest.mark.parametrize("kind", [dpengine.PrivacyEngine, PrivacyEngine])
-def test_a_copy_of_an_engine_without_private_models_has_its_own_ledger(way, kind):
+def test_a_copy_of_an_engine_without_private_models_has_its_own_ledger(copier, kind):
     engine = kind()
-    other = WAYS[way](engine)
+    other = COPIERS[copier](engine)
     wrapped, optimizer, loader = other.make_private(**arguments())
     for inputs, targets in loader:
         step(wrapped, optimizer, inputs, targets)
     assert other.get_epsilon(1e-3) > 0
-    assert engine.get_epsilon(1e-3) == 0 or way == "copy"
+    assert engine.get_epsilon(1e-3) == 0 or copier == "copy"
 
 
 def test_a_copied_accountant_keeps_its_epsilon():
@@ -392,9 +392,9 @@ def test_a_copied_accountant_keeps_its_epsilon():
     assert kept.get_epsilon(1e-3) == before < parts.engine.get_epsilon(1e-3)
 
 
-@ways
-def test_copying_a_private_optimizer_raises_and_training_continues(way):
+@each_copier
+def test_copying_a_private_optimizer_raises_and_training_continues(copier):
     wrapped, optimizer = by_hand()
     with pytest.raises(TypeError, match=r"DPOptimizer cannot be copied.*state_dict\(\).*make_private"):
-        WAYS[way](optimizer)
+        COPIERS[copier](optimizer)
     step(wrapped, optimizer, *batch())

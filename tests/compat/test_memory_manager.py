@@ -191,7 +191,7 @@ def test_an_example_that_cannot_be_read_discards_its_batch(in_parts, workers, mo
     with pytest.raises(OSError, match="row 3"):
         for inputs, targets in chunks:
             backward_and_step(wrapped, optimizer, inputs, targets)
-    gc.collect()  # the error holds the iterator for a while, and so the sampler of one's own
+    gc.collect()  # the error holds the iterator for a while, and with it the user's sampler
     assert_a_plain_batch_is_independent(wrapped, optimizer)
 
 

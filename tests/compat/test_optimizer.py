@@ -174,18 +174,18 @@ SCHEDULERS = {
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_a_learning_rate_schedule_around_the_private_optimizer_reaches_the_update(make):
     parts = private()
-    twin = torch.optim.SGD(model().parameters(), lr=0.1)
-    schedule, expected = make(parts.optimizer), make(twin)
+    plain = torch.optim.SGD(model().parameters(), lr=0.1)
+    schedule, expected = make(parts.optimizer), make(plain)
     for _ in range(3):
         before = parts.model._module[0].bias.detach().clone()
         rate = parts.optimizer.param_groups[0]["lr"]
-        assert rate == twin.param_groups[0]["lr"]
+        assert rate == plain.param_groups[0]["lr"]
         train(parts, steps=1)
         moved = parts.model._module[0].bias
         group = parts.optimizer.original_optimizer.param_groups[0]
         if group["momentum"] == 0:
             torch.testing.assert_close(before - moved, rate * moved.grad)
-        twin.step()
+        plain.step()
         schedule.step()
         expected.step()
 

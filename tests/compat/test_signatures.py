@@ -37,7 +37,7 @@ BY_POSITION = ("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD", "VAR_POSITIONAL")
 
 
 def call_faults(theirs, ours, spelled_out=False):
-    """Lists the differences that would break a call that Opacus accepts. The package may have more optional arguments."""
+    """Lists differences that would break a call that Opacus accepts. The package may have more optional arguments."""
     swallows = any(kind == "VAR_KEYWORD" for _, kind, _ in theirs)
     positional = [[one for one in call if one[1] in BY_POSITION] for call in (theirs, ours)]
     keywords = [{one[0]: one for one in call if one[1] not in (*BY_POSITION, "VAR_KEYWORD")} for call in (theirs, ours)]

@@ -192,7 +192,7 @@ def test_a_model_is_exact_in_the_default_mode_and_its_smallest_parts_run_each_sa
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mode", ["auto", "whole_model"])
-@pytest.mark.parametrize("use_reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "BartForConditionalGeneration", "MixtralForCausalLM"])
 def test_gradient_checkpointing_does_not_change_the_clipped_sum(name, use_reentrant, mode):
     model, inputs_of = made(name)

@@ -226,7 +226,7 @@ def run(make, data, loss_of, loop, *, steps=3, **options):
     divisor = BATCH if options.get("loss_reduction") != "sum" else 1
     batches, compared = [], []
 
-    def noted():
+    def recorded_batches():
         for batch in loader:
             batches.append(copy.deepcopy(batch))
             reference.load_state_dict(model.state_dict())
@@ -242,7 +242,7 @@ def run(make, data, loss_of, loop, *, steps=3, **options):
         compared.append(len(batches))
 
     optimizer.register_step_post_hook(compare)
-    loop(model, optimizer, Iterated(noted), loss_of, steps)
+    loop(model, optimizer, Iterated(recorded_batches), loss_of, steps)
     assert len(compared) == steps
 
 

@@ -91,7 +91,7 @@ def test_four_processes_in_replicas_shards_and_splits_give_the_weights_and_epsil
 
 
 def counted():
-    torch.manual_seed(dist.get_rank())  # scripts often give each process a seed of its own
+    torch.manual_seed(dist.get_rank())  # scripts often give each process its own seed
     rows = TensorDataset(torch.arange(40.0).view(-1, 1), torch.arange(40))
     model = nn.parallel.DistributedDataParallel(nn.Linear(1, 2))
     engine = opacus.PrivacyEngine(accountant="rdp")
@@ -190,7 +190,7 @@ def noise_of_a_sum(wrapper):
 def test_the_noise_of_a_sum_over_processes_is_that_of_one_and_the_same_on_all(name):
     one, other = launched(2, noise_of_a_sum, WRAPPER[name])
     assert torch.equal(one, other)
-    # 20,100 normal draws: their standard deviation is within 5 of its own, 0.5 %, but for odds of 1e-6.
+    # 20,100 normal draws: their standard deviation is within 5 standard errors of 0.5 %, except with probability 1e-6.
     assert abs(float(one.std()) / (2.0 * 3.0) - 1) < 5 * (2 * len(one)) ** -0.5
 
 

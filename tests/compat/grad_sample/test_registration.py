@@ -144,14 +144,14 @@ def test_what_is_written_into_a_view_is_used_and_what_is_deleted_is_not():
     model, x, cotangent = model_and_batch()
     asked = []
 
-    def noted(layer, activations, backprops):
+    def recording_rule(layer, activations, backprops):
         asked.append(type(layer))
         return affine_grads(layer, activations, backprops)
 
-    GRAD_SAMPLERS[Affine] = noted
+    GRAD_SAMPLERS[Affine] = recording_rule
     clip_by_engine(model, (x,), lambda o: (o * cotangent).sum())
     assert set(asked) == {Affine}
-    assert GRAD_SAMPLERS.pop(Affine) is noted and Affine not in GRAD_SAMPLERS and sampler_for(model[2]) is None
+    assert GRAD_SAMPLERS.pop(Affine) is recording_rule and Affine not in GRAD_SAMPLERS and sampler_for(model[2]) is None
     with pytest.raises(KeyError):
         del GRAD_SAMPLERS[Affine]
 

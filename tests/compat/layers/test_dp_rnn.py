@@ -29,7 +29,7 @@ FLAGS = [
 ]
 
 
-def twins(kind, flags, *, cells=False):
+def layer_pair(kind, flags, *, cells=False):
     """Torch's layer and ours with the same weights, in float64."""
     original, private, extra = PAIRS[kind]
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def assert_same(theirs, ours, lengths, given):
 @pytest.mark.hazard("O32")
 def test_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
     for place, flags in enumerate(FLAGS[:: 1 if lengths == "whole" else 3]):
-        assert_same(*twins(kind, flags), LENGTHS[lengths], given=(place // 4 + place) % 2 == 0)
+        assert_same(*layer_pair(kind, flags), LENGTHS[lengths], given=(place // 4 + place) % 2 == 0)
 
 
 @pytest.mark.one_in(3, "lengths", "kind", others="slow")
@@ -103,7 +103,7 @@ def test_layers_compute_what_torch_computes_over_all_flags(kind, lengths):
 @pytest.mark.parametrize("kind", CELLS)
 def test_cells_over_time_compute_what_torch_computes(kind, lengths):
     for flags in FLAGS[::5]:
-        assert_same(*twins(kind, flags, cells=True), LENGTHS[lengths], given=True)
+        assert_same(*layer_pair(kind, flags, cells=True), LENGTHS[lengths], given=True)
 
 
 @pytest.mark.parametrize("cells", [False, True], ids=["layer", "cells"])
@@ -112,8 +112,8 @@ def test_cells_over_time_compute_what_torch_computes(kind, lengths):
 def test_dropout_acts_between_layers_only(kind, cells):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        _, one = twins(kind, {"num_layers": 1, "dropout": 0.9}, cells=cells)
-    _, two = twins(kind, {"num_layers": 2, "dropout": 1.0}, cells=cells)
+        _, one = layer_pair(kind, {"num_layers": 1, "dropout": 0.9}, cells=cells)
+    _, two = layer_pair(kind, {"num_layers": 2, "dropout": 1.0}, cells=cells)
     x, other = torch.randn(2, ROWS, STEPS, SIZE, dtype=torch.float64)
     assert torch.equal(run(one, x, None)[0], run(one, x, None)[0])
     # With everything dropped between the layers, the second sees zeros, and nothing after it is dropped.
@@ -145,7 +145,7 @@ def rows_by_torch(theirs, x, lengths, cotangent, states):
 def test_per_sample_gradients_equal_those_of_each_sample_separately(kind, lengths, functorch):
     cells = kind.startswith("cells-")
     for flags in (FLAGS[0], {"num_layers": 2, "batch_first": False, "bidirectional": True}):
-        theirs, ours = twins(kind.removeprefix("cells-"), flags, cells=cells)
+        theirs, ours = layer_pair(kind.removeprefix("cells-"), flags, cells=cells)
         x = torch.randn(ROWS, STEPS, SIZE, dtype=torch.float64)
         given = first_states(theirs)
         states = [s.detach() for s in (given if isinstance(given, tuple) else (given,))]
@@ -172,7 +172,7 @@ class Net(nn.Module):
 def test_state_dicts_load_strictly_in_both_directions_also_when_nested(kind):
     cells = kind.startswith("cells-")
     flags = {"num_layers": 2, "bidirectional": True}
-    theirs, ours = (Net(layer) for layer in twins(kind.removeprefix("cells-"), flags, cells=cells))
+    theirs, ours = (Net(layer) for layer in layer_pair(kind.removeprefix("cells-"), flags, cells=cells))
     assert set(theirs.state_dict()) == set(ours.state_dict())
     assert set(theirs.inner["layer"].state_dict()) == set(ours.inner["layer"].state_dict())
     for source, target in ((theirs, ours), (ours, theirs)):
