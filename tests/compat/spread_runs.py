@@ -159,7 +159,7 @@ class Started:
 
 
 def all_trained(runs: list[Run]) -> list[dict[str, Any]]:
-    """Several runs, one after the other."""
+    """Trains several runs in sequence."""
     return [Started(run).train() for run in runs]
 
 

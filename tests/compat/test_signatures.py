@@ -81,13 +81,13 @@ def faults(key, theirs, value):
 
 
 def _called_by_python_or_torchs_own(value, name):
-    """Operators are called by syntax alone, but for ``__call__``; what torch defines takes all that it takes there."""
+    """Returns True for operators, which only syntax calls, except ``__call__``; and for members that torch defines."""
     owner = next((base for base in value.__mro__ if name in vars(base)), value)
     return name in OPERATORS - {"__call__"} or owner.__module__.split(".")[0] == "torch"
 
 
 def ours_of(path):
-    """Our module of a path. Only that for Lightning may need a package that is not here."""
+    """Returns the package's module for a path. Only the one for Lightning may need a package that is not installed."""
     try:
         return module_of(ROOT, path)
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Backward passes, zero_grad, and what happens between them."""
+"""Backward passes, zero_grad, and calls between them."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""State dicts are those of the plain model, and copies are plain models."""
+"""State dicts equal those of a model that is not private, and copies are not private."""
 
 import copy
 import io

@@ -74,7 +74,7 @@ def test_a_distributed_sampler_has_the_batch_size_of_each_process(poisson, wrapp
 
 
 def in_passes():
-    """Returns the rows that each process has in two shuffled passes."""
+    """Returns the examples that each process has in two shuffled passes."""
     model, rows = DPDDP(nn.Embedding(ROWS, 2)), numbers()
     plain = DataLoader(rows, batch_size=4, sampler=DistributedSampler(rows))
     made, optimizer, loader = made_private(model, plain, poisson_sampling=False)

@@ -54,7 +54,7 @@ def outside(mark: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], Any
 
 
 def step(optimizer: Any, model: nn.Module) -> None:
-    """A step as it is."""
+    """Calls the optimizer's step."""
     optimizer.step()
 
 
@@ -106,14 +106,14 @@ CASES = {
 
 
 def private_sgd(kind: type[DPOptimizer], model: nn.Module, *, momentum: float = 0.0, **settings: Any) -> DPOptimizer:
-    """A private optimizer for batches of 8 rows of all processes."""
+    """Returns a private optimizer for batches of 8 samples over all processes."""
     size = 8 / dist.get_world_size() if dist.is_initialized() else 8.0
     defaults = {"noise_multiplier": 0.8, "max_grad_norm": 0.5, "expected_batch_size": size, "generator": seeded(1)}
     return kind(torch.optim.SGD(model.parameters(), lr=0.5, momentum=momentum), **defaults | settings)
 
 
 def trained(case: Case) -> dict[str, Any]:
-    """Three steps over parts of each batch; all of it in one process."""
+    """Trains three steps over a shard of each batch; over all of it in one process."""
     model = network()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     wrapper = case.wrap(model) if ranks > 1 else GradSampleModule(model)
@@ -137,7 +137,7 @@ def trained(case: Case) -> dict[str, Any]:
 
 
 def all_cases() -> dict[str, dict[str, Any]]:
-    """Those of ``CASES``, one after the other."""
+    """Runs all of ``CASES`` in sequence."""
     return {name: trained(case) for name, case in CASES.items()}
 
 

@@ -38,7 +38,7 @@ def call_of(case, dtype=F64):
 
 
 def rows_of(layer, x, cotangent):
-    """Per-sample gradients by a loop over samples."""
+    """Returns per-sample gradients by a loop over samples."""
     return stacked(per_sample_gradients(layer, lambda o, c: (o * c).sum(), (x,), cotangent))
 
 

@@ -23,7 +23,7 @@ SETTINGS = {
 
 
 def masks(kind):
-    """Keyword inputs of one kind of masking."""
+    """Returns keyword inputs for one kind of masking."""
     padding_BS = torch.zeros(ROWS, KEYS, dtype=torch.bool)
     padding_BS[0, 3:] = padding_BS[2, 1:] = True
     causal_LS = torch.ones(QUERIES, KEYS, dtype=torch.bool).triu(1)

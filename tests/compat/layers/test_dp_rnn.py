@@ -43,7 +43,7 @@ def layer_pair(kind, flags, *, cells=False):
 
 
 def run(layer, x_BTF, lengths, states=None):
-    """Output (B, T, P) with zeros where a row has ended, and the last states as a list."""
+    """Returns the output (B, T, P), with zeros after the end of a sample, and the last states as a list."""
     if lengths is None:
         output, last = layer(x_BTF if layer.batch_first else x_BTF.transpose(0, 1), states)
         output = output if layer.batch_first else output.transpose(0, 1)
@@ -73,7 +73,7 @@ def results(layer, x, lengths, states, cotangents):
 
 
 def renamed(layer):
-    """Parameters under the names of the state dict."""
+    """Returns the parameters under the names of the state dict."""
     return {layer.old_to_new.get(name, name): parameter for name, parameter in layer.named_parameters()}
 
 
