@@ -8,7 +8,7 @@ class Boom(Exception):
 
 
 class Fragile(torch.optim.SGD):
-    """An optimizer whose update fails when it is told to."""
+    """Optimizer whose update fails while a flag is set."""
 
     fails = False
 

@@ -1,4 +1,4 @@
-"""The hooks of make_private are attached all together, or not at all."""
+"""``make_private`` attaches all hooks or, on an error, none."""
 
 import gc
 import sys
@@ -20,7 +20,7 @@ def fail(*args, **kwargs):
     raise RuntimeError("in between")
 
 
-# Where it stops: in the optimizer, between two hooks, at either companion, and at the very end.
+# Position of the error: in the optimizer, between two hooks, at AMP or LR schedulers, and at the end.
 STOPS = {
     "optimizer": lambda model, patch: fail_to_attach(patch, "optimizer", fail),
     "layers": lambda model, patch: fail_to_attach(patch, "layers", fail),
@@ -74,7 +74,7 @@ def test_several_threads_may_make_models_private_at_once():
         try:
             for model in models:
                 list_as_private(model)
-        except RuntimeError as error:  # the set changed while it was read
+        except RuntimeError as error:  # the set changed during iteration
             failed.append(error)
 
     interval = sys.getswitchinterval()

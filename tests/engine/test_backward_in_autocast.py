@@ -1,4 +1,4 @@
-"""A backward pass inside autocast gives the sums of one outside: norms and sums are never rounded to bfloat16."""
+"""A backward pass inside autocast: sums equal those outside, without rounding of norms to bfloat16."""
 
 import copy
 
@@ -15,7 +15,7 @@ ROWS = 4
 
 
 class Several(nn.Module):
-    """Layers with samplers of many kinds, and one without."""
+    """Model with layers with several types of grad samplers, and one without."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def clipped(model, mode, *, inside):
 
 
 @pytest.mark.parametrize("mode", ["auto", "hooks", "ghost", "functorch"])
-def test_sums_are_those_of_a_backward_pass_outside(mode):
+def test_sums_equal_those_of_a_backward_pass_outside_autocast(mode):
     model = Several()
     norm, truth = clipped(copy.deepcopy(model), mode, inside=False)
     found, sums = clipped(model, mode, inside=True)
@@ -65,7 +65,7 @@ def test_sums_are_those_of_a_backward_pass_outside(mode):
     ],
     ids=["gradients", "weighted_sum", "norms", "grad_sample"],
 )
-def test_results_by_sample_are_those_that_are_read_outside(read):
+def test_per_sample_results_equal_those_read_outside_autocast(read):
     found = []
     for inside in (False, True):
         model = GradSampleModule(Several())

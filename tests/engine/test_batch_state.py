@@ -26,7 +26,7 @@ def batch(step, *sizes, placeholder=False):
 
 
 class Loops(RuleBasedStateMachine):
-    """A loop that calls loader, backward, zero_grad and step in any order, and an owner that does what effects say.
+    """Training loop with calls of loader, backward, zero_grad and step in any order; applies the returned effects.
 
     ``sums`` is what the real owner has in its buffer: pairs of a step and a physical batch.
     """
@@ -183,7 +183,7 @@ def test_a_step_number_is_never_used_again(step):
         state.begin(batch(step, 4), 0)
 
 
-def test_a_pass_over_a_placeholder_is_that_of_the_empty_batch_and_not_of_the_next():
+def test_pass_over_a_placeholder_belongs_to_the_empty_batch():
     state, empty = BatchState(look_ahead=1), batch(0, 0, placeholder=True)
     state.begin(empty, 0)
     assert state.fetch(batch(1, 1), 0) is None

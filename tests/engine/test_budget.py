@@ -1,4 +1,4 @@
-"""PrivacyEngine as a whole: what a run spends, and when it ends."""
+"""PrivacyEngine: privacy cost of a run, and end of a run at its budget."""
 
 import json
 import math
@@ -68,7 +68,9 @@ def test_on_budget_warn_continues_and_warns_once():
 
 def test_discarded_batches_count_towards_the_budget():
     loop = make_loop(target_epsilon=2.0, steps=4, target_delta=1e-3)
-    handed_out = sum(1 for _ in range(9) for _ in zip(range(1), loop.loader, strict=False))  # draws and breaks off
+    handed_out = sum(
+        1 for _ in range(9) for _ in zip(range(1), loop.loader, strict=False)
+    )  # draws a batch and leaves the loop
     assert handed_out == 4
     assert loop.charges == [("void", 3)]
     loop.engine.detach(loop.model)
@@ -90,7 +92,7 @@ def test_undeclared_accumulation_never_passes_the_target(on_budget):
                     assert loop.engine.epsilon <= 2.0
     except BudgetExceeded:
         assert on_budget == "raise"
-    assert 2 <= loop.engine.ledger.steps < 8  # each costs more than what the noise was found for
+    assert 2 <= loop.engine.ledger.steps < 8  # each costs more than the noise was calibrated for
 
 
 def test_earlier_charges_count_towards_the_target():
@@ -125,7 +127,7 @@ def test_a_second_run_shares_the_target_with_the_first():
 def test_a_resumed_run_gets_the_steps_that_are_left():
     straight = make_loop(target_epsilon=2.0, steps=8, target_delta=1e-3)
     train(straight)
-    state = straight.engine.state_dict()  # half way
+    state = straight.engine.state_dict()  # halfway
     train(straight)
     engine = PrivacyEngine(seed=1)
     engine.load_state_dict(state)
@@ -163,7 +165,7 @@ def test_without_a_target_the_loader_does_not_stop():
         loop.optimizer.step()
 
 
-# What is spent
+# Privacy cost
 
 
 def test_epsilon_is_zero_before_the_first_step_and_grows_with_each():
@@ -186,21 +188,21 @@ def test_the_charged_rate_is_not_below_the_drawn_one():
     assert inside.event(loop.engine).sample_rate == 2.0**-40 + 2.0**-60
 
 
-def test_noise_is_found_for_the_rate_that_is_charged(monkeypatch):
+def test_noise_is_calibrated_to_the_charged_rate(monkeypatch):
     asked = record_calibrations(monkeypatch)
     loop = make_loop(target_epsilon=3.0, steps=4, sample_rate=0.1)
     assert asked == [inside.event(loop.engine).sample_rate]
     assert asked[0] > 0.1
 
 
-def test_without_noise_epsilon_is_infinite_and_it_is_said():
+def test_zero_noise_gives_infinite_epsilon_and_warns():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*NOT PRIVATE"):
         loop = make_loop(noise_multiplier=0)
     train(loop)
     assert loop.engine.epsilon == math.inf
 
 
-def test_for_shuffled_batches_no_epsilon_is_claimed():
+def test_shuffled_batches_have_no_epsilon():
     with pytest.warns(PrivacyWarning, match=r"DPE012.*epsilon not claimed"):
         loop = make_loop(sampling="shuffle", noise_multiplier=1.0)
     assert sorted(len(targets) for _, targets in loop.loader) == [6, 6, 6, 6]
@@ -210,7 +212,7 @@ def test_for_shuffled_batches_no_epsilon_is_claimed():
     assert "privacy/epsilon" not in loop.engine.metrics()
 
 
-def test_metrics_need_no_epsilon_where_a_target_is_set():
+def test_metrics_omit_an_undefined_epsilon_despite_a_target():
     unclaimed = make_loop(sampling="shuffle", noise_multiplier=1.0)
     train(unclaimed)
     loop = make_loop(target_epsilon=3.0, steps=4)
@@ -240,7 +242,7 @@ def test_the_state_is_plain_json_and_loads_on_top():
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (lambda state: None, "NoneType"),
         (lambda state: {}, "no 'ledger'"),
@@ -250,11 +252,11 @@ def test_the_state_is_plain_json_and_loads_on_top():
         *[(lambda state, delta=delta: state | {"delta": delta}, "delta=") for delta in (7.0, 0.0, "1e-5", math.nan)],
     ],
 )
-def test_a_state_that_is_damaged_is_rejected_and_changes_nothing(change, says):
+def test_a_state_that_is_damaged_is_rejected_and_changes_nothing(change, message):
     stored = make_loop(noise_multiplier=1.0)
     train(stored)
     engine = PrivacyEngine()
-    with pytest.raises(LedgerError, match=f"DPE021.*{says}"):
+    with pytest.raises(LedgerError, match=f"DPE021.*{message}"):
         engine.load_state_dict(change(stored.engine.state_dict()))
     assert engine.ledger.history == ()
     engine.load_state_dict(stored.engine.state_dict())

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "i
 
 
 def clipped_sum_of(weight, bias, rows, max_norm):
-    """The clipped sum of a dense layer under cross-entropy, in closed form: (softmax - onehot) x^T for each row."""
+    """Closed-form clipped sum of a linear layer under cross-entropy: (softmax - onehot) x^T for each sample."""
     total_weight, total_bias = torch.zeros_like(weight), torch.zeros_like(bias)
     for inputs, target in rows:
         error = torch.softmax(weight @ inputs + bias, 0)
@@ -32,7 +32,7 @@ def clipped_sum_of(weight, bias, rows, max_norm):
 
 
 class Trace:
-    """A user who calls everything in any order, and an auditor who looks on."""
+    """Random sequence of calls; checks the invariants of the engine after each call."""
 
     FEATURES, CLASSES, ROWS, MAX_NORM = 3, 2, 8, 0.7
 
@@ -57,9 +57,9 @@ class Trace:
         )
         self.batches = iter(self.loader)
         self.batch = self.outputs = None
-        self.handed_out = collections.defaultdict(list)  # rows by step
-        self.released = []  # steps, in the order of their releases
-        self.noised = []  # the addresses of noise
+        self.handed_out = collections.defaultdict(list)  # samples by step
+        self.released = []  # steps, in the order of their updates
+        self.noised = []  # noise addresses
         self._watch()
 
     def _watch(self):
@@ -75,7 +75,7 @@ class Trace:
         inside.record_noise(self.engine, lambda flat, step, start: self.noised.append((step, start)))
 
     def _compare_sums(self, steps):
-        """A release holds every row of its tickets once, at the present weights, and nothing else."""
+        """Asserts that the sums contain each sample of the step's batches once, at the current weights."""
         layer = self.model[0]
         rows = [row for step in steps for row in self.handed_out[step]]
         weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
@@ -84,7 +84,7 @@ class Trace:
         for name, truth in zip(("0.weight", "0.bias"), expected, strict=True):
             torch.testing.assert_close(found[name].double(), truth, rtol=1e-5, atol=2e-5)
 
-    # What the user may do
+    # Calls
 
     def next_batch(self):
         self.outputs = None
@@ -171,7 +171,7 @@ class Trace:
     def _fail(*_):
         raise Boom
 
-    # What the auditor demands
+    # Invariants
 
     def run(self, length):
         self.next_batch()
@@ -204,7 +204,7 @@ class Trace:
 
     def _finish(self):
         self.engine.detach(self.model)
-        # every batch that was handed out was charged once: released, or given up
+        # every returned batch was charged once, as released or as discarded
         assert self.engine.ledger.steps == len(self.handed_out)
         modules = list(self.model.modules())
         assert not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in modules)
@@ -242,7 +242,7 @@ def fuzz(seeds):
 def test_any_order_of_calls_keeps_the_charges_and_the_sums():
     seen, released = fuzz(range(25))
     assert released > 40
-    assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces go where they should
+    assert set(seen) >= {"DPE005", "DPE017", "DPE022", "Boom", "MemoryError"}  # the traces reach these errors
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Runs with noise that is correlated across steps, through ``make_private`` alone."""
+"""Runs with noise correlated across steps, through ``make_private``."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def banded_loop(**options):
     return make_loop(**options)
 
 
-def test_a_run_draws_noises_and_ends_with_its_plan():
+def test_run_with_correlated_noise_ends_after_its_planned_steps():
     loop = banded_loop()
     before = state_of(loop.model)
     scheme = inside.sampling(loop.engine)
@@ -40,7 +40,7 @@ def test_a_run_draws_noises_and_ends_with_its_plan():
 
 
 def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
-    """Two runs of one seed that differ in the noise alone: without it the same batches give the same sums."""
+    """Recovers the noise as the difference of two runs of one seed that differ only in the noise."""
     released = {}
     for sigma in (1e-9, 1.0):
         loop = banded_loop(noise_multiplier=sigma, make_optimizer=lambda p: torch.optim.SGD(p, lr=1e-12))
@@ -59,7 +59,7 @@ def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
     np.testing.assert_allclose(noise, np.linalg.solve(whole, fresh.numpy()), atol=1e-4)
 
 
-def test_epsilon_can_be_asked_for_at_any_step():
+def test_epsilon_is_available_at_any_step():
     loop = banded_loop()
     rate = accounted_rate(inside.sampling(loop.engine).sample_rate)
     assert loop.engine.get_epsilon(DELTA) == 0
@@ -72,7 +72,7 @@ def test_epsilon_can_be_asked_for_at_any_step():
     assert "BandMF" in str(loop.engine.report()) and loop.engine.describe()["correlated_noise"]["bands"] == BANDS
 
 
-def test_a_target_is_kept_by_all_planned_steps():
+def test_planned_steps_stay_within_the_target():
     loop = banded_loop(noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
     rate = accounted_rate(inside.sampling(loop.engine).sample_rate)
     found = calibration(target_epsilon=2.0, target_delta=DELTA, sample_rate=rate, steps=-(-STEPS // BANDS))
@@ -102,7 +102,7 @@ def test_large_batches_in_chunks_and_discarded_ones_keep_their_rows():
     loop = banded_loop(physical_batch_size=2)
     for number, batch in enumerate(iter(loop.loader)):
         if number == 1 and len(batch[-1]):
-            loop.optimizer.zero_grad()  # the batch is given up before its backward pass
+            loop.optimizer.zero_grad()  # the batch is discarded before its backward pass
             continue
         loop.step(*batch)
     assert loop.engine.ledger.steps <= STEPS
@@ -125,7 +125,7 @@ def test_two_batches_in_one_step_are_rejected():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"steps": None}, InvalidBudgetError, "needs the length of training"),
         ({"noise": BandMF(num_bands=5)}, InvalidBudgetError, r"5 bands need batches of at most 1/5.*1/4"),
@@ -135,9 +135,9 @@ def test_two_batches_in_one_step_are_rejected():
         ({"clipping": Adaptive()}, InvalidBudgetError, "constant clipping norm"),
     ],
 )
-def test_impossible_banded_plans_are_rejected_with_the_numbers(options, error, says):
+def test_impossible_banded_plans_are_rejected_with_the_numbers(options, error, message):
     model = mlp()
-    with unchanged(model), pytest.raises(error, match=says):
+    with unchanged(model), pytest.raises(error, match=message):
         banded_loop(model=model, **options)
 
 
@@ -173,7 +173,7 @@ def gradient_total(loop):
     return total
 
 
-# Noise over the whole run, in turns
+# Cyclic noise over the whole run
 
 
 LONG = {"blt": BLT(num_buffers=2), "inverse": BandedInverse(num_bands=3)}
@@ -193,7 +193,7 @@ def test_groups_of_a_batch_are_cyclic(name):
 
 
 def test_skipped_cyclic_steps_are_charged():
-    """The examples of a step follow from its number: a run of which steps are left out costs as much as a whole one."""
+    """The examples of a step depend on its number, so a run with skipped steps costs as much as a complete one."""
     loop = banded_loop(noise=BLT())
     loop.step(*next(iter(loop.loader)))
     loop.loader.load_state_dict({"position": 4})
@@ -201,12 +201,12 @@ def test_skipped_cyclic_steps_are_charged():
     assert loop.charges == [("release", 1), ("void", 3), ("release", 1)]
 
 
-def test_passes_are_counted_in_groups():
+def test_epochs_are_counted_in_groups():
     data = torch.utils.data.TensorDataset(torch.randn(201, 5), torch.randint(0, 3, (201,)))
     loop = banded_loop(noise=BLT(), dataset=data, batch_size=20, steps=None, epochs=2)
     assert (
         len(loop.loader) == inside.sampling(loop.engine).cycle_length == 10
-    )  # and not 11: the last batch is no group of its own
+    )  # not 11: the last batch does not form a separate group
     assert inside.state(loop.engine).iterations == inside.planned_steps_of(loop.engine) == 20
     assert inside.divisor(loop.engine) == pytest.approx(20.1, abs=0.2)
 
@@ -225,7 +225,7 @@ def test_noise_in_cycles_is_that_of_the_config(name):
 
 
 @pytest.mark.parametrize("name", LONG)
-def test_a_target_is_kept_in_cycles(name):
+def test_cyclic_plan_stays_within_the_target(name):
     loop = banded_loop(noise=LONG[name], noise_multiplier=None, target_epsilon=2.0, target_delta=DELTA)
     assert train(loop, epochs=5) == STEPS
     assert 2.0 * (1 - 1e-4) < loop.engine.epsilon <= 2.0
@@ -243,7 +243,7 @@ def test_earlier_charges_count_in_cyclic_calibration():
     assert first and optimizer.noise_multiplier > alone.noise_multiplier * 1.01
 
 
-def test_constants_that_are_declared_stay():
+def test_declared_constants_set_the_relation_groups_and_divisor():
     constants = {"sample_rate": 0.25, "expected_batch_size": 6.0, "target_delta": DELTA}
     engine = banded_loop(noise=BLT(), **constants).engine
     relation, scheme = inside.state(engine).relation, inside.sampling(engine)
@@ -252,7 +252,7 @@ def test_constants_that_are_declared_stay():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"batch_size": 10}, r"Batches of 10 do not divide them: 2 groups would have 12 each.*batch_size=12 or 8"),
         ({"steps": None}, r"noise=BLT\(\.\.\.\) needs the length of training"),
@@ -260,13 +260,13 @@ def test_constants_that_are_declared_stay():
         ({"clipping": Adaptive(), "max_grad_norm": None}, "needs a constant clipping norm"),
     ],
 )
-def test_impossible_cyclic_plans_are_rejected(options, says):
-    with pytest.raises(InvalidBudgetError, match=says):
+def test_impossible_cyclic_plans_are_rejected(options, message):
+    with pytest.raises(InvalidBudgetError, match=message):
         banded_loop(noise=BLT(), **options)
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "says"),
+    ("make", "kind", "message"),
     [
         (lambda: BLT(num_buffers=16), ValueError, "at most 15, got 16"),
         (lambda: BLT(num_buffers=True), TypeError, "whole number, got True"),
@@ -275,12 +275,12 @@ def test_impossible_cyclic_plans_are_rejected(options, says):
         (lambda: banded_loop(noise="blt"), TypeError, r"pass noise=BandMF\(num_bands=16\), BLT\(\)"),
     ],
 )
-def test_invalid_noise_arguments_are_rejected(make, kind, says):
-    with pytest.raises(kind, match=says):
+def test_invalid_noise_arguments_are_rejected(make, kind, message):
+    with pytest.raises(kind, match=message):
         make()
 
 
-def test_a_schedule_has_the_strategy_that_is_best_for_it():
+def test_schedule_uses_its_optimal_strategy():
     rates = np.linspace(1.0, 0.0, STEPS)
     loop = banded_loop(noise=BandMF(num_bands=BANDS, momentum=0.9, learning_rates=rates))
     noise = inside.state(loop.engine).noise

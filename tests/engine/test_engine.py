@@ -1,4 +1,4 @@
-"""PrivacyEngine as a whole: what it returns, its policies and parameters, and runs side by side."""
+"""PrivacyEngine: returned objects, clipping policies, changes of parameters, and parallel runs."""
 
 import math
 import warnings
@@ -47,7 +47,7 @@ class OwnLoader(DataLoader):
     pass
 
 
-def test_the_loader_keeps_what_the_user_set():
+def test_loader_settings_are_preserved():
     model = mlp()
     collate = lambda rows: tuple(torch.stack(column) for column in zip(*rows, strict=True))  # noqa: E731
     mine = OwnLoader(
@@ -70,7 +70,7 @@ def test_the_loader_keeps_what_the_user_set():
     assert len(loader) == math.ceil(ROWS / 7)  # logical steps, in however many chunks
 
 
-def test_an_engine_without_a_run_says_what_to_call():
+def test_engine_without_a_run_raises_and_suggests_make_private():
     engine = PrivacyEngine()
     for ask in (lambda: engine.epsilon, engine.metrics, engine.describe, lambda: engine.backward(torch.ones(2))):
         with pytest.raises(InvalidBudgetError, match="make_private"):
@@ -83,13 +83,13 @@ def test_an_engine_without_a_run_says_what_to_call():
 @pytest.mark.parametrize(
     "policy", [Flat(0.2), Automatic(0.2), PerLayer(0.2), Adaptive(0.2)], ids=lambda p: type(p).__name__
 )
-def test_a_policy_needs_no_threshold_with_it(policy):
+def test_policy_object_needs_no_max_grad_norm(policy):
     loop = make_loop(clipping=policy, noise_multiplier=1.0)
     assert loop.optimizer.max_grad_norm == pytest.approx(0.2)
     train(loop)
 
 
-def test_layers_have_thresholds_of_their_own():
+def test_per_layer_clipping_uses_one_threshold_per_layer():
     loop = make_loop(clipping="per_layer", max_grad_norm=[0.3, 0.1])
     inputs, targets = first_batch(loop.loader)
     rows = [
@@ -221,7 +221,7 @@ def test_detach_in_the_middle_of_a_batch_charges_it_and_destroys_its_sums():
     assert loop.charges == [("void", 1)]
 
 
-def test_a_normal_run_warns_of_nothing():
+def test_normal_run_gives_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(make_loop(noise_multiplier=1.0))

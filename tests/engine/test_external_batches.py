@@ -1,4 +1,4 @@
-"""``make_private`` with batches that the training loop draws: charges, budget, statements, and what is rejected."""
+"""``make_private`` with external batches: charges, budget, declared sampling, and rejected arguments."""
 
 import inside
 import pytest
@@ -30,7 +30,7 @@ SIZES = [5, 8, 0, 6]
 
 
 class Loop:
-    """A private model, and the training loop's own batches."""
+    """Private model with batches that the training loop draws."""
 
     def __init__(self, sampling=STATED, *, engine=None, data=None, **options):
         if "target_epsilon" not in options:
@@ -125,7 +125,7 @@ def test_two_engines_on_one_data_set_warn_before_the_second_step():
         loops[1].step(5)
 
 
-def test_no_step_number_addresses_noise_twice():
+def test_noise_addresses_are_never_reused():
     loop = Loop()
     with inside.drawn_noise(loop.engine) as drawn:
         loop.step(4)
@@ -143,16 +143,16 @@ def test_no_step_number_addresses_noise_twice():
     assert len({step for _, step, _ in places}) == 4
     noise = []
     for _ in range(2):
-        loop.step(0)  # noise alone
+        loop.step(0)  # only noise
         noise.append(gradients_of(loop.model)["0.weight"])
     assert not torch.equal(*noise)
 
 
-# The statement
+# The declared sampling rate
 
 
 @pytest.mark.slow
-def test_a_stated_rate_costs_what_the_poisson_loader_of_this_rate_costs():
+def test_declared_rate_costs_as_much_as_poisson_sampling_at_that_rate():
     loop = Loop()
     engine, model = PrivacyEngine(seed=0), mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -276,7 +276,7 @@ def test_a_step_needs_a_backward_pass():
     assert charges(loop) == [("release", 1)]
 
 
-def test_a_pass_in_eval_mode_is_no_batch():
+def test_pass_in_eval_mode_does_not_create_a_batch():
     loop = Loop()
     loop.model.eval()
     with pytest.raises(BatchStateError, match="DPE022"):
@@ -295,7 +295,7 @@ def test_a_second_step_or_a_missing_zero_grad_is_an_error():
     assert charges(loop)[0][0] == "release"
 
 
-def test_a_checkpoint_is_rejected_with_what_to_save_instead(tmp_path):
+def test_checkpoint_raises_and_names_the_objects_to_save(tmp_path):
     loop = Loop()
     loop.step(3)
     with pytest.raises(SamplingError, match=r"DPE004.*external batches cannot be saved.*engine\.state_dict\(\)"):
@@ -335,9 +335,9 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "says"), UNSUPPORTED)
-def test_unsupported_options_are_rejected(options, error, says):
-    with pytest.raises(error, match=says):
+@pytest.mark.parametrize(("options", "error", "message"), UNSUPPORTED)
+def test_unsupported_options_are_rejected(options, error, message):
+    with pytest.raises(error, match=message):
         Loop(**options)
 
 
@@ -361,7 +361,7 @@ def test_arguments_are_checked(arguments, error, words):
         ExternalBatches(**{"expected_batch_size": 6} | arguments)
 
 
-def test_a_rate_of_1_that_was_stated_is_not_one_that_was_not():
+def test_declared_rate_of_1_differs_from_an_undeclared_rate():
     stated, not_stated = ExternalBatches(6, sample_rate=1.0), ExternalBatches(6)
     assert stated.sample_rate == not_stated.sample_rate == 1.0
     assert (stated.claims_epsilon, not_stated.claims_epsilon) == (True, False)
@@ -386,7 +386,7 @@ def test_a_run_without_a_loader_does_not_fetch_ahead_and_needs_a_delta_or_a_numb
 
 @pytest.mark.parametrize("place", ["register_step_pre_hook", "register_step_post_hook"])
 def test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing(place):
-    """It would be in the sums of the next step, and not be accounted."""
+    """Otherwise the pass would be in the sums of the next step without a charge."""
     loop = Loop()
     inputs, targets = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
 
@@ -408,7 +408,7 @@ def test_a_backward_pass_inside_the_update_is_rejected_and_leaves_nothing(place)
 
 
 class Stream(IterableDataset):
-    """Its length need not be a number of examples."""
+    """Stream whose length need not be the number of examples."""
 
     def __len__(self):
         return 7
@@ -425,7 +425,7 @@ ROWS = torch.zeros(EXAMPLES + 1, 4)
     [ROWS, (ROWS, ROWS), TensorDataset(ROWS), DataLoader(TensorDataset(ROWS), 5), DataLoader(ROWS, 5, shuffle=True)],
     ids=["tensor", "tensors", "data set", "loader", "loader of a tensor"],
 )
-def test_another_number_of_examples_than_the_data_has_is_rejected(data):
+def test_wrong_number_of_examples_is_rejected(data):
     with pytest.raises(
         SamplingError, match=rf"num_examples={EXAMPLES}\) does not fit the data, which has {len(ROWS)} "
     ):

@@ -1,4 +1,4 @@
-"""The checker of per-sample gradients: right ones pass, and each way of being wrong is found."""
+"""The check of per-sample gradients: correct ones pass, and each type of error is reported."""
 
 import math
 
@@ -22,7 +22,7 @@ from dpengine.layers import PrivateLSTM
 
 
 class FirstOf(nn.Module):
-    """The first of what a module gives."""
+    """Returns the first output of a module."""
 
     def __init__(self, module):
         super().__init__()
@@ -55,7 +55,7 @@ RIGHT = {
 
 
 class Two(nn.Module):
-    """Two layers, of which the second is asked for nothing."""
+    """Model with two layers, of which the second is unused."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ class Two(nn.Module):
 
 
 @pytest.mark.parametrize("make, inputs, options", RIGHT.values(), ids=RIGHT)
-def test_right_gradients_pass(make, inputs, options):
+def test_correct_gradients_pass_the_check(make, inputs, options):
     torch.manual_seed(0)
     model = make()
     report = check_per_sample_gradients(model, inputs(), **options)
@@ -92,11 +92,11 @@ def test_gradients_without_norms_match_the_reference(reduction):
     found = reference_gradients(model, samples_of(inputs), loss_reduction=reduction)
     for name, gradients in truth.items():
         torch.testing.assert_close(found[name].double(), gradients, rtol=1e-4, atol=1e-6)
-        assert gradients.flatten(1).norm(dim=1).min() > 1e-3  # something to compare
+        assert gradients.flatten(1).norm(dim=1).min() > 1e-3  # the comparison is not trivial
 
 
 class Scale(nn.Module):
-    """One factor for each feature."""
+    """Layer with one scale per feature."""
 
     def __init__(self):
         super().__init__()
@@ -122,7 +122,7 @@ def rule_of_scale():
 
 
 @pytest.mark.parametrize("rule", WRONG.values(), ids=WRONG)
-def test_a_wrong_rule_is_found(rule_of_scale, rule):
+def test_wrong_grad_sampler_is_reported(rule_of_scale, rule):
     torch.manual_seed(0)
     inputs = torch.randn(5, 3)
     rule_of_scale(lambda acts, grads: acts * grads)
@@ -133,7 +133,7 @@ def test_a_wrong_rule_is_found(rule_of_scale, rule):
     assert "WRONG weight: sample" in str(report)
 
 
-def test_the_report_says_which_sample_is_off():
+def test_report_states_the_index_of_the_wrong_sample():
     torch.manual_seed(0)
     true = {"weight": torch.randn(5, 4, 3)}
     off = true["weight"].clone()
@@ -143,7 +143,7 @@ def test_the_report_says_which_sample_is_off():
     assert difference.largest == pytest.approx(2.0, rel=1e-5)
 
 
-def test_an_output_of_zeros_hides_nothing():
+def test_probe_loss_has_distinct_nonzero_gradients_at_zero_output():
     output = torch.zeros(4, 3, requires_grad=True)
     (gradient,) = torch.autograd.grad(probe_loss(output), output)
     assert gradient.abs().min() > 1e-3
@@ -180,14 +180,14 @@ def test_sequences_of_one_length_are_unpacked():
     assert torch.equal(first, padded[0]) and torch.equal(second, padded[1])
 
 
-def test_what_was_not_reached_counts_as_zero_and_another_shape_as_wrong():
+def test_missing_gradient_counts_as_zero_and_shape_mismatch_as_wrong():
     zero, one = {"p": torch.zeros(2, 3)}, {"p": torch.ones(2, 3)}
     assert compare(zero, {"p": None}, atol=1e-5, rtol=0).ok
     assert not compare(one, {"p": None}, atol=1e-5, rtol=0).ok
     assert not compare(one, {"p": torch.ones(2, 1)}, atol=1e-5, rtol=0).ok
 
 
-def test_one_entry_that_is_no_number_is_wrong():
+def test_nan_entry_is_wrong():
     true = {"p": torch.ones(3, 2)}
     off = {"p": torch.tensor([[1.0, 1.0], [1.0, math.nan], [1.0, 1.1]])}
     (difference,) = compare(true, off, atol=0.05, rtol=0).differences

@@ -1,4 +1,4 @@
-"""Values of tensors that the host reads in a step: each makes it wait for an accelerator."""
+"""Host reads of tensor values per step: each one synchronizes with the accelerator."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ READS = {
     f"aten::{name}"
     for name in ("_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "_unique2", "bincount")
 }
-METHODS = ("tolist", "cpu")  # which end in no operation for a tensor on the CPU
+METHODS = ("tolist", "cpu")  # these dispatch no operation for a CPU tensor
 
 
 class CountOperations(TorchDispatchMode):

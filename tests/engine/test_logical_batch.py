@@ -14,7 +14,7 @@ EXPECTED = 6
 
 
 class Loop:
-    """A private model, and the training loop's own batches."""
+    """Private model with batches that the training loop draws."""
 
     def __init__(self, noise_multiplier=1.0):
         model, self.engine = mlp(), PrivacyEngine(seed=0)

@@ -1,4 +1,4 @@
-"""PrivacyEngine as a whole: what a run adds to its gradients, and which batches it draws."""
+"""PrivacyEngine: noise of a run, and random numbers for batches and noise."""
 
 import math
 import random
@@ -18,11 +18,11 @@ from dpengine.errors import BatchStateError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
-# What is added
+# Noise
 
 
 def noise_of(steps=4, **options):
-    """Released noise in units of what the sum got, from steps on which no row has a gradient."""
+    """Returns the private gradients of steps with zero per-sample gradients, which are only noise."""
     model = nn.Linear(60, 50)
     dataset = TensorDataset(torch.zeros(ROWS, 60), torch.zeros(ROWS, dtype=torch.long))
     if "clipping" not in options:
@@ -69,13 +69,13 @@ def test_adaptive_clipping_adds_more_noise_for_its_count():
 
 
 @pytest.mark.hazard("N7")
-def test_every_parameter_gets_noise_of_its_own():
+def test_noise_is_independent_across_parameters():
     noise = noise_of(steps=1)[0]
     assert len(noise.unique()) == len(noise)
 
 
 @pytest.mark.hazard("N3")
-def test_parameters_of_two_dtypes_share_no_noise():
+def test_noise_is_independent_across_dtypes():
     run = lambda m, inputs: m.narrow(inputs).double() + m.wide(inputs.double())  # noqa: E731
     loop = make_loop(Parts(run, narrow=nn.Linear(4, 50), wide=nn.Linear(4, 50).double()), noise_multiplier=1.0)
     loop.optimizer.zero_grad()
@@ -101,13 +101,13 @@ def test_without_a_seed_no_two_runs_share_noise_or_batches(secure):
     assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(batches, others, strict=True))
 
 
-def test_a_seed_repeats_the_run_and_is_stamped():
+def test_seeded_run_is_reproducible_and_marked_insecure():
     one, two = (make_loop(noise_multiplier=1.0, seed=3) for _ in range(2))
     train(one)
     train(two)
     assert same_state(state_of(one.model), state_of(two.model))
     assert "INSECURE_SEED" in repr(one.optimizer)
-    again = make_loop(engine=one.engine, noise_multiplier=1.0)  # another run of the engine is another stream
+    again = make_loop(engine=one.engine, noise_multiplier=1.0)  # another run of the engine has another noise stream
     train(again)
     assert not torch.equal(state_of(again.model)["0.weight"], state_of(two.model)["0.weight"])
 
@@ -122,7 +122,7 @@ def test_a_seed_that_is_no_integer_is_rejected_at_once(seed):
 def test_neither_noise_nor_masks_touch_the_global_generators():
     loop = make_loop(noise_multiplier=1.0)
     batches = iter(loop.loader)
-    loop.step(*next(batches))  # here torch's own loader draws a seed for its workers
+    loop.step(*next(batches))  # the loader of torch draws a seed for its workers here
     before = torch.get_rng_state(), repr(np.random.get_state()), random.getstate()
     for batch in batches:
         loop.step(*batch)
@@ -130,7 +130,7 @@ def test_neither_noise_nor_masks_touch_the_global_generators():
     assert (repr(np.random.get_state()), random.getstate()) == before[1:]
 
 
-# What is drawn
+# Random numbers
 
 
 def test_large_batches_do_not_repeat_their_random_words():
@@ -146,7 +146,7 @@ def test_large_batches_do_not_repeat_their_random_words():
     assert len(np.unique(keys)) == len(keys)
 
 
-def test_a_loader_that_is_set_back_cannot_repeat_its_noise():
+def test_rewinding_the_loader_raises_instead_of_reusing_noise():
     loop = make_loop(noise_multiplier=1.0)
     train(loop)
     loop.loader.load_state_dict({"position": 1})
@@ -157,7 +157,7 @@ def test_a_loader_that_is_set_back_cannot_repeat_its_noise():
 
 
 @pytest.mark.parametrize("fetches", [(), (0, 2), (0, 1, 2)], ids=["before the step", "at times", "in the update"])
-def test_the_counts_of_adaptive_clipping_have_noise_of_their_own_step(fetches, monkeypatch):
+def test_noise_of_adaptive_clipping_counts_is_addressed_by_their_step(fetches, monkeypatch):
     loop = make_loop(noise_multiplier=1.0, clipping="adaptive", max_grad_norm=None)
     source, steps = inside.noise_source(loop.engine), []
     normal = type(source).normal_

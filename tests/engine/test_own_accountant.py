@@ -1,4 +1,4 @@
-"""An accountant of the user's own in a run: it decides the budget, observes charges, and is named in reports."""
+"""Custom accountants: they compute the budget, observe charges, and are named in reports."""
 
 import json
 import math
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:.*DPE006")
 
 
 class Own:
-    """The default accountant times a factor, with what it observed."""
+    """Default accountant times a factor; records the observed charges."""
 
     name = "own"
 
@@ -65,7 +65,7 @@ def totals(charges):
 # Answers
 
 
-def test_the_engine_answers_with_it():
+def test_engine_uses_the_custom_accountant():
     own = Own(2.0)
     loop = own_loop(own, noise_multiplier=1.0)
     train(loop)
@@ -80,7 +80,7 @@ def test_the_engine_answers_with_it():
 @pytest.mark.one_in(2, "noise", "make")
 @pytest.mark.parametrize("noise", [None, BandMF(num_bands=2), BLT()], ids=["independent", "BandMF", "BLT"])
 @pytest.mark.parametrize("make", [lambda: Own(1.5), Plain])
-def test_a_target_is_its_own_in_calibration_and_in_the_loader(make, noise):
+def test_calibration_and_loader_use_the_custom_accountant(make, noise):
     loop = own_loop(make(), target_epsilon=3.0, steps=8, noise=noise)
     own = loop.engine.accountant
     steps = train(loop, epochs=4)
@@ -105,7 +105,7 @@ def test_the_noise_is_calibrated_to_the_events_of_the_run():
         own_loop(NoCycles(), target_epsilon=3.0, steps=8, noise=BandMF(num_bands=2))
 
 
-def test_a_value_out_of_range_reaches_the_caller_with_its_name():
+def test_error_for_a_value_out_of_range_names_the_accountant():
     own = Own()
     loop = own_loop(own, noise_multiplier=1.0)
     train(loop)
@@ -115,7 +115,7 @@ def test_a_value_out_of_range_reaches_the_caller_with_its_name():
             _ = loop.engine.epsilon
 
 
-def test_a_failing_accountant_releases_nothing():
+def test_step_raises_without_an_update_if_the_accountant_fails():
     own = Own()
     loop = own_loop(own, target_epsilon=3.0, steps=8, on_budget="raise")
     batch = first_batch(loop.loader)
@@ -125,7 +125,7 @@ def test_a_failing_accountant_releases_nothing():
         loop.optimizer.step()
     assert loop.engine.ledger.steps == 0
     own.factor = 1.0
-    loop.optimizer.zero_grad()  # discards the batch, which costs what a released one does
+    loop.optimizer.zero_grad()  # discards the batch, which is charged as a released one
     assert inside.state(loop.engine).zero
     train(loop)
     assert loop.engine.ledger.steps == 5
@@ -134,7 +134,7 @@ def test_a_failing_accountant_releases_nothing():
 # Observation
 
 
-def test_it_observes_releases_and_discarded_batches_with_their_events():
+def test_accountant_observes_released_and_discarded_batches():
     own = Own()
     loop = own_loop(own, noise_multiplier=1.0)
     batches = list(loop.loader)
@@ -150,7 +150,7 @@ def test_it_observes_releases_and_discarded_batches_with_their_events():
     assert sum(charge.count for charge in own.seen) == loop.engine.ledger.steps
 
 
-def test_it_observes_a_charge_before_the_update():
+def test_accountant_observes_a_charge_before_the_update():
     own, seen = Own(), []
 
     class Watched(torch.optim.SGD):
@@ -163,7 +163,7 @@ def test_it_observes_a_charge_before_the_update():
     assert seen == [1, 2, 3, 4]
 
 
-def test_it_observes_each_run_of_the_engine_once_and_charges_before_the_first():
+def test_accountant_observes_each_charge_once_across_runs():
     own = Own()
     engine = PrivacyEngine(own, seed=0)
     loops = [make_loop(engine=engine, noise_multiplier=sigma, target_delta=1e-3) for sigma in (1.0, 2.0)]
@@ -175,7 +175,7 @@ def test_it_observes_each_run_of_the_engine_once_and_charges_before_the_first():
 
 
 @pytest.mark.parametrize("reserve", [1, 3])
-def test_it_observes_the_charges_of_a_ledger_file(tmp_path, reserve):
+def test_accountant_observes_the_charges_of_a_ledger_file(tmp_path, reserve):
     own = Own()
     options = {"ledger": tmp_path / "run.ledger", "reserve_steps": reserve, "seed": 0}
     engines = [PrivacyEngine(own, **options), PrivacyEngine(own, **options)]
@@ -247,7 +247,7 @@ def report():
 
 
 @pytest.mark.slow
-def test_a_report_names_it_as_not_verified(report):
+def test_report_marks_a_custom_accountant_as_not_verified(report):
     for text in (str(report), report.to_markdown(), report.to_html()):
         assert "computed by own, not verified" in " ".join(text.split())
         assert "accountant 'own' of dpengine" not in text
@@ -265,7 +265,7 @@ def test_a_report_names_it_as_not_verified(report):
     assert "Privacy cost by step" not in report.to_html()
 
 
-def test_a_report_of_a_builtin_accountant_says_nothing_of_it():
+def test_report_with_a_built_in_accountant_has_no_verification_notice():
     loop = own_loop("pld", noise_multiplier=1.0)
     train(loop)
     report = loop.engine.report()
@@ -293,7 +293,7 @@ def edited(report, **changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({"guarantee__epsilon": 0.01}, "guarantee.epsilon is 0.01, below"),
         ({"accounting__accountant": "pld"}, "the name 'pld' of a built-in one"),
@@ -303,8 +303,8 @@ def edited(report, **changes):
         ({"coverage__covers": []}, "coverage.covers"),
     ],
 )
-def test_an_edited_report_of_an_own_accountant_is_rejected(report, changes, says):
-    with pytest.raises(CorruptFileError, match=says):
+def test_edited_report_of_a_custom_accountant_is_rejected(report, changes, message):
+    with pytest.raises(CorruptFileError, match=message):
         PrivacyReport.from_json(edited(report, **changes))
 
 
@@ -330,7 +330,7 @@ def test_the_error_of_an_accountant_is_the_reason_in_a_report_without_epsilon():
     assert "privacy/epsilon" not in loop.engine.metrics()
 
 
-def test_the_command_line_says_that_it_cannot_ask_it(report, tmp_path, capsys):
+def test_command_line_reports_that_a_custom_accountant_is_unavailable(report, tmp_path, capsys):
     loop = own_loop(Own(1.5), noise_multiplier=1.0)
     (tmp_path / "privacy_state.json").write_text(json.dumps(loop.engine.state_dict()))
     assert main(["report", str(tmp_path)]) == 2
@@ -342,7 +342,7 @@ def test_the_command_line_says_that_it_cannot_ask_it(report, tmp_path, capsys):
 
 
 def failing_once(engine):
-    """A list; if it holds something, the next charge is observed by an error."""
+    """Returns a list; while it is not empty, observing a charge raises."""
     armed = []
 
     def observe(charge):
@@ -360,7 +360,7 @@ def test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised():
     loop.optimizer.zero_grad()
     batch = next(batches)
     loop.backward(*batch)
-    next(batches)  # is left out
+    next(batches)  # skipped
     armed.append(True)
     with pytest.raises(OSError, match="no line"):
         next(batches)
@@ -371,7 +371,7 @@ def test_a_batch_in_the_sums_is_not_clipped_again_after_the_loader_raised():
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_step_of_a_batch_that_the_loader_did_not_return_counts_as_skipped(fails):
-    """The released steps 0 and 3 are of one group, which takes part twice."""
+    """The released steps 0 and 3 belong to one group, which is included twice."""
     loop = make_loop(noise=BandMF(num_bands=3), noise_multiplier=1.0, steps=12, target_delta=1e-3)
     armed = failing_once(loop.engine)
     for number in range(4):

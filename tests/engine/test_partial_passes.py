@@ -1,4 +1,4 @@
-"""Passes of which only some parameters are clipped."""
+"""Backward passes that clip only some of the parameters."""
 
 import warnings
 
@@ -15,6 +15,6 @@ def test_a_pass_of_which_a_part_is_clipped_is_probed_as_a_whole():
     passes = ClippedPasses(model)
     passes.restrict(list(model.parameters())[-2:])
     with warnings.catch_warnings():
-        warnings.simplefilter("error", PrivacyWarning)  # of norms that are not those of all parameters
+        warnings.simplefilter("error", PrivacyWarning)  # raised if norms do not cover all parameters
         F.cross_entropy(model(torch.randn(6, 4)), torch.randint(3, (6,))).backward()
         passes.clip(rows=6)

@@ -1,4 +1,4 @@
-"""Per-sample results of ``GradSampleModule``: norms, weighted sums and gradients of a loop over samples in float64."""
+"""Per-sample results of ``GradSampleModule``, compared with a loop over samples in float64."""
 
 import gc
 import weakref
@@ -26,13 +26,13 @@ WEIGHTS = torch.tensor([-2.0, 0.0, 0.3, 1e4, 7.0])  # negative, zero, fractional
 
 
 def last_step(sequence, features, *, axis=1):
-    """The last step of a sequence model, and a head."""
+    """Returns a sequence model with a head on its last step."""
     run = lambda m, inputs: m.head(m.sequence(inputs)[0].select(m.axis, -1))  # noqa: E731
     return Parts(run, sequence=sequence, head=nn.Linear(features, 3), axis=axis)
 
 
 def tied_words():
-    """An embedding whose weight is that of the last layer, too."""
+    """Returns a model whose embedding and last layer share a weight."""
     run = lambda m, tokens: m.last(torch.tanh(m.embed(tokens)).mean(dim=1))  # noqa: E731
     m = Parts(run, embed=nn.Embedding(7, 4), last=nn.Linear(4, 7, bias=False))
     m.last.weight = m.embed.weight
@@ -40,7 +40,7 @@ def tied_words():
 
 
 def scaled():
-    """A layer without a built-in grad sampler."""
+    """Returns a model with a layer without a built-in grad sampler."""
     return Parts(lambda m, inputs: torch.tanh(inputs * m.scale), scale=nn.Parameter(torch.rand(4) + 0.5))
 
 
@@ -75,14 +75,14 @@ def data_of(name, dtype=torch.float64):
 
 
 def one_pass(model, inputs, targets, *, reduction="mean", **options):
-    """The wrapped model after a backward pass."""
+    """Returns the wrapped model after a backward pass."""
     wrapped = GradSampleModule(model, loss_reduction=reduction, **options)
     F.cross_entropy(wrapped(inputs), targets, reduction=reduction).backward()
     return wrapped
 
 
 def truth_of(model, inputs, targets):
-    """Gradients and norms by a loop over samples."""
+    """Returns gradients and norms from a loop over samples."""
     found = per_sample_gradients(model, F.cross_entropy, (inputs,), targets)
     return stacked(found), flat_norms(found)
 
@@ -103,7 +103,7 @@ def assert_close_sums(found, gradients, weights, *, rtol=1e-9):
 @REDUCTIONS
 @pytest.mark.parametrize("force_functorch", [False, True], ids=["rules", "functorch"])
 @pytest.mark.parametrize("name", MODELS)
-def test_all_results_are_those_of_a_loop_over_samples(name, reduction, force_functorch):
+def test_results_equal_a_loop_over_samples(name, reduction, force_functorch):
     model, inputs, targets = data_of(name)
     gradients, norms = truth_of(model, inputs, targets)
     found = one_pass(model, inputs, targets, reduction=reduction, force_functorch=force_functorch).last_pass
@@ -152,7 +152,7 @@ def test_an_empty_batch_gives_no_norm_and_zero_sums():
     assert found.gradients("0.weight").shape == (0, 6, 4)
 
 
-def test_a_tied_parameter_has_the_name_under_which_the_model_lists_it():
+def test_tied_parameter_uses_its_name_in_named_parameters():
     found = one_pass(*data_of("tied")).last_pass
     assert (
         list(found.weighted_sum(WEIGHTS)) == ["embed.weight"] == [name for name, _ in tied_words().named_parameters()]
@@ -180,7 +180,7 @@ def test_a_parameter_that_was_frozen_after_the_forward_pass_shows_no_grad_sample
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_reading_changes_nothing(name):
+def test_results_do_not_change_when_read_again_or_modified_in_place(name):
     found = one_pass(*data_of(name)).last_pass
     norms, sums = found.norms(), found.weighted_sum(WEIGHTS)
     gradients = {key: found.gradients(key) for key in sums}
@@ -234,7 +234,7 @@ def test_values_stay_those_of_the_pass_when_the_parameters_change():
 
 
 @pytest.mark.parametrize("name", ["linear", "conv", "embedding"])
-def test_an_input_that_was_overwritten_is_an_error_and_not_another_result(name):
+def test_input_modified_in_place_raises(name):
     model, inputs, targets = data_of(name)
     wrapped = one_pass(model, inputs, targets)
     found, norms = wrapped.last_pass, wrapped.last_pass.norms()
@@ -254,7 +254,7 @@ def test_an_input_that_was_overwritten_is_an_error_and_not_another_result(name):
 
 
 class LargestResult(TorchDispatchMode):
-    """Remembers the number of elements of the largest tensor that an operation returned."""
+    """Records the number of elements of the largest tensor that an operation returns."""
 
     elements = 0
 
@@ -335,7 +335,7 @@ def test_weights_may_be_integers_booleans_or_require_a_gradient():
         assert all(torch.equal(sums[name], total) and not total.requires_grad for name, total in expected.items())
 
 
-def test_an_unknown_parameter_is_answered_with_the_nearest_name():
+def test_unknown_parameter_raises_and_suggests_the_closest_name():
     found = one_pass(*data_of("linear")).last_pass
     with pytest.raises(MissingGradientError, match=r"'0\.weigth' has no gradient.*Did you mean '0\.weight'"):
         found.gradients("0.weigth")
@@ -346,7 +346,7 @@ def test_an_unknown_parameter_is_answered_with_the_nearest_name():
 
 
 @pytest.mark.parametrize("prepare", [lambda wrapped: None, nn.Module.eval], ids=["before a pass", "in eval mode"])
-def test_without_a_pass_in_train_mode_there_is_no_result(prepare):
+def test_reading_without_a_training_pass_raises(prepare):
     wrapped = GradSampleModule(mlp())
     prepare(wrapped)
     wrapped(torch.randn(2, 4))
@@ -415,7 +415,7 @@ def test_a_pass_with_an_error_leaves_neither_its_results_nor_earlier_ones():
 
 
 def mixed():
-    """Shares each sample with the others."""
+    """Returns a model that mixes samples."""
     return Parts(lambda m, inputs: m.layer(inputs - inputs.mean(dim=0)), layer=nn.Linear(4, 3))
 
 

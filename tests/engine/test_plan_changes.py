@@ -1,4 +1,4 @@
-"""A plan that changes in the middle of a run: clipping, noise and ledger change together, between two steps."""
+"""Changes of the plan during a run: clipping, noise and ledger change together between two steps."""
 
 import inside
 import pytest
@@ -26,7 +26,7 @@ def epoch_plan(steps_per_epoch=4, *, claims=True, **changed):
     return Plan(sampling, Flat(1.0), 1.0, 4.0, Relation.ZERO_OUT, **{"run": "r"} | changed)
 
 
-# Accounting by epoch
+# Per-epoch accounting
 
 
 def test_an_epoch_costs_one_release_over_all_examples():

@@ -1,4 +1,4 @@
-"""``make_private(..., privacy_unit=ids)``: users are drawn, clipped and protected as a whole."""
+"""``make_private(..., privacy_unit=ids)``: user-level sampling, clipping and accounting."""
 
 import itertools
 import math
@@ -23,13 +23,13 @@ ROWS, CLASSES, BOUND = 60, 4, 0.1
 
 
 def attention():
-    """Packed projections, and a parameter that is followed operation by operation."""
+    """Returns a transformer encoder layer, whose attention has packed projections, with a head."""
     block = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     return Parts(lambda m, x: m.head(m.block(x).mean(dim=1)), block=block, head=nn.Linear(8, CLASSES))
 
 
 def tied():
-    """A table that is read twice."""
+    """Returns a model that uses one embedding twice."""
     run = lambda m, ids: m.head(m.table(ids[:, :3]).sum(dim=1) * m.table(ids[:, 3:]).mean(dim=1))  # noqa: E731
     return Parts(run, table=nn.Embedding(12, 5), head=nn.Linear(5, CLASSES))
 
@@ -66,7 +66,7 @@ def user_ids(rows=ROWS, users=20):
 
 
 def one_release(model, rows, ids, **settings):
-    """The gradient of one step without noise, and who was in it."""
+    """Returns the gradient of one step without noise, and the examples in its batch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     engine = PrivacyEngine(seed=1)
     settings = {"noise_multiplier": 0.0, "max_grad_norm": BOUND, **settings}
@@ -87,7 +87,7 @@ def one_release(model, rows, ids, **settings):
 
 
 def of_user(model, rows, members, how):
-    """The gradient of one user, from his rows alone."""
+    """Returns the gradient of one user, computed from only that user's examples."""
     x, y, _ = rows.tensors
     model.zero_grad()
     F.cross_entropy(model(x[members]), y[members], reduction=how).backward()
@@ -100,7 +100,7 @@ def of_user(model, rows, members, how):
 @pytest.mark.parametrize("how", ["mean", "sum"])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.hazard("O61")
-def test_a_user_is_clipped_as_one(name, how, settings):
+def test_gradient_of_each_user_is_clipped_as_a_whole(name, how, settings):
     make, shape = MODELS[name]
     torch.manual_seed(0)
     model, rows, ids = make(), data(shape), user_ids()
@@ -108,7 +108,7 @@ def test_a_user_is_clipped_as_one(name, how, settings):
     expected = torch.zeros_like(gradient)
     for user in set(ids[seen].tolist()):
         members = np.flatnonzero(ids == user)
-        assert set(members) <= set(seen)  # all of a user's rows, or none
+        assert set(members) <= set(seen)  # all examples of a user, or none
         assert len({i for i, chunk in enumerate(chunks) if set(chunk) & set(members)}) == 1
         one = of_user(model, rows, members, how)
         expected += one * min(1.0, BOUND / float(one.norm()))
@@ -118,7 +118,7 @@ def test_a_user_is_clipped_as_one(name, how, settings):
 
 
 @pytest.mark.filterwarnings("ignore:.*NOT PRIVATE")
-def test_a_loss_that_adds_up():
+def test_loss_reduction_sum_is_supported_with_privacy_units():
     make, shape = MODELS["linear"]
     torch.manual_seed(0)
     model, rows, ids = make(), data(shape), user_ids()
@@ -145,7 +145,7 @@ def test_one_user_moves_the_sum_by_the_bound_at_most(value):
     one = of_user(model, rows, np.flatnonzero(ids == user), "mean")
     own = min(BOUND, float(one.norm()))
     assert moved <= (BOUND + own) * (1 + 1e-5)
-    if not math.isfinite(value):  # a user with such a row adds nothing
+    if not math.isfinite(value):  # a user with such an example contributes nothing
         assert moved == pytest.approx(own, rel=1e-4)
 
 
@@ -168,7 +168,7 @@ def train(engine, model, loader, optimizer, steps):
     ],
     ids=["numbers", "bands", "plan", "public"],
 )  # fmt: skip
-def test_accounting_is_that_of_users(settings):
+def test_accounting_uses_the_number_of_users(settings):
     make, shape = MODELS["linear"]
     model, ids = make(), np.repeat(np.arange(20), 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -230,7 +230,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("settings, error, message", BAD, ids=[message for *_, message in BAD])
-def test_bad_units_are_rejected(settings, error, message):
+def test_invalid_privacy_units_are_rejected(settings, error, message):
     model = nn.Linear(6, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(data((6,)), batch_size=5)
@@ -271,7 +271,7 @@ def test_a_collate_that_reorders_is_rejected(collate):
 
 
 @pytest.mark.parametrize("settings", [{"physical_batch_size": 4}, {"accumulation_steps": 3}, {}], ids=str)
-def test_no_example_may_be_drawn(settings):
+def test_batch_without_users_is_supported(settings):
     model = nn.Linear(6, CLASSES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = PrivacyEngine(seed=0)
@@ -291,7 +291,7 @@ def test_no_example_may_be_drawn(settings):
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 100])
-def test_chunks_end_where_users_do(size):
+def test_chunks_do_not_split_users(size):
     ids = unit_numbers(user_ids(), range(ROWS))
     users = int(ids.max()) + 1
     strategy = UnitDraws(PoissonDraws(users, 0.5, 4, 10.0), ids)

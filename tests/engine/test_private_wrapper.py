@@ -1,4 +1,4 @@
-"""``make_private`` on a ``GradSampleModule``: hooks come first, and come back when the run ends."""
+"""``make_private`` on a ``GradSampleModule``: its hooks are removed during the run and restored by detach."""
 
 import contextlib
 import copy
@@ -27,14 +27,14 @@ def wrapped(**settings):
 
 
 def warm_up(model, samples=5):
-    """A backward pass, and the norms of its samples by a loop over them."""
+    """Runs a backward pass and compares its norms with a loop over samples."""
     inputs, targets = (tensor[:samples] for tensor in examples().tensors)
     F.cross_entropy(model(inputs), targets).backward()
     return flat_norms(per_sample_gradients(copy.deepcopy(model.module), F.cross_entropy, (inputs,), targets))
 
 
 def assert_records(model):
-    """The hooks of the wrapper are on, and alone."""
+    """Asserts that the hooks of the wrapper are attached, and no others."""
     expected = warm_up(model)
     torch.testing.assert_close(model.last_pass.norms(), expected, rtol=1e-5, atol=1e-7)
     assert model.module[0].weight.grad_sample.shape == (5, 5, 4)
@@ -42,7 +42,7 @@ def assert_records(model):
 
 
 def assert_off(model):
-    """The results of the wrapper are gone."""
+    """Asserts that the wrapper has no results."""
     with pytest.raises(BatchStateError, match="private in an engine"):
         model.last_pass  # noqa: B018
     assert not any(hasattr(p, "grad_sample") for p in model.parameters())
@@ -53,7 +53,7 @@ def batch_of(loop, *, least=2):
 
 
 def assert_step(loop):
-    """A step has the gradients of a loop over the samples of its batch."""
+    """Asserts that the gradients of a step equal those of a loop over the samples of its batch."""
     batch = batch_of(loop)
     expected = expected_gradients(loop.model.module, [batch])
     loop.step(*batch)
@@ -61,7 +61,7 @@ def assert_step(loop):
 
 
 class Failing:
-    """An accountant whose storage fails when a batch is discarded."""
+    """Accountant whose storage fails when a batch is discarded."""
 
     name = "failing"
 
@@ -79,7 +79,7 @@ class Failing:
 # During the run
 
 
-def test_the_run_is_that_of_the_module():
+def test_run_on_the_wrapper_equals_a_run_on_the_module():
     model, plain = wrapped(), mlp()
     warm_up(model)
     loops = [make_loop(one, noise_multiplier=1.0) for one in (model, plain)]
@@ -112,7 +112,7 @@ def test_settings_of_the_wrapper_hold_for_the_run():
     assert_same_gradients(gradients_of(loop.model.module), expected)
 
 
-def test_the_wrapper_shows_nothing_while_private():
+def test_wrapper_has_no_results_while_private():
     model = wrapped()
     warm_up(model)
     loop = make_loop(model)
@@ -139,7 +139,7 @@ def test_backward_over_a_forward_pass_from_before_shows_nothing():
     assert_step(loop)
 
 
-def test_other_watchers_of_the_module_are_rejected():
+def test_second_set_of_hooks_on_the_module_is_rejected():
     loop = make_loop(wrapped())
     inner = loop.model.module
     for watch in (
@@ -153,7 +153,7 @@ def test_other_watchers_of_the_module_are_rejected():
             watch()
 
 
-def test_a_module_that_is_private_by_itself_is_rejected_in_a_wrapper():
+def test_wrapping_a_private_module_is_rejected():
     model = wrapped()
     model.to_standard_module()
     loop = make_loop(model.module)
@@ -161,7 +161,7 @@ def test_a_module_that_is_private_by_itself_is_rejected_in_a_wrapper():
         make_loop(model, engine=loop.engine)
 
 
-def test_a_copy_made_while_private_is_a_plain_one():
+def test_copy_made_while_private_has_no_private_hooks():
     loop = make_loop(wrapped())
     other = copy.deepcopy(loop.model)
     assert isinstance(other.to_standard_module(), nn.Sequential)
@@ -242,12 +242,12 @@ def test_a_checkpoint_does_not_depend_on_the_wrapper(saved, loaded, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters(), strict=True))
 
 
-# What is rejected
+# Rejected arguments
 
 
 @contextlib.contextmanager
 def unchanged():
-    """A wrapper whose results and hooks the context leaves as they are."""
+    """Asserts that the block does not change the results and hooks of a wrapper."""
     model = wrapped()
     expected = warm_up(model)
     shown = model.module[0].weight.grad_sample

@@ -1,4 +1,4 @@
-"""The progress bar shows the privacy cost, adds little time, and is silent in output that is not interactive."""
+"""The progress bar: privacy cost, overhead, and no output on non-interactive streams."""
 
 import math
 import re
@@ -14,7 +14,7 @@ from dpengine.errors import AccountingRefusedError
 
 
 class Spender:
-    """An engine whose epsilon is a hundredth of its steps, and which counts how often it was asked."""
+    """Engine whose epsilon is a hundredth of its steps; counts the reads of epsilon."""
 
     def __init__(self, refuses=False):
         self.ledger = Ledger()
@@ -66,14 +66,14 @@ def test_the_displayed_epsilon_is_never_below_the_spent_one(epsilon, target, tex
     assert cost_text(spender, target) == text
 
 
-def test_a_run_without_a_claim_shows_no_epsilon(shown, capsys):
+def test_run_without_a_privacy_guarantee_shows_no_epsilon(shown, capsys):
     spender = Spender(refuses=True)
     for _ in progress(spender, range(3)):
         spender.step()
     assert "ε not claimed" in last_line(capsys)
 
 
-def test_it_counts_steps_and_not_chunks(shown, capsys):
+def test_bar_counts_logical_steps(shown, capsys):
     spender = Spender()
     for chunk in progress(spender, range(20), total=5):
         if chunk % 4 == 3:
@@ -81,7 +81,7 @@ def test_it_counts_steps_and_not_chunks(shown, capsys):
     assert "5/5" in last_line(capsys)
 
 
-def test_it_counts_from_where_it_began(shown, capsys):
+def test_bar_counts_steps_relative_to_its_start(shown, capsys):
     spender = Spender()
     spender.step()
     for _ in progress(spender, range(4)):
@@ -89,14 +89,14 @@ def test_it_counts_from_where_it_began(shown, capsys):
     assert "4/4" in last_line(capsys)
 
 
-def test_an_iterator_without_a_length_has_a_count_only(shown, capsys):
+def test_bar_over_an_iterator_without_length_shows_only_a_count(shown, capsys):
     spender = Spender()
     for _ in progress(spender, iter(range(4))):
         spender.step()
     assert last_line(capsys).startswith("4 steps  ε 0.04")
 
 
-def test_epsilon_is_asked_for_about_once_a_second(shown, monkeypatch):
+def test_epsilon_is_computed_about_once_a_second(shown, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("dpengine.engine.progress.time.monotonic", lambda: now[0])
     spender = Spender()
@@ -106,7 +106,7 @@ def test_epsilon_is_asked_for_about_once_a_second(shown, monkeypatch):
     assert 8 <= spender.asked <= 14  # ten seconds, the first and the last
 
 
-def test_epsilon_that_takes_long_is_asked_for_less_often(shown, monkeypatch):
+def test_slow_epsilon_is_computed_less_often(shown, monkeypatch):
     now = [0.0]
     monkeypatch.setattr("dpengine.engine.progress.time.monotonic", lambda: now[0])
 
@@ -120,7 +120,7 @@ def test_epsilon_that_takes_long_is_asked_for_less_often(shown, monkeypatch):
     for _ in progress(spender, range(1000)):
         spender.step()
         now[0] += 0.1
-    assert spender.asked <= 9  # 100 seconds of work: at most a twentieth is spent on looks
+    assert spender.asked <= 9  # 100 seconds of work: at most a twentieth is spent on computing epsilon
 
 
 def test_leaving_the_loop_early_shows_the_state_at_that_time(shown, capsys):
@@ -134,7 +134,7 @@ def test_leaving_the_loop_early_shows_the_state_at_that_time(shown, capsys):
     assert "4/10  ε 0.040/1.00" in last_line(capsys)
 
 
-def test_it_shows_the_rate_and_the_loss_that_the_loop_gives_it_within_80_columns(shown, capsys, monkeypatch):
+def test_bar_shows_rate_and_metrics_within_80_columns(shown, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     spender = Spender()
     batches = progress(spender, range(1000), target_epsilon=10.0)
@@ -151,10 +151,10 @@ def test_tensors_are_read_only_when_the_bar_shows_them(shown, monkeypatch):
     batches = progress(Spender(), range(100))
     for _ in batches:
         batches.set_postfix({"loss": torch.ones(())})
-    assert len(read) <= 3  # far less than a second: the first, and the last
+    assert len(read) <= 3  # less than a second: only the first and the last
 
 
-def test_it_is_silent_when_the_output_is_no_terminal(capsys, monkeypatch):
+def test_bar_is_hidden_when_the_output_is_not_a_terminal(capsys, monkeypatch):
     monkeypatch.delenv("DPENGINE_PROGRESS", raising=False)
     spender = Spender()
     assert list(progress(spender, range(4))) == [0, 1, 2, 3]
@@ -184,7 +184,7 @@ def test_the_bar_is_shown_on_terminals_and_on_request(monkeypatch, terminal, var
     assert is_shown() is expected
 
 
-def test_without_tqdm_the_loop_goes_on(shown, monkeypatch):
+def test_loop_runs_without_tqdm(shown, monkeypatch):
     monkeypatch.setattr("dpengine.engine.progress.importlib.util.find_spec", lambda name: None)
     assert list(progress(Spender(), range(3))) == [0, 1, 2]
 

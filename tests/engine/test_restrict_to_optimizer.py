@@ -1,4 +1,4 @@
-"""``restrict_to_optimizer``: norms, clipping and noise over the parameters of the optimizer alone."""
+"""``restrict_to_optimizer``: norms, clipping and noise over only the parameters of the optimizer."""
 
 import copy
 import itertools
@@ -35,7 +35,7 @@ FIRST, LAST = ("0.weight", "0.bias"), ("2.weight", "2.bias")
 
 
 def branches():
-    """A body and two heads, of which the forward pass uses one."""
+    """Returns a body with two heads, of which the forward pass uses one."""
     torch.manual_seed(1)
     run = lambda m, inputs: m.used(torch.tanh(m.body(inputs)))  # noqa: E731
     return Parts(run, body=nn.Linear(4, 5), used=nn.Linear(5, CLASSES), idle=nn.Linear(5, CLASSES))
@@ -54,7 +54,7 @@ def restricted(names=LAST, **options):
 
 
 def truth(model, batches, names, *, divisor=BATCH, max_norm=MAX_NORM):
-    """The clipped sum by a loop over samples, of the gradients of these parameters alone."""
+    """Returns the clipped sum of the gradients of these parameters, from a loop over samples."""
     plain = copy.deepcopy(model)
     rows = [row for x, y in batches for row in per_sample_gradients(plain, F.cross_entropy, (x,), y)]
     own = [{name: row[name] for name in names} for row in rows]
@@ -66,7 +66,7 @@ def batch_of(loop, *, least=2):
 
 
 def assert_step(loop, names, **options):
-    """A step has the clipped gradients of a loop over samples, of these parameters alone."""
+    """Asserts that a step has the clipped gradients of a loop over samples, for only these parameters."""
     batch = batch_of(loop)
     expected = truth(loop.model, [batch], names, **options)
     loop.step(*batch)
@@ -160,7 +160,7 @@ def test_an_optimizer_that_holds_all_parameters_is_not_restricted():
 
 def test_one_clipping_norm_is_divided_over_the_layers_of_the_subset():
     loop = restricted(clipping=PerLayer(0.5))
-    assert_step(loop, LAST, max_norm=0.5)  # one layer, so all of it
+    assert_step(loop, LAST, max_norm=0.5)  # one layer, which has the whole clipping norm
 
 
 def test_each_layer_of_the_subset_has_its_own_threshold():
@@ -174,7 +174,7 @@ def test_each_layer_of_the_subset_has_its_own_threshold():
     assert_same_gradients(gradients_of(loop.model), expected)
 
 
-def test_a_subset_that_the_pass_leaves_out_counts_as_gradients_of_zero():
+def test_unused_subset_has_zero_gradients():
     model, policy = branches(), Adaptive(1.0)
     engine = PrivacyEngine(seed=0)
     optimizer = torch.optim.SGD(model.idle.parameters(), lr=0.5)
@@ -213,9 +213,9 @@ def test_a_use_outside_its_layer_is_rejected_for_other_parameters_too():
     assert loop.model[0].weight.grad is None
 
 
-def test_samples_that_mix_in_other_parameters_are_found():
+def test_mixing_through_other_parameters_is_detected():
     class Mixing(nn.Module):
-        """Mixes samples in the backward pass alone: the gradients of later layers are independent."""
+        """Mixes samples only in the backward pass; the gradients of later layers are independent."""
 
         def forward(self, inputs):
             return inputs.detach() + inputs.detach().mean().cos() * (inputs - inputs.detach())
@@ -260,7 +260,7 @@ def test_a_subset_that_is_frozen_or_replaced_as_a_whole_is_rejected():
             loop.backward(*batch)
 
 
-def test_a_replaced_parameter_is_noticed():
+def test_replaced_parameter_is_rejected():
     loop = restricted()
     loop.model[2].weight = nn.Parameter(torch.zeros(CLASSES, 5))
     with pytest.warns(PrivacyWarning, match="1 parameters were added to the model"):
@@ -274,12 +274,12 @@ def test_a_group_added_later_is_rejected():
         loop.optimizer.add_param_group({"params": loop.model[0].parameters()})
 
 
-def test_a_parameter_of_another_model_is_rejected_before():
+def test_parameter_of_another_model_is_rejected():
     with pytest.raises(ParameterMismatchError, match="not in the model"):
         make_loop(make_optimizer=lambda ps: torch.optim.SGD([ps[0], nn.Parameter(torch.zeros(3))], lr=0.1))
 
 
-# What is rejected
+# Rejected arguments
 
 
 def one_pass(loop):
@@ -314,10 +314,10 @@ UNSUPPORTED = [
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "says"), UNSUPPORTED, ids=str)
-def test_unsupported_options_are_rejected_and_nothing_is_restricted(options, error, says):
+@pytest.mark.parametrize(("options", "error", "message"), UNSUPPORTED, ids=str)
+def test_unsupported_options_are_rejected_and_nothing_is_restricted(options, error, message):
     loop = make_loop(make_optimizer=holding(*LAST), **options)
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         restrict_to_optimizer(loop.engine)
     loop.step(*batch_of(loop))
     assert set(gradients_of(loop.model)) == {*FIRST, *LAST}
@@ -335,7 +335,7 @@ def test_several_processes_are_rejected():
         assert isinstance(error, UnsupportedLayerError) and "2 processes" in str(error)
 
 
-def test_the_notice_names_the_remedy():
+def test_warning_suggests_restrict_to_optimizer():
     with pytest.warns(PrivacyWarning, match=r"2 trainable parameters.*restrict_to_optimizer\(engine\)"):
         make_loop(make_optimizer=holding(*LAST))
 
@@ -382,7 +382,7 @@ def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):
 
 
 def test_correlated_noise_goes_on_after_a_checkpoint(tmp_path):
-    """With a seed, a run that is resumed is the run that was not interrupted, up to the rounding of sums."""
+    """A seeded resumed run equals the uninterrupted run up to the rounding of sums."""
 
     def begun():
         return restricted(noise_multiplier=1.0, noise=BandMF(num_bands=2), steps=4)

@@ -1,4 +1,4 @@
-"""Schedules write one privacy constant of an optimizer, once an epoch, and nothing out of range."""
+"""Schedulers change one privacy parameter of an optimizer per epoch, and reject values out of range."""
 
 import json
 import math
@@ -20,7 +20,7 @@ def optimizer(value=2.0):
 
 
 def values(attribute, rule, epochs):
-    """The value in force in each epoch."""
+    """Returns the value of each epoch."""
     one = optimizer()
     schedule, found = Schedule(one, attribute, rule), []
     for _ in range(epochs):
@@ -79,11 +79,11 @@ OUT_OF_RANGE = [
 ]
 
 
-@pytest.mark.parametrize(("attribute", "factor", "says"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_rejected_and_nothing_changes(attribute, factor, says):
+@pytest.mark.parametrize(("attribute", "factor", "message"), OUT_OF_RANGE)
+def test_a_value_out_of_range_is_rejected_and_nothing_changes(attribute, factor, message):
     one = optimizer()
     schedule = Schedule(one, attribute, by_factor(lambda epoch: factor if epoch else 1.0))
-    with pytest.raises(ValueError, match=f"{attribute}=.* {says}"):
+    with pytest.raises(ValueError, match=f"{attribute}=.* {message}"):
         schedule.step()
     assert (getattr(one, attribute), schedule.epoch) == (2.0, 0)
 

@@ -1,4 +1,4 @@
-"""The life of a release, section 4.1 of the faults: any order of calls keeps the books and the sums right."""
+"""Execution of one private step: charges and clipped sums are correct for any order of calls."""
 
 import copy
 import itertools
@@ -14,11 +14,11 @@ from dpengine.errors import BatchStateError, PrivacyError
 pytestmark = pytest.mark.filterwarnings("ignore:.*DPE006", "ignore:.*DPE012", "ignore:.*DPE015")
 
 
-# After a void the next sum is that of a fresh engine, bit for bit, noise included
+# After a discarded batch, the next sum equals that of a fresh engine bit for bit, including the noise
 
 
 def leave_it(loop, batch, chunks):
-    """The batch is drawn and not used."""
+    """Draws the batch and does not use it."""
 
 
 def break_off_the_pass(loop, batch, chunks):
@@ -88,7 +88,7 @@ VOIDS = [
 @pytest.mark.one_in(4, "mode", "spoil")
 @pytest.mark.parametrize("mode", ["auto", "hooks", "functorch", "ew", "ghost"])
 @pytest.mark.parametrize("spoil", VOIDS, ids=lambda f: f.__name__)
-def test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine(spoil, mode):
+def test_step_after_a_discarded_batch_equals_that_of_a_fresh_engine(spoil, mode):
     options = {"noise_multiplier": 1.0, "make_optimizer": lambda ps: Fragile(ps, lr=0.5), "grad_sample_mode": mode}
     loop = make_loop(**options)
     chunks = iter(loop.loader)
@@ -108,7 +108,7 @@ def test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine(spoi
 def test_an_unfinished_batch_discards_the_batches_merged_with_it():
     loop = make_loop(accumulation_steps=2)
     chunks = iter(loop.loader)
-    for _ in range(3):  # one batch whole, and half of the next
+    for _ in range(3):  # one complete batch, and half of the next
         loop.backward(*next(chunks))
     chunks = iter(loop.loader)
     first = next(chunks)
@@ -150,7 +150,7 @@ def test_the_stages_of_an_ordinary_step():
     assert stages == ["idle", "open", "open", "open", "clipped", "released", "idle"]
 
 
-def test_the_charge_is_there_when_the_update_runs():
+def test_step_is_charged_before_the_update_runs():
     loop = make_loop()
     seen = []
     loop.optimizer.register_step_pre_hook(
@@ -174,7 +174,7 @@ def test_samples_from_outside_the_private_loader_are_rejected(before):
     assert loop.engine.ledger.steps == before
 
 
-def test_the_sums_are_destroyed_by_the_release():
+def test_step_clears_the_clipped_sums():
     loop = make_loop()
     loop.backward(*first_batch(loop.loader))
     assert not inside.state(loop.engine).zero
@@ -183,7 +183,7 @@ def test_the_sums_are_destroyed_by_the_release():
     assert all(p.grad.any() for p in loop.model.parameters())
 
 
-def test_the_divisor_is_the_expected_size_whatever_was_drawn():
+def test_gradient_is_divided_by_the_expected_batch_size():
     loop = make_loop(batch_size=BATCH)
     sizes = set()
     for inputs, targets in loop.loader:

@@ -1,4 +1,4 @@
-"""An ordinary step runs through few files: a reader can follow it."""
+"""Limits on the files and function calls of one step, so that its trace stays readable."""
 
 import gc
 import itertools
@@ -20,7 +20,7 @@ MOST_FILES, MOST_CHANGES, MOST_CALLS = 30, 145, 272
 
 
 def files_of_calls(actions):
-    """The file of each call of a function of the package, in order, while the actions run.
+    """Returns the file of each call of a function of the package, in order, during the actions.
 
     The garbage collector is off meanwhile: it would run finalizers of objects that other tests left behind.
     """
@@ -44,7 +44,7 @@ def files_of_calls(actions):
     return files
 
 
-def test_an_ordinary_step_enters_few_files_and_changes_file_seldom(monkeypatch):
+def test_one_step_stays_within_the_limits_on_files_and_calls(monkeypatch):
     monkeypatch.setattr(
         choose_method, "time_algorithms", lambda _, algorithms, rows, copies: {str(a): 1.0 for a in algorithms}
     )

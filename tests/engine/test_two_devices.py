@@ -1,4 +1,4 @@
-"""Models over two devices: what meets is moved, and sums are those of one device."""
+"""Models on two devices: norms are moved to one device, and sums equal those of one device."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 class Split(nn.Module):
-    """Layers in turn and side by side on two devices."""
+    """Sequential and parallel layers on two devices."""
 
     def __init__(self, *, second: bool):
         super().__init__()
@@ -40,14 +40,14 @@ def rows(*, broken):
     return inputs, targets
 
 
-APIS = [api for api in DEFAULT_APIS if api.mode != "ew"]  # whose own tensors cannot hold others
+APIS = [api for api in DEFAULT_APIS if api.mode != "ew"]  # its expanded weights cannot hold tensors of another device
 
 
 @pytest.mark.one_in(4, "broken", "api", others="slow")
 @pytest.mark.one_in(2, "broken", "api")
 @pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("api", APIS, ids=lambda api: api.id)
-def test_sums_over_two_devices_are_those_of_one(api, broken):
+def test_clipped_sums_on_two_devices_equal_those_on_one(api, broken):
     inputs, targets = rows(broken=broken)
     kept = inputs.isfinite().all(dim=1)
     truth = true_sum(Split(second=False), CRITERION, (inputs[kept], targets[kept]), 0.5)
@@ -60,7 +60,7 @@ def test_sums_over_two_devices_are_those_of_one(api, broken):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("clipping", [dpengine.PerLayer(0.5), dpengine.Automatic(0.5)], ids=repr)
-def test_policies_get_norms_on_one_device(clipping):
+def test_clipping_policies_receive_norms_on_one_device(clipping):
     trained = []
     for second in (False, True):
         with TwoDevices():
@@ -128,7 +128,7 @@ def test_sums_wait_for_every_stream_that_computed_a_gradient(streams, mode, end)
         loss.register_hook(lambda grad: Variable._execution_engine.queue_callback(back))
         loss.backward()
         passes.clip(rows=len(inputs))
-        for name in {"main", "side", end} - {streams.now}:  # else memory could be used again before it was read
+        for name in {"main", "side", end} - {streams.now}:  # otherwise memory could be reused before it is read
             assert streams.known_to(name)[streams.now] >= streams.last_read > 0
         found = {name: total.cpu().double() for name, total in passes.totals().items()}
     truth, _ = clip_by_loop(Branches(), (inputs,), lambda output, i: CRITERION(output, targets[i]), len(targets))

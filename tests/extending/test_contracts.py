@@ -202,7 +202,7 @@ def test_a_policy_cannot_lower_the_noise():
 
 
 class Weights:
-    """Correlated noise with any weights."""
+    """Correlated noise with the given weights."""
 
     size = None
 

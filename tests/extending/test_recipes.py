@@ -1,4 +1,4 @@
-"""Extensions from outside the package, by the recipes of docs/extending.md alone."""
+"""Extensions built only from the recipes of docs/extending.md."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def test_a_recipe_has_at_most_25_lines(name):
 
 @pytest.mark.one_in(2, "name", others="slow")
 @every_recipe
-def test_a_target_is_met_and_the_report_names_the_extension(name):
+def test_extension_meets_the_target_and_is_named_in_the_report(name):
     engine, model, optimizer, loader = begun(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     train(model, optimizer, loader, STEPS)
@@ -37,7 +37,7 @@ def test_a_target_is_met_and_the_report_names_the_extension(name):
 
 @pytest.mark.one_in(2, "name", others="slow")
 @every_recipe
-def test_an_interrupted_run_continues_as_if_it_were_not(name, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     expected, epsilon = weights_after(name)
     engine, model, optimizer, loader = begun(name)
     train(model, optimizer, loader, 5)
@@ -63,8 +63,8 @@ def test_two_processes_give_the_weights_of_one():
                 torch.testing.assert_close(value, expected[key], rtol=1e-4, atol=1e-5, msg=f"{name}: {key}")
 
 
-def test_noise_of_the_recipe_is_that_of_its_matrix():
-    """Two runs of one seed that differ in the noise alone."""
+def test_recipe_noise_matches_its_strategy_matrix():
+    """Recovers the noise as the difference of two runs of one seed that differ only in the noise."""
     released = {}
     for sigma in (1e-9, 1.0):
         _, model, optimizer, loader = begun("Decaying", noise_multiplier=sigma, max_grad_norm=1.0)

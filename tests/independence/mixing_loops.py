@@ -1,8 +1,8 @@
-"""Training loops in which one sample changes the gradients of others, in the forms in which people write them.
+"""Training loops in which one sample changes the gradients of others, as found in practice.
 
-They were written from the statement of what must hold, not from the code that checks it. `ROWS`, `TOKENS` and `MAPS`
+They were written from the specification, independently of the code that checks it. `ROWS`, `TOKENS` and `MAPS`
 are tables of functions ``(model, x, y, state)`` that return the loss, by kind of data; ``state`` is a dict that lasts
-for the training. Loops of one line stand in tables of what they change: losses of samples, outputs or inputs.
+for the training. Loops of one line are in tables by the value that they change: losses of samples, outputs or inputs.
 """
 
 import numpy as np

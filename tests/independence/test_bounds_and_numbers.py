@@ -1,4 +1,4 @@
-"""The run-time check of loops whose effect shows late: bounds on a loss, Python numbers, and limited time."""
+"""The run-time check of loops: inactive clamps and branches, Python numbers, and limits on time and size."""
 
 import contextlib
 import itertools
@@ -63,7 +63,7 @@ def right(o, y):
     return o.argmax(1) == y
 
 
-# Bounds that no checked batch reaches
+# Clamps that are inactive in every checked batch
 
 BEYOND = {
     "clamp of a mean": lambda o, y: F.cross_entropy(o, y).clamp(max=5),
@@ -88,14 +88,14 @@ OF_SAMPLES = {
 
 
 @pytest.mark.parametrize("loss", BEYOND.values(), ids=BEYOND)
-def test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_reaches_it(loss):
+def test_inactive_clamp_on_a_loss_over_several_samples_is_rejected(loss):
     with pytest.raises(
         BatchDependentLossError, match=r"changed by 100 or more % when other samples in the batch were given far"
     ):
         trained(lambda o, y, *_: loss(o, y), steps=1)
 
 
-def test_a_branch_that_losses_far_away_would_take_is_reported():
+def test_branch_on_a_loss_value_outside_the_observed_range_is_reported():
     def damped(o, y, *_):
         loss = F.cross_entropy(o, y)
         return 0.1 * loss if loss > 4 else loss
@@ -105,7 +105,7 @@ def test_a_branch_that_losses_far_away_would_take_is_reported():
 
 
 def gated(test, *, to=0.1):
-    """A loss that is scaled if a test of outputs, labels and data is passed."""
+    """Loss that is scaled if a condition on outputs, labels and data holds."""
     return lambda o, y, x: F.cross_entropy(o, y) * (to if test(o, y, x) else 1.0)
 
 
@@ -181,7 +181,7 @@ class Trainer:
         return loss
 
 
-OTHER_BRANCH = {  # none of these tests changes its result within the first batches
+OTHER_BRANCH = {  # none of these conditions changes its value within the first batches
     "all are right": gated(lambda o, y, x: right(o, y).all()),
     "any is wrong": gated(lambda o, y, x: not (~right(o, y)).any(), to=0.5),
     "int of a bool": lambda o, y, x: F.cross_entropy(o, y) * (1 + int(right(o, y).all())),
@@ -226,7 +226,7 @@ NO_OTHER_BRANCH = {
 
 @pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", OTHER_BRANCH.values(), ids=OTHER_BRANCH)
-def test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_take_it(loss):
+def test_branch_on_values_outside_the_observed_range_is_reported(loss):
     _, (text,) = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
     reasons = ("the loop takes a branch that depends on the batch", "the loop tests a number computed from the batch")
     assert any(reason in text for reason in reasons)
@@ -234,7 +234,7 @@ def test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_ta
 
 @pytest.mark.one_in(3, "loss", others="slow")
 @pytest.mark.parametrize("loss", NO_OTHER_BRANCH.values(), ids=NO_OTHER_BRANCH)
-def test_a_branch_for_errors_is_accepted(loss):
+def test_branch_that_only_raises_is_accepted(loss):
     engine, shown = trained(lambda o, y, x, _: loss(o, y, x), with_data=True)
     assert inside.checked_loops(engine) > 0
     assert not shown
@@ -260,7 +260,7 @@ FAR_DATA = {
 
 
 @pytest.mark.parametrize("loss", FAR_DATA.values(), ids=FAR_DATA)
-def test_a_bound_on_data_of_several_samples_is_rejected_though_no_batch_reaches_it(loss):
+def test_inactive_clamp_on_data_of_several_samples_is_rejected(loss):
     with pytest.raises(BatchDependentLossError):
         trained(lambda model, y, x, _: loss(model, x, y), of_model=True, steps=1)
 
@@ -298,14 +298,14 @@ OF_OTHERS = {
 
 
 @pytest.mark.parametrize("loss", OF_OTHERS.values(), ids=OF_OTHERS)
-def test_a_tensor_of_other_batches_or_without_a_record_is_reported(loss):
+def test_tensors_from_other_batches_or_untraced_code_are_reported(loss):
     state = {}
     _, (text,) = trained(lambda model, y, x, _: loss(model, y, x, state), of_model=True)
     assert "a tensor in the loop changes from batch to batch" in text
     assert "Use no values of other batches" in text
 
 
-def test_constants_and_running_sums_that_do_not_reach_the_loss_are_accepted():
+def test_constants_and_running_sums_outside_the_loss_are_accepted():
     total, mean = torch.zeros(()), torch.ones(4)
 
     def loss_of(model, y, x, _):
@@ -382,13 +382,13 @@ FOLLOWS = {"rates of groups": gap_of_groups, "first loss": by_first_loss}
 
 
 @pytest.mark.parametrize("loss", FOLLOWS.values(), ids=FOLLOWS)
-def test_a_number_that_the_source_carries_to_the_loss_is_reported(loss):
+def test_python_number_that_flows_into_the_loss_is_reported(loss):
     state = {}
     _, (text,) = trained(lambda o, y, x, _: loss(o, y, x, state), with_data=True)
     assert "the loss depends on a number computed from the batch, which the loop reads by Tensor.item" in text
 
 
-def test_numbers_that_are_only_shown_are_accepted():
+def test_numbers_used_only_for_logging_are_accepted():
     state = {}
     engine, seen = trained(lambda o, y, x, _: shown(o, y, x, state)[0], with_data=True)
     assert inside.checked_loops(engine) > 0
@@ -404,7 +404,7 @@ def test_a_seed_from_the_batch_is_reported():
     assert "or seeds a random generator with it" in text
 
 
-def test_a_weight_by_the_text_of_a_sample_is_accepted():
+def test_weight_computed_from_the_text_of_each_sample_is_accepted():
     def of_texts(o, y, texts, _):
         weight = torch.ones(len(y))
         for i, text in enumerate(texts):
@@ -421,7 +421,7 @@ def test_a_bound_on_the_loss_of_each_sample_is_accepted(loss, last):
     assert not shown
 
 
-def test_a_loss_that_rejects_outputs_far_away_is_checked_with_those_of_the_batch():
+def test_loss_that_raises_for_extreme_outputs_is_checked_with_observed_outputs():
     def loss_of(o, y, *_):
         loss_B = F.binary_cross_entropy(o, F.one_hot(y, CLASSES).float(), reduction="none").mean(1)
         return (loss_B * WEIGHTS[y]).sum() / WEIGHTS[y].sum()
@@ -499,7 +499,7 @@ def test_a_sum_next_to_texts_is_reported_when_two_batches_agree():
     ],
     ids=["calls", "results", "constants"],
 )
-def test_a_record_that_is_too_large_is_reported(monkeypatch, limit, loss):
+def test_trace_above_the_size_limit_is_reported(monkeypatch, limit, loss):
     monkeypatch.setattr(loop_record, limit, 20 if limit == "MAX_CALLS" else 150_000)
     _, (text,) = trained(lambda o, y, *_: loss(o, y))
     assert "the loss has too many intermediate results" in text
@@ -516,7 +516,7 @@ def _no_time(monkeypatch):
 
 
 @pytest.mark.usefixtures("_no_time")
-def test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_second_checked_step():
+def test_loop_above_the_time_limit_is_reported_once_at_its_second_checked_step():
     plain = lambda o, y, *_: F.cross_entropy(o, y)  # noqa: E731
     engine, shown = trained(plain, steps=1)
     assert not shown

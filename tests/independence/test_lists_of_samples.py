@@ -1,4 +1,4 @@
-"""Batches with lists that have an element for each sample, such as boxes or texts of different lengths."""
+"""Batches with lists of one element per sample, such as boxes or texts of different lengths."""
 
 import inside
 import pytest
@@ -55,14 +55,14 @@ def trained(loss_of, data, *, batch_size=6, **options):
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 def test_a_sum_over_the_samples_of_a_list_is_accepted(data):
     engine, shown = trained(of_each, data)
-    # elements of different lengths cannot take the place of each other when the loop runs again
+    # elements of different lengths cannot be swapped when the loop is run again
     assert inside.checked_loops(engine) > 0 and not shown if data is DATA["boxes"] else len(shown) == 1
 
 
 @pytest.mark.one_in(3, "data", "size", others="slow")
 @pytest.mark.parametrize("data", DATA.values(), ids=DATA)
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_check_loop_exchanges_the_elements_of_lists(data, size):
+def test_check_loop_swaps_list_elements(data, size):
     model = net()
     batch = collate(data[:size])
     assert check_loop(lambda batch: of_each(model, *batch), [batch]).ok
@@ -76,7 +76,7 @@ def test_a_mean_over_all_elements_of_a_list_is_rejected():
 
 
 @pytest.mark.slow
-def test_a_list_that_may_hold_columns_is_decided_by_another_size():
+def test_ambiguous_list_is_resolved_at_another_batch_size():
     """Four samples with four entries each."""
     data = DATA["boxes"]
     model, batch = net(), collate(data[:4])
@@ -93,7 +93,7 @@ def test_a_list_that_may_hold_columns_is_decided_by_another_size():
 
 
 @pytest.mark.parametrize("seed", [4, 5, 7])
-def test_a_list_of_pairs_is_accepted_also_in_a_batch_of_two(seed):
+def test_list_of_pairs_is_accepted_in_a_batch_of_two(seed):
     """A batch of two samples with two entries each may be two columns."""
     forget_notices()
     data = [(x, torch.tensor(i % 2)) for i, (x, _) in enumerate(DATA["boxes"])]

@@ -135,7 +135,7 @@ def test_a_loss_that_mixes_samples_is_rejected_in_the_first_backward_pass(loss):
 
 @pytest.mark.filterwarnings("ignore:.*random numbers")
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_of_another_size(mask):
+def test_mean_over_a_random_number_of_entries_is_rejected_at_the_next_batch_size(mask):
     def loss_of(model, x, y):
         kept = mask(y)
         return (each(model(x), y) * kept).sum() / kept.sum().clamp(min=1)
@@ -143,7 +143,7 @@ def test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_o
     with pytest.warns(PrivacyWarning, match=r"DPE012.*depends on a random tensor") as shown:
         trained(loss_of, steps=1)
     (text,) = (str(one.message) for one in shown if "could not be checked" in str(one.message))
-    assert not any(map(str.isdigit, text.partition(": ")[2]))  # reports state the reason, and batch sizes are secret
+    assert not any(map(str.isdigit, text.partition(": ")[2]))  # reports contain the reason, and batch sizes are secret
     with pytest.raises(BatchDependentLossError, match="The loss mixes samples"):
         trained(loss_of)
 
@@ -151,7 +151,7 @@ def test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_o
 @pytest.mark.filterwarnings("ignore:.*random numbers")
 def test_random_numbers_that_are_as_many_as_the_samples_by_chance_are_accepted_at_another_size():
     def loss_of(model, x, y):
-        row, column = torch.rand(2) * 0.01  # of all samples
+        row, column = torch.rand(2) * 0.01  # shared by all samples
         return F.cross_entropy(model(x) + row * torch.arange(CLASSES) + column, y)
 
     data = TensorDataset(torch.randn(12, 4), torch.arange(12) % CLASSES)
@@ -182,13 +182,13 @@ def test_a_loop_that_mixes_samples_before_the_model_is_rejected(change):
 
 
 @pytest.mark.parametrize("loss", BY_NUMBERS.values(), ids=BY_NUMBERS)
-def test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_another_size(loss):
+def test_number_read_from_the_batch_is_rejected_at_the_next_batch_size(loss):
     with pytest.raises(BatchDependentLossError, match=r"a number that was read from the batch \(Tensor\."):
         trained(lambda model, x, y: loss(model(x), y), steps=6)
 
 
 @pytest.mark.parametrize("fix", ["per_example", "sum over len"])
-def test_the_fixes_that_are_named_are_accepted(fix):
+def test_suggested_fixes_are_accepted(fix):
     weighted = lambda o, t: F.cross_entropy(o, t, weight=WEIGHTS)  # noqa: E731
     loss = per_example(weighted) if fix == "per_example" else lambda o, t: (each(o, t) * WEIGHTS[t]).sum() / len(t)
     trained(lambda model, x, y: loss(model(x), y))
@@ -293,7 +293,7 @@ def test_a_batch_in_an_object_is_checked():
             each(model(batch["x"]), batch["y"]).mul(WEIGHTS[batch["y"]]).sum().div(WEIGHTS[batch["y"]].sum()).backward()
 
 
-def test_data_that_do_not_move_with_the_samples_are_accepted():
+def test_data_without_a_batch_axis_are_accepted():
     ids = torch.randint(9, (80, 7))
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9))
     _, model, optimizer, loader = private(model, TensorDataset(ids), batch_first=False)
@@ -304,7 +304,7 @@ def test_data_that_do_not_move_with_the_samples_are_accepted():
 
 
 @pytest.mark.parametrize("weights", [torch.linspace, np.linspace])
-def test_a_weight_that_follows_the_place_of_a_sample_is_named_so(weights):
+def test_weight_that_depends_on_the_position_in_the_batch_is_reported(weights):
     weighted = lambda o, y: (each(o, y) * torch.as_tensor(weights(0, 1, len(y))).float()).mean()  # noqa: E731
     with pytest.raises(BatchDependentLossError, match="depends on the sample's position in the batch"):
         trained(lambda model, x, y: weighted(model(x), y))
@@ -349,7 +349,7 @@ def test_a_second_model_gets_its_own_warning():
             trained(UNDECIDED["own function"], steps=1)
 
 
-def test_nothing_is_left_behind():
+def test_loop_check_leaves_no_hooks_or_modes():
     seen, own = [], []
 
     class Watching(TorchFunctionMode):
@@ -373,7 +373,7 @@ def test_nothing_is_left_behind():
     assert all(one() is None for one in seen)
 
 
-def test_a_loop_that_is_left_closes_its_record():
+def test_leaving_the_loop_ends_the_trace():
     _, _, _, loader = private(nn.Linear(4, CLASSES), TensorDataset(torch.randn(80, 4)))
     for _ in loader:
         assert len(loop_record.OPEN_RECORDS) == 1
@@ -405,7 +405,7 @@ def test_random_numbers_are_those_of_a_loop_that_is_not_checked(monkeypatch):
     assert drawn[:STEPS] == drawn[STEPS:]
 
 
-def test_a_rejected_batch_is_charged_and_not_released():
+def test_rejected_batch_is_charged_as_discarded():
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(80, 4), torch.arange(80) % CLASSES)
     engine, model, optimizer, loader = private(nn.Linear(4, CLASSES), data)

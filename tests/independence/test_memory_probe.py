@@ -1,4 +1,4 @@
-"""The run-time check for memory: attributes that carry data of a batch to the next one are rejected, others are not."""
+"""The run-time check for state across batches: attributes that carry data to the next batch are rejected."""
 
 import dataclasses
 import warnings
@@ -20,7 +20,7 @@ STEPS = 4
 
 
 class Made(nn.Module):
-    """A body, a head, and a forward pass that is given, with a place for memory in the model and in a layer."""
+    """Model with a body, a head, the given forward function, and attributes for state on model and layer."""
 
     def __init__(self, run):
         super().__init__()
@@ -53,7 +53,7 @@ def trained(model, step=plain, *, mode="auto", steps=STEPS, samples=6):
         step(model, optimizer, inputs, targets)
 
 
-# Memory that is read
+# State that is read
 
 
 def last_batch(model, inputs):
@@ -142,13 +142,13 @@ READ = {
 @pytest.mark.one_in(2, "mode", "run", others="slow")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("run", READ, ids=lambda run: run.__name__)
-def test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named(run, mode):
+def test_attribute_that_carries_data_to_the_next_batch_is_rejected(run, mode):
     where = r"of layer 'body' \(Linear\)" if run is of_a_layer else r"of the model \(Made\)"
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*Attribute '{READ[run]}' {where} holds data of a batch"):
         trained(Made(run), mode=mode)
 
 
-def test_memory_that_begins_late_is_found_at_a_later_check():
+def test_state_first_used_after_several_batches_is_found_by_a_later_check():
     def late(model, inputs):
         model.calls += 1
         return last_batch(model, inputs) if model.calls > 5 else model.head(model.body(inputs))
@@ -158,7 +158,7 @@ def test_memory_that_begins_late_is_found_at_a_later_check():
         trained(Made(late), steps=9)
 
 
-def test_memory_of_two_attributes_that_hold_one_object_is_rejected():
+def test_state_shared_by_two_attributes_is_rejected():
     def shared(model, inputs):
         hidden = torch.tanh(model.body(inputs))
         model.rows.append(hidden.detach().mean(dim=0))
@@ -179,7 +179,7 @@ def test_a_wrapped_model_is_checked():
             wrapped(torch.randn(5, FEATURES)).square().sum().backward()
 
 
-# What must not be mistaken for it
+# Attributes that are not state across batches
 
 
 def kept_for_inspection(model, inputs):
@@ -236,7 +236,7 @@ def generator(model, inputs):
 
 
 def memoized(model, inputs):
-    """A pure function of the data, whose results are kept."""
+    """Caches the results of a pure function of the data."""
     key = float(inputs[0, 0].detach())
     model.table[key] = inputs.detach().tanh()
     return model.head(model.body(model.table[key]))
@@ -260,7 +260,7 @@ def dropped_hidden(model, inputs):
 
 
 def weights_of_before(model, inputs):
-    """Keeps weights, which are released."""
+    """Stores weights, which are already private."""
     before, model.kept = model.kept, model.body.weight.detach().clone()
     shift = 0.0 if before is None else before.mean()
     return model.head(torch.tanh(model.body(inputs) - shift))
@@ -282,7 +282,7 @@ def test_an_attribute_that_is_not_read_later_or_holds_no_data_is_accepted(run, m
         trained(Made(run), mode=mode)
 
 
-def test_a_state_that_the_loop_resets_is_accepted_and_one_that_it_detaches_is_not():
+def test_reset_state_is_accepted_and_detached_state_is_rejected():
     class Steps(nn.Module):
         """A recurrent model that the loop calls for each time step."""
 
@@ -336,13 +336,13 @@ def test_a_momentum_encoder_is_accepted():
     trained(Momentum(), step)
 
 
-def test_a_check_adds_nothing_to_attributes():
+def test_memory_check_does_not_modify_attributes():
     model = Made(detached_for_inspection)
     trained(model, steps=3)
     assert len(model.rows) == 3 and [len(rows) for rows in model.rows] == [6, 6, 6]
 
 
-def test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again():
+def test_changing_attribute_is_reported_if_the_forward_pass_cannot_be_repeated():
     def run(m, inputs):
         m.kept = inputs.mean()
         if not torch.equal(inputs, m.first):
@@ -395,7 +395,7 @@ LOOP_WRITES = {
 
 
 @pytest.mark.parametrize(("name", "write"), LOOP_WRITES.values(), ids=LOOP_WRITES)
-def test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named(name, write):
+def test_buffer_written_from_the_batch_is_rejected(name, write):
     with pytest.raises(BufferUpdateError, match=rf"DPE026.*{name} was written by the loop"):
         trained(centered(), after_model(write))
 
@@ -410,12 +410,12 @@ OTHER_WRITES = {
 
 
 @pytest.mark.parametrize("write", OTHER_WRITES.values(), ids=OTHER_WRITES)
-def test_a_buffer_that_the_loop_writes_from_anything_else_is_accepted(write):
+def test_buffer_written_from_data_independent_values_is_accepted(write):
     trained(centered(), after_model(write))
 
 
 def hooks_itself(model, inputs):
-    """Registers a hook when it first runs, as libraries do that return hidden states on demand."""
+    """Registers a hook in the first forward pass, as libraries with optional hidden states do."""
     if model.calls == 0:
         model.body.register_forward_hook(lambda module, args, output: model.rows.append(output))
     model.calls = 1
@@ -427,7 +427,7 @@ def hooks_itself(model, inputs):
 
 
 @pytest.mark.parametrize("mode", [*MODES, "whole_model"])
-def test_a_hook_that_a_forward_pass_registers_is_there_once(mode):
+def test_hook_registered_in_the_forward_pass_is_added_once(mode):
     model = Made(hooks_itself)
     trained(model, mode=mode, samples=8)
     assert len(model.body._forward_hooks) == 1

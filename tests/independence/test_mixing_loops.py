@@ -1,4 +1,4 @@
-"""Loops in which one sample changes the gradients of others are rejected, or named as not checked."""
+"""Loops in which one sample changes the gradients of others are rejected, or reported as undecided."""
 
 import random
 import warnings
@@ -14,9 +14,9 @@ import dpengine
 from dpengine.errors import BatchDependentLossError, PrivacyWarning, ReductionError, forget_notices
 
 SAMPLES, BATCH = 90, 15
-UNDECIDED = {  # as a number leaves torch, or code outside torch computes a gradient
+UNDECIDED = {  # a value is converted to Python, or code outside torch computes a gradient
     *("float_of_max", "numpy_temperature", "comprehension", "masked_by_nonzero", "numpy_shuffle"),
-    "python_list",  # looks as weights of single samples do
+    "python_list",  # cannot be distinguished from per-sample weights
     *("normalized_gradient", "gradient_reversal", "branch_on_loss"),
     *("root_of_size", "temperature_of_size", "penalty_over_size"),
 }
@@ -47,7 +47,7 @@ CASES = {
 
 
 class Tapped(nn.Module):
-    """Keeps what goes into the model and what comes out."""
+    """Stores the inputs and outputs of the model."""
 
     def __init__(self, model):
         super().__init__()
@@ -67,7 +67,7 @@ def seed():
 
 
 def seen(loss, model, x, y):
-    """Inputs of each sample, and gradients of outputs by the sum over the samples, as the engine takes them."""
+    """Returns the inputs of each sample and the gradients of the outputs, scaled as the engine scales them."""
     seed()
     tapped = Tapped(model)
     loss(tapped, x, y, {}).backward()
@@ -79,7 +79,7 @@ def seen(loss, model, x, y):
 
 
 def effect_on_others(kind, loss):
-    """Largest relative change of what other samples get if one is left out, and if its data are zeroed."""
+    """Returns the largest relative change in other samples' values if one sample is removed, and if it is zeroed."""
     seed()
     model, data = kind()
     x, y = (tensor[:BATCH] for tensor in data)
@@ -121,7 +121,7 @@ def outcome(kind, loss, relation, reduction="mean", steps=8):
                         break
         except BatchDependentLossError:
             return "rejected"
-        except ReductionError:  # the fix that it names must not make it silent
+        except ReductionError:  # the suggested fix must not silence the check
             return outcome(kind, loss, relation, "sum") if reduction == "mean" else "rejected"
     texts = [str(one.message) for one in shown if issubclass(one.category, PrivacyWarning)]
     return "undecided" if any("could not be checked" in text for text in texts) else "silent"
@@ -131,7 +131,7 @@ def outcome(kind, loss, relation, reduction="mean", steps=8):
 @pytest.mark.one_in(4, "name", "relation")
 @pytest.mark.parametrize("relation", ["zero-out", "add-or-remove"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently(name, relation):
+def test_loop_that_mixes_samples_is_rejected_or_reported(name, relation):
     kind, loss = CASES[name]
     assert effect_on_others(kind, loss) > 1e-3
     found = outcome(kind, loss, relation)

@@ -18,7 +18,7 @@ REFUSED = r"DPE010.*depends on padding.*different lengths.*attention_mask"
 
 
 def texts(*, count=32, least=3):
-    """Texts of different lengths. The longest of each eight has another length than that of the others."""
+    """Returns texts of different lengths. The longest text in each group of eight has a unique length."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for i in range(count):
@@ -29,7 +29,7 @@ def texts(*, count=32, least=3):
 
 
 def padded(*, length=None, left=False, floats=False, value=0):
-    """A collate function that pads to the longest, or to a fixed length: ids, mask, lengths, targets."""
+    """Returns a collate function that pads to the longest or a fixed length: ids, mask, lengths, targets."""
 
     def collate(rows):
         ids = [row[0] for row in rows]
@@ -69,7 +69,7 @@ def trained(model, loss_of=classify, *, collate=None, mode="auto", passes=1):
 
 
 class Made(nn.Module):
-    """An embedding, parts, a head, and a forward pass that is given."""
+    """Model with an embedding, further submodules, a head, and the given forward function."""
 
     def __init__(self, run, **parts):
         super().__init__()
@@ -372,7 +372,7 @@ def padding_counts(model, ids, mask, size, targets):
 
 
 @pytest.mark.parametrize("loss_of", [mean_of_real_tokens, sum_of_real_tokens, times_mask], ids=lambda f: f.__name__)
-def test_a_causal_model_whose_loss_leaves_padding_out_is_accepted(loss_of):
+def test_causal_model_with_a_loss_that_ignores_padding_is_accepted(loss_of):
     assert len(quietly(tagger(), loss_of)) > 1
 
 
@@ -393,7 +393,7 @@ def test_a_loss_that_counts_padding_is_rejected(loss_of):
     assert quietly(tagger(), loss_of, collate=padded(length=LONGEST)) == {LONGEST}
 
 
-# What is no padding, what cannot be decided, and where there is no loader
+# Inputs without padding, undecided models, and runs without a loader
 
 
 def test_sequences_without_padding_are_accepted():
@@ -420,7 +420,7 @@ def with_attribute(model, ids, mask, size, targets):
 
 
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_a_mask_that_the_loop_sets_as_an_attribute_is_cut_with_the_batch(mode):
+def test_mask_stored_as_a_model_attribute_is_trimmed_with_the_batch(mode):
     quietly(made(lambda m, ids, mask, size: masked_mean(m, ids, m.mask, size)), with_attribute, mode=mode, passes=3)
     with pytest.raises(BatchDependentLossError, match=REFUSED):
         unused = lambda m, ids, mask, size: plain_mean(m, ids, m.mask, size) + 0 * m.mask.sum()  # noqa: E731

@@ -1,4 +1,4 @@
-"""Data of a batch that reach the model, or come back from it, by ways that a record of torch calls does not follow."""
+"""Data of a batch that reach the model, or return from it, outside the torch calls that the check traces."""
 
 import functools
 
@@ -21,7 +21,7 @@ WEIGHTS = (torch.rand(EXAMPLES, generator=torch.Generator().manual_seed(1)) + 0.
 
 
 def net():
-    """Reads an attribute and a number besides its input."""
+    """Returns a model that reads an attribute and a number in addition to its input."""
     torch.manual_seed(0)
     run = lambda m, x, divisor=1.0: m.layers((x - m.center - m.box.get("center", 0.0)) / divisor)  # noqa: E731
     return Parts(
@@ -65,7 +65,7 @@ def labels_by_numpy(model, batch):
 
 
 @pytest.mark.parametrize("loss_of", [weighted_by_a_list, labels_by_a_list, labels_by_numpy])
-def test_numbers_of_single_samples_that_leave_torch_and_come_back_are_not_rejected(loss_of):
+def test_per_sample_values_that_pass_through_python_or_numpy_are_not_rejected(loss_of):
     assert len(trained(loss_of)) == 1
 
 
@@ -74,7 +74,7 @@ def test_numbers_of_single_samples_that_leave_torch_and_come_back_are_not_reject
     [lambda x: x / float(x.abs().max()), lambda x: (x - x.mean().item()) / x.std().item()],
     ids=["divided_by_a_number", "standardized_by_numbers"],
 )
-def test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_size(change):
+def test_batch_statistic_in_the_model_input_is_rejected_at_a_second_batch_size(change):
     with pytest.raises(BatchDependentLossError, match="model input of one sample changed"):
         trained(lambda model, batch: F.cross_entropy(model(change(batch[0])), batch[1]))
 
@@ -123,7 +123,7 @@ def lists(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("loss_of", "collate", "says"),
+    ("loss_of", "collate", "message"),
     [
         (sets_an_attribute, None, "the loop set attribute 'center' of the model"),
         (sets_an_entry, None, "the loop set attribute 'box' of the model"),
@@ -135,9 +135,9 @@ def lists(model, batch):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_data_that_reach_the_model_unseen_are_named(loss_of, collate, says):
+def test_warning_names_untraced_data_that_reach_the_model(loss_of, collate, message):
     (shown,) = trained(loss_of, collate)
-    assert says in shown
+    assert message in shown
 
 
 def on_two_batches(loss_of, collate):
@@ -159,7 +159,7 @@ def on_two_batches(loss_of, collate):
         (arrays, stacked),
     ],
 )
-def test_check_loop_rejects_them(loss_of, collate):
+def test_check_loop_rejects_untraced_dependence_on_the_batch(loss_of, collate):
     with pytest.raises(BatchDependentLossError):
         on_two_batches(loss_of, collate)
 
@@ -189,13 +189,13 @@ def collated(labels_of):
         (labels_as_texts, collated(lambda labels: [f"c{label}" for label in labels])),
     ],
 )
-def test_check_loop_exchanges_labels_that_are_no_tensors(loss_of, collate):
+def test_check_loop_swaps_labels_that_are_not_tensors(loss_of, collate):
     assert on_two_batches(loss_of, collate).ok
 
 
 @model_of(lambda: {"encoder": nn.Linear(FEATURES, 4), "decoder": nn.Linear(2, FEATURES)})
 def coder(m, x):
-    """Draws random numbers, and returns what it decoded beside what it encoded."""
+    """Draws random numbers, and returns the decoded and the encoded values."""
     mean, log_variance = m.encoder(x).chunk(2, dim=1)
     code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
     return m.decoder(code), mean, log_variance

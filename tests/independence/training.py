@@ -1,4 +1,4 @@
-"""Short private runs for the checks of loops, and the warnings that they show."""
+"""Short private runs for the checks of loops, and the warnings that they emit."""
 
 import contextlib
 import warnings

@@ -43,7 +43,7 @@ GUARDS = [
         "a release is charged",
         "                self.ledger.charge(event, count=count)\n        finally:\n",
         "                pass\n        finally:\n",
-        "engine/test_step.py::test_the_charge_is_there_when_the_update_runs",
+        "engine/test_step.py::test_step_is_charged_before_the_update_runs",
     ),
     Guard(
         "all merged batches are charged",
@@ -79,7 +79,7 @@ GUARDS = [
         "the noise of adaptive clipping is addressed by the step that is charged",
         "plan.clipping.finish_step(self.source, step, plan",
         "plan.clipping.finish_step(self.source, self.batches.last_step, plan",
-        "engine/test_noise.py::test_the_counts_of_adaptive_clipping_have_noise_of_their_own_step[in the update]",
+        "engine/test_noise.py::test_noise_of_adaptive_clipping_counts_is_addressed_by_their_step[in the update]",
     ),
     Guard(
         "noise is addressed by the step",
@@ -169,7 +169,7 @@ GUARDS = [
         "a rejected backward pass discards its batch",
         "            self.passes.forget()\n            self.discard()\n            raise",
         "            raise",
-        "engine/test_step.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine",
+        "engine/test_step.py::test_step_after_a_discarded_batch_equals_that_of_a_fresh_engine",
     ),
     Guard(
         "clearing gradients discards a complete batch",
@@ -211,7 +211,7 @@ GUARDS = [
         "a step whose batch was returned before",
         "batch.step <= self.batches.last_step",
         "False",
-        "engine/test_noise.py::test_a_loader_that_is_set_back_cannot_repeat_its_noise",
+        "engine/test_noise.py::test_rewinding_the_loader_raises_instead_of_reusing_noise",
     ),
     Guard(
         "parameters that changed before the step are found",
@@ -307,7 +307,7 @@ GUARDS = [
         "a placeholder is not skipped",
         "self.is_placeholder or (",
         "False or (",
-        "engine/test_batch_state.py::test_a_pass_over_a_placeholder_is_that_of_the_empty_batch_and_not_of_the_next",
+        "engine/test_batch_state.py::test_pass_over_a_placeholder_belongs_to_the_empty_batch",
     ),
     Guard(
         "each parameter must have a gradient in each step",

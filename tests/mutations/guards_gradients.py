@@ -43,7 +43,7 @@ GUARDS = [
         "norms and sums are not rounded by an autocast around the backward pass",
         "        stack.enter_context(torch.autocast(device_type, enabled=False))",
         "        pass",
-        "engine/test_backward_in_autocast.py::test_sums_are_those_of_a_backward_pass_outside[auto]",
+        "engine/test_backward_in_autocast.py::test_sums_equal_those_of_a_backward_pass_outside_autocast[auto]",
     ),
     Guard(
         "a second norm in ghost mode",
@@ -218,7 +218,7 @@ GUARDS = [
         "gradients are clipped without autocast",
         '    if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):\n',
         "    if True:\n",
-        "engine/test_backward_in_autocast.py::test_sums_are_those_of_a_backward_pass_outside",
+        "engine/test_backward_in_autocast.py::test_sums_equal_those_of_a_backward_pass_outside_autocast",
     ),
     Guard(
         "gradients of bfloat16 tensors are formed again for the sum, by the products of the norm",
@@ -431,7 +431,7 @@ GUARDS = [
         "samples in the matrix are combined into units",
         "                self._entry(Use(parameter, matrix.layout.names[parameter])).keep(grad)\n",
         "                pass\n",
-        "engine/test_privacy_unit.py::test_a_user_is_clipped_as_one",
+        "engine/test_privacy_unit.py::test_gradient_of_each_user_is_clipped_as_a_whole",
     ),
     Guard(
         "the first sum of a parameter starts from zero",

@@ -64,13 +64,13 @@ GUARDS = [
         "a parameter of the subset that was replaced",
         "    if passes.only is not None:  # then `released` lacks",
         "    if False:  # then `released` lacks",
-        f"{SUBSET}test_a_replaced_parameter_is_noticed",
+        f"{SUBSET}test_replaced_parameter_is_rejected",
     ),
     Guard(
         "samples whose gradient over the subset is zero are counted",
         "            return torch.zeros(rows, num_groups)",
         "            return torch.zeros(0, num_groups)",
-        f"{SUBSET}test_a_subset_that_the_pass_leaves_out_counts_as_gradients_of_zero",
+        f"{SUBSET}test_unused_subset_has_zero_gradients",
     ),
     Guard(
         "a checkpoint is loaded into a buffer of the subset",
@@ -124,7 +124,7 @@ GUARDS = [
         "the wrapper shows nothing during the run",
         "        self._check_not_private()\n        if self._last is None",
         "        if self._last is None",
-        f"{WRAPPER}test_the_wrapper_shows_nothing_while_private",
+        f"{WRAPPER}test_wrapper_has_no_results_while_private",
     ),
     Guard(
         "the wrapper is not removed during the run",
@@ -142,7 +142,7 @@ GUARDS = [
         "a copy of the wrapper is not private",
         "self.state is CaptureState.DETACHED and self.model in _watched",
         "self.state is CaptureState.DETACHED",
-        f"{WRAPPER}test_a_copy_made_while_private_is_a_plain_one",
+        f"{WRAPPER}test_copy_made_while_private_has_no_private_hooks",
     ),
     Guard(
         "a wrapper of several processes",

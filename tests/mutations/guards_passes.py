@@ -13,7 +13,7 @@ GUARDS = [
         "a pass without an end callback is clipped",
         "        if self.mode.rows:\n            self.backward_ended()",
         "        if False:\n            self.backward_ended()",
-        "engine/test_step.py::test_after_a_discarded_batch_the_next_release_is_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
+        "engine/test_step.py::test_step_after_a_discarded_batch_equals_that_of_a_fresh_engine[leave_out_a_parameter-auto]",
     ),
     Guard(
         "the buffer has the parameters that are trainable now",
@@ -201,33 +201,33 @@ GUARDS = [
         "an attribute with data of a batch that the next one reads",
         "        if not unchanged or not self._reads(forward_pass, attributes, unchanged):",
         "        if True:",
-        "independence/test_memory_probe.py::test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named",
+        "independence/test_memory_probe.py::test_attribute_that_carries_data_to_the_next_batch_is_rejected",
     ),
     Guard(
         "an attribute that the loop resets before the next batch",
         "[slot for slot in attributes.slots if _agree(state.value_of(slot), written.value_of(slot), EXACT)]",
         "attributes.slots",
-        "independence/test_memory_probe.py::test_a_state_that_the_loop_resets_is_accepted_and_one_that_it_detaches_is_not",
+        "independence/test_memory_probe.py::test_reset_state_is_accepted_and_detached_state_is_rejected",
     ),
     Guard(
         "the content of a list inside a dict",
         "                _save_contents(_parts(content), contents)",
         "                pass",
-        "independence/test_memory_probe.py::test_memory_of_a_batch_that_the_next_one_reads_is_rejected_and_named"
+        "independence/test_memory_probe.py::test_attribute_that_carries_data_to_the_next_batch_is_rejected"
         "[list_in_a_dict-auto]",
     ),
     Guard(
         "an attribute that changed in a pass that does not run again",
         """                    self._warn_unknown(f"running a batch again raised {type(error).__name__}: {message}")""",
         "                    pass",
-        "independence/test_memory_probe.py::test_an_attribute_that_changes_is_reported_if_the_pass_does_not_run_again",
+        "independence/test_memory_probe.py::test_changing_attribute_is_reported_if_the_forward_pass_cannot_be_repeated",
         also=(("""            self._warn_unknown("it could not run with other data")""", "            pass"),),
     ),
     Guard(
         "a buffer that the loop writes from data of the batch",
         "            if id(tensor) in dependent or _memory_of(tensor) in written:",
         "            if False:",
-        "independence/test_memory_probe.py::test_a_buffer_that_the_loop_writes_from_the_batch_is_rejected_and_named",
+        "independence/test_memory_probe.py::test_buffer_written_from_the_batch_is_rejected",
     ),
     Guard(
         "an input of the model that changes with other samples",
@@ -312,7 +312,7 @@ GUARDS = [
         "a constant that changes from batch to batch",
         "record.drew_in_python or record.constant_digests <= before else OTHER_BATCHES",
         "True else OTHER_BATCHES",
-        "independence/test_bounds_and_numbers.py::test_a_tensor_of_other_batches_or_without_a_record_is_reported["
+        "independence/test_bounds_and_numbers.py::test_tensors_from_other_batches_or_untraced_code_are_reported["
         "running mean]",
     ),
     Guard(
@@ -326,8 +326,7 @@ GUARDS = [
         "a number of the batch that the source carries to the loss",
         "next((text for function, text in self._loss_numbers if function in sources), None)",
         "None",
-        "independence/test_bounds_and_numbers.py::test_a_number_that_the_source_carries_to_the_loss_is_reported[first "
-        "loss]",
+        "independence/test_bounds_and_numbers.py::test_python_number_that_flows_into_the_loss_is_reported[first loss]",
     ),
     Guard(
         "a number of the batch before the model, in a loop that draws random inputs",
@@ -359,13 +358,13 @@ GUARDS = [
         "a branch that much larger losses would take",
         "                error = NotRecordedError if self._rerun.is_harmless(call) else BranchError",
         "                error = NotRecordedError",
-        "independence/test_bounds_and_numbers.py::test_a_branch_that_losses_far_away_would_take_is_reported",
+        "independence/test_bounds_and_numbers.py::test_branch_on_a_loss_value_outside_the_observed_range_is_reported",
     ),
     Guard(
         "weights of samples that depend on their index",
         "        return self.other_data and (\n            self._has_constants(calls)",
         "        return (\n            self._has_constants(calls)",
-        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "independence/test_mixing_loops.py::test_loop_that_mixes_samples_is_rejected_or_reported"
         "[weights_by_place-zero-out]",
     ),
     Guard(
@@ -430,7 +429,7 @@ GUARDS = [
         "leaving the loop over the loader ends the record",
         "            self._on_end()",
         "            pass",
-        "independence/test_loop_probe.py::test_a_loop_that_is_left_closes_its_record",
+        "independence/test_loop_probe.py::test_leaving_the_loop_ends_the_trace",
     ),
     Guard(
         "an input of the model that changes with other samples, in check_loop",
@@ -460,26 +459,25 @@ GUARDS = [
         "the hooks of private models do nothing inside check_loop",
         "            for capture in private:\n                stack.enter_context(capture.paused())",
         "            pass",
-        "validation/test_check_loop.py::test_a_private_run_stays_as_it_was",
+        "validation/test_check_loop.py::test_check_loop_does_not_affect_a_private_run",
     ),
     Guard(
         "a gradient that changes with the index of a sample in the batch",
         "        permute = not self._depends_on_position() and self.batch_axis.can_permute(self._record.data)",
         "        permute = False",
-        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
-        "[cumulative-zero-out]",
+        "independence/test_mixing_loops.py::test_loop_that_mixes_samples_is_rejected_or_reported[cumulative-zero-out]",
     ),
     Guard(
         "an attribute of the model that the loop sets from the batch",
         "if self._recording and (name := attribute_of_batch(self, self._model)) is not None:",
         "if name := None:",
-        "independence/test_unseen_data.py::test_data_that_reach_the_model_unseen_are_named[sets_an_attribute--]",
+        "independence/test_unseen_data.py::test_warning_names_untraced_data_that_reach_the_model[sets_an_attribute--]",
     ),
     Guard(
         "an input of the model that does not come from the record",
         "    elif inputs and not record.drew_random and not",
         "    elif False and not",
-        "independence/test_unseen_data.py::test_data_that_reach_the_model_unseen_are_named[maps_columns--]",
+        "independence/test_unseen_data.py::test_warning_names_untraced_data_that_reach_the_model[maps_columns--]",
     ),
     Guard(
         "a number of the batch in the input of the model",
@@ -492,19 +490,19 @@ GUARDS = [
         "an output of the model that changes with other samples",
         "            if largest_change(self._batch_axis, batched, rerun.original, tolerance, kept):",
         "            if False:",
-        "independence/test_unseen_data.py::test_check_loop_rejects_them[gives_a_number-None]",
+        "independence/test_unseen_data.py::test_check_loop_rejects_untraced_dependence_on_the_batch[gives_a_number-None]",
     ),
     Guard(
         "lists with an element for each sample are exchanged with the samples",
         "        if not (is_array or holds_samples(leaf, samples)):",
         "        if True:",
-        "independence/test_lists_of_samples.py::test_check_loop_exchanges_the_elements_of_lists[2-boxes]",
+        "independence/test_lists_of_samples.py::test_check_loop_swaps_list_elements[2-boxes]",
     ),
     Guard(
         "a list of as many tensors as samples may hold columns",
         "            if not record.ambiguous:",
         "            if True:",
-        "independence/test_lists_of_samples.py::test_a_list_that_may_hold_columns_is_decided_by_another_size",
+        "independence/test_lists_of_samples.py::test_ambiguous_list_is_resolved_at_another_batch_size",
     ),
     Guard(
         "a loop that cannot be checked gives a warning for each model",
@@ -516,14 +514,14 @@ GUARDS = [
         "a number that leaves torch is reported at the second batch size",
         "        undecided = compared or self._undecided_steps == _MAX_UNDECIDED",
         "        undecided = False",
-        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "independence/test_mixing_loops.py::test_loop_that_mixes_samples_is_rejected_or_reported"
         "[float_of_max-zero-out]",
     ),
     Guard(
         "a loss that changes with the number of samples by a number of Python",
         '        if reduction == "neither" and not record.drew_for_loss:',
         "        if False:",
-        "independence/test_mixing_loops.py::test_a_loop_in_which_a_sample_changes_others_is_not_accepted_silently"
+        "independence/test_mixing_loops.py::test_loop_that_mixes_samples_is_rejected_or_reported"
         "[temperature_of_size-zero-out]",
     ),
     Guard(

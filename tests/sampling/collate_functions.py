@@ -1,4 +1,4 @@
-"""Collate functions that make each row from one example, that mix examples, and that cannot be decided."""
+"""Collate functions that keep examples independent, mix examples, or cannot be classified."""
 
 import functools
 import random
@@ -140,7 +140,7 @@ class Holder:
 
 
 class Collator:
-    """An object that adds noise from its own generator."""
+    """Collator that adds noise from its own generator."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -155,7 +155,7 @@ class Collator:
 
 
 class LateCollator(Collator):
-    """Makes its generator when it is first called."""
+    """Creates its generator at the first call."""
 
     def __init__(self):
         super().__init__(None)

@@ -1,11 +1,11 @@
-"""Word streams for the samplers: a seeded one, and one that replays given words."""
+"""Random word sources for the samplers: a seeded one, and one that replays given words."""
 
 import numpy as np
 import pytest
 
 
 class SeededWords:
-    """Words of NumPy's PCG64, a pure function of seed and address; remembers the addresses that were asked for."""
+    """Words of NumPy's PCG64, a pure function of seed and address; records the requested addresses."""
 
     def __init__(self, seed: int = 0):
         self.seed = seed
@@ -17,7 +17,7 @@ class SeededWords:
 
 
 class ReplayedWords:
-    """The given words, then one that skips nothing, then words that skip as much as one word can."""
+    """Replays the given words, then one word with gap 0, then words with the largest possible gap."""
 
     def __init__(self, *words: int):
         self.words = words

@@ -1,4 +1,4 @@
-"""Stand-ins around a private loader: chosen batches, a data set with many kinds of leaves, a recording engine."""
+"""Test doubles for a private loader: fixed batches, a dataset with many types of leaves, a recording engine."""
 
 import math
 
@@ -11,7 +11,7 @@ from dpengine.sampling.scheme import Draws
 
 
 class Fixed(Draws):
-    """Batches that the test chooses; the last comes again and again."""
+    """Sampling scheme with the given batches; repeats the last one."""
 
     law, participation = "poisson", PoissonParticipation(0.1)
 
@@ -27,7 +27,7 @@ class Fixed(Draws):
 
 
 class Rows(Dataset):
-    """Row i is a dict of several kinds of leaves. A list of indices must not be empty."""
+    """Example i is a dict with several types of leaves. A list of indices must not be empty."""
 
     def __init__(self, rows=20):
         self.rows = rows
@@ -44,7 +44,7 @@ class Rows(Dataset):
 
 
 class Recorder:
-    """Plays the engine: writes down what it is told."""
+    """Replaces the engine and records the callbacks of the loader."""
 
     def __init__(self, budget=math.inf):
         self.handed, self.asked, self.budget = [], [], budget

@@ -1,4 +1,4 @@
-"""Collate functions that mix examples, change their number, or cannot be decided."""
+"""Collate functions that mix examples, change the batch size, or cannot be classified."""
 
 import functools
 import random
@@ -145,7 +145,7 @@ def needs_four(batch):
 
 
 def noisy_after_the_one_before(batch):
-    """Adds noise, and to an example of class 1 the one before it."""
+    """Adds noise, and adds the previous example to each example of class 1."""
     x, y = noisy(batch)
     return torch.stack([x[i] + x[i - 1] if i and y[i] == 1 else x[i] for i in range(len(x))]), y
 

@@ -1,4 +1,4 @@
-"""Tensors in memory are read a batch at a time, and nobody sees a difference but in time."""
+"""Batched reading of in-memory tensors: the batches equal those of per-example reading."""
 
 import functools
 import sys
@@ -14,12 +14,12 @@ from dpengine.sampling.batched_tensors import batched_tensors
 
 
 class ByRow(TensorDataset):
-    """Says what it was asked for."""
+    """Counts how many examples are read."""
 
-    asked = 0
+    reads = 0
 
     def __getitem__(self, index):
-        ByRow.asked += 1
+        ByRow.reads += 1
         return super().__getitem__(index)
 
 
@@ -54,7 +54,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_batches_are_those_of_reading_row_by_row(form):
+def test_batched_reading_equals_reading_each_example(form):
     got, expected = read(FORMS[form](TensorDataset)), read(FORMS[form](ByRow))
     assert [len(batch[0]) for batch in got] == [3, 0, 1, 3]
     for one, other in zip(got, expected, strict=True):
@@ -64,7 +64,7 @@ def test_batches_are_those_of_reading_row_by_row(form):
             assert torch.equal(left, right)
 
 
-def test_rows_are_not_read_one_by_one(monkeypatch):
+def test_tensor_dataset_is_read_in_batches(monkeypatch):
     stacked = []
     some, single = batches(DataLoader(TensorDataset(*tensors()))), batches(DataLoader(ByRow(*tensors())))
     stack = torch.stack
@@ -122,7 +122,7 @@ CHANGES = (of_class, rows_of_class, of_object, of_another_object, of_tensors, of
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("wrap", [lambda kept: kept, lambda kept: Subset(kept, range(20))], ids=["tensors", "subset"])
 @pytest.mark.parametrize("change", CHANGES, ids=[change.__name__ for change in CHANGES])
-def test_changes_of_torch_by_the_user_are_respected(change, wrap, workers, monkeypatch):
+def test_monkeypatched_torch_functions_are_called(change, wrap, workers, monkeypatch):
     rows = [torch.arange(1.0, 21.0).unsqueeze(1), torch.arange(20)]
     monkeypatch.setattr(sys.modules[__name__], "tensors", lambda: rows)
     kept = TensorDataset(*rows)
@@ -135,13 +135,13 @@ def test_changes_of_torch_by_the_user_are_respected(change, wrap, workers, monke
     assert got[0].tolist() != [[4.0], [2.0], [5.0]]
 
 
-def test_the_device_that_is_the_default_makes_no_difference():
+def test_default_device_does_not_affect_the_batches():
     whole = batched_tensors(TensorDataset(torch.arange(20)), default_collate)
     with torch.device("meta"):
         assert whole.__getitems__([3, 1, 4])[0].tolist() == [3, 1, 4]
 
 
-def test_shared_memory_and_history_are_as_torch_has_them():
+def test_shared_memory_and_autograd_history_match_torch():
     shared = torch.arange(20.0).share_memory_()
     assert not read(TensorDataset(shared))[0][0].is_shared()
     weight = torch.arange(20.0).requires_grad_()
@@ -149,7 +149,7 @@ def test_shared_memory_and_history_are_as_torch_has_them():
     assert weight.grad.nonzero().flatten().tolist() == [1, 3, 4]
 
 
-def test_what_the_user_writes_to_the_tensors_is_read():
+def test_in_place_changes_of_the_tensors_are_read():
     dataset = TensorDataset(*tensors())
     rest = iter(batches(DataLoader(dataset, batch_size=4)))
     next(rest)
@@ -157,26 +157,26 @@ def test_what_the_user_writes_to_the_tensors_is_read():
     assert [batch[1].tolist() for batch in rest][1] == [77]
 
 
-def test_a_class_with_an_iteration_of_its_own_gets_empty_batches_in_the_same_form():
+def test_batched_reading_does_not_change_the_batches_of_an_overridden_iter():
     expected = read(ByRow(*tensors()), Doubling)
     for one, other in zip(read(TensorDataset(*tensors()), Doubling), expected, strict=True):
         assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
 
 
-def test_a_class_of_the_users_own_is_asked_for_each_row():
-    ByRow.asked = 0
+def test_dataset_subclass_is_read_one_example_at_a_time():
+    ByRow.reads = 0
     read(ByRow(*tensors()))
-    assert ByRow.asked >= 7
+    assert ByRow.reads >= 7
 
 
-def test_workers_have_the_users_data_set():
+def test_worker_init_fn_sees_the_original_dataset():
     def init(worker):
         assert type(torch.utils.data.get_worker_info().dataset) is TensorDataset
 
     assert len(read(TensorDataset(*tensors()), num_workers=1, worker_init_fn=init)) == 4
 
 
-def test_another_collate_fn_of_a_private_loader_is_asked():
+def test_replaced_collate_fn_of_a_private_loader_is_called():
     private_one = batches(DataLoader(TensorDataset(*tensors()), batch_size=4))
     private_one.collate_fn = len
     assert list(private_one)[2:] == [1, 3]
@@ -193,7 +193,7 @@ class Backwards(list):
 
 def nested():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of strided ones, which are the ones in question
+        warnings.simplefilter("ignore")  # nested tensors are a prototype in torch
         return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
 
 
@@ -219,7 +219,7 @@ def uneven():
     ],
     ids="collate_fn subclass subset sparse tensor-subclass list nested grad uneven indices".split(),
 )
-def test_data_that_torch_may_read_differently_is_left_to_torch(dataset, collate_fn):
+def test_data_without_exact_batched_indexing_is_read_by_torch(dataset, collate_fn):
     default = DataLoader([0]).collate_fn
     assert batched_tensors(TensorDataset(*tensors()), default) is not None
     assert batched_tensors(dataset, collate_fn or default) is None

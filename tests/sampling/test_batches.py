@@ -1,4 +1,4 @@
-"""Batches and counts of a private loader, with and without workers, and over several ranks."""
+"""Batches and step counts of a private loader, with and without workers, and across ranks."""
 
 import copy
 import itertools
@@ -22,7 +22,7 @@ WORKERS = [0, 2]
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.hazard("S5", "D2")
-def test_empty_batches_come_first_last_and_between(workers):
+def test_empty_batches_are_returned_at_any_position(workers):
     recorder = Recorder()
     strategy = Fixed([], [3, 7], [], [], [1, 2, 19], [])
     batches = list(private(strategy, recorder=recorder, workers=workers))
@@ -58,7 +58,7 @@ def test_physical_chunks_are_nearly_equal_and_none_is_too_large(workers, physica
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_accumulation_gives_exactly_so_many_chunks(workers):
+def test_accumulation_steps_sets_the_number_of_chunks(workers):
     recorder = Recorder()
     batches = rows_of(private(Fixed([5, 6], [], [*range(7)]), recorder=recorder, workers=workers, accumulation_steps=3))
     assert [len(batch) for batch in batches] == [1, 1, 0, 0, 0, 0, 3, 2, 2]
@@ -68,7 +68,7 @@ def test_accumulation_gives_exactly_so_many_chunks(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_each_chunk_is_returned_right_before_it_is_given(workers):
+def test_on_return_is_called_immediately_before_each_chunk(workers):
     recorder = Recorder()
     for number, batch in enumerate(private(Fixed([1], [2, 3], [], [4]), recorder=recorder, workers=workers)):
         ticket, chunk = recorder.handed[-1]
@@ -77,7 +77,7 @@ def test_each_chunk_is_returned_right_before_it_is_given(workers):
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
+def test_each_pass_continues_after_the_previous_one(workers, seeded_words):
     recorder = Recorder()
     strategy = PoissonDraws(20, 0.2, 5, 4.0)
     loader = private(strategy, words=seeded_words(1), recorder=recorder, workers=workers)
@@ -89,7 +89,7 @@ def test_passes_go_on_where_the_last_one_ended(workers, seeded_words):
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.hazard("S10")
-def test_a_batch_that_was_not_returned_comes_again(workers, seeded_words):
+def test_prefetched_batch_that_was_not_returned_is_drawn_again(workers, seeded_words):
     recorder = Recorder()
     strategy = PoissonDraws(20, 0.2, 8, 4.0)
     loader = private(strategy, words=seeded_words(2), recorder=recorder, workers=workers)
@@ -105,7 +105,7 @@ def test_a_batch_that_was_not_returned_comes_again(workers, seeded_words):
     assert [ticket.step for ticket, _ in recorder.handed] == list(range(11))
 
 
-def test_a_batch_left_in_the_middle_is_not_returned_again():
+def test_partially_returned_batch_is_not_returned_again():
     recorder = Recorder()
     loader = private(Fixed([1, 2, 3], [4]), recorder=recorder, physical_batch_size=2)
     for _ in loader:
@@ -115,7 +115,7 @@ def test_a_batch_left_in_the_middle_is_not_returned_again():
     assert recorder.steps == [(0, 0, 2), (1, 0, 1)]
 
 
-def test_a_failing_callback_uses_up_the_step():
+def test_step_is_consumed_if_the_callback_raises():
     class Failing(Recorder):
         def on_return(self, ticket, chunk, data=None):
             super().on_return(ticket, chunk)
@@ -130,7 +130,7 @@ def test_a_failing_callback_uses_up_the_step():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_pass_ends_before_the_step_that_may_not_be_drawn(workers):
+def test_pass_ends_when_may_draw_returns_false(workers):
     recorder = Recorder(budget=2)
     loader = private(Fixed([1], [2], [3], [4]), recorder=recorder, workers=workers)
     assert rows_of(loader) == [[1], [2]]
@@ -148,7 +148,7 @@ def test_may_draw_is_called_when_the_batch_is_requested(workers):
         assert [ticket.step for ticket, _ in recorder.handed] == recorder.asked
 
 
-def test_without_workers_nothing_is_drawn_ahead():
+def test_loader_without_workers_does_not_prefetch():
     strategy = Fixed([1], [], [2])
     for number, _ in enumerate(private(strategy)):
         assert strategy.drawn == list(range(number + 1))
@@ -227,7 +227,7 @@ def test_a_private_loader_cannot_be_pickled():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_built_around_the_batch_sampler_returns_too(workers):
+def test_loader_that_reuses_the_batch_sampler_reports_its_batches(workers):
     recorder = Recorder(budget=5)
     loader = private(Fixed([1], [], [2, 3]), recorder=recorder)
     around = DataLoader(
@@ -242,7 +242,7 @@ def test_a_loader_built_around_the_batch_sampler_returns_too(workers):
     assert loader.position == 5
 
 
-def test_an_error_in_the_data_set_ends_the_pass_and_uses_no_step():
+def test_dataset_error_ends_the_pass_without_consuming_a_step():
     class Broken(Rows):
         def __getitem__(self, index):
             if index == 7:
@@ -255,7 +255,7 @@ def test_an_error_in_the_data_set_ends_the_pass_and_uses_no_step():
     assert loader.position == 1
 
 
-def test_a_logical_batch_knows_its_step_and_rows():
+def test_logical_batch_stores_its_step_and_indices():
     batch = LogicalBatch(4, (3, 0, 2))
     assert (batch.step, batch.sizes, batch.size) == (4, (3, 0, 2), 5)
 
@@ -279,7 +279,7 @@ def test_a_logical_batch_cannot_be_changed():
         LogicalBatch(0, (1,)).step = 1
 
 
-def test_the_size_that_was_drawn_does_not_show_in_messages():
+def test_messages_do_not_contain_the_drawn_batch_size():
     assert "37" not in repr(LogicalBatch(0, (37,)))
 
 
@@ -287,7 +287,7 @@ ROWS, STEPS = 48, 50
 
 
 def batches_of(rank, ranks):
-    """Returns the examples that a rank loads, by step; each call has its own source of words."""
+    """Returns the examples that a rank loads, by step; each call has its own source of random words."""
     source = NoiseSource.seeded(4)
     loader = private_loader(
         DataLoader(range(ROWS), batch_size=6),
@@ -302,7 +302,7 @@ def batches_of(rank, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.hazard("S7", "S8")
-def test_ranks_load_each_row_of_one_mask_once(ranks):
+def test_ranks_partition_the_examples_of_each_batch(ranks):
     whole = batches_of(0, 1)
     shares = [batches_of(rank, ranks) for rank in range(ranks)]
     for step, rows in enumerate(whole):

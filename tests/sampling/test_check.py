@@ -1,4 +1,4 @@
-"""Loaders that are accepted, and the errors for the others."""
+"""Argument checks of loaders and datasets: accepted ones, and the errors for others."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def sampled_by(sampler):
 
 
 WEIGHTED = WeightedRandomSampler([1.0] * 10, 10)
-REJECTED = {  # the name that the message must hold, and what it must say
+REJECTED = {  # the name and the reason in the message
     "list": (lambda: [1, 2], "list", "not a torch DataLoader"),
     "iterable": (lambda: DataLoader(Stream(), batch_size=4), "Stream", r"DataLoader\(list\(dataset\)"),
     "weighted": (
@@ -115,22 +115,22 @@ REJECTED = {  # the name that the message must hold, and what it must say
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_loaders_with_equal_chances_are_accepted(name):
+def test_loaders_with_uniform_sampling_are_accepted(name):
     check_loader(ACCEPTED[name]())
 
 
 @pytest.mark.parametrize("name", REJECTED)
 @pytest.mark.hazard("S8", "D1", "B15")
-def test_other_loaders_are_rejected_by_name(name):
-    make, class_name, says = REJECTED[name]
-    with pytest.raises(SamplingError, match=says) as raised:
+def test_error_for_an_unsupported_loader_names_the_unsupported_component(name):
+    make, class_name, message = REJECTED[name]
+    with pytest.raises(SamplingError, match=message) as raised:
         check_loader(make())
     assert raised.value.code == "DPE004"
     assert class_name in str(raised.value)
     assert raised.value.fix
 
 
-def test_a_private_loader_is_rejected_by_name(seeded_words):
+def test_private_loader_is_rejected(seeded_words):
     private = private_loader(
         DataLoader(DATA, batch_size=4),
         sampling=PoissonDraws(10, 0.4, 3, 4.0),
@@ -143,14 +143,14 @@ def test_a_private_loader_is_rejected_by_name(seeded_words):
 
 
 class Keyed(dict):
-    """A data set whose examples have names."""
+    """Dataset whose examples have string keys."""
 
 
 class Unhashable(list):
-    """A plain list, which has no hash."""
+    """List, which is not hashable."""
 
 
-REPEATED = {  # the data set, and what the message must say
+REPEATED = {  # the dataset, and the expected message
     "an index twice": (lambda: Subset(DATA, [0, 3, 3]), "Example 3 of TensorDataset is in the data set 2 times"),
     "an index from the end": (lambda: Subset(DATA, torch.tensor([9, -1])), "Example 9 of TensorDataset"),
     "oversampled": (lambda: Subset(DATA, [*range(10), 1, 1, 2]), "3 times, and 2 of 10 examples are repeated"),
@@ -174,13 +174,13 @@ ONCE = {
 
 @pytest.mark.parametrize("name", REPEATED)
 def test_repeated_examples_are_rejected(name):
-    make, says = REPEATED[name]
-    with pytest.raises(SamplingError, match=says):
+    make, message = REPEATED[name]
+    with pytest.raises(SamplingError, match=message):
         check_repeats(make())
 
 
 @pytest.mark.parametrize("name", [name for name in REPEATED if "list" not in name and "length" not in name])
-def test_the_fix_for_repeated_examples_can_be_pasted(name):
+def test_code_suggested_for_repeated_examples_runs(name):
     loader = DataLoader(REPEATED[name][0](), batch_size=2)
     model = nn.Linear(2, 2)
     objects = model, torch.optim.SGD(model.parameters(), lr=0.1), loader
@@ -194,7 +194,7 @@ def test_the_fix_for_repeated_examples_can_be_pasted(name):
     assert len(set(arguments["privacy_unit"].tolist())) < len(loader.dataset)
 
 
-def test_copies_of_an_example_have_one_number():
+def test_copies_of_an_example_share_one_unit_id():
     numbers = torch.arange(10.0)
     data, other = TensorDataset(numbers), TensorDataset(numbers + 10)
     dataset = Subset(ConcatDataset([data, other, Subset(data, [3, -1]), other]), [0, 9, 10, 20, 21, 22, 3, -1])

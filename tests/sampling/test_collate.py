@@ -1,4 +1,4 @@
-"""Batches of zero rows: structure, types, and what never happens."""
+"""Empty batches: structure, types, and independence of the values of the examples."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ IMAGE = torch.arange(6, dtype=torch.float32).reshape(2, 3)
 
 
 def empty(template) -> Any:
-    """The template with tensors and arrays replaced by (dtype, shape), for comparison."""
+    """Returns the template with tensors and arrays replaced by (dtype, shape)."""
     if isinstance(template, (torch.Tensor, np.ndarray)):
         return str(template.dtype), *template.shape
     if isinstance(template, collections.abc.Mapping):
@@ -55,7 +55,7 @@ def empty(template) -> Any:
 
 
 F, I = "torch.float32", "torch.int64"
-STRUCTURES = {  # collate, example, what is left of it
+STRUCTURES = {  # collate function, example, expected template
     "tensor": (default_collate, IMAGE, (F, 0, 2, 3)),
     "half": (default_collate, IMAGE.half(), ("torch.float16", 0, 2, 3)),
     "tuple": (default_collate, (IMAGE, 3), [(F, 0, 2, 3), (I, 0)]),
@@ -87,7 +87,7 @@ def test_an_empty_batch_has_the_structure_of_a_real_one(name):
 
 
 @pytest.mark.parametrize("name", STRUCTURES)
-def test_real_batches_are_those_of_the_user(name):
+def test_non_empty_batches_equal_the_output_of_collate_fn(name):
     collate, example, _ = STRUCTURES[name]
     wrapped = EmptyAwareCollate(collate, empty_template(collate, example))
     assert repr(wrapped([example, example])) == repr(collate([example, example]))
@@ -102,7 +102,7 @@ def test_named_tuples_and_dataclasses_keep_their_type():
     assert (record.image.shape, record.names, record.kind) == ((0, 2, 3), [], "train")
 
 
-def test_mappings_keep_their_type_and_nothing_of_the_example():
+def test_mappings_keep_their_type_and_drop_the_values_of_the_example():
     kinds = [
         lambda rows: Encoding({"x": torch.stack(rows)}, encodings=["secret"] * len(rows)),
         lambda rows: collections.OrderedDict(x=torch.stack(rows)),
@@ -121,8 +121,8 @@ def test_a_template_holds_no_tensor_value_of_the_example():
     assert all(part.sum() == 0 for part in template)
 
 
-def test_without_evidence_the_declared_axis_counts_rows():
-    # A collate that removes duplicates: one and two copies give the same batch.
+def test_batch_axis_that_cannot_be_inferred_falls_back_to_the_declared_axis():
+    # The collate function removes duplicates: one and two copies give the same batch.
     unique = [
         lambda rows: torch.unique(torch.stack(rows), dim=0),
         lambda rows: {"x": torch.zeros(1, 4, 2), "y": torch.zeros(1), "names": ["a"]},
@@ -134,7 +134,7 @@ def test_without_evidence_the_declared_axis_counts_rows():
 
 
 @pytest.mark.hazard("S5")
-def test_the_user_collate_is_never_called_with_an_empty_list():
+def test_collate_fn_is_never_called_with_an_empty_list():
     sizes = []
 
     def collate(rows):
@@ -157,17 +157,17 @@ def test_each_empty_batch_is_a_new_object():
     assert not second["x"].requires_grad
 
 
-def test_it_can_be_sent_to_a_worker():
+def test_empty_aware_collate_can_be_pickled():
     wrapped = EmptyAwareCollate(default_collate, empty_template(default_collate, (IMAGE, 1)))
     assert empty(pickle.loads(pickle.dumps(wrapped))([])) == [(F, 0, 2, 3), (I, 0)]
 
 
-def test_an_unknown_type_is_rejected_with_its_place():
+def test_error_for_an_unknown_type_states_its_position_in_the_batch():
     with pytest.raises(SamplingError, match=r"Opaque cannot be created for batch\['a'\]\[1\]"):
         empty_template(lambda rows: {"a": [torch.stack(rows), Opaque(rows)]}, IMAGE)
 
 
-def test_the_generators_of_the_process_are_left_as_they_were():
+def test_global_random_states_do_not_change():
     def collate(rows):
         torch.rand(3), np.random.rand(3), random.random()
         return torch.stack(rows)

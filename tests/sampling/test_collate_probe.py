@@ -1,4 +1,4 @@
-"""Collate functions that make each row from one example, that mix examples, and that cannot be decided."""
+"""Collate functions that keep examples independent, mix examples, or cannot be classified."""
 
 import copy
 import random
@@ -35,12 +35,12 @@ def check(data, collate, **options):
 
 @pytest.mark.one_in(3, "name", others="slow")
 @pytest.mark.parametrize("name", ORDINARY)
-def test_functions_that_make_each_row_of_one_example_pass(name):
+def test_collate_functions_without_mixing_are_accepted(name):
     check(*ORDINARY[name])
 
 
 @pytest.mark.parametrize("name", TIME_FIRST)
-def test_functions_with_the_batch_in_axis_one_pass(name):
+def test_collate_functions_with_the_batch_on_axis_1_are_accepted(name):
     check(*TIME_FIRST[name], batch_first=False)
 
 
@@ -52,7 +52,7 @@ def test_small_data_sets_pass(name, rows):
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_functions_that_mix_examples_are_rejected(name):
+def test_mixing_collate_functions_are_rejected(name):
     data, collate, path = MIXED[name]
     with pytest.raises(BatchDependentLossError, match="depending on other examples of the batch") as raised:
         check(data, collate)
@@ -61,17 +61,17 @@ def test_functions_that_mix_examples_are_rejected(name):
 
 
 @pytest.mark.parametrize("name", OTHER_NUMBERS)
-def test_another_number_of_rows_is_rejected(name):
-    collate, says = OTHER_NUMBERS[name]
-    with pytest.raises(BatchMismatchError, match=says):
+def test_collate_functions_that_change_the_batch_size_are_rejected(name):
+    collate, message = OTHER_NUMBERS[name]
+    with pytest.raises(BatchMismatchError, match=message):
         check(VECTORS, collate)
 
 
 @pytest.mark.parametrize("name", UNDECIDED)
-def test_undecidable_checks_give_one_notice(name):
-    data, collate, says = UNDECIDED[name]
+def test_undecided_collate_function_warns_once(name):
+    data, collate, message = UNDECIDED[name]
     loader = DataLoader(data, batch_size=4, collate_fn=collate)
-    with pytest.warns(PrivacyWarning, match=says) as shown:
+    with pytest.warns(PrivacyWarning, match=message) as shown:
         check_collate(loader)
         check_collate(loader)
     assert len(shown) == 1
@@ -80,7 +80,7 @@ def test_undecidable_checks_give_one_notice(name):
 
 
 class Observed(Dataset):
-    """Counts its reads, and draws random numbers."""
+    """Counts its reads, and uses the global random generators."""
 
     def __init__(self, rows=1000):
         self.rows, self.reads = rows, []
@@ -104,7 +104,7 @@ def states():
 
 
 @pytest.mark.parametrize("collate", [stacked, flipped, noisy, standardized, mixup, needs_four])
-def test_the_random_generators_are_as_before(collate):
+def test_collate_check_restores_global_random_states(collate):
     before = states()
     loader = DataLoader(Observed(), batch_size=4, collate_fn=collate)
     try:
@@ -117,7 +117,7 @@ def test_the_random_generators_are_as_before(collate):
 
 
 @pytest.mark.parametrize("generator", [torch.Generator(), np.random.default_rng(0)])
-def test_generators_of_the_function_are_as_before(generator):
+def test_collate_check_restores_generators_of_the_function(generator):
     collator = Collator(generator)
     draw = (lambda: torch.rand(1, generator=generator)) if isinstance(generator, torch.Generator) else generator.random
     kept = copy.deepcopy(generator) if not isinstance(generator, torch.Generator) else generator.clone_state()
@@ -151,7 +151,7 @@ def test_make_private_rejects_a_function_that_mixes_examples():
 
 
 @pytest.mark.parametrize("collate", [default_collate, default_convert])
-def test_nothing_is_read_for_the_functions_of_torch(collate):
+def test_torch_collate_functions_are_accepted_without_reading_examples(collate):
     dataset = Observed()
     check_collate(DataLoader(dataset, batch_size=4, collate_fn=collate))
     assert not dataset.reads

@@ -1,4 +1,4 @@
-"""Properties of all draws, shuffled epochs, truncated batches and external batches."""
+"""Properties of all sampling schemes: shuffled epochs, truncated batches and external batches."""
 
 import itertools
 import math
@@ -47,7 +47,7 @@ def test_a_draw_is_sorted_distinct_in_range_and_repeatable(strategy, seeded_word
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_the_numbers_for_accounting_are_plain_numbers(strategy):
+def test_accounting_parameters_are_python_numbers(strategy):
     assert type(strategy.num_examples) is int
     assert type(strategy.steps_per_epoch) is int
     assert type(strategy.sample_rate) is float
@@ -76,7 +76,7 @@ def test_an_epoch_has_every_example_once(rows, size, seeded_words):
     assert [len(batch) for batch in batches[:-1]] == [size] * (len(batches) - 1)
 
 
-def test_drop_last_leaves_the_short_batch_out(seeded_words):
+def test_drop_last_omits_the_incomplete_batch(seeded_words):
     batches = epoch(ShuffleDraws(10, 4, drop_last=True), seeded_words(1))
     assert [len(batch) for batch in batches] == [4, 4]
     assert len(set(itertools.chain(*batches))) == 8
@@ -100,8 +100,8 @@ def test_every_example_is_equally_often_in_every_batch(seeded_words):
 
 
 @pytest.mark.slow
-def test_every_pair_is_in_one_batch_equally_often(seeded_words):
-    # 1500 epochs of 6 examples in 2 batches: each of 15 pairs meets with chance 2/5; 4 standard deviations.
+def test_every_pair_shares_a_batch_equally_often(seeded_words):
+    # 1500 epochs of 6 examples in 2 batches: each of 15 pairs shares one with probability 2/5; 4 standard deviations.
     strategy = ShuffleDraws(6, 3)
     meets = np.zeros((6, 6))
     words = seeded_words(3)
@@ -112,7 +112,7 @@ def test_every_pair_is_in_one_batch_equally_often(seeded_words):
     assert np.abs(pairs - 600).max() < 4 * math.sqrt(1500 * 0.4 * 0.6)
 
 
-def test_the_words_of_an_epoch_have_one_address(seeded_words):
+def test_random_words_of_an_epoch_share_one_counter_address(seeded_words):
     words = seeded_words()
     strategy = ShuffleDraws(100, 10)
     for step in range(10, 20):
@@ -126,7 +126,7 @@ def test_no_epsilon_is_claimed_and_the_divisor_is_the_batch_size():
     assert (strategy.expected_batch_size, strategy.steps_per_epoch, strategy.sample_rate) == (64.0, 2, 0.64)
 
 
-def test_a_batch_larger_than_the_data_is_the_data(seeded_words):
+def test_batch_size_above_the_dataset_size_selects_every_example(seeded_words):
     strategy = ShuffleDraws(5, 8)
     assert (strategy.expected_batch_size, strategy.sample_rate, strategy.steps_per_epoch) == (5.0, 1.0, 1)
     assert strategy.draw(2, seeded_words()).tolist() == [0, 1, 2, 3, 4]
@@ -147,7 +147,7 @@ def slowly(n, q, k):
 
 @pytest.mark.parametrize("n, q", [(1, 0.5), (7, 0.3), (40, 0.1), (40, 0.0), (40, 1.0)])
 @pytest.mark.hazard("S9")
-def test_truncation_is_as_likely_as_others_fill_the_batch(n, q):
+def test_truncation_probability_matches_the_binomial_sum(n, q):
     for k in range(n + 2):
         assert cut_probability(n, q, k) == pytest.approx(slowly(n, q, k), rel=1e-9, abs=1e-300)
 
@@ -155,17 +155,17 @@ def test_truncation_is_as_likely_as_others_fill_the_batch(n, q):
 @pytest.mark.parametrize(
     "n, q, rounds, delta", [(1000, 0.05, 100, 1e-5), (60_000, 0.004, 14_000, 1e-6), (5, 1, 3, 0.1)]
 )
-def test_the_least_truncation_that_costs_nothing(n, q, rounds, delta):
+def test_suggested_cap_is_the_smallest_with_negligible_truncation_probability(n, q, rounds, delta):
     found = suggest_cap(n, q, rounds=rounds, delta=delta)
     assert rounds * cut_probability(n, q, found) <= delta / 100 < rounds * cut_probability(n, q, found - 1)
 
 
-def test_no_user_is_drawn_with_probability_zero():
+def test_suggested_cap_is_one_at_sampling_rate_zero():
     assert suggest_cap(10, 0.0, rounds=5, delta=0.1) == 1
 
 
 @pytest.mark.parametrize(
-    "call, says",
+    "call, message",
     [
         (lambda: suggest_cap(0, 0.1, rounds=1, delta=0.1), "num_examples"),
         (lambda: suggest_cap(10, 1.1, rounds=1, delta=0.1), "sampling_prob"),
@@ -174,8 +174,8 @@ def test_no_user_is_drawn_with_probability_zero():
         (lambda: cut_probability(10, 0.1, -1), "largest"),
     ],
 )
-def test_bad_numbers_are_rejected(call, says):
-    with pytest.raises(ValueError, match=says):
+def test_bad_numbers_are_rejected(call, message):
+    with pytest.raises(ValueError, match=message):
         call()
 
 

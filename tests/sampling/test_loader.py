@@ -1,4 +1,4 @@
-"""The private loader: settings that it keeps, errors, and the sampling scheme for a loader."""
+"""The private loader: preserved settings, errors, and the sampling scheme derived from a loader."""
 
 import math
 import queue
@@ -19,7 +19,7 @@ WORKERS = [0, 2]
 
 
 class Doubling(DataLoader):
-    """A loader class that changes each batch in an __iter__ of its own."""
+    """Loader class whose overridden ``__iter__`` changes each batch."""
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -27,7 +27,7 @@ class Doubling(DataLoader):
 
 
 class Threaded(DataLoader):
-    """A loader class that reads ahead in a thread of its own."""
+    """Loader class that prefetches batches in a thread."""
 
     def __iter__(self):
         ahead, end = queue.Queue(maxsize=3), object()
@@ -62,7 +62,7 @@ class Stuttering(DataLoader):
 
 
 class Around(DataLoader):
-    """A loader that iterates over another one, one batch ahead, as those of accelerate do."""
+    """Loader that wraps another one and prefetches one batch, as those of accelerate do."""
 
     def __init__(self, inner):
         self.__dict__.update(vars(inner))
@@ -79,7 +79,7 @@ class Around(DataLoader):
         self.finished.append(True)
 
 
-def test_the_users_class_and_settings_are_kept():
+def test_loader_class_and_settings_are_preserved():
     class Custom(DataLoader):
         pass
 
@@ -110,13 +110,13 @@ def test_the_users_class_and_settings_are_kept():
     assert type(private(Fixed([1]), loader=loader)) is type(copied)
 
 
-def test_the_batch_sampler_says_its_expected_size():
+def test_batch_sampler_exposes_its_expected_batch_size():
     loader = private(Fixed([1]))
     assert (loader.batch_sampler.batch_size, loader.batch_sampler.drop_last) == (2, False)
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_class_with_its_own_iteration_sees_the_empty_batches_too(workers):
+def test_overridden_iter_receives_empty_batches(workers):
     rows = [{"x": torch.full((3,), float(index))} for index in range(20)]
     loader = private(Fixed([], [1, 2], [], [3]), loader=Doubling(rows, batch_size=2, num_workers=workers))
     batches = [batch["doubled"] for batch in loader]
@@ -124,7 +124,7 @@ def test_a_class_with_its_own_iteration_sees_the_empty_batches_too(workers):
     assert batches[1][:, 0].tolist() == [2.0, 4.0]
 
 
-def test_a_class_that_reads_ahead_in_a_thread_keeps_the_order(seeded_words):
+def test_prefetching_in_a_thread_preserves_the_batch_order(seeded_words):
     rows = [{"y": index} for index in range(20)]
     strategy = PoissonDraws(20, 0.05, 300, 1.0)
     recorder = Recorder()
@@ -135,20 +135,20 @@ def test_a_class_that_reads_ahead_in_a_thread_keeps_the_order(seeded_words):
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "message"),
     [
         (Impatient, "Impatient ended before"),
         (Stubborn, "Stubborn does not read its batch_sampler"),
         (Stuttering, "Stuttering returned more batches"),
     ],
 )
-def test_a_class_that_does_not_give_the_batches_that_were_drawn_is_named(kind, says):
-    with pytest.raises(SamplingError, match=says):
+def test_loader_class_that_drops_or_repeats_batches_raises_with_its_name(kind, message):
+    with pytest.raises(SamplingError, match=message):
         list(private(Fixed([1], [2]), loader=kind([torch.zeros(1)] * 20, batch_size=2)))
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_loader_around_another_returns_what_was_drawn(workers):
+def test_wrapping_loader_returns_the_drawn_batches(workers):
     recorder = Recorder()
     loader = Around(DataLoader([{"y": index} for index in range(20)], batch_size=2, num_workers=workers))
     private_copy = private(Fixed([1], [], [2, 3]), loader=loader, recorder=recorder)
@@ -173,7 +173,7 @@ def test_persistent_workers_survive_passes_and_breaks(seeded_words):
     assert seen == [strategy.draw(step, seeded_words(4)).tolist() for step in range(10)]
 
 
-def test_persistent_workers_of_the_original_stay_with_it():
+def test_private_loader_does_not_take_over_persistent_workers():
     loader = DataLoader(Rows(), batch_size=10, num_workers=1, persistent_workers=True)
     original = rows_of(loader)
     assert rows_of(private(Fixed([1], [2]), loader=loader)) == [[1], [2]]
@@ -187,7 +187,7 @@ def test_batches_keep_their_order_when_workers_may_deliver_out_of_order():
 
 
 @pytest.mark.slow
-def test_spawned_workers_receive_nothing_of_ours(seeded_words):
+def test_spawned_workers_receive_no_private_state(seeded_words):
     data = TensorDataset(torch.arange(20.0))
     loader = DataLoader(data, batch_size=2, num_workers=1, multiprocessing_context="spawn")
     recorder = Recorder()
@@ -197,7 +197,7 @@ def test_spawned_workers_receive_nothing_of_ours(seeded_words):
     assert len(recorder.handed) == 3
 
 
-def test_rn5_global_generators_go_on_as_with_the_users_loader(seeded_words):
+def test_global_generators_advance_as_with_the_original_loader(seeded_words):
     class Noisy(Rows):
         def __getitem__(self, index):
             torch.rand(1)
@@ -205,14 +205,14 @@ def test_rn5_global_generators_go_on_as_with_the_users_loader(seeded_words):
 
     torch.manual_seed(5)
     plain = DataLoader(Noisy(), batch_size=2)
-    next(iter(plain))  # one seed for workers, and two rows
+    next(iter(plain))  # one seed for workers, and two examples
     expected = torch.get_rng_state()
     torch.manual_seed(5)
     next(iter(private(Fixed([4, 9]), words=seeded_words(), loader=DataLoader(Noisy(), batch_size=2))))
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_the_loaders_generator_gives_the_seed_of_workers():
+def test_worker_seed_comes_from_the_generator_of_the_loader():
     state = torch.get_rng_state()
     generator = torch.Generator().manual_seed(1)
     before = generator.get_state()
@@ -223,7 +223,7 @@ def test_the_loaders_generator_gives_the_seed_of_workers():
 
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.hazard("D3", "B14")
-def test_an_empty_data_set_runs_on_an_example(workers, seeded_words):
+def test_empty_dataset_requires_example_input(workers, seeded_words):
     loader = DataLoader(Rows(0), batch_size=4, num_workers=workers)
     strategy = draws_for(loader, sample_rate=0.25, expected_batch_size=4)
     with pytest.raises(SamplingError, match="example_input="):
@@ -233,7 +233,7 @@ def test_an_empty_data_set_runs_on_an_example(workers, seeded_words):
     assert batches[0]["x"].shape == (0, 3)
 
 
-def test_a_row_0_that_cannot_be_read_is_explained():
+def test_unreadable_first_example_raises_and_suggests_example_input():
     class Locked(Rows):
         def __getitem__(self, index):
             raise OSError("closed in the main process")
@@ -244,7 +244,7 @@ def test_a_row_0_that_cannot_be_read_is_explained():
     private(Fixed([1]), loader=loader, example_input=Rows()[0])
 
 
-def test_time_major_batches_lose_their_second_axis():
+def test_empty_time_major_batches_have_size_zero_on_axis_1():
     def collate(rows):
         return torch.stack([row["x"] for row in rows], dim=1), torch.tensor([row["y"] for row in rows])
 
@@ -254,7 +254,7 @@ def test_time_major_batches_lose_their_second_axis():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "says"),
+    ("options", "error", "message"),
     [
         ({"physical_batch_size": 0}, ValueError, "physical_batch_size must be at least 1"),
         ({"physical_batch_size": 2.0}, TypeError, "physical_batch_size must be a whole number"),
@@ -262,8 +262,8 @@ def test_time_major_batches_lose_their_second_axis():
         ({"physical_batch_size": 4, "accumulation_steps": 2}, ValueError, "Pass one of them"),
     ],
 )
-def test_a_bad_argument_is_named(options, error, says):
-    with pytest.raises(error, match=says):
+def test_a_bad_argument_is_named(options, error, message):
+    with pytest.raises(error, match=message):
         private(Fixed([1]), **options)
 
 
@@ -274,7 +274,7 @@ def test_a_strategy_for_other_data_is_rejected():
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 93, 99, 105, 1999])
-def test_the_length_is_that_of_the_users_loader(rows, drop_last, seeded_words):
+def test_length_equals_that_of_the_original_loader(rows, drop_last, seeded_words):
     loader = DataLoader(Rows(rows), batch_size=16, drop_last=drop_last)
     copied = private(draws_for(loader), words=seeded_words(), loader=loader)
     assert len(copied) == len(loader) == sum(1 for _ in copied)
@@ -306,14 +306,14 @@ def test_a_batch_larger_than_the_data_has_rate_one():
     assert draws_for(loader_of(5, 8)) == PoissonDraws(5, 1.0, 1, 5.0)
 
 
-def test_a_batch_sampler_of_torch_is_read():
+def test_batch_size_is_read_from_a_torch_batch_sampler():
     data = range(10)
     loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, True))
     assert draws_for(loader) == PoissonDraws(10, 0.4, 2, 4.0)
 
 
 @pytest.mark.hazard("S1")
-def test_shuffling_must_be_asked_for_and_claims_nothing():
+def test_shuffled_sampling_is_opt_in():
     loader = loader_of(10, 4, shuffle=True)
     assert draws_for(loader).name == "poisson"
     shuffled = draws_for(loader, sampling="shuffle")
@@ -323,24 +323,24 @@ def test_shuffling_must_be_asked_for_and_claims_nothing():
 
 @pytest.mark.parametrize("rows", [0, 900, 1000, 1100])
 @pytest.mark.hazard("S13")
-def test_declared_constants_leave_no_trace_of_the_size(rows):
+def test_declared_constants_do_not_depend_on_the_dataset_size(rows):
     strategy = draws_for(DataLoader(range(rows), batch_size=32), sample_rate=0.03, expected_batch_size=30.0)
     assert (strategy.sample_rate, strategy.expected_batch_size, strategy.steps_per_epoch) == (0.03, 30.0, 34)
 
 
 @pytest.mark.hazard("S4")
-def test_a_declared_rate_gives_whole_numbers_of_steps():
+def test_steps_per_epoch_is_the_exact_inverse_of_a_declared_rate():
     for steps in range(1, 2001):
         assert draws_for(loader_of(10, 1), sample_rate=1 / steps).steps_per_epoch == steps
 
 
-def test_a_declared_rate_that_does_not_divide_the_data_is_rounded_as_the_loader_does():
+def test_steps_per_epoch_of_a_declared_rate_is_rounded_according_to_drop_last():
     assert draws_for(loader_of(1000, 1), sample_rate=0.3).steps_per_epoch == 4
     assert draws_for(loader_of(1000, 1, drop_last=True), sample_rate=0.3).steps_per_epoch == 3
     assert draws_for(loader_of(1000, 1), sample_rate=0.3).expected_batch_size == 300.0
 
 
-def test_a_declared_batch_size_replaces_the_loaders():
+def test_declared_batch_size_overrides_that_of_the_loader():
     assert draws_for(loader_of(1000, 1), expected_batch_size=300) == PoissonDraws(1000, 0.3, 4, 300.0)
     assert draws_for(loader_of(10, 1), expected_batch_size=64) == PoissonDraws(10, 1.0, 1, 64.0)
 
@@ -355,7 +355,7 @@ def test_an_empty_data_set_without_constants_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         ({"sampling": "poison"}, "'poisson', 'shuffle', got 'poison'"),
         ({"sample_rate": 0.0}, "sample_rate must be in"),
@@ -365,8 +365,8 @@ def test_an_empty_data_set_without_constants_is_rejected():
         ({"sampling": "shuffle", "expected_batch_size": 4}, "expected_batch_size=4 is not supported"),
     ],
 )
-def test_a_bad_argument_of_a_sampling_scheme_is_named(options, says):
-    with pytest.raises(ValueError, match=says):
+def test_a_bad_argument_of_a_sampling_scheme_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
         draws_for(loader_of(10, 2), **options)
 
 

@@ -1,7 +1,7 @@
-"""Poisson sampling: exact thresholds, the law of the draws, cost, and bad arguments.
+"""Poisson sampling: exact thresholds, distribution of the draws, cost, and argument checks.
 
-Oracles: rational arithmetic and mpmath for thresholds, the binomial law for statistics. Statistical tests have fixed
-seeds; each states its draws and how many standard deviations it allows.
+Oracles: rational arithmetic and mpmath for thresholds, the binomial distribution for statistics. Statistical tests
+have fixed seeds; each states its draws and how many standard deviations it allows.
 """
 
 import math
@@ -68,7 +68,7 @@ def test_thresholds_are_exact_for_rates_from_1e_12_to_1(rate, count, replayed_wo
 @pytest.mark.hazard("S3")
 def test_each_conditional_probability_is_within_2_to_the_minus_61(rate, replayed_words):
     strategy = sampling(10**4, rate)
-    # The smallest word shows how far one word can skip.
+    # The smallest word gives the largest gap that one word can encode.
     longest = 1
     while (1 - Fraction(rate)) ** (longest + 1) >= Fraction(1, 8):
         longest += 1
@@ -81,7 +81,7 @@ def test_each_conditional_probability_is_within_2_to_the_minus_61(rate, replayed
 
 
 @pytest.mark.hazard("S3")
-def test_an_example_after_a_shortened_gap_has_the_same_threshold(replayed_words):
+def test_inclusion_threshold_after_a_truncated_gap_is_unchanged(replayed_words):
     rate, longest = 0.5, 3
     limit = words_that_skip(1, rate)
     assert sampling(1000, rate).draw(0, replayed_words(0, limit))[0] == longest
@@ -106,14 +106,15 @@ def test_inclusion_frequency_is_the_rate_for_every_example(seeded_words):
 
 @pytest.mark.parametrize("rate", [0.003, 0.3, 0.6, 0.97])
 def test_total_inclusions_follow_the_rate(rate, seeded_words):
-    # 500 draws of 2000 examples, a million coins; 4 standard deviations.
+    # 500 draws of 2000 examples, a million Bernoulli trials; 4 standard deviations.
     total = masks(sampling(2000, rate), seeded_words(2), 500).sum()
     assert abs(total - 1e6 * rate) < 4 * math.sqrt(1e6 * rate * (1 - rate))
 
 
 def test_examples_are_pairwise_independent(seeded_words):
     # 4000 draws, 19900 pairs: the mean square correlation is 1 with a deviation of sqrt(2 / pairs), 6 of them allowed;
-    # no pair is beyond 7 deviations (counts of about 10 are skewed: the largest of fair coins is 4.6, in 1 % above 6).
+    # no pair is beyond 7 deviations (counts of about 10 are skewed: the maximum under independence is typically 4.6,
+    # above 6 in 1 %).
     centred = (masks(sampling(ROWS, RATE), seeded_words(3), STEPS) - RATE) / math.sqrt(RATE * (1 - RATE))
     scores = (centred.T @ centred / math.sqrt(STEPS))[np.triu_indices(ROWS, k=1)]
     assert abs(np.mean(scores**2) - 1) < 6 * math.sqrt(2 / scores.size)
@@ -162,7 +163,7 @@ def chi_square_p(sizes: np.ndarray, rows: int, rate: float) -> float:
 
 
 @pytest.mark.hazard("S5")
-def test_about_a_third_of_the_batches_is_empty_at_one_expected_example(seeded_words):
+def test_about_37_percent_of_batches_are_empty_at_expected_size_one(seeded_words):
     # 3000 draws; 4 standard deviations.
     strategy = sampling(1000, 0.001)
     empty = sum(len(strategy.draw(step, seeded_words(8))) == 0 for step in range(3000))
@@ -170,7 +171,7 @@ def test_about_a_third_of_the_batches_is_empty_at_one_expected_example(seeded_wo
     assert abs(empty - 3000 * probability) < 4 * math.sqrt(3000 * probability * (1 - probability))
 
 
-def test_a_rate_of_one_takes_everything(seeded_words):
+def test_sampling_rate_of_one_includes_every_example(seeded_words):
     assert sampling(7, 1.0).draw(3, seeded_words()).tolist() == list(range(7))
 
 
@@ -181,18 +182,18 @@ def test_an_empty_data_set_gives_empty_batches(seeded_words):
         assert indices.dtype == np.int64
 
 
-def test_a_billion_examples_cost_memory_for_the_batch_only(seeded_words):
+def test_memory_of_a_draw_from_a_billion_examples_depends_only_on_the_batch(seeded_words):
     words = seeded_words(9)
     tracemalloc.start()
     sizes = [len(sampling(10**9, 1e-8).draw(step, words)) for step in range(100)]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 200_000  # bytes, for batches of 10
-    assert sum(count for count, _, _ in words.asked) < 100 * 60  # words asked for, so time
+    assert sum(count for count, _, _ in words.asked) < 100 * 60  # words requested, a proxy for time
     assert abs(sum(sizes) - 1000) < 4 * math.sqrt(1000)  # 100 draws; 4 standard deviations
 
 
-def test_a_draw_of_several_requests_has_one_distribution(seeded_words):
+def test_inclusion_is_uniform_when_a_draw_needs_several_word_requests(seeded_words):
     words = seeded_words(10)
     strategy = sampling(4_000_000, 0.2)
     indices = strategy.draw(5, words)
@@ -200,7 +201,7 @@ def test_a_draw_of_several_requests_has_one_distribution(seeded_words):
     assert len(words.asked) > 3
     assert np.all(np.diff(indices) > 0)
     assert indices[-1] < 4_000_000
-    # 40 stretches of 100,000 examples; chi-square within 4 standard deviations.
+    # 40 intervals of 100,000 examples; chi-square within 4 standard deviations.
     counts = np.bincount(indices // 100_000, minlength=40)
     chi_square = ((counts - 20_000) ** 2).sum() / (20_000 * 0.8)
     assert abs(chi_square - 40) < 4 * math.sqrt(80)
@@ -213,7 +214,7 @@ def test_a_draw_is_a_pure_function_of_step_and_words(seeded_words):
     assert strategy.draw(3, seeded_words(12)).tolist() != again[0]
 
 
-def test_all_words_have_the_address_of_the_step(seeded_words):
+def test_random_words_are_addressed_by_step(seeded_words):
     words = seeded_words()
     sampling(10_000, 0.01).draw(17, words)
     assert {step for _, step, _ in words.asked} == {17}
@@ -251,7 +252,7 @@ def test_a_bad_argument_is_named(name, value, error):
     assert "PoissonDraws" in str(raised.value)
 
 
-def test_the_fields_are_public_and_say_all():
+def test_equality_and_repr_use_the_public_fields():
     strategy = PoissonDraws(**GOOD)
     assert strategy == PoissonDraws(**GOOD)
     assert "sample_rate=0.1" in repr(strategy)

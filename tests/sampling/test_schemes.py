@@ -1,4 +1,4 @@
-"""Properties of each sampling scheme: which examples are in a batch, how often, and how far apart; and resuming."""
+"""Properties of each sampling scheme: inclusion probabilities, separation of participations, and resuming."""
 
 import itertools
 import json
@@ -19,7 +19,7 @@ from dpengine.sampling import (
 )
 from dpengine.sampling.scheme import KeyedWords, words_from
 
-SURE = 1e-4  # chance that a sound scheme fails a test
+SURE = 1e-4  # probability that a correct scheme fails a test
 
 SCHEMES = {
     "poisson": CyclicPoissonSampling(sampling_prob=0.3, iterations=20),
@@ -36,7 +36,7 @@ SCHEMES = {
     "fixed": FixedBatchSampling(batch_size=32, iterations=20),
     "fixed, again": FixedBatchSampling(batch_size=32, iterations=20, replace=True),
 }
-EXAMPLES, RUNS = 160, 150  # a run costs nearly as much with a quarter of the examples
+EXAMPLES, RUNS = 160, 150  # a quarter of the examples would save little time
 
 
 def run(scheme, seed, examples=EXAMPLES):
@@ -49,7 +49,7 @@ def run(scheme, seed, examples=EXAMPLES):
 
 @pytest.fixture(scope="module")
 def runs():
-    """Many runs of each scheme, made once."""
+    """Returns many runs of a scheme, computed once per module."""
     made = {}
 
     def of(name):
@@ -72,13 +72,13 @@ def test_batches_are_sorted_indices(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_run_resumed_goes_on_as_if_nothing_had_been(name):
+def test_resumed_run_draws_the_same_batches(name):
     scheme, words = SCHEMES[name], KeyedWords((1, 2))
     whole = [batch.tolist() for batch in scheme.batch_iterator(EXAMPLES, words)]
     first = scheme.batch_iterator(EXAMPLES, words)
     for _ in range(7):
         next(first)
-    resumed = scheme.batch_iterator(EXAMPLES)  # with randomness of its own, until the state is loaded
+    resumed = scheme.batch_iterator(EXAMPLES)  # has its own random key until the state is loaded
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert len(resumed) == 13
     assert [batch.tolist() for batch in resumed] == whole[7:]
@@ -112,15 +112,15 @@ RATES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RATES)
-def test_every_example_is_as_likely_at_every_step(name, runs):
+def test_inclusion_probability_is_equal_across_examples_and_steps(name, runs):
     rate, made = RATES[name], runs(name)
     draws, chance = (32, 1 / EXAMPLES) if "again" in name else (1, rate)
-    counts, totals = made.sum(axis=0), made.sum(axis=1)  # of runs by step and example, of steps by run and example
+    counts, totals = made.sum(axis=0), made.sum(axis=1)  # summed over runs, summed over steps
     shrunk, degrees = {"fixed": ((EXAMPLES - 1) / EXAMPLES, EXAMPLES - 1), "fixed, again": (1, EXAMPLES - 1)}.get(
         name, (1, EXAMPLES)
     )
     z = (counts - rate * RUNS) / math.sqrt(rate * (1 - chance) * RUNS)
-    for step in (0, 7, 19):  # each has a table of its own; steps of one run hang together
+    for step in (0, 7, 19):  # one table per step, because the steps of a run are dependent
         assert SURE < stats.chi2.sf((z[step] ** 2).sum() * shrunk, degrees) < 1 - SURE
         assert stats.chi2.sf(z[step].sum() ** 2 / EXAMPLES, 1) > SURE
         of_one = stats.binom(RUNS * draws, chance)
@@ -133,7 +133,7 @@ def test_every_example_is_as_likely_at_every_step(name, runs):
 
 
 @pytest.mark.parametrize("name, p", [("poisson", 0.3), ("rest", 0.3 / 1.9), ("cold", None)])
-def test_examples_do_not_depend_on_each_other(name, p, runs):
+def test_inclusions_of_different_examples_are_independent(name, p, runs):
     made = runs(name)[:, 9].astype(float)
     correlation = np.corrcoef(made.T)[np.triu_indices(EXAMPLES, 1)]
     z = correlation * math.sqrt(len(made))
@@ -156,27 +156,27 @@ def test_no_example_is_drawn_outside_its_group(name, cycle, runs):
         assert all(len(set(phases)) <= 1 for phases in steps)
 
 
-def test_the_union_over_a_cycle_is_the_whole_data_set():
+def test_one_cycle_covers_each_example_of_a_group_once():
     everything = CyclicPoissonSampling(sampling_prob=1.0, iterations=4, cycle_length=4)
     assert (run(everything, 0).sum(axis=0) == 1).all()
     assert (run(everything, 0).sum(axis=1) == EXAMPLES // 4).all()
     balls = BallsInBinsSampling(iterations=5, cycle_length=5)
     assert (run(balls, 0).sum(axis=0) == 1).all()
     left = run(CyclicPoissonSampling(sampling_prob=1.0, iterations=3, cycle_length=3), 0)
-    assert left.sum() == 159  # 160 mod 3 never takes part
+    assert left.sum() == 159  # 160 mod 3 = 1 example is never included
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, gap", [("rest", 4), ("cold", 4), ("rest, cut", 3)])
 @pytest.mark.hazard("S11")
-def test_examples_rest_after_a_participation(name, gap, runs):
+def test_participations_respect_the_minimum_separation(name, gap, runs):
     made = runs(name)[:200]
     for lag in range(1, gap):
         assert not (made[:, lag:] & made[:, :-lag]).any()
     assert (made[:, gap:] & made[:, :-gap]).any()
 
 
-def test_a_warm_start_is_the_middle_of_a_run(runs):
+def test_warm_start_has_the_stationary_distribution(runs):
     warm, cold = runs("rest").sum(axis=2).mean(axis=0), runs("cold").sum(axis=2).mean(axis=0)
     expected = EXAMPLES * 0.3 / 1.9
     error = 4 * math.sqrt(expected / RUNS)
@@ -184,7 +184,7 @@ def test_a_warm_start_is_the_middle_of_a_run(runs):
     assert cold[0] == pytest.approx(48, abs=1.6)
 
 
-def test_with_certainty_rest_is_balls_in_bins():
+def test_b_min_sep_with_probability_one_equals_balls_in_bins():
     made = np.stack([run(BMinSepSampling(sampling_prob=1.0, iterations=12, min_separation=4), s) for s in range(400)])
     firsts = made.argmax(axis=1)
     assert (made[:, 4:] == made[:, :-4]).all()
@@ -196,7 +196,7 @@ def test_with_certainty_rest_is_balls_in_bins():
 def test_a_truncated_batch_is_a_uniform_subset(runs):
     made, whole = runs("truncated"), runs("poisson")
     assert made.sum(axis=2).max() == 46
-    assert (made <= whole).all()  # the same words drew both
+    assert (made <= whole).all()  # both use the same random words
     cut = whole.sum(axis=2) > 46
     assert (made.sum(axis=2) == np.minimum(whole.sum(axis=2), 46)).all()
     share = made[cut].sum(axis=0) / whole[cut].sum(axis=0)
@@ -204,7 +204,7 @@ def test_a_truncated_batch_is_a_uniform_subset(runs):
     assert SURE < stats.chi2.sf((z**2).sum(), EXAMPLES - 1) < 1 - SURE
 
 
-def test_allocations_are_of_one_size_and_uniform(runs):
+def test_random_allocations_have_fixed_size_and_are_uniform(runs):
     made = runs("allocation")
     assert (made.sum(axis=1) == 3).all()
     triples = made[:, :, :4].transpose(0, 2, 1).reshape(-1, 20) @ np.array([1 << i for i in range(20)])
@@ -228,7 +228,7 @@ def test_fixed_batches_are_uniform_subsets():
 
 
 @pytest.mark.parametrize("name", ["poisson", "cyclic", "independent", "truncated", "rest", "fixed"])
-def test_a_billion_examples_take_no_memory(name):
+def test_memory_does_not_grow_with_a_billion_examples(name):
     schemes = {
         "rest": BMinSepSampling(sampling_prob=1e-6, iterations=3, min_separation=3),
         "fixed": FixedBatchSampling(batch_size=1000, iterations=3),
@@ -299,7 +299,7 @@ def test_counts_are_whole_numbers(iterations):
     [None, np.random.default_rng(1), random.Random(1), random.SystemRandom()],
     ids=["none", "numpy", "python", "system"],
 )
-def test_randomness_may_come_from_anywhere(rng):
+def test_rng_accepts_none_numpy_python_and_system_generators(rng):
     words = words_from(rng)
     drawn = words(10_000, step=3, block=1)
     assert stats.kstest(drawn / 2.0**64, "uniform").pvalue > SURE
@@ -309,7 +309,7 @@ def test_randomness_may_come_from_anywhere(rng):
     assert words_from(words) is words
 
 
-def test_randomness_without_a_key_resumes_only_with_its_like():
+def test_state_of_an_unkeyed_rng_loads_only_into_an_unkeyed_rng():
     words = KeyedWords((1, 2))
     stream = lambda count, *, step, block: words(count, step=step, block=block)  # noqa: E731
     scheme = SCHEMES["rest"]
@@ -321,7 +321,7 @@ def test_randomness_without_a_key_resumes_only_with_its_like():
         scheme.batch_iterator(EXAMPLES).load_state_dict({"step": 9, "key": None})
 
 
-def test_a_bare_number_is_no_randomness():
+def test_integer_seed_is_rejected_as_rng():
     with pytest.raises(TypeError, match=r"rng is a int; pass None, a numpy\.random\.Generator"):
         SCHEMES["poisson"].batch_iterator(5, 0)
 

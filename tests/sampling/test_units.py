@@ -1,4 +1,4 @@
-"""Users, owners and padding."""
+"""User-level selection, multi-owner selection, and padding of batches."""
 
 import itertools
 
@@ -22,7 +22,7 @@ ALL = CyclicPoissonSampling(sampling_prob=1.0, iterations=4)
 SOME = CyclicPoissonSampling(sampling_prob=0.5, iterations=30)
 
 
-def test_users_bring_their_examples_one_after_the_other():
+def test_examples_of_a_user_are_selected_in_sequence():
     ids = ["b", "a", "b", "c", "b", "a"]
     batches = list(UserSelectionStrategy(base=ALL, examples_per_user=2).batch_iterator(ids))
     assert batches[0].tolist() == [[1, 5], [0, 2], [3, 3]]
@@ -31,7 +31,7 @@ def test_users_bring_their_examples_one_after_the_other():
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_users_are_drawn_by_the_base(shuffle):
+def test_users_are_drawn_by_the_base_scheme(shuffle):
     ids, words = np.array([3, 1, 1, 2, 3, 3]), KeyedWords((1, 2))
     strategy = UserSelectionStrategy(base=SOME, examples_per_user=2, shuffle=shuffle)
     users = [batch.tolist() for batch in SOME.batch_iterator(3, words)]
@@ -39,7 +39,7 @@ def test_users_are_drawn_by_the_base(shuffle):
         assert (ids[batch] == np.array(drawn).reshape(-1, 1) + 1).all()
 
 
-def test_shuffled_users_bring_each_example_as_often():
+def test_shuffled_selection_uses_each_example_of_a_user_equally_often():
     ids = np.repeat([0, 1], [5, 2])
     scheme = UserSelectionStrategy(base=CyclicPoissonSampling(sampling_prob=1.0, iterations=10), shuffle=True)
     orders = []
@@ -78,7 +78,7 @@ def test_bad_users_are_rejected():
 
 
 def slowly(graph, max_degree):
-    """One example after the other, as the rule says it."""
+    """Reference implementation that considers one example at a time."""
     owners = {}
     for example, user in zip(graph.examples.tolist(), graph.users.tolist(), strict=True):
         owners.setdefault(example, set()).add(user)
@@ -91,7 +91,7 @@ def slowly(graph, max_degree):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_greedy_in_rounds_is_greedy_one_by_one(seed):
+def test_vectorized_greedy_selection_equals_sequential_greedy_selection(seed):
     generator = np.random.default_rng(seed)
     users = int(generator.integers(1, 25))
     edges = [
@@ -106,7 +106,7 @@ def test_greedy_in_rounds_is_greedy_one_by_one(seed):
         assert greedy_contribution_bound(graph, max_degree).tolist() == slowly(graph, max_degree)
 
 
-def test_no_user_is_in_two_examples_of_a_run():
+def test_each_user_contributes_at_most_one_selected_example():
     graph = MultiOwnerGraph(np.array([0, 0, 1, 2, 2, 3]), np.array([0, 1, 1, 2, 3, 4]))
     selection = MultiOwnerSelection(base=SOME)
     seen = set(itertools.chain.from_iterable(batch.tolist() for batch in selection.batch_iterator(graph)))
@@ -140,7 +140,7 @@ def test_bad_bounds_are_rejected():
 
 
 @pytest.mark.parametrize("count", [0, 1, 5, 8, 13])
-def test_padding_brings_to_a_multiple(count):
+def test_padding_makes_the_batch_size_a_multiple(count):
     padded = pad_to_multiple_of(np.arange(count), 8)
     assert len(padded) % 8 == 0
     assert len(padded) - count < 8
@@ -153,7 +153,7 @@ def test_padding_brings_to_a_multiple(count):
 
 def test_padding_falls_into_the_last_microbatches():
     padded = pad_to_multiple_of(np.arange(5), 12, microbatch_size=3)
-    # Row i goes to microbatch i mod 4.
+    # Sample i is in microbatch i mod 4.
     microbatches = [padded[j::4].tolist() for j in range(4)]
     assert microbatches == [[0, 1, 2], [3, 4, -1], [-1, -1, -1], [-1, -1, -1]]
 
@@ -168,7 +168,7 @@ def test_bad_multiples_are_rejected(multiple, microbatch):
         pad_to_multiple_of(np.arange(5), multiple, microbatch_size=microbatch)
 
 
-# Multi-owner batches with a rest
+# Multi-owner batches with a minimum separation
 
 
 def graph_of(owners):
@@ -189,7 +189,7 @@ def steps_of_users(graph, batches):
 
 @pytest.mark.one_in(5, "seed", others="slow")
 @pytest.mark.parametrize("seed", range(20))
-def test_users_rest_between_batches(seed):
+def test_participations_of_a_user_respect_min_separation(seed):
     generator = np.random.default_rng(seed)
     users = int(generator.integers(3, 40))
     graph = graph_of([generator.choice(users, size=int(generator.integers(1, 4)), replace=False) for _ in range(60)])
@@ -204,7 +204,7 @@ def test_users_rest_between_batches(seed):
     assert [batch.tolist() for batch in scheme.batch_iterator(graph)] == [batch.tolist() for batch in plan.batches]
 
 
-def test_every_example_comes_before_any_comes_again():
+def test_every_example_is_used_before_any_is_repeated():
     graph = graph_of([[i] for i in range(12)])
     plan = MultiOwnerMinSepSampling(batch_size=3, iterations=8, min_separation=4).schedule(graph)
     first, second = (sorted(np.concatenate(half).tolist()) for half in (plan.batches[:4], plan.batches[4:]))
@@ -214,19 +214,19 @@ def test_every_example_comes_before_any_comes_again():
 
 @pytest.mark.parametrize(
     ("owners", "settings", "batches", "participations"),
-    [  # users with several examples bring new ones first; limits grow only where nothing else prevents a larger one
+    [  # unused examples of a user come first; limits grow only if no other constraint prevents a larger batch
         ([[0], [0], [1], [1]], (2, 4, 2), [[0, 2], [], [1, 3], []], (2, 1)),
         ([[0], [1], [0, 1]], (3, 2, 5), [[0, 1], []], (1, 1)),
     ],
 )
-def test_a_schedule_is_the_expected_one(owners, settings, batches, participations):
+def test_schedule_matches_the_expected_batches(owners, settings, batches, participations):
     names = ("batch_size", "iterations", "min_separation")
     plan = MultiOwnerMinSepSampling(**dict(zip(names, settings, strict=True))).schedule(graph_of(owners))
     assert [batch.tolist() for batch in plan.batches] == batches
     assert (plan.user_participations, plan.example_participations) == participations
 
 
-def test_examples_of_many_owners_stay_out():
+def test_examples_with_too_many_owners_are_excluded():
     plan = MultiOwnerMinSepSampling(batch_size=2, iterations=3, min_separation=1, max_degree=1).schedule(
         graph_of([[0, 1], [2]])
     )

@@ -1,4 +1,4 @@
-"""Rules G1 to G5 of the first minutes, on a short demonstration in a process of its own, without a network."""
+"""The demonstration, run in a subprocess without a network: files, output, seeds and labels."""
 
 import json
 import os
@@ -25,7 +25,7 @@ FILES = [
 ]
 ARGUMENTS = ["--quick", "--data", "adult", "--seed", "7"]
 
-# Refuses every socket, and every foreign package but those that are allowed, before the program starts.
+# Blocks every socket, and every third-party package except the allowed ones, before the program starts.
 ALONE = """
 import importlib.machinery, runpy, sys
 
@@ -66,13 +66,13 @@ def piped(folder, *arguments, blocked=""):
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """The output in a pipe."""
+    """Returns the result of a run whose output is a pipe."""
     return piped(tmp_path_factory.mktemp("piped") / "demo", *ARGUMENTS)
 
 
 @pytest.fixture(scope="module")
 def on_terminal(tmp_path_factory):
-    """The same on a terminal whose user wants no colour."""
+    """Returns the result of a run on a terminal with color disabled."""
     folder = tmp_path_factory.mktemp("terminal") / "demo"
     ours, theirs = pty.openpty()
     line = command(*ARGUMENTS, "--out", str(folder))
@@ -82,7 +82,7 @@ def on_terminal(tmp_path_factory):
     while True:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # how Linux says that the other end was closed
+        except OSError:  # raised by Linux when the other end is closed
             break
         if not part:
             break
@@ -92,7 +92,7 @@ def on_terminal(tmp_path_factory):
 
 
 def table_of(text):
-    """Rows of the table, without what they took."""
+    """Returns the rows of the table without their durations."""
     rows = [line.strip("│\r").split("│")[:-1] for line in text.splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in row] for row in rows]
 
@@ -119,7 +119,7 @@ def test_every_file_parses(demo):
     assert {row["run"] for row in rows} == {"private-0.5", "private-1", "private-3", "non-private"}
 
 
-def test_the_metrics_rise_to_the_budget_and_not_above(demo):
+def test_epsilon_in_the_metrics_rises_to_the_budget_at_most(demo):
     rows = [json.loads(line) for line in (demo.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     spent = [row["epsilon"] for row in rows if row["run"] == "private-3" and "epsilon" in row]
     assert spent == sorted(spent)
@@ -164,20 +164,20 @@ def test_a_quick_run_is_labeled_on_the_screen_in_the_report_and_in_the_plot(demo
         assert "quick run" in (demo.folder / name).read_text(encoding="utf-8"), name
 
 
-def test_the_screen_says_what_is_guaranteed_and_what_is_not(demo):
+def test_output_states_what_is_guaranteed_and_what_is_not(demo):
     assert "(1.00, 1e-05)-DP per training row, add/remove" in demo.out
     assert "Not covered: choice of hyper-parameters" in demo.out
     assert "CC BY 4.0" in demo.out
 
 
-def test_the_report_has_no_folder_of_this_machine_in_it(demo):
+def test_report_contains_no_local_path(demo):
     for path in demo.folder.glob("privacy_*"):
         text = path.read_text(encoding="utf-8")
         assert str(demo.folder.parent) not in text
         assert str(ROOT) not in text
 
 
-def test_json_replaces_the_screen(tmp_path):
+def test_json_option_replaces_the_text_output(tmp_path):
     run = piped(tmp_path / "demo", *ARGUMENTS, "--json")
     (shown,) = json.loads(run.out)
     assert shown["data"] == "adult"

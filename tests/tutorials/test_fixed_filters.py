@@ -1,4 +1,4 @@
-"""The features read one image each, answer to edges only, and are what the formulas say."""
+"""Fixed filters: features are per image, zero without edges, and match the formulas."""
 
 import cmath
 import math
@@ -14,7 +14,7 @@ def images(count=6, seed=0):
     return torch.rand(count, 1, 28, 28, generator=torch.Generator().manual_seed(seed))
 
 
-def test_there_is_a_feature_for_each_map_and_place():
+def test_there_is_one_feature_for_each_map_and_position():
     assert fixed_features(images()).shape == (6, 49 * (1 + 2 * 4 + 16))
     assert fixed_features(images(2), directions=8).shape == (2, 49 * (1 + 2 * 8 + 64))
 
@@ -27,7 +27,7 @@ def test_the_features_of_an_image_do_not_depend_on_the_others():
     assert torch.allclose(together, alone, atol=1e-5)
 
 
-def test_chunks_make_no_difference(monkeypatch):
+def test_features_do_not_depend_on_the_chunk_size(monkeypatch):
     whole = fixed_features(images())
     monkeypatch.setattr(fixed_filters, "_CHUNK", 4)
     assert torch.allclose(fixed_features(images()), whole, atol=1e-5)
@@ -41,13 +41,13 @@ def test_each_map_has_mean_0_and_variance_1_within_an_image():
     assert (maps[:, :9].var(2, unbiased=False) > 0.5).all()
 
 
-def test_an_even_area_has_no_edges():
+def test_constant_image_has_zero_features():
     wavelets = _wavelets(7, 0.8, 3 * math.pi / 4, 4)
     assert _edges(torch.full((1, 1, 28, 28), 0.7), wavelets, stride=1).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("direction", range(4))
-def test_a_wave_is_seen_by_the_filter_of_its_direction(direction):
+def test_wave_has_the_largest_response_in_the_filter_of_its_direction(direction):
     frequency = 3 * math.pi / 4
     angle = math.pi * direction / 4
     rows, columns = torch.meshgrid(torch.arange(28.0), torch.arange(28.0), indexing="ij")
@@ -56,7 +56,7 @@ def test_a_wave_is_seen_by_the_filter_of_its_direction(direction):
     assert int(answers.argmax()) == direction
 
 
-def test_one_answer_matches_the_formula_of_the_morlet_wavelet():
+def test_one_response_matches_the_formula_of_the_morlet_wavelet():
     width, frequency, angle = 0.8, 3 * math.pi / 4, math.pi / 4
     image = images(1)
     found = _edges(image, _wavelets(7, width, frequency, 4), stride=1)[0, 1, 10, 12]

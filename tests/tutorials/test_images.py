@@ -1,4 +1,4 @@
-"""The image sets: the format, the order of the search, and what stands in for what."""
+"""Image datasets: file format, search order, and substitutes."""
 
 import gzip
 import hashlib
@@ -24,7 +24,7 @@ def idx(shape: tuple[int, ...], values: bytes) -> bytes:
 
 
 def tiny_fashion_mnist() -> dict[str, bytes]:
-    """Four files of three and two images of 2 x 2 pixels."""
+    """Returns four files: three training and two test images of 2 x 2 pixels, with labels."""
     arrays = [
         idx((3, 2, 2), bytes(range(0, 240, 20))),
         idx((3,), b"\x00\x04\x09"),
@@ -49,7 +49,7 @@ def bare_machine(monkeypatch, tmp_path):
 
 @pytest.fixture
 def put(monkeypatch):
-    """Writes files into a folder, and makes their digests the expected ones."""
+    """Returns a function that writes files and registers their digests as the expected ones."""
 
     def write(name, folder, contents):
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def test_idx_is_read_as_big_endian_sizes_and_bytes():
     ],
     ids=["not-idx", "floats", "too-short", "too-long"],
 )
-def test_what_is_not_an_idx_file_of_bytes_is_rejected(content, message):
+def test_file_that_is_not_idx_of_bytes_is_rejected(content, message):
     with pytest.raises(ValueError, match=message):
         images.parse_idx(content)
 
@@ -114,7 +114,7 @@ def test_the_search_goes_from_the_variable_to_the_system_to_the_cache(bare_machi
     assert find_files("fashion-mnist")[IDX_FILES[0]].parent == chosen / "fashion-mnist"
 
 
-def test_a_folder_with_a_part_of_the_files_is_passed_over(bare_machine, put):
+def test_incomplete_folder_is_skipped(bare_machine, put):
     put("fashion-mnist", bare_machine / "system", tiny_fashion_mnist())
     (bare_machine / "system" / IDX_FILES[3]).unlink()
     assert find_files("fashion-mnist") is None
@@ -127,7 +127,7 @@ def test_a_damaged_file_is_rejected_and_not_replaced_by_another_set(bare_machine
         load_images()
 
 
-def test_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
+def test_substitute_of_five_thousand_digits_is_labeled(bare_machine, put):
     rows = "\n".join(",".join(["255", *["0"] * 783, str(i % 10)]) for i in range(50))
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
@@ -144,7 +144,7 @@ def test_five_thousand_digits_stand_in_and_say_so(bare_machine, put):
     assert data.test_labels.tolist() == [4, 9] * 5
 
 
-def test_digits_of_scikit_learn_are_the_last_resort(bare_machine):
+def test_scikit_learn_digits_are_the_last_fallback(bare_machine):
     pytest.importorskip("sklearn")
     data = load_images()
     assert data.name == "digits"

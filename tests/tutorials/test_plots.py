@@ -32,7 +32,7 @@ def test_a_png_and_an_svg_are_written_and_readable(tmp_path):
     image = pixels(png)
     assert image.shape[0] >= 700
     assert image.shape[1] >= 1000
-    assert (image[0, 0, :3] == 1).all()  # its own white ground, so that a dark page does not swallow the text
+    assert (image[0, 0, :3] == 1).all()  # opaque white background, readable on dark pages
     dark = (image[..., :3].mean(axis=-1) < 0.5).mean()
     assert 0.003 < dark < 0.2
 
@@ -55,7 +55,7 @@ def test_the_picture_states_seeds_delta_epsilons_and_the_non_private_line(tmp_pa
     assert "stroke-dasharray" in text
 
 
-def test_differences_between_seeds_do_not_fill_the_picture(tmp_path):
+def test_accuracy_axis_has_a_minimum_range(tmp_path):
     _, svg = plots.tradeoff(trained(), tmp_path / "tradeoff")
     ticks = [float(tick) for tick in re.findall(r">([0-9.]+) %<", svg.read_text(encoding="utf-8"))]
     assert 83 <= min(ticks) <= 84.5 and 85.5 <= max(ticks) <= 87
@@ -77,7 +77,7 @@ def test_seeds_of_one_setting_are_grouped_under_the_largest_epsilon(tmp_path):
     assert ">1.01<" in text
 
 
-def test_a_run_that_saw_no_data_is_a_line(tmp_path):
+def test_run_without_data_is_drawn_as_a_line(tmp_path):
     _, svg = plots.tradeoff([*trained(), TrainedRun(0.0, 0.7638)], tmp_path / "tradeoff")
     text = svg.read_text(encoding="utf-8")
     assert ">no data<" in text and ">76.4 %<" in text
@@ -100,7 +100,7 @@ def test_runs_that_share_no_axis_are_rejected(tmp_path, runs, message):
 
 
 @pytest.mark.slow
-def test_equal_runs_give_equal_pictures(tmp_path):
+def test_equal_runs_give_equal_plots(tmp_path):
     first, second = (plots.tradeoff(trained(), tmp_path / name) for name in ("a", "b"))
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 

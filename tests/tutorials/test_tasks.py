@@ -1,4 +1,4 @@
-"""The table of the demonstration, its devices and its lines on the screen."""
+"""Tasks of the demonstration, selection of the device, and formatted output."""
 
 import dataclasses
 
@@ -33,7 +33,7 @@ def test_the_tasks_follow_from_the_options(data, full, here, expected):
 
 
 @pytest.mark.slow
-def test_quick_tasks_are_short_and_say_so():
+def test_quick_tasks_are_short_and_labeled():
     quick = tasks_for(None, full=True, quick=True, images_here=True)
     for task in quick:
         assert task.epochs * 10_240 <= 10 * task.batch_size * task.epochs  # a few steps an epoch
@@ -88,7 +88,7 @@ def test_a_private_run_keeps_its_budget_and_its_constants_are_declared():
 
 def test_accuracy_counts_over_all_chunks(monkeypatch):
     inputs, labels = torch.eye(3)[torch.arange(9) % 3], torch.arange(9) % 3
-    labels[:3] = 0  # the identity is wrong in rows 1 and 2
+    labels[:3] = 0  # the identity misclassifies samples 1 and 2
     split = Split(inputs, labels, inputs, labels)
     monkeypatch.setattr(training, "_CHUNK", 4)
     assert accuracy(torch.nn.Identity(), split, torch.device("cpu")) == pytest.approx(7 / 9)
@@ -110,7 +110,7 @@ def test_delta_lies_below_one_over_the_rows_of_every_set():
     ("cuda", "mps", "expected"),
     [(True, True, "cuda"), (True, False, "cuda"), (False, True, "mps"), (False, False, "cpu")],
 )
-def test_the_order_is_cuda_mps_cpu(monkeypatch, cuda, mps, expected):
+def test_device_preference_is_cuda_mps_cpu(monkeypatch, cuda, mps, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
     assert best_device().type == expected

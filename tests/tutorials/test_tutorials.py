@@ -1,4 +1,4 @@
-"""Each tutorial runs as it stands, in a process of its own, and shows no warning; its asserts check what it says."""
+"""Each tutorial runs unchanged in a subprocess without warnings; its asserts check its statements."""
 
 import os
 import re
@@ -20,7 +20,7 @@ def test_a_tutorial_runs_without_a_warning(path, tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert result.stderr == ""
-    assert list(tmp_path.iterdir()) == []  # nothing is left behind
+    assert list(tmp_path.iterdir()) == []  # the tutorial leaves no files
 
 
 def test_there_are_tutorials_in_percent_format():

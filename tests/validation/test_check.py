@@ -17,7 +17,7 @@ from dpengine.validation.obstacles import OBSTACLES
 
 
 class Own(nn.Module):
-    """A layer of unknown kind."""
+    """Layer of an unsupported type."""
 
     def __init__(self):
         super().__init__()
@@ -28,12 +28,12 @@ class Own(nn.Module):
 
 
 def container():
-    """A parameter of its own beside a layer."""
+    """Returns a module with a direct parameter and a child layer."""
     return Parts(None, token=nn.Parameter(torch.zeros(1, 1, 3)), inner=nn.Linear(3, 3))
 
 
 class NewBatchNorm(nn.BatchNorm2d):
-    """A subclass, which may do anything."""
+    """Subclass with unknown behavior."""
 
 
 def test_a_registered_rule_is_named(registries):
@@ -105,7 +105,7 @@ def with_other_forward(layer):
 
 
 def around(layer):
-    """A model in which the layer is deep."""
+    """Returns a model that contains the layer as a nested submodule."""
     return nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"block": nn.Sequential(layer)}))
 
 
@@ -116,7 +116,7 @@ def finding_for(layer) -> Finding:
 
 
 @pytest.mark.parametrize("case", BLOCKED)
-def test_everything_that_breaks_the_guarantee_is_blocked_with_reason_and_remedy(case):
+def test_unsupported_layers_are_blocked_with_reason_and_remedy(case):
     make, why, remedy = BLOCKED[case]
     layer = make()
     report = check(around(layer))
@@ -149,7 +149,7 @@ def test_the_remedy_of_a_blocked_layer_works_as_written(case):
     assert check(scope["model"]).ok
 
 
-def test_every_obstacle_is_met_by_a_case():
+def test_every_reason_for_blocking_has_a_test_case():
     met = {next(o for o in OBSTACLES if o.applies(make())) for make, _, _ in BLOCKED.values()}
     assert met == set(OBSTACLES)
 
@@ -161,7 +161,7 @@ def test_layers_with_independent_samples_are_accepted(case):
 
 
 @pytest.mark.parametrize("layer", list(REPLACEMENTS), ids=lambda layer: layer.__name__)
-def test_layers_with_a_replacement_say_so_before_and_after_they_are_turned(layer):
+def test_findings_name_the_replacement_before_and_after_conversion(layer):
     for kind in (layer, REPLACEMENTS[layer]):
         finding = finding_for(kind(4, 4))
         assert (finding.verdict, finding.how) == ("twin", f"{REPLACEMENTS[layer].__name__}, operation by operation")
@@ -246,7 +246,7 @@ def test_the_table_shows_a_row_for_each_layer_then_the_reasons():
     ]
 
 
-# Modules that torch.jit compiled take no hooks, and hide their parts
+# Modules compiled by torch.jit support no hooks and hide their submodules
 
 without_jit_warning = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 
@@ -258,7 +258,7 @@ without_jit_warning = pytest.mark.filterwarnings("ignore:.*torch.jit:Deprecation
         lambda: torch.jit.script(nn.Linear(2, 2)),
         lambda: torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)),
         lambda: torch.jit.script(nn.Sequential(nn.Linear(2, 2))),
-        lambda: torch.jit.script(nn.BatchNorm1d(2)),  # mixes rows, and does not look like it
+        lambda: torch.jit.script(nn.BatchNorm1d(2)),  # mixes samples; its type does not show it
     ],
     ids=["script", "trace", "nested", "batch-norm"],
 )

@@ -1,4 +1,4 @@
-"""``check`` with a batch names the layer in which rows meet, or the loss. Where they stay apart it has no objection."""
+"""``check`` with a batch: names the layer or loss that mixes samples, and accepts independent samples."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def targets(*shape):
 
 
 class Layer(nn.Module):
-    """A linear layer, and a function of what it gives."""
+    """Linear layer followed by a function."""
 
     def __init__(self, function=torch.tanh):
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Remembers(nn.Module):
-    """Adds an average over all batches that it has seen."""
+    """Adds a running average over all previous batches."""
 
     def __init__(self, *, buffer):
         super().__init__()
@@ -55,7 +55,7 @@ class Remembers(nn.Module):
 
 
 def centres_and_calls():
-    """Rows meet in its own forward, between two layers."""
+    """Returns a model whose forward mixes samples between two layers."""
 
     def run(m, x):
         hidden = m.first(x)
@@ -110,7 +110,7 @@ MIXING = {
 
 
 @pytest.mark.parametrize("name", MIXING)
-def test_the_first_layer_in_which_rows_meet_is_named(name):
+def test_first_layer_that_mixes_samples_is_named(name):
     make, where, kind = MIXING[name]
     report = check(make(), F.cross_entropy, (inputs(), targets()))
     assert [(one.name, one.type, one.part) for one in report.blocked] == [(where, kind, "layer")]
@@ -118,12 +118,12 @@ def test_the_first_layer_in_which_rows_meet_is_named(name):
         report.raise_if_blocked()
 
 
-def test_of_a_forward_between_two_layers_it_says_where():
+def test_finding_locates_mixing_between_two_submodule_calls():
     (found,) = check(MIXING["between-two-calls"][0](), F.cross_entropy, (inputs(), targets())).blocked
     assert "in its own forward, before it calls '1.second'" in found.why
 
 
-def test_a_buffer_that_remembers_is_named_and_an_attribute_by_what_it_does():
+def test_state_across_batches_in_a_buffer_or_attribute_is_reported():
     batch = (inputs(), targets())
     (buffer,) = check(MIXING["a-buffer-that-remembers"][0](), F.cross_entropy, batch).blocked
     (attribute,) = check(MIXING["an-attribute-that-remembers"][0](), F.cross_entropy, batch).blocked
@@ -131,12 +131,12 @@ def test_a_buffer_that_remembers_is_named_and_an_attribute_by_what_it_does():
 
 
 def token_mean(outputs, words):
-    """Over all tokens of the batch that are no padding."""
+    """Averages over all tokens of the batch except padding."""
     return F.cross_entropy(outputs.flatten(0, 1), words.flatten(), ignore_index=0)
 
 
 def in_batch_negatives(outputs, _):
-    """Each row shall be nearer to itself than to the others."""
+    """Contrastive loss with the other samples of the batch as negatives."""
     like = outputs @ outputs.T
     return F.cross_entropy(like, torch.arange(len(like)))
 
@@ -147,7 +147,7 @@ def batch_weights(outputs, classes):
 
 
 def third_and_fourth(outputs, classes):
-    """Two rows of all."""
+    """Mixes only two samples of the batch."""
     return F.cross_entropy(outputs, classes) + (outputs[2:3] * outputs[3:4]).sum()
 
 
@@ -160,7 +160,7 @@ MIXING_LOSSES = {
 
 
 @pytest.mark.parametrize("name", MIXING_LOSSES)
-def test_a_loss_in_which_rows_meet_is_named_and_its_remedy_works(name):
+def test_loss_that_mixes_samples_is_reported_and_its_remedy_works(name):
     loss_fn, of_inputs, of_targets = MIXING_LOSSES[name]
     batch, model = (inputs(*of_inputs), targets(*of_targets)), between(nn.Tanh())
     report = check(model, loss_fn, batch)
@@ -186,7 +186,7 @@ def test_a_layer_and_the_loss_are_both_named():
 
 
 class Counts(nn.Module):
-    """State of ordinary models: a counter of calls, and the last attention."""
+    """Stores a counter of calls and the last attention weights, as many models do."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ class Counts(nn.Module):
 
 
 class Trimmed(nn.Module):
-    """Cuts padding off, down to the longest row: shapes, and so dropout, follow from the batch."""
+    """Trims padding to the longest sequence, so shapes and dropout masks depend on the batch."""
 
     def __init__(self):
         super().__init__()
@@ -216,7 +216,7 @@ class Trimmed(nn.Module):
 
 
 def sorted_rows():
-    """Rows take another order inside."""
+    """Returns a model that reorders the samples internally."""
 
     def run(m, x):
         order = x[:, 0].argsort()
@@ -226,7 +226,7 @@ def sorted_rows():
 
 
 def with_mask():
-    """An input of its own that all rows share, as long as the batch by chance."""
+    """Returns a model with a shared input whose length equals the batch size by coincidence."""
     return Parts(lambda m, x, shared: m.linear(x) * shared.sum(), linear=nn.Linear(WIDTH, CLASSES))
 
 
@@ -243,13 +243,13 @@ OF_TABLE = {case.id: (case.make, case.inputs(ROWS, torch.float32)) for case in M
 
 
 @pytest.mark.parametrize("name", APART)
-def test_ordinary_models_raise_no_alarm(name):
+def test_models_without_mixing_have_no_findings(name):
     assert_no_alarm(*APART[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OF_TABLE)
-def test_nor_do_the_models_of_the_table(name):
+def test_models_of_the_case_table_have_no_findings(name):
     assert_no_alarm(*OF_TABLE[name])
 
 
@@ -261,13 +261,13 @@ def assert_no_alarm(make, args):
     assert report.ok, str(report)
 
 
-def test_a_model_that_does_not_repeat_itself_is_noticed_and_not_blocked():
+def test_nondeterministic_model_gives_a_notice_and_is_not_blocked():
     numbers = iter(range(1, 100))
     with pytest.warns(PrivacyWarning, match="DPE012.*output changes when the model runs again"):
         assert check(between(Layer(lambda h: h * next(numbers))), F.cross_entropy, (inputs(), targets())).ok
 
 
-def test_inputs_that_may_be_bags_are_not_changed_and_the_check_reports_it():
+def test_possible_embedding_bag_inputs_are_not_perturbed_and_reported():
     bags = Parts(lambda m, indices, offsets: m.bag(indices, offsets), bag=nn.EmbeddingBag(9, CLASSES, mode="sum"))
     offsets = torch.tensor([0, 2, 2, 5, 6, 9])
     with pytest.warns(PrivacyWarning, match=r"DPE012.*indices of bags"):
@@ -286,7 +286,7 @@ def test_the_model_and_the_generators_stay_as_they_are():
     assert torch.equal(batch[0], inputs())
 
 
-def test_a_private_model_is_checked_without_a_trace_in_its_run():
+def test_checking_a_private_model_does_not_affect_its_run():
     model = between(Layer(cross_sample_attention))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs(), targets()), batch_size=3)
     engine = PrivacyEngine()
@@ -312,13 +312,13 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_arguments_that_are_no_batch_with_a_loss_are_rejected(name):
-    kind, says, given = WRONG[name]
-    with pytest.raises(kind, match=says):
+    kind, message, given = WRONG[name]
+    with pytest.raises(kind, match=message):
         check(between(nn.Tanh()), **given)
 
 
 @pytest.mark.parametrize("size", [2, 3, 8, 33])
-def test_any_row_is_kept_once_while_any_other_is_not(size):
+def test_keep_masks_separate_every_ordered_pair_of_samples(size):
     sets = torch.stack(copy_probe.keep_masks(size))
     for one in range(size):
         for other in range(size):

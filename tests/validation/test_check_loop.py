@@ -1,4 +1,4 @@
-"""`check_loop`, which runs the user's own step with other data in some samples."""
+"""``check_loop``, which repeats the user's step with other data in some samples."""
 
 import random
 from collections import UserDict
@@ -37,7 +37,7 @@ def each(outputs, targets):
 
 
 class Scaled(torch.autograd.Function):
-    """Scales the gradient by a number of the batch, which no record of torch calls shows."""
+    """Scales the gradient by a batch statistic, which a trace of torch calls does not show."""
 
     @staticmethod
     def forward(ctx, outputs):
@@ -142,7 +142,7 @@ def test_a_batch_on_axis_1_is_found():
 
 
 @pytest.mark.slow
-def test_a_private_run_stays_as_it_was():
+def test_check_loop_does_not_affect_a_private_run():
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, CLASSES))
     model.register_buffer("seen", torch.zeros(()))
     data = TensorDataset(*batch(60))
@@ -242,7 +242,7 @@ def test_a_step_of_the_optimizer_is_rejected(private):
 
 
 @pytest.mark.slow
-def test_undecidable_checks_are_named():
+def test_undecided_checks_are_listed():
     model, count = mlp(), iter(range(99))
     changing = lambda one: F.cross_entropy(model(one[0]), one[1]) * next(count)  # noqa: E731
     result = check_loop(changing, [batch()])

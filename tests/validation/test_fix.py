@@ -1,4 +1,4 @@
-"""Changes of ``fix``, parts that it keeps, and its guarantee for the result."""
+"""Replacements by ``fix``, submodules that it keeps, and its guarantee for the result."""
 
 import copy
 
@@ -16,7 +16,7 @@ CHANNELS = [*range(2, 70), 96, 100, 127, 128, 130, 256, 384, 512, 1000]
 
 
 class Block(nn.Module):
-    """Block as in a residual network, with in-place ReLU."""
+    """Residual block with in-place ReLU."""
 
     def __init__(self, channels):
         super().__init__()
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def tagger():
-    """Text to one class: a table, a recurrent layer, a head."""
+    """Returns a text classifier: an embedding, a recurrent layer, a head."""
     run = lambda m, x: m.head(m.lstm(m.table(x))[0].mean(dim=1))  # noqa: E731
     return Parts(
         run,
@@ -42,7 +42,7 @@ def tagger():
 
 
 class Mixed(nn.Module):
-    """Every kind of change at once."""
+    """Model that needs every type of replacement."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ MODELS = {
 
 
 def made(name):
-    """A model of the table, and inputs."""
+    """Returns a model of the table and its inputs."""
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     model(inputs)
@@ -85,7 +85,7 @@ def test_nothing_is_blocked_afterwards_and_samples_stay_independent(name):
     assert check(mended).ok
     assert changes
     assert all(change.after is not None for change in changes)
-    for module in mended.modules():  # dropout would draw other masks
+    for module in mended.modules():  # dropout masks would differ
         for name in ("dropout", "p"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
@@ -116,7 +116,7 @@ def test_fixing_twice_changes_nothing_more(name):
 
 
 @pytest.mark.parametrize("layer", SPACE, ids=lambda layer: layer.__name__)
-def test_the_output_of_what_replaces_a_batch_norm_has_variance_of_order_one(layer):
+def test_output_of_the_batch_norm_replacement_has_variance_of_order_one(layer):
     torch.manual_seed(0)
     for channels in CHANNELS:
         mended, _ = fix(layer(channels))
@@ -203,7 +203,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 class SplitBatchNorm2d(nn.BatchNorm2d):
-    """Batch norm of timm with another one for each part of the batch."""
+    """Batch norm of timm with a separate batch norm for each split of the batch."""
 
     def __init__(self, channels):
         super().__init__(channels)
@@ -240,7 +240,7 @@ class EvoNorm2dB0(nn.Module):
     ],
     ids=["without-scale", "with-activation", "of-parts", "evolved"],
 )
-def test_a_batch_norm_of_timm_becomes_group_norm_and_what_follows_it(layer, kinds):
+def test_timm_batch_norm_becomes_group_norm_with_its_dropout_and_activation(layer, kinds):
     model = nn.Sequential(nn.Conv2d(3, 8, 3), layer())
     assert check(model).blocked[0].name == "1"
     mended, (change,) = fix(model)
@@ -268,7 +268,7 @@ def test_instance_norm_stops_tracking():
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_embeddings_lose_what_mixes_rows_and_nothing_else(layer):
+def test_fix_removes_only_the_mixing_options_of_embeddings(layer):
     mended, (change,) = fix(layer(5, 3, scale_grad_by_freq=True, max_norm=1.0, sparse=True, padding_idx=2))
     assert (mended.scale_grad_by_freq, mended.max_norm, mended.sparse, mended.padding_idx) == (False, None, True, 2)
     assert "scale_grad_by_freq" in change.why
@@ -288,7 +288,7 @@ def test_embeddings_lose_what_mixes_rows_and_nothing_else(layer):
     ],
     ids=["spectral-norm-old", "spectral-norm", "one-channel", "subclass", "lazy", "half", "unknown-dimensions"],
 )
-def test_layers_that_cannot_be_fixed_are_left_and_listed(layer, reason):
+def test_layers_that_cannot_be_fixed_are_unchanged_and_listed(layer, reason):
     model = nn.Sequential(nn.Linear(2, 2), layer())
     mended, (change,) = fix(model, batch_norm="instance" if type(model[1]) is nn.SyncBatchNorm else "group")
     assert type(mended[1]) is type(model[1])
@@ -297,7 +297,7 @@ def test_layers_that_cannot_be_fixed_are_left_and_listed(layer, reason):
     assert [finding.name for finding in check(mended).blocked] == ["1"]
 
 
-def test_a_change_reads_as_one_line():
+def test_string_form_of_a_change_is_one_line():
     _, (change,) = fix(nn.Sequential(nn.BatchNorm2d(4)))
     assert str(change).startswith("0: BatchNorm2d(4, ")
     assert " -> GroupNorm(2, 4, " in str(change)
@@ -306,7 +306,7 @@ def test_a_change_reads_as_one_line():
     assert str(left).startswith("0: LazyLinear -> NOT FIXED: has parameters whose shape is not known yet.")
 
 
-def test_a_model_without_faults_is_copied_without_changes():
+def test_supported_model_is_copied_without_changes():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Dropout())
     mended, changes = fix(model)
     assert changes == []
@@ -315,7 +315,7 @@ def test_a_model_without_faults_is_copied_without_changes():
 
 
 @pytest.mark.parametrize("layer", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
-def test_instance_norm_may_be_asked_for(layer):
+def test_fix_can_use_instance_norm(layer):
     norm = layer(4, eps=0.25)
     with torch.no_grad():
         norm.weight.normal_()
@@ -327,7 +327,7 @@ def test_instance_norm_may_be_asked_for(layer):
     assert check(mended).ok
 
 
-def test_the_number_of_groups_may_be_asked_for():
+def test_fix_accepts_the_number_of_groups():
     mended, changes = fix(nn.ModuleList([nn.BatchNorm1d(12), nn.BatchNorm2d(9), nn.BatchNorm2d(3)]), num_groups=3)
     assert [type(layer) for layer in mended] == [nn.GroupNorm, nn.GroupNorm, nn.BatchNorm2d]
     assert [layer.num_groups for layer in mended[:2]] == [3, 3]
@@ -343,7 +343,7 @@ def test_the_number_of_groups_may_be_asked_for():
         ({"num_groups": 2, "batch_norm": "instance"}, "batch_norm='group' only"),
     ],
 )
-def test_other_ways_to_fix_are_rejected(kwargs, message):
+def test_unknown_arguments_of_fix_are_rejected(kwargs, message):
     with pytest.raises(ValueError, match=message):
         fix(nn.BatchNorm1d(4), **kwargs)
 

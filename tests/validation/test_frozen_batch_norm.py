@@ -1,4 +1,4 @@
-"""A batch norm in eval mode normalises each row by constants: it may stay, as long as it is in eval mode."""
+"""Frozen batch norm: accepted in eval mode, where it normalizes each sample by constants."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*DPE012", "ignore:Full backward
 
 
 def pretrained(*, frozen: bool = True) -> nn.Sequential:
-    """A model with statistics of its own, in train mode but for its batch norm."""
+    """Returns a model with running statistics, in train mode except for its batch norm."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, CHANNELS, 3), nn.BatchNorm2d(CHANNELS), nn.ReLU(), nn.Flatten(), nn.Linear(CHANNELS * 4, CLASSES)
@@ -68,7 +68,7 @@ both = pytest.mark.parametrize("api", [through_default, through_compat])
 
 
 def clipped_sum(model: nn.Module, inputs: Tensor, targets: Tensor) -> list[Tensor]:
-    """Returns the clipped sum, by each row alone."""
+    """Returns the clipped sum, computed one sample at a time."""
     total = [torch.zeros_like(p) for p in trained(model)]
     for i in range(len(inputs)):
         grads = torch.autograd.grad(F.cross_entropy(model(inputs[i : i + 1]), targets[i : i + 1]), trained(model))
@@ -104,7 +104,7 @@ def into_train_mode(model):
     model.train()
 
 
-def without_momentum(model):  # then nothing is written that the watch on buffers would see
+def without_momentum(model):  # no buffer is updated, so the check of buffers cannot detect it
     model[1].momentum = 0.0
     model.train()
 
@@ -133,7 +133,7 @@ def test_a_batch_norm_that_would_use_the_batch_is_rejected_in_the_forward_pass(a
 
 
 @both
-def test_statistics_are_not_written_without_gradients_either(api):
+def test_running_statistics_are_not_updated_under_no_grad(api):
     model, _, loader = api(pretrained(), "hooks")
     bare = getattr(model, "_module", model)
     model.train()
@@ -141,12 +141,12 @@ def test_statistics_are_not_written_without_gradients_either(api):
     with torch.no_grad(), pytest.raises(UnsupportedLayerError, match="train mode"):
         model(next(iter(loader))[0])
     with torch.no_grad(), pytest.raises(UnsupportedLayerError, match="train mode"):
-        bare[1](torch.randn(3, CHANNELS, 2, 2))  # as a part of the model that is called by itself
+        bare[1](torch.randn(3, CHANNELS, 2, 2))  # a direct call of the submodule
     assert torch.equal(bare[1].running_mean, before)
 
 
 @both
-def test_it_goes_on_after_it_was_put_back_into_eval_mode(api):
+def test_training_continues_after_batch_norm_returns_to_eval_mode(api):
     model, optimizer, loader = api(pretrained(), "hooks")
     steps = 0
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_batch_norm_is_rejected_in_a_model_that_is_in_eval_mode_as_a_whole(api
         api(pretrained().eval(), "hooks")
 
 
-def test_a_detached_model_is_free_again():
+def test_batch_norm_may_train_after_detach():
     model = pretrained()
     engine = dpengine.PrivacyEngine()
     optimizer = torch.optim.SGD(trained(model), lr=0.1)
@@ -179,7 +179,7 @@ def test_a_detached_model_is_free_again():
     assert model.train()(rows()[:5][0]).shape == (5, CLASSES)
 
 
-def test_a_check_by_a_batch_lets_it_through_and_leaves_it_in_eval_mode():
+def test_check_with_a_batch_accepts_frozen_batch_norm_and_keeps_eval_mode():
     model = pretrained()
     batch = rows()[:6]
     assert dpengine.check(model, F.cross_entropy, batch).ok
@@ -188,7 +188,7 @@ def test_a_check_by_a_batch_lets_it_through_and_leaves_it_in_eval_mode():
     assert model.training
 
 
-def test_fix_leaves_what_was_put_into_eval_mode_on_purpose():
+def test_fix_keeps_batch_norm_in_eval_mode():
     mended, changes = dpengine.fix(pretrained())
     assert type(mended[1]) is nn.BatchNorm2d
     assert not mended[1].training
@@ -197,7 +197,7 @@ def test_fix_leaves_what_was_put_into_eval_mode_on_purpose():
     assert type(mended[1]) is nn.GroupNorm
 
 
-def test_modes_are_put_back_part_by_part():
+def test_train_mode_of_each_submodule_is_restored():
     model = pretrained()
     with preserve_modes(model):
         model.eval()
