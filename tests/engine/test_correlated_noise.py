@@ -39,7 +39,7 @@ def test_run_with_correlated_noise_ends_after_its_planned_steps():
     assert not same_state(before, state_of(loop.model))
 
 
-def test_the_noise_of_a_run_is_that_of_the_whole_matrices():
+def test_noise_of_a_run_equals_the_product_with_the_inverse_strategy_matrix():
     """Recovers the noise as the difference of two runs of one seed that differ only in the noise."""
     released = {}
     for sigma in (1e-9, 1.0):
@@ -301,6 +301,6 @@ def test_bad_schedules_are_rejected(rates, loss):
 
 
 @pytest.mark.hazard("S12")
-def test_a_schedule_is_of_the_whole_run():
+def test_schedule_must_cover_the_whole_run():
     with pytest.raises(ValueError, match="9 learning_rates for 10 steps"):
         banded_loop(noise=BandMF(num_bands=BANDS, learning_rates=[1.0] * 9))

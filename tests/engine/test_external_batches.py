@@ -169,7 +169,7 @@ def test_declared_rate_costs_as_much_as_poisson_sampling_at_that_rate():
 
 
 @pytest.mark.slow
-def test_the_report_says_that_the_user_declared_the_rate_and_survives_a_file(tmp_path):
+def test_report_marks_the_rate_as_declared_also_after_loading(tmp_path):
     loop = Loop()
     loop.step(5)
     report = loop.engine.report()
@@ -198,7 +198,7 @@ def test_without_a_rate_no_epsilon_is_claimed(tmp_path):
     assert str(PrivacyReport.load(tmp_path)) == str(report)
 
 
-def test_after_a_run_without_a_rate_a_later_run_with_a_rate_claims_no_epsilon():
+def test_run_without_a_rate_leaves_later_runs_without_epsilon():
     engine = PrivacyEngine(seed=0)
     with pytest.warns(PrivacyWarning, match="not claimed"):
         Loop(ExternalBatches(EXPECTED), engine=engine).step(4)

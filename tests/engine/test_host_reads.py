@@ -56,7 +56,7 @@ MODELS = {
         lambda: torch.randint(10, (ROWS, 4)),
     ),
 }
-# Norms and factors in one read; mode "ghost" compares its two passes; rows of tables that are kept are looked up once.
+# Norms and factors in one read; mode "ghost" compares its two passes; stored embedding rows are looked up once.
 MOST_READS = {("ghost", name): 2 for name in MODELS} | {("hooks", "embedding"): 2}
 
 

@@ -96,7 +96,7 @@ def test_calibration_and_loader_use_the_custom_accountant(make, noise):
 
 def test_the_noise_is_calibrated_to_the_events_of_the_run():
     class NoCycles(Own):
-        """Bounds each cyclic step as if it were a release of all rows."""
+        """Bounds each cyclic step as if its batch contained all examples."""
 
         def epsilon(self, history, delta, relation):
             return sum(charge.count for charge in history if hasattr(charge.event, "cycle_length"))
@@ -308,7 +308,7 @@ def test_edited_report_of_a_custom_accountant_is_rejected(report, changes, messa
         PrivacyReport.from_json(edited(report, **changes))
 
 
-def test_an_epsilon_below_the_lower_bound_is_not_stated(tmp_path):
+def test_epsilon_below_the_lower_bound_is_not_reported(tmp_path):
     loop = own_loop(Own(0.5), noise_multiplier=1.0)
     train(loop)
     report = loop.engine.report()

@@ -222,7 +222,7 @@ def test_grad_sample_of_several_passes_is_a_list_in_their_order_until_zero_grad(
         _ = wrapped.last_pass
 
 
-def test_values_stay_those_of_the_pass_when_the_parameters_change():
+def test_results_do_not_change_when_parameters_change():
     for name in MODELS:
         model, inputs, targets = data_of(name)
         gradients, _ = truth_of(model, inputs, targets)

@@ -343,7 +343,7 @@ def test_warning_suggests_restrict_to_optimizer():
 # The run
 
 
-def test_the_plan_and_the_report_are_those_of_the_whole_model():
+def test_plan_and_report_equal_those_of_an_unrestricted_run():
     loop, whole = restricted(noise_multiplier=1.0), make_loop(noise_multiplier=1.0)
     for one in (loop, whole):
         for batch in one.loader:
@@ -381,7 +381,7 @@ def test_a_checkpoint_is_of_a_run_with_the_same_restriction(tmp_path):
         restrict_to_optimizer(again.engine)
 
 
-def test_correlated_noise_goes_on_after_a_checkpoint(tmp_path):
+def test_correlated_noise_continues_after_a_checkpoint(tmp_path):
     """A seeded resumed run equals the uninterrupted run up to the rounding of sums."""
 
     def begun():

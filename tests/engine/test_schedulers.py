@@ -50,7 +50,7 @@ def test_only_the_attribute_that_is_scheduled_changes():
     assert (one.noise_multiplier, one.max_grad_norm) == (2.0, 1.0)
 
 
-def test_a_stored_state_goes_on_with_the_value_that_was_in_force():
+def test_loaded_scheduler_state_continues_with_the_stored_value():
     first, second = optimizer(), optimizer()
     old = Schedule(first, "noise_multiplier", in_steps(2, 0.5))
     for _ in range(3):

@@ -80,7 +80,7 @@ def test_clipping_policies_receive_norms_on_one_device(clipping):
 
 
 class Branches(nn.Module):
-    """Two branches on streams of their own, on the second device if ``streams`` are given."""
+    """Two branches, on separate streams of the second device if ``streams`` are given."""
 
     def __init__(self, streams=None):
         super().__init__()

@@ -285,7 +285,7 @@ def test_an_ordinary_loop_is_accepted_without_a_warning(case, loop):
     assert inside.checked_loops(engine) > 0
 
 
-def test_a_loop_may_write_to_a_row_of_a_parameter_and_build_layers():
+def test_writes_to_parameter_rows_and_new_layers_in_the_loop_are_accepted():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, CLASSES))
     data = TensorDataset(torch.randint(0, WORDS, (40, LENGTH)), torch.arange(40) % CLASSES)

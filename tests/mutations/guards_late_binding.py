@@ -76,7 +76,7 @@ GUARDS = [
         "a checkpoint is loaded into a buffer of the subset",
         "    passes.only = parameters\n    passes.update_buffer()\n",
         "    passes.only = parameters\n",
-        f"{SUBSET}test_correlated_noise_goes_on_after_a_checkpoint",
+        f"{SUBSET}test_correlated_noise_continues_after_a_checkpoint",
     ),
     Guard(
         "a checkpoint of a run over other parameters",

@@ -180,7 +180,7 @@ def test_tqdm_knows_the_number_of_steps():
 
 
 @pytest.mark.parametrize("workers", WORKERS)
-def test_a_resumed_loader_goes_on_with_the_same_batches(workers, seeded_words):
+def test_resumed_loader_returns_the_same_batches(workers, seeded_words):
     strategy = PoissonDraws(20, 0.2, 6, 4.0)
     straight = rows_of(private(strategy, words=seeded_words(3)))
     first = private(strategy, words=seeded_words(3), workers=workers)

@@ -287,7 +287,7 @@ def test_bad_numbers_are_rejected_by_name(make, message):
 
 
 @pytest.mark.parametrize("iterations", [2.0, True, "3"])
-def test_counts_are_whole_numbers(iterations):
+def test_wrong_types_of_iterations_and_partition_type_are_rejected(iterations):
     with pytest.raises(TypeError, match="iterations must be a whole number"):
         CyclicPoissonSampling(sampling_prob=0.5, iterations=iterations)
     with pytest.raises(TypeError, match="partition_type"):

@@ -158,7 +158,7 @@ def test_padding_falls_into_the_last_microbatches():
     assert microbatches == [[0, 1, 2], [3, 4, -1], [-1, -1, -1], [-1, -1, -1]]
 
 
-def test_users_are_padded_by_rows():
+def test_padding_of_two_dimensional_batches_adds_whole_rows():
     assert pad_to_multiple_of([[1, 2], [3, 4], [5, 6]], 2).tolist() == [[1, 2], [3, 4], [5, 6], [-1, -1]]
 
 
@@ -234,7 +234,7 @@ def test_examples_with_too_many_owners_are_excluded():
 
 
 @pytest.mark.parametrize("name", ["batch_size", "iterations", "min_separation", "max_degree"])
-def test_bad_numbers_of_a_schedule_are_rejected(name):
+def test_invalid_settings_of_a_schedule_are_rejected(name):
     good = {"batch_size": 2, "iterations": 3, "min_separation": 1}
     with pytest.raises(ValueError, match=f"{name} must be at least"):
         MultiOwnerMinSepSampling(**{**good, name: -1})

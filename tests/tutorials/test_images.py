@@ -98,7 +98,7 @@ def test_fashion_mnist_becomes_tensors_for_training(bare_machine, put):
     assert set(data.sha256) == set(IDX_FILES)
 
 
-def test_the_search_goes_from_the_variable_to_the_system_to_the_cache(bare_machine, put, monkeypatch):
+def test_search_order_is_environment_variable_system_folder_cache(bare_machine, put, monkeypatch):
     cache = bare_machine / "home" / ".cache" / "dpengine" / "fashion-mnist"
     chosen = bare_machine / "chosen"
     assert find_files("fashion-mnist") is None
@@ -157,7 +157,7 @@ def test_scikit_learn_digits_are_the_last_fallback(bare_machine):
     assert load_images("digits").note == ""
 
 
-def test_without_any_set_the_error_says_what_to_run(bare_machine, monkeypatch):
+def test_missing_datasets_raise_and_suggest_a_command(bare_machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(
         MissingDependencyError, match=r"data_sets get fashion-mnist.*pip install scikit-learn"

@@ -62,7 +62,7 @@ def test_accuracy_axis_has_a_minimum_range(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_single_seed_is_called_that_and_unequal_numbers_too(tmp_path):
+def test_label_states_the_number_or_range_of_seeds(tmp_path):
     _, svg = plots.tradeoff(trained(seeds=1), tmp_path / "one")
     assert "1 seed<" in svg.read_text(encoding="utf-8")
     _, svg = plots.tradeoff([*trained(), TrainedRun(1.0, 0.85, 9, 1e-5)], tmp_path / "two")
@@ -116,7 +116,7 @@ def test_the_users_style_is_neither_used_nor_changed(tmp_path):
     assert (tmp_path / "styled.png").read_bytes() == (tmp_path / "plain.png").read_bytes()
 
 
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch):
+def test_missing_matplotlib_raises_and_suggests_the_install_command(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"DPE020.*matplotlib.*pip install 'dpengine.plots.'"):
         plots.tradeoff(trained(), tmp_path / "tradeoff")

@@ -68,7 +68,7 @@ def test_each_model_accepts_its_inputs_and_those_of_its_small_data_set(task, sid
 
 
 @pytest.mark.parametrize("task", [FILTERS, CNN], ids=lambda task: task.name)
-def test_the_inputs_of_a_row_do_not_depend_on_other_rows(task):
+def test_inputs_of_a_sample_do_not_depend_on_other_samples(task):
     images = fake_images().train_inputs
     assert torch.allclose(task.inputs(images)[5], task.inputs(images[5:6])[0], atol=1e-5)
 
@@ -102,7 +102,7 @@ def test_training_without_privacy_learns():
     assert train_without_privacy(task, split, seed=0, device=torch.device("cpu")).accuracy > 0.8
 
 
-def test_delta_lies_below_one_over_the_rows_of_every_set():
+def test_delta_is_below_one_over_the_size_of_every_dataset():
     assert tasks.DELTA < 1 / 60_000
 
 

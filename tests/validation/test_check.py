@@ -219,7 +219,7 @@ def test_a_model_without_obstacles_passes():
     ],
     ids=["container", "parametrized"],
 )
-def test_a_container_is_listed_for_its_own_parameter_and_parts_of_a_parametrized_layer_are_not(model, expected):
+def test_direct_parameters_of_a_container_are_listed_and_submodules_of_parametrizations_are_not(model, expected):
     found = [(f.name, f.verdict, f.how) for f in check(model).findings]
     assert [one[:2] for one in found] == [one[:2] for one in expected]
     assert all(how is None or how == found[i][2] for i, (_, _, how) in enumerate(expected))
@@ -232,7 +232,7 @@ def test_checking_changes_nothing():
     assert {name: (type(module), dict(vars(module))) for name, module in model.named_modules()} == before
 
 
-def test_the_table_shows_a_row_for_each_layer_then_the_reasons():
+def test_table_lists_each_layer_before_the_reasons():
     report = CheckReport(
         (Finding("a", "Linear", "supported", "built-in rule"), Finding("b.c", "X", "blocked", why="w", remedy="r"))
     )

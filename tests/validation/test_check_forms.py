@@ -165,7 +165,7 @@ def test_a_model_that_returns_its_loss_without_a_loss_fn_raises_with_the_call(ca
 
 
 @pytest.mark.parametrize("called", [check, check_loss])
-def test_a_loss_fn_that_returns_no_loss_raises_with_the_place_of_the_targets(called):
+def test_loss_fn_without_a_loss_raises_and_locates_the_targets(called):
     ids = tokens()["input_ids"]
     with pytest.raises(TypeError, match=r"loss_fn returned NoneType; .*\(\(inputs, targets\), targets\)"):
         called(Named(), lambda outputs, _: outputs.loss, (ids, ids))

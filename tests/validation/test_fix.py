@@ -78,7 +78,7 @@ def made(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nothing_is_blocked_afterwards_and_samples_stay_independent(name):
+def test_fixed_model_passes_the_check_and_keeps_samples_independent(name):
     model, inputs = made(name)
     assert not check(model).ok
     mended, changes = fix(model)
@@ -138,7 +138,7 @@ def test_vectors_have_groups_of_about_sixteen_and_images_about_thirty_two_groups
 
 
 @pytest.mark.parametrize("layer", SPACE, ids=lambda layer: layer.__name__)
-def test_scale_shift_and_settings_are_kept(layer):
+def test_fix_keeps_affine_parameters_and_settings(layer):
     norm = layer(8, eps=0.25, dtype=torch.float64).eval()
     with torch.no_grad():
         norm.weight.normal_()
@@ -155,7 +155,7 @@ def test_scale_shift_and_settings_are_kept(layer):
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_the_device_is_kept_and_a_norm_without_scale_stays_without(device):
+def test_fix_keeps_the_device_and_affine_false(device):
     norm, _ = fix(nn.BatchNorm2d(4, device=device))
     assert norm.weight.device.type == device
     norm, _ = fix(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False, device=device)))

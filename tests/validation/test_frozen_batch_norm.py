@@ -163,7 +163,7 @@ def test_training_continues_after_batch_norm_returns_to_eval_mode(api):
 
 
 @both
-def test_a_batch_norm_is_rejected_in_a_model_that_is_in_eval_mode_as_a_whole(api):
+def test_batch_norm_is_rejected_if_the_whole_model_is_in_eval_mode(api):
     with pytest.raises(
         UnsupportedLayerError, match=r"1 \(BatchNorm2d\) mixes the samples.*after each model\.train\(\)"
     ):
