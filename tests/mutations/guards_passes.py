@@ -245,8 +245,8 @@ GUARDS = [
         "a gradient that changes with other samples",
         "        change = self.largest_change(baseline.grads, run.grads, kept)",
         "        change = 0.0",
-        "independence/test_bounds_and_numbers.py::test_a_loss_that_rejects_outputs_far_away_is_checked_with_those_of_the_"
-        "batch",
+        "independence/test_bounds_and_numbers.py::test_loss_that_raises_for_extreme_outputs_is_checked_with"
+        "_observed_outputs",
         also=(
             (
                 "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
@@ -258,8 +258,7 @@ GUARDS = [
         "a bound on a loss of several samples",
         "error is None and shifted and self.largest_change(baseline.grads, shifted.grads, kept) > _MIN_CHANGE:",
         "False:",
-        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
-        "reaches_it",
+        "independence/test_bounds_and_numbers.py::test_inactive_clamp_on_a_loss_over_several_samples_is_rejected",
         also=(
             (
                 "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
@@ -271,36 +270,36 @@ GUARDS = [
         "a branch that the batch does not take",
         "        check.try_other_branches(baseline)\n",
         "",
-        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
-        "take_it[large outputs]",
+        "independence/test_bounds_and_numbers.py::test_branch_on_values_outside_the_observed_range_is_reported["
+        "large outputs]",
     ),
     Guard(
         "a number that the loop reads and tests",
         "        if (reason := record.undecided_reason or self._changed_constants(record)) is not None:",
         "        if (reason := self._changed_constants(record)) is not None:",
-        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
-        "take_it[a number in a test]",
+        "independence/test_bounds_and_numbers.py::test_branch_on_values_outside_the_observed_range_is_reported["
+        "a number in a test]",
     ),
     Guard(
         "samples that are all right or all wrong",
         "        for kind, index, shift in cases[:1] if self._checked_before else cases:",
         "        for kind, index, shift in cases[:1]:",
-        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
-        "reaches_it[all are right]",
+        "independence/test_bounds_and_numbers.py::test_inactive_clamp_on_a_loss_over_several_samples_is_rejected["
+        "all are right]",
     ),
     Guard(
         "a bound on data of several samples",
         '            cases += [("data", largest, -_SHIFT), ("data", largest, _SHIFT)]',
         "            pass",
-        "independence/test_bounds_and_numbers.py::test_a_bound_on_data_of_several_samples_is_rejected_though_no_batch_"
-        "reaches_it[in the loss]",
+        "independence/test_bounds_and_numbers.py::test_inactive_clamp_on_data_of_several_samples_is_rejected["
+        "in the loss]",
     ),
     Guard(
         "an error that the loop catches",
         "        return not any(_catches(other, node) for other in nodes)",
         "        return True",
-        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
-        "take_it[an error that is caught]",
+        "independence/test_bounds_and_numbers.py::test_branch_on_values_outside_the_observed_range_is_reported["
+        "an error that is caught]",
     ),
     Guard(
         "a weight that depends on the step, with random inputs",
@@ -319,8 +318,8 @@ GUARDS = [
         "a size that follows from values",
         "        branches = name in BRANCHES or (reads_size(function) and id(tensors[0]) in self._data_sized)",
         "        branches = name in BRANCHES",
-        "independence/test_bounds_and_numbers.py::test_a_branch_that_no_batch_takes_is_reported_if_outputs_or_data_far_away_"
-        "take_it[a shape]",
+        "independence/test_bounds_and_numbers.py::test_branch_on_values_outside_the_observed_range_is_reported["
+        "a shape]",
     ),
     Guard(
         "a number of the batch that the source carries to the loss",
@@ -351,8 +350,8 @@ GUARDS = [
         "a bound that drops a sample if others have low losses",
         ' if error is not None or "random" in kinds else self._find_mixing_with_copies(baseline, reached)',
         "",
-        "independence/test_bounds_and_numbers.py::test_a_bound_on_a_loss_of_several_samples_is_rejected_though_no_batch_"
-        "reaches_it[outliers left out]",
+        "independence/test_bounds_and_numbers.py::test_inactive_clamp_on_a_loss_over_several_samples_is_rejected["
+        "outliers left out]",
     ),
     Guard(
         "a branch that much larger losses would take",
@@ -371,8 +370,8 @@ GUARDS = [
         "a loop whose calls take too long to run again",
         "        if self._longest > self._left:",
         "        if False:",
-        "independence/test_bounds_and_numbers.py::test_a_loop_that_takes_too_long_to_run_again_is_reported_once_at_its_"
-        "second_checked_step",
+        "independence/test_bounds_and_numbers.py::test_loop_above_the_time_limit_is_reported_once_at_its_second"
+        "_checked_step",
     ),
     Guard(
         "a count in texts that equals a number of samples, or a sum, by chance",
@@ -384,15 +383,14 @@ GUARDS = [
         "a number that was read from the batch",
         '        if reduction == "neither" and record.first_conversion:',
         "        if False:",
-        "independence/test_loop_probe.py::test_a_number_that_was_read_from_the_batch_is_rejected_at_the_first_batch_of_"
-        "another_size[item]",
+        "independence/test_loop_probe.py::test_number_read_from_the_batch_is_rejected_at_the_next_batch_size[item]",
     ),
     Guard(
         "a gradient that changes with the random numbers of other samples",
         "        if self._ambiguous_size not in (None, samples):",
         "        if False:",
-        "independence/test_loop_probe.py::test_a_mean_over_a_random_number_of_entries_is_rejected_at_the_first_batch_"
-        "of_another_size[rand]",
+        "independence/test_loop_probe.py::test_mean_over_a_random_number_of_entries_is_rejected_at_the_next"
+        "_batch_size[rand]",
     ),
     Guard(
         "random numbers that are as many as the samples by chance",
@@ -483,8 +481,8 @@ GUARDS = [
         "a number of the batch in the input of the model",
         "        if self._record.first_conversion and comparable and not self._record.drew_random:",
         "        if False:",
-        "independence/test_unseen_data.py::test_a_number_of_the_batch_in_the_input_of_the_model_is_rejected_at_a_second_"
-        "size[divided_by_a_number]",
+        "independence/test_unseen_data.py::test_batch_statistic_in_the_model_input_is_rejected_at_a_second_batch"
+        "_size[divided_by_a_number]",
     ),
     Guard(
         "an output of the model that changes with other samples",
